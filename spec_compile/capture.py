@@ -1,0 +1,118 @@
+"""Capture: one cache-free trace of a Hugging Face causal LM, with one marker node per attention layer."""
+
+import torch
+from torch import fx, nn
+from transformers import PreTrainedModel
+
+from .compat import attention_implementation
+from .errors import UnsupportedModelError
+from .graph import LayerSpec, ModelGraph, attribute, calls
+from .kernels import ops
+
+IMPLEMENTATION = "spec_compile"
+HARMLESS = {"position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "is_causal"}
+
+
+class _Attention:
+    """The attention function given to transformers during the trace: it numbers the layers and emits markers."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.count = model, 0
+
+    def __call__(
+        self, module, query, key, value, attention_mask,
+        scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **extra,
+    ):  # fmt: skip
+        unknown = sorted(name for name, value in extra.items() if value is not None and name not in HARMLESS)
+        if unknown:
+            raise UnsupportedModelError(
+                f"model: {type(self.model).__name__} passes {', '.join(unknown)} to its attention, which is not known here"
+            )
+        if attention_mask is not None:
+            raise UnsupportedModelError(f"model: {type(self.model).__name__} builds an attention mask of its own")
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        layer, self.count = self.count, self.count + 1
+        return ops.attention(query, key, value, s_aux, scale, sliding_window, softcap, layer), None
+
+
+class _Forward(nn.Module):
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, positions):
+        return self.model(input_ids=input_ids, position_ids=positions, use_cache=False).logits
+
+
+def capture(model: PreTrainedModel) -> ModelGraph:
+    """Trace `model` (already admitted) into a `ModelGraph` that shares its parameters.
+
+    Raises UnsupportedModelError if the trace fails, or does not show exactly one attention call per layer.
+    """
+    name = type(model).__name__
+    ids = torch.zeros(2, 7, dtype=torch.int64, device=model.device)
+    positions = torch.arange(7, device=model.device).expand(2, 7)
+    dims = {0: torch.export.Dim("B", min=1, max=4096), 1: torch.export.Dim("T", min=2, max=1 << 20)}
+    try:
+        with torch.no_grad(), attention_implementation(model, IMPLEMENTATION, _Attention(model)):
+            program = torch.export.export(_Forward(model), (ids, positions), dynamic_shapes=(dims, dims), strict=False)
+    except UnsupportedModelError:
+        raise
+    except KeyError as error:
+        if IMPLEMENTATION not in str(error):
+            raise _failed(name, error) from error
+        raise UnsupportedModelError(
+            f"model: {name} does not call attention through transformers' AttentionInterface, so its attention cannot "
+            "be rewritten"
+        ) from error
+    except Exception as error:
+        raise _failed(name, error) from error
+    gm = program.module(check_guards=False)
+    gm.graph._codegen = fx.graph.CodeGen()  # plain arguments, and none of the exporter's input checks
+    gm = fx.GraphModule(gm, gm.graph)
+    return _describe(model, gm)
+
+
+def _failed(name: str, error: Exception) -> UnsupportedModelError:
+    reason = str(error).strip().splitlines()
+    return UnsupportedModelError(
+        f"model: {name} could not be captured as one graph: {type(error).__name__}: {reason[0] if reason else ''}"
+    )
+
+
+def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:
+    config = model.config.get_text_config(decoder=True)
+    markers = calls(gm, torch.ops.spec_compile.attention.default)
+    if len(markers) != config.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} called attention through transformers' interface {len(markers)} times in "
+            f"{config.num_hidden_layers} layers; every layer must, or its own mask or state would be lost"
+        )
+    head = model.get_output_embeddings().weight
+    names = [n.target for n in gm.graph.nodes if n.op == "get_attr" and attribute(gm, n.target) is head]
+    names = names or [
+        n.target for n in gm.graph.nodes if n.op == "get_attr" and attribute(gm, n.target).data_ptr() == head.data_ptr()
+    ]
+    tables = [
+        attribute(gm, node.args[0].target).shape[0]
+        for node in calls(gm, torch.ops.aten.embedding.default)
+        if node.args[1].op != "placeholder" or node.args[1].name != "input_ids"
+    ]
+    return ModelGraph(
+        gm=gm,
+        layers=tuple(_layer(node) for node in markers),
+        vocab_size=head.shape[0],
+        hidden_size=head.shape[1],
+        dtype=head.dtype,
+        position_limit=min(config.max_position_embeddings, *tables) if tables else None,
+        head_weight=names[0] if names else "",
+    )
+
+
+def _layer(node: fx.Node) -> LayerSpec:
+    q, k, v, sinks, scale, window, softcap, _ = node.args
+    q, k, v = (t.meta["val"] for t in (q, k, v))
+    return LayerSpec(
+        heads=q.shape[1], kv_heads=k.shape[1], key_dim=q.shape[3], value_dim=v.shape[3],
+        scale=scale, window=window, softcap=softcap, sinks=sinks is not None,
+    )  # fmt: skip

@@ -1,0 +1,44 @@
+"""Everything that differs between the supported versions of torch and transformers, in one place."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+
+@contextmanager
+def attention_implementation(model: nn.Module, name: str, function: Callable) -> Iterator[None]:
+    """Run `model` with `function` as its attention, registered as `name`; every config is restored on exit.
+
+    No mask function is registered under `name`, so transformers builds no mask at all.
+    """
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    before = [(config, config._attn_implementation) for config in configs if hasattr(config, "_attn_implementation")]
+    AttentionInterface.register(name, function)
+    try:
+        for config, _ in before:
+            config._attn_implementation = name
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation
+        AttentionInterface._global_mapping.pop(name, None)
+
+
+def compile_step(function: Callable, name: str) -> Callable:
+    """Compile a method of no tensor arguments into one graph by Inductor, as its own entry in Dynamo's cache.
+
+    Integer arguments become symbolic sizes; they must be at least 2 (0 and 1 would be specialised). Guards are
+    dropped: everything the step reads lives in buffers of fixed shape that the step's owner never replaces.
+    """
+    code = function.__code__.replace(co_name=name)
+    own = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    return torch.compile(
+        own.__get__(function.__self__),
+        fullgraph=True,
+        dynamic=True,
+        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+    )

@@ -1,0 +1,78 @@
+"""`ModelGraph`: the captured model, and the contract between capture, the passes and the runtime."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One attention layer: its shapes and what its attention does besides softmax(q k^T) v."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: bool
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did: a sentence, the number of call nodes before and after, and the code after it."""
+
+    name: str
+    summary: str
+    nodes_before: int
+    nodes_after: int
+    code: str
+
+
+@dataclass
+class ModelGraph:
+    """A causal LM as one FX graph of ATen calls.
+
+    As captured, ``gm(input_ids[B, T], positions[B, T]) -> (logits[B, T, V],)`` with one
+    ``spec_compile::attention`` node per layer, symbolic B and T, and parameters shared with the model.
+    """
+
+    gm: fx.GraphModule
+    layers: tuple[LayerSpec, ...]
+    vocab_size: int
+    hidden_size: int
+    dtype: torch.dtype
+    position_limit: int | None
+    """Number of rows of a learned position table, if the model has one."""
+    head_weight: str
+    """Name of the output embedding's weight in `gm`."""
+    log: list[PassReport] = field(default_factory=list)
+
+    def copy(self) -> "ModelGraph":
+        """A ModelGraph of its own that shares the parameters."""
+        graph = fx.Graph()
+        output = graph.graph_copy(self.gm.graph, {}, return_output_node=True)
+        graph.output(output[0])
+        return ModelGraph(**{**self.__dict__, "gm": fx.GraphModule(self.gm, graph), "log": list(self.log)})
+
+
+def calls(gm: fx.GraphModule, target=None) -> list[fx.Node]:
+    """The call nodes of a graph, or those of one target."""
+    nodes = (node for node in gm.graph.nodes if node.op.startswith("call_"))
+    return [node for node in nodes if target is None or node.target == target]
+
+
+def owner(node: fx.Node) -> str:
+    """Path of the innermost module that issued a node ('' if unknown)."""
+    stack = node.meta.get("nn_module_stack")
+    return next(reversed(stack.values()))[0] if stack else ""
+
+
+def attribute(gm: fx.GraphModule, name: str) -> torch.Tensor:
+    """The parameter or buffer that a ``get_attr`` node names."""
+    value = gm
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,79 @@
+"""merge_linears: linear layers that read the same input (q/k/v, gate/up) become one matrix product."""
+
+import operator
+from collections import defaultdict
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..graph import ModelGraph, attribute, calls
+
+aten = torch.ops.aten
+
+
+def merge_linears(graph: ModelGraph, settings) -> str:
+    """Merge each group of ``linear(x, w_i, b_i)`` of one x into ``linear(x, cat(w), cat(b))`` and a split.
+
+    The weights are not held twice: the model's own parameters become views of the merged storage, with equal values,
+    so that later in-place updates of either are seen by both. Only plain parameters that nothing else uses take part.
+    """
+    if not settings.merge_linears:
+        return "off"
+    groups: dict[tuple, list[fx.Node]] = defaultdict(list)
+    uses: dict[str, int] = defaultdict(int)
+    for node in graph.gm.graph.nodes:
+        if node.op == "get_attr":
+            uses[node.target] += len(node.users)
+    for node in calls(graph.gm, aten.linear.default):
+        if _is_private(graph, node, uses):
+            weight = attribute(graph.gm, node.args[1].target)
+            groups[node.args[0], len(node.args), weight.dtype].append(node)
+    merged = [group for group in groups.values() if len(group) > 1]
+    for number, group in enumerate(merged):
+        _merge(graph.gm, group, f"merged_linear_{number}")
+    return f"merged {sum(map(len, merged))} linear layers into {len(merged)}"
+
+
+def _is_private(graph: ModelGraph, node: fx.Node, uses: dict[str, int]) -> bool:
+    for operand in node.args[1:]:
+        if operand.op != "get_attr" or uses[operand.target] != 1 or operand.target == graph.head_weight:
+            return False
+        if type(attribute(graph.gm, operand.target).data) is not Tensor:  # quantised, sharded: left alone
+            return False
+    return True
+
+
+def _merge(gm: fx.GraphModule, group: list[fx.Node], name: str) -> None:
+    operands = []
+    for place in range(1, len(group[0].args)):
+        target = f"{name}_{'weight' if place == 1 else 'bias'}"
+        gm.register_buffer(target, _join([attribute(gm, node.args[place].target) for node in group]), persistent=False)
+        operands.append(target)
+    sizes = [attribute(gm, node.args[1].target).shape[0] for node in group]
+    with gm.graph.inserting_before(group[0]):
+        arguments = [gm.graph.get_attr(target) for target in operands]
+        product = gm.graph.call_function(aten.linear.default, (group[0].args[0], *arguments))
+        product.meta = {key: group[0].meta[key] for key in ("nn_module_stack",) if key in group[0].meta}
+        split = gm.graph.call_function(aten.split_with_sizes.default, (product, sizes, -1))
+    for place, node in enumerate(group):
+        with gm.graph.inserting_before(node):
+            part = gm.graph.call_function(operator.getitem, (split, place))
+        part.meta = dict(node.meta)
+        node.replace_all_uses_with(part)
+        gm.graph.erase_node(node)
+
+
+def _join(parameters: list[nn.Parameter]) -> Tensor:
+    """The rows of all parameters in one tensor, which the parameters then view."""
+    first, rows = parameters[0], sum(p.shape[0] for p in parameters)
+    end = first.data_ptr()
+    for p in parameters:  # merged by an earlier call already?
+        if p.data_ptr() != end or not p.is_contiguous() or p.untyped_storage()._cdata != first.untyped_storage()._cdata:
+            break
+        end += p.numel() * p.element_size()
+    else:
+        return first.data.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    merged = torch.cat([p.data for p in parameters])
+    for p, part in zip(parameters, merged.split([p.shape[0] for p in parameters])):
+        p.data = part
+    return merged

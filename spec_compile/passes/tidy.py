@@ -1,0 +1,41 @@
+"""tidy: drop what tracing leaves behind and inference never needs."""
+
+import torch
+from torch import fx
+
+from ..graph import ModelGraph, calls
+
+aten = torch.ops.aten
+CHECKS = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+}
+FORWARDS = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
+CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default}
+DROPOUTS = {aten.dropout.default, aten.feature_dropout.default}
+
+
+def tidy(graph: ModelGraph, settings) -> str:
+    """Erase run-time assertions, aliases, casts to the dtype a tensor already has, and dropout of inference."""
+    erased = 0
+    for node in calls(graph.gm):
+        if node.target in CHECKS:
+            graph.gm.graph.erase_node(node)
+        elif node.target in FORWARDS or _is_idle_cast(node) or (node.target in DROPOUTS and not node.args[2]):
+            node.replace_all_uses_with(node.args[0])
+            graph.gm.graph.erase_node(node)
+        else:
+            continue
+        erased += 1
+    return f"erased {erased} assertions, aliases, idle casts and dropouts"
+
+
+def _is_idle_cast(node: fx.Node) -> bool:
+    if node.target not in CASTS or not isinstance(node.args[0], fx.Node):
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    if before is None or after is None or node.kwargs.get("memory_format") is not None:
+        return False
+    return before.dtype == after.dtype and before.device == after.device and before.stride() == after.stride()
