@@ -186,7 +186,7 @@ def train_tokenizer(texts: list[str], out: Path):
         vocab_size=VOCAB,
         special_tokens=[EOT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        max_token_length=24,
+        max_token_length=32,
         show_progress=False,
     )
     tok.train_from_iterator(texts, trainer)

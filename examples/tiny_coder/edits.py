@@ -163,7 +163,14 @@ def rename_definition(c: Code):
     else:
         near = old.strip("_")
         kind = "function"
-        new = c.rng.choice([c.fresh(near), f"{c.rng.choice(_VERBS)}_{c.rng.choice(_NAMES)}", f"{c.rng.choice(_VERBS)}_{near}", f"_{near}"])  # noqa: E501
+        new = c.rng.choice(
+            [
+                c.fresh(near),
+                f"{c.rng.choice(_VERBS)}_{c.rng.choice(_NAMES)}",
+                f"{c.rng.choice(_VERBS)}_{near}",
+                f"_{near}",
+            ]
+        )
     if not new or re.search(rf"\b{new}\b", c.text) or len(new) > 40:
         return None
     how = c.rng.choice([
@@ -203,10 +210,16 @@ def change_constant(c: Code):
     if isinstance(node.value, str):
         if old[0] not in "'\"" or old[:3] in ("'''", '"""'):
             return None
-        new = old[0] + c.rng.choice([c.rng.choice(_NAMES), node.value.upper(), f"{c.rng.choice(_NAMES)}_{c.rng.choice(_NAMES)}"]) + old[0]  # noqa: E501
+        new = (
+            old[0]
+            + c.rng.choice([c.rng.choice(_NAMES), node.value.upper(), f"{c.rng.choice(_NAMES)}_{c.rng.choice(_NAMES)}"])
+            + old[0]
+        )
         kind = "string"
     else:
-        new = c.rng.choice([str(c.rng.randint(0, 200)), str(c.rng.randint(0, 5000)), f"{c.rng.randint(0, 20)}.{c.rng.randint(1, 99)}"])  # noqa: E501
+        new = c.rng.choice(
+            [str(c.rng.randint(0, 200)), str(c.rng.randint(0, 5000)), f"{c.rng.randint(0, 20)}.{c.rng.randint(1, 99)}"]
+        )
         kind = c.rng.choice(["number", "constant", "value"])
     if new == old or "\n" in new or "\\" in new:
         return None
@@ -316,7 +329,9 @@ def guard(c: Code):
         return None
     arg, value = c.rng.choice(names), c.literal()
     test = c.rng.choice([f"{arg} is None", f"not {arg}", f"{arg} == {value}", f"{arg} < 0", f"len({arg}) == 0"])
-    action = c.rng.choice(["return None", "return", f"return {c.literal()}", f'raise ValueError("bad {arg}")', f"return {arg}"])  # noqa: E501
+    action = c.rng.choice(
+        ["return None", "return", f"return {c.literal()}", f'raise ValueError("bad {arg}")', f"return {arg}"]
+    )
     start, pad = where
     unit = "\t" if pad.startswith("\t") else "    "
     new = f"{pad}if {test}:\n{pad}{unit}{action}\n"
@@ -382,7 +397,11 @@ def operator(c: Code):
 
 def off_by_one(c: Code):
     calls = [n for n in ast.walk(c.fn or c.tree) if isinstance(n, ast.Call) and c.src(n.func) in ("range", "len")]
-    calls = [n for n in calls if len(n.args) == 1 and not n.keywords and isinstance(n.args[0], (ast.Name, ast.Attribute, ast.Call))]  # noqa: E501
+    calls = [
+        n
+        for n in calls
+        if len(n.args) == 1 and not n.keywords and isinstance(n.args[0], (ast.Name, ast.Attribute, ast.Call))
+    ]
     if not calls:
         return None
     node = c.rng.choice(calls)
@@ -393,7 +412,12 @@ def off_by_one(c: Code):
         return None
     start, end = c.span(node)
     if c.rng.random() < 0.5:
-        how = c.rng.choice([f"Off by one: `{other}` should be `{piece}`.", f"Fix the off-by-one error, `{piece}` is enough where it says `{other}`."])  # noqa: E501
+        how = c.rng.choice(
+            [
+                f"Off by one: `{other}` should be `{piece}`.",
+                f"Fix the off-by-one error, `{piece}` is enough where it says `{other}`.",
+            ]
+        )
         return how, c.edit((start, end, other)), c.text
     how = c.rng.choice([f"Off by one: `{piece}` should be `{other}`.", f"Change `{piece}` to `{other}`."])
     return how, c.text, c.edit((start, end, other))
@@ -426,7 +450,9 @@ def statement(c: Code):
         how = c.rng.choice([f"Insert `{new}` after the line `{piece}`.", f"Below `{piece}`, add `{new}`."])
         return how, c.text, c.edit((end, end, f"{pad}{new}\n"))
     if kind < 0.75:
-        how = c.rng.choice([f"Delete the line `{piece}`.", f"Remove `{piece}`.", f"The line `{piece}` is not needed, take it out."])  # noqa: E501
+        how = c.rng.choice(
+            [f"Delete the line `{piece}`.", f"Remove `{piece}`.", f"The line `{piece}` is not needed, take it out."]
+        )
         return how, c.text, c.edit((start, end, ""))
     how = c.rng.choice([f"Replace the line `{piece}` with `{new}`.", f"Instead of `{piece}`, write `{new}`."])
     return how, c.text, c.edit((start, end, f"{pad}{new}\n"))
@@ -445,7 +471,9 @@ def percent_format(c: Code):
         if text.count("%s") != len(values) or text.count("%") != len(values):
             continue
         new = "f" + re.sub("%s", lambda _, it=iter(values): "{" + c.src(next(it)) + "}", left)
-        how = c.rng.choice([f"Use an f-string instead of `{piece}`.", "Convert the first simple %-formatted string to an f-string."])  # noqa: E501
+        how = c.rng.choice(
+            [f"Use an f-string instead of `{piece}`.", "Convert the first simple %-formatted string to an f-string."]
+        )
         if not c.once(piece) or (how.startswith("Conv") and c.text.count(" % ") > 1):
             return None
         return how, c.text, c.edit((*c.span(node), new))
@@ -476,16 +504,34 @@ def strip_comments(c: Code):
     if '"""' in c.text or "'''" in c.text:
         return None  # a line in a string may look like a comment
     after = re.sub(r"(?m)^[ \t]*#.*\n", "", c.text)
-    how = c.rng.choice(["Remove all lines that are only comments.", "Delete the comment lines.", "Strip the full-line comments."])  # noqa: E501
+    how = c.rng.choice(
+        ["Remove all lines that are only comments.", "Delete the comment lines.", "Strip the full-line comments."]
+    )
     return (how, c.text, after) if after != c.text else None
 
 
 def unchanged(c: Code):
-    how = c.rng.choice(["Repeat this code exactly.", "Return the code unchanged.", "Copy the following code.", "No change is needed: print the code as it is."])  # noqa: E501
+    how = c.rng.choice(
+        [
+            "Repeat this code exactly.",
+            "Return the code unchanged.",
+            "Copy the following code.",
+            "No change is needed: print the code as it is.",
+        ]
+    )
     return how, c.text, c.text
 
 
-_NEEDS_FUNCTION = {rename_variable, change_default, add_docstring, remove_docstring, type_hints, guard, add_parameter, decorate}  # noqa: E501
+_NEEDS_FUNCTION = {
+    rename_variable,
+    change_default,
+    add_docstring,
+    remove_docstring,
+    type_hints,
+    guard,
+    add_parameter,
+    decorate,
+}
 TRANSFORMS = (
     [rename_variable] * 5 + [rename_definition] * 3 + [rename_attribute] + [change_constant] * 3
     + [change_default] * 2 + [add_docstring] * 2 + [remove_docstring] + [type_hints] * 2 + [guard] * 2
@@ -537,7 +583,16 @@ def units(text: str, rng, limit: int) -> list[str]:
     return found
 
 
-_ANSWERS = ["", "", "", "Here is the updated code:\n", "Updated code:\n", "Result:\n", "The edited version:\n", "Sure.\n"]
+_ANSWERS = [
+    "",
+    "",
+    "",
+    "Here is the updated code:\n",
+    "Updated code:\n",
+    "Result:\n",
+    "The edited version:\n",
+    "Sure.\n",
+]
 
 
 def prompt_and_answer(how: str, before: str, after: str, rng) -> tuple[str, str]:

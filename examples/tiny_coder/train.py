@@ -23,129 +23,16 @@ START = time.time()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import nn  # noqa: E402
 
 import data  # noqa: E402
 import edits  # noqa: E402
+from model import Llama, Muon, head_loss, to_transformers  # noqa: E402
 
-HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 768, 8, 4, 2, 64
-THETA, EPS, LENGTH = 10000.0, 1e-5, data.MAX_LENGTH
+LENGTH = data.MAX_LENGTH
 
 
 def log(*parts) -> None:
     print(f"[{time.time() - START:6.1f} s]", *parts, flush=True)
-
-
-# --- model: the arithmetic and the parameter names of transformers' LlamaForCausalLM ---------------
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        linear = lambda i, o: nn.Linear(i, o, bias=False)  # noqa: E731
-        self.input_layernorm = nn.RMSNorm(HIDDEN, eps=EPS)
-        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, eps=EPS)
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": linear(HIDDEN, HEADS * HEAD_DIM),
-                "k_proj": linear(HIDDEN, KV_HEADS * HEAD_DIM),
-                "v_proj": linear(HIDDEN, KV_HEADS * HEAD_DIM),
-                "o_proj": linear(HEADS * HEAD_DIM, HIDDEN),
-            }
-        )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": linear(HIDDEN, INTERMEDIATE),
-                "up_proj": linear(HIDDEN, INTERMEDIATE),
-                "down_proj": linear(INTERMEDIATE, HIDDEN),
-            }
-        )
-
-    def forward(self, x, cos, sin):
-        rows, length, _ = x.shape
-        att, mlp = self.self_attn, self.mlp
-
-        def heads(y, n):
-            return y.view(rows, length, n, HEAD_DIM).transpose(1, 2)
-
-        def rotate(y):
-            half = torch.cat((-y[..., HEAD_DIM // 2 :], y[..., : HEAD_DIM // 2]), dim=-1)
-            return (y * cos + half * sin).to(y.dtype)
-
-        h = self.input_layernorm(x)
-        q = rotate(heads(att["q_proj"](h), HEADS))
-        k = rotate(heads(att["k_proj"](h), KV_HEADS)).repeat_interleave(HEADS // KV_HEADS, dim=1)
-        v = heads(att["v_proj"](h), KV_HEADS).repeat_interleave(HEADS // KV_HEADS, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + att["o_proj"](out.transpose(1, 2).reshape(rows, length, HIDDEN))
-        h = self.post_attention_layernorm(x)
-        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](h)) * mlp["up_proj"](h))
-
-
-def head_loss(x, weight, labels):
-    logits = F.linear(x, weight).float()
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
-
-
-class Llama(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(data.VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(HIDDEN, eps=EPS)
-        freq = 1.0 / THETA ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
-        angle = torch.outer(torch.arange(LENGTH).float(), freq).repeat(1, 2)
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
-        self.head_loss = head_loss
-        for name, p in self.named_parameters():
-            if p.ndim == 2:
-                scale = 0.02 if "embed" in name else p.shape[1] ** -0.5
-                if "o_proj" in name or "down_proj" in name:
-                    scale /= math.sqrt(2 * LAYERS)
-                nn.init.normal_(p, std=scale)
-
-    def forward(self, tokens):
-        ids, labels = tokens[:, :-1], tokens[:, 1:]
-        x = self.embed_tokens(ids)
-        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        return self.head_loss(self.norm(x), self.embed_tokens.weight, labels)
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum with orthogonalized updates, batched over matrices of one shape; the update has AdamW's size."""
-
-    def __init__(self, params, lr, weight_decay, momentum=0.95):
-        by_shape: dict = {}
-        for p in params:
-            by_shape.setdefault(tuple(p.shape), []).append(p)
-        groups = [{"params": ps} for ps in by_shape.values()]
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            params = group["params"]
-            grads = torch.stack([p.grad for p in params])
-            state = self.state[params[0]]
-            if not state:
-                state["momentum"] = torch.zeros_like(grads)
-            buf = state["momentum"].lerp_(grads, 1 - group["momentum"])
-            x = grads.lerp(buf, group["momentum"])
-            x = x.bfloat16() if x.is_cuda else x
-            tall = x.shape[1] > x.shape[2]
-            x = x.mT if tall else x
-            x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-            for _ in range(5):  # Newton-Schulz iteration towards the nearest orthogonal matrix
-                a = x @ x.mT
-                x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
-            x = x.mT if tall else x
-            size = 0.2 * math.sqrt(max(x.shape[1:]))
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, list(x.to(grads.dtype).unbind(0)), alpha=-group["lr"] * size)
 
 
 # --- data in worker processes ---------------------------------------------------------------------
@@ -261,6 +148,7 @@ class RawStream:
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # no second compilation for it
 def validate(model, tokens, length, rows, autocast, limit) -> float:
     windows = min((len(tokens) - 1) // length, limit)
     rows = min(rows, windows)
@@ -271,23 +159,6 @@ def validate(model, tokens, length, rows, autocast, limit) -> float:
             index = starts[:, None] + torch.arange(length + 1, device=tokens.device)
             total += model(tokens[index].long()).item()
     return total / batches
-
-
-def to_transformers(model):
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=data.VOCAB, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, rms_norm_eps=EPS,
-        max_position_embeddings=LENGTH, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA}, dtype="bfloat16",
-    )  # fmt: skip
-    hf = LlamaForCausalLM(config)
-    hf.model.load_state_dict({k: v.float().cpu() for k, v in model.state_dict().items()})
-    hf.tie_weights()
-    hf = hf.to(torch.bfloat16).eval()
-    hf.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
-    return hf
 
 
 def generate(hf, tok, prompts, max_new_tokens, seconds) -> list[str]:
@@ -367,7 +238,7 @@ def main() -> None:
     train, val, packages = data.load_corpus(pool, args.smoke)
     random.shuffle(train)
     log(f"{len(train)} files, {sum(len(t) for _, t in train) / 1e6:.1f} MB; {len(val)} files held out")
-    budget, sample = (4 if args.smoke else 40) * 1_000_000, []
+    budget, sample = (4 if args.smoke else 30) * 1_000_000, []
     for _, text in train:
         sample.append(text)
         budget -= len(text)
@@ -390,7 +261,7 @@ def main() -> None:
     log(f"{len(tokens) / 1e6:.1f} M tokens, {chars / len(tokens):.2f} characters each")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tasks_job = pool.apply_async(edit_tasks, (([p for p, _ in val], 1, 4 if args.smoke else 64),))
-    stream = EditStream(pool, tok_path, [p for p, _ in train], 2000 if args.smoke else 100_000, device, workers)
+    stream = EditStream(pool, tok_path, [p for p, _ in train], 120 if args.smoke else 100_000, device, workers)
     raw = RawStream(tokens.to(device), length)
     val_tokens, bits = val_tokens.to(device), len(val_tokens) / val_chars / math.log(2)
     val_limit = 40 if args.smoke else 480  # windows
@@ -443,7 +314,7 @@ def main() -> None:
         step += 1
         if step == 3 and not args.smoke:
             log(f"three steps done, compilation took {time.time() - begin:.0f} s")
-        if step % (10 if args.smoke else 20) == 0:
+        if step % (2 if args.smoke else 20) == 0:
             recent = torch.stack(losses[-20:]).mean().item()  # also lets the queue of the GPU drain
             if stream.jobs:
                 stream.poll()
@@ -469,7 +340,7 @@ def main() -> None:
     val_loss = validate(model, val_tokens, length, rows, autocast, val_limit)
     log(f"end of training: validation {val_loss:.4f} nats a token, {val_loss * bits:.4f} bits a byte")
     check = val_tokens[: min(length, 512) + 1].long()[None]
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         ours, theirs = model.float()(check).item(), hf.float().cpu()(check.cpu(), labels=check.cpu()).loss.item()
     log(f"the same text: {ours:.4f} here, {theirs:.4f} in transformers (weights in bf16)")
     hf = hf.to(torch.bfloat16)
@@ -488,7 +359,9 @@ def main() -> None:
     exact, samples = final_evaluation(hf, args.out, tasks, device, reserve - 15)
     facts["exact"] = exact
     write_card(args.out, packages, facts, samples)
-    (args.out / "training.json").write_text(json.dumps({"facts": facts, "curve": records, "packages": packages}, indent=1))
+    (args.out / "training.json").write_text(
+        json.dumps({"facts": facts, "curve": records, "packages": packages}, indent=1)
+    )
     log(f"edit tasks solved exactly: {exact} of {len(tasks)}")
     log("files:", ", ".join(f"{p.name} {p.stat().st_size / 2**20:.2f} MiB" for p in sorted(args.out.iterdir())))
 

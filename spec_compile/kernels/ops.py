@@ -4,6 +4,7 @@ Shapes: B rows, N tree nodes or chunk tokens, H query heads, Hkv key-value heads
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ def masked_attention(
     return out.reshape(batch, heads, nodes, value_dim).transpose(1, 2)
 
 
+@torch.fx.node.has_side_effect
 def tree_attention(
     q: Tensor,
     k: Tensor,
@@ -111,3 +113,29 @@ def tree_attention(
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """x [B, T, C], rows [B, R] -> [B, R, C]: the chosen rows of each batch row."""
     return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[2]))
+
+
+NGRAM_HOMES: dict[int, Callable[..., None]] = {}
+"""What answers `ngram_propose`, by handle: a function of (streams, tokens, committed, and the four outputs)."""
+
+
+@torch.library.custom_op("spec_compile::ngram_propose", mutates_args=())
+def ngram_propose(
+    tokens: Tensor, committed: Tensor, streams: Tensor, handle: Tensor, num_nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tell the trie what each row has gained, and ask it for a tree that continues each row's end.
+
+    tokens [B, S] int64 of which the first committed[b] of row b are text; streams [B]: the trie's stream of each row;
+    handle [1]: a key of `NGRAM_HOMES`. -> tokens, parents [B, num_nodes], count [B], longest match [B], all int64.
+    """
+    batch = tokens.shape[0]
+    out = tuple(tokens.new_empty(shape) for shape in ((batch, num_nodes), (batch, num_nodes), (batch,), (batch,)))
+    NGRAM_HOMES[int(handle)](streams, tokens, committed, *out)
+    return out
+
+
+@ngram_propose.register_fake
+def _(tokens, committed, streams, handle, num_nodes):
+    batch = tokens.shape[0]
+    tree, summary = tokens.new_empty((batch, num_nodes)), tokens.new_empty((batch,))
+    return tree, torch.empty_like(tree), summary, torch.empty_like(summary)

@@ -24,7 +24,7 @@ class Settings:
     logits: str = "all"
 
 
-PIPELINE = [tidy, merge_linears, taps, logits_rows, tree_attention]
+PIPELINE = [tidy, merge_linears, taps, tree_attention, logits_rows]
 
 
 def run(graph: ModelGraph, settings: Settings, pipeline=None) -> ModelGraph:

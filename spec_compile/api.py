@@ -1,0 +1,135 @@
+"""`speculate`: the one line, and the object behind ``model.speculation``."""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from .admit import admit
+from .capture import capture
+from .checks import check_capture, check_tree
+from .config import Options, parse_algorithm, parse_options
+from .drafters.ngram import NgramDrafter
+from .explain import explain
+from .runtime.engine import Engine
+from .runtime.generate import SpeculativeMixin
+from .runtime.ngram import NgramTrie
+from .stats import Stats
+
+
+def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrainedModel:
+    """A model that generates faster, with the same answer.
+
+    Returns an object of `model`'s own class that shares its weights; its ``generate()`` takes the same arguments.
+    `model` keeps working as before. ``result.speculation`` holds ``stats``, ``explain()``, ``ngram`` and ``warmup()``.
+
+    algo: "ngram" (alias "lookahead"). options: see `config.Options`.
+
+    Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
+    model in training mode) or UnsupportedModelError (the model cannot be rewritten exactly), before any change.
+    """
+    algorithm = parse_algorithm(algo)
+    parsed = parse_options(Options, options)
+    vocab_size = model.get_output_embeddings().weight.shape[0] if _has_head(model) else None
+    trie = NgramTrie(**parsed.ngram, vocab_size=vocab_size)
+    admit(model)
+    fast = _shadow(model)
+    fast.__dict__["speculation"] = Speculation(model, algorithm, parsed, trie)
+    return fast
+
+
+class Speculation:
+    """What is behind ``model.speculation``: statistics, reports and control of one speculative model."""
+
+    def __init__(self, model: PreTrainedModel, algorithm: str, options: Options, ngram: NgramTrie):
+        self.algorithm, self.options, self.ngram = algorithm, options, ngram
+        self._model, self._lock, self._references = model, threading.RLock(), []
+        graph = capture(model)
+        if options.check:
+            check_capture(model, graph)
+        self._engine = Engine(
+            graph,
+            lambda batch: NgramDrafter(ngram, options.num_draft_tokens, batch),
+            options,
+            model.device,
+            model.config.get_text_config(decoder=True).max_position_embeddings,
+        )
+        if options.check:
+            check_tree(type(model).__name__, graph, self._engine.verify)
+        self._weights = self._addresses()
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since the start or ``stats.reset()``."""
+        return self._engine.stats
+
+    def explain(self) -> str:
+        """What each pass changed, and what a round does."""
+        return explain(self)
+
+    def warmup(self, batch_size: int = 1, progress: Callable[[str], None] | None = None) -> None:
+        """Compile everything for a batch size now rather than in the first ``generate()``; `progress` gets a line a step."""
+        with self._lock, torch.no_grad(), self.reporting(progress):
+            session = self._engine.session(batch_size)
+            for nodes in (0, *self._engine.sizes):
+                session.step(nodes)
+
+    @contextmanager
+    def reporting(self, progress: Callable[[str], None] | None) -> Iterator[None]:
+        """While inside, `progress` is given a line when something begins or ends to compile."""
+        before = self._engine.report
+        self._engine.report = progress or before
+        try:
+            yield
+        finally:
+            self._engine.report = before
+
+    @contextmanager
+    def generating(self, references: list[Sequence[int]]) -> Iterator[None]:
+        """One call of generate() at a time: it owns the state until it ends."""
+        with self._lock:
+            if self._addresses() != self._weights:
+                raise RuntimeError("the model's weights were moved or replaced after speculate(); call speculate() again")
+            self._references = [self.ngram._ids(reference, "reference") for reference in references]
+            try:
+                yield
+            finally:
+                self._references = []
+
+    def run(
+        self, prompts: list[list[int]], min_lengths: list[int], max_lengths: list[int], eos: list[int]
+    ) -> Iterator[list[list[int]]]:
+        """See `Engine.run`; checks the request against the model and the cache first."""
+        vocab = self._engine.verify.vocab_size
+        foreign = next((token for prompt in prompts for token in prompt if not 0 <= token < vocab), None)
+        if foreign is not None:
+            raise ValueError(f"input_ids: token id {foreign} is outside the vocabulary of {vocab} tokens")
+        capacity = self._engine.capacity(len(prompts))
+        if max(max_lengths) > capacity:
+            raise ValueError(
+                f"max_length: prompt and new tokens make {max(max_lengths)} tokens, the cache holds {capacity} a "
+                f"sequence; ask for fewer, or raise it with speculate(model, max_cache_len={max(max_lengths)})"
+            )
+        eos = [token for token in eos if 0 <= token < vocab]
+        return self._engine.run(prompts, self._references, min_lengths, max_lengths, eos)
+
+    def _addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self._model.parameters()]
+
+
+def _has_head(model) -> bool:
+    return isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
+
+
+def _shadow(model: PreTrainedModel) -> PreTrainedModel:
+    """Another object of the model's class, with our generate() in front, that shares all modules and parameters."""
+    cls = type(model)
+    shadow = object.__new__(type(cls.__name__, (SpeculativeMixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__}))
+    shadow.__dict__.update(model.__dict__)
+    for name in ("_parameters", "_buffers", "_modules"):
+        shadow.__dict__[name] = dict(model.__dict__[name])
+    shadow.generation_config = copy.deepcopy(model.generation_config)
+    return shadow

@@ -1,0 +1,67 @@
+"""The checks after capture: the graphs must compute what the model computes, or the model is refused."""
+
+import torch
+from transformers import PreTrainedModel
+
+from .errors import UnsupportedModelError
+from .graph import ModelGraph
+from .runtime.tree import ancestry
+
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+"""Largest accepted difference of logits, relative to their spread."""
+LONGEST = 1024
+"""Longest text that is run for a check; windows beyond it are compared with the configuration instead."""
+
+
+@torch.no_grad()
+def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
+    """Compare the captured graph with the model's own forward on random ids, longer than any window."""
+    windows = [layer.window for layer in graph.layers if layer.window is not None]
+    length = min(max([24, *windows]) + 17, LONGEST, graph.position_limit or LONGEST)
+    ids = _random_ids(graph, 2, length).to(model.device)
+    own = model(input_ids=ids, use_cache=False).logits
+    positions = torch.arange(length, device=ids.device).expand_as(ids)
+    _compare(type(model).__name__, "the captured graph", graph.gm(ids, positions)[0], own)
+
+
+@torch.no_grad()
+def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
+    """Compare a small tree behind a prefix with plain forwards over each of its paths."""
+    windows = [layer.window for layer in graph.layers if layer.window is not None]
+    prefix = min(max([8, *windows]) + 3, LONGEST, (graph.position_limit or LONGEST) - 8)
+    parents = [-1, 0, 0, 1, 1, 2, 3]
+    nodes = len(parents)
+    ids = _random_ids(graph, 1, prefix + nodes)
+    weight = next(graph.gm.parameters())
+    ids = ids.to(weight.device)
+    slots = prefix + nodes
+    cache = [
+        weight.new_zeros(1, layer.kv_heads, slots, size, dtype=graph.dtype)
+        for layer in graph.layers
+        for size in (layer.key_dim, layer.value_dim)
+    ]
+    start = torch.zeros(1, dtype=torch.int64, device=ids.device)
+    steps = torch.arange(prefix, device=ids.device)[None]
+    verify.gm(ids[:, :prefix], steps, start, None, cache, prefix)
+    ancestors, depth = ancestry(torch.tensor([parents], device=ids.device))
+    tree = verify.gm(ids[:, prefix:], prefix + depth, start + prefix, ancestors, cache, slots)[0][0]
+    for node in range(nodes):
+        path = [j for j in range(nodes) if int(ancestors[0, node]) >> j & 1]
+        text = torch.cat([ids[:, :prefix], ids[:, prefix:][:, path]], dim=1)
+        linear = graph.gm(text, torch.arange(text.shape[1], device=ids.device)[None])[0][0, -1]
+        _compare(name, "the tree attention of the rewritten graph", tree[node], linear)
+
+
+def _random_ids(graph: ModelGraph, batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, graph.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def _compare(name: str, what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    spread = expected.float().std().clamp(min=1e-6)
+    error = ((got.float() - expected.float()).abs().max() / spread).item()
+    limit = TOLERANCE[expected.dtype]
+    if not error <= limit:
+        raise UnsupportedModelError(
+            f"model: {name}: {what} differs from the model's own forward by {error:.1e} of the logits' spread "
+            f"(allowed: {limit:.0e}); it would change the answer"
+        )

@@ -1,0 +1,38 @@
+"""What was rewritten, for people: `explain` and `dump`."""
+
+from pathlib import Path
+
+
+def explain(speculation) -> str:
+    """A readable account of the captured model, the passes and the round."""
+    engine = speculation._engine
+    graph = engine.verify
+    layer = graph.layers[0]
+    lines = [
+        f"{type(speculation._model).__name__}: {len(graph.layers)} layers, {layer.heads} query and {layer.kv_heads} "
+        f"key-value heads of {layer.key_dim}, vocabulary {graph.vocab_size}, {graph.dtype}".replace("torch.", ""),
+        f"algorithm {speculation.algorithm}, rounds over {', '.join(map(str, engine.sizes))} nodes",
+        "passes (call nodes before -> after):",
+    ]
+    for report in graph.log:
+        lines.append(f"  {report.name:16} {report.nodes_before:5} -> {report.nodes_after:5}  {report.summary}")
+    return "\n".join(lines)
+
+
+def dump(model, directory) -> list[Path]:
+    """Write the readable graph after every pass of a speculative `model` to `directory`; returns the files.
+
+    With depyf installed, its view of the compiled round (decompiled bytecode, graphs, kernels) is written beside them.
+    """
+    speculation = getattr(model, "speculation", None)
+    if speculation is None:
+        raise TypeError(f"model: expected the result of spec_compile.speculate, got {type(model).__name__}")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    files = []
+    for kind in ("verify", "prefill"):
+        for number, report in enumerate(getattr(speculation._engine, kind).log):
+            path = directory / f"{kind}_{number}_{report.name}.py"
+            path.write_text(f"# {report.summary}\n{report.code}\n")
+            files.append(path)
+    return files

@@ -1,0 +1,127 @@
+"""State: every buffer that outlives a round, at fixed addresses, for B sequences."""
+
+import mmap
+
+import torch
+from torch import Tensor, nn
+
+from ..graph import ModelGraph
+from .accept import Accepted
+from .tree import MAX_NODES, Tree
+
+
+class State(nn.Module):
+    """B sequences of up to `capacity` tokens, their key-value cache, and the tree to be verified next.
+
+    The last committed token of row b is ``tokens[b, lengths[b]]``; it has no keys and values yet and is the root of the
+    next tree. Slots below ``lengths[b]`` of the cache are committed; what lies beyond is never seen.
+    """
+
+    def __init__(self, graph: ModelGraph, batch: int, capacity: int, device: torch.device):
+        super().__init__()
+        self.batch, self.capacity = batch, capacity
+        self.position_limit = graph.position_limit
+
+        def buffer(name, *shape, dtype=torch.int64):
+            self.register_buffer(name, torch.zeros(*shape, dtype=dtype, device=device), persistent=False)
+
+        buffer("tokens", batch, capacity)
+        buffer("lengths", batch)
+        buffer("prompt_lengths", batch)
+        buffer("min_lengths", batch)  # no end-of-sequence token before a row holds this many tokens
+        buffer("max_lengths", batch)
+        buffer("finished", batch, dtype=torch.bool)
+        buffer("is_eos", graph.vocab_size, dtype=torch.bool)
+        buffer("tree_tokens", batch, MAX_NODES)
+        buffer("tree_parents", batch, MAX_NODES)
+        buffer("tree_count", batch)
+        buffer("tree_hint", batch)
+        for number, layer in enumerate(graph.layers):
+            for name, size in (("keys", layer.key_dim), ("values", layer.value_dim)):
+                shape = (batch, layer.kv_heads, capacity, size)
+                self.register_buffer(f"{name}_{number}", _zeros(shape, graph.dtype, device), persistent=False)
+        self.layers = len(graph.layers)
+
+    @property
+    def cache(self) -> list[Tensor]:
+        """Keys and values of each layer in turn, each [B, Hkv, capacity, D]."""
+        return [getattr(self, f"{name}_{layer}") for layer in range(self.layers) for name in ("keys", "values")]
+
+    def small_buffers(self) -> list[Tensor]:
+        """Every buffer except the cache."""
+        return [value for name, value in self.named_buffers() if not name.startswith(("keys_", "values_"))]
+
+    def reset(self, prompts: list[list[int]], min_lengths: list[int], max_lengths: list[int], eos: list[int]) -> None:
+        """Begin B new sequences. Lengths count committed tokens, prompt included."""
+        for row, prompt in enumerate(prompts):
+            self.tokens[row, : len(prompt)] = torch.tensor(prompt)
+        self.prompt_lengths.copy_(torch.tensor([len(prompt) for prompt in prompts]))
+        self.min_lengths.copy_(torch.tensor(min_lengths))
+        self.max_lengths.copy_(torch.tensor(max_lengths))
+        self.lengths.zero_()
+        self.finished.zero_()
+        self.is_eos.zero_()
+        self.is_eos[eos] = True
+
+    def tree(self, nodes: int) -> Tree:
+        """The first `nodes` nodes of the pending trees; parents come first, so every prefix of a tree is a tree."""
+        real = torch.arange(nodes, device=self.tokens.device) < self.tree_count[:, None]
+        return Tree(self.tree_tokens[:, :nodes], self.tree_parents[:, :nodes], real)
+
+    def root(self) -> None:
+        """The pending trees become the last committed tokens alone."""
+        self.tree_tokens[:, :1] = self.tokens.gather(1, self.lengths[:, None])
+        self.tree_parents[:, :1] = -1
+        self.tree_count.fill_(1)
+        self.tree_hint.zero_()
+
+    def propose(self, tokens: Tensor, parents: Tensor, count: Tensor, hint: Tensor) -> None:
+        """Set the trees to be verified next; `hint` [B] is the drafter's bucket of confidence (0: least)."""
+        self.tree_tokens[:, : tokens.shape[1]] = tokens
+        self.tree_parents[:, : tokens.shape[1]] = parents
+        self.tree_count.copy_(count)
+        self.tree_hint.copy_(hint)
+
+    def positions(self, offsets: Tensor) -> Tensor:
+        """lengths + offsets [B, N], kept inside a learned position table (only slots never committed lie outside)."""
+        positions = self.lengths[:, None] + offsets
+        return positions if self.position_limit is None else positions.clamp(max=self.position_limit - 1)
+
+    def forbid_early_eos(self, logits: Tensor, depth: Tensor) -> Tensor:
+        """Minus infinity for end-of-sequence tokens of nodes [B, N] whose row would be shorter than its minimum."""
+        early = self.lengths[:, None] + 1 + depth < self.min_lengths[:, None]
+        return logits.masked_fill(early[:, :, None] & self.is_eos, float("-inf"))
+
+    def commit(self, accepted: Accepted) -> Tensor:
+        """Add the accepted tokens to each unfinished row, move their keys and values into place, and stop rows.
+
+        Returns how many tokens each row [B] really gained: those up to its first end-of-sequence token or its limit.
+        """
+        nodes = accepted.tokens.shape[1]
+        number = torch.arange(nodes, device=self.tokens.device)
+        ends = self.is_eos[accepted.tokens] & (number < accepted.count[:, None])
+        until_end = torch.where(ends, number + 1, nodes + 1).amin(dim=1)
+        room = self.max_lengths - (self.lengths + 1)
+        gained = torch.minimum(torch.minimum(accepted.count, until_end), room)
+        gained = torch.where(self.finished, 0, gained)
+
+        slots = self.lengths[:, None] + number
+        if nodes > 1:
+            row = torch.arange(self.batch, device=slots.device)[:, None, None]
+            source, target = (self.lengths[:, None] + accepted.path)[:, None, :], slots[:, None, :]
+            for cache in self.cache:
+                head = torch.arange(cache.shape[1], device=slots.device)[None, :, None]
+                cache.index_put_((row, head, target), cache[row, head, source])
+        self.tokens.scatter_(1, slots + 1, accepted.tokens)
+        self.lengths.add_(gained)
+        self.finished.logical_or_((gained == until_end) | (self.lengths + 1 >= self.max_lengths))
+        self.root()
+        return gained
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros whose memory is taken only where it is written (anonymous pages, on a CPU)."""
+    count = torch.Size(shape).numel()
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype).view(shape)

@@ -1,0 +1,34 @@
+"""Token trees in tensors: ancestry as int64 bits. Parents come before children; node 0 is the root."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_NODES = 64
+"""Nodes of a tree, so that one int64 holds a node's ancestors."""
+
+
+@dataclass
+class Tree:
+    """A batch of trees. tokens, parents [B, N] int64 (parent of the root: -1); real [B, N] bool: slots in use."""
+
+    tokens: Tensor
+    parents: Tensor
+    real: Tensor
+
+
+def ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """parents [B, N] -> (ancestors [B, N] int64 with bit j set if j is i or above i, depth [B, N] of each node).
+
+    Pointer jumping: each pass doubles the number of generations seen, so log2(N) passes do.
+    """
+    nodes = parents.shape[1]
+    above = parents.clamp(min=0)
+    ancestors = (torch.ones_like(parents) << torch.arange(nodes, device=parents.device)) | 1
+    depth = (parents >= 0).to(torch.int64)
+    for _ in range(max(0, (nodes - 1).bit_length())):
+        ancestors = ancestors | ancestors.gather(1, above)
+        depth = depth + depth.gather(1, above)
+        above = above.gather(1, above)
+    return ancestors, depth

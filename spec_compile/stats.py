@@ -1,0 +1,65 @@
+"""What speculation has done so far: `Stats`."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stats:
+    """Counters since the start or the last `reset`.
+
+    rounds: rounds run. tokens: tokens committed, all rows. steps: row-rounds, i.e. how many rounds unfinished rows
+    took part in (what plain decoding would have needed for as many tokens is `tokens`). offered[d], accepted[d]: how
+    often a tree reached depth d + 1, and how often its node there was accepted. nodes: how often each size was
+    verified. seconds: prefill, draft, verify (with accept and commit), host (everything else in the loop), compile.
+    """
+
+    rounds: int = 0
+    tokens: int = 0
+    steps: int = 0
+    offered: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    nodes: dict[int, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "host", "compile"), 0.0)
+    )
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens committed per round and row, the bonus token included (plain decoding: 1.0)."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Of the trees verified with a node at depth d + 1, the share that had one accepted there."""
+        return [a / o for a, o in zip(self.accepted, self.offered)]
+
+    def reset(self) -> None:
+        """Set every counter back to zero."""
+        self.__init__()
+
+    def count_depths(self, offered: int, accepted: int) -> None:
+        """One row's tree reached depth `offered` and was accepted down to depth `accepted`."""
+        missing = offered - len(self.offered)
+        if missing > 0:
+            self.offered += [0] * missing
+            self.accepted += [0] * missing
+        for depth in range(offered):
+            self.offered[depth] += 1
+        for depth in range(accepted):
+            self.accepted[depth] += 1
+
+    def __str__(self) -> str:
+        busy = {name: value for name, value in self.seconds.items() if name != "compile"}
+        decode = sum(busy.values())
+        sizes = ", ".join(f"{count}×{n}" for n, count in sorted(self.nodes.items()))
+        depths = " ".join(f"{share:.2f}" for share in self.acceptance_by_depth[:12])
+        return "\n".join(
+            [
+                f"{self.tokens} tokens in {self.rounds} rounds, accept length {self.accept_length:.2f}",
+                f"  rounds × nodes verified: {sizes or '-'}",
+                f"  acceptance by depth: {depths or '-'}",
+                "  time: " + ", ".join(f"{name} {value:.3f} s" for name, value in busy.items())
+                + (f" ({self.tokens / decode:.0f} tokens/s)" if decode else "")
+                + f"; compiling {self.seconds['compile']:.1f} s",
+            ]
+        )  # fmt: skip
