@@ -45,11 +45,14 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
     verify.gm(ids[:, :prefix], steps, start, None, cache, prefix)
     ancestors, depth = ancestry(torch.tensor([parents], device=ids.device))
     tree = verify.gm(ids[:, prefix:], prefix + depth, start + prefix, ancestors, cache, slots)[0][0]
-    for node in range(nodes):
-        path = [j for j in range(nodes) if int(ancestors[0, node]) >> j & 1]
-        text = torch.cat([ids[:, :prefix], ids[:, prefix:][:, path]], dim=1)
-        linear = graph.gm(text, torch.arange(text.shape[1], device=ids.device)[None])[0][0, -1]
-        _compare(name, "the tree attention of the rewritten graph", tree[node], linear)
+    paths = [[j for j in range(nodes) if int(ancestors[0, node]) >> j & 1] for node in range(nodes)]
+    texts = ids.repeat(nodes, 1)  # what follows a path's end is not seen by it
+    for node, path in enumerate(paths):
+        texts[node, prefix : prefix + len(path)] = ids[0, prefix:][path]
+    linear = graph.gm(texts, torch.arange(slots, device=ids.device).expand_as(texts))[0]
+    ends = torch.tensor([prefix + len(path) - 1 for path in paths], device=ids.device)
+    expected = linear[torch.arange(nodes, device=ids.device), ends]
+    _compare(name, "the tree attention of the rewritten graph", tree, expected)
 
 
 def _random_ids(graph: ModelGraph, batch: int, length: int) -> torch.Tensor:

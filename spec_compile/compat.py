@@ -40,5 +40,8 @@ def compile_step(function: Callable, name: str) -> Callable:
         own.__get__(function.__self__),
         fullgraph=True,
         dynamic=True,
-        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+        options={
+            "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+            "realize_reads_threshold": 0,  # what layers share is computed once, and their kernels come out alike
+        },
     )

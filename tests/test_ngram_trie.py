@@ -127,8 +127,16 @@ class Model:
 
 
 def make(D=18, window=(1, 12), breadth=(1, 10), capacity=10_000_000, match_type="BFS", **extra):
-    return NgramTrie(branch_length=D, min_match_window_size=window[0], max_match_window_size=min(window[1], D - 1),
-                     min_bfs_breadth=breadth[0], max_bfs_breadth=breadth[1], capacity=capacity, match_type=match_type, **extra)  # fmt: skip
+    return NgramTrie(
+        branch_length=D,
+        min_match_window_size=window[0],
+        max_match_window_size=min(window[1], D - 1),
+        min_bfs_breadth=breadth[0],
+        max_bfs_breadth=breadth[1],
+        capacity=capacity,
+        match_type=match_type,
+        **extra,
+    )
 
 
 def grown(trie, ids):
@@ -211,6 +219,14 @@ def test_prob_shorter_matches_compete():
     # (8, 9): four at 1/4. (9), starting at 1/2: 5 has 12 of 16, so 3/8, and goes first.
     tokens, _, count, match = plain(trie.propose(grown(trie, [8, 9]), 3))
     assert (tokens, count, match) == ([9, 5, 4], 3, 2)
+
+
+def test_prob_prefers_the_longer_match_of_equals():
+    trie = make(match_type="PROB")
+    trie.add([[8, 9, 1, 11], [8, 9, 1, 12], [8, 9, 2, 13], [8, 9, 2, 14]] + [[9, 5]] * 4)
+    # After (8, 9): 2 and 1 at 1/2, what follows them at 1/4. After (9), from 1/2: 5 at 1/4 too, so it comes last.
+    tokens, parents, count, _ = plain(trie.propose(grown(trie, [8, 9]), 8))
+    assert (tokens, parents, count) == ([9, 2, 1, 14, 13, 12, 11, 5], [-1, 0, 0, 1, 1, 2, 2, 0], 8)
 
 
 def test_nothing_matches():
@@ -297,6 +313,15 @@ def test_text_is_freed():
     assert trie.stats()["bytes"] <= before * 1.5
 
 
+def test_what_is_too_deep_to_draft_is_not_kept():
+    trie = make(D=2, window=(1, 1), capacity=100)
+    rng = np.random.default_rng(0)
+    stream = grown(trie, rng.integers(0, 16, 10_000))
+    before = trie.stats()["bytes"]
+    trie.extend(stream, rng.integers(0, 16, 800_000))
+    assert trie.stats()["bytes"] <= before * 1.5
+
+
 # ---- random operations against the model ----------------------------------------------------------------------
 
 operations = st.lists(
@@ -342,17 +367,47 @@ def test_long_runs_against_the_model(tmp_path, match_type, seed):
     """Longer texts than Hypothesis makes: wide nodes, many evictions, streams that sleep for a while."""
     rng = random.Random(seed)
     D = rng.choice([2, 4, 8])
-    params = dict(D=D, window=(1, D - 1), breadth=(1, rng.choice([1, 2, 3])), match_type=match_type,
-                  capacity=rng.choice([4 * D, 300, 5000]))  # fmt: skip
+    params = dict(
+        D=D,
+        window=(1, D - 1),
+        breadth=(1, rng.choice([1, 2, 3])),
+        match_type=match_type,
+        capacity=rng.choice([4 * D, 300, 5000]),
+    )
     steps = [("open",)] * 3
     for _ in range(400):
         ids = [min(int(rng.expovariate(0.2)), 60) for _ in range(rng.randrange(8))]
-        kinds = [("extend", rng.randrange(3), ids), ("propose", rng.randrange(3), rng.choice([4, 16, 64])), ("add", ids)]
-        steps += rng.choices(kinds, [4, 3, 2])
+        which, n = rng.randrange(3), rng.choice([4, 16, 64])
+        steps += rng.choices([("extend", which, ids), ("propose", which, n), ("add", ids)], [4, 3, 2])
         if rng.random() < 0.01:
             steps += [("saveload",)] + [("open",)] * 3
     proposals, grew = run_against_model(params, steps, tmp_path / "trie")
     assert proposals > 50 and grew > 20
+
+
+def test_frequent_continuations_that_fall_behind():
+    trie = make(D=2, window=(1, 1), breadth=(1, 1), capacity=60, match_type="PROB")
+    for _ in range(5):
+        trie.add([[7, 1], [7, 2], [7, 3], [7, 4]])
+    trie.add([[7, 5]] * 4)
+    stream = grown(trie, [7])
+    assert trie.propose(stream, 2).tokens.tolist() == [7, 4]
+    trie.add([50] * (60 - 49 + 16))  # the first two of each of 1 to 4 leave: three are left of each, but four of 5
+    assert trie.stats()["evicted"] == 16
+    assert trie.propose(stream, 2).tokens.tolist() == [7, 5]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_continuations_against_the_model(tmp_path, seed):
+    """One token with many followers, whose order by count changes as occurrences come and leave."""
+    rng = random.Random(seed)
+    params = dict(D=3, window=(1, 1), breadth=(1, 1 + seed % 2), capacity=(150, 400)[seed // 2], match_type="PROB")
+    steps = [("open",)]
+    for _ in range(600):
+        ids = [i for _ in range(rng.randrange(1, 4)) for i in (99, min(int(rng.expovariate(0.12)), 60))]
+        steps += [("add", ids), ("extend", 0, [99]), ("propose", 0, 4)]
+    proposals, grew = run_against_model(params, steps, tmp_path / "trie")
+    assert proposals == grew == 600
 
 
 def run_against_model(params, steps, path):
@@ -396,7 +451,8 @@ def run_against_model(params, steps, path):
             grew += got[2] > 1
         held = trie.stats()
         assert held["nodes"] == len(model.count) <= params["capacity"]
-        assert (held["tokens"], held["evicted"], held["streams"]) == (len(model.held), model.evicted, len(model.streams))
+        assert held["tokens"] == len(model.held) and held["evicted"] == model.evicted
+        assert held["streams"] == len(model.streams)
     return proposals, grew
 
 
@@ -442,9 +498,10 @@ def test_advance_refuses_before_it_inserts():
     before = trie.stats()
 
     def refused(error, match, **change):
-        args = dict(streams=streams, tokens=tokens, committed=committed, out_tokens=out[0], out_parents=out[1], out_count=out[2], out_match=out[3])  # fmt: skip
+        args = dict(streams=streams, tokens=tokens, committed=committed)
+        args |= dict(zip(("out_tokens", "out_parents", "out_count", "out_match"), out))
         with pytest.raises(error, match=match):
-            trie.advance(**{**args, **change})
+            trie.advance(**(args | change))
         assert trie.stats() == before
 
     refused(ValueError, "only 8 columns", committed=torch.tensor([6, 9]))
@@ -494,6 +551,22 @@ def test_save_and_load(tmp_path):
             trees += a[2] > 1
         assert trees > 30
         assert len(trie) == len(again)
+
+
+def test_touches_of_what_was_evicted_are_saved(tmp_path):
+    """A stream that slept touches (5, 1) last; its occurrence then leaves, and 1 stays the most recent."""
+    trie = make(D=3, window=(1, 2), capacity=20)
+    sleeper = grown(trie, [5])
+    trie.add([[2] * 8, [5, 1], [5, 2]])
+    trie.extend(sleeper, [1])
+    trie.close(sleeper)
+    trie.add([2] * 7)
+    assert trie.stats()["evicted"] == 1
+    trie.save(tmp_path / "trie")
+    again = make(D=3, window=(1, 2), capacity=20)
+    again.load(tmp_path / "trie")
+    for one in (trie, again):
+        assert one.propose(grown(one, [5]), 3).tokens.tolist() == [5, 1, 2]
 
 
 def test_damaged_files(tmp_path):
@@ -610,8 +683,9 @@ def test_parameter_limits_are_usable():
 
 def test_what_add_takes():
     ids = [3, 1, 2]
-    for form in (ids, tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32), np.array(ids), np.array(ids, np.uint16),
-                 torch.tensor([3, 0, 1, 0, 2, 0])[::2], [np.int64(i) for i in ids], range(3), [ids], [torch.tensor(ids)], [np.array(ids), []]):  # fmt: skip
+    one = [ids, tuple(ids), range(3), [np.int64(i) for i in ids], np.array(ids), np.array(ids, np.uint16)]
+    one += [torch.tensor(ids), torch.tensor(ids, dtype=torch.int32), torch.tensor([3, 0, 1, 0, 2, 0])[::2]]
+    for form in [*one, *([form] for form in one), [np.array(ids), []]]:
         trie = make()
         trie.add(form)
         assert len(trie) == 6 and trie.stats()["streams"] == 0
@@ -666,7 +740,8 @@ def test_streams_that_are_not_open():
 def test_repr():
     trie = make(vocab_size=9)
     trie.add([1, 2, 3])
-    assert repr(trie).startswith("NgramTrie(6 of 10,000,000 nodes, 3 tokens, 0 open streams, ") and "vocab_size=9" in repr(trie)
+    assert repr(trie).startswith("NgramTrie(6 of 10,000,000 nodes, 3 tokens, 0 open streams, ")
+    assert "vocab_size=9" in repr(trie)
 
 
 # ---- threads ------------------------------------------------------------------------------------------------
@@ -677,6 +752,7 @@ def test_threads():
     rng = np.random.default_rng(3)
     documents = [[rng.integers(0, 50, 2000) for _ in range(5)] for _ in range(4)]
     rounds, failures, seen = 200, [], []
+    rows = torch.from_numpy(rng.integers(0, 50, (2, 3 * rounds)))
 
     def guarded(work):
         def run():
@@ -689,10 +765,9 @@ def test_threads():
 
     def advance():
         streams = torch.tensor([trie.open() for _ in range(2)])
-        tokens = torch.from_numpy(np.random.default_rng(4).integers(0, 50, (2, 3 * rounds)))
         for i in range(1, rounds + 1):
             out = outputs(2, 16)
-            trie.advance(streams, tokens, torch.tensor([3 * i, 2 * i]), *out)
+            trie.advance(streams, rows, torch.tensor([3 * i, 2 * i]), *out)
             for b in range(2):
                 check_tree(out[0][b].tolist(), out[1][b].tolist(), int(out[2][b]))
             seen.append(trie.stats()["tokens"])
@@ -706,5 +781,5 @@ def test_threads():
     assert trie.stats()["tokens"] == 4 * 5 * 2000 + 5 * rounds and len(seen) == rounds
     alone = make(capacity=1_000_000)
     alone.add([text for part in documents for text in part])
-    alone.add(list(torch.from_numpy(np.random.default_rng(4).integers(0, 50, (2, 3 * rounds)))[b][: (3, 2)[b] * rounds] for b in range(2)))
+    alone.add([rows[0, : 3 * rounds], rows[1, : 2 * rounds]])
     assert len(alone) == len(trie)  # which n-grams there are does not depend on who came first

@@ -1,6 +1,7 @@
 """Every op's plain-PyTorch meaning, which is also what runs (under Inductor) on a CPU.
 
-Shapes: B rows, N tree nodes or chunk tokens, H query heads, Hkv key-value heads, S cache slots, D head size.
+Shapes: B rows, N tree nodes or chunk tokens, H query heads, Hkv key-value heads, G = H / Hkv, S cache slots, D head
+size.
 """
 
 import math
@@ -29,7 +30,8 @@ def attention(
     steps = torch.arange(q.shape[2], device=q.device)
     distance = steps[:, None] - steps[None, :]
     visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    return masked_attention(q, k, v, visible.expand(q.shape[0], -1, -1), sinks, scale, softcap).contiguous()
+    mask = _additive(visible.expand(q.shape[0], -1, -1), q.shape[1] // k.shape[1], q.dtype)
+    return masked_attention(q, k, v, mask, sinks, scale, softcap).contiguous()
 
 
 @attention.register_fake
@@ -38,30 +40,67 @@ def _(q, k, v, sinks, scale, window, softcap, layer):
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | None, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """softmax(softcap(q k^T * scale) over visible keys and sinks) v; `visible` [B, N, S] -> [B, N, H, Dv].
+    """softmax(softcap(q k^T * scale) + mask, over keys and sinks) v -> [B, N, H, Dv].
 
-    The query heads of one KV head are stacked as rows, so keys and values are read once and never repeated.
+    q [B, H, N, Dk], k [B, Hkv, S, Dk], v [B, Hkv, S, Dv], mask [B, 1, G * N, S] with G = H / Hkv: the query heads of
+    one KV head are stacked as rows, so keys and values are read once and never repeated.
     """
-    batch, heads, nodes, _ = q.shape
+    batch, heads, nodes, key_dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
     group = heads // kv_heads
-    q = q.reshape(batch, kv_heads, group * nodes, q.shape[3])
-    visible = visible[:, None].expand(batch, group, nodes, k.shape[2]).reshape(batch, 1, group * nodes, k.shape[2])
+    q = q.reshape(batch, kv_heads, group * nodes, key_dim)
     if softcap is None and sinks is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
         scores = (q @ k.transpose(2, 3)) * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.float().masked_fill(~visible, -math.inf)
+        scores = scores.float() + mask.float()
         if sinks is not None:  # a learned logit per head that takes probability and gives no value (gpt-oss)
             sink = sinks.view(1, kv_heads, group, 1, 1).expand(batch, kv_heads, group, nodes, 1)
             scores = torch.cat([scores, sink.reshape(batch, kv_heads, group * nodes, 1).float()], dim=3)
-        weights = scores.softmax(dim=3)[..., : k.shape[2]]
-        out = weights.to(v.dtype) @ v
+        out = scores.softmax(dim=3)[..., : k.shape[2]].to(v.dtype) @ v
     return out.reshape(batch, heads, nodes, value_dim).transpose(1, 2)
+
+
+def tree_mask(
+    positions: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None,
+    span: int,
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What the nodes of a block see of the cache: 0, or minus infinity, [B, 1, group * N, span].
+
+    positions [B, N]: of the block's tokens. lengths [B]: committed slots of each row, all of them visible; the block
+    lies behind them. ancestors [B, N] int64: bit j of node i says that i sees block token j; None means a causal
+    chain. span: slots that may hold anything visible. window: how far back a position sees, itself included.
+    """
+    nodes = positions.shape[1]
+    slot = torch.arange(span, device=positions.device)
+    index = slot - lengths[:, None]  # a slot's place in the block; negative: committed
+    inside = (index >= 0) & (index < nodes)
+    index = index.clamp(0, nodes - 1)
+    if ancestors is None:
+        seen = index[:, None, :] <= torch.arange(nodes, device=positions.device)[:, None]
+    else:
+        seen = ((ancestors[:, :, None] >> index[:, None, :]) & 1).bool()
+    visible = (slot < lengths[:, None])[:, None, :] | (inside[:, None, :] & seen)
+    if window is not None:
+        slot_position = torch.where(slot < lengths[:, None], slot, positions.gather(1, index))
+        visible = visible & (positions[:, :, None] - slot_position[:, None, :] < window)
+    return _additive(visible, group, dtype)
+
+
+def _additive(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """visible [B, N, S] -> [B, 1, group * N, S] of 0 and minus infinity."""
+    batch, nodes, span = visible.shape
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, -math.inf)
+    return mask[:, None].expand(batch, group, nodes, span).reshape(batch, 1, group * nodes, span)
 
 
 @torch.fx.node.has_side_effect
@@ -71,43 +110,26 @@ def tree_attention(
     v: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    positions: Tensor,
     lengths: Tensor,
-    ancestors: Tensor | None,
-    span: int,
+    mask: Tensor,
     sinks: Tensor | None,
     scale: float,
-    window: int | None,
     softcap: float | None,
 ) -> Tensor:
     """Append a block of keys and values to the cache and attend from the block to the cache and to itself.
 
     q [B, H, N, Dk], k [B, Hkv, N, Dk], v [B, Hkv, N, Dv]; caches [B, Hkv, S, D*], written in place at slots
-    lengths .. lengths + N. positions [B, N]: of the block's tokens. lengths [B]: committed slots of each row, all of
-    them visible. ancestors [B, N] int64: bit j of node i says that i sees block token j; None means a causal chain.
-    span: slots that may hold anything visible; slots beyond it are not read. -> [B, N, H, Dv].
+    lengths[b] .. lengths[b] + N; mask [B, 1, G * N, span] from `tree_mask`: slots beyond span are not read.
+    -> [B, N, H, Dv].
     """
     batch, kv_heads, nodes, _ = k.shape
-    block = torch.arange(nodes, device=k.device)
-    slots = lengths[:, None] + block
+    span = mask.shape[3]
+    slots = lengths[:, None] + torch.arange(nodes, device=k.device)
     row = torch.arange(batch, device=k.device)[:, None, None]
     head = torch.arange(kv_heads, device=k.device)[None, :, None]
     key_cache.index_put_((row, head, slots[:, None, :]), k)
     value_cache.index_put_((row, head, slots[:, None, :]), v)
-
-    slot = torch.arange(span, device=k.device)
-    index = slot - lengths[:, None]  # position of a slot within the block; negative: committed
-    inside = (index >= 0) & (index < nodes)
-    index = index.clamp(0, nodes - 1)
-    if ancestors is None:
-        seen = index[:, None, :] <= block[:, None]
-    else:
-        seen = ((ancestors[:, :, None] >> index[:, None, :]) & 1).bool()
-    visible = (slot < lengths[:, None])[:, None, :] | (inside[:, None, :] & seen)
-    if window is not None:
-        slot_position = torch.where(slot < lengths[:, None], slot, positions.gather(1, index))
-        visible = visible & (positions[:, :, None] - slot_position[:, None, :] < window)
-    return masked_attention(q, key_cache[:, :, :span], value_cache[:, :, :span], visible, sinks, scale, softcap)
+    return masked_attention(q, key_cache[:, :, :span], value_cache[:, :, :span], mask, sinks, scale, softcap)
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:

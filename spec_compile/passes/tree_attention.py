@@ -3,6 +3,7 @@
 import operator
 
 import torch
+from torch import fx
 
 from ..graph import ModelGraph, calls
 from ..kernels import ops
@@ -12,7 +13,7 @@ def tree_attention(graph: ModelGraph, settings) -> str:
     """Replace each ``spec_compile::attention`` by `ops.tree_attention` on the layer's cache.
 
     The graph gains the inputs ``lengths[B]``, ``ancestors[B, N]`` (or None), ``cache`` (key, value, key, ... of each
-    layer in turn) and ``span``; see `ops.tree_attention`.
+    layer in turn) and ``span``; see `ops.tree_mask`, which runs once for each distinct window.
     """
     gm = graph.gm
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -23,16 +24,20 @@ def tree_attention(graph: ModelGraph, settings) -> str:
         ancestors = gm.graph.placeholder("ancestors")
         lengths = gm.graph.placeholder("lengths")
     markers = calls(gm, torch.ops.spec_compile.attention.default)
-    for layer, node in enumerate(markers):
+    masks: dict[tuple, fx.Node] = {}
+    for number, (node, layer) in enumerate(zip(markers, graph.layers)):
         q, k, v, sinks, scale, window, softcap, _ = node.args
+        kind = (window, layer.heads // layer.kv_heads, graph.dtype)
+        if kind not in masks:
+            with gm.graph.inserting_before(node):
+                masks[kind] = gm.graph.call_function(ops.tree_mask, (positions, lengths, ancestors, span, *kind))
         with gm.graph.inserting_before(node):
-            keys, values = (gm.graph.call_function(operator.getitem, (cache, 2 * layer + i)) for i in (0, 1))
+            keys, values = (gm.graph.call_function(operator.getitem, (cache, 2 * number + i)) for i in (0, 1))
             new = gm.graph.call_function(
-                ops.tree_attention,
-                (q, k, v, keys, values, positions, lengths, ancestors, span, sinks, scale, window, softcap),
+                ops.tree_attention, (q, k, v, keys, values, lengths, masks[kind], sinks, scale, softcap)
             )
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
     windows = sum(layer.window is not None for layer in graph.layers)
-    return f"{len(markers)} layers attend over the static cache ({windows} with a sliding window)"
+    return f"{len(markers)} layers attend over the static cache ({windows} with a sliding window, {len(masks)} masks)"

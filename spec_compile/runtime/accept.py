@@ -37,6 +37,6 @@ def accept_greedy(tree: Tree, ancestors: Tensor, depth: Tensor, logits: Tensor) 
     bits = (chosen.to(torch.int64) << number).sum(dim=1, keepdim=True)
     whole = (ancestors & bits) == ancestors
     count = torch.where(whole, depth, -1).amax(dim=1) + 1
-    on_path = whole & (number < nodes)
-    path = torch.zeros_like(depth).scatter_add_(1, depth, torch.where(on_path, number, 0))
+    at_depth = whole[:, None, :] & (depth[:, None, :] == number[:, None])  # one node a depth, as siblings are distinct
+    path = torch.where(at_depth, number, 0).sum(dim=2)
     return Accepted(path, choice.gather(1, path), count)

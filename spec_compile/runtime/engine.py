@@ -22,7 +22,7 @@ from .tree import MAX_NODES
 
 log = logging.getLogger("spec_compile")
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)
+SIZES = (1, 4, 16, 64)
 PREFILL_SIZES = (512, 128, 32)
 SPAN = 128
 """The part of the cache that is looked at grows by this many slots."""

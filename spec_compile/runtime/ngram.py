@@ -24,7 +24,8 @@ MAX_DRAFT_TOKENS = 64
 _MAGIC = b"SPECTRIE"
 _VERSION = 1
 _PREFIX = struct.Struct("<8sII")  # magic, version, crc32 of all that follows
-_HEADER = struct.Struct("<6I5Q")  # branch_length, windows, breadths, match type, capacity, vocab_size, nodes, tokens, order
+# branch_length, windows, breadths, match_type is PROB; capacity, vocab_size, nodes, tokens, length of sibling order
+_HEADER = struct.Struct("<6I5Q")
 
 
 class Draft(NamedTuple):
@@ -74,8 +75,13 @@ class NgramTrie:
     ):
         _check_int("branch_length", branch_length, 2, 256)
         _check_int("min_match_window_size", min_match_window_size, 1, branch_length - 1, "below branch_length")
-        _check_int("max_match_window_size", max_match_window_size, min_match_window_size, branch_length - 1,
-                   "from min_match_window_size, and below branch_length")  # fmt: skip
+        _check_int(
+            "max_match_window_size",
+            max_match_window_size,
+            min_match_window_size,
+            branch_length - 1,
+            "from min_match_window_size, and below branch_length",
+        )
         _check_int("min_bfs_breadth", min_bfs_breadth, 1, 1 << 20)
         _check_int("max_bfs_breadth", max_bfs_breadth, min_bfs_breadth, 1 << 20, "from min_bfs_breadth")
         _check_int("capacity", capacity, 2 * branch_length, 2**31 - 1, "a number of nodes, from 2 * branch_length")
@@ -94,8 +100,16 @@ class NgramTrie:
         self.match_type = match_type.upper()
         self.vocab_size = vocab_size
         self._limit = vocab_size or 2**31
-        self._core = Core(branch_length, min_match_window_size, max_match_window_size, min_bfs_breadth, max_bfs_breadth,
-                          capacity, self.match_type == "PROB", self._limit)  # fmt: skip
+        self._core = Core(
+            branch_length,
+            min_match_window_size,
+            max_match_window_size,
+            min_bfs_breadth,
+            max_bfs_breadth,
+            capacity,
+            self.match_type == "PROB",
+            self._limit,
+        )
 
     def add(self, ids) -> None:
         """Insert one document, or a list of documents: each a 1-D tensor, array or list of token ids.
@@ -172,17 +186,35 @@ class NgramTrie:
         longest = int(committed.max())
         if longest > size:
             raise ValueError(f"committed holds {longest}, but tokens has only {size} columns")
-        self._core.advance(streams.data_ptr(), tokens.data_ptr(), stride, committed.data_ptr(), batch, n,
-                           out_tokens.data_ptr(), out_parents.data_ptr(), out_count.data_ptr(), out_match.data_ptr())  # fmt: skip
+        self._core.advance(
+            streams.data_ptr(),
+            tokens.data_ptr(),
+            stride,
+            committed.data_ptr(),
+            batch,
+            n,
+            out_tokens.data_ptr(),
+            out_parents.data_ptr(),
+            out_count.data_ptr(),
+            out_match.data_ptr(),
+        )
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the held texts to a file, all or nothing. Open streams are saved as far as they have come."""
         nodes, tokens, links, order = self._core.snapshot()
         header = _HEADER.pack(
-            self.branch_length, self.min_match_window_size, self.max_match_window_size, self.min_bfs_breadth,
-            self.max_bfs_breadth, self.match_type == "PROB", self.capacity, self.vocab_size or 0,
-            nodes, len(tokens) // 4, len(order) // 4,
-        )  # fmt: skip
+            self.branch_length,
+            self.min_match_window_size,
+            self.max_match_window_size,
+            self.min_bfs_breadth,
+            self.max_bfs_breadth,
+            self.match_type == "PROB",
+            self.capacity,
+            self.vocab_size or 0,
+            nodes,
+            len(tokens) // 4,
+            len(order) // 4,
+        )
         parts = (header, tokens, links, order)
         checksum = 0
         for part in parts:
@@ -229,9 +261,15 @@ class NgramTrie:
         if zlib.crc32(data[_PREFIX.size :]) != checksum:
             raise refuse("its checksum does not match: it is damaged")
         if branch_length != self.branch_length:
-            raise refuse(f"its branch_length is {branch_length}, this trie's {self.branch_length}: make the trie with branch_length={branch_length}")  # fmt: skip
+            raise refuse(
+                f"its branch_length is {branch_length}, this trie's {self.branch_length}: "
+                f"make the trie with branch_length={branch_length}"
+            )
         if max(nodes, num_tokens) > self.capacity:
-            raise refuse(f"it holds {nodes} nodes and {num_tokens} tokens, more than this trie's capacity of {self.capacity}")  # fmt: skip
+            raise refuse(
+                f"it holds {nodes} nodes and {num_tokens} tokens, more than this trie's capacity of {self.capacity}: "
+                f"make the trie with capacity={max(nodes, num_tokens)} or more"
+            )
         links, order = start + 4 * num_tokens, start + 8 * num_tokens
         try:
             self._core.restore(nodes, bytes(data[start:links]), bytes(data[links:order]), bytes(data[order:]))
@@ -256,8 +294,9 @@ class NgramTrie:
     def __repr__(self) -> str:
         held = self.stats()
         return (
-            f"NgramTrie({held['nodes']:,} of {self.capacity:,} nodes, {held['tokens']:,} tokens, {held['streams']} open streams, "
-            f"{held['bytes'] / 2**20:.1f} MiB; branch_length={self.branch_length}, match_type={self.match_type!r}, "
+            f"NgramTrie({held['nodes']:,} of {self.capacity:,} nodes, {held['tokens']:,} tokens, "
+            f"{held['streams']} open streams, {held['bytes'] / 2**20:.1f} MiB; "
+            f"branch_length={self.branch_length}, match_type={self.match_type!r}, "
             f"match window {self.min_match_window_size}..{self.max_match_window_size}, "
             f"breadth {self.min_bfs_breadth}..{self.max_bfs_breadth}, vocab_size={self.vocab_size})"
         )
@@ -272,13 +311,18 @@ class NgramTrie:
         tensor = ids
         if not isinstance(tensor, torch.Tensor):
             if isinstance(ids, (str, bytes)) or not _is_sequence(ids):
-                raise TypeError(f"{name} must be a 1-D tensor, array or list of token ids, not {type(ids).__name__}: tokenize text first")  # fmt: skip
+                raise TypeError(
+                    f"{name} must be a 1-D tensor, array or list of token ids, not {type(ids).__name__}: "
+                    "tokenize text first"
+                )
             try:
                 tensor = torch.tensor(ids) if len(ids) else torch.empty(0, dtype=torch.int64)
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise TypeError(f"{name} must be a 1-D tensor, array or list of token ids: {error}") from None
         if tensor.dim() != 1:
-            raise ValueError(f"{name} must be 1-D, not of shape {list(tensor.shape)}: pass a list of its rows without padding")  # fmt: skip
+            raise ValueError(
+                f"{name} must be 1-D, not of shape {list(tensor.shape)}: pass a list of its rows without padding"
+            )
         if tensor.dtype not in _INTEGERS:
             raise TypeError(f"{name} must hold integer token ids, not {str(tensor.dtype).removeprefix('torch.')}")
         tensor = tensor.detach().to("cpu", torch.int64).contiguous()
@@ -287,7 +331,10 @@ class NgramTrie:
             if low < 0 or high >= self._limit:
                 bad = low if low < 0 else high
                 known = f"vocab_size={self.vocab_size}" if self.vocab_size else "no vocab_size was given"
-                raise ValueError(f"{name} holds token id {bad}, outside [0, {self._limit}) ({known}): was it tokenized for another model?")  # fmt: skip
+                raise ValueError(
+                    f"{name} holds token id {bad}, outside [0, {self._limit}) ({known}): "
+                    "was it tokenized for another model?"
+                )
         return tensor
 
 

@@ -40,7 +40,7 @@ public:
     // In pieces, so that other threads wait for microseconds, however long the text is.
     void extend(int64_t stream, uintptr_t tokens, int64_t n) {
         const auto* text = pointer<const int64_t>(tokens);
-        { Guard guard(mutex_); trie_->length(stream); trie_->check(text, n); }
+        { Guard guard(mutex_); trie_->length(stream); trie_->check(text, 0, n); }
         for (int64_t done = 0; done < n; done += kPiece) {
             Guard guard(mutex_);
             trie_->extend(stream, text + done, std::min(kPiece, n - done));
@@ -72,7 +72,7 @@ public:
                 throw std::invalid_argument("committed[" + std::to_string(b) + "] is " + std::to_string(committed[b]) +
                                             ": a row has at least one token, and a stream never gets shorter (its length is " +
                                             std::to_string(seen) + ")");
-            trie_->check(tokens + b * row_stride + seen, streams[b] < 0 ? 0 : committed[b] - seen);
+            if (streams[b] >= 0) trie_->check(tokens + b * row_stride, seen, committed[b]);
         }
         for (int64_t b = 0; b < batch; ++b) {
             const int64_t* row = tokens + b * row_stride;

@@ -41,6 +41,7 @@ class State(nn.Module):
                 shape = (batch, layer.kv_heads, capacity, size)
                 self.register_buffer(f"{name}_{number}", _zeros(shape, graph.dtype, device), persistent=False)
         self.layers = len(graph.layers)
+        self.root()
 
     @property
     def cache(self) -> list[Tensor]:
@@ -101,7 +102,7 @@ class State(nn.Module):
         number = torch.arange(nodes, device=self.tokens.device)
         ends = self.is_eos[accepted.tokens] & (number < accepted.count[:, None])
         until_end = torch.where(ends, number + 1, nodes + 1).amin(dim=1)
-        room = self.max_lengths - (self.lengths + 1)
+        room = (self.max_lengths - (self.lengths + 1)).clamp(min=0)
         gained = torch.minimum(torch.minimum(accepted.count, until_end), room)
         gained = torch.where(self.finished, 0, gained)
 
