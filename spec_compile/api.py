@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -88,12 +88,12 @@ class Speculation:
             self._engine.report = before
 
     @contextmanager
-    def generating(self, references: list[Sequence[int]]) -> Iterator[None]:
-        """One call of generate() at a time: it owns the state until it ends."""
+    def generating(self, reference) -> Iterator[None]:
+        """One call of generate() at a time: it owns the state until it ends. `reference`: see `generate`."""
         with self._lock:
             if self._addresses() != self._weights:
                 raise RuntimeError("the model's weights were moved or replaced after speculate(); call speculate() again")
-            self._references = [self.ngram._ids(reference, "reference") for reference in references]
+            self._references = [] if reference is None else self.ngram.documents(reference, "reference")
             try:
                 yield
             finally:

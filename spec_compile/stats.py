@@ -10,7 +10,7 @@ class Stats:
     rounds: rounds run. tokens: tokens committed, all rows. steps: row-rounds, i.e. how many rounds unfinished rows
     took part in (what plain decoding would have needed for as many tokens is `tokens`). offered[d], accepted[d]: how
     often a tree reached depth d + 1, and how often its node there was accepted. nodes: how often each size was
-    verified. seconds: prefill, draft, verify (with accept and commit), host (everything else in the loop), compile.
+    verified. trace: of the last generate(), round by round, the tokens each row gained. seconds: prefill, draft, verify (with accept and commit), host (everything else in the loop), compile.
     """
 
     rounds: int = 0
@@ -19,6 +19,7 @@ class Stats:
     offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     nodes: dict[int, int] = field(default_factory=dict)
+    trace: list[list[int]] = field(default_factory=list)
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "host", "compile"), 0.0)
     )

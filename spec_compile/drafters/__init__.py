@@ -22,7 +22,7 @@ class Drafter(nn.Module):
     def mute(self) -> None:
         """The rounds that follow are warm-up: leave no trace outside `small_buffers`."""
 
-    def begin(self, state: State, prompts: list[list[int]], references: list[list[int]]) -> None:
+    def begin(self, state: State, prompts: list[list[int]], references: list[Tensor]) -> None:
         """A new call of generate(): `prompts`, one a row, and `references` that the output may copy from."""
 
     def prefill(self, state: State, features: list[Tensor]) -> None:

@@ -33,7 +33,7 @@ class NgramDrafter(Drafter):
     def mute(self) -> None:
         self.streams.fill_(-1)
 
-    def begin(self, state: State, prompts: list[list[int]], references: list[list[int]]) -> None:
+    def begin(self, state: State, prompts: list[list[int]], references: list[Tensor]) -> None:
         for reference in references:
             self.trie.add(reference)
         self.open_streams = [self.trie.open() for _ in prompts]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import psutil
 import torch
+from torch import Tensor
 
 from .. import passes
 from ..compat import compile_step
@@ -129,7 +130,7 @@ class Engine:
     def run(
         self,
         prompts: list[list[int]],
-        references: list[list[int]],
+        references: list[Tensor],
         min_lengths: list[int],
         max_lengths: list[int],
         eos: list[int],
@@ -142,6 +143,7 @@ class Engine:
         state, policy, stats = session.state, session.policy, self.stats
         begin = time.perf_counter()
         compiled = stats.seconds["compile"]
+        stats.trace = []
         state.reset(prompts, min_lengths, max_lengths, eos)
         session.drafter.begin(state, prompts, references)
         try:
@@ -172,6 +174,7 @@ class Engine:
                     finished[row] = bool(done)
                     stats.tokens += count
                     stats.count_depths(depth, len(paths[-1]))
+                stats.trace.append([len(tokens) for tokens in gained])
                 policy.learn(nodes, live_counts, live_hints, paths, ended - started)
                 stats.rounds += 1
                 stats.steps += len(active)

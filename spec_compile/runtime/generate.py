@@ -1,8 +1,6 @@
 """The drop-in: Hugging Face's ``generate()`` with our loop beneath its preparation."""
 
 import threading
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -47,7 +45,7 @@ class SpeculativeMixin:
         """
         if kwargs.get("custom_generate") is not None:
             raise _unsupported("custom_generate")
-        with self.speculation.generating(_references(reference)):
+        with self.speculation.generating(reference):
             return super().generate(*args, **kwargs)
 
     def _sample(
@@ -89,18 +87,6 @@ class SpeculativeMixin:
 
     def _assisted_decoding(self, *args, **kwargs):
         raise _unsupported("assistant_model / prompt_lookup_num_tokens")
-
-
-def _references(reference) -> list[Sequence[int]]:
-    if reference is None:
-        return []
-    if isinstance(reference, str):
-        raise TypeError("reference: expected token ids, got a string; tokenize it first")
-    if isinstance(reference, Tensor):
-        return list(reference) if reference.dim() == 2 else [reference]
-    if len(reference) and not isinstance(reference[0], int):
-        return list(reference)
-    return [reference]
 
 
 def _prompts(input_ids: Tensor, model_kwargs: dict) -> list[list[int]]:

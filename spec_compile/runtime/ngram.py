@@ -116,7 +116,7 @@ class NgramTrie:
 
         Raises ValueError, before anything is inserted, if any id is outside [0, vocab_size).
         """
-        for document in self._documents(ids):
+        for document in self.documents(ids):
             stream = self._core.open()
             self._core.extend(stream, document.data_ptr(), document.numel())
             self._core.close(stream)
@@ -301,10 +301,11 @@ class NgramTrie:
             f"breadth {self.min_bfs_breadth}..{self.max_bfs_breadth}, vocab_size={self.vocab_size})"
         )
 
-    def _documents(self, ids) -> list[torch.Tensor]:
+    def documents(self, ids, name: str = "ids") -> list[torch.Tensor]:
+        """Check what `add` would insert, without inserting: the documents in `ids`, which messages call `name`."""
         if isinstance(ids, (list, tuple)) and any(_is_sequence(item) for item in ids):
-            return [self._ids(item, f"ids[{i}]") for i, item in enumerate(ids)]
-        return [self._ids(ids, "ids")]
+            return [self._ids(item, f"{name}[{i}]") for i, item in enumerate(ids)]
+        return [self._ids(ids, name)]
 
     def _ids(self, ids, name: str) -> torch.Tensor:
         """`ids` as a contiguous int64 CPU tensor of ids in range; it stays alive while its pointer is used."""

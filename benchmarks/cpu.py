@@ -1,0 +1,127 @@
+"""Tokens a second on a CPU: HF greedy, HF prompt lookup, ours without drafts, ours with n-gram drafts.
+
+    python benchmarks/cpu.py [--threads 2] [--prompts 10] [--new-tokens 128] [--repeats 3] [--json FILE]
+
+Every prompt is answered by all four in turn, `--repeats` times over; a figure is the median over the repeats of
+(all tokens of a workload) / (all seconds). The trie is emptied before every answer, so that nothing is known but the
+prompt. "random" prompts are uniformly random token ids. The floor is the time in which the weights can be read.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from common import DEMO_MODEL, HERE, machine, pin, read_bandwidth, read_prompts
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import spec_compile
+
+WORKLOADS = ("code_editing", "bug_fixing", "code_completion", "maths", "chat", "random")
+console = Console(stderr=True)
+
+
+def prompts_of(workload: str, folder: Path, count: int, tokenizer, longest: int) -> list[torch.Tensor]:
+    if workload == "random":
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randint(1, len(tokenizer), (1, 200), generator=generator) for _ in range(count)]
+    texts = read_prompts(folder / f"{workload}.jsonl", count)
+    return [tokenizer(text, return_tensors="pt").input_ids[:, -longest:] for text in texts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=10, help="prompts of each workload, the first ones")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="names of JSON-lines files in --folder")
+    parser.add_argument("--folder", type=Path, default=HERE / "prompts")
+    parser.add_argument("--num-draft-tokens", type=int, default=16)
+    parser.add_argument("--json", type=Path, default=HERE / "results" / "cpu.json")
+    options = parser.parse_args()
+    pin(options.threads)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+
+    begin = time.perf_counter()
+    plain = spec_compile.speculate(model, algo="ngram", num_draft_tokens=1)
+    fast = spec_compile.speculate(model, algo="ngram", num_draft_tokens=options.num_draft_tokens)
+    for name, wrapped in (("without drafts", plain), ("n-gram", fast)):
+        wrapped.speculation.warmup(progress=lambda line, name=name: console.print(f"[dim]{name}: {line}"))
+    ready = time.perf_counter() - begin
+
+    fixed = dict(do_sample=False, max_new_tokens=options.new_tokens, pad_token_id=tokenizer.pad_token_id)
+    systems = {
+        "HF greedy": lambda ids: model.generate(ids, **fixed),
+        "HF prompt lookup": lambda ids: model.generate(ids, prompt_lookup_num_tokens=10, **fixed),
+        "ours, no drafts": lambda ids: plain.generate(ids, **fixed),
+        "ours, n-gram": lambda ids: fast.generate(ids, **fixed),
+    }
+    bandwidth = read_bandwidth()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    longest = model.config.max_position_embeddings - options.new_tokens
+    results, identical, answers = {}, 0, 0
+    for workload in options.workloads:
+        prompts = prompts_of(workload, options.folder, options.prompts, tokenizer, longest)
+        seconds = {name: [0.0] * options.repeats for name in systems}
+        tokens = 0
+        fast.speculation.stats.reset()
+        for repeat in range(options.repeats):
+            for number, ids in enumerate(prompts):
+                outputs = {}
+                for name, generate in systems.items():
+                    plain.speculation.ngram.reset()
+                    fast.speculation.ngram.reset()
+                    begin = time.perf_counter()
+                    outputs[name] = generate(ids)
+                    seconds[name][repeat] += time.perf_counter() - begin
+                if repeat == 0:
+                    tokens += outputs["HF greedy"].shape[1] - ids.shape[1]
+                    same = [torch.equal(outputs["HF greedy"], outputs[name]) for name in systems if "ours" in name]
+                    identical, answers = identical + all(same), answers + 1
+                    if not all(same):
+                        console.print(f"[red]{workload} {number}: tokens differ from HF greedy")
+        rates = {name: statistics.median(tokens / s for s in times) for name, times in seconds.items()}
+        stats = fast.speculation.stats
+        results[workload] = {
+            "tokens": tokens,
+            "tokens_per_second": rates,
+            "accept_length": stats.accept_length,
+            "nodes": stats.nodes,
+            "seconds": stats.seconds,
+        }
+        console.print(f"{workload}: " + ", ".join(f"{name} {rate:.0f}/s" for name, rate in rates.items()))
+
+    table = Table(title=f"tokens/s, {options.new_tokens} new tokens, batch 1, fp32, {options.threads} threads")
+    for column in ("workload", *systems, "accept length", "vs HF greedy", "vs HF lookup"):
+        table.add_column(column, justify="left" if column == "workload" else "right")
+    for workload, result in results.items():
+        rates = result["tokens_per_second"]
+        ours = rates["ours, n-gram"]
+        table.add_row(
+            workload, *(f"{rate:.0f}" for rate in rates.values()), f"{result['accept_length']:.2f}",
+            f"{ours / rates['HF greedy']:.2f}×", f"{ours / rates['HF prompt lookup']:.2f}×",
+        )  # fmt: skip
+    Console().print(table)
+    floor = weights / bandwidth
+    print(f"floor of a plain step: {floor * 1e3:.2f} ms ({weights / 1e6:.1f} MB of weights at {bandwidth / 1e9:.1f} GB/s read)")
+    print(f"identical to HF greedy: {identical} of {answers} answers; ready (capture and compile) after {ready:.1f} s")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    report = {
+        "command": " ".join(sys.argv), "machine": machine(), "ready_seconds": ready, "read_bandwidth": bandwidth,
+        "weight_bytes": weights, "identical": [identical, answers], "workloads": results,
+    }  # fmt: skip
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if identical != answers:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
