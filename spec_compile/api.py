@@ -14,7 +14,7 @@ from .checks import check_capture, check_tree
 from .config import Options, parse_algorithm, parse_options
 from .drafters.ngram import NgramDrafter
 from .explain import explain
-from .runtime.engine import Engine
+from .runtime.engine import Engine, Session
 from .runtime.generate import SpeculativeMixin
 from .runtime.ngram import NgramTrie
 from .stats import Stats
@@ -76,6 +76,11 @@ class Speculation:
             session = self._engine.session(batch_size)
             for nodes in (0, *self._engine.sizes):
                 session.step(nodes)
+
+    def compile_anew(self) -> None:
+        """Compile one round for a single sequence again, for tools that watch compilation."""
+        with self._lock:
+            Session(self._engine, 1).step(self._engine.sizes[-1])
 
     @contextmanager
     def reporting(self, progress: Callable[[str], None] | None) -> Iterator[None]:

@@ -45,3 +45,11 @@ def compile_step(function: Callable, name: str) -> Callable:
             "realize_reads_threshold": 0,  # what layers share is computed once, and their kernels come out alike
         },
     )
+
+
+def backend_of(module: nn.Module) -> Callable | None:
+    """The function behind the ``backend=`` that a module was compiled with by ``torch.compile``, if there is one."""
+    found = getattr(getattr(module, "dynamo_ctx", None), "callback", None)
+    while hasattr(found, "_torchdynamo_orig_backend"):
+        found = found._torchdynamo_orig_backend
+    return getattr(found, "compiler_fn", found)

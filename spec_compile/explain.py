@@ -1,6 +1,9 @@
 """What was rewritten, for people: `explain` and `dump`."""
 
+import importlib.util
 from pathlib import Path
+
+import torch
 
 
 def explain(speculation) -> str:
@@ -35,4 +38,10 @@ def dump(model, directory) -> list[Path]:
             path = directory / f"{kind}_{number}_{report.name}.py"
             path.write_text(f"# {report.summary}\n{report.code}\n")
             files.append(path)
+    if importlib.util.find_spec("depyf") is not None:
+        import depyf  # patches private parts of torch while it looks, so it is loaded here and nowhere else
+
+        with depyf.prepare_debug(str(directory / "depyf")), torch.no_grad():
+            speculation.compile_anew()
+        files += sorted(path for path in (directory / "depyf").rglob("*") if path.is_file())
     return files

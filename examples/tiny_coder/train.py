@@ -1,6 +1,6 @@
 """Train the embedded demo model: a 7 M parameter Llama that writes and edits Python.
 
-    python examples/tiny_coder/train.py --out OUT --minutes 8.7        # one H200
+    python examples/tiny_coder/train.py --out OUT --minutes 9.6        # one H200
     python examples/tiny_coder/train.py --out OUT --minutes 1 --smoke  # any CPU: only to see that it runs
 
 The corpus (data.py) is the Python code installed on this machine; about 40 % of each batch are editing
@@ -225,7 +225,7 @@ def write_card(out, packages, facts, samples) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=8.7, help="wall time for everything")
+    parser.add_argument("--minutes", type=float, default=9.6, help="wall time for everything")
     parser.add_argument("--rows", type=int, default=96, help="sequences in a step")
     parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate of the matrices (Muon)")
     parser.add_argument("--lr-embed", type=float, default=3e-3, help="peak rate of embeddings and norms (AdamW)")
@@ -338,7 +338,7 @@ def main() -> None:
             losses = losses[-20:]
             if now - saved > 120 and train_end - now > 20:
                 val_loss = validate(model, val_tokens, length, rows, autocast, val_limit // 4)
-                log(f"validation {val_loss:.4f} nats a token, {val_loss * bits:.4f} bits a byte")
+                log(f"validation {val_loss:.4f} nats a token, {val_loss * bits:.4f} bits a character")
                 checkpoint()
                 saved = mark = time.time()
                 mark_step = step
@@ -346,7 +346,7 @@ def main() -> None:
     trained = time.time() - begin
     hf = checkpoint()
     val_loss = validate(model, val_tokens, length, rows, autocast, val_limit)
-    log(f"end of training: validation {val_loss:.4f} nats a token, {val_loss * bits:.4f} bits a byte")
+    log(f"end of training: validation {val_loss:.4f} nats a token, {val_loss * bits:.4f} bits a character")
     check = val_tokens[: min(length, 512) + 1].long()[None]
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         ours, theirs = model.float()(check).item(), hf.float().cpu()(check.cpu(), labels=check.cpu()).loss.item()

@@ -1,0 +1,142 @@
+"""The ``torch.compile`` backend "spec": our passes on the forward that Dynamo hands over, then Inductor."""
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakSet
+
+import torch
+from torch import fx
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._inductor.compile_fx import compile_fx
+
+from .compat import backend_of
+from .config import parse_options
+from .forward_graph import ForwardGraph
+from .graph import PassReport, calls
+from .passes.grouped_attention import grouped_attention
+from .passes.join_linears import JoinedWeights, join_linears
+from .passes.tidy_forward import tidy_forward
+
+PIPELINE = [tidy_forward, join_linears, grouped_attention]
+GENERATE = (
+    'torch.compile(model, backend="spec").generate() runs transformers\' loop on the model that was not compiled. '
+    "spec_compile.speculate(model, algo=...).generate() speculates; model.compile(backend=\"spec\") compiles the "
+    "forward that transformers' loop calls."
+)
+log = logging.getLogger("spec_compile")
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """Options of the backend, as ``torch.compile(module, backend="spec", options={...})``.
+
+    merge_linears: one matrix product for linear layers of one input. The module's parameters become views of the
+    merged storage, with equal values. gqa: attention over few query tokens reads each key-value head once. dump: a
+    directory that receives the readable graph before and after every pass.
+    """
+
+    merge_linears: bool = True
+    gqa: bool = True
+    dump: str | None = None
+
+    def __post_init__(self):
+        for name in ("merge_linears", "gqa"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise TypeError(f"{name}: expected bool, got {type(given).__name__} ({given!r})")
+        if self.dump is not None and not isinstance(self.dump, str | Path):
+            raise TypeError(f"dump: expected the path of a directory, got {type(self.dump).__name__} ({self.dump!r})")
+
+
+def spec(gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None) -> Callable:
+    """Compile one graph of Dynamo's: inference through our passes and Inductor, training through Inductor alone.
+
+    gm: torch calls, parameters as placeholders. example_inputs: one a placeholder. -> a function of those inputs.
+
+    Raises TypeError (unknown option, option of a wrong type) or ValueError (a mode other than "default").
+    """
+    if mode not in (None, "default"):
+        raise ValueError(
+            f'mode: backend "spec" knows only "default", got {mode!r}; for Inductor\'s modes use backend="inductor"'
+        )
+    settings = parse_options(BackendOptions, dict(options or {}))
+    if _wants_gradients(gm, example_inputs):
+        log.info("spec: gradients are wanted: this graph goes to Inductor as it is (use torch.no_grad())")
+        return compile_fx(gm, example_inputs)
+    graph = rewrite(ForwardGraph(gm, list(example_inputs)), settings)
+    _graphs.append(graph.log)
+    compiled = compile_fx(graph.gm, graph.inputs)
+    return JoinedWeights(compiled, graph.joined) if graph.joined else compiled
+
+
+def rewrite(graph: ForwardGraph, settings: BackendOptions, pipeline=None) -> ForwardGraph:
+    """Run the passes on `graph`, in place; its ``log`` says what each changed."""
+    _dump(graph, settings, len(_graphs), 0, "given")
+    for number, run in enumerate(PIPELINE if pipeline is None else pipeline, 1):
+        before = len(calls(graph.gm))
+        summary = run(graph, settings)
+        graph.gm.graph.lint()
+        graph.gm.recompile()
+        code = _dump(graph, settings, len(_graphs), number, run.__name__)
+        graph.log.append(PassReport(run.__name__, summary, before, len(calls(graph.gm)), code))
+        log.info("spec: graph %d: %s: %s", len(_graphs), run.__name__, summary)
+    return graph
+
+
+def reports() -> list[list[PassReport]]:
+    """What the passes changed: a list for each graph compiled for inference since the start or `torch._dynamo.reset`.
+
+    A report's ``code`` is filled only with the option ``dump``.
+    """
+    return [list(graph) for graph in _graphs]
+
+
+_graphs: list[list[PassReport]] = []
+spec.reset = _graphs.clear  # called by torch._dynamo.reset()
+
+
+def _wants_gradients(gm: fx.GraphModule, inputs: list) -> bool:
+    if any(node.target is torch._C._set_grad_enabled and node.args[0] for node in calls(gm)):
+        return True
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+
+
+def _dump(graph: ForwardGraph, settings: BackendOptions, index: int, number: int, name: str) -> str:
+    if settings.dump is None:
+        return ""
+    code = graph.gm.print_readable(print_output=False)
+    directory = Path(settings.dump)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"forward{index}_{number}_{name}.py").write_text(code + "\n")
+    return code
+
+
+class _Generate:
+    """``generate`` of what ``torch.compile(model)`` returns: the model's own, with a word of warning for "spec".
+
+    It stands in for nothing else: for other backends, and for modules that have no generate(), it raises
+    AttributeError, upon which Python asks the module's ``__getattr__`` as if this were not here.
+    """
+
+    def __init__(self):
+        self.told: WeakSet = WeakSet()
+
+    def __get__(self, module, owner=None):
+        if module is None or module in self.told or backend_of(module) is not spec:
+            raise AttributeError("generate")
+        generate = module._orig_mod.generate  # an AttributeError if it has none
+
+        @functools.wraps(generate)
+        def told(*args, **kwargs):
+            if module not in self.told:
+                self.told.add(module)
+                warnings.warn(GENERATE, UserWarning, stacklevel=2)
+            return generate(*args, **kwargs)
+
+        return told
+
+
+OptimizedModule.generate = _Generate()  # looking the backend up, which torch.compile does first of all, gets us here

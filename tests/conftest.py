@@ -1,0 +1,36 @@
+"""Seeds, one thread, and tiny models built once a process."""
+
+import functools
+
+import hypothesis
+import models
+import pytest
+import torch
+import transformers
+
+from spec_compile.admit import admit
+from spec_compile.capture import capture
+
+torch.set_num_threads(1)  # a second thread on a busy core makes OpenMP wait, up to 50 times longer
+transformers.logging.set_verbosity_error()
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """Every test begins with the same random state."""
+    torch.manual_seed(0)
+
+
+@functools.cache
+def _captured(name: str):
+    model = models.ADMITTED[name]()
+    admit(model)
+    return model, capture(model)
+
+
+@pytest.fixture
+def captured():
+    """A function: name of a tiny model -> (model, its captured graph), built once and not to be changed."""
+    return _captured

@@ -1,0 +1,375 @@
+"""The drop-in: what a user sees of `speculate`, and that its generate() answers as transformers' does."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from models import ADMITTED, prompts
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM, TextStreamer
+from transformers.generation import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+
+import spec_compile
+from spec_compile import UnsupportedModelError, speculate
+
+NEW = 40
+
+
+@pytest.fixture(scope="module")
+def model():
+    return ADMITTED["llama"]()
+
+
+@pytest.fixture(scope="module")
+def fast(model):
+    return speculate(model, compile=False)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rows, ids, mask = prompts()
+    return dict(input_ids=ids, attention_mask=mask)
+
+
+@pytest.fixture(scope="module")
+def tiny_coder():
+    path = Path(__file__).parent.parent / "examples" / "tiny_coder"
+    return AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def both(model, fast, *args, **kwargs):
+    kwargs = {"do_sample": False, "pad_token_id": 0, **kwargs}
+    return model.generate(*args, **kwargs), fast.generate(*args, **kwargs)
+
+
+def row(number=0):
+    return torch.as_tensor(prompts()[0][number]).view(1, -1)
+
+
+def test_is_the_model_in_every_visible_way(model, fast):
+    assert isinstance(fast, LlamaForCausalLM) and type(fast).__name__ == "LlamaForCausalLM"
+    assert type(fast).__module__ == type(model).__module__
+    assert fast.config is model.config and fast.device == model.device and fast.dtype == model.dtype
+    for name, value in model.state_dict().items():
+        assert fast.state_dict()[name].data_ptr() == value.data_ptr()
+    ids = row()
+    assert torch.equal(fast(ids).logits, model(ids).logits)
+
+
+def test_the_original_is_untouched():
+    model = ADMITTED["qwen3"]()
+    ids = row()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    answer = model.generate(ids, do_sample=False, max_new_tokens=NEW)
+    attributes, implementation = set(model.__dict__), model.config._attn_implementation
+    fast = speculate(model, compile=False)
+    fast.generation_config.max_new_tokens = 3
+    assert type(model).generate is not type(fast).generate
+    assert set(model.__dict__) == attributes and model.config._attn_implementation == implementation
+    assert model.generation_config.max_new_tokens is None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model.generate(ids, do_sample=False, max_new_tokens=NEW), answer)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(max_new_tokens=NEW, eos_token_id=None),
+        dict(max_length=60, eos_token_id=None),
+        dict(max_new_tokens=1),
+        dict(max_new_tokens=NEW),
+        dict(max_new_tokens=NEW, eos_token_id=list(range(10, 40))),
+        dict(max_new_tokens=NEW, eos_token_id=list(range(10, 40)), min_new_tokens=9),
+        dict(max_new_tokens=NEW, eos_token_id=list(range(10, 40)), min_length=30),
+        dict(generation_config=GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)),
+        dict(max_new_tokens=NEW, use_cache=False),
+        dict(max_new_tokens=NEW, eos_token_id=[5, 7, 60, 61], pad_token_id=3),
+    ],
+    ids=lambda arguments: ",".join(arguments),
+)
+@pytest.mark.parametrize("kind", ["single", "padded batch"])
+def test_answers_as_transformers(model, fast, batch, arguments, kind):
+    inputs = batch if kind == "padded batch" else dict(input_ids=row())
+    expected, got = both(model, fast, **inputs, **arguments)
+    assert got.dtype == expected.dtype and torch.equal(got, expected)
+
+
+def test_every_row_ends_on_its_own(model, fast, batch):
+    plain = model.generate(**batch, do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
+    width = batch["input_ids"].shape[1]
+    eos = [plain[0, width + 3].item(), plain[1, width + 17].item()]
+    expected, got = both(model, fast, **batch, max_new_tokens=NEW, eos_token_id=eos)
+    assert torch.equal(got, expected)
+
+
+class Recorder:
+    def __init__(self):
+        self.puts, self.ended = [], 0
+
+    def put(self, value):
+        self.puts.append(value.clone())
+
+    def end(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize("kind", ["single", "padded batch"])
+def test_streamer_gets_what_transformers_gives(model, fast, batch, kind):
+    inputs = batch if kind == "padded batch" else dict(input_ids=row())
+    recorders = Recorder(), Recorder()
+    for system, recorder in zip((model, fast), recorders):
+        system.generate(
+            **inputs, do_sample=False, max_new_tokens=NEW, pad_token_id=0, eos_token_id=list(range(10, 16)),
+            streamer=recorder,
+        )  # fmt: skip
+    assert [p.tolist() for p in recorders[0].puts] == [p.tolist() for p in recorders[1].puts]
+    assert recorders[1].ended == 1
+
+
+def test_text_streamer(tiny_coder, capsys):
+    tokenizer, model = tiny_coder
+    fast = speculate(model, compile=False)
+    inputs = tokenizer("def add(a, b):\n", return_tensors="pt")
+    fast.generate(**inputs, do_sample=False, max_new_tokens=20, streamer=TextStreamer(tokenizer))
+    streamed = capsys.readouterr().out
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=20)
+    assert streamed.rstrip("\n") == tokenizer.decode(expected[0], skip_special_tokens=False).rstrip("\n")
+
+
+class Shift(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores + 1
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("do_sample", dict(do_sample=True)),
+        ("num_beams", dict(num_beams=2)),
+        ("repetition_penalty", dict(repetition_penalty=1.2)),
+        ("no_repeat_ngram_size", dict(no_repeat_ngram_size=2)),
+        ("suppress_tokens", dict(suppress_tokens=[5])),
+        ("logits_processor", dict(logits_processor=LogitsProcessorList([Shift()]))),
+        ("stopping_criteria", dict(stopping_criteria=StoppingCriteriaList([lambda ids, scores: ids[:, 0] < 0]))),
+        ("max_time", dict(max_time=5.0)),
+        ("return_dict_in_generate", dict(return_dict_in_generate=True)),
+        ("prompt_lookup_num_tokens", dict(prompt_lookup_num_tokens=3)),
+        ("custom_generate", dict(custom_generate=lambda *a, **k: None)),
+    ],
+)
+def test_what_is_not_there_yet_is_named_before_any_work(model, fast, name, arguments):
+    fast.speculation.stats.reset()
+    with pytest.raises(NotImplementedError, match=name):
+        fast.generate(row(), **{"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0, **arguments})
+    assert fast.speculation.stats.rounds == 0
+    expected, got = both(model, fast, row(), max_new_tokens=8)
+    assert torch.equal(got, expected)
+
+
+def right_padded():
+    mask = torch.ones_like(row())
+    mask[0, -1] = 0
+    return dict(input_ids=row(), attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("input_ids", dict(input_ids=torch.zeros(1, 0, dtype=torch.int64))),
+        ("input_ids", dict(input_ids=torch.tensor([[1, 96]]))),
+        ("input_ids", dict(input_ids=torch.tensor([[1, -3]]))),
+        ("max_length", dict(input_ids=row(), max_new_tokens=100_000)),
+        ("attention_mask", right_padded()),
+        ("attention_mask", dict(input_ids=row(), attention_mask=torch.zeros_like(row()))),
+        ("reference", dict(input_ids=row(), reference=[3, 4, 1000])),
+        ("reference", dict(input_ids=row(), reference=[[3, 4], [-1]])),
+    ],
+)
+def test_bad_input_is_refused_by_name(model, fast, name, arguments):
+    held = fast.speculation.ngram.stats()
+    with pytest.raises(ValueError, match=name):
+        fast.generate(**{"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0, **arguments})
+    assert fast.speculation.ngram.stats() == held
+    expected, got = both(model, fast, row(), max_new_tokens=8)
+    assert torch.equal(got, expected)
+
+
+def test_reference_must_be_tokens(fast):
+    with pytest.raises(TypeError, match="reference"):
+        fast.generate(row(), reference="some text", do_sample=False, max_new_tokens=5)
+
+
+@pytest.mark.parametrize(
+    "error, message, arguments",
+    [
+        (ValueError, "Did you mean 'ngram'", dict(algo="ngrm")),
+        (TypeError, "algo", dict(algo=3)),
+        (TypeError, "Did you mean 'num_draft_tokens'", dict(num_draft_token=8)),
+        (TypeError, "Did you mean 'branch_length'", dict(branch_lenght=8)),
+        (ValueError, "num_draft_tokens", dict(num_draft_tokens=65)),
+        (ValueError, "num_draft_tokens", dict(num_draft_tokens=0)),
+        (TypeError, "num_draft_tokens", dict(num_draft_tokens="8")),
+        (ValueError, "max_cache_len", dict(max_cache_len=1)),
+        (ValueError, "max_match_window_size", dict(max_match_window_size=18)),
+        (ValueError, "min_match_window_size", dict(min_match_window_size=0)),
+        (ValueError, "max_bfs_breadth", dict(min_bfs_breadth=4, max_bfs_breadth=2)),
+        (ValueError, "capacity", dict(capacity=3)),
+        (ValueError, "match_type", dict(match_type="DFS")),
+    ],
+)
+def test_bad_options_are_refused_by_name(model, error, message, arguments):
+    with pytest.raises(error, match=message):
+        speculate(model, **arguments)
+
+
+def test_models_that_cannot_be():
+    with pytest.raises(TypeError, match="Linear"):
+        speculate(torch.nn.Linear(2, 2))
+    with pytest.raises(UnsupportedModelError, match="causal"):
+        speculate(ADMITTED["llama"]().model)
+    with pytest.raises(UnsupportedModelError, match="meta"):
+        speculate(ADMITTED["llama"]().to("meta"))
+    with pytest.raises(UnsupportedModelError, match="float8"):
+        speculate(ADMITTED["llama"]().to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match="eval"):
+        speculate(ADMITTED["llama"]().train())
+
+
+def test_reference_text_is_copied_from(model):
+    fast = speculate(model, compile=False)
+    answer = model.generate(row(), do_sample=False, max_new_tokens=NEW, eos_token_id=None)
+    got = fast.generate(
+        row(), reference=answer[0], do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0
+    )
+    assert torch.equal(got, answer)
+    assert fast.speculation.stats.accept_length > 4
+
+
+def test_corpora_are_added_saved_and_loaded(model, tmp_path):
+    answer = model.generate(row(), do_sample=False, max_new_tokens=NEW, eos_token_id=None)
+    lengths = []
+    for source in ("added", "loaded"):
+        fast = speculate(model, compile=False)
+        if source == "added":
+            fast.speculation.ngram.add(answer[0])
+            fast.speculation.ngram.save(tmp_path / "trie")
+        else:
+            fast.speculation.ngram.load(tmp_path / "trie")
+        got = fast.generate(row(), do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
+        assert torch.equal(got, answer)
+        lengths.append(fast.speculation.stats.accept_length)
+    assert lengths[0] == lengths[1] > 4
+
+
+def test_stats_add_up(model):
+    fast = speculate(model, compile=False)
+    out = fast.generate(row(), do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
+    stats = fast.speculation.stats
+    assert stats.tokens == NEW == out.shape[1] - row().shape[1] == sum(sum(gains) for gains in stats.trace)
+    assert stats.rounds == len(stats.trace) == stats.steps == sum(stats.nodes.values())
+    assert stats.tokens == stats.steps + sum(stats.accepted)
+    assert all(accepted <= offered for accepted, offered in zip(stats.accepted, stats.offered))
+    assert stats.offered == sorted(stats.offered, reverse=True)
+    assert f"{stats.accept_length:.2f}" in str(stats)
+    stats.reset()
+    assert stats.tokens == 0 and stats.acceptance_by_depth == [] and str(stats)
+
+
+def test_without_drafts_every_round_is_a_plain_step(model):
+    fast = speculate(model, compile=False, num_draft_tokens=1)
+    expected, got = both(model, fast, row(), max_new_tokens=NEW, eos_token_id=None)
+    assert torch.equal(got, expected) and fast.speculation.stats.nodes == {1: NEW}
+
+
+def test_calls_from_threads_wait_for_each_other(model, fast):
+    inputs = [row(number) for number in range(3)] * 2
+    expected = [model.generate(ids, do_sample=False, max_new_tokens=NEW, pad_token_id=0) for ids in inputs]
+    got = [None] * len(inputs)
+
+    def work(number):
+        got[number] = fast.generate(inputs[number], do_sample=False, max_new_tokens=NEW, pad_token_id=0)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+def test_a_streamer_that_raises_leaves_the_model_usable(model, fast):
+    class Broken(Recorder):
+        def put(self, value):
+            if len(self.puts) == 3:
+                raise OSError("disk full")
+            super().put(value)
+
+    with pytest.raises(OSError, match="disk full"):
+        fast.generate(row(), do_sample=False, max_new_tokens=NEW, pad_token_id=0, streamer=Broken())
+    assert fast.speculation.ngram.stats()["streams"] == 0
+    expected, got = both(model, fast, row(), max_new_tokens=NEW)
+    assert torch.equal(got, expected)
+
+
+def test_weights_changed_in_place_are_seen_and_moved_ones_are_refused():
+    model = ADMITTED["llama"]()
+    fast = speculate(model, compile=False)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(-0.5)
+        model.model.layers[1].mlp.up_proj.weight.add_(0.1)
+    expected, got = both(model, fast, row(), max_new_tokens=NEW)
+    assert torch.equal(got, expected)
+    model.model.layers[0].self_attn.k_proj.weight.data = torch.zeros(32, 64)
+    with pytest.raises(RuntimeError, match="speculate"):
+        fast.generate(row(), do_sample=False, max_new_tokens=5)
+
+
+def test_round_trip_through_save_pretrained(model, fast, tmp_path):
+    fast.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert again.config.architectures == ["LlamaForCausalLM"]
+    assert {name: value.shape for name, value in again.state_dict().items()} == {
+        name: value.shape for name, value in model.state_dict().items()
+    }
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) < weights * 1.1
+
+
+def test_wrapping_twice_shares_the_merged_weights(model):
+    first = speculate(model, compile=False)
+    pointers = [p.data_ptr() for p in model.parameters()]
+    second = speculate(model, compile=False, num_draft_tokens=4)
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    for fast in (first, second):
+        expected, got = both(model, fast, row(), max_new_tokens=NEW)
+        assert torch.equal(got, expected)
+
+
+def test_explain_and_dump(model, fast, tmp_path):
+    text = fast.speculation.explain()
+    for word in ("LlamaForCausalLM", "tidy", "merge_linears", "tree_attention", "2 layers"):
+        assert word in text
+    files = spec_compile.dump(fast, tmp_path / "dump")
+    names = [file.name for file in files]
+    assert "verify_0_tidy.py" in names and any("prefill" in name for name in names)
+    last = (tmp_path / "dump" / "verify_4_logits_rows.py").read_text()
+    assert "tree_attention" in last and "spec_compile.attention.default" not in last
+    with pytest.raises(TypeError, match="speculate"):
+        spec_compile.dump(model, tmp_path)
+
+
+def test_cache_limit_is_the_users(model):
+    fast = speculate(model, compile=False, max_cache_len=40)
+    with pytest.raises(ValueError, match="max_cache_len"):
+        fast.generate(row(), do_sample=False, max_new_tokens=20)
+    expected, got = both(model, fast, row(), max_new_tokens=16)
+    assert torch.equal(got, expected)
+
+
+def test_long_prompts_of_any_length(model, fast):
+    generator = torch.Generator().manual_seed(0)
+    for length in (1, 2, 31, 32, 33, 129, 400):
+        ids = torch.randint(3, 96, (1, length), generator=generator)
+        expected, got = both(model, fast, ids, max_new_tokens=24, eos_token_id=None)
+        assert torch.equal(got, expected), length
