@@ -17,13 +17,13 @@ from rich.text import Text
 
 START = time.perf_counter()
 
-EDIT = '''Rename the variable `known` to `previous` in this method.
+EDIT = """Rename the variable `known` to `previous` in this method.
 
 ```python
 {source}```
 
 ```python
-'''
+"""
 COMPLETE = '''import json
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Settings:
     def load(self):
         """Read the file, if there is one."""
 '''
-TESTS = '''import unittest
+TESTS = """import unittest
 
 from stack import Stack
 
@@ -57,7 +57,7 @@ class TestStack(unittest.TestCase):
         self.assertEqual(stack.pop(), 1)
 
     def test_pop_empty(self):
-'''
+"""
 
 
 def coloured(tokenizer, ids: list[int], rounds: list[int]) -> Text:
@@ -97,7 +97,9 @@ def main() -> None:
         fast.speculation.warmup(progress=lambda line: progress.update(task, description=line))
         fast.generate(torch.tensor([[1]]), do_sample=False, max_new_tokens=1, pad_token_id=0)
         first = time.perf_counter() - START
-    console.print(f"first token after {first:.1f} s (loading, capture, compilation; later processes find a warm cache)\n")
+    console.print(
+        f"first token after {first:.1f} s (loading, capture, compilation; later processes find a warm cache)\n"
+    )
 
     fast.speculation.stats.reset()
     calls = 0

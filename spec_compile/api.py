@@ -55,7 +55,7 @@ class Speculation:
             lambda batch: NgramDrafter(ngram, options.num_draft_tokens, batch),
             options,
             model.device,
-            model.config.get_text_config(decoder=True).max_position_embeddings,
+            _max_positions(model, graph.position_limit, options),
         )
         if options.check:
             check_tree(type(model).__name__, graph, self._engine.verify)
@@ -72,7 +72,7 @@ class Speculation:
 
     def warmup(self, batch_size: int = 1, progress: Callable[[str], None] | None = None) -> None:
         """Compile everything for a batch size now rather than in the first ``generate()``; `progress` gets a line a step."""
-        with self._lock, torch.no_grad(), self.reporting(progress):
+        with self._lock, torch.inference_mode(False), torch.no_grad(), self.reporting(progress):
             session = self._engine.session(batch_size)
             for nodes in (0, *self._engine.sizes):
                 session.step(nodes)
@@ -95,9 +95,16 @@ class Speculation:
     @contextmanager
     def generating(self, reference) -> Iterator[None]:
         """One call of generate() at a time: it owns the state until it ends. `reference`: see `generate`."""
-        with self._lock:
+        device = self._model.device.type
+        if torch.is_autocast_enabled(device):
+            raise NotImplementedError(
+                f"torch.autocast({device!r}): load the model in the dtype it should run in instead"
+            )
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._addresses() != self._weights:
-                raise RuntimeError("the model's weights were moved or replaced after speculate(); call speculate() again")
+                raise RuntimeError(
+                    "the model's weights were moved or replaced after speculate(); call speculate() again"
+                )
             self._references = [] if reference is None else self.ngram.documents(reference, "reference")
             try:
                 yield
@@ -129,10 +136,22 @@ def _has_head(model) -> bool:
     return isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
 
 
+def _max_positions(model: PreTrainedModel, table: int | None, options: Options) -> int:
+    """Tokens a sequence may have by default; ValueError if more are asked for than a learned position table has."""
+    if table is not None and (options.max_cache_len or 0) > table:
+        raise ValueError(
+            f"max_cache_len: the model has learned positions for {table} tokens, got {options.max_cache_len}"
+        )
+    config = model.config.get_text_config(decoder=True)
+    return table or getattr(config, "max_position_embeddings", None) or 1 << 20
+
+
 def _shadow(model: PreTrainedModel) -> PreTrainedModel:
     """Another object of the model's class, with our generate() in front, that shares all modules and parameters."""
     cls = type(model)
-    shadow = object.__new__(type(cls.__name__, (SpeculativeMixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__}))
+    shadow = object.__new__(
+        type(cls.__name__, (SpeculativeMixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    )
     shadow.__dict__.update(model.__dict__)
     for name in ("_parameters", "_buffers", "_modules"):
         shadow.__dict__[name] = dict(model.__dict__[name])

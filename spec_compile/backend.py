@@ -24,7 +24,7 @@ from .passes.tidy_forward import tidy_forward
 PIPELINE = [tidy_forward, join_linears, grouped_attention]
 GENERATE = (
     'torch.compile(model, backend="spec").generate() runs transformers\' loop on the model that was not compiled. '
-    "spec_compile.speculate(model, algo=...).generate() speculates; model.compile(backend=\"spec\") compiles the "
+    'spec_compile.speculate(model, algo=...).generate() speculates; model.compile(backend="spec") compiles the '
     "forward that transformers' loop calls."
 )
 log = logging.getLogger("spec_compile")

@@ -10,7 +10,14 @@ from .graph import LayerSpec, ModelGraph, attribute, calls
 from .kernels import ops
 
 IMPLEMENTATION = "spec_compile"
-HARMLESS = {"position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "is_causal"}
+HARMLESS = {
+    "position_ids",
+    "use_cache",
+    "output_router_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "is_causal",
+}
 
 
 class _Attention:
@@ -18,6 +25,7 @@ class _Attention:
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.count = model, 0
+        self.ignores_softcap = model.config._attn_implementation == "sdpa"  # as transformers' SDPA function does
 
     def __call__(
         self, module, query, key, value, attention_mask,
@@ -30,6 +38,8 @@ class _Attention:
             )
         if attention_mask is not None:
             raise UnsupportedModelError(f"model: {type(self.model).__name__} builds an attention mask of its own")
+        if self.ignores_softcap:
+            softcap = None
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         layer, self.count = self.count, self.count + 1
         return ops.attention(query, key, value, s_aux, scale, sliding_window, softcap, layer), None

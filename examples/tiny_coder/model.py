@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
+import data
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-import data
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 768, 8, 4, 2, 64
 THETA, EPS, LENGTH = 10000.0, 1e-5, data.MAX_LENGTH

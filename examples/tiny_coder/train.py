@@ -22,11 +22,10 @@ from pathlib import Path
 
 START = time.time()
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
 import data  # noqa: E402
 import edits  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
 from model import Llama, Muon, head_loss, to_transformers  # noqa: E402
 
 LENGTH = data.MAX_LENGTH

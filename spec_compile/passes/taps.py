@@ -33,7 +33,12 @@ def _residual_stream(graph: ModelGraph) -> dict[int, fx.Node]:
     states: dict[int, fx.Node] = {}
     for node in nodes:
         value = node.meta.get("val")
-        if node.op == "get_attr" or not hasattr(value, "shape") or value.dim() != 3 or value.shape[2] != graph.hidden_size:
+        if (
+            node.op == "get_attr"
+            or not hasattr(value, "shape")
+            or value.dim() != 3
+            or value.shape[2] != graph.hidden_size
+        ):
             continue
         following = [layer[user] for user in node.users if layer[user] != layer[node]]
         if layer[node] is None:  # embeddings, scaled or normed: the last one that enters layer 0

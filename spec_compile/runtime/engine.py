@@ -73,7 +73,6 @@ class Session:
         engine.report(f"compiled {name} in {seconds:.1f} s")
         return step
 
-
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Steps run inside leave no trace: what they write to the cache and the text lies beyond what is committed."""

@@ -1,6 +1,7 @@
 """The drop-in: Hugging Face's ``generate()`` with our loop beneath its preparation."""
 
-import threading
+from contextlib import closing
+
 import torch
 from torch import Tensor
 
@@ -59,21 +60,23 @@ class SpeculativeMixin:
                 raise _unsupported(name)
         prompts = _prompts(input_ids, model_kwargs)
         padding = [input_ids.shape[1] - len(prompt) for prompt in prompts]
-        shortest, early_eos = _shortest(logits_processor)
+        shortest = _shortest(logits_processor)
         longest, eos = _limits(stopping_criteria, generation_config)
         pad = generation_config._pad_token_tensor
         rows: list[list[int]] = [[] for _ in prompts]
         put = 0
-        for gained in self.speculation.run(
+        rounds = self.speculation.run(
             prompts,
             [max(0, shortest - pads) for pads in padding],
             [longest - pads for pads in padding],
-            eos or early_eos,
-        ):
-            for row, tokens in zip(rows, gained):
-                row.extend(tokens)
-            if streamer is not None:
-                put = _stream(streamer, rows, gained, put, pad)
+            eos,
+        )
+        with closing(rounds):
+            for gained in rounds:
+                for row, tokens in zip(rows, gained):
+                    row.extend(tokens)
+                if streamer is not None:
+                    put = _stream(streamer, rows, gained, put, pad)
         if streamer is not None:
             _stream(streamer, rows, [[] for _ in rows], put, pad)
             streamer.end()
@@ -114,15 +117,18 @@ def _prompts(input_ids: Tensor, model_kwargs: dict) -> list[list[int]]:
         pads = (mask == 0).sum(dim=1).tolist()
     positions = model_kwargs.get("position_ids")
     if positions is not None:
-        own = torch.arange(input_ids.shape[1], device=positions.device) - torch.tensor(pads, device=positions.device)[:, None]
+        own = (
+            torch.arange(input_ids.shape[1], device=positions.device)
+            - torch.tensor(pads, device=positions.device)[:, None]
+        )
         if ((positions != own) & (own >= 0)).any():
             raise _unsupported("position_ids")
     return [row[pad:] for row, pad in zip(rows, pads)]
 
 
-def _shortest(logits_processor) -> tuple[int, list[int]]:
-    """(length below which no row may end, the tokens it means) of the processors; others are refused."""
-    shortest, eos = 0, []
+def _shortest(logits_processor) -> int:
+    """The length below which no row may end, of the processors that say so; others are refused."""
+    shortest = 0
     for processor in logits_processor:
         kind = type(processor).__name__
         if kind == "MinLengthLogitsProcessor":
@@ -132,8 +138,7 @@ def _shortest(logits_processor) -> tuple[int, list[int]]:
         else:
             raise _unsupported(PROCESSOR_ARGUMENTS.get(kind, f"logits_processor ({kind})"))
         shortest = max(shortest, length)
-        eos = processor.eos_token_id.tolist()
-    return shortest, eos
+    return shortest
 
 
 def _limits(stopping_criteria, generation_config) -> tuple[int, list[int]]:
@@ -157,5 +162,3 @@ def _stream(streamer, rows: list[list[int]], gained: list[list[int]], put: int, 
     for column in range(put, ready):
         streamer.put(torch.tensor([row[column] if column < len(row) else int(pad) for row in rows]))
     return max(put, ready)
-
-

@@ -1,0 +1,639 @@
+"""Every pass on toy graphs of its own: what it rewrites, what it leaves, and that the numbers stay."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from spec_compile import passes
+from spec_compile.graph import LayerSpec, ModelGraph, attribute, calls
+from spec_compile.kernels import ops
+from spec_compile.passes import Settings
+from spec_compile.passes.logits_rows import logits_rows
+from spec_compile.passes.merge_linears import merge_linears
+from spec_compile.passes.taps import taps
+from spec_compile.passes.tidy import tidy
+from spec_compile.passes.tree_attention import tree_attention
+from spec_compile.runtime.tree import ancestry
+
+aten = torch.ops.aten
+VOCAB, HIDDEN, HEADS, KV, SIZE = 32, 16, 4, 2, 4
+LINEAR, MARKER = aten.linear.default, torch.ops.spec_compile.attention.default
+
+
+class Block(nn.Module):
+    """Attention and a gated MLP, with what `spec_compile::attention` can be asked for."""
+
+    def __init__(self, number, window=None, softcap=None, sinks=False, bias=False):
+        super().__init__()
+        self.number, self.window, self.softcap = number, window, softcap
+        self.q = nn.Linear(HIDDEN, HEADS * SIZE, bias=bias)
+        self.k = nn.Linear(HIDDEN, KV * SIZE, bias=bias)
+        self.v = nn.Linear(HIDDEN, KV * SIZE, bias=bias)
+        self.o = nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
+        self.gate, self.up = nn.Linear(HIDDEN, 24, bias=False), nn.Linear(HIDDEN, 24, bias=False)
+        self.down = nn.Linear(24, HIDDEN, bias=False)
+        self.sinks = nn.Parameter(torch.randn(HEADS)) if sinks else None
+
+    def forward(self, x):
+        split = [f(x).unflatten(2, (-1, SIZE)).transpose(1, 2) for f in (self.q, self.k, self.v)]
+        x = x + self.o(ops.attention(*split, self.sinks, 0.5, self.window, self.softcap, self.number).flatten(2))
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Toy(nn.Module):
+    """A causal LM of `Block`s with learned positions; `layers`: the keywords of each."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.embed, self.places = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(64, HIDDEN)
+        self.layers = nn.ModuleList(Block(i, **kwargs) for i, kwargs in enumerate(layers))
+        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def states(self, ids, positions):
+        x = self.embed(ids) + self.places(positions)
+        states = [x]
+        for layer in self.layers:
+            x = layer(x)
+            states.append(x)
+        return self.head(self.norm(x)), states
+
+    def forward(self, ids, positions):
+        return self.states(ids, positions)[0]
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs):
+        return self.model(*inputs)
+
+
+def trace(model, *inputs, dynamic=False, head="model.head.weight") -> ModelGraph:
+    """A toy module's `ModelGraph`, as `capture` would make it."""
+    dims = ({0: torch.export.Dim("B", min=1), 1: torch.export.Dim("T", min=2)},) * len(inputs) if dynamic else None
+    with torch.no_grad():
+        program = torch.export.export(
+            Wrapper(model), inputs, dynamic_shapes=(dims,) if dynamic else None, strict=False
+        )
+    gm = program.module(check_guards=False)
+    gm.graph._codegen = fx.graph.CodeGen()
+    layers = [
+        LayerSpec(HEADS, KV, SIZE, SIZE, block.scale, block.window, block.softcap, block.sinks)
+        for block in map(_asked, calls(gm, MARKER))
+    ]
+    return ModelGraph(fx.GraphModule(gm, gm.graph), tuple(layers), VOCAB, HIDDEN, torch.float32, None, head)
+
+
+def _asked(node):
+    return type("Asked", (), dict(zip(("sinks", "scale", "window", "softcap"), node.args[3:7])))
+
+
+def toy(*layers):
+    model = Toy(*layers).eval()
+    ids, positions = example(2, 7)
+    return model, trace(model, ids, positions, dynamic=True)
+
+
+def example(batch, length):
+    return torch.randint(0, VOCAB, (batch, length)), torch.arange(length).expand(batch, -1)
+
+
+class Rewritten:
+    """One pass applied: the graphs before and after, their operator counts, and both as text for a failure."""
+
+    def __init__(self, graph, rewrite, **settings):
+        self.before, self.after = graph, passes.run(graph, Settings(**settings), [rewrite])
+        self.gm, self.log = self.after.gm, self.after.log[0]
+
+    def count(self, target):
+        """How often `target` is called (before, after)."""
+        return len(calls(self.before.gm, target)), len(calls(self.gm, target))
+
+    def __str__(self):
+        texts = (graph.gm.print_readable(print_output=False) for graph in (self.before, self.after))
+        return "{}\nbefore: {}\nafter: {}".format(self.log.summary, *texts)
+
+    def same(self, *inputs):
+        """Both graphs give bitwise the same."""
+        for a, b in zip(self.before.gm(*inputs), self.gm(*inputs), strict=True):
+            assert torch.equal(a, b), self
+
+    def close(self, *inputs, tolerance=1e-5):
+        for a, b in zip(self.before.gm(*inputs), self.gm(*inputs), strict=True):
+            torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance, msg=lambda m: f"{m}\n{self}")
+
+
+# --- the runner
+
+
+def test_the_pipeline_reports_each_pass_and_leaves_the_captured_graph_alone():
+    model, graph = toy({}, {})
+    before = graph.gm.print_readable(print_output=False)
+    result = passes.run(graph, Settings())
+    assert graph.gm.print_readable(print_output=False) == before
+    assert graph.log == []
+    assert [report.name for report in result.log] == [rewrite.__name__ for rewrite in passes.PIPELINE]
+    assert result.log[0].nodes_before == len(calls(graph.gm))
+    for report, following in zip(result.log, result.log[1:]):
+        assert report.nodes_after == following.nodes_before
+    assert result.log[-1].nodes_after == len(calls(result.gm))
+    assert all(report.summary and "def forward" in report.code for report in result.log)
+
+
+# --- tidy
+
+
+class Casts(nn.Module):
+    def __init__(self, *steps):
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, x):
+        for step in self.steps:
+            x = step(x)
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    "name, step, target, left",
+    [
+        ("same dtype", lambda x: x.to(torch.float32), aten.to.dtype, 0),
+        ("same device", lambda x: x.to("cpu", torch.float32), aten.to.device, 0),
+        ("like itself", lambda x: x.to(x), None, 0),
+        ("float() of a float", lambda x: x.float(), aten.to.dtype, 0),
+        ("to half and back", lambda x: x.half().float(), aten.to.dtype, 2),
+        ("to double", lambda x: x.double(), aten.to.dtype, 1),
+        ("to integers", lambda x: x.to(torch.int64), aten.to.dtype, 1),
+        ("new strides", lambda x: x.t().to(torch.float32, memory_format=torch.contiguous_format), aten.to.dtype, 1),
+        ("dropout of inference", lambda x: F.dropout(x, 0.5, False), aten.dropout.default, 0),
+        ("dropout of training", lambda x: F.dropout(x, 1.0, True), aten.dropout.default, 1),
+        ("detach", lambda x: x.detach(), aten.detach.default, 0),
+        ("alias", lambda x: aten.alias(x), aten.alias.default, 0),
+    ],
+)
+def test_tidy_erases_what_changes_nothing_only(name, step, target, left):
+    x = torch.randn(3, 5)
+    result = Rewritten(trace(Casts(step), x), tidy)
+    for check in tidy.__globals__["CHECKS"]:
+        assert result.count(check)[1] == 0, result
+    if target is not None:
+        before, after = result.count(target)
+        assert before == max(left, 1), f"the trace has no such call\n{result}"
+        assert after == left, result
+    assert [aten.mul.Tensor, *[target] * left] == sorted((n.target for n in calls(result.gm)), key=str, reverse=False)[
+        :: 1 if str(aten.mul.Tensor) < str(target) else -1
+    ], result
+    result.same(x)
+
+
+def test_tidy_counts_what_it_erases():
+    steps = [lambda x: x.to(torch.float32), lambda x: x.double(), lambda x: x.to(torch.float64), lambda x: x.detach()]
+    result = Rewritten(trace(Casts(*steps), torch.randn(3)), tidy)
+    assert result.log.summary.startswith(f"erased {result.log.nodes_before - result.log.nodes_after} "), result
+    assert Counter(node.target for node in calls(result.gm)) == {aten.to.dtype: 1, aten.mul.Tensor: 1}, result
+
+
+def test_tidy_is_idle_on_a_tidy_graph():
+    _, graph = toy({})
+    once = passes.run(graph, Settings(), [tidy])
+    twice = Rewritten(once, tidy)
+    assert twice.log.summary.startswith("erased 0 ") and twice.log.nodes_after == twice.log.nodes_before, twice
+    result = Rewritten(graph, tidy)
+    result.same(*example(3, 9))
+
+
+class FreshConstant(nn.Module):
+    def forward(self, x):
+        return x + torch.tensor([1.0, 2.0]).add_(1)
+
+
+class CopyThenWrite(nn.Module):
+    def forward(self, x):
+        return x.to(torch.float32, copy=True).add_(1) + x
+
+
+@pytest.mark.parametrize("module", [FreshConstant, CopyThenWrite])
+def test_tidy_keeps_copies_that_are_written_to(module):
+    """What is written in place must stay a copy: neither an input nor a constant of the model may change."""
+    x = torch.ones(2)
+    want = module()(x)
+    result = Rewritten(trace(module(), x), tidy)
+    for _ in range(2):
+        assert torch.equal(result.gm(x.clone())[0] if isinstance(result.gm(x.clone()), tuple) else 0, want), result
+
+
+# --- merge_linears
+
+
+class Parallel(nn.Module):
+    """Linear layers side by side: `groups` of (input number, biased) each."""
+
+    def __init__(self, *layers, sizes=(6, 4, 2, 8)):
+        super().__init__()
+        self.inputs = [place for place, _ in layers]
+        self.layers = nn.ModuleList(nn.Linear(5, size, bias=bias) for (_, bias), size in zip(layers, sizes))
+
+    def forward(self, x, y):
+        return tuple(layer((x, y)[place]) for place, layer in zip(self.inputs, self.layers))
+
+
+@pytest.mark.parametrize(
+    "layers, left",
+    [
+        ([(0, False)], 1),
+        ([(0, False), (0, False)], 1),
+        ([(0, True), (0, True)], 1),
+        ([(0, False), (0, False), (0, False)], 1),
+        ([(0, True), (0, True), (0, True)], 1),
+        ([(0, False), (1, False)], 2),
+        ([(0, False), (1, False), (0, False), (1, False)], 2),
+        ([(0, True), (0, False)], 2),
+        ([(0, True), (0, False), (0, True), (0, False)], 2),
+    ],
+)
+def test_merge_linears_of_one_input_and_kind(layers, left):
+    model = Parallel(*layers)
+    x, y = torch.randn(3, 5), torch.randn(3, 5)
+    want = model(x, y)
+    names = {name: value.clone() for name, value in model.state_dict().items()}
+    result = Rewritten(trace(model, x, y), merge_linears)
+    assert result.count(LINEAR) == (len(layers), left), result
+    result.close(x, y)
+    assert all(torch.equal(a, b) for a, b in zip(model(x, y), want)), "the model's own outputs changed"
+    assert list(model.state_dict()) == list(names)
+    assert all(torch.equal(value, names[name]) for name, value in model.state_dict().items())
+
+
+def test_merge_linears_switched_off():
+    model = Parallel((0, False), (0, False))
+    result = Rewritten(trace(model, *torch.randn(2, 3, 5)), merge_linears, merge_linears=False)
+    assert result.count(LINEAR) == (2, 2), result
+    assert result.log.summary == "off"
+
+
+def test_merge_linears_finds_qkv_and_gate_up_in_a_model():
+    model, graph = toy(dict(bias=True), {})
+    result = Rewritten(graph, merge_linears)
+    assert result.count(LINEAR) == (2 * 7 + 1, 2 * 4 + 1), result
+    assert result.log.summary == "merged 10 linear layers into 4"
+    result.close(*example(3, 11))
+
+
+class Shared(nn.Module):
+    """Two linear layers of one input, and a weight that something else uses too."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.a, self.b, self.c = (nn.Linear(5, 5, bias=False) for _ in range(3))
+        if how == "tied":
+            self.b.weight = self.a.weight
+        if how == "table":
+            self.table = nn.Embedding(5, 5)
+            self.a.weight = self.table.weight
+
+    def forward(self, x, y):
+        z = self.a(x) + self.b(x)
+        if self.how == "twice":
+            return z + self.a(y)
+        if self.how == "read":
+            return z + self.a.weight.sum()
+        if self.how == "table":
+            return z + self.table(torch.tensor([3]))
+        return z + y
+
+
+@pytest.mark.parametrize("how", ["tied", "twice", "read", "table"])
+def test_merge_linears_leaves_shared_weights_alone(how):
+    model = Shared(how)
+    pointers = [p.data_ptr() for p in model.parameters()]
+    result = Rewritten(trace(model, *torch.randn(2, 3, 5)), merge_linears)
+    assert result.count(LINEAR)[0] == result.count(LINEAR)[1], result
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    result.same(*torch.randn(2, 3, 5))
+
+
+def test_merge_linears_leaves_the_output_head_alone():
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.other = nn.Linear(5, 7, bias=False), nn.Linear(5, 3, bias=False)
+
+        def forward(self, x):
+            return self.head(x), self.other(x)
+
+    result = Rewritten(trace(TwoHeads(), torch.randn(2, 5)), merge_linears)
+    assert result.count(LINEAR) == (2, 2), result
+
+
+def test_merge_linears_leaves_mixed_dtypes_and_tensor_subclasses_alone():
+    class Wrapped(torch.Tensor):
+        pass
+
+    model = Parallel((0, False), (0, False), (0, False))
+    model.layers[1].weight.data = model.layers[1].weight.data.as_subclass(Wrapped)
+    result = Rewritten(trace(model, *torch.randn(2, 3, 5)), merge_linears)
+    assert result.count(LINEAR)[1] >= 2, result
+    assert type(model.layers[1].weight.data) is Wrapped
+
+
+@pytest.mark.parametrize("side", ["parameter", "merged"])
+def test_merged_weights_are_updated_from_both_sides(side):
+    model = Parallel((0, True), (0, True))
+    x, y = torch.randn(3, 5), torch.randn(3, 5)
+    result = Rewritten(trace(model, x, y), merge_linears)
+    before = result.gm(x, y)
+    with torch.no_grad():
+        if side == "parameter":
+            model.layers[1].weight.mul_(3)
+            model.layers[1].bias.add_(1)
+        else:
+            for node in calls(result.gm, LINEAR):
+                attribute(result.gm, node.args[1].target)[6:].mul_(3)
+                attribute(result.gm, node.args[2].target)[6:].add_(1)
+    after, own = result.gm(x, y), model(x, y)
+    assert torch.equal(before[0], after[0]), result
+    assert not torch.equal(before[1], after[1]), result
+    for a, b in zip(after, own):
+        torch.testing.assert_close(a, b)
+
+
+def test_merging_again_reuses_the_storage():
+    model, graph = toy(dict(bias=True), {})
+    first = passes.run(graph, Settings(), [merge_linears])
+    pointers = {name: p.data_ptr() for name, p in model.named_parameters()}
+    for _ in range(2):
+        again = passes.run(graph, Settings(), [merge_linears])
+        assert {name: p.data_ptr() for name, p in model.named_parameters()} == pointers
+        for a, b in zip(calls(first.gm, LINEAR), calls(again.gm, LINEAR), strict=True):
+            for x, y in zip(a.args[1:], b.args[1:], strict=True):
+                assert attribute(first.gm, x.target).data_ptr() == attribute(again.gm, y.target).data_ptr()
+
+
+def test_merged_storage_is_not_larger_than_the_weights():
+    model, graph = toy(dict(bias=True))
+    passes.run(graph, Settings(), [merge_linears])
+    block = model.layers[0]
+    for group in ("qkv", ("gate", "up")):
+        weights = [getattr(block, name).weight for name in group]
+        storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights}
+        assert list(storages.values()) == [sum(w.nbytes for w in weights)]
+
+
+def test_a_model_with_merged_weights_can_be_copied_and_reloaded():
+    model, graph = toy(dict(bias=True))
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    passes.run(graph, Settings(), [merge_linears])
+    twin = copy.deepcopy(model)
+    other = Toy(dict(bias=True))
+    other.load_state_dict(model.state_dict())
+    for again in (twin, other):
+        assert all(torch.equal(value, want[name]) for name, value in again.state_dict().items())
+    with torch.no_grad():
+        twin.layers[0].q.weight.zero_()
+    assert torch.equal(model.layers[0].q.weight, want["layers.0.q.weight"])
+
+
+def test_a_model_with_merged_weights_is_saved_whole(tmp_path, captured):
+    model, graph = captured("qwen2")
+    passes.run(graph, Settings(), [merge_linears])
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    own = model.state_dict()
+    assert own.keys() == again.state_dict().keys()
+    assert all(torch.equal(value, own[name]) for name, value in again.state_dict().items())
+    weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    assert (tmp_path / "model.safetensors").stat().st_size < 1.1 * sum(weights.values()) + 10_000
+
+
+# --- taps
+
+
+@pytest.mark.parametrize("wanted", [(0,), (3,), (0, 1, 2, 3), (2, 0)])
+def test_taps_of_a_toy(wanted):
+    model, graph = toy({}, {}, {})
+    ids, positions = example(3, 6)
+    result = Rewritten(graph, taps, taps=wanted)
+    assert result.log.nodes_before == result.log.nodes_after, result
+    logits, *states = result.gm(ids, positions)
+    want_logits, want = model.states(ids, positions)
+    torch.testing.assert_close(logits, want_logits)
+    assert len(states) == len(wanted)
+    for number, state in zip(wanted, states):
+        torch.testing.assert_close(state, want[number], msg=lambda m: f"hidden state {number}: {m}\n{result}")
+
+
+def test_no_taps_wanted():
+    _, graph = toy({})
+    result = Rewritten(graph, taps)
+    assert result.log.summary == "none wanted"
+    result.same(*example(1, 4))
+
+
+@pytest.mark.parametrize("wanted", [(3,), (-1,), (0, 7)])
+def test_taps_out_of_range_are_refused(wanted):
+    _, graph = toy({}, {})
+    with pytest.raises(ValueError, match=r"taps: expected 0 to 2 .*got \["):
+        Rewritten(graph, taps, taps=wanted)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "mistral", "gemma", "gemma2", "phi", "gpt2", "gpt_neox", "olmo2", "granite", "cohere", "glm4",
+     "deepseek_v3", "opt", "gpt_oss", "gpt_bigcode", "stablelm"],
+)  # fmt: skip
+def test_taps_of_real_architectures(name, captured):
+    """The values of transformers' hidden_states; the last is compared before the final norm."""
+    model, graph = captured(name)
+    layers = len(graph.layers)
+    ids = torch.randint(3, graph.vocab_size, (2, 12))
+    last = []
+    final = next(m for n, m in model.named_modules() if n.endswith((f"layers.{layers - 1}", f"h.{layers - 1}")))
+    hook = final.register_forward_hook(lambda module, args, out: last.append(out[0] if isinstance(out, tuple) else out))
+    with torch.no_grad():
+        own = model(ids, output_hidden_states=True, use_cache=False)
+        hook.remove()
+        result = Rewritten(graph, taps, taps=tuple(range(layers + 1)))
+        logits, *states = result.gm(ids, torch.arange(12).expand(2, -1))
+    torch.testing.assert_close(logits, own.logits, rtol=1e-4, atol=1e-4)
+    for number, (got, want) in enumerate(zip(states, [*own.hidden_states[:layers], last[0]], strict=True)):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, msg=lambda m: f"hidden state {number}: {m}")
+
+
+# --- logits_rows
+
+
+def test_logits_of_all_rows():
+    _, graph = toy({})
+    result = Rewritten(graph, logits_rows)
+    assert result.log.nodes_before == result.log.nodes_after, result
+    result.same(*example(2, 5))
+
+
+@pytest.mark.parametrize("rows", [[[0], [4]], [[4, 0, 4], [1, 2, 3]], [[0, 1, 2, 3, 4]] * 2])
+def test_logits_of_chosen_rows(rows):
+    _, graph = toy({}, {})
+    inputs, rows = example(2, 5), torch.tensor(rows)
+    result = Rewritten(graph, logits_rows, logits="rows")
+    assert result.count(ops.gather_rows) == (0, 1) and result.count(LINEAR)[0] == result.count(LINEAR)[1], result
+    assert [n.name for n in result.gm.graph.nodes if n.op == "placeholder"][-1] == "rows", result
+    (got,) = result.gm(*inputs, rows)
+    want = graph.gm(*inputs)[0].gather(1, rows[:, :, None].expand(-1, -1, VOCAB))
+    torch.testing.assert_close(got, want, msg=lambda m: f"{m}\n{result}")
+
+
+def test_no_logits():
+    """The head and the norm before it are dropped; what was tapped stays."""
+    model, graph = toy({}, {})
+    inputs = example(2, 5)
+    result = Rewritten(graph, logits_rows, logits="none")
+    assert result.gm(*inputs) == (), result
+    assert result.count(aten.layer_norm.default) == (1, 0), result
+    assert result.count(LINEAR)[1] == 0, result
+    tapped = passes.run(graph, Settings(taps=(1,), logits="none"), [taps, logits_rows])
+    (state,) = tapped.gm(*inputs)
+    torch.testing.assert_close(state, model.states(*inputs)[1][1])
+    assert not calls(tapped.gm, aten.layer_norm.default)
+
+
+def test_no_logits_still_writes_every_layer_of_the_cache():
+    """The last layer's attention output is not needed any more, but its keys and values are."""
+    _, graph = toy({}, {})
+    graph = passes.run(graph, Settings(logits="none"))
+    ids, positions = example(1, 5)
+    cache = new_cache(2, 1, 8)
+    graph.gm(ids, positions, torch.zeros(1, dtype=torch.int64), None, cache, 5)
+    assert all(slots[:, :, :5].abs().amin() > 0 for slots in cache)
+    assert len(calls(graph.gm, ops.tree_attention)) == 2
+
+
+def test_logits_rows_needs_one_head():
+    class TwoHeads(Toy):
+        def forward(self, ids, positions):
+            logits = super().forward(ids, positions)
+            return logits, self.head(self.embed(ids))
+
+    graph = trace(TwoHeads({}), *example(2, 7))
+    with pytest.raises(ValueError, match="expected one output head, found 2"):
+        Rewritten(graph, logits_rows, logits="rows")
+
+
+# --- tree_attention
+
+
+def new_cache(layers, batch, slots):
+    return [torch.zeros(batch, KV, slots, SIZE) for _ in range(2 * layers)]
+
+
+KINDS = {
+    "full": [{}],
+    "two windows": [dict(window=3), {}, dict(window=5), dict(window=3)],
+    "softcap": [dict(softcap=2.0), dict(softcap=2.0, window=4)],
+    "sinks": [dict(sinks=True), dict(sinks=True, window=4)],
+}
+
+
+@pytest.mark.parametrize("kind, masks", [("full", 1), ("two windows", 3), ("softcap", 2), ("sinks", 2)])
+def test_tree_attention_replaces_every_marker(kind, masks):
+    _, graph = toy(*KINDS[kind])
+    layers = len(KINDS[kind])
+    result = Rewritten(graph, tree_attention)
+    assert result.count(MARKER) == (layers, 0), result
+    assert result.count(ops.tree_attention) == (0, layers), result
+    assert result.count(ops.tree_mask) == (0, masks), result
+    inputs = [n.name for n in result.gm.graph.nodes if n.op == "placeholder"]
+    assert inputs[2:] == ["lengths", "ancestors", "cache", "span"], result
+    assert f"{layers} layers" in result.log.summary and f"{masks} masks" in result.log.summary
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_in_chunks_and_a_chain_equal_the_captured_forward(kind):
+    _, graph = toy(*KINDS[kind])
+    result = Rewritten(graph, tree_attention)
+    ids, positions = example(2, 14)
+    cache = new_cache(len(KINDS[kind]), 2, 20)
+    got = []
+    for begin, end in ((0, 5), (5, 6), (6, 14)):
+        lengths = torch.full((2,), begin)
+        got.append(result.gm(ids[:, begin:end], positions[:, begin:end], lengths, None, cache, end)[0])
+    want = graph.gm(ids, positions)[0]
+    torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-4, msg=lambda m: f"{m}\n{result}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spare", [0, 7])
+def test_tree_attention_equals_a_forward_over_every_path(kind, spare):
+    """Rows of different lengths; caches full of garbage where nothing is committed; a span larger than needed."""
+    _, graph = toy(*KINDS[kind])
+    result = Rewritten(graph, tree_attention)
+    lengths, parents = [3, 9], [[-1, 0, 0, 1, 1, 2, 4], [-1, 0, 1, 2, 3, 4, 0]]
+    nodes, span = 7, 16 + spare
+    texts, trees = torch.randint(0, VOCAB, (2, 9)), torch.randint(0, VOCAB, (2, nodes))
+    cache = new_cache(len(KINDS[kind]), 2, 24)
+    for row, length in enumerate(lengths):
+        own = [slots[row : row + 1] for slots in cache]
+        result.gm(texts[row : row + 1, :length], torch.arange(length)[None], torch.tensor([0]), None, own, length)
+        for slots in own:
+            slots[:, :, length:] = 1e4
+    before = [slots.clone() for slots in cache]
+    ancestors, depth = ancestry(torch.tensor(parents))
+    start = torch.tensor(lengths)
+    got = result.gm(trees, start[:, None] + depth, start, ancestors, cache, span)[0]
+    for row, length in enumerate(lengths):
+        for node in range(nodes):
+            path = [j for j in range(nodes) if int(ancestors[row, node]) >> j & 1]
+            text = torch.cat([texts[row, :length], trees[row, path]])[None]
+            want = graph.gm(text, torch.arange(text.shape[1])[None])[0][0, -1]
+            torch.testing.assert_close(got[row, node], want, rtol=1e-4, atol=1e-4, msg=lambda m: f"{m}\n{result}")
+        for now, then in zip(cache, before):
+            assert torch.equal(now[row, :, :length], then[row, :, :length]), "the prefix changed"
+            assert not torch.equal(now[row, :, length : length + nodes], then[row, :, length : length + nodes])
+            assert torch.equal(now[row, :, length + nodes :], then[row, :, length + nodes :]), "written too far"
+
+
+def test_keys_and_values_are_written_in_place_at_their_slots():
+    q, k, v = torch.randn(2, HEADS, 3, SIZE), torch.randn(2, KV, 3, SIZE), torch.randn(2, KV, 3, SIZE)
+    keys, values = torch.full((2, KV, 10, SIZE), 7.0), torch.full((2, KV, 10, SIZE), 7.0)
+    lengths = torch.tensor([0, 6])
+    mask = ops.tree_mask(lengths[:, None] + torch.arange(3), lengths, None, 9, None, HEADS // KV, torch.float32)
+    out = ops.tree_attention(q, k, v, keys, values, lengths, mask, None, 0.5, None)
+    assert out.shape == (2, 3, HEADS, SIZE)
+    for cache, new in ((keys, k), (values, v)):
+        for row, length in enumerate(lengths.tolist()):
+            assert torch.equal(cache[row, :, length : length + 3], new[row])
+            rest = torch.ones(10, dtype=torch.bool)
+            rest[length : length + 3] = False
+            assert (cache[row][:, rest] == 7).all()
+
+
+@pytest.mark.parametrize("window, softcap, sinks", [(None, None, False), (3, None, False), (None, 2.0, True)])
+def test_the_marker_is_plain_attention(window, softcap, sinks):
+    """`ops.attention` against a loop over heads and positions."""
+    q, k, v = torch.randn(2, HEADS, 6, SIZE), torch.randn(2, KV, 6, SIZE), torch.randn(2, KV, 6, 5)
+    sink = torch.randn(HEADS) if sinks else None
+    out = ops.attention(q, k, v, sink, 0.3, window, softcap, 0)
+    for head in range(HEADS):
+        for i in range(6):
+            seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
+            scores = (k[:, head // (HEADS // KV), seen] @ q[:, head, i, :, None])[..., 0] * 0.3
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            weights = scores.exp()
+            total = weights.sum(1, keepdim=True) + (sink[head].exp() if sinks else 0)
+            want = ((weights / total)[:, None] @ v[:, head // (HEADS // KV), seen])[:, 0]
+            torch.testing.assert_close(out[:, i, head], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_that_is_not_a_model_has_no_markers_to_replace():
+    graph = fx.Graph()
+    ids, positions = graph.placeholder("ids"), graph.placeholder("positions")
+    graph.output((graph.call_function(torch.add, (ids, positions)),))
+    result = Rewritten(ModelGraph(fx.GraphModule({}, graph), (), VOCAB, HIDDEN, torch.float32, None, ""), tree_attention)
+    assert result.count(torch.add) == (1, 1), result
+    assert result.log.summary.startswith("0 layers")
