@@ -71,7 +71,7 @@ class Speculation:
         return explain(self)
 
     def warmup(self, batch_size: int = 1, progress: Callable[[str], None] | None = None) -> None:
-        """Compile everything for a batch size now rather than in the first ``generate()``; `progress` gets a line a step."""
+        """Compile all for a batch size now, not in the first ``generate()``; `progress` is given a line a step."""
         with self._lock, torch.inference_mode(False), torch.no_grad(), self.reporting(progress):
             session = self._engine.session(batch_size)
             for nodes in (0, *self._engine.sizes):

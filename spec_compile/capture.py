@@ -34,7 +34,7 @@ class _Attention:
         unknown = sorted(name for name, value in extra.items() if value is not None and name not in HARMLESS)
         if unknown:
             raise UnsupportedModelError(
-                f"model: {type(self.model).__name__} passes {', '.join(unknown)} to its attention, which is not known here"
+                f"model: {type(self.model).__name__} passes {', '.join(unknown)} to attention, which is unknown here"
             )
         if attention_mask is not None:
             raise UnsupportedModelError(f"model: {type(self.model).__name__} builds an attention mask of its own")

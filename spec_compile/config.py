@@ -14,11 +14,12 @@ ALGORITHMS = {"ngram": "ngram", "lookahead": "ngram"}
 class Options:
     """Options of `speculate`; n-gram options carry the engines' names and mean what they mean there.
 
-    num_draft_tokens: nodes verified a round, the root included (1 to 64; 1: plain decoding, nothing is drafted). adaptive: choose each round's number of
-    nodes by what it has paid so far; if False every proposed node is verified. max_cache_len: tokens a sequence may
-    hold, prompt included (default: what the model was trained for, as far as a quarter of the memory goes). compile:
-    run rounds through Inductor (False: eagerly, for debugging; same tokens). check: compare the captured graphs with
-    the model's own forward before use. merge_linears: see `passes.merge_linears`.
+    num_draft_tokens: nodes verified a round, the root included (1 to 64; 1: plain decoding, nothing is drafted).
+    adaptive: choose each round's number of nodes by what it has paid so far; if False every proposed node is
+    verified. max_cache_len: tokens a sequence may hold, prompt included (default: what the model was trained for, as
+    far as a quarter of the memory goes). compile: run rounds through Inductor (False: eagerly, for debugging; same
+    tokens). check: compare the captured graphs with the model's own forward before use. merge_linears: see
+    `passes.merge_linears`.
 
     N-gram: branch_length: tokens of a stored path, match and continuation together. min_match_window_size,
     max_match_window_size: lengths of suffix that are matched. min_bfs_breadth, max_bfs_breadth: children taken of a

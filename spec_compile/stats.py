@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 class Stats:
     """Counters since the start or the last `reset`.
 
-    rounds: rounds run. tokens: tokens committed, all rows. steps: row-rounds, i.e. how many rounds unfinished rows
-    took part in (what plain decoding would have needed for as many tokens is `tokens`). offered[d], accepted[d]: how
-    often a tree reached depth d + 1, and how often its node there was accepted. nodes: how often each size was
-    verified. trace: of the last generate(), round by round, the tokens each row gained. seconds: prefill, draft, verify (with accept and commit), host (everything else in the loop), compile.
+    rounds: rounds run. tokens: tokens committed, all rows. steps: rounds times the rows unfinished in them (plain
+    decoding would need `tokens` of them). offered[d], accepted[d]: how often a tree reached depth d + 1, and how often
+    its node there was accepted. nodes: how often each size was verified. trace: of the last generate(), round by
+    round, the tokens each row gained. seconds: prefill, draft, verify (with accept and commit), host (everything else
+    in the loop), compile.
     """
 
     rounds: int = 0

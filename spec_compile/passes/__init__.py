@@ -1,4 +1,4 @@
-"""The passes, in the order they run. A pass is ``fn(graph, settings) -> summary`` and rewrites its own copy's ``gm``."""
+"""The passes, in the order they run. A pass is ``fn(graph, settings) -> summary`` and rewrites ``graph.gm``."""
 
 from dataclasses import dataclass
 

@@ -100,7 +100,7 @@ class Engine:
         self.verify = passes.run(graph, passes.Settings(options.merge_linears, taps))
         self.prefill = passes.run(graph, passes.Settings(options.merge_linears, taps, logits="none"))
         self.make_drafter, self.options, self.device, self.max_positions = make_drafter, options, device, max_positions
-        self.sizes = tuple(n for n in SIZES if n < options.num_draft_tokens) + (options.num_draft_tokens,)
+        self.sizes = (*(n for n in SIZES if n < options.num_draft_tokens), options.num_draft_tokens)
         self.stats = Stats()
         self.report: Callable[[str], None] = log.info
         self.sessions: OrderedDict[int, Session] = OrderedDict()
