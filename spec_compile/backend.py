@@ -35,8 +35,9 @@ class BackendOptions:
     """Options of the backend, as ``torch.compile(module, backend="spec", options={...})``.
 
     merge_linears: one matrix product for linear layers of one input. The module's parameters become views of the
-    merged storage, with equal values. gqa: attention over few query tokens reads each key-value head once. dump: a
-    directory that receives the readable graph before and after every pass.
+    merged storage, with equal values (a tensor that shared a parameter's old storage no longer does). gqa: attention
+    over few query tokens reads each key-value head once. dump: a directory that receives the readable graph before and
+    after every pass.
     """
 
     merge_linears: bool = True
@@ -127,7 +128,10 @@ class _Generate:
     def __get__(self, module, owner=None):
         if module is None or module in self.told or backend_of(module) is not spec:
             raise AttributeError("generate")
-        generate = module._orig_mod.generate  # an AttributeError if it has none
+        model = module._orig_mod
+        generate = model.generate  # an AttributeError if it has none
+        if getattr(model, "speculation", None) is not None or model._compiled_call_impl is not None:
+            raise AttributeError("generate")  # its loop is our own, or reaches what model.compile() compiled
 
         @functools.wraps(generate)
         def told(*args, **kwargs):

@@ -11,13 +11,15 @@ from ..graph import calls
 
 MAX_ROWS = 64
 """Query tokens up to which heads are stacked: beyond, repeating the mask costs more than repeating the keys saved."""
+MIN_ROWS = {"cuda": 2}
+"""Query tokens from which it pays; for a single one CUDA has a kernel of its own, which is faster on repeated heads."""
 ALL = slice(None)
 INSERTS = [(ALL, ALL, None), (ALL, ALL, None, ALL), (ALL, ALL, None, ALL, ALL), (ALL, ALL, None, ...)]
 """Indices of x[B, Hkv, S, D] that give x[B, Hkv, 1, S, D]."""
 
 
 def grouped_attention(graph: ForwardGraph, settings) -> str:
-    """Stack the query heads of one key-value head as rows of one attention, for at most `MAX_ROWS` query tokens.
+    """Stack the query heads of one key-value head as rows of one attention, for `MIN_ROWS` to `MAX_ROWS` query tokens.
 
     ``sdpa(q[B, H, T, D], repeat(k[B, Hkv, S, D], G), repeat(v, G), mask[B or 1, 1 or H, T or 1, S] or None)`` with
     H = Hkv * G becomes ``sdpa(q[B, Hkv, G * T, D], k, v, mask[.., 1 or Hkv, G * T or 1, S])``: the same sums over the
@@ -41,7 +43,9 @@ def _rewrite(node: fx.Node) -> bool:
         return False
     heads, tokens = value(q).shape[1:3]
     kv_heads = value(key[0]).shape[1]
-    if value(value_[0]).shape[1] != kv_heads or not isinstance(tokens, int) or tokens > MAX_ROWS:
+    if not isinstance(tokens, int) or not MIN_ROWS.get(value(q).device.type, 1) <= tokens <= MAX_ROWS:
+        return False
+    if value(value_[0]).shape[1] != kv_heads or not isinstance(heads, int):
         return False
     if heads != kv_heads * (group := heads // kv_heads) or value(given["key"]).shape[1] != heads:
         return False
