@@ -34,7 +34,7 @@ def test_fits_its_promises(demo):
 
 
 def test_it_copies_from_its_prompt(demo):
-    tokenizer, model, fast = demo
+    tokenizer, _, fast = demo
     code = "def area(width, height):\n    if width < 0:\n        raise ValueError(width)\n    return width * height\n"
     prompt = f"Rename the function `area` to `surface`.\n\n```python\n{code}```\n\n```python\n"
     inputs = tokenizer(prompt, return_tensors="pt")

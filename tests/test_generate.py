@@ -27,7 +27,7 @@ def fast(model):
 
 @pytest.fixture(scope="module")
 def batch():
-    rows, ids, mask = prompts()
+    _, ids, mask = prompts()
     return dict(input_ids=ids, attention_mask=mask)
 
 
@@ -353,7 +353,7 @@ def test_explain_and_dump(model, fast, tmp_path):
     files = spec_compile.dump(fast, tmp_path / "dump")
     names = [file.name for file in files]
     assert "verify_0_tidy.py" in names and any("prefill" in name for name in names)
-    last = (tmp_path / "dump" / "verify_4_logits_rows.py").read_text()
+    last = (tmp_path / "dump" / "verify_5_skinny_linears.py").read_text()
     assert "tree_attention" in last and "spec_compile.attention.default" not in last
     with pytest.raises(TypeError, match="speculate"):
         spec_compile.dump(model, tmp_path)

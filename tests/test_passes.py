@@ -14,6 +14,7 @@ from spec_compile.kernels import ops
 from spec_compile.passes import Settings
 from spec_compile.passes.logits_rows import logits_rows
 from spec_compile.passes.merge_linears import merge_linears
+from spec_compile.passes.skinny_linears import skinny_linears
 from spec_compile.passes.taps import taps
 from spec_compile.passes.tidy import tidy
 from spec_compile.passes.tree_attention import tree_attention
@@ -78,9 +79,7 @@ def trace(model, *inputs, dynamic=False, head="model.head.weight") -> ModelGraph
     """A toy module's `ModelGraph`, as `capture` would make it."""
     dims = ({0: torch.export.Dim("B", min=1), 1: torch.export.Dim("T", min=2)},) * len(inputs) if dynamic else None
     with torch.no_grad():
-        program = torch.export.export(
-            Wrapper(model), inputs, dynamic_shapes=(dims,) if dynamic else None, strict=False
-        )
+        program = torch.export.export(Wrapper(model), inputs, dynamic_shapes=(dims,) if dynamic else None, strict=False)
     gm = program.module(check_guards=False)
     gm.graph._codegen = fx.graph.CodeGen()
     layers = [
@@ -636,3 +635,30 @@ def test_a_graph_that_is_not_a_model_has_no_markers_to_replace():
     result = Rewritten(graph, tree_attention)
     assert result.count(torch.add) == (1, 1), str(result)
     assert result.log.summary.startswith("0 layers")
+
+
+# skinny_linears -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [2, 4, 5, 9])
+@pytest.mark.parametrize("bias", [False, True])
+def test_skinny_linears_multiply_transposed(length, bias):
+    _, graph = toy(dict(bias=bias), dict(bias=bias))
+    result = Rewritten(graph, skinny_linears)
+    (before, left), (_, skinny) = result.count(LINEAR), result.count(ops.skinny_linear)
+    assert (left, skinny) == (0, before) and before > 0, result
+    result.close(*example(2, length))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 40])
+def test_skinny_linear_is_linear(rows):
+    x, weight, bias = torch.randn(rows, 1, 24), torch.randn(10, 24), torch.randn(10)
+    for b in (None, bias):
+        torch.testing.assert_close(ops.skinny_linear(x, weight, b), F.linear(x, weight, b))
+
+
+def test_skinny_linears_leave_other_dtypes_alone():
+    _, graph = toy({})
+    graph.gm.to(torch.bfloat16)
+    result = Rewritten(graph, skinny_linears)
+    assert result.count(LINEAR)[0] == result.count(LINEAR)[1] > 0, result

@@ -14,7 +14,7 @@ from spec_compile.runtime.engine import Engine
 from spec_compile.runtime.tree import ancestry
 
 NEW = 48
-LENGTHS = {1: (24,), 3: (24, 9, 15)}
+LENGTHS = {1: (24,), 3: (24, 9, 15), 4: (70, 33, 1, 128)}  # prompts of several chunks, and of a single token
 
 
 class Oracle(Drafter):
@@ -154,6 +154,7 @@ def check_logits(model, run, nodes):
 
 GRID = [("llama", nodes, batch) for nodes in (1, 2, 7, 16, 33, 64) for batch in (1, 3)]
 GRID += [("gemma2", nodes, 3) for nodes in (1, 2, 7, 16, 33, 64)]
+GRID += [(name, 16, 4) for name in ("llama", "mistral", "gemma3")]
 GRID += [(name, 16, 3) for name in ("mistral", "gpt2", "gpt_oss", "deepseek_v3", "phi", "opt", "granite")]
 
 
@@ -197,16 +198,23 @@ def _climb(parents, node):
     return [node, *_climb(parents, parents[node])] if node >= 0 else []
 
 
+@pytest.mark.parametrize("how", ["limit", "end of sequence"])
 @torch.no_grad()
-def test_finished_rows_are_left_alone(captured):
-    """Rows end after 1, 5 and 40 tokens; from then on their text, keys and values do not change by a bit."""
+def test_finished_rows_are_left_alone(how, captured):
+    """Rows end one after the other; from then on their text, keys and values do not change by a bit."""
     _, graph = captured("llama")
     prompts, texts = truths("llama", 3)
     engine = make_engine(graph, lambda rows: Oracle(16, rows), 16)
-    limits = [len(prompt) + new for prompt, new in zip(prompts, (1, 5, 40))]
-    run = Run(engine, prompts, limits, texts=texts)
+    eos = []
+    if how == "limit":
+        limits = [len(prompt) + new for prompt, new in zip(prompts, (1, 5, 40))]
+    else:
+        eos = [texts[0][len(prompts[0]) + 4]]
+        limits = [len(p) + len(cut(text[len(p) :], eos)) for p, text in zip(prompts, texts)]
+        assert len({limit - len(prompt) for limit, prompt in zip(limits, prompts)}) > 1
+    run = Run(engine, prompts, limits if how == "limit" else None, eos, texts)
     frozen = {}
-    for _ in range(45):
+    for _ in range(NEW + 5):
         outcome = run.round(16)
         for row, limit in enumerate(limits):
             if row in frozen:

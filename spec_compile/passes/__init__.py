@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ..graph import ModelGraph, PassReport, calls
 from .logits_rows import logits_rows
 from .merge_linears import merge_linears
+from .skinny_linears import skinny_linears
 from .taps import taps
 from .tidy import tidy
 from .tree_attention import tree_attention
@@ -24,7 +25,8 @@ class Settings:
     logits: str = "all"
 
 
-PIPELINE = [tidy, merge_linears, taps, tree_attention, logits_rows]
+PIPELINE = [tidy, merge_linears, taps, tree_attention, logits_rows, skinny_linears]
+"""What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
 
 
 def run(graph: ModelGraph, settings: Settings, pipeline=None) -> ModelGraph:
