@@ -111,7 +111,7 @@ def main() -> None:
         )  # fmt: skip
     Console().print(table)
     floor = weights / bandwidth
-    print(f"floor of a plain step: {floor * 1e3:.2f} ms ({weights / 1e6:.1f} MB of weights, {bandwidth / 1e9:.1f} GB/s)")
+    print(f"floor of a plain step: {floor * 1e3:.2f} ms ({weights / 1e6:.1f} MB, {bandwidth / 1e9:.1f} GB/s)")
     print(f"identical to HF greedy: {identical} of {answers} answers; ready (capture and compile) after {ready:.1f} s")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     report = {

@@ -63,31 +63,22 @@ def capture(model: PreTrainedModel) -> ModelGraph:
     ids = torch.zeros(2, 7, dtype=torch.int64, device=model.device)
     positions = torch.arange(7, device=model.device).expand(2, 7)
     dims = {0: torch.export.Dim("B", min=1, max=4096), 1: torch.export.Dim("T", min=2, max=1 << 20)}
+    attention = _Attention(model)
     try:
-        with torch.no_grad(), attention_implementation(model, IMPLEMENTATION, _Attention(model)):
+        with torch.no_grad(), attention_implementation(model, IMPLEMENTATION, attention):
             program = torch.export.export(_Forward(model), (ids, positions), dynamic_shapes=(dims, dims), strict=False)
     except UnsupportedModelError:
         raise
-    except KeyError as error:
-        if IMPLEMENTATION not in str(error):
-            raise _failed(name, error) from error
-        raise UnsupportedModelError(
-            f"model: {name} does not call attention through transformers' AttentionInterface, so its attention cannot "
-            "be rewritten"
-        ) from error
     except Exception as error:
-        raise _failed(name, error) from error
+        reason = (str(error).strip().splitlines() or [""])[0]
+        problem = "could not be captured as one graph"
+        if attention.count == 0:
+            problem = "does not call its attention through transformers' AttentionInterface, so it cannot be rewritten"
+        raise UnsupportedModelError(f"model: {name} {problem} ({type(error).__name__}: {reason})") from error
     gm = program.module(check_guards=False)
     gm.graph._codegen = fx.graph.CodeGen()  # plain arguments, and none of the exporter's input checks
     gm = fx.GraphModule(gm, gm.graph)
     return _describe(model, gm)
-
-
-def _failed(name: str, error: Exception) -> UnsupportedModelError:
-    reason = str(error).strip().splitlines()
-    return UnsupportedModelError(
-        f"model: {name} could not be captured as one graph: {type(error).__name__}: {reason[0] if reason else ''}"
-    )
 
 
 def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:
@@ -106,7 +97,7 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:
     tables = [
         attribute(gm, node.args[0].target).shape[0]
         for node in calls(gm, torch.ops.aten.embedding.default)
-        if node.args[1].op != "placeholder" or node.args[1].name != "input_ids"
+        if _depends_on(node.args[1], "positions")
     ]
     return ModelGraph(
         gm=gm,
@@ -117,6 +108,21 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:
         position_limit=min(config.max_position_embeddings, *tables) if tables else None,
         head_weight=names[0] if names else "",
     )
+
+
+def _depends_on(node: fx.Node, placeholder: str) -> bool:
+    """Whether the values of a tensor are computed from those of an input."""
+    seen, todo = set(), [node]
+    while todo:
+        node = todo.pop()
+        if node.op == "placeholder" and node.target == placeholder:
+            return True
+        if node not in seen:
+            seen.add(node)
+            todo += [
+                n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)
+            ]  # sizes are no data
+    return False
 
 
 def _layer(node: fx.Node) -> LayerSpec:

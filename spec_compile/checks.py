@@ -10,14 +10,19 @@ from .runtime.tree import ancestry
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 """Largest accepted difference of logits, relative to their spread."""
 LONGEST = 1024
-"""Longest text that is run for a check; windows beyond it are compared with the configuration instead."""
+"""Longest text that is run for a check; of longer windows it is checked that attention is told of them."""
 
 
 @torch.no_grad()
 def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
     """Compare the captured graph with the model's own forward on random ids, longer than any window."""
     windows = [layer.window for layer in graph.layers if layer.window is not None]
-    length = min(max([24, *windows]) + 17, LONGEST, graph.position_limit or LONGEST)
+    announced = _announced_window(model)
+    if announced > LONGEST and announced not in windows:
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} has a sliding window of {announced} that its attention is not told of"
+        )
+    length = min(max([24, announced, *windows]) + 17, LONGEST, graph.position_limit or LONGEST)
     ids = _random_ids(graph, 2, length).to(model.device)
     own = model(input_ids=ids, use_cache=False).logits
     positions = torch.arange(length, device=ids.device).expand_as(ids)
@@ -53,6 +58,15 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
     ends = torch.tensor([prefix + len(path) - 1 for path in paths], device=ids.device)
     expected = linear[torch.arange(nodes, device=ids.device), ends]
     _compare(name, "the tree attention of the rewritten graph", tree, expected)
+
+
+def _announced_window(model: PreTrainedModel) -> int:
+    """The sliding window that the configuration says some layer has (0: none)."""
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None)
+    if getattr(config, "use_sliding_window", True) is False or (types and "sliding_attention" not in types):
+        return 0
+    return getattr(config, "sliding_window", None) or 0
 
 
 def _random_ids(graph: ModelGraph, batch: int, length: int) -> torch.Tensor:

@@ -208,12 +208,6 @@ class CopyThenWrite(nn.Module):
         return x.to(torch.float32, copy=True).add_(1) + x
 
 
-# `lift_fresh_copy` and `to(copy=True)` are erased although what they return is written to: the write then reaches the
-# constant of the graph (each call adds to it) and the caller's input.
-WRITTEN = pytest.mark.xfail(strict=True, reason="tidy erases copies that are written to")
-
-
-@WRITTEN
 @pytest.mark.parametrize("module", [FreshConstant, CopyThenWrite])
 def test_tidy_keeps_copies_that_are_written_to(module):
     """What is written in place must stay a copy: neither an input nor a constant of the model may change."""

@@ -67,11 +67,8 @@ def test_the_size_follows_what_is_accepted():
 
 
 # STEEP: a size 4 that is always accepted whole earns 4 / 1.5 = 2.7 tokens a second, more than the prior promises of 16
-# (8.5 / 4), so that 16 is never looked at again although it would earn 16 / 4.
-STUCK = pytest.mark.xfail(strict=True, reason="the prior of a larger size is too low for it to be tried again")
-
-
-@pytest.mark.parametrize("costs", [CPU, pytest.param(STEEP, marks=STUCK)])
+# (8.5 / 4), though 16 would earn 16 / 4.
+@pytest.mark.parametrize("costs", [CPU, STEEP])
 def test_larger_sizes_return_when_they_pay_again(costs):
     policy = measured(costs)
     assert mode(drive(policy, costs, accepted=0, rounds=100)[50:]) == 1

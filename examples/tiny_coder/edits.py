@@ -22,7 +22,7 @@ batch weight score label token matrix vector point angle price amount user clien
 depth level queue stack found names lines mapping table num_items max_size user_id file_name tmp acc n m x y z
 i j k a b c p q s t u v w""".split()
 _VERBS = "get set load compute build make find update check parse read write apply collect process create".split()
-_DECORATORS = "staticmethod functools.cache functools.lru_cache(maxsize=None) override deprecated timed cached property no_grad() retry(times=3) profile".split()  # noqa: E501
+_DECORATORS = "staticmethod functools.cache functools.lru_cache(maxsize=None) override deprecated timed cached property no_grad() retry(times=3) profile".split()
 _SWAP = {
     ast.Lt: ("<", ["<=", ">", ">="]),
     ast.LtE: ("<=", ["<", ">="]),

@@ -12,8 +12,8 @@ CHECKS = {
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 }
-FORWARDS = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
-CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default}
+FORWARDS = {aten.alias.default, aten.detach.default}
+CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device}
 DROPOUTS = {aten.dropout.default, aten.feature_dropout.default}
 
 
@@ -36,6 +36,7 @@ def _is_idle_cast(node: fx.Node) -> bool:
     if node.target not in CASTS or not isinstance(node.args[0], fx.Node):
         return False
     before, after = node.args[0].meta.get("val"), node.meta.get("val")
-    if before is None or after is None or node.kwargs.get("memory_format") is not None:
+    copies = node.kwargs.get("copy") or True in node.args[2:]  # somebody may want to write to it
+    if before is None or after is None or copies or node.kwargs.get("memory_format") is not None:
         return False
     return before.dtype == after.dtype and before.device == after.device and before.stride() == after.stride()

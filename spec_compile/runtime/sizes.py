@@ -46,11 +46,12 @@ class SizePolicy:
             if count <= 1:
                 continue
             gain = self._gains(hint)
+            share = max(PRIOR, len(path) / max(1, nodes - 1))  # of a larger size: as much as of this one, at least
             for place, n in enumerate(self.sizes):
                 if n <= nodes or count <= nodes:
                     gain[place] += LEARN * (sum(node < n for node in path) - gain[place])
                 else:
-                    gain[place] += FORGET * (PRIOR * (n - 1) - gain[place])
+                    gain[place] += FORGET * (share * (n - 1) - gain[place])
 
     def _gains(self, hint: int) -> list[float]:
         return self.gain.setdefault(hint, [PRIOR * (n - 1) for n in self.sizes])
