@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from types import FunctionType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 
@@ -45,6 +45,17 @@ def compile_step(function: Callable, name: str) -> Callable:
             "realize_reads_threshold": 0,  # what layers share is computed once, and their kernels come out alike
         },
     )
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """``logits.argmax(-1)``, the first of equal ones, as two plain reductions.
+
+    Inductor of torch 2.11 gives wrong indices for an argmax over several rows that it vectorises on a CPU.
+    """
+    size = logits.shape[-1]
+    places = torch.arange(size, device=logits.device)
+    largest = logits == logits.amax(dim=-1, keepdim=True)
+    return torch.where(largest, places, size - 1).amin(dim=-1)
 
 
 def backend_of(module: nn.Module) -> Callable | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..compat import argmax
 from .tree import Tree
 
 
@@ -27,7 +28,7 @@ def accept_greedy(tree: Tree, ancestors: Tensor, depth: Tensor, logits: Tensor) 
 
     Siblings are distinct, so at most one path matches. logits [B, N, V].
     """
-    choice = logits.argmax(dim=2)
+    choice = argmax(logits)
     nodes = tree.tokens.shape[1]
     if nodes == 1:
         return Accepted(torch.zeros_like(choice), choice, torch.ones_like(choice[:, 0]))

@@ -62,7 +62,7 @@ class Session:
         engine.report(f"compiling {name}")
         begin = time.perf_counter()
         step = compile_step(module.forward, name)
-        with self._untouched():
+        with torch.no_grad(), self._untouched():
             step(*sizes, SPAN)
             if nodes:
                 tick = time.perf_counter()
