@@ -13,7 +13,7 @@ from torch import fx
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._inductor.compile_fx import compile_fx
 
-from .compat import backend_of
+from .compat import INDUCTOR_OPTIONS, backend_of
 from .config import parse_options
 from .forward_graph import ForwardGraph
 from .graph import PassReport, calls
@@ -66,10 +66,10 @@ def spec(gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, o
     settings = parse_options(BackendOptions, dict(options or {}))
     if _wants_gradients(gm, example_inputs):
         log.info("spec: gradients are wanted: this graph goes to Inductor as it is (use torch.no_grad())")
-        return compile_fx(gm, example_inputs)
+        return compile_fx(gm, example_inputs, config_patches=INDUCTOR_OPTIONS)
     graph = rewrite(ForwardGraph(gm, list(example_inputs)), settings)
     _graphs.append(graph.log)
-    compiled = compile_fx(graph.gm, graph.inputs)
+    compiled = compile_fx(graph.gm, graph.inputs, config_patches=INDUCTOR_OPTIONS)
     return JoinedWeights(compiled, graph.joined) if graph.joined else compiled
 
 

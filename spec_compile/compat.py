@@ -8,6 +8,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+INDUCTOR_OPTIONS = {"cpp.simdlen": 1} if TORCH < (2, 13) else {}
+"""For every compilation: before 2.13, some integer and mask expressions that Inductor vectorises on a CPU give wrong
+results or do not compile (seen with 2.11: argmax over several rows, range checks of dynamic embeddings)."""
+
 
 @contextmanager
 def attention_implementation(model: nn.Module, name: str, function: Callable) -> Iterator[None]:
@@ -41,6 +47,7 @@ def compile_step(function: Callable, name: str) -> Callable:
         fullgraph=True,
         dynamic=True,
         options={
+            **INDUCTOR_OPTIONS,
             "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
             "realize_reads_threshold": 0,  # what layers share is computed once, and their kernels come out alike
         },
@@ -48,10 +55,7 @@ def compile_step(function: Callable, name: str) -> Callable:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """``logits.argmax(-1)``, the first of equal ones, as two plain reductions.
-
-    Inductor of torch 2.11 gives wrong indices for an argmax over several rows that it vectorises on a CPU.
-    """
+    """``logits.argmax(-1)``, the first of equal ones, as two plain reductions (see `INDUCTOR_OPTIONS`)."""
     size = logits.shape[-1]
     places = torch.arange(size, device=logits.device)
     largest = logits == logits.amax(dim=-1, keepdim=True)
