@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from spec_compile import backend
 from spec_compile.backend import BackendOptions, rewrite, spec
+from spec_compile.compat import TORCH
 from spec_compile.forward_graph import ForwardGraph, changes_something
 from spec_compile.graph import calls
 from spec_compile.passes.grouped_attention import grouped_attention
@@ -294,6 +295,9 @@ def test_inductor_keeps_the_logits(name):
     check_forward(net, torch.compile(net, backend=spec, dynamic=False), models.prompts((24, 9))[2])
 
 
+@pytest.mark.skipif(
+    TORCH < (2, 13), reason="plain Inductor fails: C++ that does not compile"
+)
 def test_generate_after_model_compile_gives_the_same_tokens():
     net = models.ADMITTED["qwen3"]()
     _, ids, mask = models.prompts((24, 9))

@@ -65,9 +65,13 @@ class State(nn.Module):
         self.is_eos[eos] = True
 
     def tree(self, nodes: int) -> Tree:
-        """The first `nodes` nodes of the pending trees; parents come first, so every prefix of a tree is a tree."""
-        real = torch.arange(nodes, device=self.tokens.device) < self.tree_count[:, None]
-        return Tree(self.tree_tokens[:, :nodes], self.tree_parents[:, :nodes], real)
+        """The first `nodes` nodes of the pending trees; parents come first, so every prefix of a tree is a tree.
+
+        Copies: the round writes the next trees into the same buffers, and Inductor of torch 2.11 may move a read of a
+        view behind that write.
+        """
+        real = torch.arange(nodes, device=self.tokens.device) < self.tree_count.clone()[:, None]
+        return Tree(self.tree_tokens[:, :nodes].clone(), self.tree_parents[:, :nodes].clone(), real)
 
     def root(self) -> None:
         """The pending trees become the last committed tokens alone."""
