@@ -2,19 +2,13 @@
 builder of a fresh fp32 CPU eval() model.  Two calls give equal weights, and the global random
 state is left alone.  `python tests/models.py [name ...]` prints what Hugging Face's own greedy
 generation does with each."""
-
 import torch
 import transformers
 
+# fmt: off
 VOCAB, SPECIAL = 96, dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-BASE = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=512,
-)
+BASE = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=512)
 GQA = dict(BASE, num_key_value_heads=2)
 GQA16 = dict(GQA, head_dim=16)
 GPT2 = dict(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512)
@@ -30,218 +24,82 @@ _ADMITTED = {
     "mistral": ("MistralConfig", "MistralForCausalLM", dict(GQA, sliding_window=8), dict(seed=4)),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", GQA16, dict(embed=0.1, final=2.0)),
     # transformers 5.17 runs Gemma2 on sdpa, which drops the softcap; 5.23 refuses sdpa: the same model on both
-    "gemma2": (
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        dict(
-            GQA16,
-            num_hidden_layers=4,
-            sliding_window=8,
-            layer_types=[WIN, FULL] * 2,
-            query_pre_attn_scalar=16,
-            attn_logit_softcapping=5.0,
-            final_logit_softcapping=10.0,
-            attn_implementation="eager",
-        ),
-        dict(std=0.4, embed=0.03, final=6.0, seed=3),
-    ),
-    "gemma3": (
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        dict(GQA16, num_hidden_layers=4, sliding_window=8, layer_types=[WIN, WIN, FULL, WIN], query_pre_attn_scalar=16),
-        dict(std=0.4, embed=0.03, final=6.0, seed=4),
-    ),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", dict(
+        GQA16, num_hidden_layers=4, sliding_window=8, layer_types=[WIN, FULL] * 2, query_pre_attn_scalar=16,
+        attn_logit_softcapping=5.0, final_logit_softcapping=10.0,
+        attn_implementation="eager"), dict(std=0.4, embed=0.03, final=6.0, seed=3)),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(
+        GQA16, num_hidden_layers=4, sliding_window=8, layer_types=[WIN, WIN, FULL, WIN], query_pre_attn_scalar=16),
+        dict(std=0.4, embed=0.03, final=6.0, seed=4)),
     "phi": ("PhiConfig", "PhiForCausalLM", BASE),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", dict(GQA, sliding_window=None)),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", BASE),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", GQA, dict(seed=3)),
-    "olmo3": (
-        "Olmo3Config",
-        "Olmo3ForCausalLM",
-        dict(GQA, num_hidden_layers=4, sliding_window=8, layer_types=[WIN, WIN, WIN, FULL]),
-    ),
-    "granite": (
-        "GraniteConfig",
-        "GraniteForCausalLM",
-        dict(GQA, embedding_multiplier=3.0, residual_multiplier=0.8, attention_multiplier=0.2, logits_scaling=0.7),
-    ),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", dict(
+        GQA, num_hidden_layers=4, sliding_window=8, layer_types=[WIN, WIN, WIN, FULL])),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", dict(
+        GQA, embedding_multiplier=3.0, residual_multiplier=0.8, attention_multiplier=0.2, logits_scaling=0.7)),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", GQA16, dict(seed=4)),
     "nemotron": ("NemotronConfig", "NemotronForCausalLM", GQA16),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM", dict(GQA, use_qkv_bias=True)),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", dict(GQA, num_local_experts=4, num_experts_per_tok=2)),
-    "qwen2_moe": (
-        "Qwen2MoeConfig",
-        "Qwen2MoeForCausalLM",
-        dict(GQA, **MOE, shared_expert_intermediate_size=48),
-        dict(seed=2),
-    ),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", dict(GQA, **MOE, shared_expert_intermediate_size=48),
+                  dict(seed=2)),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", dict(GQA16, **MOE, norm_topk_prob=True)),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        "DeepseekV3ForCausalLM",
-        dict(
-            BASE,
-            num_hidden_layers=3,
-            num_key_value_heads=4,
-            q_lora_rank=32,
-            kv_lora_rank=24,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=16,
-            v_head_dim=12,
-            first_k_dense_replace=1,
-            n_routed_experts=8,
-            n_shared_experts=1,
-            n_group=2,
-            topk_group=1,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-        ),
-    ),
-    "opt": (
-        "OPTConfig",
-        "OPTForCausalLM",
-        dict(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            ffn_dim=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=512,
-            word_embed_proj_dim=64,
-        ),
-        dict(embed=0.1, final=4.0, seed=2),
-    ),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", dict(
+        BASE, num_hidden_layers=3, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=24, qk_rope_head_dim=8,
+        qk_nope_head_dim=16, v_head_dim=12, first_k_dense_replace=1, n_routed_experts=8, n_shared_experts=1,
+        n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32)),
+    "opt": ("OPTConfig", "OPTForCausalLM", dict(
+        vocab_size=VOCAB, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=512, word_embed_proj_dim=64), dict(embed=0.1, final=4.0, seed=2)),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", dict(GQA, sliding_window=8)),
     "gpt_bigcode": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", dict(GPT2, multi_query=True)),
     "cohere": ("CohereConfig", "CohereForCausalLM", dict(GQA, logit_scale=1.0), dict(seed=3)),
-    "cohere2": (
-        "Cohere2Config",
-        "Cohere2ForCausalLM",
-        dict(GQA, num_hidden_layers=4, logit_scale=1.0, sliding_window=8, layer_types=[WIN, WIN, WIN, FULL]),
-        dict(seed=1),
-    ),
-    "gpt_oss": (
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        dict(
-            GQA16,
-            num_hidden_layers=4,
-            sliding_window=8,
-            layer_types=[WIN, FULL] * 2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            rope_parameters=dict(rope_type="default", rope_theta=10000.0),
-        ),
-    ),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", dict(
+        GQA, num_hidden_layers=4, logit_scale=1.0, sliding_window=8, layer_types=[WIN, WIN, WIN, FULL]),
+        dict(seed=1)),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", dict(
+        GQA16, num_hidden_layers=4, sliding_window=8, layer_types=[WIN, FULL] * 2, num_local_experts=4,
+        num_experts_per_tok=2, rope_parameters=dict(rope_type="default", rope_theta=10000.0))),
 }
 
 _REFUSED = {
-    "llama4": (
-        "Llama4TextConfig",
-        "Llama4ForCausalLM",
-        dict(
-            GQA16,
-            intermediate_size_mlp=96,
-            num_local_experts=4,
-            num_experts_per_tok=1,
-            interleave_moe_layer_step=2,
-            attention_chunk_size=16,
-            no_rope_layers=[1, 0],
-        ),
-    ),
-    "bloom": (
-        "BloomConfig",
-        "BloomForCausalLM",
-        dict(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4),
-        dict(std=0.4),
-    ),
-    "mpt": (
-        "MptConfig",
-        "MptForCausalLM",
-        dict(vocab_size=VOCAB, d_model=64, n_heads=4, n_layers=2, expansion_ratio=2, max_seq_len=512, use_cache=True),
-        dict(seed=3),
-    ),
+    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", dict(
+        GQA16, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=1, interleave_moe_layer_step=2,
+        attention_chunk_size=16, no_rope_layers=[1, 0])),
+    "bloom": ("BloomConfig", "BloomForCausalLM", dict(
+        vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4), dict(std=0.4)),
+    "mpt": ("MptConfig", "MptForCausalLM", dict(
+        vocab_size=VOCAB, d_model=64, n_heads=4, n_layers=2, expansion_ratio=2, max_seq_len=512, use_cache=True),
+        dict(seed=3)),
     "falcon_rope": ("FalconConfig", "FalconForCausalLM", dict(BASE, ffn_hidden_size=96, alibi=False)),
-    "falcon_alibi": (
-        "FalconConfig",
-        "FalconForCausalLM",
-        dict(BASE, ffn_hidden_size=96, alibi=True, multi_query=False, parallel_attn=False, bias=True),
-        dict(embed=0.12),
-    ),
+    "falcon_alibi": ("FalconConfig", "FalconForCausalLM", dict(
+        BASE, ffn_hidden_size=96, alibi=True, multi_query=False, parallel_attn=False, bias=True), dict(embed=0.12)),
     "gptj": ("GPTJConfig", "GPTJForCausalLM", dict(GPT2, rotary_dim=8)),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        "Qwen3NextForCausalLM",
-        dict(
-            GQA16,
-            **MOE,
-            layer_types=[LIN, FULL],
-            shared_expert_intermediate_size=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-        ),
-        dict(seed=1),
-    ),
-    "jamba": (
-        "JambaConfig",
-        "JambaForCausalLM",
-        dict(
-            GQA,
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            expert_layer_period=2,
-            expert_layer_offset=1,
-            num_experts=4,
-            num_experts_per_tok=2,
-            mamba_d_state=8,
-            mamba_dt_rank=8,
-        ),
-    ),
-    "falcon_h1": (
-        "FalconH1Config",
-        "FalconH1ForCausalLM",
-        dict(GQA, head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16),
-    ),
-    "recurrent_gemma": (
-        "RecurrentGemmaConfig",
-        "RecurrentGemmaForCausalLM",
-        dict(GQA, num_hidden_layers=3, lru_width=64, attention_window_size=64),
-        dict(embed=0.06, final=3.0, seed=1),
-    ),
-    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", dict(GQA, block_auto_adjust_ff_dim=False, layer_types=["conv", FULL])),
-    "mamba": (
-        "MambaConfig",
-        "MambaForCausalLM",
-        dict(vocab_size=VOCAB, hidden_size=64, state_size=8, num_hidden_layers=2, time_step_rank=8),
-    ),
-    "mamba2": (
-        "Mamba2Config",
-        "Mamba2ForCausalLM",
-        dict(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            state_size=16,
-            num_hidden_layers=2,
-            num_heads=8,
-            head_dim=16,
-            n_groups=1,
-            chunk_size=16,
-        ),
-    ),
-    "rwkv": (
-        "RwkvConfig",
-        "RwkvForCausalLM",
-        dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, context_length=512, intermediate_size=96),
-    ),
-    "t5": (
-        "T5Config",
-        "T5ForConditionalGeneration",
-        dict(vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0),
-        dict(std=0.4, embed=0.15),
-    ),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", dict(
+        GQA16, **MOE, layer_types=[LIN, FULL], shared_expert_intermediate_size=32, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16), dict(seed=1)),
+    "jamba": ("JambaConfig", "JambaForCausalLM", dict(
+        GQA, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, num_experts=4,
+        num_experts_per_tok=2, mamba_d_state=8, mamba_dt_rank=8)),
+    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", dict(
+        GQA, head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16)),
+    "recurrent_gemma": ("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", dict(
+        GQA, num_hidden_layers=3, lru_width=64, attention_window_size=64), dict(embed=0.06, final=3.0, seed=1)),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", dict(
+        GQA, block_auto_adjust_ff_dim=False, layer_types=["conv", FULL])),
+    "mamba": ("MambaConfig", "MambaForCausalLM", dict(
+        vocab_size=VOCAB, hidden_size=64, state_size=8, num_hidden_layers=2, time_step_rank=8)),
+    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", dict(
+        vocab_size=VOCAB, hidden_size=64, state_size=16, num_hidden_layers=2, num_heads=8, head_dim=16, n_groups=1,
+        chunk_size=16)),
+    "rwkv": ("RwkvConfig", "RwkvForCausalLM", dict(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, context_length=512, intermediate_size=96)),
+    "t5": ("T5Config", "T5ForConditionalGeneration", dict(
+        vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0),
+        dict(std=0.4, embed=0.15)),
 }
 
 _KEEP = ("A_log", "dt_bias", "recurrent_param", "time_decay", "time_first", "time_mix")  # state-space decays
@@ -306,14 +164,8 @@ def prompts(lengths=(24, 9, 15), seed=1):
 def greedy(net, ids, mask=None, new=48):
     """Hugging Face's greedy tokens (end of sequence neutralised) and the top-1/top-2 gap of each step."""
     net.generation_config.eos_token_id = None
-    out = net.generate(
-        ids,
-        attention_mask=torch.ones_like(ids) if mask is None else mask,
-        do_sample=False,
-        max_new_tokens=new,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    out = net.generate(ids, attention_mask=torch.ones_like(ids) if mask is None else mask, do_sample=False,
+                       max_new_tokens=new, output_logits=True, return_dict_in_generate=True)
     net.generation_config.eos_token_id = SPECIAL["eos_token_id"]
     top = torch.stack(out.logits, 1).topk(2, -1).values
     return out.sequences[:, -new:], top[..., 0] - top[..., 1]
@@ -322,9 +174,8 @@ def greedy(net, ids, mask=None, new=48):
 def main(names):
     transformers.logging.set_verbosity_error()
     rows, ids, mask = prompts()
-    print(
-        f"{'name':<16}{'params':>8}{'distinct':>12}{'min gap':>10}{'med gap':>9}  left-padded = single rows (24, 9, 15)"
-    )
+    print(f"{'name':<16}{'params':>8}{'distinct':>12}{'min gap':>10}{'med gap':>9}  "
+          "left-padded = single rows (24, 9, 15)")
     for kind, zoo in (("admitted", ADMITTED), ("refused", REFUSED)):
         print(f"-- {kind}")
         for name, builder in zoo.items():
@@ -337,21 +188,15 @@ def main(names):
                 many, _ = greedy(net, ids, mask)
                 gaps = torch.cat([gap for _, gap in single])
                 assert not gaps.isnan().any(), "NaN logits"
-                same = [
-                    ("ok" if torch.equal(s[0], b) else f"from {int((s[0] != b).nonzero()[0])}")
-                    for (s, _), b in zip(single, many)
-                ]
+                same = [("ok" if torch.equal(s[0], b) else f"from {int((s[0] != b).nonzero()[0])}")
+                        for (s, _), b in zip(single, many)]
                 distinct = "/".join(str(s.unique().numel()) for s, _ in single)
-                print(
-                    f"{name:<16}{sum(p.numel() for p in net.parameters()):>8}{distinct:>12}{gaps.min():>10.1e}"
-                    f"{gaps.median():>9.2f}  {' '.join(same)}",
-                    flush=True,
-                )
+                print(f"{name:<16}{sum(p.numel() for p in net.parameters()):>8}{distinct:>12}{gaps.min():>10.1e}"
+                      f"{gaps.median():>9.2f}  {' '.join(same)}", flush=True)
             except Exception as error:
                 print(f"{name:<16}FAILED {type(error).__name__}: {str(error)[:150]}", flush=True)
 
 
 if __name__ == "__main__":
     import sys
-
     main(sys.argv[1:])
