@@ -2,11 +2,12 @@
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from .admit import admit
 from .capture import capture
@@ -14,7 +15,8 @@ from .checks import check_capture, check_tree
 from .config import Options, parse_algorithm, parse_options
 from .drafters.ngram import NgramDrafter
 from .explain import explain
-from .runtime.engine import Engine, Session
+from .runtime import past
+from .runtime.engine import Engine, Request, Session
 from .runtime.generate import SpeculativeMixin
 from .runtime.ngram import NgramTrie
 from .stats import Stats
@@ -46,7 +48,7 @@ class Speculation:
 
     def __init__(self, model: PreTrainedModel, algorithm: str, options: Options, ngram: NgramTrie):
         self.algorithm, self.options, self.ngram = algorithm, options, ngram
-        self._model, self._lock, self._references = model, threading.RLock(), []
+        self._model, self._lock, self._references, self._said = model, threading.RLock(), [], set()
         graph = capture(model)
         if options.check:
             check_capture(model, graph)
@@ -62,6 +64,11 @@ class Speculation:
         self._weights = self._addresses()
 
     @property
+    def layers(self) -> int:
+        """Attention layers of the model."""
+        return len(self._engine.verify.layers)
+
+    @property
     def stats(self) -> Stats:
         """Counters since the start or ``stats.reset()``."""
         return self._engine.stats
@@ -70,17 +77,24 @@ class Speculation:
         """What each pass changed, and what a round does."""
         return explain(self)
 
-    def warmup(self, batch_size: int = 1, progress: Callable[[str], None] | None = None) -> None:
-        """Compile all for a batch size now, not in the first ``generate()``; `progress` is given a line a step."""
+    def warmup(
+        self, batch_size: int = 1, progress: Callable[[str], None] | None = None, do_sample: bool = False
+    ) -> None:
+        """Compile all for a batch size now, not in the first ``generate()``; `progress` is given a line a step.
+
+        do_sample: for sampling and logits processors, too, whose rounds come in two halves.
+        """
         with self._lock, torch.inference_mode(False), torch.no_grad(), self.reporting(progress):
             session = self._engine.session(batch_size)
-            for nodes in (0, *self._engine.sizes):
-                session.step(nodes)
+            session.step("prefill")
+            for nodes in self._engine.sizes:
+                for part in ("round", "look", "finish") if do_sample else ("round",):
+                    session.step(part, nodes)
 
     def compile_anew(self) -> None:
         """Compile one round for a single sequence again, for tools that watch compilation."""
         with self._lock:
-            Session(self._engine, 1).step(self._engine.sizes[-1])
+            Session(self._engine, 1).step("round", self._engine.sizes[-1])
 
     @contextmanager
     def reporting(self, progress: Callable[[str], None] | None) -> Iterator[None]:
@@ -95,38 +109,48 @@ class Speculation:
     @contextmanager
     def generating(self, reference) -> Iterator[None]:
         """One call of generate() at a time: it owns the state until it ends. `reference`: see `generate`."""
-        device = self._model.device.type
-        if torch.is_autocast_enabled(device):
-            raise NotImplementedError(
-                f"torch.autocast({device!r}): load the model in the dtype it should run in instead"
-            )
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._addresses() != self._weights:
                 raise RuntimeError(
                     "the model's weights were moved or replaced after speculate(); call speculate() again"
                 )
+            before = self._references
             self._references = [] if reference is None else self.ngram.documents(reference, "reference")
             try:
                 yield
             finally:
-                self._references = []
+                self._references = before
 
-    def run(
-        self, prompts: list[list[int]], min_lengths: list[int], max_lengths: list[int], eos: list[int]
-    ) -> Iterator[list[list[int]]]:
-        """See `Engine.run`; checks the request against the model and the cache first."""
+    def step_aside(self, argument: str) -> None:
+        """Say, once for each `argument`, that transformers' own loop runs."""
+        if argument not in self._said:
+            self._said.add(argument)
+            warnings.warn(
+                f"{argument}: only transformers' own generate() does this; it runs, without speculation", stacklevel=4
+            )
+
+    def admit_request(self, prompts: list[list[int]], room: int) -> None:
+        """ValueError if the model or the cache cannot take `prompts` and `room` more tokens a row."""
         vocab = self._engine.verify.vocab_size
         foreign = next((token for prompt in prompts for token in prompt if not 0 <= token < vocab), None)
         if foreign is not None:
             raise ValueError(f"input_ids: token id {foreign} is outside the vocabulary of {vocab} tokens")
-        capacity = self._engine.capacity(len(prompts))
-        if max(max_lengths) > capacity:
+        capacity, wanted = self._engine.capacity(len(prompts)), max(map(len, prompts)) + room
+        if wanted > capacity:
             raise ValueError(
-                f"max_length: prompt and new tokens make {max(max_lengths)} tokens, the cache holds {capacity} a "
-                f"sequence; ask for fewer, or raise it with speculate(model, max_cache_len={max(max_lengths)})"
+                f"max_length: prompt and new tokens make {wanted} tokens, the cache holds {capacity} a "
+                f"sequence; ask for fewer, or raise it with speculate(model, max_cache_len={wanted})"
             )
-        eos = [token for token in eos if 0 <= token < vocab]
-        return self._engine.run(prompts, self._references, min_lengths, max_lengths, eos)
+
+    def run(self, request: Request) -> Iterator[list[list[int]]]:
+        """See `Engine.run`."""
+        request.references = self._references
+        request.eos = [token for token in request.eos if 0 <= token < self._engine.verify.vocab_size]
+        return self._engine.run(request)
+
+    def extend(self, cache: Cache, padding: list[int], ends: list[int], length: int) -> None:
+        """Bring a transformers cache up to `length` places after a run (see `past.extend`)."""
+        past.extend(cache, self._engine.session(len(padding)).state, padding, ends, length)
 
     def _addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._model.parameters()]

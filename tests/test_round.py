@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from spec_compile.config import Options
 from spec_compile.drafters import Drafter
-from spec_compile.runtime.engine import Engine
+from spec_compile.runtime.engine import Engine, Request
 from spec_compile.runtime.tree import ancestry
 
 NEW = 48
@@ -90,7 +90,7 @@ class Run:
         self.state.reset(prompts, [0] * len(prompts), limits, list(eos))
         self.session.drafter.begin(self.state, prompts, [])
         for done in range(0, max(map(len, prompts)) - 1, 32):
-            self.session.step(0)(32, -(-(done + 32) // 128) * 128)
+            self.session.step("prefill")(32, -(-(done + 32) // 128) * 128)
         self.state.root()
         self.session.drafter.propose(self.state)
 
@@ -98,7 +98,7 @@ class Run:
         return -(-(int(self.state.lengths.max()) + nodes) // 128) * 128
 
     def round(self, nodes):
-        return self.session.step(nodes)(self.span(nodes)).clone()
+        return self.session.step("round", nodes)(self.span(nodes)).clone()
 
 
 @functools.cache
@@ -239,7 +239,7 @@ def generated(engine, prompts, texts, new, eos=(), least=0):
     engine.session(len(prompts)).drafter.texts = texts
     shortest, longest = ([len(prompt) + n for prompt in prompts] for n in (least, new))
     rows = [[] for _ in prompts]
-    for gained in engine.run(prompts, [], shortest, longest, list(eos)):
+    for gained in engine.run(Request(prompts, shortest, longest, list(eos))):
         for row, tokens in zip(rows, gained):
             row += tokens
     return rows
@@ -345,7 +345,7 @@ def test_a_compiled_round_equals_the_eager_one(nodes, llama):
         engine.session(2).drafter.turn.zero_()
     limits = [len(text) for text in texts]
     fast, slow = Run(compiled, prompts, limits), Run(eager, prompts, limits)
-    fast.session.step(nodes)
+    fast.session.step("round", nodes)
     graphs, spans = counters["stats"]["unique_graphs"], set()
     while not slow.state.finished.all():
         spans.add(fast.span(nodes))
@@ -362,9 +362,9 @@ def test_a_compiled_round_equals_the_eager_one(nodes, llama):
 def test_prompts_of_all_lengths_share_one_prefill(llama):
     graph, _, _, compiled, trees = llama
     eager = make_engine(graph, lambda rows: Replay(trees), 4)
-    compiled.session(2).step(0)
-    compiled.session(2).step(4)
-    compiled.session(2).step(1)
+    compiled.session(2).step("prefill")
+    compiled.session(2).step("round", 4)
+    compiled.session(2).step("round", 1)
     graphs = counters["stats"]["unique_graphs"]
     for lengths in ((1, 1), (2, 1), (5, 31), (32, 33), (34, 64), (65, 97), (128, 129), (130, 161), (200, 3), (9, 200)):
         prompts, answers = long_prompts(lengths), []

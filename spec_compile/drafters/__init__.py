@@ -12,6 +12,9 @@ class Drafter(nn.Module):
     taps: tuple[int, ...] = ()
     """Hidden states of the target that `prefill` and `observe` are given, numbered as in `passes.Settings`."""
 
+    draws: bool = False
+    """Whether it draws its tokens at random, and gives ``state.propose`` the distributions they were drawn from."""
+
     seconds: float = 0.0
     """Time spent proposing on the host, ever (0 where it is part of the graph)."""
 

@@ -5,6 +5,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import psutil
 import torch
@@ -16,10 +17,12 @@ from ..config import Options
 from ..drafters import Drafter
 from ..graph import ModelGraph
 from ..stats import Stats
+from .accept import Accepted
+from .past import Past
 from .round import Prefill, Round
 from .sizes import SizePolicy
 from .state import State
-from .tree import MAX_NODES
+from .tree import MAX_NODES, Tree
 
 log = logging.getLogger("spec_compile")
 
@@ -31,6 +34,27 @@ SESSIONS = 4
 """Batch sizes kept ready."""
 
 
+@dataclass
+class Request:
+    """What one generate() asks for. Lengths count a row's own tokens, prompt included and padding not.
+
+    past: keys and values that exist already. first_logits [B, V]: of the token after the prompts, if they are known;
+    then `past` covers the whole prompts. choose: makes an `Accepted` of verified trees and their logits [B, N, V], in
+    place of greedy acceptance inside the round. stopped: rows that the caller has ended; it may add to them.
+    """
+
+    prompts: list[list[int]]
+    min_lengths: list[int]
+    max_lengths: list[int]
+    eos: list[int] = field(default_factory=list)
+    references: list[Tensor] = field(default_factory=list)
+    past: Past | None = None
+    first_logits: Tensor | None = None
+    choose: Callable[[Tree, Tensor], Accepted] | None = None
+    prefill_chunk_size: int | None = None
+    stopped: set[int] = field(default_factory=set)
+
+
 class Session:
     """Everything for one batch size: state, drafter, and the compiled prefill and rounds."""
 
@@ -38,40 +62,50 @@ class Session:
         self.engine, self.batch = engine, batch
         margin = MAX_NODES + PREFILL_SIZES[0]
         slots = -(-(engine.capacity(batch) + margin) // SPAN) * SPAN
-        self.state = State(engine.verify, batch, slots, engine.device)
         self.drafter = engine.make_drafter(batch)
-        self.policy = SizePolicy(engine.sizes, engine.options.adaptive)
-        self.steps: dict[int, Callable] = {}
+        self.state = State(engine.verify, batch, slots, engine.device, self.drafter.draws)
+        self.policies = {part: SizePolicy(engine.sizes, engine.options.adaptive) for part in ("round", "look")}
+        self.steps: dict[tuple[str, int], Callable] = {}
 
-    def step(self, nodes: int) -> Callable:
-        """The round over `nodes` nodes, or with 0 the prefill: a function of (size and) span, compiled on first use."""
-        if nodes not in self.steps:
-            self.steps[nodes] = self._build(nodes)
-        return self.steps[nodes]
+    def step(self, part: str, nodes: int = 0) -> Callable:
+        """A function, compiled on first use: "prefill" of (size, span); "round" or "look" over `nodes` nodes, of span;
+        "finish" of what was accepted (see `Round`)."""
+        if (part, nodes) not in self.steps:
+            self.steps[part, nodes] = self._build(part, nodes)
+        return self.steps[part, nodes]
 
-    def _build(self, nodes: int) -> Callable:
+    def _build(self, part: str, nodes: int) -> Callable:
         engine = self.engine
-        if nodes == 0:
-            name, module = f"prefill_b{self.batch}", Prefill(engine.prefill, self.drafter, self.state)
-            sizes = (PREFILL_SIZES[-1],)
+        if part == "prefill":
+            function = Prefill(engine.prefill, self.drafter, self.state).forward
         else:
-            name, module = f"round_b{self.batch}_n{nodes}", Round(engine.verify, self.drafter, self.state, nodes)
-            sizes = ()
+            whole = Round(engine.verify, self.drafter, self.state, nodes)
+            function = {"round": whole.forward, "look": whole.look, "finish": whole.finish}[part]
         if not engine.options.compile:
-            return module.forward
+            return function
+        name = f"{part}_b{self.batch}" + (f"_n{nodes}" if nodes else "")
         engine.report(f"compiling {name}")
         begin = time.perf_counter()
-        step = compile_step(module.forward, name)
+        step = compile_step(function, name)
         with torch.no_grad(), self._untouched():
-            step(*sizes, SPAN)
-            if nodes:
+            arguments = self._arguments(part, nodes)
+            step(*arguments)
+            if part in self.policies:
                 tick = time.perf_counter()
-                step(SPAN)
-                self.policy.cost[nodes] = time.perf_counter() - tick
+                step(*arguments)
+                self.policies[part].cost[nodes] = time.perf_counter() - tick
         seconds = time.perf_counter() - begin
         engine.stats.seconds["compile"] += seconds
         engine.report(f"compiled {name} in {seconds:.1f} s")
         return step
+
+    def _arguments(self, part: str, nodes: int) -> tuple:
+        """Arguments to try a step with."""
+        if part != "finish":
+            return (PREFILL_SIZES[-1], SPAN) if part == "prefill" else (SPAN,)
+        _, *features = self.step("look", nodes)(SPAN)
+        path = torch.zeros(self.batch, nodes, dtype=torch.int64, device=self.engine.device)
+        return path, path.clone(), torch.ones_like(path[:, 0]), features
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
@@ -126,44 +160,45 @@ class Engine:
         return self.sessions[batch]
 
     @torch.no_grad()
-    def run(
-        self,
-        prompts: list[list[int]],
-        references: list[Tensor],
-        min_lengths: list[int],
-        max_lengths: list[int],
-        eos: list[int],
-    ) -> Iterator[list[list[int]]]:
-        """Generate greedily; yields, round by round, the tokens each row gained (none once it has finished).
-
-        Lengths count a row's tokens, prompt included.
-        """
-        session = self.session(len(prompts))
-        state, policy, stats = session.state, session.policy, self.stats
+    def run(self, request: Request) -> Iterator[list[list[int]]]:
+        """Generate; yields, round by round, the tokens each row gained (none once it has finished)."""
+        session = self.session(len(request.prompts))
+        state, stats, choose = session.state, self.stats, request.choose
+        policy = session.policies["look" if choose else "round"]
         begin = time.perf_counter()
         compiled = stats.seconds["compile"]
         stats.trace = []
-        state.reset(prompts, min_lengths, max_lengths, eos)
-        session.drafter.begin(state, prompts, references)
+        state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos)
+        if request.past is not None:
+            state.fill(request.past)
+        session.drafter.begin(state, request.prompts, request.references)
         try:
-            lengths = [len(prompt) - 1 for prompt in prompts]
-            self._prefill(session, max(lengths))
+            lengths = [len(prompt) - 1 for prompt in request.prompts]
+            self._prefill(session, request)
             state.root()
-            session.drafter.propose(state)
+            if request.first_logits is None:
+                session.drafter.propose(state)
             counts, hints = state.tree_count.tolist(), state.tree_hint.tolist()
-            finished = [length + 1 >= limit for length, limit in zip(lengths, max_lengths)]
+            finished = [length + 1 >= limit for length, limit in zip(lengths, request.max_lengths)]
+            logits = request.first_logits
             now = time.perf_counter()
             stats.seconds["prefill"] += now - begin - (stats.seconds["compile"] - compiled)
             while not all(finished):
                 active = [row for row, done in enumerate(finished) if not done]
                 live_counts, live_hints = [counts[row] for row in active], [hints[row] for row in active]
-                nodes = policy.choose(live_counts, live_hints)
-                step = session.step(nodes)
+                nodes = policy.choose(live_counts, live_hints) if logits is None else 1
                 span = min(-(-(max(lengths) + nodes) // SPAN) * SPAN, state.capacity)
-                started, drafting = time.perf_counter(), session.drafter.seconds
-                outcome = step(span).tolist()
+                if choose is None:
+                    step = session.step("round", nodes)
+                    started, drafting = time.perf_counter(), session.drafter.seconds
+                    outcome = step(span).tolist()
+                else:
+                    look, finish = session.step("look", nodes), session.step("finish", nodes)
+                    started, drafting = time.perf_counter(), session.drafter.seconds
+                    outcome = self._chosen(session, request, nodes, span, look, finish, logits)
+                    logits = None
                 ended = time.perf_counter()
-                gained = [[] for _ in prompts]
+                gained = [[] for _ in request.prompts]
                 paths = []
                 for row in active:
                     count, done, counts[row], hints[row], depth, *rest = outcome[row]
@@ -182,15 +217,33 @@ class Engine:
                 stats.seconds["draft"] += drafting
                 stats.seconds["verify"] += ended - started - drafting
                 yield gained
+                for row in request.stopped:
+                    finished[row] = state.finished[row] = True
                 now, before = time.perf_counter(), now
                 stats.seconds["host"] += now - before - (ended - started)
         finally:
             session.drafter.end()
 
-    def _prefill(self, session: Session, tokens: int) -> None:
-        done = 0
-        while done < tokens:
-            size = next((size for size in PREFILL_SIZES if size <= tokens - done), PREFILL_SIZES[-1])
-            span = min(-(-(done + size) // SPAN) * SPAN, session.state.capacity)
-            session.step(0)(size, span)
-            done += size
+    def _chosen(
+        self, session: Session, request: Request, nodes: int, span: int, look: Callable, finish: Callable, logits
+    ) -> list[list[int]]:
+        """One round whose tokens the request chooses; with `logits` [B, V] of the roots, these are known already."""
+        if logits is None:
+            logits, *features = look(span)
+        else:
+            logits, features = logits[:, None], []
+        accepted = request.choose(session.state.tree(nodes), logits)
+        return finish(accepted.path, accepted.tokens, accepted.count, features).tolist()
+
+    def _prefill(self, session: Session, request: Request) -> None:
+        """Keys and values of every prompt token but the last, beyond those that the state has."""
+        state, step = session.state, session.step("prefill")
+        allowed = [n for n in PREFILL_SIZES if n <= (request.prefill_chunk_size or n)] or PREFILL_SIZES[-1:]
+        held = state.lengths.tolist()
+        place, end = max(held), max(held)
+        end += max(len(prompt) - 1 - there for prompt, there in zip(request.prompts, held))
+        while place < end:
+            size = next((size for size in allowed if size <= end - place), allowed[-1])
+            span = min(-(-(place + size) // SPAN) * SPAN, state.capacity)
+            step(size, span)
+            place += size

@@ -1,38 +1,26 @@
 """The drop-in: Hugging Face's ``generate()`` with our loop beneath its preparation."""
 
 from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput
 
-PROCESSOR_ARGUMENTS = {
-    "RepetitionPenaltyLogitsProcessor": "repetition_penalty",
-    "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
-    "NoRepeatNGramLogitsProcessor": "no_repeat_ngram_size",
-    "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
-    "NoBadWordsLogitsProcessor": "bad_words_ids",
-    "SequenceBiasLogitsProcessor": "sequence_bias",
-    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
-    "ForcedBOSTokenLogitsProcessor": "forced_bos_token_id",
-    "ForcedEOSTokenLogitsProcessor": "forced_eos_token_id",
-    "InfNanRemoveLogitsProcessor": "remove_invalid_values",
-    "ExponentialDecayLengthPenalty": "exponential_decay_length_penalty",
-    "SuppressTokensLogitsProcessor": "suppress_tokens",
-    "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens",
-    "LogitNormalization": "renormalize_logits",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
-    "WatermarkLogitsProcessor": "watermarking_config",
-    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
-}
-CRITERIA_ARGUMENTS = {"MaxTimeCriteria": "max_time", "StopStringCriteria": "stop_strings"}
-OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
-UNDERSTOOD = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+from . import past as pasts
+from .answer import Answer
+from .engine import Request
+from .walk import Walk
 
-
-def _unsupported(argument: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{argument}: not supported by speculative generate() yet; call the original model's generate() for it"
-    )
+HANDLED = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
+    "inputs_embeds",
+}  # fmt: skip
+"""Arguments of the model's forward that the loop understands."""
+LENGTHS = {"MaxLengthCriteria", "EosTokenCriteria"}
+"""Criteria that a round checks by itself."""
+MINIMA = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
+"""Processors that a round applies by itself."""
 
 
 class SpeculativeMixin:
@@ -43,9 +31,13 @@ class SpeculativeMixin:
 
         Additional argument `reference`: token ids (a list or 1-D tensor, or a list of such) of texts that the output
         may copy from, such as the document to be edited ("predicted output").
+
+        What only transformers' own loops can do (beam search, attentions and hidden states as outputs, an assistant
+        model and the like) they do, unaccelerated, with one warning that names it.
         """
+        kwargs.pop("prompt_lookup_num_tokens", None)  # asks for n-gram drafts, which are there anyway
         if kwargs.get("custom_generate") is not None:
-            raise _unsupported("custom_generate")
+            self.speculation.step_aside("custom_generate")
         with self.speculation.generating(reference):
             return super().generate(*args, **kwargs)
 
@@ -53,112 +45,156 @@ class SpeculativeMixin:
         self, input_ids, logits_processor, stopping_criteria, generation_config,
         synced_gpus=False, streamer=None, **model_kwargs,
     ):  # fmt: skip
-        if generation_config.do_sample:
-            raise _unsupported("do_sample")
-        for name in OUTPUTS:
-            if getattr(generation_config, name, None):
-                raise _unsupported(name)
-        prompts = _prompts(input_ids, model_kwargs)
-        padding = [input_ids.shape[1] - len(prompt) for prompt in prompts]
-        shortest = _shortest(logits_processor)
-        longest, eos = _limits(stopping_criteria, generation_config)
-        pad = generation_config._pad_token_tensor
-        rows: list[list[int]] = [[] for _ in prompts]
-        put = 0
-        rounds = self.speculation.run(
-            prompts,
-            [max(0, shortest - pads) for pads in padding],
-            [longest - pads for pads in padding],
-            eos,
+        speculation = self.speculation
+        prompt = _Prompt.of(input_ids, generation_config, model_kwargs)
+        foreign = _foreign(prompt, generation_config, model_kwargs, speculation.layers)
+        if foreign or synced_gpus:
+            speculation.step_aside(foreign or "synced_gpus")
+            return super()._sample(
+                input_ids, logits_processor, stopping_criteria, generation_config,
+                synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
+            )  # fmt: skip
+        past, first = model_kwargs.get("past_key_values"), None
+        dictionary = generation_config.return_dict_in_generate
+        answer = _answer(input_ids, stopping_criteria, generation_config, streamer)
+        speculation.admit_request(prompt.tokens, answer.longest - answer.prompt_width)
+        if prompt.embedded:
+            output = self._prefill(input_ids, generation_config, model_kwargs)
+            past, first = output.past_key_values, output.logits[:, -1].float()
+        greedy = not generation_config.do_sample and all(type(p).__name__ in MINIMA for p in logits_processor)
+        seed = int(torch.randint((1 << 63) - 1, ())) if generation_config.do_sample else None
+        shortest = max((_minimum(p) for p in logits_processor if type(p).__name__ in MINIMA), default=0)
+        own = [len(tokens) - input_ids.shape[1] for tokens in prompt.tokens]  # a row's tokens less the width
+        request = Request(
+            prompts=prompt.tokens,
+            min_lengths=[max(0, shortest + more) for more in own],
+            max_lengths=[answer.longest + more for more in own],
+            eos=sorted(answer.eos),
+            past=pasts.read(past, prompt.padding) if past is not None and past.get_seq_length() > 0 else None,
+            first_logits=first,
+            choose=None if greedy and not answer.keeps and first is None else Walk(answer, logits_processor, seed),
+            prefill_chunk_size=generation_config.prefill_chunk_size,
         )
-        with closing(rounds):
+        with closing(speculation.run(request)) as rounds:
             for gained in rounds:
-                for row, tokens in zip(rows, gained):
-                    row.extend(tokens)
-                if streamer is not None:
-                    put = _stream(streamer, rows, gained, put, pad)
+                if request.choose is None:
+                    answer.take(gained)
+                request.stopped.update(row for row in range(answer.batch) if not answer.needs(row))
         if streamer is not None:
-            _stream(streamer, rows, [[] for _ in rows], put, pad)
             streamer.end()
-        width = max(map(len, rows))
-        fill = 0 if pad is None else int(pad)
-        new = torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=input_ids.dtype)
-        return torch.cat([input_ids, new.view(len(rows), width).to(input_ids.device)], dim=1)
+        if past is not None and (dictionary or getattr(past, "_is_user_defined", False)):
+            ends = [prompt.width + answer.gained(row) - 1 for row in range(answer.batch)]
+            speculation.extend(past, prompt.padding, ends, prompt.width + answer.columns - 1)
+        if not dictionary:
+            return answer.sequences()
+        return GenerateDecoderOnlyOutput(
+            sequences=answer.sequences(), scores=answer.scores, logits=answer.logits, past_key_values=past
+        )
 
     def _beam_search(self, *args, **kwargs):
-        raise _unsupported("num_beams > 1")
+        self.speculation.step_aside("num_beams")
+        return super()._beam_search(*args, **kwargs)
 
-    def _assisted_decoding(self, *args, **kwargs):
-        raise _unsupported("assistant_model / prompt_lookup_num_tokens")
+    def _assisted_decoding(self, *args, assistant_model=None, **kwargs):
+        config = kwargs["generation_config"]
+        others = {"assistant_model": assistant_model} | {
+            name: getattr(config, name, None) for name in ("assistant_early_exit", "use_mtp", "speculation_type")
+        }
+        asked = next((name for name, value in others.items() if value), None)
+        if asked is None:  # prompt_lookup_num_tokens
+            for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
+                kwargs.pop(name, None)
+            return self._sample(*args, **kwargs)
+        self.speculation.step_aside(asked)
+        return super()._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
 
 
-def _prompts(input_ids: Tensor, model_kwargs: dict) -> list[list[int]]:
-    """Each row's prompt without its padding; raises before any work if something else was passed to the model."""
-    for name, value in model_kwargs.items():
-        if name not in UNDERSTOOD and value is not None:
-            raise _unsupported(name)
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise _unsupported("past_key_values")
-    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-        raise ValueError(f"input_ids: expected [batch, at least one token], got shape {tuple(input_ids.shape)}")
-    mask = model_kwargs.get("attention_mask")
-    rows = input_ids.tolist()
-    pads = [0] * len(rows)
-    if mask is not None:
-        if mask.shape != input_ids.shape:
-            raise ValueError(f"attention_mask: expected shape {tuple(input_ids.shape)}, got {tuple(mask.shape)}")
-        mask = mask.to(torch.int64)
-        if (mask.diff(dim=1) < 0).any() or not mask.any(dim=1).all():
+@dataclass
+class _Prompt:
+    """The rows to continue. tokens: of each row without padding (0 where they are not known: a cache or embeddings came
+    in their place). padding: on the left of each row. width: places of the prompt, padding and cached ones included.
+    regular: nothing but padding on the left is masked. embedded: its embeddings are given."""
+
+    tokens: list[list[int]]
+    padding: list[int]
+    width: int
+    regular: bool
+    embedded: bool
+
+    @classmethod
+    def of(cls, input_ids: Tensor, generation_config, model_kwargs: dict) -> "_Prompt":
+        embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+        if input_ids.dim() != 2 or (input_ids.shape[1] == 0 and embeds is None):
+            raise ValueError(f"input_ids: expected [batch, at least one token], got shape {tuple(input_ids.shape)}")
+        batch, given = input_ids.shape
+        cache = model_kwargs.get("past_key_values")
+        held = int(cache.get_seq_length()) if cache is not None else 0
+        if mask is not None:
+            width = mask.shape[-1]
+        else:
+            width = getattr(generation_config, "_mask_length", None) or max(given, held)
+        if embeds is not None:
+            width = embeds.shape[1]
+        elif width not in (given, held + given) or held >= width:
             raise ValueError(
-                "attention_mask: expected padding on the left only and at least one token in every row; "
-                "set tokenizer.padding_side = 'left'"
+                f"attention_mask, past_key_values: {held} cached and {given} given tokens do not make the mask's "
+                f"{width}; pass all tokens, or those behind the cache and a mask over both"
             )
-        pads = (mask == 0).sum(dim=1).tolist()
-    positions = model_kwargs.get("position_ids")
-    if positions is not None:
-        own = (
-            torch.arange(input_ids.shape[1], device=positions.device)
-            - torch.tensor(pads, device=positions.device)[:, None]
-        )
-        if ((positions != own) & (own >= 0)).any():
-            raise _unsupported("position_ids")
-    return [row[pad:] for row, pad in zip(rows, pads)]
+        pads, regular = [0] * batch, True
+        if mask is not None:
+            regular = mask.dim() == 2 and mask.shape == (batch, width)
+            if regular:
+                seen = mask.to(torch.int64)
+                regular = not bool((seen.diff(dim=1) < 0).any()) and bool(seen.any(dim=1).all())
+                pads = (seen == 0).sum(dim=1).tolist()
+        positions = model_kwargs.get("position_ids")
+        if positions is not None and regular:
+            own = torch.arange(width, device=positions.device) - torch.tensor(pads, device=positions.device)[:, None]
+            own = own[:, width - positions.shape[-1] :]
+            regular = positions.shape[-1] <= width and not bool(((positions != own) & (own >= 0)).any())
+        unknown = [0] * (width - given)
+        tokens = [(unknown + row if given < width else row)[pad:] for row, pad in zip(input_ids.tolist(), pads)]
+        return cls(tokens, pads, width, regular, embeds is not None)
 
 
-def _shortest(logits_processor) -> int:
-    """The length below which no row may end, of the processors that say so; others are refused."""
-    shortest = 0
-    for processor in logits_processor:
-        kind = type(processor).__name__
-        if kind == "MinLengthLogitsProcessor":
-            length = processor.min_length
-        elif kind == "MinNewTokensLengthLogitsProcessor":
-            length = processor.prompt_length_to_skip + processor.min_new_tokens
-        else:
-            raise _unsupported(PROCESSOR_ARGUMENTS.get(kind, f"logits_processor ({kind})"))
-        shortest = max(shortest, length)
-    return shortest
+def _foreign(prompt: _Prompt, generation_config, model_kwargs: dict, layers: int) -> str | None:
+    """The first thing asked for that only transformers' own loop does, if there is one."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return "torch.autocast"
+    if generation_config.return_dict_in_generate:
+        for name in ("output_attentions", "output_hidden_states"):
+            if getattr(generation_config, name, None):
+                return name
+    if not prompt.regular:
+        return "attention_mask / position_ids (anything but padding on the left)"
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and not pasts.is_plain(cache, layers):
+        return f"past_key_values / cache_implementation ({type(cache).__name__})"
+    return next((name for name, value in model_kwargs.items() if name not in HANDLED and value is not None), None)
 
 
-def _limits(stopping_criteria, generation_config) -> tuple[int, list[int]]:
-    """(length at which every row ends, end-of-sequence tokens) of the criteria; others are refused."""
-    longest, eos = generation_config.max_length, []
-    for criterion in stopping_criteria:
-        kind = type(criterion).__name__
-        if kind == "MaxLengthCriteria":
-            longest = min(longest, criterion.max_length)
-        elif kind == "EosTokenCriteria":
-            eos = criterion.eos_token_id.tolist()
-        else:
-            raise _unsupported(CRITERIA_ARGUMENTS.get(kind, f"stopping_criteria ({kind})"))
-    return longest, eos
+def _minimum(processor) -> int:
+    """The width below which no row may end."""
+    if hasattr(processor, "min_length"):
+        return processor.min_length
+    return processor.prompt_length_to_skip + processor.min_new_tokens
 
 
-def _stream(streamer, rows: list[list[int]], gained: list[list[int]], put: int, pad) -> int:
-    """Put every column that no unfinished row can change any more, a token a row each; returns how many are put."""
-    growing = [len(row) for row, tokens in zip(rows, gained) if tokens]
-    ready = min(growing) if growing else max(map(len, rows))
-    for column in range(put, ready):
-        streamer.put(torch.tensor([row[column] if column < len(row) else int(pad) for row in rows]))
-    return max(put, ready)
+def _answer(input_ids: Tensor, stopping_criteria, generation_config, streamer) -> Answer:
+    kinds = {type(criterion).__name__ for criterion in stopping_criteria}
+    lengths = [c.max_length for c in stopping_criteria if type(c).__name__ == "MaxLengthCriteria"]
+    longest = min(lengths, default=generation_config.max_length)
+    eos = next((c.eos_token_id.tolist() for c in stopping_criteria if type(c).__name__ == "EosTokenCriteria"), [])
+    pad = generation_config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in stopping_criteria) else None
+    if pad is None and any(hasattr(c, "eos_token_id") for c in stopping_criteria):
+        raise ValueError("If `eos_token_id` is defined, make sure that `pad_token_id` is defined.")
+    return Answer(
+        input_ids,
+        max(longest, input_ids.shape[1] + 1),
+        eos,
+        None if pad is None else int(pad),
+        criteria=None if kinds <= LENGTHS else stopping_criteria,
+        streamer=streamer,
+        keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
+        keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
+    )

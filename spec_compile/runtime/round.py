@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from ..graph import ModelGraph
-from .accept import accept_greedy
+from .accept import Accepted, accept_greedy
 from .state import State
-from .tree import ancestry
+from .tree import Tree, ancestry
 
 
 class Round(nn.Module):
@@ -29,10 +29,26 @@ class Round(nn.Module):
         state = self.state
         tree = state.tree(self.nodes)
         ancestors, depth = ancestry(tree.parents)
-        logits, *features = self.verify(
-            tree.tokens, state.positions(depth), state.lengths, ancestors, state.cache, span
-        )
+        logits, *features = self._verify(tree, ancestors, depth, span)
         accepted = accept_greedy(tree, ancestors, depth, state.forbid_early_eos(logits, depth))
+        return self._finish(tree, depth, accepted, features)
+
+    def look(self, span: int) -> list[Tensor]:
+        """The first half of a round whose tokens are chosen outside: the target's logits [B, N, V], and features."""
+        tree = self.state.tree(self.nodes)
+        return self._verify(tree, *ancestry(tree.parents), span)
+
+    def finish(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor]) -> Tensor:
+        """The second half, with what was `Accepted`; returns what `forward` returns."""
+        tree = self.state.tree(self.nodes)
+        return self._finish(tree, ancestry(tree.parents)[1], Accepted(path, tokens, count), features)
+
+    def _verify(self, tree: Tree, ancestors: Tensor, depth: Tensor, span: int) -> list[Tensor]:
+        state = self.state
+        return self.verify(tree.tokens, state.positions(depth), state.lengths, ancestors, state.cache, span)
+
+    def _finish(self, tree: Tree, depth: Tensor, accepted: Accepted, features: list[Tensor]) -> Tensor:
+        state = self.state
         gained = state.commit(accepted)
         self.drafter.observe(state, features, accepted)
         self.drafter.propose(state)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..graph import ModelGraph
 from .accept import Accepted
+from .past import Past
 from .tree import MAX_NODES, Tree
 
 
@@ -17,7 +18,10 @@ class State(nn.Module):
     next tree. Slots below ``lengths[b]`` of the cache are committed; what lies beyond is never seen.
     """
 
-    def __init__(self, graph: ModelGraph, batch: int, capacity: int, device: torch.device):
+    tree_probs: Tensor | None = None
+
+    def __init__(self, graph: ModelGraph, batch: int, capacity: int, device: torch.device, probs: bool = False):
+        """`probs`: the drafter draws its tokens, and gives the distributions."""
         super().__init__()
         self.batch, self.capacity = batch, capacity
         self.position_limit = graph.position_limit
@@ -36,6 +40,8 @@ class State(nn.Module):
         buffer("tree_parents", batch, MAX_NODES)
         buffer("tree_count", batch)
         buffer("tree_hint", batch)
+        if probs:
+            buffer("tree_probs", batch, MAX_NODES, graph.vocab_size, dtype=torch.float32)
         for number, layer in enumerate(graph.layers):
             for name, size in (("keys", layer.key_dim), ("values", layer.value_dim)):
                 shape = (batch, layer.kv_heads, capacity, size)
@@ -51,6 +57,18 @@ class State(nn.Module):
     def small_buffers(self) -> list[Tensor]:
         """Every buffer except the cache."""
         return [value for name, value in self.named_buffers() if not name.startswith(("keys_", "values_"))]
+
+    def fill(self, past: Past) -> None:
+        """Take over keys and values that exist already of the prompts given to `reset`, and set `lengths` to them."""
+        for layer, (keys, values) in enumerate(past.layers):
+            first = past.length - keys.shape[2]  # a sliding window holds the last tokens only
+            for row, pad in enumerate(past.padding):
+                skipped = max(pad - first, 0)
+                slots = slice(max(first - pad, 0), past.length - pad)
+                getattr(self, f"keys_{layer}")[row, :, slots] = keys[row, :, skipped:]
+                getattr(self, f"values_{layer}")[row, :, slots] = values[row, :, skipped:]
+        held = torch.tensor([past.length - pad for pad in past.padding], device=self.lengths.device)
+        self.lengths.copy_(torch.minimum(held, self.prompt_lengths - 1))
 
     def reset(self, prompts: list[list[int]], min_lengths: list[int], max_lengths: list[int], eos: list[int]) -> None:
         """Begin B new sequences. Lengths count committed tokens, prompt included."""
@@ -71,7 +89,8 @@ class State(nn.Module):
         view behind that write.
         """
         real = torch.arange(nodes, device=self.tokens.device) < self.tree_count.clone()[:, None]
-        return Tree(self.tree_tokens[:, :nodes].clone(), self.tree_parents[:, :nodes].clone(), real)
+        probs = None if self.tree_probs is None else self.tree_probs[:, :nodes].clone()
+        return Tree(self.tree_tokens[:, :nodes].clone(), self.tree_parents[:, :nodes].clone(), real, probs)
 
     def root(self) -> None:
         """The pending trees become the last committed tokens alone."""
@@ -80,12 +99,19 @@ class State(nn.Module):
         self.tree_count.fill_(1)
         self.tree_hint.zero_()
 
-    def propose(self, tokens: Tensor, parents: Tensor, count: Tensor, hint: Tensor) -> None:
-        """Set the trees to be verified next; `hint` [B] is the drafter's bucket of confidence (0: least)."""
+    def propose(
+        self, tokens: Tensor, parents: Tensor, count: Tensor, hint: Tensor, probs: Tensor | None = None
+    ) -> None:
+        """Set the trees to be verified next; `hint` [B] is the drafter's bucket of confidence (0: least).
+
+        `probs` [B, N, V]: see `Tree`; of a drafter that draws its tokens.
+        """
         self.tree_tokens[:, : tokens.shape[1]] = tokens
         self.tree_parents[:, : tokens.shape[1]] = parents
         self.tree_count.copy_(count)
         self.tree_hint.copy_(hint)
+        if probs is not None:
+            self.tree_probs[:, : probs.shape[1]] = probs
 
     def positions(self, offsets: Tensor) -> Tensor:
         """lengths + offsets [B, N], kept inside a learned position table (only slots never committed lie outside)."""

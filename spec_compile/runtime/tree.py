@@ -11,11 +11,16 @@ MAX_NODES = 64
 
 @dataclass
 class Tree:
-    """A batch of trees. tokens, parents [B, N] int64 (parent of the root: -1); real [B, N] bool: slots in use."""
+    """A batch of trees. tokens, parents [B, N] int64 (parent of the root: -1); real [B, N] bool: slots in use.
+
+    probs [B, N, V], if the drafts were drawn at random: the distribution from which each node's children were drawn,
+    without replacement, in the order of their numbers.
+    """
 
     tokens: Tensor
     parents: Tensor
     real: Tensor
+    probs: Tensor | None = None
 
 
 def ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,74 @@
+"""Keys and values to and from transformers' caches."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
+
+
+@dataclass
+class Past:
+    """Keys and values of the first `length` places of left-padded prompts.
+
+    layers: keys and values of each layer, [B, Hkv, up to `length`, D]: the last places, if not all. padding: how many
+    of the places of each row are padding.
+    """
+
+    layers: list[tuple[Tensor, Tensor]]
+    length: int
+    padding: list[int]
+
+
+def is_plain(cache, layers: int) -> bool:
+    """Whether `cache` is one of transformers' that hold keys and values as they are, for so many layers or none yet."""
+    return (
+        isinstance(cache, Cache)
+        and not cache.offloading
+        and len(cache.layers) in (0, layers)
+        and all(type(layer) in READABLE for layer in cache.layers)
+        and getattr(cache, "layer_class_to_replicate", None) in (None, *READABLE)
+    )
+
+
+def read(cache: Cache, padding: list[int]) -> Past:
+    """What `cache` holds; ValueError if it is for another batch size."""
+    length = int(cache.get_seq_length())
+    batch = cache.layers[0].keys.shape[0]
+    if batch != len(padding):
+        raise ValueError(f"past_key_values: expected a cache of batch size {len(padding)}, got {batch}")
+    layers = []
+    for layer in cache.layers:
+        held = min(length, layer.keys.shape[2])
+        layers.append((layer.keys[:, :, :held], layer.values[:, :, :held]))
+    return Past(layers, length, padding)
+
+
+def extend(cache: Cache, state, padding: list[int], ends: list[int], length: int) -> None:
+    """Add to `cache` what it lacks of the places before `length`, from the slots of `state`.
+
+    Row b lies `padding[b]` places further right in the cache than in the state, and its keys and values end at place
+    ``ends[b]``; what it lacks on either side is zero.
+    """
+    begin = int(cache.get_seq_length())
+    if length <= begin:
+        return
+    for layer in range(state.layers):
+        new = []
+        for name in ("keys", "values"):
+            held = getattr(state, f"{name}_{layer}")
+            block = held.new_zeros(held.shape[0], held.shape[1], length - begin, held.shape[3])
+            for row, (pad, end) in enumerate(zip(padding, ends)):
+                first, last = max(begin, pad), min(end, length)
+                if first < last:
+                    block[row, :, first - begin : last - begin] = held[row, :, first - pad : last - pad]
+            new.append(block)
+        cache.update(*new, layer)
+
