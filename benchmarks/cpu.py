@@ -5,6 +5,7 @@
 Every prompt is answered by all four in turn, `--repeats` times over; a figure is the median over the repeats of
 (all tokens of a workload) / (all seconds). The trie is emptied before every answer, so that nothing is known but the
 prompt. "random" prompts are uniformly random token ids. The floor is the time in which the weights can be read.
+Then the prompts of one workload in batches of 1, 2, 4 and 8 rows, and sampled one by one.
 """
 
 import argparse
@@ -34,6 +35,52 @@ def prompts_of(workload: str, folder: Path, count: int, tokenizer, longest: int)
     return [tokenizer(text, return_tensors="pt").input_ids[:, -longest:] for text in texts]
 
 
+def batches(model, fast, tokenizer, texts: list[str], sizes: list[int], fixed: dict, repeats: int) -> dict:
+    """Tokens a second of HF greedy and of ours for the same prompts in left-padded batches of each size."""
+    tokenizer.padding_side = "left"
+    rates = {}
+    for size in sizes:
+        fast.speculation.warmup(size)
+        groups = [texts[first : first + size] for first in range(0, len(texts) - size + 1, size)]
+        inputs = [tokenizer(group, return_tensors="pt", padding=True, truncation=True, max_length=512) for group in groups]
+        seconds = {"HF greedy": [0.0] * repeats, "ours, n-gram": [0.0] * repeats}
+        tokens = identical = 0
+        for repeat in range(repeats):
+            for group in inputs:
+                outputs = []
+                for name, system in (("HF greedy", model), ("ours, n-gram", fast)):
+                    fast.speculation.ngram.reset()
+                    begin = time.perf_counter()
+                    outputs.append(system.generate(**group, **fixed))
+                    seconds[name][repeat] += time.perf_counter() - begin
+                if repeat == 0:
+                    width = group.input_ids.shape[1]
+                    tokens += int((outputs[0][:, width:] != fixed["pad_token_id"]).sum())
+                    identical += torch.equal(*outputs)
+        rates[size] = {name: statistics.median(tokens / s for s in times) for name, times in seconds.items()}
+        rates[size]["identical"] = [identical, len(inputs)]
+        console.print(f"batch {size}: " + ", ".join(f"{name} {rate}" for name, rate in rates[size].items()))
+    return rates
+
+
+def sampled(model, fast, prompts: list[torch.Tensor], fixed: dict, settings: dict, repeats: int) -> dict:
+    """Tokens a second with sampling."""
+    fast.speculation.warmup(do_sample=True)
+    seconds, tokens = {"HF sampling": [0.0] * repeats, "ours, n-gram": [0.0] * repeats}, {}
+    for repeat in range(repeats):
+        for name, system in (("HF sampling", model), ("ours, n-gram", fast)):
+            count = 0
+            for number, ids in enumerate(prompts):
+                fast.speculation.ngram.reset()
+                torch.manual_seed(number)
+                begin = time.perf_counter()
+                out = system.generate(ids, **{**fixed, "do_sample": True, **settings})
+                seconds[name][repeat] += time.perf_counter() - begin
+                count += out.shape[1] - ids.shape[1]
+            tokens[name] = count
+    return {name: statistics.median(tokens[name] / s for s in times) for name, times in seconds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO_MODEL))
@@ -44,6 +91,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="names of JSON-lines files in --folder")
     parser.add_argument("--folder", type=Path, default=HERE / "prompts")
     parser.add_argument("--num-draft-tokens", type=int, default=16)
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8], help="of prompts of code_completion")
     parser.add_argument("--json", type=Path, default=HERE / "results" / "cpu.json")
     options = parser.parse_args()
     pin(options.threads)
@@ -99,6 +147,12 @@ def main() -> None:
         }
         console.print(f"{workload}: " + ", ".join(f"{name} {rate:.0f}/s" for name, rate in rates.items()))
 
+    texts = read_prompts(options.folder / "code_completion.jsonl", 16) if options.batches else []
+    batch_rates = batches(model, fast, tokenizer, texts, options.batches, fixed, options.repeats)
+    settings = dict(temperature=0.7, top_p=0.9, top_k=50)
+    few = prompts_of(options.workloads[0], options.folder, options.prompts, tokenizer, longest)
+    sampling_rates = sampled(model, fast, few, fixed, settings, options.repeats)
+
     table = Table(title=f"tokens/s, {options.new_tokens} new tokens, batch 1, fp32, {options.threads} threads")
     for column in ("workload", *systems, "accept length", "vs HF greedy", "vs HF lookup"):
         table.add_column(column, justify="left" if column == "workload" else "right")
@@ -110,6 +164,9 @@ def main() -> None:
             f"{ours / rates['HF greedy']:.2f}×", f"{ours / rates['HF prompt lookup']:.2f}×",
         )  # fmt: skip
     Console().print(table)
+    for size, rates in batch_rates.items():
+        print(f"batch of {size}: " + ", ".join(f"{name} {rates[name]:.0f}/s" for name in ("HF greedy", "ours, n-gram")))
+    print(f"{options.workloads[0]}, {settings}: " + ", ".join(f"{n} {r:.0f}/s" for n, r in sampling_rates.items()))
     floor = weights / bandwidth
     print(f"floor of a plain step: {floor * 1e3:.2f} ms ({weights / 1e6:.1f} MB, {bandwidth / 1e9:.1f} GB/s)")
     print(f"identical to HF greedy: {identical} of {answers} answers; ready (capture and compile) after {ready:.1f} s")
@@ -117,6 +174,7 @@ def main() -> None:
     report = {
         "command": " ".join(sys.argv), "machine": machine(), "ready_seconds": ready, "read_bandwidth": bandwidth,
         "weight_bytes": weights, "identical": [identical, answers], "workloads": results,
+        "batches": batch_rates, "sampling": {"workload": options.workloads[0], **settings, **sampling_rates},
     }  # fmt: skip
     options.json.write_text(json.dumps(report, indent=1) + "\n")
     if identical != answers:

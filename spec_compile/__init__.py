@@ -1,10 +1,11 @@
 """spec_compile: Hugging Face causal language models, generating faster with the same answer."""
 
 from .api import Speculation, speculate
+from .audit import audit
 from .errors import UnsupportedModelError
 from .explain import dump
 from .runtime.ngram import NgramTrie
 from .stats import Stats
 
-__all__ = ["NgramTrie", "Speculation", "Stats", "UnsupportedModelError", "dump", "speculate"]
+__all__ = ["NgramTrie", "Speculation", "Stats", "UnsupportedModelError", "audit", "dump", "speculate"]
 __version__ = "0.1.0"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from transformers import Cache, PreTrainedModel
 
+from . import adapters
 from .admit import admit
 from .capture import capture
 from .checks import check_capture, check_tree
@@ -25,14 +26,17 @@ from .stats import Stats
 def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrainedModel:
     """A model that generates faster, with the same answer.
 
-    Returns an object of `model`'s own class that shares its weights; its ``generate()`` takes the same arguments.
-    `model` keeps working as before. ``result.speculation`` holds ``stats``, ``explain()``, ``ngram`` and ``warmup()``.
+    model: a causal language model of transformers, or peft's wrapper around one; it keeps working as before. Returns an
+    object of its own class that shares its weights; its ``generate()`` takes the same arguments.
+    ``result.speculation`` holds ``stats``, ``explain()``, ``ngram`` and ``warmup()``.
 
     algo: "ngram" (alias "lookahead"). options: see `config.Options`.
 
     Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
     model in training mode) or UnsupportedModelError (the model cannot be rewritten exactly), before any change.
     """
+    if adapters.is_wrapped(model):
+        return adapters.wrap_alike(model, speculate(adapters.base_of(model), algo, **options))
     algorithm = parse_algorithm(algo)
     parsed = parse_options(Options, options)
     vocab_size = model.get_output_embeddings().weight.shape[0] if _has_head(model) else None
@@ -61,7 +65,13 @@ class Speculation:
         )
         if options.check:
             check_tree(type(model).__name__, graph, self._engine.verify)
+        self._tuned = adapters.tuned_layers(model)
         self._weights = self._addresses()
+
+    @property
+    def original(self) -> PreTrainedModel:
+        """The model that `speculate` was given."""
+        return self._model
 
     @property
     def layers(self) -> int:
@@ -112,7 +122,8 @@ class Speculation:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._addresses() != self._weights:
                 raise RuntimeError(
-                    "the model's weights were moved or replaced after speculate(); call speculate() again"
+                    "the model's weights or adapters were moved, replaced or switched after speculate(); call "
+                    "speculate() again"
                 )
             before = self._references
             self._references = [] if reference is None else self.ngram.documents(reference, "reference")
@@ -152,8 +163,8 @@ class Speculation:
         """Bring a transformers cache up to `length` places after a run (see `past.extend`)."""
         past.extend(cache, self._engine.session(len(padding)).state, padding, ends, length)
 
-    def _addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self._model.parameters()]
+    def _addresses(self) -> list:
+        return [parameter.data_ptr() for parameter in self._model.parameters()] + adapters.switches(self._tuned)
 
 
 def _has_head(model) -> bool:
@@ -173,11 +184,7 @@ def _max_positions(model: PreTrainedModel, table: int | None, options: Options) 
 def _shadow(model: PreTrainedModel) -> PreTrainedModel:
     """Another object of the model's class, with our generate() in front, that shares all modules and parameters."""
     cls = type(model)
-    shadow = object.__new__(
-        type(cls.__name__, (SpeculativeMixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-    )
-    shadow.__dict__.update(model.__dict__)
-    for name in ("_parameters", "_buffers", "_modules"):
-        shadow.__dict__[name] = dict(model.__dict__[name])
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    shadow = adapters.shallow(model, type(cls.__name__, (SpeculativeMixin, cls), names))
     shadow.generation_config = copy.deepcopy(model.generation_config)
     return shadow

@@ -183,6 +183,7 @@ class Engine:
             logits = request.first_logits
             now = time.perf_counter()
             stats.seconds["prefill"] += now - begin - (stats.seconds["compile"] - compiled)
+            compiled = stats.seconds["compile"]
             while not all(finished):
                 active = [row for row, done in enumerate(finished) if not done]
                 live_counts, live_hints = [counts[row] for row in active], [hints[row] for row in active]
@@ -219,8 +220,9 @@ class Engine:
                 yield gained
                 for row in request.stopped:
                     finished[row] = state.finished[row] = True
-                now, before = time.perf_counter(), now
-                stats.seconds["host"] += now - before - (ended - started)
+                now, before, compiled_before = time.perf_counter(), now, compiled
+                compiled = stats.seconds["compile"]
+                stats.seconds["host"] += now - before - (ended - started) - (compiled - compiled_before)
         finally:
             session.drafter.end()
 
