@@ -42,7 +42,8 @@ def batches(model, fast, tokenizer, texts: list[str], sizes: list[int], fixed: d
     for size in sizes:
         fast.speculation.warmup(size)
         groups = [texts[first : first + size] for first in range(0, len(texts) - size + 1, size)]
-        inputs = [tokenizer(group, return_tensors="pt", padding=True, truncation=True, max_length=512) for group in groups]
+        shape = dict(return_tensors="pt", padding=True, truncation=True, max_length=512)
+        inputs = [tokenizer(group, **shape) for group in groups]
         seconds = {"HF greedy": [0.0] * repeats, "ours, n-gram": [0.0] * repeats}
         tokens = identical = 0
         for repeat in range(repeats):

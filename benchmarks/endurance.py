@@ -59,7 +59,7 @@ def main() -> None:
                 "resident_mb": (resident() - speculation.ngram.stats()["bytes"]) / 1e6,
                 "trie_mb": speculation.ngram.stats()["bytes"] / 1e6,
             }
-            print("{calls:5} calls: {round_ms:.3f} ms a round, {resident_mb:.1f} MB + trie {trie_mb:.1f} MB".format(**row))
+            print(", ".join(f"{name} {value:.3f}" for name, value in row.items()), flush=True)
             tenths.append(row)
             times = []
     options.json.write_text(json.dumps({"machine": machine(), "tenths": tenths}, indent=1) + "\n")
