@@ -17,9 +17,10 @@ from .config import Options, parse_algorithm, parse_options
 from .drafters.ngram import NgramDrafter
 from .explain import explain
 from .runtime import past
-from .runtime.engine import Engine, Request, Session
+from .runtime.engine import Engine, Request
 from .runtime.generate import SpeculativeMixin
 from .runtime.ngram import NgramTrie
+from .runtime.session import Session
 from .stats import Stats
 
 

@@ -13,6 +13,10 @@ TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:
 INDUCTOR_OPTIONS = {"cpp.simdlen": 1} if TORCH < (2, 13) else {}
 """For every compilation: before 2.13, some integer and mask expressions that Inductor vectorises on a CPU give wrong
 results or do not compile (seen with 2.11: argmax over several rows, range checks of dynamic embeddings)."""
+CPU_OPTIONS = {**INDUCTOR_OPTIONS, "realize_reads_threshold": 0}
+"""What layers share is computed once, and their kernels come out alike."""
+GPU_OPTIONS = {"triton.cudagraphs": False}
+"""Rounds are captured here, not by Inductor."""
 
 
 @contextmanager
@@ -34,7 +38,7 @@ def attention_implementation(model: nn.Module, name: str, function: Callable) ->
         AttentionInterface._global_mapping.pop(name, None)
 
 
-def compile_step(function: Callable, name: str) -> Callable:
+def compile_step(function: Callable, name: str, device: str = "cpu") -> Callable:
     """Compile a method of no tensor arguments into one graph by Inductor, as its own entry in Dynamo's cache.
 
     Integer arguments become symbolic sizes; they must be at least 2 (0 and 1 would be specialised). Guards are
@@ -47,9 +51,8 @@ def compile_step(function: Callable, name: str) -> Callable:
         fullgraph=True,
         dynamic=True,
         options={
-            **INDUCTOR_OPTIONS,
             "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-            "realize_reads_threshold": 0,  # what layers share is computed once, and their kernels come out alike
+            **(CPU_OPTIONS if device == "cpu" else GPU_OPTIONS),
         },
     )
 

@@ -1,5 +1,6 @@
 """What speculation has done so far: `Stats`."""
 
+import time
 from dataclasses import dataclass, field
 
 
@@ -39,6 +40,19 @@ class Stats:
         """Set every counter back to zero."""
         self.__init__()
 
+    def count_round(self, nodes: int, gained: list[int], active: int) -> None:
+        """A round over `nodes` nodes and `active` unfinished rows, that gained so many tokens each."""
+        self.trace.append(gained)
+        self.tokens += sum(gained)
+        self.rounds += 1
+        self.steps += active
+        self.nodes[nodes] = self.nodes.get(nodes, 0) + 1
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Count `seconds` of `source` as time of `target`."""
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
     def count_depths(self, offered: int, accepted: int) -> None:
         """One row's tree reached depth `offered` and was accepted down to depth `accepted`."""
         missing = offered - len(self.offered)
@@ -65,3 +79,18 @@ class Stats:
                 + f"; compiling {self.seconds['compile']:.1f} s",
             ]
         )  # fmt: skip
+
+
+class Clock:
+    """Divides the time that passes among ``stats.seconds``, leaving out what was spent compiling."""
+
+    def __init__(self, stats: Stats):
+        self._stats, self._last, self._compiled = stats, time.perf_counter(), stats.seconds["compile"]
+
+    def spend(self, name: str) -> float:
+        """The time since the last call was spent on `name`; returns it."""
+        now, compiled = time.perf_counter(), self._stats.seconds["compile"]
+        seconds = now - self._last - (compiled - self._compiled)
+        self._last, self._compiled = now, compiled
+        self._stats.seconds[name] += seconds
+        return seconds

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ..graph import ModelGraph
 from .accept import Accepted, accept_greedy
 from .state import State
-from .tree import Tree, ancestry
+from .tree import MAX_NODES, Tree, ancestry
 
 
 class Round(nn.Module):
@@ -16,32 +16,36 @@ class Round(nn.Module):
     it knows how many nodes the next one needs.
     """
 
-    def __init__(self, graph: ModelGraph, drafter: nn.Module, state: State, nodes: int):
+    def __init__(self, graph: ModelGraph, drafter: nn.Module, state: State, nodes: int | None):
+        """`nodes`: None if each call says how many."""
         super().__init__()
         self.verify, self.drafter, self.state, self.nodes = graph.gm, drafter, state, nodes
 
-    def forward(self, span: int) -> Tensor:
+    def forward(self, span: int, nodes: int = 0) -> Tensor:
         """`span`: slots of the cache to look at, at least lengths.max() + N.
 
         Returns int64 [B, 5 + 2 N]: tokens gained, finished, real nodes and hint of the next tree, depth of this one,
         the N tokens of which the first "gained" count, and the N nodes of the accepted path.
         """
         state = self.state
-        tree = state.tree(self.nodes)
-        ancestors, depth = ancestry(tree.parents)
+        tree = state.tree(self.nodes or nodes)
+        ancestors, depth = self._ancestry(tree)
         logits, *features = self._verify(tree, ancestors, depth, span)
         accepted = accept_greedy(tree, ancestors, depth, state.forbid_early_eos(logits, depth))
         return self._finish(tree, depth, accepted, features)
 
-    def look(self, span: int) -> list[Tensor]:
+    def look(self, span: int, nodes: int = 0) -> list[Tensor]:
         """The first half of a round whose tokens are chosen outside: the target's logits [B, N, V], and features."""
-        tree = self.state.tree(self.nodes)
-        return self._verify(tree, *ancestry(tree.parents), span)
+        tree = self.state.tree(self.nodes or nodes)
+        return self._verify(tree, *self._ancestry(tree), span)
 
     def finish(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor]) -> Tensor:
         """The second half, with what was `Accepted`; returns what `forward` returns."""
-        tree = self.state.tree(self.nodes)
-        return self._finish(tree, ancestry(tree.parents)[1], Accepted(path, tokens, count), features)
+        tree = self.state.tree(path.shape[1])
+        return self._finish(tree, self._ancestry(tree)[1], Accepted(path, tokens, count), features)
+
+    def _ancestry(self, tree: Tree) -> tuple[Tensor, Tensor]:
+        return ancestry(tree.parents, self.nodes or MAX_NODES)
 
     def _verify(self, tree: Tree, ancestors: Tensor, depth: Tensor, span: int) -> list[Tensor]:
         state = self.state

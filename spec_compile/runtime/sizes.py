@@ -4,6 +4,8 @@ LEARN = 0.15
 """Weight of the newest round in the running means."""
 FORGET = 0.005
 """How fast an estimate that is not being observed returns to its prior, so that every size is tried again."""
+ANY = -1
+"""The bucket of all rounds, whatever the drafter's confidence."""
 PRIOR = 0.5
 """Share of the drafted nodes that is expected to be accepted before anything is known."""
 
@@ -38,13 +40,27 @@ class SizePolicy:
 
         return max(fitting, key=rate)
 
-    def learn(self, nodes: int, counts: list[int], hints: list[int], paths: list[list[int]], seconds: float) -> None:
-        """After a round over `nodes` nodes: the accepted `paths` (node numbers, root left out) and its duration."""
-        known = self.cost.get(nodes)
-        self.cost[nodes] = seconds if known is None else known + LEARN * (min(seconds, 2 * known) - known)
-        for count, hint, path in zip(counts, hints, paths):
-            if count <= 1:
-                continue
+    def choose_ahead(self, rows: int) -> int:
+        """The size for a round over so many rows whose trees are not known yet: by what all rounds have gained."""
+        if not self.adaptive or any(n not in self.cost for n in self.sizes):
+            return self.sizes[-1]
+        gain = self._gains(ANY)
+        return max(self.sizes, key=lambda n: rows * (1 + gain[self.sizes.index(n)]) / self.cost[n])
+
+    def learn(
+        self, nodes: int, counts: list[int], hints: list[int], paths: list[list[int]], seconds: float | None
+    ) -> None:
+        """After a round over `nodes` nodes: the accepted `paths` (node numbers, root left out) and its duration.
+
+        seconds: None where a size costs what it did at the start (captured graphs).
+        """
+        if seconds is not None:
+            known = self.cost.get(nodes)
+            self.cost[nodes] = seconds if known is None else known + LEARN * (min(seconds, 2 * known) - known)
+        for count, hint, path in [
+            *((count, hint, path) for count, hint, path in zip(counts, hints, paths) if count > 1),
+            *((count, ANY, path) for count, path in zip(counts, paths)),
+        ]:
             gain = self._gains(hint)
             share = max(PRIOR, len(path) / max(1, nodes - 1))  # of a larger size: as much as of this one, at least
             for place, n in enumerate(self.sizes):

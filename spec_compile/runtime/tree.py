@@ -23,16 +23,17 @@ class Tree:
     probs: Tensor | None = None
 
 
-def ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
+def ancestry(parents: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
     """parents [B, N] -> (ancestors [B, N] int64 with bit j set if j is i or above i, depth [B, N] of each node).
 
+    most: an upper bound on N that is known without looking (a graph for many N has one number of passes).
     Pointer jumping: each pass doubles the number of generations seen, so log2(N) passes do.
     """
     nodes = parents.shape[1]
     above = parents.clamp(min=0)
     ancestors = (torch.ones_like(parents) << torch.arange(nodes, device=parents.device)) | 1
     depth = (parents >= 0).to(torch.int64)
-    for _ in range(max(0, (nodes - 1).bit_length())):
+    for _ in range(((most or nodes) - 1).bit_length()):
         ancestors = ancestors | ancestors.gather(1, above)
         depth = depth + depth.gather(1, above)
         above = above.gather(1, above)

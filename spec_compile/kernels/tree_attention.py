@@ -1,0 +1,311 @@
+"""Tree attention on a GPU: append a block of keys and values to the cache, attend to the cache and to the block itself.
+
+Import this module only where Triton is installed. One program takes one part ("split") of the committed slots for up to
+`block_m` rows, a row being one query head of one node: all nodes and all query heads of a KV head share what is read of
+the cache. The grid is fixed and every program finds its part from the lengths on the device, so that a captured graph
+stays right as they grow. A second kernel merges the parts in their order, so that results never differ between runs.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from . import ops
+
+LOG2E = math.log2(math.e)
+
+
+@torch.library.custom_op("spec_compile::tree_attention", mutates_args=("key_cache", "value_cache"), device_types="cpu")
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None,
+    positions: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    """`ops.tree_mask` and `ops.tree_attention` in one: what they mean, and what this does on a CPU.
+
+    q [B, H, N, Dk], k [B, Hkv, N, Dk], v [B, Hkv, N, Dv], any strides; caches [B, Hkv, S, D*] contiguous, written at
+    slots lengths[b] .. lengths[b] + N; lengths [B], positions [B, N] int64; ancestors [B, N] int64 (bit j of node i: i
+    sees j; N <= 64) or None for a causal chunk of any N; sinks [H]; scale > 0. -> [B, N, H, Dv].
+    """
+    span = int(lengths.max()) + q.shape[2]
+    mask = ops.tree_mask(positions, lengths, ancestors, span, window, q.shape[1] // k.shape[1], q.dtype)
+    return ops.tree_attention(q, k, v, key_cache, value_cache, lengths, mask, sinks, scale, softcap).contiguous()
+
+
+@tree_attention.register_fake
+def _(q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window):
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+class Tuning(NamedTuple):
+    """How `launch` divides the work. block_m: rows of a program; block_n: slots it reads at a time; splits: parts of
+    the cache at most; least: slots of a part at least."""
+
+    block_m: int
+    block_n: int
+    splits: int
+    least: int
+    warps: int
+    stages: int
+
+
+@functools.cache
+def _device(index: int) -> tuple[int, int, bool]:
+    """Multiprocessors, bytes of shared memory a program may take, whether kernels may start before the last ends."""
+    facts = torch.cuda.get_device_properties(index)
+    return facts.multi_processor_count, facts.shared_memory_per_block_optin, facts.major >= 9
+
+
+@functools.cache
+def tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
+    """For `rows` rows a KV head and `groups` = B * Hkv."""
+    processors, memory, _ = _device(device)
+    block_m = min(max(triton.next_power_of_2(rows), 16), 128)
+    block_n = 64
+    slot = (triton.next_power_of_2(key_dim) + triton.next_power_of_2(value_dim)) * itemsize
+    while block_n > 16 and block_n * slot > 48 * 1024:
+        block_n //= 2
+    room = memory - block_m * triton.next_power_of_2(key_dim) * itemsize - 4096
+    stages = min(max(room // (block_n * slot), 1), 3)
+    tiles = triton.cdiv(rows, block_m)
+    splits = min(max(processors // (groups * tiles), 1), 128)
+    return Tuning(block_m, block_n, splits, 128, 8 if block_m > 64 else 4, stages)
+
+
+@tree_attention.register_kernel("cuda")
+def launch(
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, config=None
+) -> Tensor:
+    """`tree_attention` by the kernels, as `config` (a `Tuning`) says."""
+    batch, heads, nodes, key_dim = q.shape
+    kv_heads, capacity, value_dim = k.shape[1], key_cache.shape[2], v.shape[3]
+    group = heads // kv_heads
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, not {scale}")
+    if config is None:
+        config = tuning(group * nodes, batch * kv_heads, key_dim, value_dim, q.element_size(), q.device.index)
+    block_m, block_n, splits, least, warps, stages = config
+    tiles = triton.cdiv(nodes * group, block_m)
+    q, k, v, positions = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, positions))
+    ancestors = None if ancestors is None else ancestors.contiguous()
+
+    out = q.new_empty(batch, nodes, heads, value_dim)
+    parts, sums = out, lengths  # never touched where there is one split
+    if splits > 1:
+        parts = q.new_empty(batch * kv_heads * tiles, splits, block_m, value_dim, dtype=torch.float32)
+        sums = q.new_empty(batch * kv_heads * tiles, splits, 2, block_m, dtype=torch.float32)
+    early = q.is_cuda and splits > 1 and _device(q.device.index)[2]
+    shared = {"WINDOW": window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "SPLITS": splits}
+    shared |= {"LEAST": least, "DV": value_dim, "BLOCK_DV": triton.next_power_of_2(value_dim), "EARLY": early}
+    _attention[(tiles * splits, batch * kv_heads)](
+        q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, out, parts, sums,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], positions.stride(0), nodes, capacity,
+        scale / softcap * 2 * LOG2E if softcap is not None else 0.0,
+        (softcap if softcap is not None else scale) * LOG2E,
+        SOFTCAP=softcap is not None, KV_HEADS=kv_heads, DK=key_dim, BLOCK_DK=max(triton.next_power_of_2(key_dim), 16),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **shared, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        options = {"launch_pdl": True} if early else {}
+        _merge[(nodes * heads, batch)](
+            lengths, positions, out, parts, sums, positions.stride(0), nodes,
+            HEADS=heads, BLOCK_SPLITS=triton.next_power_of_2(splits), **shared, num_warps=4, **options,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _plan(
+    lengths, positions, batch, stride_p, node, nodes,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Committed slots that some of the nodes see, first .. length, in `active` parts of `size`."""
+    length = tl.load(lengths + batch).to(tl.int32)
+    first = tl.zeros_like(length)
+    if WINDOW is not None:
+        position = tl.load(positions + batch * stride_p + node, mask=node < nodes, other=1 << 30).to(tl.int32)
+        first = tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0), length)
+    size = tl.maximum(tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK_N) * BLOCK_N, LEAST)
+    active = tl.maximum(tl.cdiv(length - first, size), 1)
+    return length, first, size, active
+
+
+@triton.jit
+def _step(
+    q, k, v, seen, acc, peak, total, inner, outer, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """One block of keys and values into a running softmax (base 2). seen: which scores count; None: all."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SOFTCAP:
+        scores = 1 - 2 / (tl.exp2(scores * inner) + 1)  # tanh
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1) * outer)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores * outer - base[:, None])
+    keep = tl.exp2(peak - base)
+    total = total * keep + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
+    return acc, higher, total
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def _attention(
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, out, parts, sums,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_p,
+    nodes, capacity, inner, outer,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+    tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
+    tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    batch, kv_head = (tl.program_id(1) // KV_HEADS).to(tl.int64), (tl.program_id(1) % KV_HEADS).to(tl.int64)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    node, head = row // GROUP, kv_head * GROUP + row % GROUP
+    length, first, size, active = _plan(
+        lengths, positions, batch, stride_p, node, nodes, WINDOW, BLOCK_N, SPLITS, LEAST
+    )
+
+    dk, dv, slot = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N)
+    k += batch * stride_kb + kv_head * stride_kh
+    v += batch * stride_vb + kv_head * stride_vh
+    key_cache += tl.program_id(1).to(tl.int64) * capacity * DK
+    value_cache += tl.program_id(1).to(tl.int64) * capacity * DV
+
+    if split == tl.minimum(active, SPLITS - 1):  # append this tile's share of the block: an idle program, if there is one
+        share = tl.cdiv(nodes, tiles)
+        for start in range(tile * share, tl.minimum(tile * share + share, nodes), BLOCK_N):
+            j = start + slot
+            inside = (j < tl.minimum(tile * share + share, nodes)) & (length + j < capacity)
+            keys, values = inside[:, None] & (dk < DK)[None, :], inside[:, None] & (dv < DV)[None, :]
+            new_k = tl.load(k + j[:, None] * stride_kn + dk[None, :], mask=keys)
+            new_v = tl.load(v + j[:, None] * stride_vn + dv[None, :], mask=values)
+            tl.store(key_cache + (length + j)[:, None] * DK + dk[None, :], new_k, mask=keys)
+            tl.store(value_cache + (length + j)[:, None] * DV + dv[None, :], new_v, mask=values)
+    if split >= active:
+        return
+
+    real = row < nodes * GROUP
+    q_at = q + batch * stride_qb + head[:, None] * stride_qh + node[:, None] * stride_qn + dk[None, :]
+    query = tl.load(q_at, mask=real[:, None] & (dk < DK)[None, :], other=0.0)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if sinks is not None:
+        if split == 0:
+            peak = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            total += 1.0
+    if WINDOW is not None:
+        position = tl.load(positions + batch * stride_p + node, mask=real, other=0).to(tl.int32)
+
+    begin = first + split * size
+    end = tl.minimum(begin + size, length)
+    whole = begin
+    if WINDOW is None:
+        whole = begin + (end - begin) // BLOCK_N * BLOCK_N
+        for start in range(begin, whole, BLOCK_N):
+            at = start + slot
+            keys = tl.load(key_cache + at[:, None] * DK + dk[None, :], mask=(dk < DK)[None, :], other=0.0)
+            values = tl.load(value_cache + at[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
+            acc, peak, total = _step(query, keys, values, None, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
+    for start in range(whole, end, BLOCK_N):
+        at = start + slot
+        inside = at < end
+        k_mask, v_mask = inside[:, None] & (dk < DK)[None, :], inside[:, None] & (dv < DV)[None, :]
+        keys = tl.load(key_cache + at[:, None] * DK + dk[None, :], mask=k_mask, other=0.0)
+        values = tl.load(value_cache + at[:, None] * DV + dv[None, :], mask=v_mask, other=0.0)
+        seen = inside[None, :]
+        if WINDOW is not None:
+            seen = seen & (position[:, None] - at[None, :] < WINDOW)
+        acc, peak, total = _step(query, keys, values, seen, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
+
+    if split == active - 1:  # the block itself
+        last = nodes
+        if ancestors is None:
+            last = tl.minimum(nodes, (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+        else:
+            bits = tl.load(ancestors + batch * nodes + node, mask=real, other=0)
+        for start in range(0, last, BLOCK_N):
+            j = start + slot
+            inside = j < nodes
+            k_mask, v_mask = inside[:, None] & (dk < DK)[None, :], inside[:, None] & (dv < DV)[None, :]
+            keys = tl.load(k + j[:, None] * stride_kn + dk[None, :], mask=k_mask, other=0.0)
+            values = tl.load(v + j[:, None] * stride_vn + dv[None, :], mask=v_mask, other=0.0)
+            if ancestors is None:
+                seen = j[None, :] <= node[:, None]
+            else:
+                seen = ((bits[:, None] >> tl.minimum(j, 63)[None, :].to(tl.int64)) & 1) != 0
+            seen = seen & inside[None, :]
+            if WINDOW is not None:
+                there = tl.load(positions + batch * stride_p + j, mask=inside, other=0).to(tl.int32)
+                seen = seen & (position[:, None] - there[None, :] < WINDOW)
+            acc, peak, total = _step(query, keys, values, seen, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
+
+    if active == 1:
+        at = out + batch * nodes * (KV_HEADS * GROUP * DV) + (node * (KV_HEADS * GROUP) + head)[:, None] * DV
+        tl.store(at + dv[None, :], acc / total[:, None], mask=real[:, None] & (dv < DV)[None, :])
+    elif SPLITS > 1:
+        part = (tl.program_id(1) * tiles + tile).to(tl.int64) * SPLITS + split
+        r = tl.arange(0, BLOCK_M)
+        at = parts + part * (BLOCK_M * DV) + r[:, None] * DV + dv[None, :]
+        tl.store(at, acc, mask=real[:, None] & (dv < DV)[None, :])
+        tl.store(sums + part * (2 * BLOCK_M) + r, peak)
+        tl.store(sums + part * (2 * BLOCK_M) + BLOCK_M + r, total)
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def _merge(
+    lengths, positions, out, parts, sums, stride_p, nodes,
+    HEADS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out = the parts' sums weighed by their peaks, one row a program. Nothing to do where there was one part."""
+    batch = tl.program_id(1).to(tl.int64)
+    node, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    row = node * GROUP + head % GROUP
+    tile = row // BLOCK_M
+    tile_nodes = (tile * BLOCK_M + tl.arange(0, BLOCK_M)) // GROUP
+    _, _, _, active = _plan(lengths, positions, batch, stride_p, tile_nodes, nodes, WINDOW, BLOCK_N, SPLITS, LEAST)
+    if EARLY:
+        gdc_wait()  # in every program: what comes after this kernel must also come after the one before it
+    if active == 1:
+        return
+    tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
+    part = ((batch * (HEADS // GROUP) + head // GROUP) * tiles + tile) * SPLITS
+    parts += (part * BLOCK_M + row % BLOCK_M) * DV
+    sums += part * 2 * BLOCK_M + row % BLOCK_M
+    split, dv = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DV)
+    peaks = tl.load(sums + split * (2 * BLOCK_M), mask=split < active, other=float("-inf"))
+    totals = tl.load(sums + split * (2 * BLOCK_M) + BLOCK_M, mask=split < active, other=0.0)
+    peak = tl.max(peaks, 0)
+    total = tl.sum(totals * tl.exp2(peaks - peak), 0)
+    CHUNK: tl.constexpr = min(BLOCK_SPLITS, 16)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for start in range(0, active, CHUNK):
+        split = start + tl.arange(0, CHUNK)
+        weights = tl.exp2(tl.load(sums + split * (2 * BLOCK_M), mask=split < active, other=float("-inf")) - peak)
+        inside = (split < active)[:, None] & (dv < DV)[None, :]
+        chunk = tl.load(parts + split[:, None] * (BLOCK_M * DV) + dv[None, :], mask=inside, other=0.0)
+        acc += tl.sum(chunk * weights[:, None], 0)
+    at = out + ((batch * nodes + node) * HEADS + head) * DV + dv
+    tl.store(at, acc / total, mask=dv < DV)

@@ -1,0 +1,117 @@
+"""A session: state, drafter and steps, compiled and on a GPU captured, for one batch size."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from ..compat import compile_step
+from .cuda_graph import Captured, Ring
+from .round import Prefill, Round
+from .sizes import SizePolicy
+from .state import State
+from .tree import MAX_NODES
+
+SPAN = 128
+"""The part of the cache that is looked at on a CPU grows by this many slots."""
+PREFILL_SIZES = {"cpu": (512, 128, 32), "cuda": (2048, 512, 128, 32)}
+"""Tokens of each row that a prefill step takes."""
+
+
+class Session:
+    """Everything for one batch size. `engine`: see `engine.Engine`."""
+
+    def __init__(self, engine, batch: int):
+        self.engine, self.batch = engine, batch
+        self.on_gpu = engine.device.type == "cuda"
+        self.prefill_sizes = PREFILL_SIZES[engine.device.type]
+        margin = MAX_NODES + self.prefill_sizes[0]
+        slots = -(-(engine.capacity(batch) + margin) // SPAN) * SPAN
+        self.drafter = engine.make_drafter(batch)
+        self.state = State(engine.verify, batch, slots, engine.device, self.drafter.draws)
+        self.policies = {part: SizePolicy(engine.sizes, engine.options.adaptive) for part in ("round", "look")}
+        self.ring = Ring(batch, 5 + 2 * MAX_NODES) if self.on_gpu else None
+        self.steps: dict[tuple[str, int], Callable] = {}
+        self._compiled: dict[tuple[str, int], Callable] = {}
+
+    def step(self, part: str, nodes: int = 0) -> Callable:
+        """A function, made on first use: "prefill" of (size, span); "round" or "look" over `nodes` nodes, of span;
+        "finish" of what was accepted (see `Round`). On a GPU the last three are captured graphs."""
+        if (part, nodes) not in self.steps:
+            self.steps[part, nodes] = self._build(part, nodes)
+        return self.steps[part, nodes]
+
+    def launch(self, nodes: int, span: int) -> Callable[[], list[list[int]]]:
+        """Begin a round; what is returned waits for it and gives its outcome. On a GPU nothing here waits."""
+        outcome = self.step("round", nodes)(span)
+        return outcome.tolist if self.ring is None else self.ring.send(outcome)
+
+    def _build(self, part: str, nodes: int) -> Callable:
+        engine, options = self.engine, self.engine.options
+        captures = self.on_gpu and options.cuda_graphs and part != "prefill"
+        step = self._function(part, nodes)
+        if not (options.compile or captures):
+            return step
+        name = f"{part}_b{self.batch}" + (f"_n{nodes}" if nodes else "")
+        engine.report(f"compiling {name}")
+        begin = time.perf_counter()
+        with torch.no_grad(), self._untouched():
+            arguments = self._arguments(part, nodes)
+            step(*arguments)
+            if captures:
+                step = Captured(step, arguments, engine.pool)
+            if part in self.policies:
+                self.policies[part].cost[nodes] = self._seconds(step, arguments)
+        seconds = time.perf_counter() - begin
+        engine.stats.seconds["compile"] += seconds
+        engine.report(f"compiled {name} in {seconds:.1f} s")
+        return step
+
+    def _function(self, part: str, nodes: int) -> Callable:
+        """The step as a function, not captured. On a GPU one compilation serves all sizes but 1, for they cost the same
+        there; on a CPU each size has its own."""
+        engine, shared = self.engine, self.on_gpu and part in ("round", "look")
+        if part == "prefill":
+            function = Prefill(engine.prefill, self.drafter, self.state).forward
+        else:
+            whole = Round(engine.verify, self.drafter, self.state, None if self.on_gpu else nodes)
+            function = {"round": whole.forward, "look": whole.look, "finish": whole.finish}[part]
+        if engine.options.compile:
+            key = part, min(nodes, 2) if self.on_gpu else nodes
+            if key not in self._compiled:
+                self._compiled[key] = compile_step(function, f"{part}_b{self.batch}_n{nodes}", engine.device.type)
+            function = self._compiled[key]
+        return partial(function, nodes=nodes) if shared else function
+
+    def _arguments(self, part: str, nodes: int) -> tuple:
+        """Arguments to try a step with."""
+        if part != "finish":
+            return (self.prefill_sizes[-1], SPAN) if part == "prefill" else (SPAN,)
+        _, *features = self.step("look", nodes)(SPAN)
+        path = torch.zeros(self.batch, nodes, dtype=torch.int64, device=self.engine.device)
+        return path, path.clone(), torch.ones_like(path[:, 0]), features
+
+    def _seconds(self, step: Callable, arguments: tuple) -> float:
+        """How long a step takes that has run before."""
+        tick = time.perf_counter()
+        outcome = step(*arguments)
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            tick = time.perf_counter()
+            outcome = step(*arguments)
+            torch.cuda.synchronize()
+        del outcome
+        return time.perf_counter() - tick
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Steps run inside leave no trace: what they write to the cache and the text lies beyond what is committed."""
+        held = {buffer: buffer.clone() for module in (self.state, self.drafter) for buffer in module.small_buffers()}
+        try:
+            self.drafter.mute()
+            yield
+        finally:
+            for buffer, value in held.items():
+                buffer.copy_(value)
