@@ -1,5 +1,7 @@
 """Admission: what cannot be right is refused before any work, by name and with the reason."""
 
+import importlib.util
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -9,6 +11,7 @@ from .errors import UnsupportedModelError
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+OLDEST_GPU = (8, 0)
 GROWING_ROPE = {"dynamic", "longrope"}
 
 
@@ -45,16 +48,34 @@ def _admit_tensors(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"model: {type(model).__name__} is spread over {', '.join(devices)}; load it on a single device"
         )
-    if torch.device(devices[0]).type != "cpu":
-        raise UnsupportedModelError(
-            f"model: {type(model).__name__} is on {devices[0]}; this version runs on the CPU: model.to('cpu')"
-        )
+    if getattr(model, "hf_device_map", None) and {str(d) for d in model.hf_device_map.values()} & {"cpu", "disk"}:
+        if devices != ["cpu"]:
+            _refuse(model, "is partly offloaded (hf_device_map); load it whole onto one device")
+    _admit_device(model, torch.device(devices[0]))
     foreign = sorted({str(p.dtype) for p in model.parameters()} - {str(d) for d in DTYPES})
     if foreign:
         raise UnsupportedModelError(
             f"model: {type(model).__name__} has parameters of dtype {', '.join(foreign)}; expected float32, bfloat16 "
             "or float16"
         )
+
+
+def _admit_device(model: PreTrainedModel, device: torch.device) -> None:
+    if device.type not in ("cpu", "cuda"):
+        _refuse(model, f"is on {device}; it runs on a CPU or on a CUDA GPU: model.to('cuda')")
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST_GPU:
+            name = torch.cuda.get_device_name(device)
+            _refuse(
+                model,
+                f"is on {name} (compute capability {capability[0]}.{capability[1]}); the kernels need "
+                f"{OLDEST_GPU[0]}.{OLDEST_GPU[1]} or later: move it to another GPU, or model.to('cpu')",
+            )
+        if importlib.util.find_spec("triton") is None:
+            _refuse(model, "is on a GPU, whose kernels need triton: pip install triton, or model.to('cpu')")
+        if next(model.parameters()).dtype == torch.float64:
+            _refuse(model, "is in float64, which the GPU kernels do not take: model.to(torch.float32)")
 
 
 def _refuse(model: PreTrainedModel, reason: str) -> None:

@@ -14,7 +14,7 @@ from .admit import admit
 from .capture import capture
 from .checks import check_capture, check_tree
 from .config import Options, parse_algorithm, parse_options
-from .drafters.ngram import NgramDrafter
+from .drafters.ngram import make_ngram_drafter
 from .explain import explain
 from .runtime import past
 from .runtime.engine import Engine, Request
@@ -59,7 +59,7 @@ class Speculation:
             check_capture(model, graph)
         self._engine = Engine(
             graph,
-            lambda batch: NgramDrafter(ngram, options.num_draft_tokens, batch),
+            lambda batch: make_ngram_drafter(ngram, options, batch, model.device),
             options,
             model.device,
             _max_positions(model, graph.position_limit, options),

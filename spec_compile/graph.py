@@ -50,6 +50,11 @@ class ModelGraph:
     """Name of the output embedding's weight in `gm`."""
     log: list[PassReport] = field(default_factory=list)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return attribute(self.gm, self.head_weight).device
+
     def copy(self) -> "ModelGraph":
         """A ModelGraph of its own that shares the parameters."""
         graph = fx.Graph()

@@ -56,3 +56,8 @@ class NgramDrafter(Drafter):
     def end(self) -> None:
         while self.open_streams:
             self.trie.close(self.open_streams.pop())
+
+
+def make_ngram_drafter(trie: NgramTrie, options, batch: int, device: torch.device) -> Drafter:
+    """The n-gram drafter for where the model is: the trie on the host, or matching on the GPU."""
+    return NgramDrafter(trie, options.num_draft_tokens, batch)

@@ -1,1 +1,6 @@
-"""Ops of this package: schema, plain-PyTorch meaning and, on a GPU, the kernel."""
+"""Kernels: what an op means in plain PyTorch (ops.py), and beside it, a file each, the Triton kernels for GPUs."""
+
+
+def load() -> None:
+    """Register the ops that have kernels; needs triton."""
+    from . import compact, skinny_matmul, tree_attention  # noqa: F401

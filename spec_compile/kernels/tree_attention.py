@@ -191,7 +191,7 @@ def _attention(
     key_cache += tl.program_id(1).to(tl.int64) * capacity * DK
     value_cache += tl.program_id(1).to(tl.int64) * capacity * DV
 
-    if split == tl.minimum(active, SPLITS - 1):  # append this tile's share of the block: an idle program, if there is one
+    if split == tl.minimum(active, SPLITS - 1):  # append this tile's share of the block; an idle program, if any
         share = tl.cdiv(nodes, tiles)
         for start in range(tile * share, tl.minimum(tile * share + share, nodes), BLOCK_N):
             j = start + slot
@@ -261,13 +261,13 @@ def _attention(
             acc, peak, total = _step(query, keys, values, seen, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
 
     if active == 1:
-        at = out + batch * nodes * (KV_HEADS * GROUP * DV) + (node * (KV_HEADS * GROUP) + head)[:, None] * DV
-        tl.store(at + dv[None, :], acc / total[:, None], mask=real[:, None] & (dv < DV)[None, :])
+        out_at = out + batch * nodes * (KV_HEADS * GROUP * DV) + (node * (KV_HEADS * GROUP) + head)[:, None] * DV
+        tl.store(out_at + dv[None, :], acc / total[:, None], mask=real[:, None] & (dv < DV)[None, :])
     elif SPLITS > 1:
         part = (tl.program_id(1) * tiles + tile).to(tl.int64) * SPLITS + split
         r = tl.arange(0, BLOCK_M)
-        at = parts + part * (BLOCK_M * DV) + r[:, None] * DV + dv[None, :]
-        tl.store(at, acc, mask=real[:, None] & (dv < DV)[None, :])
+        part_at = parts + part * (BLOCK_M * DV) + r[:, None] * DV + dv[None, :]
+        tl.store(part_at, acc, mask=real[:, None] & (dv < DV)[None, :])
         tl.store(sums + part * (2 * BLOCK_M) + r, peak)
         tl.store(sums + part * (2 * BLOCK_M) + BLOCK_M + r, total)
 

@@ -13,9 +13,11 @@ def tree_attention(graph: ModelGraph, settings) -> str:
     """Replace each ``spec_compile::attention`` by `ops.tree_attention` on the layer's cache.
 
     The graph gains the inputs ``lengths[B]``, ``ancestors[B, N]`` (or None), ``cache`` (key, value, key, ... of each
-    layer in turn) and ``span``; see `ops.tree_mask`, which runs once for each distinct window.
+    layer in turn) and ``span``. On a CPU `ops.tree_mask` runs once for each distinct window; on a GPU
+    `kernels.tree_attention` reads lengths and ancestors itself, and looks at no more of the cache than there is.
     """
     gm = graph.gm
+    on_gpu = graph.device.type == "cuda"
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     positions = inputs[1]
     with gm.graph.inserting_after(inputs[-1]):
@@ -28,16 +30,21 @@ def tree_attention(graph: ModelGraph, settings) -> str:
     for number, (node, layer) in enumerate(zip(markers, graph.layers)):
         q, k, v, sinks, scale, window, softcap, _ = node.args
         kind = (window, layer.heads // layer.kv_heads, graph.dtype)
-        if kind not in masks:
+        if kind not in masks and not on_gpu:
             with gm.graph.inserting_before(node):
                 masks[kind] = gm.graph.call_function(ops.tree_mask, (positions, lengths, ancestors, span, *kind))
         with gm.graph.inserting_before(node):
             keys, values = (gm.graph.call_function(operator.getitem, (cache, 2 * number + i)) for i in (0, 1))
-            new = gm.graph.call_function(
-                ops.tree_attention, (q, k, v, keys, values, lengths, masks[kind], sinks, scale, softcap)
-            )
+            block = (q, k, v, keys, values, lengths)
+            if on_gpu:
+                arguments = (*block, ancestors, positions, sinks, scale, softcap, window)
+                new = gm.graph.call_function(torch.ops.spec_compile.tree_attention.default, arguments)
+            else:
+                arguments = (*block, masks[kind], sinks, scale, softcap)
+                new = gm.graph.call_function(ops.tree_attention, arguments)
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
     windows = sum(layer.window is not None for layer in graph.layers)
-    return f"{len(markers)} layers attend over the static cache ({windows} with a sliding window, {len(masks)} masks)"
+    how = "in one kernel" if on_gpu else f"{len(masks)} masks"
+    return f"{len(markers)} layers attend over the static cache ({windows} with a sliding window, {how})"

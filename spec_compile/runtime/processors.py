@@ -41,13 +41,13 @@ class Processors:
             return self._apply(ids, rows, lengths[0], scores)
         out = torch.empty_like(scores)
         for length in set(lengths):
-            some = torch.tensor([place for place, other in enumerate(lengths) if other == length], device=rows.device)
+            some = torch.tensor([place for place, other in enumerate(lengths) if other == length])
             out[some] = self._apply(ids, rows[some], length, scores[some])
         return out
 
     def _apply(self, ids: Tensor, rows: Tensor, length: int, scores: Tensor) -> Tensor:
         every = len(rows) == self.batch
-        ids = (ids if every else ids[rows])[:, :length].contiguous()
+        ids = (ids if every else ids[rows])[:, :length].contiguous().to(scores.device)
         processors = self.processors if every else [_for_rows(processor, rows) for processor in self.processors]
         return type(self.processors)(processors)(ids, scores)
 

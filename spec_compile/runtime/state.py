@@ -137,7 +137,9 @@ class State(nn.Module):
         gained = torch.where(self.finished, 0, gained)
 
         slots = self.lengths[:, None] + number
-        if nodes > 1:
+        if nodes > 1 and self.tokens.device.type == "cuda":
+            torch.ops.spec_compile.compact(self.cache, self.lengths, accepted.path, accepted.count)
+        elif nodes > 1:
             row = torch.arange(self.batch, device=slots.device)[:, None, None]
             source, target = (self.lengths[:, None] + accepted.path)[:, None, :], slots[:, None, :]
             for cache in self.cache:

@@ -22,6 +22,10 @@ class Tree:
     real: Tensor
     probs: Tensor | None = None
 
+    def cpu(self) -> "Tree":
+        """The same trees on the CPU (`probs` stays where it is)."""
+        return Tree(self.tokens.cpu(), self.parents.cpu(), self.real.cpu(), self.probs)
+
 
 def ancestry(parents: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
     """parents [B, N] -> (ancestors [B, N] int64 with bit j set if j is i or above i, depth [B, N] of each node).

@@ -30,8 +30,11 @@ class Walk:
         self.abreast = not self.processors.rowwise
 
     def __call__(self, tree: Tree, logits: Tensor) -> Accepted:
-        """logits [B, N, V] of the target at every node. The answer is given the tokens as they are chosen."""
-        answer = self.answer
+        """logits [B, N, V] of the target at every node. The answer is given the tokens as they are chosen.
+
+        Scores stay on the device of the logits; what is returned, and everything else, is on the CPU.
+        """
+        answer, tree = self.answer, tree.cpu()
         batch, nodes = tree.tokens.shape
         path, tokens = torch.zeros(2, batch, nodes, dtype=torch.int64)
         count, node = torch.zeros(2, batch, dtype=torch.int64)
@@ -44,7 +47,7 @@ class Walk:
             scores = self.processors(answer.ids, rows, lengths, raw.clone())
             if self.abreast:
                 raw, scores, rows = raw[going], scores[going], torch.tensor(going)
-            chosen = self._choose(tree, rows, node[rows], torch.tensor(places), scores)
+            chosen = self._choose(tree, rows, node[rows], torch.tensor(places), scores).cpu()
             path[rows, level], tokens[rows, level] = node[rows], chosen
             count[rows] += 1
             follows = (tree.parents[rows] == node[rows, None]) & (tree.tokens[rows] == chosen[:, None])
@@ -66,7 +69,7 @@ class Walk:
             return scores.argmax(dim=-1)
         weights = probabilities(scores)
         if tree.probs is None:
-            return draw(weights, uniform(self.seed, rows, places))
+            return draw(weights, uniform(self.seed, rows, places).to(weights.device))
         chosen = []
         for row, at, place, target in zip(rows.tolist(), node.tolist(), places, weights):
             children = tree.tokens[row, (tree.parents[row] == at) & tree.real[row]].tolist()
