@@ -75,6 +75,11 @@ class Speculation:
         return self._model
 
     @property
+    def draws(self) -> bool:
+        """Whether the drafter draws its tokens at random."""
+        return self._engine.draws
+
+    @property
     def layers(self) -> int:
         """Attention layers of the model."""
         return len(self._engine.verify.layers)

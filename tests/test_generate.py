@@ -1,12 +1,11 @@
 """The drop-in: what a user sees of `speculate`, and that its generate() answers as transformers' does."""
 
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from models import ADMITTED, prompts
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM, TextStreamer
+from transformers import GenerationConfig, LlamaForCausalLM
 
 import spec_compile
 from spec_compile import UnsupportedModelError, speculate
@@ -28,12 +27,6 @@ def fast(model):
 def batch():
     _, ids, mask = prompts()
     return dict(input_ids=ids, attention_mask=mask)
-
-
-@pytest.fixture(scope="module")
-def tiny_coder():
-    path = Path(__file__).parent.parent / "examples" / "tiny_coder"
-    return AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def both(model, fast, *args, **kwargs):
@@ -99,40 +92,6 @@ def test_every_row_ends_on_its_own(model, fast, batch):
     eos = [plain[0, width + 3].item(), plain[1, width + 17].item()]
     expected, got = both(model, fast, **batch, max_new_tokens=NEW, eos_token_id=eos)
     assert torch.equal(got, expected)
-
-
-class Recorder:
-    def __init__(self):
-        self.puts, self.ended = [], 0
-
-    def put(self, value):
-        self.puts.append(value.clone())
-
-    def end(self):
-        self.ended += 1
-
-
-@pytest.mark.parametrize("kind", ["single", "padded batch"])
-def test_streamer_gets_what_transformers_gives(model, fast, batch, kind):
-    inputs = batch if kind == "padded batch" else dict(input_ids=row())
-    recorders = Recorder(), Recorder()
-    for system, recorder in zip((model, fast), recorders):
-        system.generate(
-            **inputs, do_sample=False, max_new_tokens=NEW, pad_token_id=0, eos_token_id=list(range(10, 16)),
-            streamer=recorder,
-        )  # fmt: skip
-    assert [p.tolist() for p in recorders[0].puts] == [p.tolist() for p in recorders[1].puts]
-    assert recorders[1].ended == 1
-
-
-def test_text_streamer(tiny_coder, capsys):
-    tokenizer, model = tiny_coder
-    fast = speculate(model, compile=False)
-    inputs = tokenizer("def add(a, b):\n", return_tensors="pt")
-    fast.generate(**inputs, do_sample=False, max_new_tokens=20, streamer=TextStreamer(tokenizer))
-    streamed = capsys.readouterr().out
-    expected = model.generate(**inputs, do_sample=False, max_new_tokens=20)
-    assert streamed.rstrip("\n") == tokenizer.decode(expected[0], skip_special_tokens=False).rstrip("\n")
 
 
 @pytest.mark.parametrize(
@@ -256,20 +215,6 @@ def test_calls_from_threads_wait_for_each_other(model, fast):
     for thread in threads:
         thread.join()
     assert all(torch.equal(a, b) for a, b in zip(got, expected))
-
-
-def test_a_streamer_that_raises_leaves_the_model_usable(model, fast):
-    class Broken(Recorder):
-        def put(self, value):
-            if len(self.puts) == 3:
-                raise OSError("disk full")
-            super().put(value)
-
-    with pytest.raises(OSError, match="disk full"):
-        fast.generate(row(), do_sample=False, max_new_tokens=NEW, pad_token_id=0, streamer=Broken())
-    assert fast.speculation.ngram.stats()["streams"] == 0
-    expected, got = both(model, fast, row(), max_new_tokens=NEW)
-    assert torch.equal(got, expected)
 
 
 def test_weights_changed_in_place_are_seen_and_moved_ones_are_refused():

@@ -359,6 +359,7 @@ def walked(parents=FULL, fill=(8, 8), processors=(), q=None, rows=50_000, walk=W
             roots = torch.where(place < own, _after(roots, token), roots)
         tokens, states = grow(parents, roots, LIKELY if q is None else q, _after)
         real = torch.arange(len(parents)) < torch.randint(fill[0], fill[1] + 1, (rows, 1))
+        tokens = tokens.where(real, SMALL - 1 - tokens)
         tree = Tree(tokens, torch.tensor(parents).repeat(rows, 1), real, None if q is None else q[states])
         logits = TABLE[states]
         accepted = go(tree, logits.where(real[:, :, None], logits.flip(-1)))
@@ -574,8 +575,9 @@ class Drawn(Drafter):
         q = self.q[0]
         last = state.tokens.gather(1, state.lengths[:, None])[:, 0]
         tokens, states = grow(FULL, last, q, lambda state, token: token)
-        tokens[:, 0] = last
         count = torch.randint(1, len(FULL) + 1, last.shape)
+        tokens = tokens.where(torch.arange(len(FULL)) < count[:, None], VOCAB - 1 - tokens)
+        tokens[:, 0] = last
         state.propose(tokens, torch.tensor(FULL).expand_as(tokens), count, torch.ones_like(count), q[states])
 
 

@@ -110,11 +110,11 @@ def launch(
         parts = q.new_empty(batch * kv_heads * tiles, splits, block_m, value_dim, dtype=torch.float32)
         sums = q.new_empty(batch * kv_heads * tiles, splits, 2, block_m, dtype=torch.float32)
     early = q.is_cuda and splits > 1 and _device(q.device.index)[2]
-    shared = {"WINDOW": window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "SPLITS": splits}
-    shared |= {"LEAST": least, "DV": value_dim, "BLOCK_DV": triton.next_power_of_2(value_dim), "EARLY": early}
+    shared = {"WINDOW": window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "EARLY": early}
+    shared |= {"DV": value_dim, "BLOCK_DV": triton.next_power_of_2(value_dim)}
     _attention[(tiles * splits, batch * kv_heads)](
         q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, out, parts, sums,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], positions.stride(0), nodes, capacity,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], positions.stride(0), nodes, splits, least, capacity,
         scale / softcap * 2 * LOG2E if softcap is not None else 0.0,
         (softcap if softcap is not None else scale) * LOG2E,
         SOFTCAP=softcap is not None, KV_HEADS=kv_heads, DK=key_dim, BLOCK_DK=max(triton.next_power_of_2(key_dim), 16),
@@ -123,7 +123,7 @@ def launch(
     if splits > 1:
         options = {"launch_pdl": True} if early else {}
         _merge[(nodes * heads, batch)](
-            lengths, positions, out, parts, sums, positions.stride(0), nodes,
+            lengths, positions, out, parts, sums, positions.stride(0), nodes, splits, least,
             HEADS=heads, BLOCK_SPLITS=triton.next_power_of_2(splits), **shared, num_warps=4, **options,
         )  # fmt: skip
     return out
@@ -131,8 +131,7 @@ def launch(
 
 @triton.jit
 def _plan(
-    lengths, positions, batch, stride_p, node, nodes,
-    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    lengths, positions, batch, stride_p, node, nodes, splits, least, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Committed slots that some of the nodes see, first .. length, in `active` parts of `size`."""
     length = tl.load(lengths + batch).to(tl.int32)
@@ -140,7 +139,7 @@ def _plan(
     if WINDOW is not None:
         position = tl.load(positions + batch * stride_p + node, mask=node < nodes, other=1 << 30).to(tl.int32)
         first = tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0), length)
-    size = tl.maximum(tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK_N) * BLOCK_N, LEAST)
+    size = tl.maximum(tl.cdiv(tl.cdiv(length - first, splits), BLOCK_N) * BLOCK_N, least)
     active = tl.maximum(tl.cdiv(length - first, size), 1)
     return length, first, size, active
 
@@ -164,13 +163,13 @@ def _step(
     return acc, higher, total
 
 
-@triton.jit(do_not_specialize=["nodes"])
+@triton.jit(do_not_specialize=["nodes", "splits", "least"])
 def _attention(
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, out, parts, sums,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_p,
-    nodes, capacity, inner, outer,
+    nodes, splits, least, capacity, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -182,7 +181,7 @@ def _attention(
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node, head = row // GROUP, kv_head * GROUP + row % GROUP
     length, first, size, active = _plan(
-        lengths, positions, batch, stride_p, node, nodes, WINDOW, BLOCK_N, SPLITS, LEAST
+        lengths, positions, batch, stride_p, node, nodes, splits, least, WINDOW, BLOCK_N
     )
 
     dk, dv, slot = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N)
@@ -191,7 +190,7 @@ def _attention(
     key_cache += tl.program_id(1).to(tl.int64) * capacity * DK
     value_cache += tl.program_id(1).to(tl.int64) * capacity * DV
 
-    if split == tl.minimum(active, SPLITS - 1):  # append this tile's share of the block; an idle program, if any
+    if split == tl.minimum(active, splits - 1):  # append this tile's share of the block; an idle program, if any
         share = tl.cdiv(nodes, tiles)
         for start in range(tile * share, tl.minimum(tile * share + share, nodes), BLOCK_N):
             j = start + slot
@@ -263,8 +262,8 @@ def _attention(
     if active == 1:
         out_at = out + batch * nodes * (KV_HEADS * GROUP * DV) + (node * (KV_HEADS * GROUP) + head)[:, None] * DV
         tl.store(out_at + dv[None, :], acc / total[:, None], mask=real[:, None] & (dv < DV)[None, :])
-    elif SPLITS > 1:
-        part = (tl.program_id(1) * tiles + tile).to(tl.int64) * SPLITS + split
+    else:
+        part = (tl.program_id(1) * tiles + tile).to(tl.int64) * splits + split
         r = tl.arange(0, BLOCK_M)
         part_at = parts + part * (BLOCK_M * DV) + r[:, None] * DV + dv[None, :]
         tl.store(part_at, acc, mask=real[:, None] & (dv < DV)[None, :])
@@ -272,11 +271,11 @@ def _attention(
         tl.store(sums + part * (2 * BLOCK_M) + BLOCK_M + r, total)
 
 
-@triton.jit(do_not_specialize=["nodes"])
+@triton.jit(do_not_specialize=["nodes", "splits", "least"])
 def _merge(
-    lengths, positions, out, parts, sums, stride_p, nodes,
+    lengths, positions, out, parts, sums, stride_p, nodes, splits, least,
     HEADS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out = the parts' sums weighed by their peaks, one row a program. Nothing to do where there was one part."""
@@ -285,13 +284,13 @@ def _merge(
     row = node * GROUP + head % GROUP
     tile = row // BLOCK_M
     tile_nodes = (tile * BLOCK_M + tl.arange(0, BLOCK_M)) // GROUP
-    _, _, _, active = _plan(lengths, positions, batch, stride_p, tile_nodes, nodes, WINDOW, BLOCK_N, SPLITS, LEAST)
+    _, _, _, active = _plan(lengths, positions, batch, stride_p, tile_nodes, nodes, splits, least, WINDOW, BLOCK_N)
     if EARLY:
         gdc_wait()  # in every program: what comes after this kernel must also come after the one before it
     if active == 1:
         return
     tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
-    part = ((batch * (HEADS // GROUP) + head // GROUP) * tiles + tile) * SPLITS
+    part = ((batch * (HEADS // GROUP) + head // GROUP) * tiles + tile) * splits
     parts += (part * BLOCK_M + row % BLOCK_M) * DV
     sums += part * 2 * BLOCK_M + row % BLOCK_M
     split, dv = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DV)

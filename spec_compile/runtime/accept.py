@@ -28,7 +28,11 @@ def accept_greedy(tree: Tree, ancestors: Tensor, depth: Tensor, logits: Tensor) 
 
     Siblings are distinct, so at most one path matches. logits [B, N, V].
     """
-    choice = argmax(logits)
+    return follow(tree, ancestors, depth, argmax(logits))
+
+
+def follow(tree: Tree, ancestors: Tensor, depth: Tensor, choice: Tensor) -> Accepted:
+    """Go down the tree from the root along the tokens chosen at its nodes: choice [B, N] follows each node."""
     nodes = tree.tokens.shape[1]
     if nodes == 1:
         return Accepted(torch.zeros_like(choice), choice, torch.ones_like(choice[:, 0]))

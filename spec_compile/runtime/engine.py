@@ -4,7 +4,6 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import psutil
 import torch
@@ -17,6 +16,8 @@ from ..graph import ModelGraph
 from ..stats import Clock, Stats
 from .accept import Accepted
 from .past import Past
+from .sampler import Sampler
+from .sampling import NO_PROBABILITIES
 from .session import SPAN, Session
 from .tree import Tree
 
@@ -36,7 +37,8 @@ class Request:
 
     past: keys and values that exist already. first_logits [B, V]: of the token after the prompts, if they are known;
     then `past` covers the whole prompts. choose: makes an `Accepted` of verified trees and their logits [B, N, V], in
-    place of greedy acceptance inside the round. stopped: rows that the caller has ended; it may add to them.
+    place of greedy acceptance inside the round. sampler, seed: draws inside the round. stopped: rows that the caller
+    has ended; it may add to them.
     """
 
     prompts: list[list[int]]
@@ -47,6 +49,8 @@ class Request:
     past: Past | None = None
     first_logits: Tensor | None = None
     choose: Callable[[Tree, Tensor], Accepted] | None = None
+    sampler: Sampler | None = None
+    seed: int = 0
     prefill_chunk_size: int | None = None
     stopped: set[int] = field(default_factory=set)
 
@@ -62,7 +66,8 @@ class Engine:
         device: torch.device,
         max_positions: int,
     ):
-        taps = make_drafter(1).taps
+        drafter = make_drafter(1)
+        taps, self.draws = drafter.taps, drafter.draws
         self.verify = passes.run(graph, passes.Settings(options.merge_linears, taps))
         self.prefill = passes.run(graph, passes.Settings(options.merge_linears, taps, logits="none"))
         self.make_drafter, self.options, self.device, self.max_positions = make_drafter, options, device, max_positions
@@ -104,10 +109,11 @@ class Engine:
         """
         session, stats = self.session(len(request.prompts)), self.stats
         state, drafter, clock = session.state, session.drafter, Clock(stats)
-        policy = session.policies["look" if request.choose else "round"]
+        policy = session.policies["look" if request.choose or request.sampler else "round"]
         ahead = 1 if request.choose or not session.on_gpu else AHEAD
         stats.trace = []
         state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos)
+        state.seed.fill_(request.seed)
         if request.past is not None:
             state.fill(request.past)
         drafter.begin(state, request.prompts, request.references)
@@ -130,8 +136,10 @@ class Engine:
                     nodes = policy.choose(*zip(*seen)) if seen else policy.choose_ahead(len(active))
                     nodes = 1 if request.first_logits is not None else nodes
                     span = min(-(-(max(lengths) + nodes) // SPAN) * SPAN, state.capacity)
-                    launch = session.launch if request.choose is None else partial(self._chosen, session, request)
-                    flying.append((nodes, launch(nodes, span)))
+                    if request.choose is None:
+                        flying.append((nodes, session.launch(request.sampler, nodes, span)))
+                    else:
+                        flying.append((nodes, self._chosen(session, request, nodes, span)))
                 nodes, read = flying.popleft()
                 outcome = read()
                 seconds = clock.spend("verify")
@@ -141,6 +149,8 @@ class Engine:
                 for row in active:
                     count, done, counts[row], hints[row], depth, *rest = outcome[row]
                     gained[row] = rest[:count]
+                    if -1 in gained[row]:
+                        raise RuntimeError(NO_PROBABILITIES)
                     paths.append(rest[nodes + 1 : nodes + count])
                     lengths[row] += count
                     finished[row] = bool(done)

@@ -10,6 +10,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from . import past as pasts
 from .answer import Answer
 from .engine import Request
+from .processors import MINIMA, is_known
+from .sampler import Sampler
 from .walk import Walk
 
 HANDLED = {
@@ -19,8 +21,6 @@ HANDLED = {
 """Arguments of the model's forward that the loop understands."""
 LENGTHS = {"MaxLengthCriteria", "EosTokenCriteria"}
 """Criteria that a round checks by itself."""
-MINIMA = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
-"""Processors that a round applies by itself."""
 
 
 class SpeculativeMixin:
@@ -61,7 +61,12 @@ class SpeculativeMixin:
         if prompt.embedded:
             output = self._prefill(input_ids, generation_config, model_kwargs)
             past, first = output.past_key_values, output.logits[:, -1].float()
-        greedy = not generation_config.do_sample and all(type(p).__name__ in MINIMA for p in logits_processor)
+        plain = not answer.keeps and first is None
+        direct = plain and not generation_config.do_sample and all(is_known(p, MINIMA) for p in logits_processor)
+        drawn = (  # on a CPU the walk is faster: it processes the nodes that are reached, and no others
+            plain and generation_config.do_sample and self.device.type == "cuda" and not speculation.draws
+            and Sampler.takes(logits_processor)
+        )
         seed = int(torch.randint((1 << 63) - 1, ())) if generation_config.do_sample else None
         shortest = max((_minimum(p) for p in logits_processor if type(p).__name__ in MINIMA), default=0)
         own = [len(tokens) - input_ids.shape[1] for tokens in prompt.tokens]  # a row's tokens less the width
@@ -72,7 +77,9 @@ class SpeculativeMixin:
             eos=sorted(answer.eos),
             past=pasts.read(past, prompt.padding) if past is not None and past.get_seq_length() > 0 else None,
             first_logits=first,
-            choose=None if greedy and not answer.keeps and first is None else Walk(answer, logits_processor, seed),
+            choose=None if direct or drawn else Walk(answer, logits_processor, seed),
+            sampler=Sampler(logits_processor) if drawn else None,
+            seed=seed or 0,
             prefill_chunk_size=generation_config.prefill_chunk_size,
         )
         with closing(speculation.run(request)) as rounds:

@@ -5,14 +5,20 @@ import copy
 import torch
 from torch import Tensor
 
-ROWWISE = {
-    # these look at the scores alone
+OF_SCORES = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper",
     "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor",
     "LogitNormalization", "SuppressTokensLogitsProcessor",
+}  # fmt: skip
+"""transformers' processors that look at nothing but the scores."""
+WAITING = {"TopHLogitsWarper", "EtaLogitsWarper"}
+"""Those of them that make the host wait for a GPU (torch.distributions checks its arguments)."""
+MINIMA = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
+"""Those that a round applies by itself (see `State.forbid_early_eos`)."""
+ROWWISE = OF_SCORES | MINIMA | {
     # at the length
-    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty", "SuppressTokensAtBeginLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty",
+    "SuppressTokensAtBeginLogitsProcessor",
     # at the prefix
     "RepetitionPenaltyLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor",
     "NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor", "WatermarkLogitsProcessor",
@@ -31,7 +37,7 @@ class Processors:
 
     def __init__(self, processors: list, batch: int):
         self.processors, self.batch = processors, batch
-        self.rowwise = all(_is_rowwise(processor) for processor in processors)
+        self.rowwise = all(is_known(processor, ROWWISE) for processor in processors)
 
     def __call__(self, ids: Tensor, rows: Tensor, lengths: list[int], scores: Tensor) -> Tensor:
         """Process scores [R, V] of rows [R] of the batch, whose prefixes are ``ids[row, :length]``; -> [R, V]."""
@@ -52,9 +58,10 @@ class Processors:
         return type(self.processors)(processors)(ids, scores)
 
 
-def _is_rowwise(processor) -> bool:
+def is_known(processor, names: set[str]) -> bool:
+    """Whether `processor` is one of transformers' own of these names."""
     kind = type(processor)
-    return kind.__name__ in ROWWISE and kind.__module__.startswith("transformers.generation.")
+    return kind.__name__ in names and kind.__module__.startswith("transformers.generation.")
 
 
 def _for_rows(processor, rows: Tensor):

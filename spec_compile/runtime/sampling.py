@@ -3,19 +3,24 @@
 import torch
 from torch import Tensor
 
+NO_PROBABILITIES = (
+    "cannot sample: the scores of the next token contain NaN or +inf, or every token is -inf; look at the logits "
+    "processors, or pass remove_invalid_values=True"
+)
+
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def uniform(seed: int, sequence: Tensor, position: Tensor, stream: int = 0) -> Tensor:
+def uniform(seed: int | Tensor, sequence: Tensor, position: Tensor, stream: int = 0) -> Tensor:
     """Numbers in [0, 1) that depend on nothing but (seed, sequence, position, stream); float64, shaped as `sequence`.
 
     sequence, position: int64 of one shape, the row of the batch and how many tokens it had generated. stream: which
     of the numbers at that place. The counters go one after the other through the finaliser of SplitMix64 (Steele, Lea
     and Flood 2014, section 3), in arithmetic modulo 2**64.
     """
-    bits = _mix(torch.tensor(seed, device=sequence.device) + _GOLDEN)
+    bits = _mix(torch.as_tensor(seed, device=sequence.device) + _GOLDEN)
     for counter in (sequence, position, stream):
         bits = _mix(bits + (counter + 1) * _GOLDEN)
     return _shift(bits, 12).to(torch.float64) * 2.0**-52  # 52 bits: below 1 even times any total
@@ -36,10 +41,7 @@ def probabilities(scores: Tensor) -> Tensor:
     """softmax in float64 of scores [R, V]; RuntimeError where there is none (NaN, or every token excluded)."""
     weights = scores.double().softmax(dim=-1)
     if not weights.isfinite().all():
-        raise RuntimeError(
-            "cannot sample: the scores of the next token contain NaN or +inf, or every token is -inf; look at the "
-            "logits processors, or pass remove_invalid_values=True"
-        )
+        raise RuntimeError(NO_PROBABILITIES)
     return weights
 
 

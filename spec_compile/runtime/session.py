@@ -10,12 +10,15 @@ import torch
 from ..compat import compile_step
 from .cuda_graph import Captured, Ring
 from .round import Prefill, Round
+from .sampler import Sampler
 from .sizes import SizePolicy
 from .state import State
-from .tree import MAX_NODES
+from .tree import MAX_NODES, ancestry
 
 SPAN = 128
 """The part of the cache that is looked at on a CPU grows by this many slots."""
+SAMPLERS = 32
+"""Captured rounds that draw, kept for the settings used last."""
 PREFILL_SIZES = {"cpu": (512, 128, 32), "cuda": (2048, 512, 128, 32)}
 """Tokens of each row that a prefill step takes."""
 
@@ -43,9 +46,11 @@ class Session:
             self.steps[part, nodes] = self._build(part, nodes)
         return self.steps[part, nodes]
 
-    def launch(self, nodes: int, span: int) -> Callable[[], list[list[int]]]:
-        """Begin a round; what is returned waits for it and gives its outcome. On a GPU nothing here waits."""
-        outcome = self.step("round", nodes)(span)
+    def launch(self, sampler: Sampler | None, nodes: int, span: int) -> Callable[[], list[list[int]]]:
+        """Begin a round, greedy or drawing; what is returned waits for it and gives its outcome. On a GPU nothing here
+        waits."""
+        step = self.step("round", nodes) if sampler is None else self._sampled(sampler, nodes)
+        outcome = step(span)
         return outcome.tolist if self.ring is None else self.ring.send(outcome)
 
     def _build(self, part: str, nodes: int) -> Callable:
@@ -68,6 +73,27 @@ class Session:
         engine.stats.seconds["compile"] += seconds
         engine.report(f"compiled {name} in {seconds:.1f} s")
         return step
+
+    def _sampled(self, sampler: Sampler, nodes: int) -> Callable:
+        """The round over `nodes` nodes that draws, a function of span; on a GPU captured for these processors."""
+        key = f"sampled {sampler.key}", nodes
+        if key not in self.steps:
+            look, finish, state = self._function("look", nodes), self._function("finish", nodes), self.state
+
+            def sampled(span: int):
+                tree = state.tree(nodes)
+                logits, *features = look(span)
+                accepted = sampler(state, tree, *ancestry(tree.parents), logits)
+                return finish(accepted.path, accepted.tokens, accepted.count, features)
+
+            captures = self.on_gpu and self.engine.options.cuda_graphs
+            with torch.no_grad(), self._untouched():
+                self.steps[key] = Captured(sampled, (SPAN,), self.engine.pool) if captures else sampled
+                self.policies["look"].cost[nodes] = self._seconds(self.steps[key], (SPAN,))
+            forgotten = [k for k in self.steps if k[0].startswith("sampled")][:-SAMPLERS]
+            for old in forgotten:
+                del self.steps[old]
+        return self.steps[key]
 
     def _function(self, part: str, nodes: int) -> Callable:
         """The step as a function, not captured. On a GPU one compilation serves all sizes but 1, for they cost the same

@@ -35,6 +35,7 @@ class State(nn.Module):
         buffer("min_lengths", batch)  # no end-of-sequence token before a row holds this many tokens
         buffer("max_lengths", batch)
         buffer("finished", batch, dtype=torch.bool)
+        buffer("seed", 1)
         buffer("is_eos", graph.vocab_size, dtype=torch.bool)
         buffer("tree_tokens", batch, MAX_NODES)
         buffer("tree_parents", batch, MAX_NODES)
@@ -130,7 +131,8 @@ class State(nn.Module):
         """
         nodes = accepted.tokens.shape[1]
         number = torch.arange(nodes, device=self.tokens.device)
-        ends = self.is_eos[accepted.tokens] & (number < accepted.count[:, None])
+        tokens = accepted.tokens.clamp(min=0)  # -1: nothing could be drawn, which the engine will report
+        ends = self.is_eos[tokens] & (number < accepted.count[:, None])
         until_end = torch.where(ends, number + 1, nodes + 1).amin(dim=1)
         room = (self.max_lengths - (self.lengths + 1)).clamp(min=0)
         gained = torch.minimum(torch.minimum(accepted.count, until_end), room)
@@ -145,7 +147,7 @@ class State(nn.Module):
             for cache in self.cache:
                 head = torch.arange(cache.shape[1], device=slots.device)[None, :, None]
                 cache.index_put_((row, head, target), cache[row, head, source])
-        self.tokens.scatter_(1, slots + 1, accepted.tokens)
+        self.tokens.scatter_(1, slots + 1, tokens)
         self.lengths.add_(gained)
         self.finished.logical_or_((gained == until_end) | (self.lengths + 1 >= self.max_lengths))
         self.root()

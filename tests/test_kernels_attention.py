@@ -1,0 +1,395 @@
+"""Tree attention and compaction against their plain-PyTorch meaning.
+
+Without a GPU the kernels run in Triton's interpreter, in float32; ``pytest -m gpu`` runs the same on a CUDA device.
+"""
+
+import os
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+triton = pytest.importorskip("triton")
+if not GPU and isinstance(triton.language.max, triton.JITFunction):
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+from spec_compile.kernels import compact as compaction  # noqa: E402
+from spec_compile.kernels import ops  # noqa: E402
+from spec_compile.kernels import tree_attention as attention  # noqa: E402
+from spec_compile.runtime.tree import ancestry  # noqa: E402
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no CUDA device")]
+INTERPRETER = pytest.mark.skipif(GPU, reason="the kernels run on the CUDA device")
+PLACES = [
+    pytest.param(("cpu", torch.float32), id="interpreter", marks=INTERPRETER),
+    pytest.param(("cuda", torch.float32), id="cuda-fp32", marks=ON_GPU),
+    pytest.param(("cuda", torch.bfloat16), id="cuda-bf16", marks=ON_GPU),
+]
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SMALL = attention.Tuning(block_m=16, block_n=16, splits=3, least=32, warps=4, stages=2)
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    """Device and dtype."""
+    return request.param
+
+
+def chain(nodes):
+    return list(range(-1, nodes - 1))
+
+
+def star(nodes):
+    return [-1] + [0] * (nodes - 1)
+
+
+def random_tree(nodes):
+    return [-1, *(random.Random(nodes * 100 + i).randrange(i) for i in range(1, nodes))]
+
+
+def merged(batch, nodes, heads, sizes, dtype):
+    """Views [B, heads, N, size] of one product, as a merged projection gives them, among NaN that nobody may read."""
+    columns = sum(count * size for count, size in zip(heads, sizes))
+    product = torch.full((batch + 1, nodes + 2, columns + 8), torch.nan, dtype=dtype)[:batch, 1:-1, 8:]
+    product.copy_(torch.randn(batch, nodes, columns))
+    parts = product.split([count * size for count, size in zip(heads, sizes)], dim=2)
+    return [part.unflatten(2, (count, size)).transpose(1, 2) for part, count, size in zip(parts, heads, sizes)]
+
+
+def move(x, device):
+    """To the device, strides and all."""
+    if x is None or device == "cpu":
+        return x
+    size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
+    return torch.as_strided(x, (size,), (1,)).to(device).as_strided(x.shape, x.stride())
+
+
+def bits(x):
+    return x.cpu().view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+class Case:
+    """Random inputs of one call, with NaN in every slot of the cache that nobody may see."""
+
+    def __init__(
+        self, place, lengths, nodes, parents=None, heads=(2, 1), sizes=(16, 16), capacity=None, causal=False,
+        window=None, softcap=None, sinks=False,
+    ):  # fmt: skip
+        self.device, self.dtype = place
+        batch = len(lengths)
+        capacity = capacity or max(lengths) + nodes + 5
+        self.q, self.k, self.v = merged(batch, nodes, (heads[0], heads[1], heads[1]), (sizes[0], *sizes), self.dtype)
+        self.clean = [torch.zeros(batch, heads[1], capacity, size, dtype=self.dtype) for size in sizes]
+        self.caches = [torch.full_like(cache, torch.nan) for cache in self.clean]
+        for clean, cache in zip(self.clean, self.caches):
+            for row, length in enumerate(lengths):
+                clean[row, :, :length] = cache[row, :, :length] = torch.randn(heads[1], length, clean.shape[3])
+        self.lengths = torch.tensor(lengths)
+        tree = torch.tensor([parents if parents is not None else chain(nodes)] * batch)
+        ancestors, depth = ancestry(tree) if nodes <= 64 else (None, torch.arange(nodes))
+        self.ancestors = None if causal else ancestors
+        self.positions = self.lengths[:, None] + (torch.arange(nodes) if causal else depth)
+        self.sinks = torch.randn(heads[0], dtype=self.dtype) if sinks else None
+        self.rest = sizes[0] ** -0.5, softcap, window
+
+    def expected(self):
+        """Output and caches of the twin, computed in double precision."""
+        q, k, v, *caches = (x.double() for x in (self.q, self.k, self.v, *self.clean))
+        group = q.shape[1] // k.shape[1]
+        scale, softcap, window = self.rest
+        span = int(self.lengths.max()) + q.shape[2]
+        mask = ops.tree_mask(self.positions, self.lengths, self.ancestors, span, window, group, q.dtype)
+        sinks = None if self.sinks is None else self.sinks.double()
+        return ops.tree_attention(q, k, v, *caches, self.lengths, mask, sinks, scale, softcap)
+
+    def inputs(self):
+        tensors = self.q, self.k, self.v, *self.caches, self.lengths, self.ancestors, self.positions, self.sinks
+        return [*(move(x, self.device) for x in tensors), *self.rest]
+
+    def check(self, config=SMALL):
+        inputs = self.inputs()
+        if config is not None and self.dtype == torch.float32:
+            config = config._replace(block_m=16, block_n=16)  # larger blocks of float32 take minutes to compile
+        self.compare(attention.launch(*inputs, config=config), inputs[3:5])
+
+    def compare(self, out, caches):
+        tolerance = TOLERANCE[self.dtype]
+        torch.testing.assert_close(out.cpu().double(), self.expected(), atol=tolerance, rtol=tolerance)
+        for cache, before, new in zip(caches, self.caches, (self.k, self.v)):
+            after = before.clone()
+            for row, length in enumerate(self.lengths.tolist()):
+                after[row, :, length : length + new.shape[2]] = new[row]
+            assert torch.equal(bits(cache), bits(after))  # the block's slots hold it, all others are as they were
+
+
+EDGES = [0, 1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129]
+
+
+def test_lengths(place):
+    """Every remainder of blocks and splits, in one batch of different lengths."""
+    Case(place, EDGES, 5, random_tree(5)).check()
+
+
+@pytest.mark.parametrize("length", [0, 1, 129])
+def test_single_row(place, length):
+    Case(place, [length], 3, star(3), heads=(4, 2)).check()
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 7, 16, 33, 64])
+@pytest.mark.parametrize("shape", [chain, star, random_tree])
+def test_trees(place, nodes, shape):
+    Case(place, [70, 0, 33], nodes, shape(nodes)).check()
+
+
+def test_rows_of_different_trees(place):
+    case = Case(place, [40, 7, 64], 16)
+    trees = torch.tensor([random_tree(16), star(16), chain(16)])
+    case.ancestors, depth = ancestry(trees)
+    case.positions = case.lengths[:, None] + depth
+    case.check()
+
+
+@pytest.mark.parametrize(
+    "heads, sizes",
+    [
+        ((3, 3), (16, 16)),
+        ((6, 2), (24, 24)),  # groups of three, sizes that fill no block
+        ((5, 1), (80, 80)),
+        ((7, 1), (96, 64)),
+        ((20, 1), (16, 32)),  # more heads a group than rows a tile
+        ((4, 2), (128, 128)),
+        ((2, 2), (192, 128)),  # multi-head latent attention
+        ((2, 1), (256, 256)),
+    ],
+)
+def test_heads_and_sizes(place, heads, sizes):
+    Case(place, [37, 50], 4, random_tree(4), heads, sizes).check()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 17, 50, 1000])
+def test_sliding_window(place, window, causal):
+    Case(place, [0, 5, 60, 129], 7, random_tree(7), window=window, causal=causal).check()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("softcap, sinks", [(3.0, False), (None, True), (3.0, True)])
+def test_softcap_and_sinks(place, softcap, sinks, window):
+    case = Case(place, [0, 1, 66], 6, random_tree(6), heads=(6, 2), softcap=softcap, sinks=sinks, window=window)
+    case.q *= 4
+    case.check()
+
+
+@pytest.mark.parametrize("nodes, window", [(1, None), (16, None), (33, 9), (90, None), (130, 40)])
+def test_causal_chunks(place, nodes, window):
+    """A chunk of a prompt, larger than a tree may be."""
+    Case(place, [0, 45], nodes, causal=True, window=window).check()
+
+
+@pytest.mark.parametrize("splits, least, block_n", [(1, 16, 16), (2, 16, 16), (5, 16, 16), (8, 16, 32), (17, 64, 16)])
+def test_splits(place, splits, least, block_n):
+    config = SMALL._replace(splits=splits, least=least, block_n=block_n)
+    Case(place, [0, 15, 64, 128, 131], 4, star(4), heads=(4, 2)).check(config)
+
+
+def test_tiles_of_64_rows(place):
+    Case(place, [100, 3], 33, random_tree(33), heads=(4, 1)).check(SMALL._replace(block_m=64, block_n=64))
+
+
+@pytest.mark.parametrize("nodes", [1, 9])
+def test_full_capacity(place, nodes):
+    """The last slot of the cache is the block's last."""
+    Case(place, [64 - nodes, 12], nodes, capacity=64).check()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "heads last", "transposed"])
+def test_strides(place, layout):
+    case = Case(place, [33, 8], 4, random_tree(4), heads=(4, 2), sizes=(16, 32))
+    if layout == "contiguous":
+        case.q, case.k, case.v = (x.contiguous() for x in (case.q, case.k, case.v))
+    elif layout == "transposed":  # not even the columns lie side by side
+        case.q, case.k, case.v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (case.q, case.k, case.v))
+    case.positions = case.positions[:1].expand(2, -1) if layout == "heads last" else case.positions
+    case.check()
+
+
+def test_rising_scores(place):
+    """Each block of keys exceeds all before it by far, so that every sum so far must be scaled down."""
+    case = Case(place, [128], 3, chain(3))
+    for cache in (case.caches[0], case.clean[0]):
+        cache[:, :, :128] *= torch.linspace(0, 20, 128)[:, None]
+    case.check()
+
+
+@settings(max_examples=60 if GPU else 12)
+@given(data=st.data())
+def test_anything(place, data):
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    nodes = data.draw(st.integers(1, 64))
+    reach = data.draw(st.integers(1, 64))
+    parents = [-1, *(data.draw(st.integers(max(0, i - reach), i - 1)) for i in range(1, nodes))]
+    lengths = data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=3))
+    heads = data.draw(st.sampled_from([(1, 1), (3, 1), (4, 2)]))
+    options = {
+        "causal": data.draw(st.booleans()),
+        "window": data.draw(st.sampled_from([None, 3, 40])),
+        "softcap": data.draw(st.sampled_from([None, 2.0])),
+        "sinks": data.draw(st.booleans()),
+    }
+    config = SMALL._replace(splits=data.draw(st.integers(1, 6)), least=data.draw(st.sampled_from([16, 48])))
+    Case(place, lengths, nodes, parents, heads, **options).check(config)
+
+
+def test_operator():
+    """The registered operator on a CPU: schema, fake, and the twin's own answer."""
+    case = Case(("cpu", torch.float32), [20, 7], 5, random_tree(5), heads=(4, 2), sinks=True, softcap=5.0)
+    case.caches = [cache.clone() for cache in case.clean]
+    torch.library.opcheck(attention.tree_attention, case.inputs())
+    inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in case.inputs()]
+    case.compare(torch.ops.spec_compile.tree_attention(*inputs), inputs[3:5])
+
+
+def paths(batch, nodes):
+    """Ascending paths from the root, and how many of their slots count."""
+    rng = random.Random(nodes)
+    path, count = torch.zeros(batch, nodes, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64)
+    for row in range(batch):
+        chosen = [0, *sorted(rng.sample(range(1, nodes), rng.randrange(nodes)))] if row else range(nodes)
+        path[row, : len(chosen)] = torch.tensor(list(chosen))
+        count[row] = len(chosen) if row != 2 else 0
+    return path, count
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 7, 16, 33, 64])
+def test_compact(place, nodes):
+    device, dtype = place
+    path, count = paths(5, nodes)
+    lengths = torch.tensor([0, 3, 11, 36, 100 - nodes])
+    shapes = [(5, heads, 100, size) for heads, size in ((2, 16), (2, 24), (1, 192), (3, 80))]
+    caches = [torch.full(shape, torch.nan).to(dtype) for shape in shapes]
+    for cache in caches:
+        for row, length in enumerate(lengths.tolist()):
+            cache[row, :, : length + nodes] = torch.randn(cache.shape[1], length + nodes, cache.shape[3])
+    moved = [cache.to(device).clone() for cache in caches]
+    compaction.launch(moved, lengths.to(device), path.to(device), count.to(device))
+    for cache, after in zip(caches, moved):
+        expected = cache.clone()
+        for row, length in enumerate(lengths.tolist()):
+            for i in range(int(count[row])):
+                expected[row, :, length + i] = expected[row, :, length + int(path[row, i])]
+        assert torch.equal(bits(after), bits(expected))
+    twin = [cache.clone() for cache in caches]
+    torch.ops.spec_compile.compact(twin, lengths, path, count)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(twin, moved))
+
+
+def test_compact_operator():
+    path, count = paths(3, 7)
+    caches = [torch.randn(3, 2, 20, 8), torch.randn(3, 1, 20, 4)]
+    torch.library.opcheck(compaction.compact, (caches, torch.tensor([1, 2, 3]), path, count))
+
+
+CUDA = [pytest.param(dtype, marks=ON_GPU, id=str(dtype)) for dtype in (torch.float32, torch.bfloat16)]
+LLAMA = {"heads": (32, 8), "sizes": (128, 128)}
+
+
+@pytest.mark.parametrize("dtype", CUDA)
+@pytest.mark.parametrize("nodes", [1, 4, 16, 33, 64])
+def test_own_tuning(dtype, nodes):
+    """With the divisions that `tuning` chooses."""
+    Case(("cuda", dtype), [3000], nodes, random_tree(nodes), **LLAMA).check(None)
+    Case(("cuda", dtype), [0, 1029, 128], nodes, random_tree(nodes), **LLAMA).check(None)
+
+
+@pytest.mark.parametrize("dtype", CUDA)
+@pytest.mark.parametrize(
+    "heads, sizes", [((14, 2), (64, 64)), ((4, 1), (256, 256)), ((16, 16), (192, 128)), ((32, 32), (80, 80))]
+)
+@pytest.mark.parametrize("window", [None, 512])
+def test_own_tuning_of_other_shapes(dtype, heads, sizes, window):
+    for nodes in (1, 16, 64):
+        case = Case(("cuda", dtype), [1500], nodes, random_tree(nodes), heads, sizes, window=window, sinks=True)
+        case.check(None)
+
+
+@pytest.mark.parametrize("dtype", [*CUDA, pytest.param(torch.float16, marks=ON_GPU, id="torch.float16")])
+def test_prompt_chunks(dtype):
+    for nodes, window in ((512, None), (300, 128)):
+        Case(("cuda", dtype), [700], nodes, causal=True, window=window, **LLAMA).check(None)
+
+
+@pytest.mark.parametrize("dtype", CUDA)
+def test_long_context(dtype):
+    """More than 2^31 elements in a cache: offsets need 64 bits."""
+    slots, heads = 1 << 17, 132
+    caches = [torch.zeros(1, heads, slots, 128, dtype=dtype, device="cuda") for _ in range(2)]
+    length = slots - 16
+    q, k, v = (torch.randn(1, heads, 16, 128, dtype=dtype, device="cuda") for _ in range(3))
+    for cache in caches:
+        cache[:, -1, :length] = torch.randn(length, 128, dtype=dtype, device="cuda")
+    lengths = torch.tensor([length], device="cuda")
+    positions = lengths[:, None] + torch.arange(16, device="cuda")
+    out = torch.ops.spec_compile.tree_attention(
+        q, k, v, *caches, lengths, None, positions, None, 0.3, None, None
+    )  # fmt: skip
+    last = [x[:, -1:] for x in (q, *caches)]
+    bias = torch.where(torch.arange(slots, device="cuda") <= positions[0, :, None], 0.0, -torch.inf)
+    expected = torch.softmax(last[0].float() @ last[1].float().transpose(2, 3) * 0.3 + bias, 3) @ last[2].float()
+    torch.testing.assert_close(out[:, :, -1:].transpose(1, 2).float(), expected, atol=3e-2, rtol=3e-2)
+    assert torch.equal(caches[0][:, :, length:], k) and torch.equal(caches[1][:, :, length:], v)
+
+
+@pytest.mark.parametrize("dtype", CUDA)
+@pytest.mark.parametrize("nodes", [1, 16, 64])
+def test_same_bits_every_time(dtype, nodes):
+    inputs = Case(("cuda", dtype), [5000], nodes, random_tree(nodes), **LLAMA).inputs()
+    outs = [torch.ops.spec_compile.tree_attention(*inputs) for _ in range(20)]
+    assert all(torch.equal(bits(out), bits(outs[0])) for out in outs)
+
+
+@pytest.mark.parametrize("dtype", CUDA)
+def test_cuda_graph(dtype):
+    """A captured graph of attention and compaction follows the lengths, trees and paths on the device."""
+    nodes, capacity = 16, 4200
+    cases = [
+        Case(("cuda", dtype), [length], nodes, shape(nodes), capacity=capacity, **LLAMA)
+        for length, shape in ((100, chain), (0, star), (4100, random_tree), (777, random_tree))
+    ]
+    static = cases[0].inputs()
+    path, count = (x.cuda() for x in paths(2, nodes))
+
+    def both():
+        out = torch.ops.spec_compile.tree_attention(*static)
+        kept = [cache.clone() for cache in static[3:5]]
+        torch.ops.spec_compile.compact(static[3:5], static[5], path[1:], count[1:])
+        return out, kept
+
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, kept = both()
+    for case in cases[1:] + cases[:1]:
+        for there, new in zip(static, case.inputs()):
+            if isinstance(new, torch.Tensor):
+                there.copy_(new)
+        graph.replay()
+        case.compare(out, kept)
+        expected = [cache.clone() for cache in kept]
+        rows = case.lengths[0] + path[1, : int(count[1])].cpu()
+        for cache, after in zip(expected, static[3:5]):
+            cache[:, :, int(case.lengths[0]) : int(case.lengths[0]) + len(rows)] = cache[:, :, rows]
+            assert torch.equal(bits(cache), bits(after))
+
+
+@pytest.mark.parametrize("dtype", CUDA)
+def test_compiled(dtype):
+    """Under torch.compile the caches are written in place."""
+    case = Case(("cuda", dtype), [300], 16, random_tree(16), **LLAMA)
+    inputs = case.inputs()
+    compiled = torch.compile(lambda *args: torch.ops.spec_compile.tree_attention(*args) + 0, fullgraph=True)
+    case.compare(compiled(*inputs), inputs[3:5])
