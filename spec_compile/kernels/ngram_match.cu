@@ -23,6 +23,7 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr int kItems = 8;                      // positions a thread reads at a time
 constexpr int kTile = SCAN_THREADS * kItems;
 constexpr int kMaxWindow = 255;
+constexpr int kUnknown = -2;
 constexpr int kRanked = 256;                   // so many keys are sorted by comparing all with all
 
 extern __shared__ __align__(16) unsigned char shared_memory[];
@@ -83,7 +84,7 @@ __device__ void scan(Scan& s, const Token* text, unsigned size, unsigned begin, 
 #pragma unroll
         for (int k = 0; k < kItems; ++k) {
             const unsigned back = k * SCAN_THREADS + thread;
-            tokens[k] = back < top - begin ? int(text[top - 1 - back]) : -2;
+            tokens[k] = back < top - begin ? int(text[top - 1 - back]) : kUnknown;
         }
     };
     unsigned next = end;
@@ -93,7 +94,7 @@ __device__ void scan(Scan& s, const Token* text, unsigned size, unsigned begin, 
 #pragma unroll
         for (int k = 0; k < kItems; ++k) {
             ends |= unsigned(tokens[k] == last) << k;
-            ends_before |= unsigned(tokens[k] == second) << k;
+            ends_before |= unsigned(tokens[k] == second || tokens[k] == kUnknown) << k;
         }
         const unsigned top = next;
         next = next - begin > kTile ? next - kTile : begin;

@@ -76,7 +76,9 @@ def tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, 
     """For `rows` rows a KV head and `groups` = B * Hkv."""
     processors, memory, _ = _device(device)
     block_m = min(max(triton.next_power_of_2(rows), 16), 128)
-    block_n = 64
+    block_n, warps = 64, 8 if block_m > 64 else 4
+    if itemsize == 4:  # no tensor cores: what does not fit into registers is slow, and minutes to compile
+        block_m, block_n, warps = 16, 32, 8
     slot = (triton.next_power_of_2(key_dim) + triton.next_power_of_2(value_dim)) * itemsize
     while block_n > 16 and block_n * slot > 48 * 1024:
         block_n //= 2
@@ -84,7 +86,7 @@ def tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, 
     stages = min(max(room // (block_n * slot), 1), 3)
     tiles = triton.cdiv(rows, block_m)
     splits = min(max(processors // (groups * tiles), 1), 128)
-    return Tuning(block_m, block_n, splits, 128, 8 if block_m > 64 else 4, stages)
+    return Tuning(block_m, block_n, splits, 128, warps, stages)
 
 
 @tree_attention.register_kernel("cuda")

@@ -82,14 +82,16 @@ class Engine:
         """Tokens a sequence may hold in a batch of this size."""
         if self.options.max_cache_len is not None:
             return self.options.max_cache_len
-        token_bytes = batch * sum(
-            layer.kv_heads * (layer.key_dim + layer.value_dim) * self.verify.dtype.itemsize
-            for layer in self.verify.layers
-        )
         memory = psutil.virtual_memory().total
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
-        return min(self.max_positions, max(memory // 4 // token_bytes, 1024))
+        return min(self.max_positions, max(memory // 4 // (self.token_bytes * batch), 1024))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        layers = self.verify.layers
+        return sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers) * self.verify.dtype.itemsize
 
     def session(self, batch: int) -> Session:
         """The session for a batch size; the least recently used ones beyond a few are dropped."""

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from ..compat import compile_step
+from ..errors import UnsupportedModelError
 from .cuda_graph import Captured, Ring
 from .round import Prefill, Round
 from .sampler import Sampler
@@ -32,12 +33,25 @@ class Session:
         self.prefill_sizes = PREFILL_SIZES[engine.device.type]
         margin = MAX_NODES + self.prefill_sizes[0]
         slots = -(-(engine.capacity(batch) + margin) // SPAN) * SPAN
+        self._check_memory(slots)
         self.drafter = engine.make_drafter(batch)
         self.state = State(engine.verify, batch, slots, engine.device, self.drafter.draws)
         self.policies = {part: SizePolicy(engine.sizes, engine.options.adaptive) for part in ("round", "look")}
         self.ring = Ring(batch, 5 + 2 * MAX_NODES) if self.on_gpu else None
         self.steps: dict[tuple[str, int], Callable] = {}
         self._compiled: dict[tuple[str, int], Callable] = {}
+
+    def _check_memory(self, slots: int) -> None:
+        """UnsupportedModelError if a GPU has no room for the cache."""
+        if not self.on_gpu:
+            return
+        needed, (free, _) = slots * self.engine.token_bytes * self.batch, torch.cuda.mem_get_info(self.engine.device)
+        free += torch.cuda.memory_reserved(self.engine.device) - torch.cuda.memory_allocated(self.engine.device)
+        if needed > free:
+            raise UnsupportedModelError(
+                f"max_cache_len: a cache of {slots} tokens for {self.batch} sequences takes {needed / 1e9:.1f} GB, the "
+                f"GPU has {free / 1e9:.1f} GB left; pass a smaller max_cache_len to speculate(), or fewer sequences"
+            )
 
     def step(self, part: str, nodes: int = 0) -> Callable:
         """A function, made on first use: "prefill" of (size, span); "round" or "look" over `nodes` nodes, of span;

@@ -1,0 +1,180 @@
+"""On a GPU: captured rounds give the tokens that the model gives on the CPU, wait for nothing, and leak nothing."""
+
+import functools
+
+import models
+import pytest
+import torch
+
+from spec_compile import UnsupportedModelError, speculate
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+NEW = 40
+MODES = {
+    "graphs": dict(),
+    "compiled": dict(cuda_graphs=False),
+    "eager": dict(cuda_graphs=False, compile=False),
+    "eager graphs": dict(compile=False),
+}
+
+
+@functools.cache
+def model(name="llama", device="cuda"):
+    return models.ADMITTED[name]().to(device)
+
+
+@functools.cache
+def fast(name="llama", mode="graphs"):
+    return speculate(model(name), max_cache_len=700, **MODES[mode])
+
+
+def random_ids(length, batch=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    pattern = torch.randint(3, models.VOCAB, (batch, max(4, length // 3)), generator=generator)
+    return pattern.repeat(1, 4)[:, :length]  # repeats, so that something is drafted
+
+
+@functools.cache
+def plain(name, length, batch, seed=0, new=NEW):
+    ids = random_ids(length, batch, seed)
+    return model(name, "cpu").generate(ids, do_sample=False, max_new_tokens=new, eos_token_id=None, pad_token_id=0)
+
+
+def generated(system, ids, new=NEW, **options):
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    return system.generate(ids.cuda(), max_new_tokens=new, **options).cpu()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_tokens_are_the_cpus(mode, batch):
+    system = fast("llama", mode)
+    for seed, length in enumerate((5, 200, 17, 64, 33)):  # also after a longer prompt
+        assert torch.equal(generated(system, random_ids(length, batch, seed)), plain("llama", length, batch, seed))
+    assert system.speculation.stats.accept_length > 1.1
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma3", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_architectures(name):
+    system = speculate(model(name), max_cache_len=512, compile=name in ("qwen3", "gemma3"))
+    for batch in (1, 3):
+        assert torch.equal(generated(system, random_ids(50, batch)), plain(name, 50, batch))
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 600])
+def test_around_block_edges(length):
+    assert torch.equal(generated(fast(), random_ids(length), 70), plain("llama", length, 1, new=70))
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 8, 64])
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_sizes(nodes, adaptive):
+    system = speculate(model(), max_cache_len=300, num_draft_tokens=nodes, adaptive=adaptive)
+    assert torch.equal(generated(system, random_ids(100)), plain("llama", 100, 1))
+
+
+def test_padded_rows_end_on_their_own():
+    ids = random_ids(40, 4)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 7, 20, 39)):
+        mask[row, :padding] = 0
+    answer = plain("llama", 40, 4)
+    eos = [int(answer[0, 45]), int(answer[2, 60])]
+    options = dict(do_sample=False, max_new_tokens=NEW, eos_token_id=eos, pad_token_id=0)
+    want = model("llama", "cpu").generate(ids, attention_mask=mask, **options)
+    got = fast().generate(ids.cuda(), attention_mask=mask.cuda(), **options)
+    assert torch.equal(got.cpu(), want)
+
+
+def test_drawn_tokens_are_those_of_the_walk():
+    settings = dict(do_sample=True, temperature=0.5, top_k=30, top_p=0.95, min_new_tokens=5, eos_token_id=[7, 8, 9])
+    on_cpu = speculate(model("llama", "cpu"), compile=False)
+    for batch in (1, 3):
+        torch.manual_seed(5)
+        want = on_cpu.generate(random_ids(60, batch), max_new_tokens=NEW, pad_token_id=0, **settings)
+        for mode in ("graphs", "eager"):
+            torch.manual_seed(5)
+            assert torch.equal(generated(fast("llama", mode), random_ids(60, batch), **settings), want)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(repetition_penalty=1.2),
+        dict(no_repeat_ngram_size=3),
+        dict(prefix_allowed_tokens_fn=lambda row, ids: list(range(3, 60))),
+        dict(stopping_criteria=[lambda ids, scores: ids[:, -1] % 11 == 3]),
+        dict(logits_processor=[lambda ids, scores: scores - 0.1 * torch.arange(scores.shape[1], device=scores.device)]),
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_processors_and_criteria(settings):
+    ids = random_ids(50, 2)
+    options = dict(do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0, **settings)
+    want = model("llama", "cpu").generate(ids, **options)
+    assert torch.equal(fast().generate(ids.cuda(), **options).cpu(), want)
+
+
+def test_nothing_waits_in_the_loop():
+    system = fast()
+    ids = random_ids(100)
+    generated(system, ids)
+    engine = system.speculation._engine
+    run = engine.run
+
+    def watched(request):
+        rounds = run(request)
+        yield next(rounds)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield from rounds
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    engine.run = watched
+    try:
+        assert torch.equal(generated(system, ids), plain("llama", 100, 1))
+    finally:
+        del engine.run
+
+
+def test_ten_thousand_rounds_take_no_more_memory():
+    system = speculate(model(), max_cache_len=700)
+    generated(system, random_ids(30))
+    held = None
+    while system.speculation.stats.rounds < 10_000:
+        generated(system, random_ids(20 + system.speculation.stats.rounds % 50), 600)
+        held = held or torch.cuda.memory_reserved()
+    assert torch.cuda.memory_reserved() <= held
+
+
+def test_a_failed_capture_leaves_the_process_usable():
+    system = speculate(model(), max_cache_len=300, compile=False)
+    drafter = system.speculation._engine.session(1).drafter
+    whole = drafter.propose
+
+    def waits(state):
+        int(state.lengths[0])  # not allowed while capturing
+        whole(state)
+
+    drafter.propose = waits
+    with pytest.raises(RuntimeError):
+        generated(system, random_ids(20))
+    drafter.propose = whole
+    torch.cuda.synchronize()
+    assert torch.equal(generated(system, random_ids(20)), plain("llama", 20, 1))
+    assert torch.equal(generated(fast(), random_ids(20)), plain("llama", 20, 1))
+
+
+def test_bfloat16_runs_and_graphs_change_nothing():
+    half = models.ADMITTED["llama"]().to("cuda", torch.bfloat16)
+    answers = [generated(speculate(half, max_cache_len=300, **MODES[mode]), random_ids(80)) for mode in MODES]
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[2], answers[3])
+
+
+def test_refusals_name_what_to_do():
+    with pytest.raises(UnsupportedModelError, match="float64"):
+        speculate(models.ADMITTED["llama"]().to("cuda", torch.float64))
+    with pytest.raises(UnsupportedModelError, match="max_cache_len"):
+        generated(speculate(model(), max_cache_len=1 << 36), random_ids(20))
