@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from transformers import Cache, PreTrainedModel
 
-from . import adapters
+from . import adapters, kernels
 from .admit import admit
 from .capture import capture
 from .checks import check_capture, check_tree
@@ -53,6 +53,8 @@ class Speculation:
 
     def __init__(self, model: PreTrainedModel, algorithm: str, options: Options, ngram: NgramTrie):
         self.algorithm, self.options, self.ngram = algorithm, options, ngram
+        if model.device.type == "cuda":
+            kernels.load()
         self._model, self._lock, self._references, self._said = model, threading.RLock(), [], set()
         graph = capture(model)
         if options.check:

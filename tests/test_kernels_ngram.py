@@ -116,10 +116,8 @@ def from_trie(texts, documents, num_nodes, options: MatchOptions) -> list:
         trie.extend(stream, text[: len(text) // 2])
         trie.extend(stream, text[len(text) // 2 :])
         drafts.append(trie.propose(stream, num_nodes))
-    return plain([torch.stack([d.tokens for d in drafts]), torch.stack([d.parents for d in drafts])]) + [
-        [d.count for d in drafts],
-        [d.match for d in drafts],
-    ]
+    trees = torch.stack([d.tokens for d in drafts]), torch.stack([d.parents for d in drafts])
+    return [*plain(trees), [d.count for d in drafts], [d.match for d in drafts]]
 
 
 # ---- the plain version --------------------------------------------------------------------------------------------
@@ -144,14 +142,13 @@ def test_nothing_crosses_the_end_of_a_document():
     assert plain(propose(*inputs, 6, options)) == [[[2, 5, 6, 6, 0, 0]], [[-1, 0, 1, 0, 0, 0]], [4], [2]]
 
 
-def real_continuations(texts, documents, row: int) -> set[tuple[int, ...]]:
-    """Every n-gram of the row's text and the documents."""
-    return {tuple(text[i:j]) for text in (*documents, texts[row]) for i in range(len(text)) for j in range(i + 1, len(text) + 1)}
+def n_grams(text: list[int]) -> set[tuple[int, ...]]:
+    return {tuple(text[i:j]) for i in range(len(text)) for j in range(i + 1, len(text) + 1)}
 
 
 def check_tree(out, row: int, texts, documents) -> None:
     tokens, parents, count, match = (value[row] for value in out)
-    grams = real_continuations(texts, documents, row)
+    grams = set().union(*map(n_grams, (*documents, texts[row])))
     assert parents[0] == -1 and tokens[0] == texts[row][-1]
     assert all(0 <= parents[i] < i for i in range(1, count))
     assert len({(parents[i], tokens[i]) for i in range(1, count)}) == count - 1
@@ -424,7 +421,7 @@ def cuda():
 def test_kernels(cuda, seed):
     choose = random.Random(seed).randint
     limit = (256, choose(1, 256), 128)[seed % 3]
-    longest = (60, 300, 20_000)[seed % 10 == 0 and 2 or seed % 2]
+    longest = 20_000 if seed % 10 == 0 else (60, 300)[seed % 2]
     texts, documents, num_nodes, options = make_case(choose, choose(1, 4), longest, match_limit=limit)
     inputs = tensors(texts, documents, dtype=(torch.int32, torch.int64)[choose(0, 1)])
     out = propose(*(tensor.to(cuda) for tensor in inputs), num_nodes, options)
@@ -440,7 +437,7 @@ def test_rounds_in_a_captured_graph(cuda, match_type):
     text = make_text(rng.randint, 4000) + [1, 2] * 20
     documents = [make_text(rng.randint, 3000) for _ in range(8)]
     inputs = tensors([text, text[::-1]], documents, cuda, room=100)
-    tokens, committed, corpus, corpus_length = inputs
+    _, committed, _, corpus_length = inputs
     corpus_size = int(corpus_length)
     propose(*inputs, 32, options)
     graph = torch.cuda.CUDAGraph()

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import (
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -23,6 +25,8 @@ from spec_compile import speculate
 from spec_compile.drafters import Drafter
 from spec_compile.runtime import generate, walk
 from spec_compile.runtime.answer import Answer
+from spec_compile.runtime.engine import Request
+from spec_compile.runtime.sampler import Sampler
 from spec_compile.runtime.sampling import accept_drawn, draw, probabilities, uniform
 from spec_compile.runtime.tree import Tree
 from spec_compile.runtime.walk import Walk
@@ -648,6 +652,46 @@ def test_a_processor_that_must_see_every_step():
     assert torch.equal(answer(1, **padded(0, 1, 2), logits_processor=LogitsProcessorList([silent])), expected)
     assert silent.shapes == [(3, width) for width in range(5, 25)]
     assert fast.speculation.stats.rounds < 20
+
+
+# --- the sampler, that draws at all nodes at once
+
+
+def ran(processors, sampler, eos=(), least=0):
+    """Twenty tokens after each of three prompts, from the rounds themselves: drawn in them, or by the walk."""
+    inputs = padded(0, 1, 2)["input_ids"]
+    request = Request(PROMPTS, [len(p) + least for p in PROMPTS], [len(p) + 20 for p in PROMPTS], list(eos), seed=9)
+    if sampler:
+        request.sampler = Sampler(processors)
+    else:
+        answer = Answer(inputs, inputs.shape[1] + 20, list(eos), PAD)
+        request.choose = Walk(answer, LogitsProcessorList(processors), seed=9)
+    rows = [[] for _ in PROMPTS]
+    for gained in speculative(**TREES[8]).speculation.run(request):
+        for row, tokens in zip(rows, gained):
+            row += tokens
+    return rows
+
+
+@pytest.mark.parametrize(
+    "processors, ends",
+    [
+        ([TemperatureLogitsWarper(1.2), TopKLogitsWarper(9)], dict()),
+        ([TopPLogitsWarper(0.9)], dict()),
+        ([MinNewTokensLengthLogitsProcessor(5, 6, [15, 16, 28], device="cpu")], dict(eos=[15, 16, 28], least=6)),
+    ],
+    ids=["top-k", "top-p", "minimum"],
+)
+def test_the_sampler_draws_as_the_walk(processors, ends):
+    rows = ran(processors, sampler=False, **ends)
+    assert ran(processors, sampler=True, **ends) == rows
+    assert all(6 < len(row) < 20 for row in rows) if ends else [len(row) for row in rows] == [20] * 3
+    assert speculative(**TREES[8]).speculation.stats.accept_length > 1
+
+
+def test_the_sampler_finds_nothing_to_draw():
+    with pytest.raises(RuntimeError, match="cannot sample"):
+        ran([SuppressTokensLogitsProcessor(range(VOCAB))], sampler=True)
 
 
 # --- edges

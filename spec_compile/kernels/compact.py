@@ -51,10 +51,11 @@ def launch(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) -
     widest = max(cache.shape[3] for cache in caches)
     block_d = min(triton.next_power_of_2(widest), 128)
     grid = (len(caches), batch * max(cache.shape[1] for cache in caches), triton.cdiv(widest, block_d))
+    align = math.gcd(16, *(n for cache in caches for n in (cache.shape[3], cache.data_ptr())))
     _compact[grid](
         _table(caches), lengths, path.contiguous(), count, nodes, batch,
-        DTYPE=getattr(tl, str(caches[0].dtype).removeprefix("torch.")), BLOCK_D=block_d,
-        ALIGN=math.gcd(16, *(cache.shape[3] for cache in caches)), BLOCK_NODES=triton.next_power_of_2(nodes),
+        DTYPE=getattr(tl, str(caches[0].dtype).removeprefix("torch.")), ALIGN=align,
+        BLOCK_D=block_d, BLOCK_NODES=triton.next_power_of_2(nodes),
     )  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def _compact(
     accepted = number < tl.minimum(tl.load(count + row), nodes)
     source = tl.load(path + row * nodes + number, mask=accepted, other=0)
     moved = accepted & (source != number)
-    cache = tl.multiple_of(tl.load(table), 16).to(tl.pointer_type(DTYPE))
+    cache = tl.multiple_of(tl.load(table).to(tl.pointer_type(DTYPE)), ALIGN)
     cache += (tl.program_id(1) * slots + tl.load(lengths + row)) * size
     column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = moved[:, None] & (column < size)[None, :]

@@ -313,7 +313,7 @@ def launches(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
     """The two kernel launches that fill `out`, and the workspace they need."""
     batch, columns = tokens.shape
-    if columns > 1 and tokens.stride(1) != 1 or not committed.is_contiguous() or not corpus.is_contiguous():
+    if (columns > 1 and tokens.stride(1) != 1) or not committed.is_contiguous() or not corpus.is_contiguous():
         raise ValueError("rows of tokens, committed and corpus must be contiguous")
     positions = columns + corpus.numel()
     blocks = max(multiprocessors * shape.scan_blocks, positions >> 23)
@@ -322,8 +322,16 @@ def launches(
     at_least = tokens.new_empty((batch, options.max_match_window_size + 2, blocks), dtype=torch.int32)
     macros = shape.macros()
     deepest = min(options.branch_length - options.min_match_window_size, num_nodes - 1)
-    texts = (tokens, tokens.stride(0), columns, committed, corpus, int(corpus.dtype == torch.int64), corpus_length,
-             corpus.numel())
+    texts = (
+        tokens,
+        tokens.stride(0),
+        columns,
+        committed,
+        corpus,
+        int(corpus.dtype == torch.int64),
+        corpus_length,
+        corpus.numel(),
+    )
     windows = options.min_match_window_size, options.max_match_window_size
     breadths = options.min_bfs_breadth, options.max_bfs_breadth
     limit, by_frequency = options.match_limit, int(options.match_type == "PROB")
@@ -334,11 +342,38 @@ def launches(
         types[1] = ctypes.c_longlong  # the stride
         return Launch(kernel, grid, threads, shared_bytes, values, types)
 
-    scan = launch("ngram_scan", batch * blocks, shape.scan_threads, macros["SCAN_BYTES"], *texts, batch, blocks,
-                  shape.min_span, *windows, limit, best, at_least)
-    build = launch("ngram_build", batch, shape.build_threads,
-                   macros["BUILD_BYTES"] + 4 * deepest * (64 * shape.slots + 1), *texts, blocks, best, at_least,
-                   options.branch_length, *windows, *breadths, by_frequency, limit, deepest, num_nodes, *out)
+    scan = launch(
+        "ngram_scan",
+        batch * blocks,
+        shape.scan_threads,
+        macros["SCAN_BYTES"],
+        *texts,
+        batch,
+        blocks,
+        shape.min_span,
+        *windows,
+        limit,
+        best,
+        at_least,
+    )
+    build = launch(
+        "ngram_build",
+        batch,
+        shape.build_threads,
+        macros["BUILD_BYTES"] + 4 * deepest * (64 * shape.slots + 1),
+        *texts,
+        blocks,
+        best,
+        at_least,
+        options.branch_length,
+        *windows,
+        *breadths,
+        by_frequency,
+        limit,
+        deepest,
+        num_nodes,
+        *out,
+    )
     return [scan, build], (best, at_least)
 
 
