@@ -20,6 +20,7 @@ from .runtime import past
 from .runtime.engine import Engine, Request
 from .runtime.generate import SpeculativeMixin
 from .runtime.ngram import NgramTrie
+from .runtime.ngram_corpus import NgramCorpus
 from .runtime.session import Session
 from .stats import Stats
 
@@ -41,17 +42,19 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
     algorithm = parse_algorithm(algo)
     parsed = parse_options(Options, options)
     vocab_size = model.get_output_embeddings().weight.shape[0] if _has_head(model) else None
-    trie = NgramTrie(**parsed.ngram, vocab_size=vocab_size)
+    store = NgramTrie(**parsed.ngram, vocab_size=vocab_size)
     admit(model)
+    if model.device.type == "cuda":
+        store = NgramCorpus(parsed.capacity, vocab_size, model.device)
     fast = _shadow(model)
-    fast.__dict__["speculation"] = Speculation(model, algorithm, parsed, trie)
+    fast.__dict__["speculation"] = Speculation(model, algorithm, parsed, store)
     return fast
 
 
 class Speculation:
     """What is behind ``model.speculation``: statistics, reports and control of one speculative model."""
 
-    def __init__(self, model: PreTrainedModel, algorithm: str, options: Options, ngram: NgramTrie):
+    def __init__(self, model: PreTrainedModel, algorithm: str, options: Options, ngram: NgramTrie | NgramCorpus):
         self.algorithm, self.options, self.ngram = algorithm, options, ngram
         if model.device.type == "cuda":
             kernels.load()
@@ -61,7 +64,7 @@ class Speculation:
             check_capture(model, graph)
         self._engine = Engine(
             graph,
-            lambda batch: make_ngram_drafter(ngram, options, batch, model.device),
+            lambda batch: make_ngram_drafter(ngram, options, batch),
             options,
             model.device,
             _max_positions(model, graph.position_limit, options),

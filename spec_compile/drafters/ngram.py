@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import ops
+from ..kernels.ngram_match import MatchOptions
+from ..kernels.ngram_match import propose as match
 from ..runtime.ngram import NgramTrie
+from ..runtime.ngram_corpus import NgramCorpus
 from ..runtime.state import State
 from . import Drafter
 
@@ -58,6 +61,35 @@ class NgramDrafter(Drafter):
             self.trie.close(self.open_streams.pop())
 
 
-def make_ngram_drafter(trie: NgramTrie, options, batch: int, device: torch.device) -> Drafter:
-    """The n-gram drafter for where the model is: the trie on the host, or matching on the GPU."""
-    return NgramDrafter(trie, options.num_draft_tokens, batch)
+class MatchingDrafter(Drafter):
+    """The same on a GPU: matches each row's own text and the corpus where they lie, inside the captured round."""
+
+    def __init__(self, corpus: NgramCorpus, options: MatchOptions, num_draft_tokens: int):
+        super().__init__()
+        self.corpus, self.options, self.num_draft_tokens = corpus, options, num_draft_tokens
+        self.state: State | None = None
+
+    def begin(self, state: State, prompts: list[list[int]], references: list[Tensor]) -> None:
+        for reference in references:
+            self.corpus.append(reference)
+        self.state = state
+
+    def propose(self, state: State) -> None:
+        if self.num_draft_tokens == 1:
+            return
+        text, length = self.corpus.text, self.corpus.length
+        state.propose(*match(state.tokens, state.lengths + 1, text, length, self.num_draft_tokens, self.options))
+
+    def end(self) -> None:
+        if self.state is not None:
+            for row, length in enumerate(self.state.lengths.tolist()):
+                self.corpus.append(self.state.tokens[row, : length + 1])
+        self.state = None
+
+
+def make_ngram_drafter(store: NgramTrie | NgramCorpus, options, batch: int) -> Drafter:
+    """The n-gram drafter for where `store` is."""
+    if isinstance(store, NgramTrie):
+        return NgramDrafter(store, options.num_draft_tokens, batch)
+    windows = {name: value for name, value in options.ngram.items() if name != "capacity"}
+    return MatchingDrafter(store, MatchOptions(**windows), options.num_draft_tokens)

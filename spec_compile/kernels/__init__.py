@@ -3,4 +3,4 @@
 
 def load() -> None:
     """Register the ops that have kernels; needs triton."""
-    from . import compact, skinny_matmul, tree_attention  # noqa: F401
+    from . import compact, tree_attention  # noqa: F401

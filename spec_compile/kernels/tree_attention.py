@@ -102,6 +102,7 @@ def launch(
     if config is None:
         config = tuning(group * nodes, batch * kv_heads, key_dim, value_dim, q.element_size(), q.device.index)
     block_m, block_n, splits, least, warps, stages = config
+    block_own = min(max(triton.next_power_of_2(nodes), 16), block_n if ancestors is None else 64)
     tiles = triton.cdiv(nodes * group, block_m)
     q, k, v, positions = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, positions))
     ancestors = None if ancestors is None else ancestors.contiguous()
@@ -119,8 +120,8 @@ def launch(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], positions.stride(0), nodes, splits, least, capacity,
         scale / softcap * 2 * LOG2E if softcap is not None else 0.0,
         (softcap if softcap is not None else scale) * LOG2E,
-        SOFTCAP=softcap is not None, KV_HEADS=kv_heads, DK=key_dim, BLOCK_DK=max(triton.next_power_of_2(key_dim), 16),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **shared, num_warps=warps, num_stages=stages,
+        SOFTCAP=softcap is not None, KV_HEADS=kv_heads, DK=key_dim, BLOCK_DK=triton.next_power_of_2(key_dim), BLOCK_OWN=block_own,
+        ALONE=splits == 1, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **shared, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         options = {"launch_pdl": True} if early else {}
@@ -135,27 +136,27 @@ def launch(
 def _plan(
     lengths, positions, batch, stride_p, node, nodes, splits, least, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Committed slots that some of the nodes see, first .. length, in `active` parts of `size`."""
+    """Committed slots that some of the nodes see: first .. length, in parts of `size`. owner: the split that also takes
+    the block itself, and the last: one without a part if there is one, so that nobody waits for it."""
     length = tl.load(lengths + batch).to(tl.int32)
     first = tl.zeros_like(length)
     if WINDOW is not None:
         position = tl.load(positions + batch * stride_p + node, mask=node < nodes, other=1 << 30).to(tl.int32)
         first = tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0), length)
     size = tl.maximum(tl.cdiv(tl.cdiv(length - first, splits), BLOCK_N) * BLOCK_N, least)
-    active = tl.maximum(tl.cdiv(length - first, size), 1)
-    return length, first, size, active
+    owner = tl.minimum(tl.cdiv(length - first, size), splits - 1)
+    return length, first, size, owner
 
 
 @triton.jit
 def _step(
     q, k, v, seen, acc, peak, total, inner, outer, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """One block of keys and values into a running softmax (base 2). seen: which scores count; None: all."""
+    """One block of keys and values into a running softmax (base 2). seen: which scores count."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
         scores = 1 - 2 / (tl.exp2(scores * inner) + 1)  # tanh
-    if seen is not None:
-        scores = tl.where(seen, scores, float("-inf"))
+    scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1) * outer)
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores * outer - base[:, None])
@@ -171,104 +172,93 @@ def _attention(
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_p,
     nodes, splits, least, capacity, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_OWN: tl.constexpr, ALONE: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
+        gdc_wait()
         gdc_launch_dependents()
     tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     batch, kv_head = (tl.program_id(1) // KV_HEADS).to(tl.int64), (tl.program_id(1) % KV_HEADS).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node, head = row // GROUP, kv_head * GROUP + row % GROUP
-    length, first, size, active = _plan(
+    length, first, size, owner = _plan(
         lengths, positions, batch, stride_p, node, nodes, splits, least, WINDOW, BLOCK_N
     )
-
-    dk, dv, slot = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N)
-    k += batch * stride_kb + kv_head * stride_kh
-    v += batch * stride_vb + kv_head * stride_vh
-    key_cache += tl.program_id(1).to(tl.int64) * capacity * DK
-    value_cache += tl.program_id(1).to(tl.int64) * capacity * DV
-
-    if split == tl.minimum(active, splits - 1):  # append this tile's share of the block; an idle program, if any
-        share = tl.cdiv(nodes, tiles)
-        for start in range(tile * share, tl.minimum(tile * share + share, nodes), BLOCK_N):
-            j = start + slot
-            inside = (j < tl.minimum(tile * share + share, nodes)) & (length + j < capacity)
-            keys, values = inside[:, None] & (dk < DK)[None, :], inside[:, None] & (dv < DV)[None, :]
-            new_k = tl.load(k + j[:, None] * stride_kn + dk[None, :], mask=keys)
-            new_v = tl.load(v + j[:, None] * stride_vn + dv[None, :], mask=values)
-            tl.store(key_cache + (length + j)[:, None] * DK + dk[None, :], new_k, mask=keys)
-            tl.store(value_cache + (length + j)[:, None] * DV + dv[None, :], new_v, mask=values)
-    if split >= active:
+    if split > owner:
         return
 
     real = row < nodes * GROUP
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    real_dk, real_dv = (dk < DK)[None, :], (dv < DV)[None, :]
     q_at = q + batch * stride_qb + head[:, None] * stride_qh + node[:, None] * stride_qn + dk[None, :]
-    query = tl.load(q_at, mask=real[:, None] & (dk < DK)[None, :], other=0.0)
+    query = tl.load(q_at, mask=real[:, None] & real_dk, other=0.0)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    if sinks is not None:
-        if split == 0:
-            peak = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-            total += 1.0
     if WINDOW is not None:
         position = tl.load(positions + batch * stride_p + node, mask=real, other=0).to(tl.int32)
 
-    begin = first + split * size
-    end = tl.minimum(begin + size, length)
-    whole = begin
-    if WINDOW is None:
-        whole = begin + (end - begin) // BLOCK_N * BLOCK_N
-        for start in range(begin, whole, BLOCK_N):
-            at = start + slot
-            keys = tl.load(key_cache + at[:, None] * DK + dk[None, :], mask=(dk < DK)[None, :], other=0.0)
-            values = tl.load(value_cache + at[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
-            acc, peak, total = _step(query, keys, values, None, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
-    for start in range(whole, end, BLOCK_N):
+    key_cache += tl.program_id(1).to(tl.int64) * capacity * DK
+    value_cache += tl.program_id(1).to(tl.int64) * capacity * DV
+    slot = tl.arange(0, BLOCK_N)
+    end = tl.minimum(first + split * size + size, length)
+    for start in range(first + split * size, end, BLOCK_N):
         at = start + slot
         inside = at < end
-        k_mask, v_mask = inside[:, None] & (dk < DK)[None, :], inside[:, None] & (dv < DV)[None, :]
-        keys = tl.load(key_cache + at[:, None] * DK + dk[None, :], mask=k_mask, other=0.0)
-        values = tl.load(value_cache + at[:, None] * DV + dv[None, :], mask=v_mask, other=0.0)
+        keys = tl.load(key_cache + at[:, None] * DK + dk[None, :], mask=inside[:, None] & real_dk, other=0.0)
+        values = tl.load(value_cache + at[:, None] * DV + dv[None, :], mask=inside[:, None] & real_dv, other=0.0)
         seen = inside[None, :]
         if WINDOW is not None:
             seen = seen & (position[:, None] - at[None, :] < WINDOW)
         acc, peak, total = _step(query, keys, values, seen, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
 
-    if split == active - 1:  # the block itself
+    if split == owner:  # the block itself; of its tiles, the last sees and appends all of it
+        k += batch * stride_kb + kv_head * stride_kh
+        v += batch * stride_vb + kv_head * stride_vh
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            higher = tl.maximum(peak, sink)
+            keep = tl.exp2(peak - higher)
+            total = total * keep + tl.exp2(sink - higher)
+            acc *= keep[:, None]
+            peak = higher
         last = nodes
         if ancestors is None:
             last = tl.minimum(nodes, (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
         else:
             bits = tl.load(ancestors + batch * nodes + node, mask=real, other=0)
-        for start in range(0, last, BLOCK_N):
-            j = start + slot
+            if BLOCK_OWN <= 32:
+                bits = bits.to(tl.int32)
+        for start in range(0, last, BLOCK_OWN):
+            j = start + tl.arange(0, BLOCK_OWN)
             inside = j < nodes
-            k_mask, v_mask = inside[:, None] & (dk < DK)[None, :], inside[:, None] & (dv < DV)[None, :]
+            k_mask, v_mask = inside[:, None] & real_dk, inside[:, None] & real_dv
             keys = tl.load(k + j[:, None] * stride_kn + dk[None, :], mask=k_mask, other=0.0)
             values = tl.load(v + j[:, None] * stride_vn + dv[None, :], mask=v_mask, other=0.0)
+            if tile == tiles - 1:
+                kept = (length + j < capacity)[:, None]
+                tl.store(key_cache + (length + j)[:, None] * DK + dk[None, :], keys, mask=k_mask & kept)
+                tl.store(value_cache + (length + j)[:, None] * DV + dv[None, :], values, mask=v_mask & kept)
             if ancestors is None:
                 seen = j[None, :] <= node[:, None]
             else:
-                seen = ((bits[:, None] >> tl.minimum(j, 63)[None, :].to(tl.int64)) & 1) != 0
+                seen = ((bits[:, None] >> tl.minimum(j, 63)[None, :].to(bits.dtype)) & 1) != 0
             seen = seen & inside[None, :]
             if WINDOW is not None:
                 there = tl.load(positions + batch * stride_p + j, mask=inside, other=0).to(tl.int32)
                 seen = seen & (position[:, None] - there[None, :] < WINDOW)
             acc, peak, total = _step(query, keys, values, seen, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
 
-    if active == 1:
+    if ALONE:
         out_at = out + batch * nodes * (KV_HEADS * GROUP * DV) + (node * (KV_HEADS * GROUP) + head)[:, None] * DV
-        tl.store(out_at + dv[None, :], acc / total[:, None], mask=real[:, None] & (dv < DV)[None, :])
+        tl.store(out_at + dv[None, :], acc / total[:, None], mask=real[:, None] & real_dv)
     else:
         part = (tl.program_id(1) * tiles + tile).to(tl.int64) * splits + split
         r = tl.arange(0, BLOCK_M)
-        part_at = parts + part * (BLOCK_M * DV) + r[:, None] * DV + dv[None, :]
-        tl.store(part_at, acc, mask=real[:, None] & (dv < DV)[None, :])
+        tl.store(parts + part * (BLOCK_M * DV) + r[:, None] * DV + dv[None, :], acc, mask=real[:, None] & real_dv)
         tl.store(sums + part * (2 * BLOCK_M) + r, peak)
         tl.store(sums + part * (2 * BLOCK_M) + BLOCK_M + r, total)
 
@@ -280,33 +270,32 @@ def _merge(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out = the parts' sums weighed by their peaks, one row a program. Nothing to do where there was one part."""
+    """out = the parts' sums weighed by their peaks, one row a program."""
+    if EARLY:
+        gdc_wait()  # in every program: what comes after this kernel must also come after the one before it
+        gdc_launch_dependents()
     batch = tl.program_id(1).to(tl.int64)
     node, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     row = node * GROUP + head % GROUP
     tile = row // BLOCK_M
     tile_nodes = (tile * BLOCK_M + tl.arange(0, BLOCK_M)) // GROUP
-    _, _, _, active = _plan(lengths, positions, batch, stride_p, tile_nodes, nodes, splits, least, WINDOW, BLOCK_N)
-    if EARLY:
-        gdc_wait()  # in every program: what comes after this kernel must also come after the one before it
-    if active == 1:
-        return
+    _, _, _, owner = _plan(lengths, positions, batch, stride_p, tile_nodes, nodes, splits, least, WINDOW, BLOCK_N)
     tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     part = ((batch * (HEADS // GROUP) + head // GROUP) * tiles + tile) * splits
     parts += (part * BLOCK_M + row % BLOCK_M) * DV
     sums += part * 2 * BLOCK_M + row % BLOCK_M
     split, dv = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DV)
-    peaks = tl.load(sums + split * (2 * BLOCK_M), mask=split < active, other=float("-inf"))
-    totals = tl.load(sums + split * (2 * BLOCK_M) + BLOCK_M, mask=split < active, other=0.0)
+    peaks = tl.load(sums + split * (2 * BLOCK_M), mask=split <= owner, other=float("-inf"))
+    totals = tl.load(sums + split * (2 * BLOCK_M) + BLOCK_M, mask=split <= owner, other=0.0)
     peak = tl.max(peaks, 0)
     total = tl.sum(totals * tl.exp2(peaks - peak), 0)
     CHUNK: tl.constexpr = min(BLOCK_SPLITS, 16)
     acc = tl.zeros([BLOCK_DV], tl.float32)
-    for start in range(0, active, CHUNK):
-        split = start + tl.arange(0, CHUNK)
-        weights = tl.exp2(tl.load(sums + split * (2 * BLOCK_M), mask=split < active, other=float("-inf")) - peak)
-        inside = (split < active)[:, None] & (dv < DV)[None, :]
-        chunk = tl.load(parts + split[:, None] * (BLOCK_M * DV) + dv[None, :], mask=inside, other=0.0)
+    for start in range(0, owner + 1, CHUNK):
+        some = start + tl.arange(0, CHUNK)
+        weights = tl.exp2(tl.load(sums + some * (2 * BLOCK_M), mask=some <= owner, other=float("-inf")) - peak)
+        inside = (some <= owner)[:, None] & (dv < DV)[None, :]
+        chunk = tl.load(parts + some[:, None] * (BLOCK_M * DV) + dv[None, :], mask=inside, other=0.0)
         acc += tl.sum(chunk * weights[:, None], 0)
     at = out + ((batch * nodes + node) * HEADS + head) * DV + dv
     tl.store(at, acc / total, mask=dv < DV)
