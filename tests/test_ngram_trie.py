@@ -707,7 +707,7 @@ def test_what_add_takes():
         (torch.ones(2), TypeError, "float32"),
         (torch.ones(2, 2, dtype=torch.int64), ValueError, "must be 1-D"),
         ([1, 2, -1], ValueError, "token id -1, outside"),
-        ([1, 100], ValueError, r"token id 100, outside \[0, 100\) \(vocab_size=100\)"),
+        ([1, 100], ValueError, r"token id 100, outside the vocabulary \[0, 100\)"),
         ([[1, 2], [3, 100]], ValueError, r"ids\[1\] holds token id 100"),
         ([[1, 2], 3], TypeError, r"ids\[1\] must be"),
         ([2**70], TypeError, "ids must be"),

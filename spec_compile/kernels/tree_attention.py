@@ -102,7 +102,6 @@ def launch(
     if config is None:
         config = tuning(group * nodes, batch * kv_heads, key_dim, value_dim, q.element_size(), q.device.index)
     block_m, block_n, splits, least, warps, stages = config
-    block_own = min(max(triton.next_power_of_2(nodes), 16), block_n if ancestors is None else 64)
     tiles = triton.cdiv(nodes * group, block_m)
     q, k, v, positions = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, positions))
     ancestors = None if ancestors is None else ancestors.contiguous()
@@ -120,8 +119,9 @@ def launch(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], positions.stride(0), nodes, splits, least, capacity,
         scale / softcap * 2 * LOG2E if softcap is not None else 0.0,
         (softcap if softcap is not None else scale) * LOG2E,
-        SOFTCAP=softcap is not None, KV_HEADS=kv_heads, DK=key_dim, BLOCK_DK=triton.next_power_of_2(key_dim), BLOCK_OWN=block_own,
-        ALONE=splits == 1, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **shared, num_warps=warps, num_stages=stages,
+        SOFTCAP=softcap is not None, KV_HEADS=kv_heads, DK=key_dim, BLOCK_DK=triton.next_power_of_2(key_dim),
+        BLOCK_OWN=min(max(triton.next_power_of_2(nodes), 16), block_n), ALONE=splits == 1,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **shared, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         options = {"launch_pdl": True} if early else {}
@@ -230,10 +230,9 @@ def _attention(
             last = tl.minimum(nodes, (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
         else:
             bits = tl.load(ancestors + batch * nodes + node, mask=real, other=0)
-            if BLOCK_OWN <= 32:
-                bits = bits.to(tl.int32)
+        own = tl.arange(0, BLOCK_OWN)
         for start in range(0, last, BLOCK_OWN):
-            j = start + tl.arange(0, BLOCK_OWN)
+            j = start + own
             inside = j < nodes
             k_mask, v_mask = inside[:, None] & real_dk, inside[:, None] & real_dv
             keys = tl.load(k + j[:, None] * stride_kn + dk[None, :], mask=k_mask, other=0.0)
@@ -245,7 +244,10 @@ def _attention(
             if ancestors is None:
                 seen = j[None, :] <= node[:, None]
             else:
-                seen = ((bits[:, None] >> tl.minimum(j, 63)[None, :].to(bits.dtype)) & 1) != 0
+                here = bits >> start
+                if BLOCK_OWN <= 32:
+                    here = here.to(tl.int32)
+                seen = ((here[:, None] >> own[None, :].to(here.dtype)) & 1) != 0
             seen = seen & inside[None, :]
             if WINDOW is not None:
                 there = tl.load(positions + batch * stride_p + j, mask=inside, other=0).to(tl.int32)
@@ -271,15 +273,15 @@ def _merge(
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out = the parts' sums weighed by their peaks, one row a program."""
-    if EARLY:
-        gdc_wait()  # in every program: what comes after this kernel must also come after the one before it
-        gdc_launch_dependents()
     batch = tl.program_id(1).to(tl.int64)
     node, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     row = node * GROUP + head % GROUP
     tile = row // BLOCK_M
     tile_nodes = (tile * BLOCK_M + tl.arange(0, BLOCK_M)) // GROUP
     _, _, _, owner = _plan(lengths, positions, batch, stride_p, tile_nodes, nodes, splits, least, WINDOW, BLOCK_N)
+    if EARLY:
+        gdc_wait()  # in every program: what comes after this kernel must also come after the one before it
+        gdc_launch_dependents()
     tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     part = ((batch * (HEADS // GROUP) + head // GROUP) * tiles + tile) * splits
     parts += (part * BLOCK_M + row % BLOCK_M) * DV

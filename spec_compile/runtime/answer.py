@@ -62,7 +62,9 @@ class Answer:
                 self.rows[row].extend(tokens)
                 if self.keeps:
                     self._kept[row].append((logits[row], scores[row]))
-        while not self.done and all(len(self.rows[b]) > self.columns for b in range(self.batch) if self.needs(b)):
+        while not self.done and all(
+            len(own) > self.columns for own, ended in zip(self.rows, self.ended) if not ended or self.pad is None
+        ):
             self._column()
 
     def sequences(self) -> Tensor:

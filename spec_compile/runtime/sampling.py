@@ -13,16 +13,16 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def uniform(seed: int | Tensor, sequence: Tensor, position: Tensor, stream: int = 0) -> Tensor:
-    """Numbers in [0, 1) that depend on nothing but (seed, sequence, position, stream); float64, shaped as `sequence`.
+def uniform(seed: int | Tensor, sequence: Tensor, position: Tensor, stream: int | Tensor = 0) -> Tensor:
+    """Numbers in [0, 1) that depend on nothing but (seed, sequence, position, stream); float64.
 
-    sequence, position: int64 of one shape, the row of the batch and how many tokens it had generated. stream: which
-    of the numbers at that place. The counters go one after the other through the finaliser of SplitMix64 (Steele, Lea
+    sequence, position, stream: int64 that broadcast to the shape of the result: the row of the batch, how many tokens
+    it had generated, and which of the numbers at that place. The counters go one after the other through the finaliser of SplitMix64 (Steele, Lea
     and Flood 2014, section 3), in arithmetic modulo 2**64.
     """
     bits = _mix(torch.as_tensor(seed, device=sequence.device) + _GOLDEN)
     for counter in (sequence, position, stream):
-        bits = _mix(bits + (counter + 1) * _GOLDEN)
+        bits = _mix(bits + (torch.as_tensor(counter, device=sequence.device) + 1) * _GOLDEN)
     return _shift(bits, 12).to(torch.float64) * 2.0**-52  # 52 bits: below 1 even times any total
 
 
@@ -54,7 +54,7 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(sums, (u * sums[:, -1])[:, None], right=True)[:, 0]
 
 
-def accept_drawn(target: Tensor, draft: Tensor, children: list[int], u: list[Tensor]) -> Tensor:
+def accept_drawn(target: Tensor, draft: Tensor, children: list[int], u: Tensor) -> Tensor:
     """The next token after a node whose children were drawn without replacement: a child's, or one from the residual.
 
     target, draft [V] float64: what the tokens should be, and the first child was, drawn from. children: their tokens,

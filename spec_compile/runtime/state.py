@@ -18,7 +18,7 @@ class State(nn.Module):
     next tree. Slots below ``lengths[b]`` of the cache are committed; what lies beyond is never seen.
     """
 
-    tree_probs: Tensor | None = None
+    tree_probs: Tensor | None
 
     def __init__(self, graph: ModelGraph, batch: int, capacity: int, device: torch.device, probs: bool = False):
         """`probs`: the drafter draws its tokens, and gives the distributions."""
@@ -43,6 +43,8 @@ class State(nn.Module):
         buffer("tree_hint", batch)
         if probs:
             buffer("tree_probs", batch, MAX_NODES, graph.vocab_size, dtype=torch.float32)
+        else:
+            self.tree_probs = None
         for number, layer in enumerate(graph.layers):
             for name, size in (("keys", layer.key_dim), ("values", layer.value_dim)):
                 shape = (batch, layer.kv_heads, capacity, size)

@@ -70,11 +70,13 @@ class Walk:
         weights = probabilities(scores)
         if tree.probs is None:
             return draw(weights, uniform(self.seed, rows, places).to(weights.device))
+        below = (tree.parents[rows] == node[:, None]) & tree.real[rows]
+        streams = torch.arange(int(below.sum(dim=1).max()) + 1)
+        numbers = uniform(self.seed, rows[:, None], places[:, None], streams).to(weights.device)
         chosen = []
-        for row, at, place, target in zip(rows.tolist(), node.tolist(), places, weights):
-            children = tree.tokens[row, (tree.parents[row] == at) & tree.real[row]].tolist()
-            numbers = [uniform(self.seed, torch.tensor(row), place, stream) for stream in range(len(children) + 1)]
-            chosen.append(accept_drawn(target, tree.probs[row, at].double(), children, numbers))
+        for row, at, children, target, u in zip(rows.tolist(), node.tolist(), below, weights, numbers):
+            children = tree.tokens[row, children].tolist()
+            chosen.append(accept_drawn(target, tree.probs[row, at].double(), children, u[: len(children) + 1]))
         return torch.stack(chosen)
 
     def _report(self, going: list[int], chosen: list[int], raw: Tensor, scores: Tensor) -> None:
