@@ -52,7 +52,7 @@ def test_tokens_are_the_cpus(mode, batch):
     system = fast("llama", mode)
     for seed, length in enumerate((5, 200, 17, 64, 33)):  # also after a longer prompt
         assert torch.equal(generated(system, random_ids(length, batch, seed)), plain("llama", length, batch, seed))
-    assert system.speculation.stats.accept_length > 1.1
+    assert system.speculation.stats.accept_length > 1
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma3", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"])

@@ -8,7 +8,7 @@
 // one (the last has no successor), then the corpus, backwards from its end. A match is better if it is longer, and
 // then if it is younger; no two are equal, so the best are the same set in whatever order threads come by.
 //
-// SLOTS (a power of two): words in a set of matches, so that limit <= 32 * SLOTS.
+// WORDS (1 or 2): of 64 bits in a set of matches, so that limit <= 64 * WORDS.
 
 #ifndef SCAN_THREADS
 #define SCAN_THREADS 512
@@ -187,48 +187,45 @@ struct Corpus {
     }
 };
 
-// Matches are numbered by recency. A node of the tree is the set of matches that go on with its path; its id is
-// (depth - 1) * kMatches + the first of them. An anchor is a match length w: in its own tree only matches of at least
-// w tokens count. Each warp grows the tree of one anchor; then all are merged, in the order in which the trie adds
-// nodes: longest anchor first or, by frequency, highest score first.
-constexpr int kMatches = 32 * SLOTS, kWarps = BUILD_THREADS / 32, kNodes = 64;
-constexpr unsigned short kRoot = 0xffff;
-
 struct Set {
-    unsigned words[SLOTS];
+    u64 words[WORDS];
+    __device__ bool has(int match) const { return words[WORDS == 1 ? 0 : match / 64] >> match % 64 & 1; }
+    __device__ bool operator!() const { return !(words[0] | words[WORDS - 1]); }
     __device__ int first() const {  // kMatches: empty
         int at = kMatches;
 #pragma unroll
-        for (int i = SLOTS - 1; i >= 0; --i)
-            if (words[i]) at = 32 * i + __ffs(words[i]) - 1;
+        for (int i = WORDS - 1; i >= 0; --i)
+            if (words[i]) at = 64 * i + __ffsll((long long)words[i]) - 1;
         return at;
     }
-    __device__ int size() const {
-        int sum = 0;
-#pragma unroll
-        for (int i = 0; i < SLOTS; ++i) sum += __popc(words[i]);
-        return sum;
-    }
+    __device__ int size() const { return __popcll(words[0]) + (WORDS == 1 ? 0 : __popcll(words[WORDS - 1])); }
     __device__ Set operator&(const Set& other) const {
         Set out;
 #pragma unroll
-        for (int i = 0; i < SLOTS; ++i) out.words[i] = words[i] & other.words[i];
+        for (int i = 0; i < WORDS; ++i) out.words[i] = words[i] & other.words[i];
         return out;
     }
-    __device__ Set operator-(const Set& other) const {
+    __device__ Set below(int match) const {
         Set out;
 #pragma unroll
-        for (int i = 0; i < SLOTS; ++i) out.words[i] = words[i] & ~other.words[i];
+        for (int i = 0; i < WORDS; ++i) {
+            const int bits = min(max(match - 64 * i, 0), 64);
+            out.words[i] = bits == 64 ? words[i] : words[i] & ((1ull << bits) - 1);
+        }
         return out;
     }
 };
 
-// The set of matches, of which each lane judges SLOTS: f(slot, match).
+// The set of the matches for which f(slot) holds; a lane judges kOwn of them, its match in `slot` is own(slot).
+__device__ int own(int slot) { return int(threadIdx.x % 32) + 32 * slot; }
 template <class F>
 __device__ Set set_of(F f) {
     Set out;
 #pragma unroll
-    for (int i = 0; i < SLOTS; ++i) out.words[i] = __ballot_sync(kAll, f(i, int(threadIdx.x % 32) + 32 * i));
+    for (int i = 0; i < WORDS; ++i) {
+        const unsigned low = __ballot_sync(kAll, f(2 * i));
+        out.words[i] = u64(__ballot_sync(kAll, f(2 * i + 1))) << 32 | low;
+    }
     return out;
 }
 
@@ -244,11 +241,14 @@ struct Build {
     Set sets[kWarps][kNodes];
     u64 found[kMatches];
     unsigned ages[kMatches];
-    unsigned char lengths[kMatches];
+    unsigned char lengths[kMatches], places[kWarps][kMatches];
+    unsigned short offsets_in[kWarps][kNodes];
     unsigned added[(kWarps + 1) * kNodes / 32];
     int total[kMaxWindow + 2], offsets[BUILD_THREADS], sums[2][kWarps];
-    // Here follow, for each depth, `where` [kMatches] and the matches' tokens, `next` [kMatches + 1].
+    // Here follow, for each depth, `equal` [kMatches] (for each match, which have the same token there; none where it
+    // has none), `where` [kMatches], and the tokens, `next` [kStride].
 };
+constexpr int kStride = kMatches + 4;
 static_assert(sizeof(Scan) <= SCAN_BYTES && sizeof(Build) <= BUILD_BYTES, "more shared memory than is asked for");
 
 struct Options {
@@ -321,77 +321,102 @@ __device__ int gather(Build& s, const u64* best, const int* at_least, const Opti
     return count;
 }
 
-// The matches' tokens at one depth, of which each lane holds SLOTS.
-struct Level {
-    const int* tokens;
-    int mine[SLOTS];
-    __device__ explicit Level(const int* tokens) : tokens(tokens) {
-#pragma unroll
-        for (int i = 0; i < SLOTS; ++i) mine[i] = tokens[threadIdx.x % 32 + 32 * i];
-    }
-    __device__ Set with(int token) const {
-        return set_of([&](int slot, int) { return mine[slot] == token; });
-    }
-    __device__ Set present() const {
-        return set_of([&](int slot, int) { return mine[slot] >= 0; });
-    }
-};
-
-// One warp's work: the tree of the anchor of `window` tokens.
+// One warp's work: the tree of the anchor of `window` tokens, from the `counted` of all matches.
 struct Grower {
     List& list;
-    Set* sets;        // of the nodes in the list, all matches
-    const int* next;  // [deepest, kMatches + 1]
-    Set all, counted;
+    Set* sets;               // by frequency: of the nodes in the list, all matches
+    unsigned char* places;   // by recency: of a match that is the first of its node, the node's place in the list
+    unsigned short* offsets;
+    const Set* equal;        // [deepest, kMatches]
+    const Set all, counted;
     const Options& o;
-    int window, deepest, room;
+    const int window, deepest, room;
     int count = 0;
 
-    __device__ int depth(int node) const { return node < 0 ? 0 : list.ids[node] / kMatches + 1; }
-    __device__ Set set(int node) const { return node < 0 ? all : sets[node]; }
     __device__ bool ends(int depth) const { return depth == deepest || window + depth == o.branch_length; }
-    __device__ Level level(int depth) const { return Level(next + depth * (kMatches + 1)); }
-    __device__ void add(int parent, int depth, const Set& set, double score) {
-        if (threadIdx.x % 32 == 0) {
-            sets[count] = set;
-            list.ids[count] = (unsigned short)((depth - 1) * kMatches + set.first());
-            list.parents[count] = parent < 0 ? kRoot : list.ids[parent];
-            list.scores[count] = score;
-        }
-        ++count;
-    }
 
+    // Depth by depth: every counted match goes down to the child that has its next token, if that is one of the first
+    // `breadth`; the first match of a child stands for it.
     __device__ void by_recency() {
-        for (int node = -1; node < count && count < room; ++node) {
-            const int at = depth(node);
-            if (ends(at)) break;  // and so do those that follow
-            const Set here = set(node);
-            const Level tokens = level(at);
-            Set left = here & counted & tokens.present();
-            for (int breadth = o.breadth(window + at); breadth > 0 && count < room; --breadth) {
-                const int first = left.first();
-                if (first == kMatches) break;
-                const Set child = tokens.with(tokens.tokens[first]);
-                left = left - child;
-                add(node, at + 1, child & here, 0);
+        Set node[kOwn];   // of this lane's matches, those (counted or not) in its node
+        bool in[kOwn];    // the match is counted and its node in the list
+        int place[kOwn];  // the node's, counted from the first node of its depth
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) node[i] = all, in[i] = counted.has(own(i)), place[i] = 0;
+        int width = 1;  // nodes of this depth
+        for (int depth = 0; !ends(depth) && count < room; ++depth) {
+            const int breadth = o.breadth(window + depth);
+            Set child[kOwn];
+            int first[kOwn];
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) {
+                child[i] = node[i] & equal[depth * kMatches + own(i)];
+                first[i] = (child[i] & counted).first();
             }
-            __syncwarp();
+            const Set children = set_of([&](int i) { return in[i] && first[i] == own(i); });
+            int sibling[kOwn];
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) sibling[i] = (children & node[i]).below(first[i]).size();
+            const Set kept = set_of([&](int i) { return in[i] && first[i] == own(i) && sibling[i] < breadth; });
+            const int next_width = kept.size();
+            if (next_width == 0) break;
+            int next_place[kOwn];
+            bool several = false;
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) several |= in[i] && first[i] != kMatches && kept.has(first[i]) && sibling[i];
+            if (width == 1) {
+#pragma unroll
+                for (int i = 0; i < kOwn; ++i) next_place[i] = sibling[i];
+            } else if (next_width == width && !__any_sync(kAll, several)) {  // a child each
+#pragma unroll
+                for (int i = 0; i < kOwn; ++i) next_place[i] = place[i];
+            } else {
+                const int lane = threadIdx.x % 32;
+                offsets[lane] = offsets[lane + 32] = 0;
+                __syncwarp();
+#pragma unroll
+                for (int i = 0; i < kOwn; ++i)
+                    if (in[i] && first[i] == own(i) && sibling[i] == 0)
+                        offsets[place[i]] = (unsigned short)min((kept & node[i]).size(), kNodes);
+                __syncwarp();
+                const int low = offsets[lane], high = offsets[lane + 32];
+                const int before = sum_of_lower_lanes(low), all_low = __shfl_sync(kAll, before + low, 31);
+                offsets[lane] = (unsigned short)before;
+                offsets[lane + 32] = (unsigned short)(all_low + sum_of_lower_lanes(high));
+                __syncwarp();
+#pragma unroll
+                for (int i = 0; i < kOwn; ++i) next_place[i] = (in[i] ? offsets[place[i]] : 0) + sibling[i];
+            }
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) {
+                in[i] = in[i] && first[i] != kMatches && kept.has(first[i]) && count + next_place[i] < room;
+                if (in[i] && first[i] == own(i)) {
+                    list.ids[count + next_place[i]] = (unsigned short)(depth * kMatches + child[i].first());
+                    list.parents[count + next_place[i]] =
+                        depth ? (unsigned short)((depth - 1) * kMatches + node[i].first()) : kRoot;
+                }
+                node[i] = child[i];
+                place[i] = next_place[i];
+            }
+            width = next_width;
+            count = min(count + width, room);
         }
     }
 
-    // Candidates are numbered by the first of their counted matches: no two share one.
+    // The best candidate is added and its children become candidates, which stand in the slots of the first of their
+    // counted matches.
     __device__ void by_frequency(double start) {
-        double scores[SLOTS];  // of this lane's candidates; 0: none
-        unsigned orders[SLOTS];
+        double scores[kOwn];  // 0: none
+        unsigned orders[kOwn];
 #pragma unroll
-        for (int i = 0; i < SLOTS; ++i) scores[i] = 0, orders[i] = kAll;
+        for (int i = 0; i < kOwn; ++i) scores[i] = 0, orders[i] = kAll;
         offer(-1, all, 0, start, scores, orders);
         double lowest = start;
         while (count < room) {
             double score = 0;
             unsigned order = kAll;
 #pragma unroll
-            for (int i = 0; i < SLOTS; ++i)
+            for (int i = 0; i < kOwn; ++i)
                 if (scores[i] > score || (scores[i] == score && orders[i] < order)) score = scores[i], order = orders[i];
             const u64 bits = u64(__double_as_longlong(score));
             const unsigned high = __reduce_max_sync(kAll, unsigned(bits >> 32));
@@ -401,46 +426,54 @@ struct Grower {
             order = __reduce_min_sync(kAll, bits == highest ? order : kAll);
             score = __longlong_as_double((long long)highest);
             lowest = min(lowest, score);
-            const int match = order & 255, parent = int(order >> 8) - 1, at = depth(parent) + 1;
+            const int match = order & 255, parent = int(order >> 8) - 1;
+            const unsigned short parent_id = parent < 0 ? kRoot : list.ids[parent];
+            const int depth = parent < 0 ? 0 : parent_id / kMatches + 1;  // of the parent
 #pragma unroll
-            for (int i = 0; i < SLOTS; ++i)
+            for (int i = 0; i < kOwn; ++i)
                 if (orders[i] == order) scores[i] = 0, orders[i] = kAll;
-            const Level tokens = level(at - 1);
-            const Set child = tokens.with(tokens.tokens[match]) & set(parent);
-            add(parent, at, child, lowest);
+            const Set here = (parent < 0 ? all : sets[parent]) & equal[depth * kMatches + match];
+            if (threadIdx.x % 32 == 0) {
+                sets[count] = here;
+                list.ids[count] = (unsigned short)(depth * kMatches + here.first());
+                list.parents[count] = parent_id;
+                list.scores[count] = lowest;
+            }
             __syncwarp();
-            offer(count - 1, child, at, score, scores, orders);
+            offer(count, here, depth + 1, score, scores, orders);
+            ++count;
         }
     }
 
-    // The children of a node of this depth become candidates: the most frequent, of equals the most recent.
+    // The most frequent children, of equals the most recent.
     __device__ void offer(int node, const Set& here, int depth, double score, double* scores, unsigned* orders) {
         if (ends(depth)) return;
-        const int lane = threadIdx.x % 32;
-        const Level tokens = level(depth);
-        Set left = here & counted & tokens.present();
-        const double sum = left.size();
-        int counts[SLOTS] = {}, children = 0;
-        for (int first; (first = left.first()) != kMatches; ++children) {
-            const Set child = left & tokens.with(tokens.tokens[first]);
-            left = left - child;
+        const Set mine = here & counted;
+        int counts[kOwn];
+        bool any[kOwn];
 #pragma unroll
-            for (int i = 0; i < SLOTS; ++i)
-                if (lane + 32 * i == first) counts[i] = child.size();
+        for (int i = 0; i < kOwn; ++i) {
+            const Set child = mine & equal[depth * kMatches + own(i)];
+            any[i] = mine.has(own(i)) && child.has(own(i));
+            counts[i] = any[i] && child.first() == own(i) ? child.size() : 0;
         }
-        for (; children > o.max_breadth; --children) {
+        const int sum = set_of([&](int i) { return any[i]; }).size();
+        for (int children = set_of([&](int i) { return counts[i] > 0; }).size(); children > o.max_breadth; --children) {
             unsigned worst = kAll;
 #pragma unroll
-            for (int i = 0; i < SLOTS; ++i)
-                if (counts[i]) worst = min(worst, unsigned(counts[i] << 8 | (255 - lane - 32 * i)));
+            for (int i = 0; i < kOwn; ++i)
+                if (counts[i]) worst = min(worst, unsigned(counts[i] << 8 | (255 - own(i))));
             worst = __reduce_min_sync(kAll, worst);
 #pragma unroll
-            for (int i = 0; i < SLOTS; ++i)
-                if (unsigned(counts[i] << 8 | (255 - lane - 32 * i)) == worst) counts[i] = 0;
+            for (int i = 0; i < kOwn; ++i)
+                if (unsigned(counts[i] << 8 | (255 - own(i))) == worst) counts[i] = 0;
         }
 #pragma unroll
-        for (int i = 0; i < SLOTS; ++i)
-            if (counts[i]) scores[i] = score * counts[i] / sum, orders[i] = unsigned((node + 1) << 8 | (lane + 32 * i));
+        for (int i = 0; i < kOwn; ++i) {
+            if (!counts[i]) continue;
+            scores[i] = sum == 1 ? score : score * counts[i] / sum;
+            orders[i] = unsigned((node + 1) << 8 | own(i));
+        }
     }
 };
 
@@ -515,7 +548,8 @@ extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
     int branch_length, int min_window, int max_window, int min_breadth, int max_breadth, int by_frequency, int limit,
     int deepest, int nodes, long long* out_tokens, long long* out_parents, long long* out_count, long long* out_match) {
     Build& s = *reinterpret_cast<Build*>(shared_memory);
-    unsigned* where = reinterpret_cast<unsigned*>(shared_memory + BUILD_BYTES);
+    Set* equal = reinterpret_cast<Set*>(shared_memory + BUILD_BYTES);
+    unsigned* where = reinterpret_cast<unsigned*>(equal + deepest * kMatches);
     int* next = reinterpret_cast<int*>(where + deepest * kMatches);
     const Options o{branch_length, min_window, max_window, min_breadth, max_breadth, by_frequency, limit};
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = blockIdx.x, room = nodes - 1;
@@ -548,18 +582,29 @@ extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
         }
 #pragma unroll
         for (int i = 0; i < kEach; ++i)
-            if (warp + i * kWarps < kMatches) next[depth * (kMatches + 1) + warp + i * kWarps] = token[i];
+            if (warp + i * kWarps < kMatches) next[depth * kStride + warp + i * kWarps] = token[i];
+    }
+    __syncthreads();
+    for (int i = thread; i < deepest * kMatches; i += BUILD_THREADS) {
+        const int* tokens = next + i / kMatches * kStride;
+        const int token = tokens[i % kMatches];
+        Set same{};
+        if (token >= 0)
+#pragma unroll
+            for (int match = 0; match < kMatches; ++match) same.words[match / 64] |= u64(tokens[match] == token) << match % 64;
+        equal[i] = same;
     }
     int merged = 0;
     if (thread == 0) s.lists[kWarps].count = 0;
-    const Set all = set_of([&](int, int match) { return match < count; });
+    const Set all = set_of([&](int i) { return own(i) < count; });
     for (int first = 0; longest && room && first <= longest - min_window; first += kWarps) {
         for (int i = thread; i < deepest * kMatches; i += BUILD_THREADS) where[i] = kAll;
         for (int i = thread; i < (kWarps + 1) * kNodes / 32; i += BUILD_THREADS) s.added[i] = 0;
         __syncthreads();
         const int window = longest - first - warp;
-        const Set counted = set_of([&](int, int match) { return int(s.lengths[match]) >= window; }) & all;
-        Grower grower{s.lists[warp], s.sets[warp], next, all, counted, o, window, deepest, room};
+        const Set counted = set_of([&](int i) { return int(s.lengths[own(i)]) >= window; }) & all;
+        Grower grower{s.lists[warp], s.sets[warp], s.places[warp], s.offsets_in[warp], equal, all, counted, o, window,
+                      deepest, room};
         auto half_to_the = [](int n) { return __longlong_as_double((long long)(1023 - n) << 52); };
         if (window >= min_window) {
             if (by_frequency) grower.by_frequency(half_to_the(first + warp));
@@ -584,7 +629,7 @@ extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
             parent = -1;
         } else if (i <= out.count) {
             const int id = out.ids[i - 1];
-            token = next[id / kMatches * (kMatches + 1) + id % kMatches];
+            token = next[id / kMatches * kStride + id % kMatches];
             parent = out.parents[i - 1] == kRoot ? 0 : where[out.parents[i - 1]];
         }
         out_tokens[row * nodes + i] = token;

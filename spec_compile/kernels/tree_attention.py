@@ -231,7 +231,7 @@ def _attention(
         else:
             bits = tl.load(ancestors + batch * nodes + node, mask=real, other=0)
         own = tl.arange(0, BLOCK_OWN)
-        for start in range(0, last, BLOCK_OWN):
+        for start in tl.range(0, last, BLOCK_OWN, num_stages=1 if BLOCK_OWN < BLOCK_N else None):
             j = start + own
             inside = j < nodes
             k_mask, v_mask = inside[:, None] & real_dk, inside[:, None] & real_dv

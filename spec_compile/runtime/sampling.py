@@ -17,8 +17,8 @@ def uniform(seed: int | Tensor, sequence: Tensor, position: Tensor, stream: int 
     """Numbers in [0, 1) that depend on nothing but (seed, sequence, position, stream); float64.
 
     sequence, position, stream: int64 that broadcast to the shape of the result: the row of the batch, how many tokens
-    it had generated, and which of the numbers at that place. The counters go one after the other through the finaliser of SplitMix64 (Steele, Lea
-    and Flood 2014, section 3), in arithmetic modulo 2**64.
+    it had generated, and which of the numbers at that place. The counters go one after the other through the finaliser
+    of SplitMix64 (Steele, Lea and Flood 2014, section 3), in arithmetic modulo 2**64.
     """
     bits = _mix(torch.as_tensor(seed, device=sequence.device) + _GOLDEN)
     for counter in (sequence, position, stream):
