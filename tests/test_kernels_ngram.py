@@ -52,7 +52,7 @@ def make_options(choose, **fixed) -> MatchOptions:
         min_bfs_breadth=breadth,
         max_bfs_breadth=breadth + (choose(0, 4), choose(0, 100))[choose(0, 1)],
         match_type=("BFS", "PROB")[choose(0, 1)],
-        match_limit=256,
+        match_limit=128,
     )
     return MatchOptions(**(chosen | fixed))
 
@@ -72,8 +72,8 @@ def make_text(choose, longest: int) -> list[int]:
     return text[:length]
 
 
-def make_case(choose, rows: int = 1, longest: int = 60, **fixed):
-    """(rows' texts, documents, number of nodes, options)."""
+def make_case(choose, rows: int = 1, longest: int = 32, **fixed):
+    """(rows' texts, documents, number of nodes, options); a row's text and the documents have 4 * longest tokens."""
     texts = [make_text(choose, longest) or [choose(0, 3)] for _ in range(rows)]
     documents = [make_text(choose, longest) for _ in range(choose(0, 3))]
     return texts, documents, choose(1, 64), make_options(choose, **fixed)
@@ -186,7 +186,7 @@ def test_arguments():
         ("max_match_window_size", [0, 18]),
         ("min_bfs_breadth", [0, 1 << 21]),
         ("max_bfs_breadth", [0]),
-        ("match_limit", [0, 257]),
+        ("match_limit", [0, 129]),
         ("match_type", ["DFS", "prob"]),
     ):
         for value in bad:
@@ -203,7 +203,7 @@ def test_joined_documents():
 
 
 def test_the_op_is_sound():
-    arguments = (*tensors([[1, 2, 1]], [[1, 2, 3]]), 4, 18, 1, 12, 1, 10, False, 128)
+    arguments = (*tensors([[1, 2, 1]], [[1, 2, 3]]), 4, 18, 1, 12, 1, 10, False, 64)
     torch.library.opcheck(torch.ops.spec_compile.ngram_match, arguments)
 
 
@@ -224,6 +224,7 @@ EMULATOR = r"""
 #define __launch_bounds__(...)
 using std::max; using std::min;
 extern "C" { alignas(16) unsigned char shared_memory[256 << 10]; }
+struct int4 { int x, y, z, w; };
 struct { unsigned x; } threadIdx, blockIdx;
 
 // Every thread is a context of its own, run in turn until it waits for its warp or its block.
@@ -312,6 +313,8 @@ template <class T> T __shfl_down_sync(unsigned, T value, int by) {
     const int from = int(threadIdx.x % 32) + by;
     return from > 31 ? value : all(from);
 }
+template <class T> T __shfl_sync(unsigned, T value, int from) { return exchange(value)(from); }
+bool __any_sync(unsigned, bool value) { return __ballot_sync(0, value); }
 template <class T, class F> T reduce(T value, F f) {
     const auto all = exchange(value);
     T out = all(0);
@@ -325,6 +328,8 @@ template <class T> T atomicAdd(T* p, T v) { T old = *p; *p += v; return old; }
 unsigned atomicOr(unsigned* p, unsigned v) { unsigned old = *p; *p |= v; return old; }
 unsigned atomicMin(unsigned* p, unsigned v) { unsigned old = *p; *p = min(*p, v); return old; }
 int __popc(unsigned v) { return __builtin_popcount(v); }
+int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
+int __ffsll(long long v) { return __builtin_ffsll(v); }
 int __ffs(unsigned v) { return __builtin_ffs(int(v)); }
 int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
 double __longlong_as_double(long long v) { double out; std::memcpy(&out, &v, 8); return out; }
@@ -371,9 +376,9 @@ def emulated(tmp_path_factory):
             libraries[shape] = ctypes.CDLL(str(path))
         return libraries[shape]
 
-    def run(inputs, num_nodes, options, multiprocessors=4, slots=None):
-        slots = slots or ngram_match.shape_for(options).slots
-        shape = Shape(slots, scan_threads=64, scan_blocks=2, build_threads=64, slack=256, min_span=32)
+    def run(inputs, num_nodes, options, multiprocessors):
+        words = ngram_match.shape_for(options).words
+        shape = Shape(words, scan_threads=64, scan_blocks=2, build_threads=64, slack=256, min_span=32)
         out = tuple(torch.full_like(tensor, 77) for tensor in ngram_match._outputs(inputs[0], num_nodes))
         steps, _workspace = ngram_match.launches(shape, multiprocessors, *inputs, num_nodes, options, out)
         for step in steps:
@@ -397,13 +402,13 @@ def same_emulated(emulated, choose, **case):
 @pytest.mark.parametrize("seed", range(60))
 def test_kernels_without_a_gpu(emulated, seed):
     choose = random.Random(seed).randint
-    same_emulated(emulated, choose, rows=choose(1, 3), match_limit=(256, choose(1, 64))[seed % 2])
+    same_emulated(emulated, choose, rows=choose(1, 3), match_limit=(128, choose(1, 64))[seed % 2])
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_kernels_without_a_gpu_on_longer_texts(emulated, seed):
     choose = random.Random(seed).randint
-    same_emulated(emulated, choose, longest=3000, match_limit=(256, choose(1, 64))[seed % 2])
+    same_emulated(emulated, choose, longest=3000, match_limit=(128, choose(1, 64))[seed % 2])
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
@@ -420,8 +425,8 @@ def cuda():
 @pytest.mark.parametrize("seed", range(150))
 def test_kernels(cuda, seed):
     choose = random.Random(seed).randint
-    limit = (256, choose(1, 256), 128)[seed % 3]
-    longest = 20_000 if seed % 10 == 0 else (60, 300)[seed % 2]
+    limit = (64, 128, choose(1, 128))[seed % 3]
+    longest = 20_000 if seed % 10 == 0 else (32, 300)[seed % 2]
     texts, documents, num_nodes, options = make_case(choose, choose(1, 4), longest, match_limit=limit)
     inputs = tensors(texts, documents, dtype=(torch.int32, torch.int64)[choose(0, 1)])
     out = propose(*(tensor.to(cuda) for tensor in inputs), num_nodes, options)

@@ -187,6 +187,13 @@ struct Corpus {
     }
 };
 
+// Matches are numbered by recency. A node of the tree is the set of matches that go on with its path; its id is
+// (depth - 1) * kMatches + the first of them. An anchor is a match length w: in its own tree only matches of at least
+// w tokens count. Each warp grows the tree of one anchor; then all are merged, in the order in which the trie adds
+// nodes: longest anchor first or, by frequency, highest score first.
+constexpr int kMatches = 64 * WORDS, kOwn = 2 * WORDS, kWarps = BUILD_THREADS / 32, kNodes = 64;
+constexpr unsigned short kRoot = 0xffff;
+
 struct Set {
     u64 words[WORDS];
     __device__ bool has(int match) const { return words[WORDS == 1 ? 0 : match / 64] >> match % 64 & 1; }
@@ -216,8 +223,8 @@ struct Set {
     }
 };
 
-// The set of the matches for which f(slot) holds; a lane judges kOwn of them, its match in `slot` is own(slot).
-__device__ int own(int slot) { return int(threadIdx.x % 32) + 32 * slot; }
+// The set of the matches for which f(slot) holds; a lane judges kOwn of them.
+__device__ int match_in(int slot) { return int(threadIdx.x % 32) + 32 * slot; }
 template <class F>
 __device__ Set set_of(F f) {
     Set out;
@@ -241,12 +248,12 @@ struct Build {
     Set sets[kWarps][kNodes];
     u64 found[kMatches];
     unsigned ages[kMatches];
-    unsigned char lengths[kMatches], places[kWarps][kMatches];
-    unsigned short offsets_in[kWarps][kNodes];
+    unsigned char lengths[kMatches];
+    unsigned short children[kWarps][kNodes];
     unsigned added[(kWarps + 1) * kNodes / 32];
     int total[kMaxWindow + 2], offsets[BUILD_THREADS], sums[2][kWarps];
-    // Here follow, for each depth, `equal` [kMatches] (for each match, which have the same token there; none where it
-    // has none), `where` [kMatches], and the tokens, `next` [kStride].
+    // Here follow, for each depth, `equal` [kMatches] (for each match, those with the same token there; none if it has
+    // no token), `where` [kMatches] and the matches' tokens, `next` [kStride].
 };
 constexpr int kStride = kMatches + 4;
 static_assert(sizeof(Scan) <= SCAN_BYTES && sizeof(Build) <= BUILD_BYTES, "more shared memory than is asked for");
@@ -324,10 +331,9 @@ __device__ int gather(Build& s, const u64* best, const int* at_least, const Opti
 // One warp's work: the tree of the anchor of `window` tokens, from the `counted` of all matches.
 struct Grower {
     List& list;
-    Set* sets;               // by frequency: of the nodes in the list, all matches
-    unsigned char* places;   // by recency: of a match that is the first of its node, the node's place in the list
-    unsigned short* offsets;
-    const Set* equal;        // [deepest, kMatches]
+    Set* sets;                // of the nodes in the list, where they are grown by frequency
+    unsigned short* offsets;  // [kNodes], room for by_recency
+    const Set* equal;         // [deepest, kMatches]
     const Set all, counted;
     const Options& o;
     const int window, deepest, room;
@@ -342,7 +348,7 @@ struct Grower {
         bool in[kOwn];    // the match is counted and its node in the list
         int place[kOwn];  // the node's, counted from the first node of its depth
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) node[i] = all, in[i] = counted.has(own(i)), place[i] = 0;
+        for (int i = 0; i < kOwn; ++i) node[i] = all, in[i] = counted.has(match_in(i)), place[i] = 0;
         int width = 1;  // nodes of this depth
         for (int depth = 0; !ends(depth) && count < room; ++depth) {
             const int breadth = o.breadth(window + depth);
@@ -350,14 +356,14 @@ struct Grower {
             int first[kOwn];
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {
-                child[i] = node[i] & equal[depth * kMatches + own(i)];
+                child[i] = node[i] & equal[depth * kMatches + match_in(i)];
                 first[i] = (child[i] & counted).first();
             }
-            const Set children = set_of([&](int i) { return in[i] && first[i] == own(i); });
+            const Set children = set_of([&](int i) { return in[i] && first[i] == match_in(i); });
             int sibling[kOwn];
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) sibling[i] = (children & node[i]).below(first[i]).size();
-            const Set kept = set_of([&](int i) { return in[i] && first[i] == own(i) && sibling[i] < breadth; });
+            const Set kept = set_of([&](int i) { return in[i] && first[i] == match_in(i) && sibling[i] < breadth; });
             const int next_width = kept.size();
             if (next_width == 0) break;
             int next_place[kOwn];
@@ -376,7 +382,7 @@ struct Grower {
                 __syncwarp();
 #pragma unroll
                 for (int i = 0; i < kOwn; ++i)
-                    if (in[i] && first[i] == own(i) && sibling[i] == 0)
+                    if (in[i] && first[i] == match_in(i) && sibling[i] == 0)
                         offsets[place[i]] = (unsigned short)min((kept & node[i]).size(), kNodes);
                 __syncwarp();
                 const int low = offsets[lane], high = offsets[lane + 32];
@@ -390,7 +396,7 @@ struct Grower {
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {
                 in[i] = in[i] && first[i] != kMatches && kept.has(first[i]) && count + next_place[i] < room;
-                if (in[i] && first[i] == own(i)) {
+                if (in[i] && first[i] == match_in(i)) {
                     list.ids[count + next_place[i]] = (unsigned short)(depth * kMatches + child[i].first());
                     list.parents[count + next_place[i]] =
                         depth ? (unsigned short)((depth - 1) * kMatches + node[i].first()) : kRoot;
@@ -453,26 +459,26 @@ struct Grower {
         bool any[kOwn];
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-            const Set child = mine & equal[depth * kMatches + own(i)];
-            any[i] = mine.has(own(i)) && child.has(own(i));
-            counts[i] = any[i] && child.first() == own(i) ? child.size() : 0;
+            const Set child = mine & equal[depth * kMatches + match_in(i)];
+            any[i] = mine.has(match_in(i)) && child.has(match_in(i));
+            counts[i] = any[i] && child.first() == match_in(i) ? child.size() : 0;
         }
         const int sum = set_of([&](int i) { return any[i]; }).size();
         for (int children = set_of([&](int i) { return counts[i] > 0; }).size(); children > o.max_breadth; --children) {
             unsigned worst = kAll;
 #pragma unroll
             for (int i = 0; i < kOwn; ++i)
-                if (counts[i]) worst = min(worst, unsigned(counts[i] << 8 | (255 - own(i))));
+                if (counts[i]) worst = min(worst, unsigned(counts[i] << 8 | (255 - match_in(i))));
             worst = __reduce_min_sync(kAll, worst);
 #pragma unroll
             for (int i = 0; i < kOwn; ++i)
-                if (unsigned(counts[i] << 8 | (255 - own(i))) == worst) counts[i] = 0;
+                if (unsigned(counts[i] << 8 | (255 - match_in(i))) == worst) counts[i] = 0;
         }
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
             if (!counts[i]) continue;
             scores[i] = sum == 1 ? score : score * counts[i] / sum;
-            orders[i] = unsigned((node + 1) << 8 | own(i));
+            orders[i] = unsigned((node + 1) << 8 | match_in(i));
         }
     }
 };
@@ -586,25 +592,27 @@ extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
     }
     __syncthreads();
     for (int i = thread; i < deepest * kMatches; i += BUILD_THREADS) {
-        const int* tokens = next + i / kMatches * kStride;
-        const int token = tokens[i % kMatches];
+        const int4* tokens = reinterpret_cast<const int4*>(next + i / kMatches * kStride);
+        const int token = next[i / kMatches * kStride + i % kMatches];
         Set same{};
-        if (token >= 0)
 #pragma unroll
-            for (int match = 0; match < kMatches; ++match) same.words[match / 64] |= u64(tokens[match] == token) << match % 64;
-        equal[i] = same;
+        for (int m = 0; m < kMatches; m += 4) {
+            const int4 four = tokens[m / 4];
+            same.words[m / 64] |= u64((four.x == token) | (four.y == token) << 1 | (four.z == token) << 2 |
+                                      (four.w == token) << 3) << m % 64;
+        }
+        equal[i] = token < 0 ? Set{} : same;
     }
     int merged = 0;
     if (thread == 0) s.lists[kWarps].count = 0;
-    const Set all = set_of([&](int i) { return own(i) < count; });
+    const Set all = set_of([&](int i) { return match_in(i) < count; });
     for (int first = 0; longest && room && first <= longest - min_window; first += kWarps) {
         for (int i = thread; i < deepest * kMatches; i += BUILD_THREADS) where[i] = kAll;
         for (int i = thread; i < (kWarps + 1) * kNodes / 32; i += BUILD_THREADS) s.added[i] = 0;
         __syncthreads();
         const int window = longest - first - warp;
-        const Set counted = set_of([&](int i) { return int(s.lengths[own(i)]) >= window; }) & all;
-        Grower grower{s.lists[warp], s.sets[warp], s.places[warp], s.offsets_in[warp], equal, all, counted, o, window,
-                      deepest, room};
+        const Set counted = set_of([&](int i) { return int(s.lengths[match_in(i)]) >= window; }) & all;
+        Grower grower{s.lists[warp], s.sets[warp], s.children[warp], equal, all, counted, o, window, deepest, room};
         auto half_to_the = [](int n) { return __longlong_as_double((long long)(1023 - n) << 52); };
         if (window >= min_window) {
             if (by_frequency) grower.by_frequency(half_to_the(first + warp));

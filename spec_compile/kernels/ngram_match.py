@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 MAX_DRAFT_TOKENS = 64
-MAX_MATCH_LIMIT = 256
+MAX_MATCH_LIMIT = 128
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MatchOptions:
     min_match_window_size, max_match_window_size: 1 <= min <= max < branch_length, lengths of suffix to match.
     min_bfs_breadth, max_bfs_breadth: 1 <= min <= max, continuations of a node.
     match_type: "BFS" (the most recent continuations, longest match first) or "PROB" (the most frequent).
-    match_limit: 1 to 256, the matches a tree is grown from.
+    match_limit: 1 to 128, the matches a tree is grown from.
     """
 
     branch_length: int = 18
@@ -38,7 +38,7 @@ class MatchOptions:
     min_bfs_breadth: int = 1
     max_bfs_breadth: int = 10
     match_type: str = "BFS"
-    match_limit: int = 128
+    match_limit: int = 64
 
     def __post_init__(self):
         def check(name: str, low: int, high: int) -> None:
@@ -262,9 +262,9 @@ def _by_frequency(anchors, add, full, options: MatchOptions) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """How the kernels are laid out. `slots`: words of 32 bits in a set of matches, a power of two."""
+    """How the kernels are laid out. `words`: of 64 bits in a set of matches, 1 or 2."""
 
-    slots: int
+    words: int
     scan_threads: int = 512
     scan_blocks: int = 3  # that a multiprocessor holds
     build_threads: int = 512
@@ -272,22 +272,26 @@ class Shape:
     min_span: int = 1024  # positions that a block of the scan looks at, at least
 
     def macros(self) -> dict[str, int]:
-        tile, warps, nodes = 8 * self.scan_threads, self.build_threads // 32, MAX_DRAFT_TOKENS
-        lists = (warps + 2) * (12 * nodes + 8) + warps * nodes * 4 * self.slots + 4 * (warps + 1) * nodes // 32
-        matches = 32 * self.slots * (8 + 4 + 1)
+        tile, warps, nodes, matches = 8 * self.scan_threads, self.build_threads // 32, MAX_DRAFT_TOKENS, 64 * self.words
+        lists = (warps + 2) * (12 * nodes + 8) + warps * nodes * (8 * self.words + 2)
+        build = lists + matches * (8 + 4 + 1) + (warps + 1) * nodes // 8 + 4 * (257 + self.build_threads + 2 * warps)
         return dict(
-            SLOTS=self.slots,
+            WORDS=self.words,
             SCAN_THREADS=self.scan_threads,
             SCAN_BLOCKS=self.scan_blocks,
             BUILD_THREADS=self.build_threads,
             SLACK=self.slack,
             SCAN_BYTES=4 * (tile + self.slack) + 2 * tile + 4 * (256 + 257 + 24 + 2),
-            BUILD_BYTES=-(-(lists + matches + 4 * (257 + self.build_threads + 2 * warps)) // 8) * 8,
+            BUILD_BYTES=-(-build // 16) * 16,
         )
+
+    def build_bytes(self, deepest: int) -> int:
+        matches = 64 * self.words
+        return self.macros()["BUILD_BYTES"] + deepest * (8 * self.words * matches + 4 * matches + 4 * (matches + 4))
 
 
 def shape_for(options: MatchOptions) -> Shape:
-    return Shape(slots=1 << (-(-options.match_limit // 32) - 1).bit_length())
+    return Shape(words=-(-options.match_limit // 64))
 
 
 @dataclass
@@ -320,7 +324,6 @@ def launches(
     blocks = max(1, min(blocks, -(-positions // shape.min_span), shape.build_threads))
     best = tokens.new_empty((batch, blocks, options.match_limit))
     at_least = tokens.new_empty((batch, options.max_match_window_size + 2, blocks), dtype=torch.int32)
-    macros = shape.macros()
     deepest = min(options.branch_length - options.min_match_window_size, num_nodes - 1)
     texts = (
         tokens,
@@ -346,7 +349,7 @@ def launches(
         "ngram_scan",
         batch * blocks,
         shape.scan_threads,
-        macros["SCAN_BYTES"],
+        shape.macros()["SCAN_BYTES"],
         *texts,
         batch,
         blocks,
@@ -360,7 +363,7 @@ def launches(
         "ngram_build",
         batch,
         shape.build_threads,
-        macros["BUILD_BYTES"] + 4 * deepest * (64 * shape.slots + 1),
+        shape.build_bytes(deepest),
         *texts,
         blocks,
         best,

@@ -75,7 +75,7 @@ def _device(index: int) -> tuple[int, int, bool]:
 def tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
     """For `rows` rows a KV head and `groups` = B * Hkv."""
     processors, memory, _ = _device(device)
-    block_m = min(max(triton.next_power_of_2(rows), 16), 128)
+    block_m = min(max(triton.next_power_of_2(rows), 16), 128 if key_dim + value_dim <= 256 else 64)
     block_n, warps = 64, 8 if block_m > 64 else 4
     if itemsize == 4:  # no tensor cores: what does not fit into registers is slow, and minutes to compile
         block_m, block_n, warps = 16, 32, 8
@@ -231,7 +231,7 @@ def _attention(
         else:
             bits = tl.load(ancestors + batch * nodes + node, mask=real, other=0)
         own = tl.arange(0, BLOCK_OWN)
-        for start in tl.range(0, last, BLOCK_OWN, num_stages=1 if BLOCK_OWN < BLOCK_N else None):
+        for start in tl.range(0, last, BLOCK_OWN, num_stages=None if ancestors is None else 1):
             j = start + own
             inside = j < nodes
             k_mask, v_mask = inside[:, None] & real_dk, inside[:, None] & real_dv
