@@ -4,7 +4,7 @@
 
 Contexts and corpora are Python source (the standard library's, then installed packages') in the tokens of
 examples/tiny_coder, or without transformers Zipf-distributed tokens and repeats. Microseconds a proposal: mean and
-maximum over 32 places where the context may end, each replayed from a graph; `cold` is the mean with the L2 cache
+maximum over 16 places where the context may end, each replayed from a graph; `cold` is the mean with the L2 cache
 swept before every proposal, as by a model's weights. `nodes` and `match` are means of what was proposed.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spec_compile.kernels.ngram_match import MatchOptions, join_documents, propose
 
-CONTEXTS, CORPORA, NODES, PLACES = (1_000, 8_000, 128_000), (0, 1_000_000, 10_000_000), (16, 64), 32
+CONTEXTS, CORPORA, NODES, PLACES = (1_000, 8_000, 128_000), (0, 1_000_000, 10_000_000), (16, 64), 16
 
 
 def source_texts(count: int) -> list[Tensor]:

@@ -38,7 +38,7 @@ def attention_implementation(model: nn.Module, name: str, function: Callable) ->
         AttentionInterface._global_mapping.pop(name, None)
 
 
-def compile_step(function: Callable, name: str, device: str = "cpu") -> Callable:
+def compile_step(function: Callable, name: str, device: str = "cpu", dynamic: bool | None = True) -> Callable:
     """Compile a method of no tensor arguments into one graph by Inductor, as its own entry in Dynamo's cache.
 
     Integer arguments become symbolic sizes; they must be at least 2 (0 and 1 would be specialised). Guards are
@@ -49,12 +49,42 @@ def compile_step(function: Callable, name: str, device: str = "cpu") -> Callable
     return torch.compile(
         own.__get__(function.__self__),
         fullgraph=True,
-        dynamic=True,
+        dynamic=dynamic,
         options={
             "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
             **(CPU_OPTIONS if device == "cpu" else GPU_OPTIONS),
         },
     )
+
+
+EXAMPLE = 37
+"""How many nodes or tokens a piece is first called with: a number that no size of a model has."""
+
+
+def compile_piece(function: Callable, name: str) -> Callable:
+    """Compile a function of tensors, some of whose sizes are the number of nodes, as its own entry in Dynamo's cache.
+
+    The sizes that are `EXAMPLE` in the first call may differ in later ones; all others must stay, for guards are
+    dropped as in `compile_step`.
+    """
+    compiled, called = compile_step(function, name, "cuda", dynamic=None), False
+
+    def call(*arguments):
+        nonlocal called
+        if not called:
+            called = True
+            for tensor in _tensors(arguments):
+                for dim in (dim for dim, size in enumerate(tensor.shape) if size == EXAMPLE):
+                    torch._dynamo.mark_dynamic(tensor, dim)
+        return compiled(*arguments)
+
+    return call
+
+
+def _tensors(value) -> list[Tensor]:
+    if isinstance(value, (list, tuple)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -303,7 +303,7 @@ LLAMA = {"heads": (32, 8), "sizes": (128, 128)}
 
 
 @pytest.mark.parametrize("dtype", CUDA)
-@pytest.mark.parametrize("nodes", [1, 4, 16, 33, 64])
+@pytest.mark.parametrize("nodes", [1, 16, 64])
 def test_own_tuning(dtype, nodes):
     """With the divisions that `tuning` chooses."""
     Case(("cuda", dtype), [3000], nodes, random_tree(nodes), **LLAMA).check(None)
@@ -316,7 +316,7 @@ def test_own_tuning(dtype, nodes):
 )
 @pytest.mark.parametrize("window", [None, 512])
 def test_own_tuning_of_other_shapes(dtype, heads, sizes, window):
-    for nodes in (1, 16, 64):
+    for nodes in (1, 16, 64) if dtype != torch.float32 else (16,):
         case = Case(("cuda", dtype), [1500], nodes, random_tree(nodes), heads, sizes, window=window, sinks=True)
         case.check(None)
 

@@ -222,6 +222,7 @@ EMULATOR = r"""
 #define __shared__
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
+#define __noinline__
 using std::max; using std::min;
 extern "C" { alignas(16) unsigned char shared_memory[256 << 10]; }
 struct int4 { int x, y, z, w; };
@@ -229,7 +230,7 @@ struct { unsigned x; } threadIdx, blockIdx;
 
 // Every thread is a context of its own, run in turn until it waits for its warp or its block.
 enum State { kRuns, kWarp, kBlock, kDone };
-constexpr int kThreads = 64, kStack = 256 << 10;
+constexpr int kThreads = 128, kStack = 256 << 10;
 static State states[kThreads];
 static ucontext_t contexts[kThreads];
 static jmp_buf at[kThreads], scheduler;
@@ -378,11 +379,11 @@ def emulated(tmp_path_factory):
 
     def run(inputs, num_nodes, options, multiprocessors):
         words = ngram_match.shape_for(options).words
-        shape = Shape(words, scan_threads=64, scan_blocks=2, build_threads=64, slack=256, min_span=32)
+        shape = Shape(words, scan_threads=128, scan_blocks=2, build_threads=128, slack=256, min_span=32)
         out = tuple(torch.full_like(tensor, 77) for tensor in ngram_match._outputs(inputs[0], num_nodes))
         steps, _workspace = ngram_match.launches(shape, multiprocessors, *inputs, num_nodes, options, out)
         for step in steps:
-            assert step.threads == 64
+            assert step.threads == 128
             values = [type_(value) for type_, value in zip(step.types, step.values)]
             pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
             status = library(shape).launch(step.kernel.encode(), step.grid, step.shared_bytes, pointers)

@@ -8,34 +8,55 @@
 // one (the last has no successor), then the corpus, backwards from its end. A match is better if it is longer, and
 // then if it is younger; no two are equal, so the best are the same set in whatever order threads come by.
 //
+// Each round runs this code once, with cold instruction caches: where speed does not need it, loops stay rolled.
+//
 // WORDS (1 or 2): of 64 bits in a set of matches, so that limit <= 64 * WORDS.
-
-#ifndef SCAN_THREADS
-#define SCAN_THREADS 512
-#define SCAN_BLOCKS 3  // per multiprocessor
-#define BUILD_THREADS 512
-#define SLACK 1024     // keys a block of the scan may hold before it reads the next tile, at least the largest limit
-#endif
 
 typedef unsigned long long u64;
 
 constexpr unsigned kAll = 0xffffffffu;
-constexpr int kItems = 8;                      // positions a thread reads at a time
+constexpr int kItems = SCAN_ITEMS;  // positions a thread reads at a time
 constexpr int kTile = SCAN_THREADS * kItems;
 constexpr int kMaxWindow = 255;
+constexpr int kSorted = 256;  // so many keys are sorted by comparing all with all
 constexpr int kUnknown = -2;
-constexpr int kRanked = 256;                   // so many keys are sorted by comparing all with all
 
 extern __shared__ __align__(16) unsigned char shared_memory[];
+
+// Tokens of 32 or 64 bits, of which the lower 32 are read.
+struct Text {
+    const int* tokens;
+    int step;  // 1 or 2
+    unsigned size;
+    __device__ int operator[](unsigned i) const { return tokens[u64(i) * step]; }
+};
+
+__device__ Text choose(bool first, const Text& a, const Text& b) {
+    return {first ? a.tokens : b.tokens, first ? a.step : b.step, first ? a.size : b.size};
+}
+
+__device__ unsigned clamped(long long value, int high) { return unsigned(max(0LL, min(value, (long long)high))); }
+
+// The build may be started while the scan still runs, where the device can do so: it waits before it reads.
+__device__ void release_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ void wait_for_last_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // ---- scan -------------------------------------------------------------------------------------------------------
 
 // A key is length << 24 | (2^24 - 1 - age within the block's stretch).
 struct Scan {
     unsigned keys[kTile + SLACK];
-    unsigned short list[kTile];          // where in the tile the last token was seen
-    int suffix[kMaxWindow + 1];          // the row's last tokens, newest first
-    int histogram[kMaxWindow + 2];       // keys by length
+    unsigned short list[kTile];     // where in the tile the last token was seen
+    int suffix[kMaxWindow + 1];     // the row's last tokens, newest first
+    int histogram[kMaxWindow + 2];  // keys by length
     int tally[24];
     int listed, kept;
 };
@@ -43,85 +64,123 @@ struct Scan {
 // The longest length of which there are `limit` matches or more, or `low`.
 __device__ int crowded(const Scan& s, int low, int high, int limit) {
     int sum = 0;
+#pragma unroll 1
     for (int length = high; length > low; --length)
         if ((sum += s.histogram[length]) >= limit) return length;
     return low;
 }
 
+// Drops all keys below the threshold.
+__device__ void drop(Scan& s, unsigned threshold) {
+    const int kept = s.kept;
+    unsigned* best = reinterpret_cast<unsigned*>(s.list);
+    __syncthreads();
+    if (threadIdx.x == 0) s.kept = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kept; i += SCAN_THREADS)
+        if (s.keys[i] >= threshold) best[atomicAdd(&s.kept, 1)] = s.keys[i];
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < s.kept; i += SCAN_THREADS) s.keys[i] = best[i];
+    __syncthreads();
+}
+
 // Leaves the best `limit` of more keys. Ages are below 2^bits.
-__device__ void shrink(Scan& s, int windows, int limit, int bits) {
+__device__ __noinline__ void shrink(Scan& s, int windows, int limit, int bits) {
     const int thread = threadIdx.x, kept = s.kept;
     if (thread < 24) s.tally[thread] = 0;
     unsigned threshold = (unsigned(crowded(s, 0, windows, limit)) << 24) | (0xffffffu & ~((1u << bits) - 1));
     __syncthreads();
+#pragma unroll 1
     for (int bit = bits - 1; bit >= 0; --bit) {
         const unsigned higher = threshold | 1u << bit;
         int count = 0;
+#pragma unroll 1
         for (int i = thread; i < kept; i += SCAN_THREADS) count += s.keys[i] >= higher;
         count = __reduce_add_sync(kAll, count);
         if (thread % 32 == 0 && count) atomicAdd(&s.tally[bit], count);
         __syncthreads();
         if (s.tally[bit] >= limit) threshold = higher;
     }
-    unsigned* best = reinterpret_cast<unsigned*>(s.list);
-    if (thread == 0) s.kept = 0;
-    __syncthreads();
-    for (int i = thread; i < kept; i += SCAN_THREADS)
-        if (s.keys[i] >= threshold) best[atomicAdd(&s.kept, 1)] = s.keys[i];
-    __syncthreads();
-    for (int i = thread; i < limit; i += SCAN_THREADS) s.keys[i] = best[i];
-    __syncthreads();
+    drop(s, threshold);
 }
 
-// Looks at positions [begin, end) of a text of `size` tokens, newest first; the newest has age `age` in the stretch.
-// Keeps matches of at least `need` tokens, and raises it as far as shorter ones can no longer be among the best.
-template <class Token>
-__device__ void scan(Scan& s, const Token* text, unsigned size, unsigned begin, unsigned end, unsigned age, int windows,
-                     int limit, int bits, int& need) {
-    const int thread = threadIdx.x, last = s.suffix[0], second = s.suffix[1];
-    int tokens[kItems];
-    auto load = [&](unsigned top) {
+template <int kStep>
+__device__ void load(int (&tokens)[kItems], const int* newest, unsigned count) {  // what lies beyond count is unknown
+    if (count >= kTile) {
+#pragma unroll
+        for (int k = 0; k < kItems; ++k) tokens[k] = newest[-(k * SCAN_THREADS * kStep)];
+    } else {
 #pragma unroll
         for (int k = 0; k < kItems; ++k) {
-            const unsigned back = k * SCAN_THREADS + thread;
-            tokens[k] = back < top - begin ? int(text[top - 1 - back]) : kUnknown;
+            tokens[k] = kUnknown;
+            if (k * SCAN_THREADS + threadIdx.x < count) tokens[k] = newest[-(k * SCAN_THREADS * kStep)];
         }
-    };
-    unsigned next = end;
-    load(next);
-    while (next > begin && need <= windows) {
-        unsigned ends = 0, ends_before = 0;  // a bit for each of the thread's positions
-#pragma unroll
-        for (int k = 0; k < kItems; ++k) {
-            ends |= unsigned(tokens[k] == last) << k;
-            ends_before |= unsigned(tokens[k] == second || tokens[k] == kUnknown) << k;
-        }
-        const unsigned top = next;
-        next = next - begin > kTile ? next - kTile : begin;
-        if (next > begin) load(next);
-        ends_before = __shfl_down_sync(kAll, ends_before, 1);  // of the position before; unknown to lane 31
-        if (need > 1 && thread % 32 != 31) ends &= ends_before;
-        if (!__syncthreads_or(ends)) continue;
+    }
+}
 
-        if (ends) {
-            int at = atomicAdd(&s.listed, __popc(ends));
-            for (; ends; ends &= ends - 1) s.list[at++] = (__ffs(ends) - 1) * SCAN_THREADS + thread;
-        }
-        __syncthreads();
-        for (int i = thread; i < s.listed; i += SCAN_THREADS) {
-            const unsigned at = top - 1 - s.list[i];
-            int length = 1;
-            while (length < windows && unsigned(length) <= at && int(text[at - length]) == s.suffix[length]) ++length;
-            if (length >= need && at + 1 < size && text[at + 1] >= 0) {
-                s.keys[atomicAdd(&s.kept, 1)] = unsigned(length) << 24 | (0xffffffu - (age + end - 1 - at));
-                atomicAdd(&s.histogram[length], 1);
+// Looks at positions [begin, end) of a text, newest first; the newest has age `age` in the stretch. Keeps matches of at
+// least `need` tokens, and returns the length from which on it can still use more.
+__device__ int scan(Scan& s, const Text& text, unsigned begin, unsigned end, unsigned age, int windows, int limit,
+                    int bits, int need) {
+    const int thread = threadIdx.x, last = s.suffix[0], second = s.suffix[1];
+    int tokens[kItems];  // of the tile that ends at `top`, while the one that ends at `next` is being read
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) tokens[k] = kUnknown;
+    unsigned top = end, next = end;
+#pragma unroll 1
+    for (bool more = true; more && need <= windows;) {
+        int fresh[kItems];
+        more = next > begin;
+        const int* newest = text.tokens + ((long long)next - 1 - thread) * text.step;
+        if (text.step == 2) load<2>(fresh, newest, next - begin);
+        else load<1>(fresh, newest, next - begin);
+
+        bool hit = false;
+#pragma unroll
+        for (int k = 0; k < kItems; ++k) hit |= tokens[k] == last;
+        unsigned ends = 0;  // a bit for each of the thread's positions
+        if (__any_sync(kAll, hit)) {
+#pragma unroll
+            for (int k = 0; k < kItems; ++k) ends |= unsigned(tokens[k] == last) << k;
+            if (need > 1) {
+                unsigned before = 0;  // does the position before hold the last token but one? Lane 31 cannot know
+#pragma unroll
+                for (int k = 0; k < kItems; ++k) before |= unsigned(tokens[k] == second || tokens[k] == kUnknown) << k;
+                before = __shfl_down_sync(kAll, before, 1);
+                if (thread % 32 != 31) ends &= before;
             }
         }
-        __syncthreads();
-        if (thread == 0) s.listed = 0;
-        need = max(need, crowded(s, need - 1, windows, limit) + 1);
-        if (s.kept > SLACK) shrink(s, windows, limit, bits);
+        if (__syncthreads_or(ends)) {
+            if (ends) {
+                int at = atomicAdd(&s.listed, __popc(ends));
+#pragma unroll 1
+                for (; ends; ends &= ends - 1) s.list[at++] = (unsigned short)((__ffs(ends) - 1) * SCAN_THREADS + thread);
+            }
+            __syncthreads();
+#pragma unroll 1
+            for (int i = thread; i < s.listed; i += SCAN_THREADS) {
+                const unsigned at = top - 1 - s.list[i];
+                int length = 1;
+#pragma unroll 1
+                while (length < windows && unsigned(length) <= at && text[at - length] == s.suffix[length]) ++length;
+                if (length >= need && at + 1 < text.size && text[at + 1] >= 0) {
+                    s.keys[atomicAdd(&s.kept, 1)] = unsigned(length) << 24 | (0xffffffu - (age + end - 1 - at));
+                    atomicAdd(&s.histogram[length], 1);
+                }
+            }
+            __syncthreads();
+            if (thread == 0) s.listed = 0;
+            if (s.kept >= limit) need = max(need, crowded(s, need - 1, windows, limit) + 1);
+            if (s.kept > SLACK) shrink(s, windows, limit, bits);
+        }
+#pragma unroll
+        for (int k = 0; k < kItems; ++k) tokens[k] = fresh[k];
+        top = next;
+        next = next - begin > kTile ? next - kTile : begin;
     }
+    return need;
 }
 
 // best [rows, blocks, limit]: length << 32 | (2^32 - 1 - age), best first.
@@ -130,47 +189,50 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, SCAN_BLOCKS) ngram_sc
     const long long* tokens, long long stride, int columns, const long long* committed, const void* corpus_tokens,
     int corpus_wide, const long long* corpus_length, int corpus_room, int rows, int blocks, int min_span,
     int min_window, int max_window, int limit, u64* best, int* at_least) {
+    release_next_kernel();
     Scan& s = *reinterpret_cast<Scan*>(shared_memory);
     const int thread = threadIdx.x, row = blockIdx.x % rows, block = blockIdx.x / rows;
-    const long long* text = tokens + row * stride;
-    const int length = int(max(0LL, min(committed[row], (long long)columns)));
-    const unsigned corpus_size = unsigned(max(0LL, min(*corpus_length, (long long)corpus_room)));
-    const int windows = min(max_window, length);
-    const unsigned own = max(length - 1, 0);
-    const unsigned total = windows < min_window ? 0 : own + corpus_size;
+    const unsigned length = clamped(committed[row], columns);
+    const Text text{reinterpret_cast<const int*>(tokens + row * stride), 2, length};
+    const Text corpus{static_cast<const int*>(corpus_tokens), corpus_wide ? 2 : 1, clamped(*corpus_length, corpus_room)};
+    const int windows = min(max_window, int(length));
+    const unsigned own = length ? length - 1 : 0, total = windows < min_window ? 0 : own + corpus.size;
     const unsigned span = max((total + blocks - 1) / blocks, unsigned(min_span));
-    const u64 from = min(u64(block) * span, u64(total));
-    const unsigned first = unsigned(from), past = unsigned(min(from + span, u64(total)));  // ages of this stretch
+    const unsigned first = unsigned(min(u64(block) * span, u64(total)));  // ages of this stretch
+    const unsigned past = unsigned(min(u64(first) + span, u64(total)));
     const int bits = 32 - __clz(span);
 
+#pragma unroll 1
     for (int i = thread; i <= max_window + 1; i += SCAN_THREADS) s.histogram[i] = 0;
-    for (int i = thread; i <= kMaxWindow; i += SCAN_THREADS) s.suffix[i] = i < windows ? int(text[length - 1 - i]) : -3;
+#pragma unroll 1
+    for (int i = thread; i <= kMaxWindow; i += SCAN_THREADS) s.suffix[i] = i < windows ? text[length - 1 - i] : -3;
     if (thread == 0) s.listed = s.kept = 0;
     __syncthreads();
     int need = min_window;
-    if (first < min(past, own)) scan(s, text, length, own - min(past, own), own - first, 0, windows, limit, bits, need);
-    if (past > own && past > first) {
-        const unsigned newest = max(first, own);
-        const unsigned begin = corpus_size - (past - own), end = corpus_size - (newest - own);
-        if (corpus_wide)
-            scan(s, static_cast<const long long*>(corpus_tokens), corpus_size, begin, end, newest - first, windows, limit, bits, need);
-        else
-            scan(s, static_cast<const int*>(corpus_tokens), corpus_size, begin, end, newest - first, windows, limit, bits, need);
+#pragma unroll 1
+    for (int part = first < own ? 0 : 1; part < 2; ++part) {
+        const unsigned young = part ? max(first, own) : first, old = part ? past : min(past, own);
+        const unsigned end = part ? own + corpus.size - young : own - young;
+        if (young < old) need = scan(s, choose(part, corpus, text), end - (old - young), end, young - first, windows, limit, bits, need);
     }
     __syncthreads();
-
-    if (s.kept > kRanked) shrink(s, windows, limit, bits);
+    if (s.kept > limit) drop(s, unsigned(crowded(s, 0, windows, limit)) << 24);
+    if (s.kept > kSorted) shrink(s, windows, limit, bits);
     const int kept = s.kept;
     best += (u64(row) * blocks + block) * limit;
+#pragma unroll 1
     for (int i = thread; i < kept; i += SCAN_THREADS) {
         const unsigned key = s.keys[i];
         int rank = 0;
+#pragma unroll 4
         for (int j = 0; j < kept; ++j) rank += s.keys[j] > key;
         if (rank < limit) best[rank] = u64(key >> 24) << 32 | (kAll - (first + 0xffffffu - (key & 0xffffffu)));
     }
     at_least += u64(row) * (max_window + 2) * blocks + block;
-    for (int l = min_window + thread; l <= max_window + 1; l += SCAN_THREADS) {
+#pragma unroll 1
+    for (int l = min_window + SCAN_THREADS - 1 - thread; l <= max_window + 1; l += SCAN_THREADS) {
         int sum = 0;
+#pragma unroll 4
         for (int i = l; i <= windows; ++i) sum += s.histogram[i];
         at_least[l * blocks] = min(sum, limit);
     }
@@ -178,47 +240,31 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, SCAN_BLOCKS) ngram_sc
 
 // ---- build ------------------------------------------------------------------------------------------------------
 
-struct Corpus {
-    const void* tokens;
-    int wide;  // int64 tokens, else int32
-    unsigned size;
-    __device__ int operator[](unsigned i) const {
-        return wide ? int(static_cast<const long long*>(tokens)[i]) : static_cast<const int*>(tokens)[i];
-    }
-};
-
 // Matches are numbered by recency. A node of the tree is the set of matches that go on with its path; its id is
 // (depth - 1) * kMatches + the first of them. An anchor is a match length w: in its own tree only matches of at least
 // w tokens count. Each warp grows the tree of one anchor; then all are merged, in the order in which the trie adds
 // nodes: longest anchor first or, by frequency, highest score first.
 constexpr int kMatches = 64 * WORDS, kOwn = 2 * WORDS, kWarps = BUILD_THREADS / 32, kNodes = 64;
+constexpr int kEntries = (kWarps + 1) * kNodes;
 constexpr unsigned short kRoot = 0xffff;
 
 struct Set {
     u64 words[WORDS];
-    __device__ bool has(int match) const { return words[WORDS == 1 ? 0 : match / 64] >> match % 64 & 1; }
-    __device__ bool operator!() const { return !(words[0] | words[WORDS - 1]); }
+    __device__ bool has(int match) const { return (match < 64 ? words[0] : words[WORDS - 1]) >> match % 64 & 1; }
     __device__ int first() const {  // kMatches: empty
-        int at = kMatches;
-#pragma unroll
-        for (int i = WORDS - 1; i >= 0; --i)
-            if (words[i]) at = 64 * i + __ffsll((long long)words[i]) - 1;
-        return at;
+        if (WORDS == 2 && !words[0]) return words[WORDS - 1] ? 63 + __ffsll((long long)words[WORDS - 1]) : kMatches;
+        return words[0] ? __ffsll((long long)words[0]) - 1 : kMatches;
     }
     __device__ int size() const { return __popcll(words[0]) + (WORDS == 1 ? 0 : __popcll(words[WORDS - 1])); }
+    __device__ int size_below(int match) const {
+        const u64 below = (1ull << match % 64) - 1;
+        if (WORDS == 1 || match < 64) return __popcll(words[0] & below);
+        return __popcll(words[0]) + __popcll(words[WORDS - 1] & below);
+    }
     __device__ Set operator&(const Set& other) const {
         Set out;
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) out.words[i] = words[i] & other.words[i];
-        return out;
-    }
-    __device__ Set below(int match) const {
-        Set out;
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            const int bits = min(max(match - 64 * i, 0), 64);
-            out.words[i] = bits == 64 ? words[i] : words[i] & ((1ull << bits) - 1);
-        }
         return out;
     }
 };
@@ -248,21 +294,20 @@ struct Build {
     Set sets[kWarps][kNodes];
     u64 found[kMatches];
     unsigned ages[kMatches];
+    unsigned short ranks[kEntries], children[kWarps][kNodes];
+    unsigned added[kEntries / 32];
+    int added_before[kEntries / 32], total[kMaxWindow + 2], breadth[kMaxWindow + 1], offsets[BUILD_THREADS];
+    int sums[2][kWarps];
     unsigned char lengths[kMatches];
-    unsigned short children[kWarps][kNodes];
-    unsigned added[(kWarps + 1) * kNodes / 32];
-    int total[kMaxWindow + 2], offsets[BUILD_THREADS], sums[2][kWarps];
     // Here follow, for each depth, `equal` [kMatches] (for each match, those with the same token there; none if it has
     // no token), `where` [kMatches] and the matches' tokens, `next` [kStride].
 };
 constexpr int kStride = kMatches + 4;
 static_assert(sizeof(Scan) <= SCAN_BYTES && sizeof(Build) <= BUILD_BYTES, "more shared memory than is asked for");
+static_assert(BUILD_THREADS >= kMatches && SCAN_THREADS >= 32 && 2 * SLACK >= kMatches, "blocks are too small");
 
 struct Options {
-    int branch_length, min_window, max_window, min_breadth, max_breadth, by_frequency, limit;
-    __device__ int breadth(int depth) const {
-        return min_breadth + (branch_length - 1 - depth) * (max_breadth - min_breadth) / (branch_length - 1);
-    }
+    int branch_length, min_window, max_window, max_breadth, by_frequency, limit;
 };
 
 __device__ int sum_of_lower_lanes(int value) {
@@ -275,10 +320,23 @@ __device__ int sum_of_lower_lanes(int value) {
     return sum - value;
 }
 
+// The greatest length that `least` or more matches have, or one less than min_window.
+__device__ int longest_of(const Build& s, const Options& o, int least) {
+    int longest = o.min_window - 1;
+#pragma unroll 1
+    for (int l = o.min_window; l <= o.max_window; l += 32) {
+        const int mine = l + threadIdx.x % 32;
+        const unsigned those = __ballot_sync(kAll, mine <= o.max_window && s.total[mine] >= least);
+        if (those) longest = l + 31 - __clz(those);
+    }
+    return longest;
+}
+
 // Takes the best matches of what the blocks of the scan found, numbers them by recency, and returns how many they are.
 // Sets `total`: blocks' matches by least length.
 __device__ int gather(Build& s, const u64* best, const int* at_least, const Options& o, int blocks) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+#pragma unroll 1
     for (int l = o.min_window + warp; l <= o.max_window + 1; l += kWarps) {
         int sum = 0;
 #pragma unroll 4
@@ -287,8 +345,7 @@ __device__ int gather(Build& s, const u64* best, const int* at_least, const Opti
         if (lane == 0) s.total[l] = sum;
     }
     __syncthreads();
-    int cut = o.max_window;  // all longer ones are taken, and the youngest of this length
-    while (cut >= o.min_window && s.total[cut] < o.limit) --cut;
+    const int cut = longest_of(s, o, o.limit);  // all longer ones are taken, and the youngest of this length
     const int longer = s.total[cut + 1], room = cut < o.min_window ? 0 : o.limit - longer;
     const int mine = thread < blocks ? at_least[(cut + 1) * blocks + thread] : 0;
     const int equal = thread < blocks && room ? at_least[cut * blocks + thread] - mine : 0;
@@ -296,34 +353,33 @@ __device__ int gather(Build& s, const u64* best, const int* at_least, const Opti
     if (lane == 31) s.sums[0][warp] = before + mine, s.sums[1][warp] = equal_before + equal;
     __syncthreads();
     int equals = 0;
+#pragma unroll 1
     for (int i = 0; i < kWarps; ++i) {
         if (i == warp) equal_before += equals;
         if (i < warp) before += s.sums[0][i];
         equals += s.sums[1][i];
     }
     s.offsets[thread] = before + min(equal_before, room);
+    __syncthreads();
     const int count = longer + min(equals, room);
-    __syncthreads();
-    auto block_of = [&](int i) {  // the last whose offset is not above i
-        int block = 0;
+    int block = 0, from = 0;
+    if (thread < count) {  // of the last block whose offset is not above this thread's number
+#pragma unroll 1
         for (int step = BUILD_THREADS / 2; step; step /= 2)
-            if (s.offsets[block + step] <= i) block += step;
-        return block;
-    };
-    for (int i = thread; i < count; i += BUILD_THREADS) {
-        const int block = block_of(i);
-        s.found[i] = best[u64(block) * o.limit + (i - s.offsets[block])];
+            if (s.offsets[block + step] <= thread) block += step;
+        from = s.offsets[block];
+        s.found[thread] = best[u64(block) * o.limit + (thread - from)];
     }
     __syncthreads();
-    for (int i = thread; i < count; i += BUILD_THREADS) {
-        const int block = block_of(i), from = s.offsets[block];
+    if (thread < count) {
         const int past = block + 1 < BUILD_THREADS ? s.offsets[block + 1] : count;
+        const u64 found = s.found[thread];
         int number = from;
-        for (int j = from; j < past; ++j) number += unsigned(s.found[j]) > unsigned(s.found[i]);
-        s.ages[number] = kAll - unsigned(s.found[i]);
-        s.lengths[number] = (unsigned char)(s.found[i] >> 32);
+#pragma unroll 1
+        for (int i = from; i < past; ++i) number += unsigned(s.found[i]) > unsigned(found);
+        s.ages[number] = kAll - unsigned(found);
+        s.lengths[number] = (unsigned char)(found >> 32);
     }
-    for (int i = count + thread; i < kMatches; i += BUILD_THREADS) s.lengths[i] = 0;
     __syncthreads();
     return count;
 }
@@ -331,9 +387,10 @@ __device__ int gather(Build& s, const u64* best, const int* at_least, const Opti
 // One warp's work: the tree of the anchor of `window` tokens, from the `counted` of all matches.
 struct Grower {
     List& list;
-    Set* sets;                // of the nodes in the list, where they are grown by frequency
-    unsigned short* offsets;  // [kNodes], room for by_recency
-    const Set* equal;         // [deepest, kMatches]
+    Set* sets;                 // of the nodes in the list, where they are grown by frequency
+    unsigned short* children;  // [kNodes], room for by_recency
+    const Set* equal;          // [deepest, kMatches]
+    const int* breadths;
     const Set all, counted;
     const Options& o;
     const int window, deepest, room;
@@ -350,76 +407,107 @@ struct Grower {
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) node[i] = all, in[i] = counted.has(match_in(i)), place[i] = 0;
         int width = 1;  // nodes of this depth
+#pragma unroll 1
         for (int depth = 0; !ends(depth) && count < room; ++depth) {
-            const int breadth = o.breadth(window + depth);
+            const int breadth = breadths[window + depth];
             Set child[kOwn];
-            int first[kOwn];
+            int first[kOwn], sibling[kOwn];
+            bool stands[kOwn];
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {
                 child[i] = node[i] & equal[depth * kMatches + match_in(i)];
                 first[i] = (child[i] & counted).first();
+                in[i] = in[i] && first[i] != kMatches;
+                stands[i] = in[i] && first[i] == match_in(i);
             }
-            const Set children = set_of([&](int i) { return in[i] && first[i] == match_in(i); });
-            int sibling[kOwn];
+            const Set standing = set_of([&](int i) { return stands[i]; });
 #pragma unroll
-            for (int i = 0; i < kOwn; ++i) sibling[i] = (children & node[i]).below(first[i]).size();
-            const Set kept = set_of([&](int i) { return in[i] && first[i] == match_in(i) && sibling[i] < breadth; });
+            for (int i = 0; i < kOwn; ++i) {
+                sibling[i] = (standing & node[i]).size_below(first[i]);
+                in[i] = in[i] && sibling[i] < breadth;
+            }
+            const Set kept = set_of([&](int i) { return stands[i] && in[i]; });
             const int next_width = kept.size();
-            if (next_width == 0) break;
-            int next_place[kOwn];
             bool several = false;
 #pragma unroll
-            for (int i = 0; i < kOwn; ++i) several |= in[i] && first[i] != kMatches && kept.has(first[i]) && sibling[i];
-            if (width == 1) {
-#pragma unroll
-                for (int i = 0; i < kOwn; ++i) next_place[i] = sibling[i];
-            } else if (next_width == width && !__any_sync(kAll, several)) {  // a child each
-#pragma unroll
-                for (int i = 0; i < kOwn; ++i) next_place[i] = place[i];
-            } else {
+            for (int i = 0; i < kOwn; ++i) several |= in[i] && sibling[i];
+            if (width > 1 && (next_width != width || __any_sync(kAll, several))) {  // not a child each
                 const int lane = threadIdx.x % 32;
-                offsets[lane] = offsets[lane + 32] = 0;
+                children[lane] = children[lane + 32] = 0;
                 __syncwarp();
 #pragma unroll
                 for (int i = 0; i < kOwn; ++i)
-                    if (in[i] && first[i] == match_in(i) && sibling[i] == 0)
-                        offsets[place[i]] = (unsigned short)min((kept & node[i]).size(), kNodes);
+                    if (stands[i] && sibling[i] == 0) children[place[i]] = (unsigned short)(kept & node[i]).size();
                 __syncwarp();
-                const int low = offsets[lane], high = offsets[lane + 32];
-                const int before = sum_of_lower_lanes(low), all_low = __shfl_sync(kAll, before + low, 31);
-                offsets[lane] = (unsigned short)before;
-                offsets[lane + 32] = (unsigned short)(all_low + sum_of_lower_lanes(high));
+                const int low = children[2 * lane], high = children[2 * lane + 1], before = sum_of_lower_lanes(low + high);
+                children[2 * lane] = (unsigned short)before;
+                children[2 * lane + 1] = (unsigned short)(before + low);
                 __syncwarp();
 #pragma unroll
-                for (int i = 0; i < kOwn; ++i) next_place[i] = (in[i] ? offsets[place[i]] : 0) + sibling[i];
+                for (int i = 0; i < kOwn; ++i)
+                    if (in[i]) place[i] = children[place[i]];
             }
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {
-                in[i] = in[i] && first[i] != kMatches && kept.has(first[i]) && count + next_place[i] < room;
-                if (in[i] && first[i] == match_in(i)) {
-                    list.ids[count + next_place[i]] = (unsigned short)(depth * kMatches + child[i].first());
-                    list.parents[count + next_place[i]] =
-                        depth ? (unsigned short)((depth - 1) * kMatches + node[i].first()) : kRoot;
+                place[i] += sibling[i];
+                const int at = count + place[i];
+                in[i] = in[i] && at < room;
+                if (in[i] && stands[i]) {
+                    list.ids[at] = (unsigned short)(depth * kMatches + child[i].first());
+                    list.parents[at] = depth ? (unsigned short)((depth - 1) * kMatches + node[i].first()) : kRoot;
                 }
                 node[i] = child[i];
-                place[i] = next_place[i];
             }
+            if (next_width == 0) break;
             width = next_width;
             count = min(count + width, room);
         }
     }
 
-    // The best candidate is added and its children become candidates, which stand in the slots of the first of their
-    // counted matches.
+    // Again and again the best candidate is added, and its children become candidates: the most frequent, of equals
+    // the most recent. A candidate stands in the slot of the first of its counted matches.
     __device__ void by_frequency(double start) {
         double scores[kOwn];  // 0: none
         unsigned orders[kOwn];
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) scores[i] = 0, orders[i] = kAll;
-        offer(-1, all, 0, start, scores, orders);
-        double lowest = start;
-        while (count < room) {
-            double score = 0;
+        Set here = all;
+        double score = start, lowest = start;
+        int depth = 0;
+#pragma unroll 1
+        for (int node = -1;; ++node) {
+            if (!ends(depth)) {
+                const Set mine = here & counted;
+                int counts[kOwn];
+                bool any[kOwn];
+#pragma unroll
+                for (int i = 0; i < kOwn; ++i) {
+                    const Set child = mine & equal[depth * kMatches + match_in(i)];
+                    any[i] = child.has(match_in(i));
+                    counts[i] = any[i] && child.first() == match_in(i) ? child.size() : 0;
+                }
+                const int sum = set_of([&](int i) { return any[i]; }).size();
+                int children = set_of([&](int i) { return counts[i] > 0; }).size();
+#pragma unroll 1
+                for (; children > o.max_breadth; --children) {
+                    unsigned worst = kAll;
+#pragma unroll
+                    for (int i = 0; i < kOwn; ++i)
+                        if (counts[i]) worst = min(worst, unsigned(counts[i] << 8 | (255 - match_in(i))));
+                    worst = __reduce_min_sync(kAll, worst);
+#pragma unroll
+                    for (int i = 0; i < kOwn; ++i)
+                        if (unsigned(counts[i] << 8 | (255 - match_in(i))) == worst) counts[i] = 0;
+                }
+#pragma unroll
+                for (int i = 0; i < kOwn; ++i) {
+                    if (!counts[i]) continue;
+                    scores[i] = sum == 1 ? score : score * counts[i] / sum;
+                    orders[i] = unsigned((node + 1) << 8 | match_in(i));
+                }
+            }
+            if (count == room) break;
+            score = 0;
             unsigned order = kAll;
 #pragma unroll
             for (int i = 0; i < kOwn; ++i)
@@ -433,12 +521,12 @@ struct Grower {
             score = __longlong_as_double((long long)highest);
             lowest = min(lowest, score);
             const int match = order & 255, parent = int(order >> 8) - 1;
-            const unsigned short parent_id = parent < 0 ? kRoot : list.ids[parent];
-            const int depth = parent < 0 ? 0 : parent_id / kMatches + 1;  // of the parent
 #pragma unroll
             for (int i = 0; i < kOwn; ++i)
                 if (orders[i] == order) scores[i] = 0, orders[i] = kAll;
-            const Set here = (parent < 0 ? all : sets[parent]) & equal[depth * kMatches + match];
+            const unsigned short parent_id = parent < 0 ? kRoot : list.ids[parent];
+            depth = parent < 0 ? 0 : parent_id / kMatches + 1;
+            here = (parent < 0 ? all : sets[parent]) & equal[depth * kMatches + match];
             if (threadIdx.x % 32 == 0) {
                 sets[count] = here;
                 list.ids[count] = (unsigned short)(depth * kMatches + here.first());
@@ -446,39 +534,7 @@ struct Grower {
                 list.scores[count] = lowest;
             }
             __syncwarp();
-            offer(count, here, depth + 1, score, scores, orders);
-            ++count;
-        }
-    }
-
-    // The most frequent children, of equals the most recent.
-    __device__ void offer(int node, const Set& here, int depth, double score, double* scores, unsigned* orders) {
-        if (ends(depth)) return;
-        const Set mine = here & counted;
-        int counts[kOwn];
-        bool any[kOwn];
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const Set child = mine & equal[depth * kMatches + match_in(i)];
-            any[i] = mine.has(match_in(i)) && child.has(match_in(i));
-            counts[i] = any[i] && child.first() == match_in(i) ? child.size() : 0;
-        }
-        const int sum = set_of([&](int i) { return any[i]; }).size();
-        for (int children = set_of([&](int i) { return counts[i] > 0; }).size(); children > o.max_breadth; --children) {
-            unsigned worst = kAll;
-#pragma unroll
-            for (int i = 0; i < kOwn; ++i)
-                if (counts[i]) worst = min(worst, unsigned(counts[i] << 8 | (255 - match_in(i))));
-            worst = __reduce_min_sync(kAll, worst);
-#pragma unroll
-            for (int i = 0; i < kOwn; ++i)
-                if (unsigned(counts[i] << 8 | (255 - match_in(i))) == worst) counts[i] = 0;
-        }
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            if (!counts[i]) continue;
-            scores[i] = sum == 1 ? score : score * counts[i] / sum;
-            orders[i] = unsigned((node + 1) << 8 | match_in(i));
+            ++count, ++depth;
         }
     }
 };
@@ -486,63 +542,68 @@ struct Grower {
 // Merges the warps' lists into lists[kWarps + merged], the first `room` distinct nodes of which become
 // lists[kWarps + !merged]. `where` (all ones before) gets the place of each id in the order of all.
 __device__ void merge(Build& s, unsigned* where, int merged, bool by_frequency, int room) {
+    const int thread = threadIdx.x;
     auto list = [&](int number) -> const List& { return s.lists[number ? number - 1 : kWarps + merged]; };
-    auto rank = [&](int number, int i) {
-        int sum = i;
-        const double score = list(number).scores[i];
-        for (int other = 0; other <= kWarps; ++other) {
-            const List& theirs = list(other);
-            if (other == number) continue;
-            if (!by_frequency) {
-                sum += other < number ? theirs.count : 0;
-                continue;
+#pragma unroll 1
+    for (int entry = thread; entry < kEntries; entry += BUILD_THREADS) {
+        const int number = entry / kNodes, i = entry % kNodes;
+        s.ranks[entry] = 0xffff;
+        if (i >= list(number).count) continue;
+        int rank = i;
+        if (by_frequency) {
+            const double score = list(number).scores[i];
+#pragma unroll 1
+            for (int other = 0; other <= kWarps; ++other) {
+                const List& theirs = list(other);
+                int low = 0, high = other == number ? 0 : theirs.count;  // how many of them come before
+#pragma unroll 1
+                while (low < high) {
+                    const int middle = (low + high) / 2;
+                    const double their = theirs.scores[middle];
+                    if (their > score || (their == score && other < number)) low = middle + 1;
+                    else high = middle;
+                }
+                rank += low;
             }
-            int low = 0, high = theirs.count;  // how many of them come before
-            while (low < high) {
-                const int middle = (low + high) / 2;
-                const double their = theirs.scores[middle];
-                if (their > score || (their == score && other < number)) low = middle + 1;
-                else high = middle;
-            }
-            sum += low;
+        } else {
+#pragma unroll 4
+            for (int other = 0; other < number; ++other) rank += list(other).count;
         }
-        return unsigned(sum);
-    };
-    constexpr int kEntries = (kWarps + 1) * kNodes, kRounds = (kEntries + BUILD_THREADS - 1) / BUILD_THREADS;
-    unsigned ranks[kRounds];
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-        const int number = (round * BUILD_THREADS + threadIdx.x) / kNodes, i = threadIdx.x % kNodes;
-        ranks[round] = kAll;
-        if (number > kWarps || i >= list(number).count) continue;
-        ranks[round] = rank(number, i);
-        atomicMin(&where[list(number).ids[i]], ranks[round]);
+        s.ranks[entry] = (unsigned short)rank;
+        atomicMin(&where[list(number).ids[i]], unsigned(rank));
     }
     __syncthreads();
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-        if (ranks[round] == kAll) continue;
-        const int number = (round * BUILD_THREADS + threadIdx.x) / kNodes, i = threadIdx.x % kNodes;
-        if (where[list(number).ids[i]] == ranks[round]) atomicOr(&s.added[ranks[round] / 32], 1u << ranks[round] % 32);
-        else ranks[round] = kAll;
+#pragma unroll 1
+    for (int entry = thread; entry < kEntries; entry += BUILD_THREADS) {
+        const unsigned rank = s.ranks[entry];
+        if (rank == 0xffff) continue;
+        if (where[list(entry / kNodes).ids[entry % kNodes]] == rank) atomicOr(&s.added[rank / 32], 1u << rank % 32);
+        else s.ranks[entry] = 0xffff;
     }
     __syncthreads();
     List& out = s.lists[kWarps + !merged];
-    if (threadIdx.x == 0) {
+    if (thread < 32) {
         int sum = 0;
-        for (int i = 0; i < kEntries / 32; ++i) sum += __popc(s.added[i]);
-        out.count = min(sum, room);
+#pragma unroll 1
+        for (int begin = 0; begin < kEntries / 32; begin += 32) {
+            const int word = begin + thread, mine = word < kEntries / 32 ? __popc(s.added[word]) : 0;
+            const int before = sum + sum_of_lower_lanes(mine);
+            if (word < kEntries / 32) s.added_before[word] = before;
+            sum = __shfl_sync(kAll, before + mine, 31);
+        }
+        if (thread == 0) out.count = min(sum, room);
     }
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-        if (ranks[round] == kAll) continue;
-        const int number = (round * BUILD_THREADS + threadIdx.x) / kNodes, i = threadIdx.x % kNodes;
-        int at = __popc(s.added[ranks[round] / 32] & ((1u << ranks[round] % 32) - 1));
-        for (unsigned word = 0; word < ranks[round] / 32; ++word) at += __popc(s.added[word]);
+    __syncthreads();
+#pragma unroll 1
+    for (int entry = thread; entry < kEntries; entry += BUILD_THREADS) {
+        const unsigned rank = s.ranks[entry];
+        if (rank == 0xffff) continue;
+        const int at = s.added_before[rank / 32] + __popc(s.added[rank / 32] & ((1u << rank % 32) - 1));
         if (at >= room) continue;
-        out.scores[at] = list(number).scores[i];
-        out.ids[at] = list(number).ids[i];
-        out.parents[at] = list(number).parents[i];
+        const List& from = list(entry / kNodes);
+        out.scores[at] = from.scores[entry % kNodes];
+        out.ids[at] = from.ids[entry % kNodes];
+        out.parents[at] = from.parents[entry % kNodes];
     }
     __syncthreads();
 }
@@ -557,62 +618,68 @@ extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
     Set* equal = reinterpret_cast<Set*>(shared_memory + BUILD_BYTES);
     unsigned* where = reinterpret_cast<unsigned*>(equal + deepest * kMatches);
     int* next = reinterpret_cast<int*>(where + deepest * kMatches);
-    const Options o{branch_length, min_window, max_window, min_breadth, max_breadth, by_frequency, limit};
+    const Options o{branch_length, min_window, max_window, max_breadth, by_frequency, limit};
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = blockIdx.x, room = nodes - 1;
-    const long long* text = tokens + row * stride;
-    const Corpus corpus{corpus_tokens, corpus_wide, unsigned(max(0LL, min(*corpus_length, (long long)corpus_room)))};
-    const unsigned length = unsigned(max(0LL, min(committed[row], (long long)columns)));
+    const unsigned length = clamped(committed[row], columns);
+    const Text text{reinterpret_cast<const int*>(tokens + row * stride), 2, length};
+    const Text corpus{static_cast<const int*>(corpus_tokens), corpus_wide ? 2 : 1, clamped(*corpus_length, corpus_room)};
 
+#pragma unroll 1
+    for (int depth = BUILD_THREADS - 1 - thread; depth < branch_length; depth += BUILD_THREADS)
+        s.breadth[depth] = min_breadth + (branch_length - 1 - depth) * (max_breadth - min_breadth) / (branch_length - 1);
+    wait_for_last_kernel();
     const int count = gather(s, best + u64(row) * blocks * limit, at_least + u64(row) * (max_window + 2) * blocks, o, blocks);
-    int longest = max_window;
-    while (longest >= min_window && s.total[longest] == 0) --longest;
-    if (longest < min_window) longest = 0;
+    const int longest = count ? longest_of(s, o, 1) : 0;
 
     const unsigned own = length ? length - 1 : 0;
+#pragma unroll 1
     for (int depth = lane; depth < deepest; depth += 32) {
-        constexpr int kEach = (kMatches + kWarps - 1) / kWarps;
-        int token[kEach];
+        constexpr int kEach = kMatches / kWarps > 4 ? 4 : kMatches / kWarps;
+#pragma unroll 1
+        for (int begin = warp; begin < kMatches; begin += kEach * kWarps) {
+            int token[kEach];
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const int match = warp + i * kWarps;
-            token[i] = -1;
-            if (match >= count) continue;
-            const unsigned age = s.ages[match], ahead = unsigned(depth) + 1;
-            if (age < own) {
-                const unsigned at = own - 1 - age + ahead;
-                if (at < length) token[i] = int(text[at]);
-            } else {
-                const unsigned at = corpus.size - 1 - (age - own) + ahead;
-                if (at < corpus.size) token[i] = corpus[at];
+            for (int i = 0; i < kEach; ++i) {
+                const int match = begin + i * kWarps;
+                token[i] = -1;
+                if (match >= count) continue;
+                const unsigned age = s.ages[match];
+                const bool old = age >= own;
+                const unsigned at = (old ? corpus.size + own : own) - age + depth;
+                if (at < (old ? corpus.size : length)) token[i] = choose(old, corpus, text)[at];
             }
-        }
 #pragma unroll
-        for (int i = 0; i < kEach; ++i)
-            if (warp + i * kWarps < kMatches) next[depth * kStride + warp + i * kWarps] = token[i];
+            for (int i = 0; i < kEach; ++i) next[depth * kStride + begin + i * kWarps] = token[i];
+        }
     }
     __syncthreads();
-    for (int i = thread; i < deepest * kMatches; i += BUILD_THREADS) {
-        const int4* tokens = reinterpret_cast<const int4*>(next + i / kMatches * kStride);
-        const int token = next[i / kMatches * kStride + i % kMatches];
-        Set same{};
+#pragma unroll 1
+    for (int i = thread; i < deepest * kMatches * kOwn; i += BUILD_THREADS) {  // a half of a word each
+        const int depth = i / (kMatches * kOwn), match = i % kMatches, half = i / kMatches % kOwn;
+        const int token = next[depth * kStride + match];
+        const int4* tokens = reinterpret_cast<const int4*>(next + depth * kStride + 32 * half);
+        unsigned same = 0;
 #pragma unroll
-        for (int m = 0; m < kMatches; m += 4) {
+        for (int m = 0; m < 32; m += 4) {
             const int4 four = tokens[m / 4];
-            same.words[m / 64] |= u64((four.x == token) | (four.y == token) << 1 | (four.z == token) << 2 |
-                                      (four.w == token) << 3) << m % 64;
+            same |= unsigned(four.x == token) << m | unsigned(four.y == token) << (m + 1) |
+                    unsigned(four.z == token) << (m + 2) | unsigned(four.w == token) << (m + 3);
         }
-        equal[i] = token < 0 ? Set{} : same;
+        reinterpret_cast<unsigned*>(equal)[(depth * kMatches + match) * kOwn + half] = token < 0 ? 0 : same;
     }
     int merged = 0;
     if (thread == 0) s.lists[kWarps].count = 0;
     const Set all = set_of([&](int i) { return match_in(i) < count; });
+#pragma unroll 1
     for (int first = 0; longest && room && first <= longest - min_window; first += kWarps) {
+#pragma unroll 1
         for (int i = thread; i < deepest * kMatches; i += BUILD_THREADS) where[i] = kAll;
-        for (int i = thread; i < (kWarps + 1) * kNodes / 32; i += BUILD_THREADS) s.added[i] = 0;
+#pragma unroll 1
+        for (int i = thread; i < kEntries / 32; i += BUILD_THREADS) s.added[i] = 0;
         __syncthreads();
         const int window = longest - first - warp;
-        const Set counted = set_of([&](int i) { return int(s.lengths[match_in(i)]) >= window; }) & all;
-        Grower grower{s.lists[warp], s.sets[warp], s.children[warp], equal, all, counted, o, window, deepest, room};
+        const Set counted = set_of([&](int i) { return match_in(i) < count && int(s.lengths[match_in(i)]) >= window; });
+        Grower grower{s.lists[warp], s.sets[warp], s.children[warp], equal, s.breadth, all, counted, o, window, deepest, room};
         auto half_to_the = [](int n) { return __longlong_as_double((long long)(1023 - n) << 52); };
         if (window >= min_window) {
             if (by_frequency) grower.by_frequency(half_to_the(first + warp));
@@ -628,8 +695,10 @@ extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
     __syncthreads();
 
     const List& out = s.lists[kWarps + merged];
+#pragma unroll 1
     for (int i = thread; i < out.count; i += BUILD_THREADS) where[out.ids[i]] = i + 1;
     __syncthreads();
+#pragma unroll 1
     for (int i = thread; i < nodes; i += BUILD_THREADS) {
         long long token = 0, parent = 0;
         if (i == 0) {

@@ -266,18 +266,21 @@ class Shape:
 
     words: int
     scan_threads: int = 512
+    scan_items: int = 8  # positions that a thread reads at a time
     scan_blocks: int = 3  # that a multiprocessor holds
     build_threads: int = 512
     slack: int = 1024
     min_span: int = 1024  # positions that a block of the scan looks at, at least
 
     def macros(self) -> dict[str, int]:
-        tile, warps, nodes, matches = 8 * self.scan_threads, self.build_threads // 32, MAX_DRAFT_TOKENS, 64 * self.words
-        lists = (warps + 2) * (12 * nodes + 8) + warps * nodes * (8 * self.words + 2)
-        build = lists + matches * (8 + 4 + 1) + (warps + 1) * nodes // 8 + 4 * (257 + self.build_threads + 2 * warps)
+        tile, warps, nodes, matches = self.scan_items * self.scan_threads, self.build_threads // 32, MAX_DRAFT_TOKENS, 64 * self.words
+        entries = (warps + 1) * nodes
+        build = (warps + 2) * (12 * nodes + 8) + warps * nodes * (8 * self.words + 2) + matches * (8 + 4 + 1)
+        build += entries * 2 + entries // 4 + 4 * (257 + 256 + self.build_threads + 2 * warps)
         return dict(
             WORDS=self.words,
             SCAN_THREADS=self.scan_threads,
+            SCAN_ITEMS=self.scan_items,
             SCAN_BLOCKS=self.scan_blocks,
             BUILD_THREADS=self.build_threads,
             SLACK=self.slack,
@@ -399,6 +402,9 @@ def propose_on_gpu(
     return out
 
 
+CARVEOUT, DEPENDENT = -1, True
+
+
 @functools.cache
 def _compiled(shape: Shape, device: int):
     """The kernels on this device, by name: functions of a launch and a stream."""
@@ -434,6 +440,9 @@ def _compiled(shape: Shape, device: int):
         function = check(driver.cuModuleGetFunction(module, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(function, attribute, most))
+        if CARVEOUT >= 0:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            check(driver.cuFuncSetAttribute(function, attribute, CARVEOUT))
 
         def run(step: Launch, stream: int) -> None:
             if step.shared_bytes > most:
@@ -441,12 +450,16 @@ def _compiled(shape: Shape, device: int):
                     f"these options need {step.shared_bytes} bytes of shared memory, this device has {most}: "
                     "lower match_limit, branch_length or num_nodes"
                 )
-            arguments = (tuple(step.values), tuple(step.types))
-            check(
-                driver.cuLaunchKernel(
-                    function, step.grid, 1, 1, step.threads, 1, 1, step.shared_bytes, stream, arguments, 0
-                )
-            )
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = step.grid, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = step.threads, 1, 1
+            config.sharedMemBytes, config.hStream = step.shared_bytes, stream
+            if name == "ngram_build" and major >= 9 and DEPENDENT:
+                early = driver.CUlaunchAttribute()
+                early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+                early.value.programmaticStreamSerializationAllowed = 1
+                config.attrs, config.numAttrs = [early], 1
+            check(driver.cuLaunchKernelEx(config, function, (tuple(step.values), tuple(step.types)), 0))
 
         return run
 

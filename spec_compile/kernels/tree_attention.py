@@ -75,18 +75,17 @@ def _device(index: int) -> tuple[int, int, bool]:
 def tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
     """For `rows` rows a KV head and `groups` = B * Hkv."""
     processors, memory, _ = _device(device)
-    block_m = min(max(triton.next_power_of_2(rows), 16), 128 if key_dim + value_dim <= 256 else 64)
-    block_n, warps = 64, 8 if block_m > 64 else 4
-    if itemsize == 4:  # no tensor cores: what does not fit into registers is slow, and minutes to compile
+    wide = key_dim + value_dim > 256
+    block_m, block_n, warps = (16, 64, 4) if rows <= 16 else (64, 64, 4) if rows <= 64 or wide else (128, 128, 8)
+    if itemsize == 4:  # no tensor cores: what does not fit into registers is slow, and takes long to compile
         block_m, block_n, warps = 16, 32, 8
-    slot = (triton.next_power_of_2(key_dim) + triton.next_power_of_2(value_dim)) * itemsize
-    while block_n > 16 and block_n * slot > 48 * 1024:
+    key_dim, value_dim = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    slot = (key_dim + value_dim) * itemsize
+    while block_n > 16 and block_n * slot > (64 if block_m == 128 else 48) * 1024:
         block_n //= 2
-    room = memory - block_m * triton.next_power_of_2(key_dim) * itemsize - 4096
-    stages = min(max(room // (block_n * slot), 1), 3)
-    tiles = triton.cdiv(rows, block_m)
-    splits = min(max(processors // (groups * tiles), 1), 128)
-    return Tuning(block_m, block_n, splits, 128, warps, stages)
+    stages = min(max((memory - 1024 - block_m * key_dim * itemsize) // (block_n * slot), 1), 4)
+    splits = min(max(processors // (groups * triton.cdiv(rows, block_m)), 1), 128)
+    return Tuning(block_m, block_n, splits, 256 if block_m == 128 else 64, warps, stages)
 
 
 @tree_attention.register_kernel("cuda")
@@ -127,7 +126,7 @@ def launch(
         options = {"launch_pdl": True} if early else {}
         _merge[(nodes * heads, batch)](
             lengths, positions, out, parts, sums, positions.stride(0), nodes, splits, least,
-            HEADS=heads, BLOCK_SPLITS=triton.next_power_of_2(splits), **shared, num_warps=4, **options,
+            HEADS=heads, CHUNK=min(triton.next_power_of_2(splits), 16), **shared, num_warps=1, **options,
         )  # fmt: skip
     return out
 
@@ -152,11 +151,12 @@ def _plan(
 def _step(
     q, k, v, seen, acc, peak, total, inner, outer, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """One block of keys and values into a running softmax (base 2). seen: which scores count."""
+    """One block of keys and values into a running softmax (base 2). seen: which scores count; None: all."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
         scores = 1 - 2 / (tl.exp2(scores * inner) + 1)  # tanh
-    scores = tl.where(seen, scores, float("-inf"))
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1) * outer)
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores * outer - base[:, None])
@@ -204,8 +204,17 @@ def _attention(
     key_cache += tl.program_id(1).to(tl.int64) * capacity * DK
     value_cache += tl.program_id(1).to(tl.int64) * capacity * DV
     slot = tl.arange(0, BLOCK_N)
-    end = tl.minimum(first + split * size + size, length)
-    for start in range(first + split * size, end, BLOCK_N):
+    begin = first + split * size
+    end = tl.minimum(begin + size, length)
+    if WINDOW is None:  # blocks that need no mask
+        whole = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+        for start in range(begin, whole, BLOCK_N):
+            at = start + slot
+            keys = tl.load(key_cache + at[:, None] * DK + dk[None, :], mask=real_dk, other=0.0)
+            values = tl.load(value_cache + at[:, None] * DV + dv[None, :], mask=real_dv, other=0.0)
+            acc, peak, total = _step(query, keys, values, None, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
+        begin = whole
+    for start in tl.range(begin, end, BLOCK_N, num_stages=1 if WINDOW is None else None):
         at = start + slot
         inside = at < end
         keys = tl.load(key_cache + at[:, None] * DK + dk[None, :], mask=inside[:, None] & real_dk, other=0.0)
@@ -270,7 +279,7 @@ def _merge(
     lengths, positions, out, parts, sums, stride_p, nodes, splits, least,
     HEADS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out = the parts' sums weighed by their peaks, one row a program."""
     batch = tl.program_id(1).to(tl.int64)
@@ -286,18 +295,21 @@ def _merge(
     part = ((batch * (HEADS // GROUP) + head // GROUP) * tiles + tile) * splits
     parts += (part * BLOCK_M + row % BLOCK_M) * DV
     sums += part * 2 * BLOCK_M + row % BLOCK_M
-    split, dv = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DV)
-    peaks = tl.load(sums + split * (2 * BLOCK_M), mask=split <= owner, other=float("-inf"))
-    totals = tl.load(sums + split * (2 * BLOCK_M) + BLOCK_M, mask=split <= owner, other=0.0)
-    peak = tl.max(peaks, 0)
-    total = tl.sum(totals * tl.exp2(peaks - peak), 0)
-    CHUNK: tl.constexpr = min(BLOCK_SPLITS, 16)
+    dv = tl.arange(0, BLOCK_DV)
+    peak, total = float("-inf"), 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
     for start in range(0, owner + 1, CHUNK):
-        some = start + tl.arange(0, CHUNK)
-        weights = tl.exp2(tl.load(sums + some * (2 * BLOCK_M), mask=some <= owner, other=float("-inf")) - peak)
-        inside = (some <= owner)[:, None] & (dv < DV)[None, :]
-        chunk = tl.load(parts + some[:, None] * (BLOCK_M * DV) + dv[None, :], mask=inside, other=0.0)
-        acc += tl.sum(chunk * weights[:, None], 0)
+        split = start + tl.arange(0, CHUNK)
+        there = split <= owner
+        inside = there[:, None] & (dv < DV)[None, :]
+        peaks = tl.load(sums + split * (2 * BLOCK_M), mask=there, other=float("-inf"))
+        totals = tl.load(sums + split * (2 * BLOCK_M) + BLOCK_M, mask=there, other=0.0)
+        chunk = tl.load(parts + split[:, None] * (BLOCK_M * DV) + dv[None, :], mask=inside, other=0.0)
+        higher = tl.maximum(peak, tl.max(peaks, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        keep, weights = tl.exp2(peak - base), tl.exp2(peaks - base)
+        total = total * keep + tl.sum(totals * weights, 0)
+        acc = acc * keep + tl.sum(chunk * weights[:, None], 0)
+        peak = higher
     at = out + ((batch * nodes + node) * HEADS + head) * DV + dv
     tl.store(at, acc / total, mask=dv < DV)

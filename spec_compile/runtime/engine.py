@@ -169,13 +169,14 @@ class Engine:
 
     def _chosen(self, session: Session, request: Request, nodes: int, span: int) -> Callable[[], list[list[int]]]:
         """A round whose tokens the request chooses; the first logits may be known already."""
+        look, finish = session.step("look", nodes), session.step("finish", nodes)  # building them runs them
         logits, features, request.first_logits = request.first_logits, [], None
         if logits is None:
-            logits, *features = session.step("look", nodes)(span)
+            logits, *features = look(span)
         else:
             logits = logits[:, None]
         accepted = request.choose(session.state.tree(nodes), logits)
-        outcome = session.step("finish", nodes)(accepted.path, accepted.tokens, accepted.count, features)
+        outcome = finish(accepted.path, accepted.tokens, accepted.count, features)
         return outcome.tolist
 
     def _prefill(self, session: Session, request: Request) -> None:

@@ -13,7 +13,8 @@ class Round(nn.Module):
     """One round of speculative decoding over the first N nodes of the pending trees.
 
     A round verifies the trees that the round before it proposed and ends by proposing the next, so that whoever runs
-    it knows how many nodes the next one needs.
+    it knows how many nodes the next one needs. Its parts (`prepare`, `verify`, `conclude`, `finish`) hand each other
+    plain tensors: on a CPU they are compiled as one, on a GPU each by itself (see `session`).
     """
 
     def __init__(self, graph: ModelGraph, drafter: nn.Module, state: State, nodes: int | None):
@@ -27,36 +28,43 @@ class Round(nn.Module):
         Returns int64 [B, 5 + 2 N]: tokens gained, finished, real nodes and hint of the next tree, depth of this one,
         the N tokens of which the first "gained" count, and the N nodes of the accepted path.
         """
-        state = self.state
-        tree = state.tree(self.nodes or nodes)
-        ancestors, depth = self._ancestry(tree)
-        logits, *features = self._verify(tree, ancestors, depth, span)
-        accepted = accept_greedy(tree, ancestors, depth, state.forbid_early_eos(logits, depth))
-        return self._finish(tree, depth, accepted, features)
+        tree, ancestors, depth, positions = self.prepare(nodes)
+        logits, *features = self._verify(tree, ancestors, positions, span)
+        return self.conclude(logits, tree, ancestors, depth, features)
 
     def look(self, span: int, nodes: int = 0) -> list[Tensor]:
         """The first half of a round whose tokens are chosen outside: the target's logits [B, N, V], and features."""
-        tree = self.state.tree(self.nodes or nodes)
-        return self._verify(tree, *self._ancestry(tree), span)
+        tree, ancestors, _, positions = self.prepare(nodes)
+        return self._verify(tree, ancestors, positions, span)
 
     def finish(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor]) -> Tensor:
         """The second half, with what was `Accepted`; returns what `forward` returns."""
         tree = self.state.tree(path.shape[1])
-        return self._finish(tree, self._ancestry(tree)[1], Accepted(path, tokens, count), features)
+        depth = ancestry(tree.parents, self.nodes or MAX_NODES)[1]
+        return self._finish(tree.real, depth, Accepted(path, tokens, count), features)
 
-    def _ancestry(self, tree: Tree) -> tuple[Tensor, Tensor]:
-        return ancestry(tree.parents, self.nodes or MAX_NODES)
+    def prepare(self, nodes: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
+        """The trees (tokens, parents, real), their ancestors and depths, and the positions of their nodes."""
+        tree = self.state.tree(self.nodes or nodes)
+        ancestors, depth = ancestry(tree.parents, self.nodes or MAX_NODES)
+        return (tree.tokens, tree.parents, tree.real), ancestors, depth, self.state.positions(depth)
 
-    def _verify(self, tree: Tree, ancestors: Tensor, depth: Tensor, span: int) -> list[Tensor]:
-        state = self.state
-        return self.verify(tree.tokens, state.positions(depth), state.lengths, ancestors, state.cache, span)
+    def _verify(self, tree: tuple[Tensor, ...], ancestors: Tensor, positions: Tensor, span: int) -> list[Tensor]:
+        return self.verify(tree[0], positions, self.state.lengths, ancestors, self.state.cache, span)
 
-    def _finish(self, tree: Tree, depth: Tensor, accepted: Accepted, features: list[Tensor]) -> Tensor:
+    def conclude(
+        self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor, features: list[Tensor]
+    ) -> Tensor:
+        """Accept greedily, commit, propose."""
+        accepted = accept_greedy(Tree(*tree), ancestors, depth, self.state.forbid_early_eos(logits, depth))
+        return self._finish(tree[2], depth, accepted, features)
+
+    def _finish(self, real: Tensor, depth: Tensor, accepted: Accepted, features: list[Tensor]) -> Tensor:
         state = self.state
         gained = state.commit(accepted)
         self.drafter.observe(state, features, accepted)
         self.drafter.propose(state)
-        deepest = torch.where(tree.real, depth, 0).amax(dim=1)
+        deepest = torch.where(real, depth, 0).amax(dim=1)
         columns = [gained, state.finished.to(torch.int64), state.tree_count, state.tree_hint, deepest]
         columns = torch.stack(columns, dim=1)
         return torch.cat([columns, accepted.tokens, accepted.path], dim=1)
@@ -72,8 +80,14 @@ class Prefill(nn.Module):
     def forward(self, size: int, span: int) -> None:
         """Process the next `size` tokens of every row (fewer where a prompt ends; the rest is never seen)."""
         state = self.state
-        offsets = torch.arange(size, device=state.tokens.device)[None, :]
-        ids = state.tokens.gather(1, (state.lengths[:, None] + offsets).clamp(max=state.capacity - 1))
-        features = self.model(ids, state.positions(offsets), state.lengths, None, state.cache, span)
+        ids, positions = self.prepare(size)
+        features = self.model(ids, positions, state.lengths, None, state.cache, span)
         self.drafter.prefill(state, features)
         state.lengths.copy_(torch.minimum(state.lengths + size, state.prompt_lengths - 1))
+
+    def prepare(self, size: int) -> tuple[Tensor, Tensor]:
+        """The next `size` tokens of every row and their positions."""
+        state = self.state
+        offsets = torch.arange(size, device=state.tokens.device)[None, :]
+        ids = state.tokens.gather(1, (state.lengths[:, None] + offsets).clamp(max=state.capacity - 1))
+        return ids, state.positions(offsets)

@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
-from ..compat import compile_step
+from ..compat import EXAMPLE, compile_piece, compile_step
 from ..errors import UnsupportedModelError
+from ..passes.regions import cut
 from .cuda_graph import Captured, Ring
 from .round import Prefill, Round
 from .sampler import Sampler
@@ -39,7 +40,8 @@ class Session:
         self.policies = {part: SizePolicy(engine.sizes, engine.options.adaptive) for part in ("round", "look")}
         self.ring = Ring(batch, 5 + 2 * MAX_NODES) if self.on_gpu else None
         self.steps: dict[tuple[str, int], Callable] = {}
-        self._compiled: dict[tuple[str, int], Callable] = {}
+        self._pieces: dict[tuple[bool, bool], Prefill | Round] = {}
+        self._called: list[Callable] = []
 
     def _check_memory(self, slots: int) -> None:
         """UnsupportedModelError if a GPU has no room for the cache."""
@@ -70,13 +72,13 @@ class Session:
     def _build(self, part: str, nodes: int) -> Callable:
         engine, options = self.engine, self.engine.options
         captures = self.on_gpu and options.cuda_graphs and part != "prefill"
-        step = self._function(part, nodes)
         if not (options.compile or captures):
-            return step
+            return self._function(part, nodes)
         name = f"{part}_b{self.batch}" + (f"_n{nodes}" if nodes else "")
         engine.report(f"compiling {name}")
         begin = time.perf_counter()
         with torch.no_grad(), self._untouched():
+            step = self._function(part, nodes)
             arguments = self._arguments(part, nodes)
             step(*arguments)
             if captures:
@@ -92,7 +94,8 @@ class Session:
         """The round over `nodes` nodes that draws, a function of span; on a GPU captured for these processors."""
         key = f"sampled {sampler.key}", nodes
         if key not in self.steps:
-            look, finish, state = self._function("look", nodes), self._function("finish", nodes), self.state
+            with torch.no_grad(), self._untouched():
+                look, finish, state = self._function("look", nodes), self._function("finish", nodes), self.state
 
             def sampled(span: int):
                 tree = state.tree(nodes)
@@ -110,26 +113,54 @@ class Session:
         return self.steps[key]
 
     def _function(self, part: str, nodes: int) -> Callable:
-        """The step as a function, not captured. On a GPU one compilation serves all sizes but 1, for they cost the same
-        there; on a CPU each size has its own."""
-        engine, shared = self.engine, self.on_gpu and part in ("round", "look")
-        if part == "prefill":
-            function = Prefill(engine.prefill, self.drafter, self.state).forward
+        """The step as a function, not captured."""
+        engine = self.engine
+        if self.on_gpu:
+            whole = self._in_pieces(part == "prefill", nodes == 1)
+        elif part == "prefill":
+            whole = Prefill(engine.prefill, self.drafter, self.state)
         else:
-            whole = Round(engine.verify, self.drafter, self.state, None if self.on_gpu else nodes)
-            function = {"round": whole.forward, "look": whole.look, "finish": whole.finish}[part]
+            whole = Round(engine.verify, self.drafter, self.state, nodes)
+        function = getattr(whole, part if part in ("look", "finish") else "forward")
+        if self.on_gpu:
+            if part == "finish" and engine.options.compile and function not in self._called:
+                self._called.append(function)
+                function(*self._arguments("finish", 1 if nodes == 1 else EXAMPLE))
+            return partial(function, nodes=nodes) if part in ("round", "look") else function
         if engine.options.compile:
-            key = part, min(nodes, 2) if self.on_gpu else nodes
-            if key not in self._compiled:
-                self._compiled[key] = compile_step(function, f"{part}_b{self.batch}_n{nodes}", engine.device.type)
-            function = self._compiled[key]
-        return partial(function, nodes=nodes) if shared else function
+            return compile_step(function, f"{part}_b{self.batch}_n{nodes}")
+        return function
+
+    def _in_pieces(self, prefill: bool, single: bool) -> Prefill | Round:
+        """On a GPU one compilation serves all sizes but 1, for nodes cost little there, and layers alike are compiled
+        once: the parts of a round, and the regions of the model, are pieces that CUDA's graph joins."""
+        engine = self.engine
+        if (prefill, single) not in self._pieces:
+            graph = engine.prefill if prefill else engine.verify
+            parts = graph, self.drafter, self.state
+            whole = Prefill(*parts) if prefill else Round(*parts, None)
+            if engine.options.compile:
+                model = cut(graph)
+                size = 1 if single else EXAMPLE
+                for number, (alike, body) in enumerate(model.bodies.items()):
+                    model.bodies[alike] = compile_piece(body, f"region_{number}_b{self.batch}_{prefill}_{single}")
+                whole.prepare = compile_step(whole.prepare, f"prepare_b{self.batch}_{prefill}_{single}", "cuda")
+                if prefill:
+                    whole.model = model
+                else:
+                    whole.verify = model
+                    whole.conclude = compile_piece(whole.conclude, f"conclude_b{self.batch}_{single}")
+                    whole.finish = compile_piece(whole.finish, f"finish_b{self.batch}_{single}")
+                whole.forward(*((size, SPAN) if prefill else (SPAN, size)))  # sizes that are EXAMPLE now may vary later
+            self._pieces[prefill, single] = whole
+        return self._pieces[prefill, single]
 
     def _arguments(self, part: str, nodes: int) -> tuple:
         """Arguments to try a step with."""
         if part != "finish":
             return (self.prefill_sizes[-1], SPAN) if part == "prefill" else (SPAN,)
-        _, *features = self.step("look", nodes)(SPAN)
+        look = self._function("look", nodes) if self.on_gpu else self.step("look", nodes)
+        _, *features = look(SPAN)
         path = torch.zeros(self.batch, nodes, dtype=torch.int64, device=self.engine.device)
         return path, path.clone(), torch.ones_like(path[:, 0]), features
 

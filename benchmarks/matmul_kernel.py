@@ -1,0 +1,378 @@
+"""Products of few rows on a GPU: all linear layers of a model, one after another, ours against cuBLAS.
+
+    python benchmarks/matmul_kernel.py [--models 8B,1B,0.6B] [--rows 1,16] [--between] [--tune]
+
+Each figure is the time of a CUDA graph that multiplies with every layer's weights once, each layer its own, so that
+none are in a cache. "floor" is the time in which the GPU reads as many bytes. --between puts an RMSNorm between the
+products. --tune tries plans, in a stack of a few layers, and prints the best.
+"""
+
+import argparse
+import collections
+import functools
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional as F
+
+SOURCE = Path(__file__).parent.parent / "spec_compile" / "kernels" / "skinny_matmul.py"
+spec = importlib.util.spec_from_file_location("skinny_matmul", SOURCE)  # without the package, which is to be compiled
+kernel = sys.modules["skinny_matmul"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernel)
+Plan = kernel.Plan
+
+PARTS = ("qkv", "o", "gate_up", "down", "lm_head")
+MODELS = {  # layers, and of each part the shape of the weights
+    "8B": (32, {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
+                "lm_head": (128256, 4096)}),
+    "1B": (16, {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192),
+                "lm_head": (128256, 2048)}),
+    "0.6B": (28, {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072),
+                  "lm_head": (151936, 1024)}),
+}  # fmt: skip
+
+
+@triton.jit
+def norm(x, out, x_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """RMSNorm of rows; with PDL 1 the next kernel may begin when x is there, with 2 at once."""
+    if PDL == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if PDL == 1:
+        tl.extra.cuda.gdc_launch_dependents()
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + tl.program_id(0) * x_stride + at, mask=at < size, other=0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value) / size + 1e-6)
+    tl.store(out + tl.program_id(0) * size + at, value.to(out.dtype.element_ty), mask=at < size)
+
+
+def graph_time(run, repeats: int = 5) -> float:
+    """Microseconds that a replay of the captured `run` takes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+        graph.replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        stream.synchronize()
+    return sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))[repeats // 2] * 1e3
+
+
+class Stack:
+    """All weights of a model's linear layers, random."""
+
+    def __init__(self, model: str):
+        self.layers, self.shapes = MODELS[model]
+        elements = {part: rows * columns for part, (rows, columns) in self.shapes.items()}
+        count = {part: 1 if part == "lm_head" else self.layers for part in PARTS}
+        self.bytes = 2 * sum(elements[part] * count[part] for part in PARTS)
+        store = torch.empty(self.bytes // 2, dtype=torch.bfloat16, device="cuda")
+        for part in store.split(1 << 27):
+            part.normal_(0, 0.02)
+        pieces = store.split([elements[part] for _ in range(self.layers) for part in PARTS[:4]] + [elements["lm_head"]])
+        names = [*PARTS[:4] * self.layers, "lm_head"]
+        self.weights = [(name, piece.view(self.shapes[name])) for name, piece in zip(names, pieces)]
+
+    def of(self, part: str) -> list:
+        """The weights of one part; the head's four times, as one is too few to time."""
+        return [(name, weight) for name, weight in self.weights if name == part] * (4 if part == "lm_head" else 1)
+
+    def time(self, rows: int, multiply, weights=None, between: int | None = None, chain: bool = True) -> float:
+        """Microseconds. Each product reads the first columns of the one before it, or all read the same."""
+        weights = self.weights if weights is None else weights
+        x = torch.randn(rows, max(columns for _, columns in self.shapes.values()), device="cuda").bfloat16()
+        normed = torch.empty_like(x)
+
+        def run():
+            y = x
+            for name, weight in weights:
+                columns = weight.shape[1]
+                y = (y if chain else x)[:, :columns]
+                if between is not None:
+                    target = normed.view(-1)[: rows * columns].view(rows, columns)
+                    options = {"launch_pdl": True} if between else {}
+                    block = triton.next_power_of_2(columns)
+                    norm[(rows,)](y, target, y.stride(0), columns, block, between, num_warps=8, **options)
+                    y = target
+                y = multiply(name, y, weight)
+
+        return graph_time(run)
+
+
+def cublas(name, x, weight):
+    return F.linear(x, weight)
+
+
+def ours(name, x, weight):
+    return kernel.skinny_matmul(x, weight, None)
+
+
+def planned(plans: dict):
+    """A product by the plans of the parts; with none, or of a part without, cuBLAS."""
+
+    def multiply(name, x, weight):
+        if plans[name] is None:
+            return F.linear(x, weight)
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        kernel.launch(x, weight, None, out, plans[name])
+        return out
+
+    return multiply
+
+
+@triton.jit
+def _read(x, out, blocks, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=4):
+        total += tl.load(x + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)).to(tl.float32)
+    tl.store(out + tl.program_id(0), tl.sum(total))
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of a kernel that only reads."""
+    x = torch.ones(1 << 31, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(528, device="cuda")
+    return x.numel() * 2 / graph_time(lambda: _read[(528,)](x, out, x.numel() // 4096, 4096)) * 1e6
+
+
+def compare(models, counts, between) -> None:
+    bandwidth = read_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16")
+    print(f"reading alone: {bandwidth / 1e12:.2f} TB/s. Microseconds for each product, ours / cuBLAS, in a row of its")
+    print("kind; then milliseconds for all in the model's order.")
+    for model in models:
+        stack = Stack(model)
+        floor = stack.bytes / bandwidth * 1e3
+        print(f"\n| {model}, N | " + " | ".join(PARTS) + " | all: ours | cuBLAS | floor | ours, TB/s |")
+        print("|---|" + "---|" * (len(PARTS) + 4))
+        for rows in counts:
+            cells = []
+            for part in PARTS:
+                some = stack.of(part)
+                pair = [stack.time(rows, how, some, chain=False) / len(some) for how in (ours, cublas)]
+                cells.append("{:.2f} / {:.2f}".format(*pair))
+            a, b = (stack.time(rows, how) / 1e3 for how in (ours, cublas))
+            cells += [f"{a:.3f}", f"{b:.3f}", f"{floor:.3f}", f"{stack.bytes / a / 1e9:.2f}"]
+            print(f"| {rows} | " + " | ".join(cells) + " |", flush=True)
+            if between:
+                for kind, text in enumerate(("plain", "dependent launch", "dependent launch, early")):
+                    a, b = (stack.time(rows, how, between=kind) / 1e3 for how in (ours, cublas))
+                    print(f"  with RMSNorm between, {text}: {a:.3f} / {b:.3f}", flush=True)
+        del stack
+
+
+TILES = {  # block_o, block_k, warps, stages
+    16: [(64, 128, 4, 5), (64, 256, 4, 3), (128, 64, 8, 6), (128, 128, 8, 3), (64, 64, 4, 10), (32, 256, 4, 4),
+         (64, 128, 4, 3), (64, 128, 4, 8)],
+    64: [(64, 128, 4, 4), (64, 128, 4, 5), (128, 64, 8, 4), (128, 64, 8, 6), (128, 128, 8, 3), (128, 128, 8, 4),
+         (64, 64, 4, 5), (32, 128, 4, 5), (256, 64, 8, 3)],
+    1: [(8, 512, 4, 4), (8, 512, 4, 9), (4, 1024, 4, 4), (16, 256, 4, 4), (8, 1024, 4, 4), (16, 512, 4, 4)],
+    4: [(8, 256, 4, 4), (8, 256, 4, 14), (4, 512, 4, 4), (8, 512, 8, 4)],
+}  # fmt: skip
+TILES[32] = TILES[16][:5] + TILES[64][:1] + [(32, 128, 4, 5)]
+TILES[2] = TILES[4]
+SCHEMES = {
+    "plain": {"pdl": False, "early": False},
+    "at the end": {"early": False, "late": 1},
+    "early": {},
+    "early, late": {"late": 6},
+}
+
+
+def plans(rows: int, outputs: int, inputs: int, scheme: str):
+    """The plans to try for a product in a scheme."""
+    choices = [(True, tile) for tile in TILES[max(16, triton.next_power_of_2(rows))]]
+    if rows <= 4:
+        choices += [(False, tile) for tile in TILES[triton.next_power_of_2(rows)]]
+    for dot, (block_o, block_k, warps, stages) in choices:
+        options = SCHEMES[scheme]
+        width = 0 if options.get("early", True) else rows if not dot else max(16, rows)
+        room = 220 * 1024 // (stages * 2 * block_k * (block_o + width) + 1024)
+        if room < 1:
+            continue
+        tiles = -(-outputs // block_o)
+        most = min(room, 3 if dot else 4)
+        grids = {132, 132 * most}
+        for count in {1, most}:
+            times = max(1, 132 * count // tiles)
+            if 0.9 * 132 * count < tiles * times <= 132 * count:
+                grids = grids - {132 * count} | {tiles * times}
+        if tiles > 132 * most // 2:
+            grids.add(tiles)
+        for programs in sorted(grids):
+            total = -(-inputs // block_k) * tiles
+            if programs <= total and kernel._parts(total // tiles, total, programs) <= 8:
+                yield Plan(block_o, block_k, programs, warps, stages, dot, **options)
+
+
+class _Warm:
+    """A kernel that only compiles."""
+
+    def __init__(self, jitted):
+        self.jitted = jitted
+
+    def __getitem__(self, grid):
+        return functools.partial(self.jitted.warmup, grid=grid)
+
+
+def _compile(job) -> None:
+    rows, shape, plan = job
+    if not isinstance(kernel._kernel, _Warm):
+        kernel._kernel = _Warm(kernel._kernel)
+    x, weight, out = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((rows, shape[1]), shape, (rows, 1)))
+    try:
+        kernel.launch(x, weight, None, out, plan)
+    except Exception as error:
+        return f"{plan}: {type(error).__name__} {str(error)[:100]}"
+
+
+def compile_all(jobs) -> None:
+    """Into Triton's cache, with all processors."""
+    unique = {}
+    for rows, (outputs, inputs), plan in jobs:
+        width = max(16, triton.next_power_of_2(rows)) if plan.dot else rows
+        steps, tiles = -(-inputs // plan.block_k), -(-outputs // plan.block_o)
+        parts = kernel._parts(steps, steps * tiles, min(plan.programs, steps * tiles))
+        key = width, parts, plan._replace(programs=0, late=0, prefetch=0)
+        unique.setdefault(key, (rows, (outputs, inputs), plan))
+    begin = time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
+        errors = [e for e in pool.imap_unordered(_compile, list(unique.values()), chunksize=2) if e]
+    print(f"compiled {len(unique)} kernels in {time.perf_counter() - begin:.0f} s", *errors[:5], sep="\n", flush=True)
+
+
+def short(plan) -> str:
+    if plan is None:
+        return "cuBLAS"
+    words = [f"{plan.block_o}x{plan.block_k}", f"w{plan.warps}", f"s{plan.stages}", f"p{plan.programs}"]
+    words += ["cores"] * (not plan.dot) + ["early"] * plan.early + [f"late{plan.late}"] * (plan.late < 1 << 20)
+    return " ".join(words + [f"pf{plan.prefetch}"] * (plan.prefetch > 0) + ["plain"] * (not plan.pdl))
+
+
+def tune(models, counts, seconds: float) -> None:
+    """Coordinate descent over the plans of the parts, on the time of a stack of few layers."""
+    begin = time.perf_counter()
+
+    def elapsed():
+        return f"[{time.perf_counter() - begin:.0f} s]"
+
+    jobs = [
+        (rows, shape, plan)
+        for model in models for rows in counts for shape in MODELS[model][1].values() for scheme in SCHEMES
+        for plan in plans(rows, *shape, scheme)
+    ]  # fmt: skip
+    compile_all(jobs)
+    found = {}
+    for model in models:
+        stack = Stack(model)
+        for rows in counts:
+            if time.perf_counter() - begin > seconds:
+                print("out of time before", model, rows)
+                break
+            layers = {"8B": 4, "1B": 6, "0.6B": 10}[model]
+            few, lost = stack.weights[: 4 * layers], []
+
+            def measure(choice, weights=few, chain=True, stack=stack, rows=rows, lost=lost):
+                try:
+                    return stack.time(rows, planned(choice), weights, chain=chain)
+                except torch.AcceleratorError:
+                    raise
+                except Exception as error:
+                    lost.append(f"{choice} {type(error).__name__} {str(error)[:80]}")
+                    return float("inf")
+
+            def descend(current, best, options, ranking):
+                for part in ("gate_up", "down", "qkv", "o"):
+                    for plan in options[part]:
+                        if plan == current[part]:
+                            continue
+                        taken = measure({**current, part: plan})
+                        ranking[part].append((taken, plan))
+                        if taken < best:
+                            best, current = taken, {**current, part: plan}
+                return best, current
+
+            print(f"\n{model} N={rows}: cuBLAS {measure(dict.fromkeys(PARTS)) / layers:.2f} us a layer {elapsed()}")
+            kept = collections.defaultdict(list)
+            results = []
+            for scheme in SCHEMES:
+                options = {part: list(plans(rows, *stack.shapes[part], scheme)) for part in PARTS[:4]}
+                start = {part: next(iter(options[part]), None) for part in PARTS[:4]}
+                ranking = collections.defaultdict(list)
+                best, current = descend(start, measure(start), options, ranking)
+                results.append((best, current))
+                for part in PARTS[:4]:
+                    kept[part] += [current[part]] + [plan for _, plan in sorted(ranking[part], key=lambda r: r[0])[:2]]
+                print(f"  {scheme}: {best / layers:.2f} |", " | ".join(f"{p} {short(current[p])}" for p in PARTS[:4]))
+            best, current = min(results, key=lambda r: r[0])
+            for part in PARTS[:4]:
+                kept[part] += [None] if rows > 8 else []
+            for _ in range(2):
+                best, current = descend(current, best, kept, collections.defaultdict(list))
+            refined = {
+                part: [current[part]._replace(prefetch=p, late=late)
+                       for p in (0, 8, 12) for late in (4, 10, 1 << 30)]
+                if current[part] is not None and current[part].early else []
+                for part in PARTS[:4]
+            }  # fmt: skip
+            best, current = descend(current, best, refined, collections.defaultdict(list))
+            print(f"  mixed: {best / layers:.2f} |", " | ".join(f"{p} {short(current[p])}" for p in PARTS[:4]))
+            head = stack.of("lm_head")
+            heads = sorted(
+                (measure({"lm_head": plan}, head, False) / len(head), short(plan), plan)
+                for scheme in ("plain", "at the end", "early")
+                for plan in plans(rows, *stack.shapes["lm_head"], scheme)
+            )
+            other = measure({"lm_head": None}, head, False) / len(head)
+            print(f"  lm_head: cuBLAS {other:.1f} |", " | ".join(f"{taken:.1f} {text}" for taken, text, _ in heads[:4]))
+            current["lm_head"] = heads[0][2] if heads[0][0] < other else None
+            found[f"{model} {rows}"] = {part: current[part] and list(current[part]) for part in PARTS}
+            everything = [stack.time(rows, planned(current)), stack.time(rows, cublas)]
+            middle = [stack.time(rows, how, between=kind) for how in (planned(current), cublas) for kind in range(3)]
+            early = min(results[2:], key=lambda r: r[0])[1] | {"lm_head": current["lm_head"]}
+            middle += [stack.time(rows, planned(early), between=kind) for kind in range(3)]
+            floor = f"floor at 4.62 TB/s {stack.bytes / 4.62e6:.0f}"
+            print("  all: ours {:.0f}, cuBLAS {:.0f},".format(*everything), floor)
+            text = "ours {:.0f} {:.0f} {:.0f}, cuBLAS {:.0f} {:.0f} {:.0f}, best early {:.0f} {:.0f} {:.0f}"
+            print("  RMSNorm between (plain, pdl, early):", text.format(*middle), elapsed())
+            print(*lost[:3], sep="\n", end="", flush=True)
+            if "OUT" in os.environ:
+                Path(os.environ["OUT"], "plans.json").write_text(json.dumps(found))
+        del stack
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--rows", default="1,2,4,8,16,32,64")
+    parser.add_argument("--between", action="store_true")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further shape after so long")
+    options = parser.parse_args()
+    models, counts = options.models.split(","), [int(n) for n in options.rows.split(",")]
+    if options.tune:
+        tune(models, counts, options.seconds)
+    else:
+        compare(models, counts, options.between)
+
+
+if __name__ == "__main__":
+    main()
