@@ -8,7 +8,6 @@ products. --tune tries plans, in a stack of a few layers, and prints the best.
 """
 
 import argparse
-import collections
 import functools
 import importlib.util
 import itertools
@@ -139,6 +138,42 @@ def planned(plans: dict):
 
 
 @triton.jit
+def _swiglu(x, out, half, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = x + tl.program_id(1) * 2 * half
+    gate = tl.load(row + at, mask=at < half).to(tl.float32)
+    up = tl.load(row + half + at, mask=at < half).to(tl.float32)
+    tl.store(out + tl.program_id(1) * half + at, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), at < half)
+
+
+def then_swiglu(multiply, pdl: int):
+    """The product, then a kernel for the activation."""
+
+    def run(name, x, weight):
+        y = multiply(name, x, weight)
+        half = y.shape[1] // 2
+        out = y.new_empty(y.shape[0], half)
+        _swiglu[(triton.cdiv(half, 1024), y.shape[0])](y, out, half, 1024, pdl, **({"launch_pdl": True} if pdl else {}))
+        return out
+
+    return run
+
+
+def swiglu(plan):
+    """Both in one kernel."""
+
+    def run(name, x, weight):
+        out = x.new_empty(x.shape[0], weight.shape[0] // 2)
+        kernel.launch(x, weight, None, out, plan or Plan(64, 128, 132, late=1), gated=True)
+        return out
+
+    return run
+
+
+@triton.jit
 def _read(x, out, blocks, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=4):
@@ -179,33 +214,26 @@ def compare(models, counts, between) -> None:
         del stack
 
 
-TILES = {  # block_o, block_k, warps, stages
-    16: [(64, 128, 4, 5), (64, 256, 4, 3), (128, 64, 8, 6), (128, 128, 8, 3), (64, 64, 4, 10), (32, 256, 4, 4),
-         (64, 128, 4, 3), (64, 128, 4, 8)],
-    64: [(64, 128, 4, 4), (64, 128, 4, 5), (128, 64, 8, 4), (128, 64, 8, 6), (128, 128, 8, 3), (128, 128, 8, 4),
-         (64, 64, 4, 5), (32, 128, 4, 5), (256, 64, 8, 3)],
-    1: [(8, 512, 4, 4), (8, 512, 4, 9), (4, 1024, 4, 4), (16, 256, 4, 4), (8, 1024, 4, 4), (16, 512, 4, 4)],
+TILES = {  # block_o, block_k, warps, stages; for up to so many rows, 1 to 4 of them without tensor cores
+    16: [(64, 128, 4, 5), (64, 128, 4, 8), (64, 256, 4, 3), (64, 256, 4, 4), (32, 256, 4, 4), (32, 256, 4, 6),
+         (128, 128, 8, 3), (128, 128, 8, 4), (64, 64, 4, 10), (64, 128, 4, 3), (32, 128, 4, 6)],
+    64: [(64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 4, 6), (128, 64, 8, 6), (128, 128, 8, 3), (128, 128, 8, 4),
+         (64, 64, 4, 6), (32, 128, 4, 5), (32, 256, 4, 4)],
+    1: [(8, 512, 4, 4), (8, 512, 4, 9), (16, 512, 4, 4), (4, 1024, 4, 4), (16, 256, 4, 4)],
     4: [(8, 256, 4, 4), (8, 256, 4, 14), (4, 512, 4, 4), (8, 512, 8, 4)],
 }  # fmt: skip
-TILES[32] = TILES[16][:5] + TILES[64][:1] + [(32, 128, 4, 5)]
-TILES[2] = TILES[4]
-SCHEMES = {
-    "plain": {"pdl": False, "early": False},
-    "at the end": {"early": False, "late": 1},
-    "early": {},
-    "early, late": {"late": 6},
-}
+TILES[32] = [*TILES[16][:7], (64, 128, 4, 4), (32, 128, 4, 5)]
+TILES[2] = [*TILES[4], (8, 512, 4, 4)]
+NOW = 1 << 30
 
 
-def plans(rows: int, outputs: int, inputs: int, scheme: str):
-    """The plans to try for a product in a scheme."""
+def plans(rows: int, outputs: int, inputs: int):
+    """The tiles to try for a product."""
     choices = [(True, tile) for tile in TILES[max(16, triton.next_power_of_2(rows))]]
     if rows <= 4:
         choices += [(False, tile) for tile in TILES[triton.next_power_of_2(rows)]]
     for dot, (block_o, block_k, warps, stages) in choices:
-        options = SCHEMES[scheme]
-        width = 0 if options.get("early", True) else rows if not dot else max(16, rows)
-        room = 220 * 1024 // (stages * 2 * block_k * (block_o + width) + 1024)
+        room = 220 * 1024 // (stages * 2 * block_k * (block_o + (max(16, rows) if dot else 0)) + 1024)
         if room < 1:
             continue
         tiles = -(-outputs // block_o)
@@ -220,7 +248,13 @@ def plans(rows: int, outputs: int, inputs: int, scheme: str):
         for programs in sorted(grids):
             total = -(-inputs // block_k) * tiles
             if programs <= total and kernel._parts(total // tiles, total, programs) <= 8:
-                yield Plan(block_o, block_k, programs, warps, stages, dot, **options)
+                yield Plan(block_o, block_k, programs, warps, stages, dot, late=1)
+
+
+def manners(plan: Plan) -> list[Plan]:
+    """A plan with other ways to follow and to precede a kernel."""
+    ways = [(late, prefetch) for late in (1, 4, NOW) for prefetch in ((0, 2, 4, 8) if plan.dot else (0,))]
+    return [plan._replace(pdl=False), *(plan._replace(late=late, prefetch=prefetch) for late, prefetch in ways)]
 
 
 class _Warm:
@@ -263,97 +297,80 @@ def short(plan) -> str:
     if plan is None:
         return "cuBLAS"
     words = [f"{plan.block_o}x{plan.block_k}", f"w{plan.warps}", f"s{plan.stages}", f"p{plan.programs}"]
-    words += ["cores"] * (not plan.dot) + ["early"] * plan.early + [f"late{plan.late}"] * (plan.late < 1 << 20)
+    words += ["cores"] * (not plan.dot) + [f"late{plan.late}"] * (plan.late < NOW)
     return " ".join(words + [f"pf{plan.prefetch}"] * (plan.prefetch > 0) + ["plain"] * (not plan.pdl))
 
 
 def tune(models, counts, seconds: float) -> None:
-    """Coordinate descent over the plans of the parts, on the time of a stack of few layers."""
+    """Coordinate descent over the plans of the parts, on the time of a stack of few layers with RMSNorms between."""
     begin = time.perf_counter()
-
-    def elapsed():
-        return f"[{time.perf_counter() - begin:.0f} s]"
-
+    shapes = [(rows, shape) for model in models for rows in counts for shape in MODELS[model][1].values()]
     jobs = [
-        (rows, shape, plan)
-        for model in models for rows in counts for shape in MODELS[model][1].values() for scheme in SCHEMES
-        for plan in plans(rows, *shape, scheme)
-    ]  # fmt: skip
+        (*shape, plan._replace(pdl=pdl)) for shape in shapes for plan in plans(shape[0], *shape[1]) for pdl in (0, 1)
+    ]
     compile_all(jobs)
     found = {}
     for model in models:
         stack = Stack(model)
+        few = stack.weights[: 4 * {"8B": 4, "1B": 6, "0.6B": 10}[model]]
         for rows in counts:
             if time.perf_counter() - begin > seconds:
                 print("out of time before", model, rows)
                 break
-            layers = {"8B": 4, "1B": 6, "0.6B": 10}[model]
-            few, lost = stack.weights[: 4 * layers], []
 
-            def measure(choice, weights=few, chain=True, stack=stack, rows=rows, lost=lost):
+            def measure(choice, weights=few, between=1, stack=stack, rows=rows, **options):
                 try:
-                    return stack.time(rows, planned(choice), weights, chain=chain)
-                except torch.AcceleratorError:
-                    raise
-                except Exception as error:
-                    lost.append(f"{choice} {type(error).__name__} {str(error)[:80]}")
+                    return stack.time(rows, planned(choice), weights, between, **options)
+                except triton.runtime.errors.OutOfResources:
                     return float("inf")
 
-            def descend(current, best, options, ranking):
-                for part in ("gate_up", "down", "qkv", "o"):
-                    for plan in options[part]:
-                        if plan == current[part]:
-                            continue
-                        taken = measure({**current, part: plan})
-                        ranking[part].append((taken, plan))
-                        if taken < best:
-                            best, current = taken, {**current, part: plan}
+            def descend(best, current, options, measure=measure):
+                for part, choices in options.items():
+                    for plan in choices:
+                        if plan != current[part]:
+                            taken = measure({**current, part: plan})
+                            if taken < best:
+                                best, current = taken, {**current, part: plan}
                 return best, current
 
-            print(f"\n{model} N={rows}: cuBLAS {measure(dict.fromkeys(PARTS)) / layers:.2f} us a layer {elapsed()}")
-            kept = collections.defaultdict(list)
-            results = []
-            for scheme in SCHEMES:
-                options = {part: list(plans(rows, *stack.shapes[part], scheme)) for part in PARTS[:4]}
-                start = {part: next(iter(options[part]), None) for part in PARTS[:4]}
-                ranking = collections.defaultdict(list)
-                best, current = descend(start, measure(start), options, ranking)
-                results.append((best, current))
-                for part in PARTS[:4]:
-                    kept[part] += [current[part]] + [plan for _, plan in sorted(ranking[part], key=lambda r: r[0])[:2]]
-                print(f"  {scheme}: {best / layers:.2f} |", " | ".join(f"{p} {short(current[p])}" for p in PARTS[:4]))
-            best, current = min(results, key=lambda r: r[0])
-            for part in PARTS[:4]:
-                kept[part] += [None] if rows > 8 else []
+            order = ("gate_up", "down", "qkv", "o")
+            options = {part: list(plans(rows, *stack.shapes[part])) for part in order}
+            current = {part: next(iter(options[part]), None) for part in order}
+            best, current = descend(measure(current), current, options)
             for _ in range(2):
-                best, current = descend(current, best, kept, collections.defaultdict(list))
-            refined = {
-                part: [current[part]._replace(prefetch=p, late=late)
-                       for p in (0, 8, 12) for late in (4, 10, 1 << 30)]
-                if current[part] is not None and current[part].early else []
-                for part in PARTS[:4]
-            }  # fmt: skip
-            best, current = descend(current, best, refined, collections.defaultdict(list))
-            print(f"  mixed: {best / layers:.2f} |", " | ".join(f"{p} {short(current[p])}" for p in PARTS[:4]))
+                chosen = {part: plan for part, plan in current.items() if plan}
+                ways = {part: manners(plan) + [None] * (rows > 8) for part, plan in chosen.items()}
+                best, current = descend(best, current, ways)
+                chosen = {part: plan._asdict() for part, plan in current.items() if plan}
+                manner = {part: {key: old[key] for key in ("late", "prefetch", "pdl")} for part, old in chosen.items()}
+                again = {part: [plan._replace(**way) for plan in options[part]] for part, way in manner.items()}
+                best, current = descend(best, current, again)
+            scale = len(few) / 4
+            without = dict.fromkeys(PARTS)
+            text = f"{best / scale:.2f}, cuBLAS {measure(without) / scale:.2f}"
+            print(f"\n{model} N={rows}, us a layer with RMSNorms between: {text}")
+            for part in order:
+                print(f"  {part}: {short(current[part])}")
             head = stack.of("lm_head")
-            heads = sorted(
-                (measure({"lm_head": plan}, head, False) / len(head), short(plan), plan)
-                for scheme in ("plain", "at the end", "early")
-                for plan in plans(rows, *stack.shapes["lm_head"], scheme)
-            )
-            other = measure({"lm_head": None}, head, False) / len(head)
-            print(f"  lm_head: cuBLAS {other:.1f} |", " | ".join(f"{taken:.1f} {text}" for taken, text, _ in heads[:4]))
-            current["lm_head"] = heads[0][2] if heads[0][0] < other else None
+            heads = [*plans(rows, *stack.shapes["lm_head"]), None]
+            heads = sorted(((measure({"lm_head": h}, head, None, chain=False), i) for i, h in enumerate(heads)))
+            current["lm_head"] = ([*plans(rows, *stack.shapes["lm_head"]), None])[heads[0][1]]
+            print(f"  lm_head: {short(current['lm_head'])} {heads[0][0] / len(head):.1f}")
             found[f"{model} {rows}"] = {part: current[part] and list(current[part]) for part in PARTS}
-            everything = [stack.time(rows, planned(current)), stack.time(rows, cublas)]
-            middle = [stack.time(rows, how, between=kind) for how in (planned(current), cublas) for kind in range(3)]
-            early = min(results[2:], key=lambda r: r[0])[1] | {"lm_head": current["lm_head"]}
-            middle += [stack.time(rows, planned(early), between=kind) for kind in range(3)]
-            floor = f"floor at 4.62 TB/s {stack.bytes / 4.62e6:.0f}"
-            print("  all: ours {:.0f}, cuBLAS {:.0f},".format(*everything), floor)
-            text = "ours {:.0f} {:.0f} {:.0f}, cuBLAS {:.0f} {:.0f} {:.0f}, best early {:.0f} {:.0f} {:.0f}"
-            print("  RMSNorm between (plain, pdl, early):", text.format(*middle), elapsed())
-            print(*lost[:3], sep="\n", end="", flush=True)
+            for between in (None, 0, 1, 2):
+                a, b = (stack.time(rows, planned(c), between=between) / 1e3 for c in (current, without))
+                print(f"  all, RMSNorms {between}: {a:.3f}, cuBLAS {b:.3f}; floor {stack.bytes / 4.62e9:.3f}", end=";")
+            gates = stack.of("gate_up")[: len(few)]
+            times = [
+                stack.time(rows, how, gates, chain=False) / len(gates)
+                for how in (
+                    then_swiglu(planned(current), 0),
+                    then_swiglu(planned(current), 1),
+                    swiglu(current["gate_up"]),
+                )
+            ]
+            print("\n  gate_up, silu and product: apart {:.2f} (dependent launch {:.2f}), in one {:.2f}".format(*times))
+            print(f"  [{time.perf_counter() - begin:.0f} s]", flush=True)
             if "OUT" in os.environ:
                 Path(os.environ["OUT"], "plans.json").write_text(json.dumps(found))
         del stack

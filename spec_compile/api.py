@@ -170,9 +170,9 @@ class Speculation:
         request.eos = [token for token in request.eos if 0 <= token < self._engine.verify.vocab_size]
         return self._engine.run(request)
 
-    def extend(self, cache: Cache, padding: list[int], ends: list[int], length: int) -> None:
+    def extend(self, cache: Cache, padding: list[int], length: int) -> None:
         """Bring a transformers cache up to `length` places after a run (see `past.extend`)."""
-        past.extend(cache, self._engine.session(len(padding)).state, padding, ends, length)
+        past.extend(cache, self._engine.session(len(padding)).state, padding, length)
 
     def _addresses(self) -> list:
         return [parameter.data_ptr() for parameter in self._model.parameters()] + adapters.switches(self._tuned)

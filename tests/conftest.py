@@ -1,11 +1,16 @@
 """Seeds, one thread, and tiny models built once a process."""
 
 import functools
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run in its interpreter; it looks when imported
 
 import hypothesis
 import models
 import pytest
-import torch
 import transformers
 
 from spec_compile.admit import admit

@@ -36,9 +36,8 @@ PLANS = {  # of one tile for each program, less, and more; on tensor cores and w
     "runs": Plan(16, 32, 3, stages=3),
     "whole": Plan(64, 16, 2, stages=5),
     "late": Plan(32, 32, 7, late=2, prefetch=3),
-    "plain": Plan(32, 16, 7, early=False),
     "cores": Plan(8, 64, 9, dot=False),
-    "cores plain": Plan(16, 32, 4, stages=1, dot=False, early=False),
+    "cores runs": Plan(16, 32, 4, stages=2, dot=False, late=1),
 }
 
 
@@ -121,13 +120,13 @@ def test_plans_fit():
         for outputs, inputs in [(4096, 4096), (128256, 2048), (1024, 3072), (5000, 776)]:
             plan = kernel.plan(rows, outputs, inputs)
             if plan is not None:
-                width = triton.next_power_of_2(rows) if not plan.dot else max(16, triton.next_power_of_2(rows))
-                shared = plan.stages * plan.block_k * 2 * (plan.block_o + (0 if plan.early else width))
+                width = max(16, triton.next_power_of_2(rows))
+                shared = plan.stages * plan.block_k * 2 * (plan.block_o + (width if plan.dot else 0))
                 assert shared <= 220 * 1024 and plan.programs > 0
     assert kernel.plan(65, 4096, 4096) is None and kernel.plan(1, 4096, 4095) is None
 
 
-SHAPES = [(6144, 4096), (4096, 14336), (1024, 2048), (3072, 1000), (4095, 1024), (1024, 4097)]
+SHAPES = [(6144, 4096), (4096, 14336), (1024, 2048), (3072, 1000), (4095, 1024), (1024, 4100)]
 
 
 @pytest.mark.gpu
@@ -136,6 +135,7 @@ SHAPES = [(6144, 4096), (4096, 14336), (1024, 2048), (3072, 1000), (4095, 1024),
 @pytest.mark.parametrize("rows", [*ROWS, 65])
 def test_op_on_a_gpu(rows, dtype):
     tolerance = {**TOLERANCE, torch.float32: 2e-3}[dtype]  # TF32 may be allowed
+    tolerance *= 1 if rows <= kernel.MAX_ROWS else 3  # cuBLAS may add partial sums in 16 bits
     for outputs, inputs in SHAPES:
         x, weight, bias = draw(("cuda", dtype), rows, outputs, inputs)
         for b in (None, bias):

@@ -379,7 +379,7 @@ def emulated(tmp_path_factory):
 
     def run(inputs, num_nodes, options, multiprocessors):
         words = ngram_match.shape_for(options).words
-        shape = Shape(words, scan_threads=128, scan_blocks=2, build_threads=128, slack=256, min_span=32)
+        shape = Shape(words, scan_threads=128, scan_items=4, scan_blocks=2, build_threads=128, slack=256, min_span=32)
         out = tuple(torch.full_like(tensor, 77) for tensor in ngram_match._outputs(inputs[0], num_nodes))
         steps, _workspace = ngram_match.launches(shape, multiprocessors, *inputs, num_nodes, options, out)
         for step in steps:

@@ -304,7 +304,7 @@ struct Build {
 };
 constexpr int kStride = kMatches + 4;
 static_assert(sizeof(Scan) <= SCAN_BYTES && sizeof(Build) <= BUILD_BYTES, "more shared memory than is asked for");
-static_assert(BUILD_THREADS >= kMatches && SCAN_THREADS >= 32 && 2 * SLACK >= kMatches, "blocks are too small");
+static_assert(BUILD_THREADS >= kMatches && SLACK >= kMatches && kTile >= 2 * SLACK, "blocks are too small");
 
 struct Options {
     int branch_length, min_window, max_window, max_breadth, by_frequency, limit;
@@ -446,6 +446,7 @@ struct Grower {
 #pragma unroll
                 for (int i = 0; i < kOwn; ++i)
                     if (in[i]) place[i] = children[place[i]];
+                __syncwarp();
             }
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {

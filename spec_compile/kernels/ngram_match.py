@@ -265,9 +265,9 @@ class Shape:
     """How the kernels are laid out. `words`: of 64 bits in a set of matches, 1 or 2."""
 
     words: int
-    scan_threads: int = 512
-    scan_items: int = 8  # positions that a thread reads at a time
-    scan_blocks: int = 3  # that a multiprocessor holds
+    scan_threads: int = 256
+    scan_items: int = 16  # positions that a thread reads at a time
+    scan_blocks: int = 4  # that a multiprocessor holds
     build_threads: int = 512
     slack: int = 1024
     min_span: int = 1024  # positions that a block of the scan looks at, at least
@@ -402,9 +402,6 @@ def propose_on_gpu(
     return out
 
 
-CARVEOUT, DEPENDENT = -1, True
-
-
 @functools.cache
 def _compiled(shape: Shape, device: int):
     """The kernels on this device, by name: functions of a launch and a stream."""
@@ -440,9 +437,6 @@ def _compiled(shape: Shape, device: int):
         function = check(driver.cuModuleGetFunction(module, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(function, attribute, most))
-        if CARVEOUT >= 0:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-            check(driver.cuFuncSetAttribute(function, attribute, CARVEOUT))
 
         def run(step: Launch, stream: int) -> None:
             if step.shared_bytes > most:
@@ -454,7 +448,7 @@ def _compiled(shape: Shape, device: int):
             config.gridDimX, config.gridDimY, config.gridDimZ = step.grid, 1, 1
             config.blockDimX, config.blockDimY, config.blockDimZ = step.threads, 1, 1
             config.sharedMemBytes, config.hStream = step.shared_bytes, stream
-            if name == "ngram_build" and major >= 9 and DEPENDENT:
+            if name == "ngram_build" and major >= 9:  # may start while the scan still runs
                 early = driver.CUlaunchAttribute()
                 early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
                 early.value.programmaticStreamSerializationAllowed = 1

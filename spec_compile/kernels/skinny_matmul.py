@@ -34,11 +34,10 @@ class Plan(NamedTuple):
     programs: int
     warps: int = 4
     stages: int = 4  # tiles in the pipeline
-    dot: bool = True  # on the tensor cores
-    early: bool = True  # load weights before waiting for the activations
-    late: int = 1 << 30  # let the next kernel begin when so many tiles are left
-    prefetch: int = 0  # tiles of each program's first to be in L2 or on the way when the activations arrive
-    pdl: bool = True
+    dot: bool = True  # on the tensor cores; else at most 4 rows
+    late: int = 1 << 30  # let the next kernel begin when a program has so many tiles left
+    prefetch: int = 0  # of each program's first tiles, so many are fetched to L2 before the wait
+    pdl: bool = True  # programmatic dependent launch
 
 
 if triton is not None:
@@ -92,7 +91,6 @@ if triton is not None:
         STAGES: tl.constexpr,
         GATED: tl.constexpr,
         DOT: tl.constexpr,
-        EARLY: tl.constexpr,
         PDL: tl.constexpr,
     ):
         """Program p takes `share` tiles, one more if p < `more`, of the list of all tiles, row by row.
@@ -115,14 +113,12 @@ if triton is not None:
             row = r
             HEIGHT: tl.constexpr = BLOCK_O
             height = outputs
-        if PDL and prefetch > 0:
+        if DOT and PDL:
             o = tl.minimum(begin // steps * HEIGHT + row, outputs - 1)
             line = tl.arange(0, BLOCK_K // 64 if BLOCK_K > 64 else 1) * 64
-            at = weight + o.to(tl.int64)[:, None] * inputs + begin % steps * BLOCK_K + line[None, :]
-            stop = tl.minimum(tl.minimum(steps - begin % steps, end - begin), prefetch)
-            for step in range(STAGES - 1 if EARLY else 0, stop):
-                _prefetch((at + step * BLOCK_K).to(tl.int64))
-        if PDL and not EARLY:
+            lines = weight + o.to(tl.int64)[:, None] * inputs + begin % steps * BLOCK_K + line[None, :]
+            for step in range(0, tl.minimum(tl.minimum(steps - begin % steps, end - begin), prefetch)):
+                _prefetch((lines + step * BLOCK_K).to(tl.int64))
             _wait()
         while begin < end:
             tile = begin // steps
@@ -131,51 +127,39 @@ if triton is not None:
             o = tl.minimum(tile * HEIGHT + row, outputs - 1)
             w_at = weight + o.to(tl.int64)[:, None] * inputs + k[None, :]
             x_at = x + n[:, None] * x_stride + k[None, :]
-            acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
-            if not DOT:
+            if DOT:
+                acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+                for step in tl.range(first_step, last_step):
+                    if PDL:
+                        _release(end - begin - (step - first_step), late)
+                    inside = (k < inputs - step * BLOCK_K)[None, :]
+                    a = tl.load(w_at + step * BLOCK_K, mask=inside, other=0.0, eviction_policy="evict_first")
+                    b = tl.load(x_at + step * BLOCK_K, mask=(n < rows)[:, None] & inside, other=0.0)
+                    acc = tl.dot(a, b.T, acc, input_precision="ieee")
+            else:
+                # The pipeline's first loads are issued before the loop, and only those of the weights may come before
+                # _wait: x of the next step goes to registers. Step -1 loads no weights.
+                b = tl.zeros([BLOCK_N, BLOCK_K], x.dtype.element_ty)
                 if BLOCK_N == 1:
                     sums = tl.zeros([BLOCK_O, BLOCK_K], tl.float32)
                 else:
                     sums = tl.zeros([BLOCK_N, BLOCK_O, BLOCK_K], tl.float32)
-            if EARLY:
-                # x of the next step is loaded to registers, not through the pipeline: the pipeline's first loads are
-                # issued before the loop, and only those of the weights may come before _wait. Step -1 only loads x.
-                b = tl.zeros([BLOCK_N, BLOCK_K], x.dtype.element_ty)
-                for step in tl.range(first_step - 1, last_step, num_stages=None if DOT else STAGES):
+                for step in tl.range(first_step - 1, last_step, num_stages=STAGES):
                     ahead = (step + 1) * BLOCK_K
                     if PDL:
                         ahead += _wait()
                         _release(end - begin - (step - first_step), late)
                     ahead = tl.multiple_of(ahead, 16)
                     b_rows = tl.where(step + 1 < last_step, rows, 0)
-                    b_next = tl.load(
-                        x_at + ahead, mask=(n < b_rows)[:, None] & (k < inputs - ahead)[None, :], other=0.0
-                    )
-                    a_columns = tl.where(step >= first_step, inputs - step * BLOCK_K, 0)
-                    a = tl.load(
-                        w_at + step * BLOCK_K, mask=(k < a_columns)[None, :], other=0.0, eviction_policy="evict_first"
-                    )
-                    if DOT:
-                        acc = tl.dot(a, b.T, acc, input_precision="ieee")
-                    elif BLOCK_N == 1:
+                    inside = (k < inputs - ahead)[None, :]
+                    b_next = tl.load(x_at + ahead, mask=(n < b_rows)[:, None] & inside, other=0.0)
+                    inside = (k < tl.where(step >= first_step, inputs - step * BLOCK_K, 0))[None, :]
+                    a = tl.load(w_at + step * BLOCK_K, mask=inside, other=0.0, eviction_policy="evict_first")
+                    if BLOCK_N == 1:
                         sums += a.to(tl.float32) * b.to(tl.float32)
                     else:
                         sums += a.to(tl.float32)[None, :, :] * b.to(tl.float32)[:, None, :]
                     b = b_next
-            else:
-                for step in tl.range(first_step, last_step, num_stages=None if DOT else STAGES):
-                    if PDL:
-                        _release(end - begin - (step - first_step), late)
-                    inside = (k < inputs - step * BLOCK_K)[None, :]
-                    a = tl.load(w_at + step * BLOCK_K, mask=inside, other=0.0, eviction_policy="evict_first")
-                    b = tl.load(x_at + step * BLOCK_K, mask=(n < rows)[:, None] & inside, other=0.0)
-                    if DOT:
-                        acc = tl.dot(a, b.T, acc, input_precision="ieee")
-                    elif BLOCK_N == 1:
-                        sums += a.to(tl.float32) * b.to(tl.float32)
-                    else:
-                        sums += a.to(tl.float32)[None, :, :] * b.to(tl.float32)[:, None, :]
-            if not DOT:
                 if BLOCK_N == 1:
                     acc = tl.sum(sums, 1)[:, None]
                 else:
@@ -279,7 +263,6 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, plan: Pl
         STAGES=plan.stages,
         GATED=gated,
         DOT=plan.dot,
-        EARLY=plan.early,
         PDL=plan.pdl,
         num_warps=plan.warps,
         num_stages=plan.stages,
@@ -303,6 +286,7 @@ def prepare(device: torch.device) -> None:
 
 def _zeros(device: torch.device, count: int) -> Tensor:
     """Counters that a launch may use and leaves zero; those of launches that run at the same time differ."""
+    count = _ceil(count, 32) * 32  # aligned, so that every launch has the same specialisation
     if device not in _counters:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return torch.zeros(count, dtype=torch.int32, device=device)
@@ -317,9 +301,9 @@ def plan(rows: int, outputs: int, inputs: int) -> Plan | None:
 
     Each multiprocessor runs one program, so that the next kernel's has room beside it.
     """
-    if not 0 < rows <= MAX_ROWS or inputs % 8 or outputs * inputs < 1 << 18:
+    if not 0 < rows <= MAX_ROWS or inputs % 16 or outputs * inputs < 1 << 18:
         return None
-    return Plan(64, 128, 132, stages=5)
+    return Plan(64, 128, 132, stages=5, late=1)
 
 
 @functools.cache

@@ -19,6 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import ops
 
 LOG2E = math.log2(math.e)
+CHAINED = False
+"""Whether attention, like the merge, may be launched before the kernel ahead of it has ended (it then waits)."""
 
 
 @torch.library.custom_op("spec_compile::tree_attention", mutates_args=("key_cache", "value_cache"), device_types="cpu")
@@ -76,14 +78,15 @@ def tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, 
     """For `rows` rows a KV head and `groups` = B * Hkv."""
     processors, memory, _ = _device(device)
     wide = key_dim + value_dim > 256
-    block_m, block_n, warps = (16, 64, 4) if rows <= 16 else (64, 64, 4) if rows <= 64 or wide else (128, 128, 8)
+    block_m, most, warps = (16, 128, 4) if rows <= 16 else (64, 128, 4) if rows <= 64 or wide else (128, 128, 8)
     if itemsize == 4:  # no tensor cores: what does not fit into registers is slow, and takes long to compile
-        block_m, block_n, warps = 16, 32, 8
+        block_m, most, warps = 16, 32, 8
     key_dim, value_dim = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     slot = (key_dim + value_dim) * itemsize
-    while block_n > 16 and block_n * slot > (64 if block_m == 128 else 48) * 1024:
-        block_n //= 2
-    stages = min(max((memory - 1024 - block_m * key_dim * itemsize) // (block_n * slot), 1), 4)
+    room = memory - 1024 - block_m * key_dim * itemsize
+    block = min((64 if block_m == 128 else 32) * 1024, room // 2)
+    block_n = min(max(1 << ((block // slot).bit_length() - 1), 16), most)
+    stages = min(max(room // (block_n * slot), 1), 4)
     splits = min(max(processors // (groups * triton.cdiv(rows, block_m)), 1), 128)
     return Tuning(block_m, block_n, splits, 256 if block_m == 128 else 64, warps, stages)
 
@@ -111,6 +114,7 @@ def launch(
         parts = q.new_empty(batch * kv_heads * tiles, splits, block_m, value_dim, dtype=torch.float32)
         sums = q.new_empty(batch * kv_heads * tiles, splits, 2, block_m, dtype=torch.float32)
     early = q.is_cuda and splits > 1 and _device(q.device.index)[2]
+    options = {"launch_pdl": True} if early else {}
     shared = {"WINDOW": window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "EARLY": early}
     shared |= {"DV": value_dim, "BLOCK_DV": triton.next_power_of_2(value_dim)}
     _attention[(tiles * splits, batch * kv_heads)](
@@ -121,9 +125,9 @@ def launch(
         SOFTCAP=softcap is not None, KV_HEADS=kv_heads, DK=key_dim, BLOCK_DK=triton.next_power_of_2(key_dim),
         BLOCK_OWN=min(max(triton.next_power_of_2(nodes), 16), block_n), ALONE=splits == 1,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **shared, num_warps=warps, num_stages=stages,
+        **(options if CHAINED else {}),
     )  # fmt: skip
     if splits > 1:
-        options = {"launch_pdl": True} if early else {}
         _merge[(nodes * heads, batch)](
             lengths, positions, out, parts, sums, positions.stride(0), nodes, splits, least,
             HEADS=heads, CHUNK=min(triton.next_power_of_2(splits), 16), **shared, num_warps=1, **options,
@@ -177,8 +181,8 @@ def _attention(
     PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+        gdc_wait()  # for nothing, unless CHAINED
+        gdc_launch_dependents()  # the merge may take its place on the GPU, and wait there
     tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     batch, kv_head = (tl.program_id(1) // KV_HEADS).to(tl.int64), (tl.program_id(1) % KV_HEADS).to(tl.int64)
@@ -290,7 +294,7 @@ def _merge(
     _, _, _, owner = _plan(lengths, positions, batch, stride_p, tile_nodes, nodes, splits, least, WINDOW, BLOCK_N)
     if EARLY:
         gdc_wait()  # in every program: what comes after this kernel must also come after the one before it
-        gdc_launch_dependents()
+        gdc_launch_dependents()  # the next layer's attention, if CHAINED
     tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     part = ((batch * (HEADS // GROUP) + head // GROUP) * tiles + tile) * splits
     parts += (part * BLOCK_M + row % BLOCK_M) * DV

@@ -32,7 +32,7 @@ class Answer:
         self.scores = () if keep_scores else None
         self.logits = () if keep_logits else None
         self._kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self.batch)]
-        self._dtype, self._device = input_ids.dtype, input_ids.device
+        self._dtype, self._device = torch.int64, input_ids.device
 
     @property
     def keeps(self) -> bool:

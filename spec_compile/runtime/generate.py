@@ -1,5 +1,6 @@
 """The drop-in: Hugging Face's ``generate()`` with our loop beneath its preparation."""
 
+import math
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from .walk import Walk
 
 HANDLED = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
-    "inputs_embeds",
+    "inputs_embeds", "tokenizer", "assistant_tokenizer",
 }  # fmt: skip
 """Arguments of the model's forward that the loop understands."""
 LENGTHS = {"MaxLengthCriteria", "EosTokenCriteria"}
@@ -54,6 +55,9 @@ class SpeculativeMixin:
                 input_ids, logits_processor, stopping_criteria, generation_config,
                 synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
             )  # fmt: skip
+        chunk = generation_config.prefill_chunk_size
+        if chunk is not None and chunk < 1:
+            raise RuntimeError(f"prefill_chunk_size: expected at least 1, got {chunk}")
         past, first = model_kwargs.get("past_key_values"), None
         dictionary = generation_config.return_dict_in_generate
         answer = _answer(input_ids, stopping_criteria, generation_config, streamer)
@@ -90,13 +94,26 @@ class SpeculativeMixin:
         if streamer is not None:
             streamer.end()
         if past is not None and (dictionary or getattr(past, "_is_user_defined", False)):
-            ends = [prompt.width + answer.gained(row) - 1 for row in range(answer.batch)]
-            speculation.extend(past, prompt.padding, ends, prompt.width + answer.columns - 1)
+            self._bring_up(past, prompt, answer)
         if not dictionary:
             return answer.sequences()
         return GenerateDecoderOnlyOutput(
             sequences=answer.sequences(), scores=answer.scores, logits=answer.logits, past_key_values=past
         )
+
+    def _bring_up(self, past, prompt: "_Prompt", answer: Answer) -> None:
+        """Bring a cache to where plain decoding leaves it: all places but the last."""
+        length = prompt.width + answer.columns - 1
+        shortest = prompt.width + min(answer.gained(row) for row in range(answer.batch)) - 1
+        self.speculation.extend(past, prompt.padding, shortest)
+        if shortest < length:  # plain decoding goes on with padding behind rows that end early
+            ids = answer.sequences()
+            places = torch.arange(length, device=ids.device) - ids.new_tensor(prompt.padding)[:, None]
+            before = prompt.width - answer.prompt_width
+            self(
+                ids[:, shortest - before : length - before], attention_mask=(places >= 0).long(),
+                position_ids=places[:, shortest:], past_key_values=past, use_cache=True,
+            )  # fmt: skip
 
     def _beam_search(self, *args, **kwargs):
         self.speculation.step_aside("num_beams")
@@ -131,6 +148,8 @@ class _Prompt:
     @classmethod
     def of(cls, input_ids: Tensor, generation_config, model_kwargs: dict) -> "_Prompt":
         embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+        if input_ids.dim() == 2 and (input_ids.shape[0] == 0 or input_ids.is_floating_point()):
+            raise RuntimeError(f"input_ids: expected rows of integers, got {input_ids.dtype} {tuple(input_ids.shape)}")
         if input_ids.dim() != 2 or (input_ids.shape[1] == 0 and embeds is None):
             raise ValueError(f"input_ids: expected [batch, at least one token], got shape {tuple(input_ids.shape)}")
         batch, given = input_ids.shape
@@ -190,7 +209,7 @@ def _minimum(processor) -> int:
 def _answer(input_ids: Tensor, stopping_criteria, generation_config, streamer) -> Answer:
     kinds = {type(criterion).__name__ for criterion in stopping_criteria}
     lengths = [c.max_length for c in stopping_criteria if type(c).__name__ == "MaxLengthCriteria"]
-    longest = min(lengths, default=generation_config.max_length)
+    longest = math.ceil(min(lengths, default=generation_config.max_length))
     eos = next((c.eos_token_id.tolist() for c in stopping_criteria if type(c).__name__ == "EosTokenCriteria"), [])
     pad = generation_config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in stopping_criteria) else None
     if pad is None and any(hasattr(c, "eos_token_id") for c in stopping_criteria):

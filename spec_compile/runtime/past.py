@@ -51,11 +51,10 @@ def read(cache: Cache, padding: list[int]) -> Past:
     return Past(layers, length, padding)
 
 
-def extend(cache: Cache, state, padding: list[int], ends: list[int], length: int) -> None:
+def extend(cache: Cache, state, padding: list[int], length: int) -> None:
     """Add to `cache` what it lacks of the places before `length`, from the slots of `state`.
 
-    Row b lies `padding[b]` places further right in the cache than in the state, and its keys and values end at place
-    ``ends[b]``; what it lacks on either side is zero.
+    Row b lies `padding[b]` places further right in the cache than in the state; its padding is zero.
     """
     begin = int(cache.get_seq_length())
     if length <= begin:
@@ -65,10 +64,9 @@ def extend(cache: Cache, state, padding: list[int], ends: list[int], length: int
         for name in ("keys", "values"):
             held = getattr(state, f"{name}_{layer}")
             block = held.new_zeros(held.shape[0], held.shape[1], length - begin, held.shape[3])
-            for row, (pad, end) in enumerate(zip(padding, ends)):
-                first, last = max(begin, pad), min(end, length)
-                if first < last:
-                    block[row, :, first - begin : last - begin] = held[row, :, first - pad : last - pad]
+            for row, pad in enumerate(padding):
+                first = max(begin, pad)
+                block[row, :, first - begin :] = held[row, :, first - pad : length - pad]
             new.append(block)
         cache.update(*new, layer)
 

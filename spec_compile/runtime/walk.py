@@ -45,6 +45,7 @@ class Walk:
             places = [len(answer.rows[row]) for row in going]
             lengths = [answer.prompt_width + place for place in places]
             scores = self.processors(answer.ids, rows, lengths, raw.clone())
+            scores = torch.broadcast_to(scores, (len(rows), -1))  # as plain decoding does with one row for all
             if self.abreast:
                 raw, scores, rows = raw[going], scores[going], torch.tensor(going)
             chosen = self._choose(tree, rows, node[rows], torch.tensor(places), scores).cpu()
