@@ -11,7 +11,6 @@ import argparse
 import functools
 import importlib.util
 import itertools
-import json
 import multiprocessing
 import os
 import sys
@@ -38,6 +37,14 @@ MODELS = {  # layers, and of each part the shape of the weights
     "0.6B": (28, {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072),
                   "lm_head": (151936, 1024)}),
 }  # fmt: skip
+
+
+BETWEEN = {  # what is put between two products
+    None: "nothing between",
+    0: "RMSNorm between",
+    1: "RMSNorm between that lets the next kernel begin when its own input is there",
+    2: "RMSNorm between that lets the next kernel begin at once",
+}
 
 
 @triton.jit
@@ -208,9 +215,9 @@ def compare(models, counts, between) -> None:
             cells += [f"{a:.3f}", f"{b:.3f}", f"{floor:.3f}", f"{stack.bytes / a / 1e9:.2f}"]
             print(f"| {rows} | " + " | ".join(cells) + " |", flush=True)
             if between:
-                for kind, text in enumerate(("plain", "dependent launch", "dependent launch, early")):
+                for kind, text in [*BETWEEN.items()][1:]:
                     a, b = (stack.time(rows, how, between=kind) / 1e3 for how in (ours, cublas))
-                    print(f"  with RMSNorm between, {text}: {a:.3f} / {b:.3f}", flush=True)
+                    print(f"  {text}: {a:.3f} / {b:.3f}", flush=True)
         del stack
 
 
@@ -309,7 +316,6 @@ def tune(models, counts, seconds: float) -> None:
         (*shape, plan._replace(pdl=pdl)) for shape in shapes for plan in plans(shape[0], *shape[1]) for pdl in (0, 1)
     ]
     compile_all(jobs)
-    found = {}
     for model in models:
         stack = Stack(model)
         few = stack.weights[: 4 * {"8B": 4, "1B": 6, "0.6B": 10}[model]]
@@ -352,14 +358,16 @@ def tune(models, counts, seconds: float) -> None:
             for part in order:
                 print(f"  {part}: {short(current[part])}")
             head = stack.of("lm_head")
-            heads = [*plans(rows, *stack.shapes["lm_head"]), None]
-            heads = sorted(((measure({"lm_head": h}, head, None, chain=False), i) for i, h in enumerate(heads)))
-            current["lm_head"] = ([*plans(rows, *stack.shapes["lm_head"]), None])[heads[0][1]]
-            print(f"  lm_head: {short(current['lm_head'])} {heads[0][0] / len(head):.1f}")
-            found[f"{model} {rows}"] = {part: current[part] and list(current[part]) for part in PARTS}
-            for between in (None, 0, 1, 2):
+            choices = [*plans(rows, *stack.shapes["lm_head"]), None]
+            taken = [measure({"lm_head": choice}, head, None, chain=False) / len(head) for choice in choices]
+            current["lm_head"] = choices[taken.index(min(taken))]
+            print(f"  lm_head: {short(current['lm_head'])}, {min(taken):.1f}; cuBLAS {taken[-1]:.1f}")
+            for between, text in BETWEEN.items():
                 a, b = (stack.time(rows, planned(c), between=between) / 1e3 for c in (current, without))
-                print(f"  all, RMSNorms {between}: {a:.3f}, cuBLAS {b:.3f}; floor {stack.bytes / 4.62e9:.3f}", end=";")
+                print(f"  all, in ms, {text}: {a:.3f}, cuBLAS {b:.3f}")
+            print(f"  [{time.perf_counter() - begin:.0f} s]", flush=True)
+            if rows not in (1, 16):
+                continue
             gates = stack.of("gate_up")[: len(few)]
             times = [
                 stack.time(rows, how, gates, chain=False) / len(gates)
@@ -369,10 +377,7 @@ def tune(models, counts, seconds: float) -> None:
                     swiglu(current["gate_up"]),
                 )
             ]
-            print("\n  gate_up, silu and product: apart {:.2f} (dependent launch {:.2f}), in one {:.2f}".format(*times))
-            print(f"  [{time.perf_counter() - begin:.0f} s]", flush=True)
-            if "OUT" in os.environ:
-                Path(os.environ["OUT"], "plans.json").write_text(json.dumps(found))
+            print("  gate_up, silu and product: apart {:.2f} (dependent launch {:.2f}), in one {:.2f}".format(*times))
         del stack
 
 

@@ -57,7 +57,7 @@ class Speculation:
     def __init__(self, model: PreTrainedModel, algorithm: str, options: Options, ngram: NgramTrie | NgramCorpus):
         self.algorithm, self.options, self.ngram = algorithm, options, ngram
         if model.device.type == "cuda":
-            kernels.load()
+            kernels.load(model.device)
         self._model, self._lock, self._references, self._said = model, threading.RLock(), [], set()
         graph = capture(model)
         if options.check:

@@ -123,7 +123,7 @@ def from_trie(texts, documents, num_nodes, options: MatchOptions) -> list:
 # ---- the plain version --------------------------------------------------------------------------------------------
 
 
-@cases(400)
+@cases(600)
 def test_trees_are_those_of_the_trie(choose):
     texts, documents, num_nodes, options = make_case(choose)
     ours = plain(propose(*tensors(texts, documents), num_nodes, options))
@@ -400,16 +400,29 @@ def same_emulated(emulated, choose, **case):
     assert plain(emulated(inputs, num_nodes, options, multiprocessors=choose(1, 40))) == expected
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(250))
 def test_kernels_without_a_gpu(emulated, seed):
     choose = random.Random(seed).randint
     same_emulated(emulated, choose, rows=choose(1, 3), match_limit=(128, choose(1, 64))[seed % 2])
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(40))
 def test_kernels_without_a_gpu_on_longer_texts(emulated, seed):
     choose = random.Random(seed).randint
     same_emulated(emulated, choose, longest=3000, match_limit=(128, choose(1, 64))[seed % 2])
+
+
+@pytest.mark.parametrize("tokens", [3, 6, 12, 40, 150])
+@pytest.mark.parametrize("seed", range(6))
+def test_kernels_without_a_gpu_on_few_matches(emulated, seed, tokens):
+    """Random texts, of which about `limit` places match: each counts, wherever it lies in a block."""
+    rng = random.Random(seed)
+    texts, documents = ([[rng.randrange(tokens) for _ in range(length)]] for length in (2000, 3000))
+    inputs = tensors(texts, documents)
+    for limit in (20, 60, 128):
+        options = MatchOptions(min_match_window_size=1 + (seed + tokens) % 2, match_limit=limit)
+        expected = plain(propose(*inputs, 64, options))
+        assert plain(emulated(inputs, 64, options, multiprocessors=1 + seed % 2)) == expected
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------

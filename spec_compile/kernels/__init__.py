@@ -1,6 +1,11 @@
 """Kernels: what an op means in plain PyTorch (ops.py), and beside it, a file each, the Triton kernels for GPUs."""
 
 
-def load() -> None:
-    """Register the ops that have kernels; needs triton."""
-    from . import compact, tree_attention  # noqa: F401
+import torch
+
+
+def load(device: torch.device) -> None:
+    """Register the ops that have kernels, and make ready what they share on a GPU; needs triton."""
+    from . import compact, skinny_matmul, tree_attention  # noqa: F401
+
+    skinny_matmul.prepare(device)

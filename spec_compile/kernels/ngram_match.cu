@@ -156,7 +156,8 @@ __device__ int scan(Scan& s, const Text& text, unsigned begin, unsigned end, uns
             if (ends) {
                 int at = atomicAdd(&s.listed, __popc(ends));
 #pragma unroll 1
-                for (; ends; ends &= ends - 1) s.list[at++] = (unsigned short)((__ffs(ends) - 1) * SCAN_THREADS + thread);
+                for (; ends; ends &= ends - 1)
+                    s.list[at++] = (unsigned short)((__ffs(ends) - 1) * SCAN_THREADS + thread);
             }
             __syncthreads();
 #pragma unroll 1
@@ -194,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, SCAN_BLOCKS) ngram_sc
     const int thread = threadIdx.x, row = blockIdx.x % rows, block = blockIdx.x / rows;
     const unsigned length = clamped(committed[row], columns);
     const Text text{reinterpret_cast<const int*>(tokens + row * stride), 2, length};
-    const Text corpus{static_cast<const int*>(corpus_tokens), corpus_wide ? 2 : 1, clamped(*corpus_length, corpus_room)};
+    const Text corpus{static_cast<const int*>(corpus_tokens), corpus_wide + 1, clamped(*corpus_length, corpus_room)};
     const int windows = min(max_window, int(length));
     const unsigned own = length ? length - 1 : 0, total = windows < min_window ? 0 : own + corpus.size;
     const unsigned span = max((total + blocks - 1) / blocks, unsigned(min_span));
@@ -213,7 +214,9 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, SCAN_BLOCKS) ngram_sc
     for (int part = first < own ? 0 : 1; part < 2; ++part) {
         const unsigned young = part ? max(first, own) : first, old = part ? past : min(past, own);
         const unsigned end = part ? own + corpus.size - young : own - young;
-        if (young < old) need = scan(s, choose(part, corpus, text), end - (old - young), end, young - first, windows, limit, bits, need);
+        if (young >= old) continue;
+        const Text& its = choose(part, corpus, text);
+        need = scan(s, its, end - (old - young), end, young - first, windows, limit, bits, need);
     }
     __syncthreads();
     if (s.kept > limit) drop(s, unsigned(crowded(s, 0, windows, limit)) << 24);
@@ -439,7 +442,8 @@ struct Grower {
                 for (int i = 0; i < kOwn; ++i)
                     if (stands[i] && sibling[i] == 0) children[place[i]] = (unsigned short)(kept & node[i]).size();
                 __syncwarp();
-                const int low = children[2 * lane], high = children[2 * lane + 1], before = sum_of_lower_lanes(low + high);
+                const int low = children[2 * lane], high = children[2 * lane + 1];
+                const int before = sum_of_lower_lanes(low + high);
                 children[2 * lane] = (unsigned short)before;
                 children[2 * lane + 1] = (unsigned short)(before + low);
                 __syncwarp();
@@ -512,7 +516,8 @@ struct Grower {
             unsigned order = kAll;
 #pragma unroll
             for (int i = 0; i < kOwn; ++i)
-                if (scores[i] > score || (scores[i] == score && orders[i] < order)) score = scores[i], order = orders[i];
+                if (scores[i] > score || (scores[i] == score && orders[i] < order))
+                    score = scores[i], order = orders[i];
             const u64 bits = u64(__double_as_longlong(score));
             const unsigned high = __reduce_max_sync(kAll, unsigned(bits >> 32));
             if (high == 0) break;
@@ -623,13 +628,16 @@ extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = blockIdx.x, room = nodes - 1;
     const unsigned length = clamped(committed[row], columns);
     const Text text{reinterpret_cast<const int*>(tokens + row * stride), 2, length};
-    const Text corpus{static_cast<const int*>(corpus_tokens), corpus_wide ? 2 : 1, clamped(*corpus_length, corpus_room)};
+    const Text corpus{static_cast<const int*>(corpus_tokens), corpus_wide + 1, clamped(*corpus_length, corpus_room)};
 
 #pragma unroll 1
     for (int depth = BUILD_THREADS - 1 - thread; depth < branch_length; depth += BUILD_THREADS)
-        s.breadth[depth] = min_breadth + (branch_length - 1 - depth) * (max_breadth - min_breadth) / (branch_length - 1);
+        s.breadth[depth] =
+            min_breadth + (branch_length - 1 - depth) * (max_breadth - min_breadth) / (branch_length - 1);
     wait_for_last_kernel();
-    const int count = gather(s, best + u64(row) * blocks * limit, at_least + u64(row) * (max_window + 2) * blocks, o, blocks);
+    best += u64(row) * blocks * limit;
+    at_least += u64(row) * (max_window + 2) * blocks;
+    const int count = gather(s, best, at_least, o, blocks);
     const int longest = count ? longest_of(s, o, 1) : 0;
 
     const unsigned own = length ? length - 1 : 0;
@@ -680,7 +688,8 @@ extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
         __syncthreads();
         const int window = longest - first - warp;
         const Set counted = set_of([&](int i) { return match_in(i) < count && int(s.lengths[match_in(i)]) >= window; });
-        Grower grower{s.lists[warp], s.sets[warp], s.children[warp], equal, s.breadth, all, counted, o, window, deepest, room};
+        Grower grower{s.lists[warp], s.sets[warp], s.children[warp], equal,   s.breadth, all,
+                      counted,       o,            window,           deepest, room};
         auto half_to_the = [](int n) { return __longlong_as_double((long long)(1023 - n) << 52); };
         if (window >= min_window) {
             if (by_frequency) grower.by_frequency(half_to_the(first + warp));

@@ -273,8 +273,8 @@ class Shape:
     min_span: int = 1024  # positions that a block of the scan looks at, at least
 
     def macros(self) -> dict[str, int]:
-        tile, warps, nodes, matches = self.scan_items * self.scan_threads, self.build_threads // 32, MAX_DRAFT_TOKENS, 64 * self.words
-        entries = (warps + 1) * nodes
+        tile, warps, nodes = self.scan_items * self.scan_threads, self.build_threads // 32, MAX_DRAFT_TOKENS
+        entries, matches = (warps + 1) * nodes, 64 * self.words
         build = (warps + 2) * (12 * nodes + 8) + warps * nodes * (8 * self.words + 2) + matches * (8 + 4 + 1)
         build += entries * 2 + entries // 4 + 4 * (257 + 256 + self.build_threads + 2 * warps)
         return dict(

@@ -1,13 +1,13 @@
 """Matrix products of few rows: at most 64 rows of activations with weights read from memory once.
 
-Such a product takes as long as reading the weights. The kernel keeps loads in flight at its beginning and at its end,
-where a plain one waits:
+Such a product takes as long as reading the weights. What a plain kernel loses at its beginning and end is kept small:
 
-- The work, tiles of the weights, is dealt to the programs in equal runs that begin and end anywhere ("stream-K"). A
-  tile of several programs is summed by the last of them to arrive, in a fixed order, so results do not vary.
-- Programs begin while the kernel before them still runs (programmatic dependent launch, Hopper and later), fill their
-  pipeline with weights, and only then wait for the activations. So **the kernel right before must not write the
-  weights**. A kernel launched the same way after this one may begin when everything before this one is done.
+- The work, tiles of the weights, is dealt to the programs in equal runs that may begin and end anywhere ("stream-K").
+  A row of tiles of several programs is summed by the last of them to arrive, in a fixed order: results do not vary.
+- Programs begin while the kernel before them still runs (programmatic dependent launch). The form for single rows,
+  without tensor cores, fills its pipeline with weights before it waits for the activations. So **the kernel right
+  before must not write the weights**. A kernel launched the same way after this one begins no earlier than when all
+  that came before this one is done.
 """
 
 import functools
@@ -24,6 +24,8 @@ except ImportError:  # no GPU
     triton = None
 
 MAX_ROWS = 64
+DEPENDENT_LAUNCH = True
+"""Let the ops use programmatic dependent launch."""
 
 
 class Plan(NamedTuple):
@@ -296,19 +298,42 @@ def _zeros(device: torch.device, count: int) -> Tensor:
     return _counters[device][begin : begin + count]
 
 
-def plan(rows: int, outputs: int, inputs: int) -> Plan | None:
-    """The plan for a product, found on an H200; None where cuBLAS is not slower.
+def plan(rows: int, outputs: int, inputs: int, processors: int = 132) -> Plan | None:
+    """The plan for a product on so many multiprocessors; None where cuBLAS is not slower, or the kernel cannot run.
 
-    Each multiprocessor runs one program, so that the next kernel's has room beside it.
+    Found on an H200 with the layers of Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B. Programs that all fit at once share
+    rows of tiles only as far as each multiprocessor gets at most one.
     """
-    if not 0 < rows <= MAX_ROWS or inputs % 16 or outputs * inputs < 1 << 18:
+    if not 0 < rows <= MAX_ROWS or inputs % 16 or outputs * inputs < 1 << 19:
         return None
-    return Plan(64, 128, 132, stages=5, late=1)
+    if rows == 1:
+        tiles = _ceil(outputs, 8)
+        if tiles <= processors:
+            return Plan(8, 512, tiles, stages=9, dot=False, late=6)
+        if tiles <= 4 * processors:
+            return Plan(8, 512, tiles, dot=False, late=6)
+        if tiles <= 8 * processors:
+            return Plan(16, 512 if inputs > 1024 else 256, _ceil(outputs, 16), dot=False, late=6)
+        if inputs >= 4096:
+            return Plan(4, 1024, _ceil(outputs, 4), dot=False, late=6)
+    elif rows <= 4 and outputs <= 8 * processors:
+        return Plan(8, 256, _ceil(outputs, 8), stages=14, dot=False, late=6)
+    tiles = _ceil(outputs, 64)
+    if tiles > 2 * processors and (rows > 32 or tiles > 7 * processors):
+        return Plan(128, 128, _ceil(outputs, 128), warps=8, stages=4 if rows > 32 else 3, late=1)
+    if tiles > processors:
+        return Plan(64, 128, tiles, stages=5 if rows <= 16 else 4, late=1)
+    shares = min(processors // tiles, _ceil(inputs, 128), 8)
+    if shares > 1 and tiles * shares < 0.8 * processors:
+        return None
+    return Plan(64, 128, tiles * shares, stages=8 if shares == 1 and rows <= 16 else 5, late=1)
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a Hopper GPU; the plans are for no other."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count if properties.major == 9 else 0
 
 
 def _plan(x: Tensor, weight: Tensor) -> Plan | None:
@@ -317,9 +342,8 @@ def _plan(x: Tensor, weight: Tensor) -> Plan | None:
         return None
     if weight.dtype != x.dtype or not weight.is_contiguous() or weight.data_ptr() % 16:
         return None
-    if _capability(x.device) < (9, 0):
-        return None
-    return plan(x.numel() // x.shape[-1], *weight.shape)
+    processors = _processors(x.device)
+    return plan(x.numel() // x.shape[-1], *weight.shape, processors) if processors else None
 
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, how: Plan, gated: bool) -> Tensor:
@@ -327,7 +351,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, how: Plan, gated: bool)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
     out = x.new_empty(flat.shape[0], weight.shape[0] // 2 if gated else weight.shape[0])
-    launch(flat, weight, bias, out, how, gated)
+    launch(flat, weight, bias, out, how._replace(pdl=DEPENDENT_LAUNCH), gated)
     return out.view(*x.shape[:-1], out.shape[1])
 
 
@@ -335,7 +359,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, how: Plan, gated: bool)
 def skinny_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear``: x [..., I], weight [O, I], bias [O] or None -> [..., O], fp32 accumulation, x's dtype.
 
-    The kernel takes bf16 and fp16, up to 64 rows, on Hopper or later, where `plan` has one; else it is ``F.linear``.
+    The kernel takes bf16 and fp16, up to 64 rows, on Hopper, where `plan` has one; else it is ``F.linear``.
     """
     how = _plan(x, weight)
     if how is None:

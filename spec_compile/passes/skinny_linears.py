@@ -19,7 +19,7 @@ def skinny_linears(graph: ModelGraph, settings) -> str:
         if weight.device.type == "cpu" and weight.dtype == torch.float32:
             node.target = ops.skinny_linear
             skinny += 1
-        elif weight.device.type == "cuda" and weight.dtype in HALF and settings.logits != "none" and hasattr(torch.ops.spec_compile, "skinny_matmul"):
+        elif weight.device.type == "cuda" and weight.dtype in HALF and settings.logits != "none":
             bias = node.args[2] if len(node.args) > 2 else None
             node.args = (*node.args[:2], bias)
             node.target = torch.ops.spec_compile.skinny_matmul.default
