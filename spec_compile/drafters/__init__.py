@@ -38,5 +38,5 @@ class Drafter(nn.Module):
         """[graph] Call ``state.propose`` with the trees to verify next, siblings distinct, parents first."""
         raise NotImplementedError
 
-    def end(self) -> None:
-        """The call of generate() is over, however it ended."""
+    def end(self, lengths: list[int]) -> None:
+        """The call of generate() is over, however it ended; `lengths`: tokens of each row less one, if it began."""

@@ -56,7 +56,7 @@ class NgramDrafter(Drafter):
         self.trie.advance(*tensors)
         self.seconds += time.perf_counter() - begin
 
-    def end(self) -> None:
+    def end(self, lengths: list[int]) -> None:
         while self.open_streams:
             self.trie.close(self.open_streams.pop())
 
@@ -80,11 +80,9 @@ class MatchingDrafter(Drafter):
         text, length = self.corpus.text, self.corpus.length
         state.propose(*match(state.tokens, state.lengths + 1, text, length, self.num_draft_tokens, self.options))
 
-    def end(self) -> None:
-        if self.state is not None:
-            for row, length in enumerate(self.state.lengths.tolist()):
-                self.corpus.append(self.state.tokens[row, : length + 1])
-        self.state = None
+    def end(self, lengths: list[int]) -> None:
+        for row, length in enumerate(lengths):
+            self.corpus.append(self.state.tokens[row, : length + 1])
 
 
 def make_ngram_drafter(store: NgramTrie | NgramCorpus, options, batch: int) -> Drafter:

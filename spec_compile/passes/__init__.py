@@ -6,6 +6,7 @@ from ..graph import ModelGraph, PassReport, calls
 from .logits_rows import logits_rows
 from .merge_linears import merge_linears
 from .skinny_linears import skinny_linears
+from .swiglu import swiglu
 from .taps import taps
 from .tidy import tidy
 from .tree_attention import tree_attention
@@ -25,7 +26,7 @@ class Settings:
     logits: str = "all"
 
 
-PIPELINE = [tidy, merge_linears, taps, tree_attention, logits_rows, skinny_linears]
+PIPELINE = [tidy, merge_linears, taps, tree_attention, logits_rows, skinny_linears, swiglu]
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
 
 

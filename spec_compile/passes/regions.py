@@ -9,7 +9,9 @@ from torch import Tensor, fx, nn
 
 from ..graph import ModelGraph, attribute, owner
 
-PRODUCTS = {"aten::linear", "aten::addmm", "spec_compile::skinny_matmul", "skinny_linear"}
+PRODUCTS = {
+    "aten::linear", "aten::addmm", "skinny_linear", "spec_compile::skinny_matmul", "spec_compile::skinny_swiglu",
+}  # fmt: skip
 
 
 @dataclass

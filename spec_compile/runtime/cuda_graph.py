@@ -27,8 +27,15 @@ class Captured:
             for _ in range(WARM_UPS):
                 function(*arguments)
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
-            self.output = function(*arguments)
+        try:
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+                self.output = function(*arguments)
+        except Exception as error:
+            torch.cuda.synchronize()
+            raise RuntimeError(
+                "the round cannot be captured in a CUDA graph, for something in the model waits for the GPU or is not "
+                f"allowed there; pass cuda_graphs=False to speculate(). It was: {error}"
+            ) from error
 
     def __call__(self, *arguments):
         for held, given in zip(self._inputs, _tensors(arguments)):

@@ -119,6 +119,7 @@ class Engine:
         if request.past is not None:
             state.fill(request.past)
         drafter.begin(state, request.prompts, request.references)
+        lengths: list[int] = []
         try:
             self._prefill(session, request)
             state.root()
@@ -165,7 +166,7 @@ class Engine:
                         finished[row] = state.finished[row] = True
                 clock.spend("host")
         finally:
-            drafter.end()
+            drafter.end(lengths)
 
     def _chosen(self, session: Session, request: Request, nodes: int, span: int) -> Callable[[], list[list[int]]]:
         """A round whose tokens the request chooses; the first logits may be known already."""

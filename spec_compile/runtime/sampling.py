@@ -20,9 +20,10 @@ def uniform(seed: int | Tensor, sequence: Tensor, position: Tensor, stream: int 
     it had generated, and which of the numbers at that place. The counters go one after the other through the finaliser
     of SplitMix64 (Steele, Lea and Flood 2014, section 3), in arithmetic modulo 2**64.
     """
-    bits = _mix(torch.as_tensor(seed, device=sequence.device) + _GOLDEN)
+    bits = _mix(seed + _GOLDEN if isinstance(seed, Tensor) else torch.full_like(sequence, seed) + _GOLDEN)
     for counter in (sequence, position, stream):
-        bits = _mix(bits + (torch.as_tensor(counter, device=sequence.device) + 1) * _GOLDEN)
+        counter = counter if isinstance(counter, Tensor) else torch.full_like(sequence, counter)
+        bits = _mix(bits + (counter + 1) * _GOLDEN)
     return _shift(bits, 12).to(torch.float64) * 2.0**-52  # 52 bits: below 1 even times any total
 
 

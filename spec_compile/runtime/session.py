@@ -82,7 +82,7 @@ class Session:
             arguments = self._arguments(part, nodes)
             step(*arguments)
             if captures:
-                step = Captured(step, arguments, engine.pool)
+                step = self._capture(step, arguments)
             if part in self.policies:
                 self.policies[part].cost[nodes] = self._seconds(step, arguments)
         seconds = time.perf_counter() - begin
@@ -105,12 +105,19 @@ class Session:
 
             captures = self.on_gpu and self.engine.options.cuda_graphs
             with torch.no_grad(), self._untouched():
-                self.steps[key] = Captured(sampled, (SPAN,), self.engine.pool) if captures else sampled
+                self.steps[key] = self._capture(sampled, (SPAN,)) if captures else sampled
                 self.policies["look"].cost[nodes] = self._seconds(self.steps[key], (SPAN,))
             forgotten = [k for k in self.steps if k[0].startswith("sampled")][:-SAMPLERS]
             for old in forgotten:
                 del self.steps[old]
         return self.steps[key]
+
+    def _capture(self, step: Callable, arguments: tuple) -> Captured:
+        try:
+            return Captured(step, arguments, self.engine.pool)
+        except RuntimeError:
+            self.engine.pool = torch.cuda.graph_pool_handle()  # that of a failed capture cannot be used again
+            raise
 
     def _function(self, part: str, nodes: int) -> Callable:
         """The step as a function, not captured."""
@@ -143,7 +150,8 @@ class Session:
                 model = cut(graph)
                 size = 1 if single else EXAMPLE
                 for number, (alike, body) in enumerate(model.bodies.items()):
-                    model.bodies[alike] = compile_piece(body, f"region_{number}_b{self.batch}_{prefill}_{single}")
+                    name = f"region_{number}_b{self.batch}_{prefill}_{single}"
+                    model.bodies[alike] = compile_piece(body, name, early=True)
                 whole.prepare = compile_step(whole.prepare, f"prepare_b{self.batch}_{prefill}_{single}", "cuda")
                 if prefill:
                     whole.model = model
