@@ -115,7 +115,7 @@ def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) 
             state.root()
             session.drafter.propose(state)
             out[nodes] = median_ms(lambda step=step: step(128), repeats)
-            session.drafter.end()
+            session.drafter.end([])
     return out
 
 
@@ -279,10 +279,10 @@ def main() -> None:
     options = parser.parse_args()
     speeds = bandwidth()
     print(torch.cuda.get_device_name(), ", ".join(f"{k} {v / 1e12:.2f} TB/s" for k, v in speeds.items()))
-    report = {"command": " ".join(sys.argv), "machine": {**machine(), "gpu": torch.cuda.get_device_name()},
-              "bandwidth": speeds, "shapes": {}}  # fmt: skip
+    report = json.loads(options.json.read_text()) if options.json.exists() else {"shapes": {}}  # shapes not run: kept
+    report |= {"machine": {**machine(), "gpu": torch.cuda.get_device_name()}, "bandwidth": speeds}
     for name in options.shapes:
-        report["shapes"][name] = measure(name, options, speeds)
+        report["shapes"][name] = {"command": " ".join(sys.argv), **measure(name, options, speeds)}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.demo:
         report["demo"] = demo(options)

@@ -163,7 +163,8 @@ class Engine:
                 yield gained
                 for row in request.stopped:
                     if not finished[row]:
-                        finished[row] = state.finished[row] = True
+                        finished[row] = True
+                        state.finished[row : row + 1].fill_(True)
                 clock.spend("host")
         finally:
             drafter.end(lengths)

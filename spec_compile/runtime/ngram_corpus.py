@@ -40,7 +40,7 @@ class NgramCorpus:
             self.text[: len(kept)] = kept
             self._held = len(kept)
         self.text[self._held : self._held + count] = tokens
-        self.text[self._held + count] = END
+        self.text[self._held + count :][:1].fill_(END)
         self._held += count + 1
         self.length.fill_(self._held)
 
