@@ -5,9 +5,7 @@ from contextlib import contextmanager
 from types import FunctionType
 
 import torch
-import torch._inductor as inductor
 from torch import Tensor, nn
-from torch._inductor.codegen.triton import TritonKernel
 from transformers import AttentionInterface
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -40,9 +38,7 @@ def attention_implementation(model: nn.Module, name: str, function: Callable) ->
         AttentionInterface._global_mapping.pop(name, None)
 
 
-def compile_step(
-    function: Callable, name: str, device: str = "cpu", dynamic: bool | None = True, more: dict | None = None
-) -> Callable:
+def compile_step(function: Callable, name: str, device: str = "cpu", dynamic: bool | None = True) -> Callable:
     """Compile a method of no tensor arguments into one graph by Inductor, as its own entry in Dynamo's cache.
 
     Integer arguments become symbolic sizes; they must be at least 2 (0 and 1 would be specialised). Guards are
@@ -57,7 +53,6 @@ def compile_step(
         options={
             "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
             **(CPU_OPTIONS if device == "cpu" else GPU_OPTIONS),
-            **(more or {}),
         },
     )
 
@@ -66,51 +61,23 @@ EXAMPLE = 37
 """How many nodes or tokens a piece is first called with: a number that no size of a model has."""
 
 
-def compile_piece(function: Callable, name: str, early: bool = False) -> Callable:
+def compile_piece(function: Callable, name: str) -> Callable:
     """Compile a function of tensors, some of whose sizes are the number of nodes, as its own entry in Dynamo's cache.
 
     The sizes that are `EXAMPLE` in the first call may differ in later ones; all others must stay, for guards are
-    dropped as in `compile_step`. early: its kernels may be launched before the kernel ahead of them has ended, for
-    which they then wait ("programmatic dependent launch", Hopper and later).
+    dropped as in `compile_step`.
     """
-    options = {"triton.enable_pdl": True} if early and hasattr(inductor.config.triton, "enable_pdl") else {}
-    compiled, called = compile_step(function, name, "cuda", None, options), False
+    compiled, called = compile_step(function, name, "cuda", dynamic=None), False
 
     def call(*arguments):
         nonlocal called
-        if called:
-            return compiled(*arguments)
-        called = True
-        for tensor in _tensors(arguments):
+        for tensor in [] if called else _tensors(arguments):
             for dim in (dim for dim, size in enumerate(tensor.shape) if size == EXAMPLE):
                 torch._dynamo.mark_dynamic(tensor, dim)
-        with _wait_first():
-            return compiled(*arguments)
+        called = True
+        return compiled(*arguments)
 
     return call
-
-
-@contextmanager
-def _wait_first() -> Iterator[None]:
-    """Kernels that Inductor makes inside wait for the kernel ahead before they read anything.
-
-    Left alone, they wait only before they read what Inductor knows that kernel to write, and it does not know of all
-    that custom ops write.
-    """
-    held = getattr(TritonKernel, "_handle_pdl_before_access", None)
-
-    def wait(self, wait_buffer, *dependencies, consider_reads=False):
-        if self._enable_pdl_codegen():
-            in_loop = self.inside_reduction and self.range_trees[-1].is_loop
-            (self.body if in_loop else wait_buffer).writeline(self.GDC_WAIT)
-
-    if held is not None:
-        TritonKernel._handle_pdl_before_access = wait
-    try:
-        yield
-    finally:
-        if held is not None:
-            TritonKernel._handle_pdl_before_access = held
 
 
 def _tensors(value) -> list[Tensor]:

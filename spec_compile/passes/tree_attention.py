@@ -17,7 +17,7 @@ def tree_attention(graph: ModelGraph, settings) -> str:
     `kernels.tree_attention` reads lengths and ancestors itself, and looks at no more of the cache than there is.
     """
     gm = graph.gm
-    on_gpu = graph.device.type == "cuda"
+    on_gpu = bool(graph.layers) and graph.device.type == "cuda"
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     positions = inputs[1]
     with gm.graph.inserting_after(inputs[-1]):

@@ -150,8 +150,7 @@ class Session:
                 model = cut(graph)
                 size = 1 if single else EXAMPLE
                 for number, (alike, body) in enumerate(model.bodies.items()):
-                    name = f"region_{number}_b{self.batch}_{prefill}_{single}"
-                    model.bodies[alike] = compile_piece(body, name, early=True)
+                    model.bodies[alike] = compile_piece(body, f"region_{number}_b{self.batch}_{prefill}_{single}")
                 whole.prepare = compile_step(whole.prepare, f"prepare_b{self.batch}_{prefill}_{single}", "cuda")
                 if prefill:
                     whole.model = model
