@@ -17,9 +17,10 @@ class Options:
     num_draft_tokens: nodes verified a round, the root included (1 to 64; 1: plain decoding, nothing is drafted).
     adaptive: choose each round's number of nodes by what it has paid so far; if False every proposed node is
     verified. max_cache_len: tokens a sequence may hold, prompt included (default: what the model was trained for, as
-    far as a quarter of the memory goes). compile: run rounds through Inductor (False: eagerly, for debugging; same
-    tokens). cuda_graphs: on a GPU, capture each round in one CUDA graph (False: for debugging; same tokens). check:
-    compare the captured graphs with the model's own forward before use. merge_linears: see `passes.merge_linears`.
+    far as a quarter of the memory goes; on a GPU 8192 at most). compile: run rounds through Inductor (False: eagerly,
+    for debugging; same tokens). cuda_graphs: on a GPU, capture each round in one CUDA graph (False: for debugging; same
+    tokens). check: compare the captured graphs with the model's own forward before use. merge_linears: see
+    `passes.merge_linears`.
 
     N-gram: branch_length: tokens of a stored path, match and continuation together. min_match_window_size,
     max_match_window_size: lengths of suffix that are matched. min_bfs_breadth, max_bfs_breadth: children taken of a

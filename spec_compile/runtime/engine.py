@@ -27,6 +27,8 @@ SIZES = {"cpu": (1, 4, 16, 64), "cuda": (1, 2, 4, 8, 16, 32, 64)}
 """Nodes that a round may verify."""
 SESSIONS = 4
 """Batch sizes kept ready."""
+GPU_CACHE = 8192
+"""Tokens a sequence may have on a GPU, where memory is taken at once, unless the user says how many."""
 AHEAD = 2
 """Rounds in flight on a GPU."""
 
@@ -82,9 +84,9 @@ class Engine:
         """Tokens a sequence may hold in a batch of this size."""
         if self.options.max_cache_len is not None:
             return self.options.max_cache_len
-        memory = psutil.virtual_memory().total
         if self.device.type == "cuda":
-            memory = torch.cuda.get_device_properties(self.device).total_memory
+            return min(self.max_positions, GPU_CACHE)
+        memory = psutil.virtual_memory().total
         return min(self.max_positions, max(memory // 4 // (self.token_bytes * batch), 1024))
 
     @property
