@@ -173,14 +173,14 @@ def _greedy(plain, fast, ids: Tensor, options: dict) -> Greedy:
 def _sampled(plain, fast, ids: Tensor, samples: int, tokens: int, options: dict) -> Sampled:
     options = {**options, "do_sample": True}
     followers: dict[tuple, Counter] = {}
-    drawn = 0
+    drawn, ends = 0, _ends(plain, options)
     while drawn < samples:
         count = min(64, samples - drawn)
         out = fast.generate(ids, **options, max_new_tokens=tokens, num_return_sequences=count)
         for row in out[:, ids.shape[1] :].tolist():
             for place in range(len(row)):
                 followers.setdefault(tuple(row[:place]), Counter())[row[place]] += 1
-                if row[place] in _ends(plain, options):
+                if row[place] in ends:
                     break
         drawn += count
     chi_square, freedom, contexts = 0.0, 0, 0

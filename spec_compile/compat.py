@@ -71,7 +71,7 @@ def compile_piece(function: Callable, name: str) -> Callable:
 
     def call(*arguments):
         nonlocal called
-        for tensor in [] if called else _tensors(arguments):
+        for tensor in [] if called else tensors_in(arguments):
             for dim in (dim for dim, size in enumerate(tensor.shape) if size == EXAMPLE):
                 torch._dynamo.mark_dynamic(tensor, dim)
         called = True
@@ -80,9 +80,10 @@ def compile_piece(function: Callable, name: str) -> Callable:
     return call
 
 
-def _tensors(value) -> list[Tensor]:
+def tensors_in(value) -> list[Tensor]:
+    """The tensors in nested lists and tuples, in order."""
     if isinstance(value, (list, tuple)):
-        return [tensor for part in value for tensor in _tensors(part)]
+        return [tensor for part in value for tensor in tensors_in(part)]
     return [value] if isinstance(value, Tensor) else []
 
 

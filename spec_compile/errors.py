@@ -12,3 +12,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``" Did you mean 'x'?"`` for the nearest of `known`, or an empty string."""
     nearest = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def check_int(name: str, value, low: int, high: int, note: str = "") -> None:
+    """TypeError or ValueError, naming the argument, unless `value` is an int from `low` to `high`."""
+    note = f" ({note})" if note else ""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int from {low} to {high}{note}, not {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be from {low} to {high}{note}, not {value}")

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..errors import check_int
+
 MAX_DRAFT_TOKENS = 64
 MAX_MATCH_LIMIT = 128
 
@@ -42,11 +44,7 @@ class MatchOptions:
 
     def __post_init__(self):
         def check(name: str, low: int, high: int) -> None:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an int from {low} to {high}, not {type(value).__name__}")
-            if not low <= value <= high:
-                raise ValueError(f"{name} must be from {low} to {high}, not {value}")
+            check_int(name, getattr(self, name), low, high)
 
         check("branch_length", 2, 256)
         check("min_match_window_size", 1, self.branch_length - 1)

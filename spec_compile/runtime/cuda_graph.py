@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..compat import tensors_in
+
 WARM_UPS = 2
 SLOTS = 4
 """Rounds whose outcomes can be on their way at once."""
@@ -19,7 +21,7 @@ class Captured:
     """
 
     def __init__(self, function: Callable, arguments: tuple, pool):
-        self._inputs = _tensors(arguments)
+        self._inputs = tensors_in(arguments)
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -38,18 +40,11 @@ class Captured:
             ) from error
 
     def __call__(self, *arguments):
-        for held, given in zip(self._inputs, _tensors(arguments)):
+        for held, given in zip(self._inputs, tensors_in(arguments)):
             if held is not given:
                 held.copy_(given, non_blocking=True)
         self._graph.replay()
         return self.output
-
-
-def _tensors(arguments) -> list[Tensor]:
-    flat = []
-    for argument in arguments:
-        flat += _tensors(argument) if isinstance(argument, (list, tuple)) else [argument]
-    return [argument for argument in flat if isinstance(argument, Tensor)]
 
 
 class Ring:

@@ -138,7 +138,7 @@ class Engine:
                 drafting = drafter.seconds
                 while len(flying) < min(ahead, room):
                     seen = [(counts[row], hints[row]) for row in active] if not flying else None
-                    nodes = policy.choose(*zip(*seen)) if seen else policy.choose_ahead(len(active))
+                    nodes = policy.choose(*zip(*seen)) if seen else policy.choose_ahead()
                     nodes = 1 if request.first_logits is not None else nodes
                     span = min(-(-(max(lengths) + nodes) // SPAN) * SPAN, state.capacity)
                     if request.choose is None:

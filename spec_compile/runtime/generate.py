@@ -72,7 +72,7 @@ class SpeculativeMixin:
             and Sampler.takes(logits_processor)
         )
         seed = int(torch.randint((1 << 63) - 1, ())) if generation_config.do_sample else None
-        shortest = max((_minimum(p) for p in logits_processor if type(p).__name__ in MINIMA), default=0)
+        shortest = max((_minimum(p) for p in logits_processor if is_known(p, MINIMA)), default=0)
         own = [len(tokens) - input_ids.shape[1] for tokens in prompt.tokens]  # a row's tokens less the width
         request = Request(
             prompts=prompt.tokens,
@@ -211,8 +211,9 @@ def _answer(input_ids: Tensor, stopping_criteria, generation_config, streamer) -
     lengths = [c.max_length for c in stopping_criteria if type(c).__name__ == "MaxLengthCriteria"]
     longest = math.ceil(min(lengths, default=generation_config.max_length))
     eos = next((c.eos_token_id.tolist() for c in stopping_criteria if type(c).__name__ == "EosTokenCriteria"), [])
-    pad = generation_config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in stopping_criteria) else None
-    if pad is None and any(hasattr(c, "eos_token_id") for c in stopping_criteria):
+    ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    pad = generation_config._pad_token_tensor if ends else None
+    if pad is None and ends:
         raise ValueError("If `eos_token_id` is defined, make sure that `pad_token_id` is defined.")
     return Answer(
         input_ids,

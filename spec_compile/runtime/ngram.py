@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import check_int
+
 try:
     from ._ngram_trie import Core
 except ImportError as error:
@@ -73,20 +75,20 @@ class NgramTrie:
         match_type: str = "BFS",
         vocab_size: int | None = None,
     ):
-        _check_int("branch_length", branch_length, 2, 256)
-        _check_int("min_match_window_size", min_match_window_size, 1, branch_length - 1, "below branch_length")
-        _check_int(
+        check_int("branch_length", branch_length, 2, 256)
+        check_int("min_match_window_size", min_match_window_size, 1, branch_length - 1, "below branch_length")
+        check_int(
             "max_match_window_size",
             max_match_window_size,
             min_match_window_size,
             branch_length - 1,
             "from min_match_window_size, and below branch_length",
         )
-        _check_int("min_bfs_breadth", min_bfs_breadth, 1, 1 << 20)
-        _check_int("max_bfs_breadth", max_bfs_breadth, min_bfs_breadth, 1 << 20, "from min_bfs_breadth")
-        _check_int("capacity", capacity, 2 * branch_length, 2**31 - 1, "a number of nodes, from 2 * branch_length")
+        check_int("min_bfs_breadth", min_bfs_breadth, 1, 1 << 20)
+        check_int("max_bfs_breadth", max_bfs_breadth, min_bfs_breadth, 1 << 20, "from min_bfs_breadth")
+        check_int("capacity", capacity, 2 * branch_length, 2**31 - 1, "a number of nodes, from 2 * branch_length")
         if vocab_size is not None:
-            _check_int("vocab_size", vocab_size, 1, 2**31)
+            check_int("vocab_size", vocab_size, 1, 2**31)
         if not isinstance(match_type, str):
             raise TypeError(f'match_type must be the string "BFS" or "PROB", not {type(match_type).__name__}')
         if match_type.upper() not in ("BFS", "PROB"):
@@ -146,7 +148,7 @@ class NgramTrie:
         on hold token 0 and parent 0 and are no nodes. `match` is the longest match that has a continuation, 0 if
         none. Raises ValueError if the stream is not open or has no tokens.
         """
-        _check_int("num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        check_int("num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         tokens = torch.empty(num_draft_tokens, dtype=torch.int64)
         parents = torch.empty_like(tokens)
         count, match = self._core.propose(stream, num_draft_tokens, tokens.data_ptr(), parents.data_ptr())
@@ -165,7 +167,7 @@ class NgramTrie:
         """
         batch, size = _shape("tokens", tokens, 2)
         _, n = _shape("out_tokens", out_tokens, 2)
-        _check_int("the width of out_tokens", n, 1, MAX_DRAFT_TOKENS)
+        check_int("the width of out_tokens", n, 1, MAX_DRAFT_TOKENS)
         for name, tensor, shape in (
             ("streams", streams, (batch,)),
             ("committed", committed, (batch,)),
@@ -355,14 +357,6 @@ def _is_sequence(value) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() > 0
     return hasattr(value, "__len__") and hasattr(value, "__getitem__") and getattr(value, "shape", None) != ()
-
-
-def _check_int(name: str, value, low: int, high: int, note: str = "") -> None:
-    note = f" ({note})" if note else ""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int from {low} to {high}{note}, not {type(value).__name__}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be from {low} to {high}{note}, not {value}")
 
 
 def _shape(name: str, tensor, dims: int) -> tuple[int, ...]:

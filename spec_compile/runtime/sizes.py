@@ -40,12 +40,12 @@ class SizePolicy:
 
         return max(fitting, key=rate)
 
-    def choose_ahead(self, rows: int) -> int:
-        """The size for a round over so many rows whose trees are not known yet: by what all rounds have gained."""
+    def choose_ahead(self) -> int:
+        """The size for a round whose trees are not known yet: by what all rounds have gained."""
         if not self.adaptive or any(n not in self.cost for n in self.sizes):
             return self.sizes[-1]
         gain = self._gains(ANY)
-        return max(self.sizes, key=lambda n: rows * (1 + gain[self.sizes.index(n)]) / self.cost[n])
+        return max(self.sizes, key=lambda n: (1 + gain[self.sizes.index(n)]) / self.cost[n])
 
     def learn(
         self, nodes: int, counts: list[int], hints: list[int], paths: list[list[int]], seconds: float | None
