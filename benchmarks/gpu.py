@@ -113,7 +113,7 @@ def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) 
             session.drafter.begin(state, [ids] * batch, [])
             state.lengths.copy_(state.prompt_lengths - 1)
             state.root()
-            session.drafter.propose(state)
+            session.drafter.propose(state, 128)
             out[nodes] = median_ms(lambda step=step: step(128), repeats)
             session.drafter.end([])
     return out

@@ -13,14 +13,13 @@ from . import adapters, kernels
 from .admit import admit
 from .capture import capture
 from .checks import check_capture, check_tree
-from .config import Options, parse_algorithm, parse_options
-from .drafters.ngram import make_ngram_drafter
+from .config import Options, parse_options
+from .drafters import ALGORITHMS, parse_algorithm
+from .drafters.base import Algorithm
 from .explain import explain
 from .runtime import past
 from .runtime.engine import Engine, Request
 from .runtime.generate import SpeculativeMixin
-from .runtime.ngram import NgramTrie
-from .runtime.ngram_corpus import NgramCorpus
 from .runtime.session import Session
 from .stats import Stats
 
@@ -32,39 +31,36 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
     object of its own class that shares its weights; its ``generate()`` takes the same arguments.
     ``result.speculation`` holds ``stats``, ``explain()``, ``ngram`` and ``warmup()``.
 
-    algo: "ngram" (alias "lookahead"). options: see `config.Options`.
+    algo: "ngram" (alias "lookahead"). options: see `config.Options` and the algorithm's own (`drafters`).
 
     Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
     model in training mode) or UnsupportedModelError (the model cannot be rewritten exactly), before any change.
     """
     if adapters.is_wrapped(model):
         return adapters.wrap_alike(model, speculate(adapters.base_of(model), algo, **options))
-    algorithm = parse_algorithm(algo)
-    parsed = parse_options(Options, options)
-    vocab_size = model.get_output_embeddings().weight.shape[0] if _has_head(model) else None
-    store = NgramTrie(**parsed.ngram, vocab_size=vocab_size)
+    name = parse_algorithm(algo)
+    parsed = parse_options(ALGORITHMS[name].options, options)
     admit(model)
     if model.device.type == "cuda":
-        store = NgramCorpus(parsed.capacity, vocab_size, model.device)
+        kernels.load(model.device)
+    algorithm = ALGORITHMS[name].build(model, parsed)
     fast = _shadow(model)
-    fast.__dict__["speculation"] = Speculation(model, algorithm, parsed, store)
+    fast.__dict__["speculation"] = Speculation(model, name, parsed, algorithm)
     return fast
 
 
 class Speculation:
     """What is behind ``model.speculation``: statistics, reports and control of one speculative model."""
 
-    def __init__(self, model: PreTrainedModel, algorithm: str, options: Options, ngram: NgramTrie | NgramCorpus):
-        self.algorithm, self.options, self.ngram = algorithm, options, ngram
-        if model.device.type == "cuda":
-            kernels.load(model.device)
+    def __init__(self, model: PreTrainedModel, name: str, options: Options, algorithm: Algorithm):
+        self.algorithm, self.options = name, options
         self._model, self._lock, self._references, self._said = model, threading.RLock(), [], set()
         graph = capture(model)
         if options.check:
             check_capture(model, graph)
         self._engine = Engine(
             graph,
-            lambda batch: make_ngram_drafter(ngram, options, batch),
+            algorithm,
             options,
             model.device,
             _max_positions(model, graph.position_limit, options),
@@ -82,7 +78,12 @@ class Speculation:
     @property
     def draws(self) -> bool:
         """Whether the drafter draws its tokens at random."""
-        return self._engine.draws
+        return self._engine.algorithm.draws
+
+    @property
+    def ngram(self):
+        """With algo="ngram" its `NgramTrie`, on a GPU its `NgramCorpus`."""
+        return self._engine.algorithm.store
 
     @property
     def layers(self) -> int:
@@ -137,7 +138,7 @@ class Speculation:
                     "speculate() again"
                 )
             before = self._references
-            self._references = [] if reference is None else self.ngram.documents(reference, "reference")
+            self._references = [] if reference is None else self._engine.algorithm.documents(reference)
             try:
                 yield
             finally:
@@ -176,10 +177,6 @@ class Speculation:
 
     def _addresses(self) -> list:
         return [parameter.data_ptr() for parameter in self._model.parameters()] + adapters.switches(self._tuned)
-
-
-def _has_head(model) -> bool:
-    return isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
 
 
 def _max_positions(model: PreTrainedModel, table: int | None, options: Options) -> int:

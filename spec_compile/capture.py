@@ -1,7 +1,7 @@
 """Capture: one cache-free trace of a Hugging Face causal LM, with one marker node per attention layer."""
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from .compat import attention_implementation
@@ -60,13 +60,10 @@ def capture(model: PreTrainedModel) -> ModelGraph:
     Raises UnsupportedModelError if the trace fails, or does not show exactly one attention call per layer.
     """
     name = type(model).__name__
-    ids = torch.zeros(2, 7, dtype=torch.int64, device=model.device)
-    positions = torch.arange(7, device=model.device).expand(2, 7)
-    dims = {0: torch.export.Dim("B", min=1, max=4096), 1: torch.export.Dim("T", min=2, max=1 << 20)}
     attention = _Attention(model)
     try:
-        with torch.no_grad(), attention_implementation(model, IMPLEMENTATION, attention):
-            program = torch.export.export(_Forward(model), (ids, positions), dynamic_shapes=(dims, dims), strict=False)
+        with attention_implementation(model, IMPLEMENTATION, attention):
+            gm = _trace(_Forward(model), *_example(model.device))
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -75,10 +72,33 @@ def capture(model: PreTrainedModel) -> ModelGraph:
         if attention.count == 0:
             problem = "does not call its attention through transformers' AttentionInterface, so it cannot be rewritten"
         raise UnsupportedModelError(f"model: {name} {problem} ({type(error).__name__}: {reason})") from error
+    return _describe(model, gm)
+
+
+def capture_head(head: nn.Module, width: int) -> ModelGraph:
+    """Trace a draft head, ``forward(input_ids [B, T], positions [B, T], state [B, T, width])``, that calls the marker
+    op itself; the graph shares its parameters."""
+    parameter = next(head.parameters())
+    ids, positions = _example(parameter.device)
+    gm = _trace(head, ids, positions, parameter.new_zeros(2, 7, width))
+    markers = calls(gm, torch.ops.spec_compile.attention.default)
+    layers = tuple(_layer(node) for node in markers)
+    return ModelGraph(gm, layers, 0, width, parameter.dtype, position_limit=None, head_weight="")
+
+
+def _example(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and positions [2, 7] to trace with."""
+    return torch.zeros(2, 7, dtype=torch.int64, device=device), torch.arange(7, device=device).expand(2, 7)
+
+
+def _trace(module: nn.Module, *arguments: Tensor) -> fx.GraphModule:
+    """One graph of ATen calls for any B and T; the arguments are [B, T, ...]."""
+    dims = {0: torch.export.Dim("B", min=1, max=4096), 1: torch.export.Dim("T", min=2, max=1 << 20)}
+    with torch.no_grad():
+        program = torch.export.export(module, arguments, dynamic_shapes=(dims,) * len(arguments), strict=False)
     gm = program.module(check_guards=False)
     gm.graph._codegen = fx.graph.CodeGen()  # plain arguments, and none of the exporter's input checks
-    gm = fx.GraphModule(gm, gm.graph)
-    return _describe(model, gm)
+    return fx.GraphModule(gm, gm.graph)
 
 
 def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:

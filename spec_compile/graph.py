@@ -47,13 +47,13 @@ class ModelGraph:
     position_limit: int | None
     """Number of rows of a learned position table, if the model has one."""
     head_weight: str
-    """Name of the output embedding's weight in `gm`."""
+    """Name of the output embedding's weight in `gm` ("": it has none)."""
     log: list[PassReport] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return attribute(self.gm, self.head_weight).device
+        return next(self.gm.parameters()).device
 
     def copy(self) -> "ModelGraph":
         """A ModelGraph of its own that shares the parameters."""
@@ -67,6 +67,13 @@ def calls(gm: fx.GraphModule, target=None) -> list[fx.Node]:
     """The call nodes of a graph, or those of one target."""
     nodes = (node for node in gm.graph.nodes if node.op.startswith("call_"))
     return [node for node in nodes if target is None or node.target == target]
+
+
+def head_products(graph: ModelGraph) -> list[fx.Node]:
+    """The matrix products with the output embedding."""
+    address = attribute(graph.gm, graph.head_weight).data_ptr()
+    products = calls(graph.gm, torch.ops.aten.linear.default)
+    return [node for node in products if attribute(graph.gm, node.args[1].target).data_ptr() == address]
 
 
 def owner(node: fx.Node) -> str:

@@ -162,9 +162,9 @@ def test_a_failed_capture_leaves_the_process_usable():
     drafter = system.speculation._engine.session(1).drafter
     whole = drafter.propose
 
-    def waits(state):
+    def waits(state, span):
         int(state.lengths[0])  # not allowed while capturing
-        whole(state)
+        whole(state, span)
 
     drafter.propose = waits
     with pytest.raises(RuntimeError):

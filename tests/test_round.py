@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from spec_compile.config import Options
-from spec_compile.drafters import Drafter
+from spec_compile.drafters.base import Algorithm, Drafter
 from spec_compile.runtime.engine import Engine, Request
 from spec_compile.runtime.tree import ancestry
 
@@ -30,7 +30,7 @@ class Oracle(Drafter):
         self.texts = [[]] * batch
         self.proposed = []
 
-    def propose(self, state):
+    def propose(self, state, span):
         trees = [self.tree(text, int(length) + 1) for text, length in zip(self.texts, state.lengths)]
         tokens, parents, count = (torch.tensor(part) for part in zip(*trees))
         tokens[:, 0] = state.tokens.gather(1, state.lengths[:, None])[:, 0]
@@ -66,16 +66,28 @@ class Replay(Drafter):
             self.register_buffer(name, torch.stack([tree[number] for tree in trees]))
         self.register_buffer("turn", torch.zeros(1, dtype=torch.int64))
 
-    def propose(self, state):
+    def propose(self, state, span):
         tokens, parents, count = (t.index_select(0, self.turn)[0] for t in (self.tokens, self.parents, self.count))
         tokens = torch.cat([state.tokens.gather(1, state.lengths[:, None]), tokens[:, 1:]], dim=1)
         state.propose(tokens, parents, count, torch.ones_like(count))
         self.turn.add_(1)
 
 
-def make_engine(graph, make_drafter, nodes, compile=False, adaptive=False):
-    options = Options(num_draft_tokens=nodes, max_cache_len=320, compile=compile, adaptive=adaptive)
-    return Engine(graph, make_drafter, options, torch.device("cpu"), 512)
+class Given(Algorithm):
+    """Drafters made by a function of the batch size."""
+
+    varies = True
+
+    def __init__(self, make):
+        self.make = make
+
+    def drafter(self, batch, slots):
+        return self.make(batch)
+
+
+def make_engine(graph, make_drafter, nodes, compile=False):
+    options = Options(num_draft_tokens=nodes, max_cache_len=320, compile=compile)
+    return Engine(graph, Given(make_drafter), options, torch.device("cpu"), 512)
 
 
 class Run:
@@ -92,7 +104,7 @@ class Run:
         for done in range(0, max(map(len, prompts)) - 1, 32):
             self.session.step("prefill")(32, -(-(done + 32) // 128) * 128)
         self.state.root()
-        self.session.drafter.propose(self.state)
+        self.session.drafter.propose(self.state, 128)
 
     def span(self, nodes):
         return -(-(int(self.state.lengths.max()) + nodes) // 128) * 128

@@ -22,7 +22,7 @@ from transformers.generation import (
 )
 
 from spec_compile import speculate
-from spec_compile.drafters import Drafter
+from spec_compile.drafters.base import Algorithm, Drafter
 from spec_compile.runtime import generate, walk
 from spec_compile.runtime.answer import Answer
 from spec_compile.runtime.engine import Request
@@ -557,16 +557,24 @@ def test_wrong_answers_of_generate_are_found(monkeypatch):
     assert generate_fits(samples(speculative(**TREES[8]), 3000)) < FAILS
 
 
+class DrawsFromTable(Algorithm):
+    draws = varies = True
+
+    def __init__(self, q):
+        self.q = q
+
+    def drafter(self, batch, slots):
+        return Drawn(self.q, batch)
+
+
 class Drawn(Drafter):
     """Draws trees from a table of the token before, and tells."""
-
-    draws = True
 
     def __init__(self, q, batch):
         super().__init__()
         self.register_buffer("q", q.expand(batch, -1, -1), persistent=False)
 
-    def propose(self, state):
+    def propose(self, state, span):
         q = self.q[0]
         last = state.tokens.gather(1, state.lengths[:, None])[:, 0]
         tokens, states = grow(FULL, last, q, lambda state, token: token)
@@ -582,7 +590,7 @@ def test_generate_with_drawn_drafts(fills):
     texts = torch.cat([torch.tensor(PROMPTS[:1])[:, :-1].repeat(VOCAB, 1), torch.arange(VOCAB)[:, None]], dim=1)
     q = (tiny()(texts).logits[:, -1].detach() + 0.5 * torch.randn(VOCAB, VOCAB)).softmax(dim=-1)
     q = q.where(q >= q.topk(6).values[:, -1:], 0)
-    fast.speculation._engine.make_drafter = functools.partial(Drawn, q)
+    fast.speculation._engine.algorithm = DrawsFromTable(q)
     drawn = samples(fast, 9000, top_p=0.95)
     assert set(fills) == set(range(1, 9))
     assert all(0.1 < share < 0.9 for share in fast.speculation.stats.acceptance_by_depth[:2])

@@ -2,20 +2,50 @@
 
 import time
 import weakref
+from dataclasses import dataclass, fields
 from itertools import count
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from ..config import Options
 from ..kernels import ops
 from ..kernels.ngram_match import MatchOptions
 from ..kernels.ngram_match import propose as match
 from ..runtime.ngram import NgramTrie
 from ..runtime.ngram_corpus import NgramCorpus
 from ..runtime.state import State
-from . import Drafter
+from .base import Algorithm, Drafter
 
 _handles = count()
+
+
+@dataclass(frozen=True)
+class NgramOptions(Options):
+    """Options of algo="ngram", with the engines' names and meaning.
+
+    adaptive: choose each round's number of nodes by what it has paid so far; if False every proposed node is
+    verified. branch_length: tokens of a stored path, match and continuation together. min_match_window_size,
+    max_match_window_size: lengths of suffix that are matched. min_bfs_breadth, max_bfs_breadth: children taken of a
+    node, narrow for long matches and wide for short ones. match_type: "BFS" (most recent first) or "PROB" (most
+    frequent first). capacity: nodes held at most.
+    """
+
+    adaptive: bool = True
+    branch_length: int = 18
+    min_match_window_size: int = 1
+    max_match_window_size: int = 12
+    min_bfs_breadth: int = 1
+    max_bfs_breadth: int = 10
+    match_type: str = "BFS"
+    capacity: int = 10_000_000
+
+    @property
+    def ngram(self) -> dict:
+        """The options that `NgramTrie` takes."""
+        own = {field.name for field in fields(self)} - {field.name for field in fields(Options)} - {"adaptive"}
+        return {name: getattr(self, name) for name in own}
 
 
 class NgramDrafter(Drafter):
@@ -42,7 +72,7 @@ class NgramDrafter(Drafter):
         self.open_streams = [self.trie.open() for _ in prompts]
         self.streams.copy_(torch.tensor(self.open_streams))
 
-    def propose(self, state: State) -> None:
+    def propose(self, state: State, span: int) -> None:
         if self.num_draft_tokens == 1:
             return
         trees: tuple[Tensor, ...] = ops.ngram_propose(
@@ -74,7 +104,7 @@ class MatchingDrafter(Drafter):
             self.corpus.append(reference)
         self.state = state
 
-    def propose(self, state: State) -> None:
+    def propose(self, state: State, span: int) -> None:
         if self.num_draft_tokens == 1:
             return
         text, length = self.corpus.text, self.corpus.length
@@ -85,9 +115,28 @@ class MatchingDrafter(Drafter):
             self.corpus.append(self.state.tokens[row, : length + 1])
 
 
-def make_ngram_drafter(store: NgramTrie | NgramCorpus, options, batch: int) -> Drafter:
-    """The n-gram drafter for where `store` is."""
-    if isinstance(store, NgramTrie):
-        return NgramDrafter(store, options.num_draft_tokens, batch)
-    windows = {name: value for name, value in options.ngram.items() if name != "capacity"}
-    return MatchingDrafter(store, MatchOptions(**windows), options.num_draft_tokens)
+class Ngram(Algorithm):
+    """N-gram drafts from one `store`, of whatever the model has read and written."""
+
+    varies = True
+
+    def __init__(self, store: NgramTrie | NgramCorpus, options: NgramOptions):
+        self.store, self.options, self.adaptive = store, options, options.adaptive
+
+    def drafter(self, batch: int, slots: int) -> Drafter:
+        nodes = self.options.num_draft_tokens
+        if isinstance(self.store, NgramTrie):
+            return NgramDrafter(self.store, nodes, batch)
+        windows = {name: value for name, value in self.options.ngram.items() if name != "capacity"}
+        return MatchingDrafter(self.store, MatchOptions(**windows), nodes)
+
+    def documents(self, reference) -> list[Tensor]:
+        return self.store.documents(reference, "reference")
+
+
+def build(model: PreTrainedModel, options: NgramOptions) -> Ngram:
+    """The algorithm for where `model` is."""
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    trie = NgramTrie(**options.ngram, vocab_size=vocab_size)
+    on_gpu = model.device.type == "cuda"
+    return Ngram(NgramCorpus(options.capacity, vocab_size, model.device) if on_gpu else trie, options)

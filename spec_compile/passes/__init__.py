@@ -17,7 +17,8 @@ class Settings:
     """What the passes are asked for.
 
     merge_linears: one matrix product for linear layers of one input. taps: hidden states to return after the logits,
-    numbered as transformers' ``hidden_states`` (0 the embeddings, i the residual stream after layer i). logits:
+    numbered as transformers' ``hidden_states`` (0 the embeddings, i the residual stream after layer i; -1 what the
+    output head multiplies). logits:
     "all" rows, chosen "rows" (a new input ``rows[B, R]``), or "none" (the head is dropped).
     """
 

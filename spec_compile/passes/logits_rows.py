@@ -1,8 +1,6 @@
 """logits_rows: the output head runs on the wanted rows only, or not at all."""
 
-import torch
-
-from ..graph import ModelGraph, attribute, calls
+from ..graph import ModelGraph, head_products
 from ..kernels import ops
 
 
@@ -15,11 +13,7 @@ def logits_rows(graph: ModelGraph, settings) -> str:
     if settings.logits == "none":
         output.args = (output.args[0][1:],)
         return "dropped the output head"
-    heads = [
-        node
-        for node in calls(gm, torch.ops.aten.linear.default)
-        if attribute(gm, node.args[1].target).data_ptr() == attribute(gm, graph.head_weight).data_ptr()
-    ]
+    heads = head_products(graph)
     if len(heads) != 1:
         raise ValueError(f"logits_rows: expected one output head, found {len(heads)}")
     last = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]

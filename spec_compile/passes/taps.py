@@ -4,23 +4,27 @@ import re
 
 from torch import fx
 
-from ..graph import ModelGraph
+from ..graph import ModelGraph, head_products
 
+FINAL = -1
+"""The tap of what the output head multiplies: the hidden state behind the final norm."""
 LAYER = re.compile(r"\.(?:layers|h|blocks|decoder_layers)\.(\d+)(?:\.|$)")
 
 
 def taps(graph: ModelGraph, settings) -> str:
-    """Append the residual stream after each layer in `settings.taps` (0: the embeddings) to the outputs.
+    """Append the residual stream after each layer in `settings.taps` (0: the embeddings; or `FINAL`) to the outputs.
 
     The residual stream after layer i is the one tensor of hidden size that crosses from layer i to what follows it.
     """
     if not settings.taps:
         return "none wanted"
     layers = len(graph.layers)
-    outside = [tap for tap in settings.taps if not 0 <= tap <= layers]
+    outside = [tap for tap in settings.taps if not FINAL <= tap <= layers]
     if outside:
         raise ValueError(f"taps: expected 0 to {layers} for a model of {layers} layers, got {outside}")
     states = _residual_stream(graph)
+    if FINAL in settings.taps:
+        states[FINAL] = head_products(graph)[-1].args[0]
     output = next(node for node in graph.gm.graph.nodes if node.op == "output")
     output.args = ((*output.args[0], *(states[tap] for tap in settings.taps)),)
     return f"returns hidden states {', '.join(map(str, settings.taps))}"

@@ -1,4 +1,4 @@
-"""CUDA graphs: a step captured once and replayed, and the way its outcomes come back without anyone waiting."""
+"""CUDA graphs: a step captured once and replayed, and the way its outcomes come back without a launch of their own."""
 
 import time
 from collections.abc import Callable
@@ -48,25 +48,36 @@ class Captured:
 
 
 class Ring:
-    """Outcomes on their way to the host, in pinned memory."""
+    """Outcomes on their way to the host: rounds write them to pinned memory, each in a slot of its own."""
 
-    def __init__(self, batch: int, columns: int):
-        self._slots = [
-            (torch.empty(batch, columns, dtype=torch.int64, pin_memory=True), torch.cuda.Event()) for _ in range(SLOTS)
-        ]
-        self._turn = 0
+    def __init__(self, width: int, device: torch.device):
+        """`width`: most numbers of an outcome."""
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        """[1]: rounds so far, counted by the rounds themselves; negative: what they write is not for anyone."""
+        self._slots = torch.zeros(SLOTS + 1, 1 + width, dtype=torch.int64, pin_memory=True)
+        self._seen = self._slots.numpy()
+        self._sent = 0
 
-    def send(self, outcome: Tensor) -> Callable[[], list[list[int]]]:
-        """Copy `outcome` [B, C] as soon as it is there; what is returned waits for that and gives it as lists."""
-        slot, event = self._slots[self._turn % SLOTS]
-        self._turn += 1
-        slot = slot[:, : outcome.shape[1]]
-        slot.copy_(outcome, non_blocking=True)
-        event.record()
+    def publishing(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`function`, whose outcome is also written to the ring."""
+        from ..kernels.publish import publish  # needs Triton
+
+        def published(*arguments) -> Tensor:
+            outcome = function(*arguments)
+            publish(outcome, self._slots, self.turn)
+            return outcome
+
+        return published
+
+    def expect(self, shape: torch.Size) -> Callable[[], list[list[int]]]:
+        """The next outcome, of this shape [B, C], was launched; what is returned waits for it and gives it as lists."""
+        slot = self._seen[self._sent % SLOTS]
+        self._sent += 1
+        number = self._sent
 
         def read() -> list[list[int]]:
-            while not event.query():
+            while slot[0] != number:
                 time.sleep(0)
-            return slot.tolist()
+            return slot[1 : 1 + shape.numel()].reshape(shape).tolist()
 
         return read

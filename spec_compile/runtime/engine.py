@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import passes
 from ..config import Options
-from ..drafters import Drafter
+from ..drafters.base import Algorithm
 from ..graph import ModelGraph
 from ..stats import Clock, Stats
 from .accept import Accepted
@@ -19,6 +19,7 @@ from .past import Past
 from .sampler import Sampler
 from .sampling import NO_PROBABILITIES
 from .session import SPAN, Session
+from .state import State
 from .tree import Tree
 
 log = logging.getLogger("spec_compile")
@@ -63,18 +64,16 @@ class Engine:
     def __init__(
         self,
         graph: ModelGraph,
-        make_drafter: Callable[[int], Drafter],
+        algorithm: Algorithm,
         options: Options,
         device: torch.device,
         max_positions: int,
     ):
-        drafter = make_drafter(1)
-        taps, self.draws = drafter.taps, drafter.draws
-        self.verify = passes.run(graph, passes.Settings(options.merge_linears, taps))
-        self.prefill = passes.run(graph, passes.Settings(options.merge_linears, taps, logits="none"))
-        self.make_drafter, self.options, self.device, self.max_positions = make_drafter, options, device, max_positions
-        sizes = SIZES[device.type]
-        self.sizes = (*(n for n in sizes if n < options.num_draft_tokens), options.num_draft_tokens)
+        taps, merge, most = algorithm.taps, options.merge_linears, options.num_draft_tokens
+        self.verify = passes.run(graph, passes.Settings(merge, taps))
+        self.prefill = passes.run(graph, passes.Settings(merge, taps, logits="none"))
+        self.algorithm, self.options, self.device, self.max_positions = algorithm, options, device, max_positions
+        self.sizes = (*(n for n in SIZES[device.type] if n < most and algorithm.varies), most)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.stats = Stats()
         self.report: Callable[[str], None] = log.info
@@ -91,9 +90,10 @@ class Engine:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
+        """Bytes of the keys and values of one token, the draft's included."""
         layers = self.verify.layers
-        return sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers) * self.verify.dtype.itemsize
+        numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+        return numbers * self.verify.dtype.itemsize + self.algorithm.token_bytes
 
     def session(self, batch: int) -> Session:
         """The session for a batch size; the least recently used ones beyond a few are dropped."""
@@ -126,7 +126,7 @@ class Engine:
             self._prefill(session, request)
             state.root()
             if request.first_logits is None:
-                drafter.propose(state)
+                drafter.propose(state, self._span(state, max(map(len, request.prompts))))
             counts, hints = state.tree_count.tolist(), state.tree_hint.tolist()
             lengths = [len(prompt) - 1 for prompt in request.prompts]
             finished = [length + 1 >= limit for length, limit in zip(lengths, request.max_lengths)]
@@ -140,7 +140,7 @@ class Engine:
                     seen = [(counts[row], hints[row]) for row in active] if not flying else None
                     nodes = policy.choose(*zip(*seen)) if seen else policy.choose_ahead()
                     nodes = 1 if request.first_logits is not None else nodes
-                    span = min(-(-(max(lengths) + nodes) // SPAN) * SPAN, state.capacity)
+                    span = self._span(state, max(lengths) + nodes)
                     if request.choose is None:
                         flying.append((nodes, session.launch(request.sampler, nodes, span)))
                     else:
@@ -180,8 +180,12 @@ class Engine:
         else:
             logits = logits[:, None]
         accepted = request.choose(session.state.tree(nodes), logits)
-        outcome = finish(accepted.path, accepted.tokens, accepted.count, features)
+        outcome = finish(accepted.path, accepted.tokens, accepted.count, features, span)
         return outcome.tolist
+
+    def _span(self, state: State, slots: int) -> int:
+        """Slots of the cache for a step to look at, that needs the first `slots` and those that a drafter may use."""
+        return min(-(-(slots + self.algorithm.reach) // SPAN) * SPAN, state.capacity)
 
     def _prefill(self, session: Session, request: Request) -> None:
         """Keys and values of every prompt token but the last, beyond those that the state has."""
@@ -192,6 +196,5 @@ class Engine:
         end = place + max(len(prompt) - 1 - there for prompt, there in zip(request.prompts, held))
         while place < end:
             size = next((size for size in sizes if size <= end - place), sizes[-1])
-            span = min(-(-(place + size) // SPAN) * SPAN, state.capacity)
-            step(size, span)
+            step(size, self._span(state, place + size))
             place += size

@@ -30,18 +30,18 @@ class Round(nn.Module):
         """
         tree, ancestors, depth, positions = self.prepare(nodes)
         logits, *features = self._verify(tree, ancestors, positions, span)
-        return self.conclude(logits, tree, ancestors, depth, features)
+        return self.conclude(logits, tree, ancestors, depth, features, span)
 
     def look(self, span: int, nodes: int = 0) -> list[Tensor]:
         """The first half of a round whose tokens are chosen outside: the target's logits [B, N, V], and features."""
         tree, ancestors, _, positions = self.prepare(nodes)
         return self._verify(tree, ancestors, positions, span)
 
-    def finish(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor]) -> Tensor:
+    def finish(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], span: int) -> Tensor:
         """The second half, with what was `Accepted`; returns what `forward` returns."""
         tree = self.state.tree(path.shape[1])
         depth = ancestry(tree.parents, self.nodes or MAX_NODES)[1]
-        return self._finish(tree.real, depth, Accepted(path, tokens, count), features)
+        return self._finish(tree.real, depth, Accepted(path, tokens, count), features, span)
 
     def prepare(self, nodes: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
         """The trees (tokens, parents, real), their ancestors and depths, and the positions of their nodes."""
@@ -53,17 +53,21 @@ class Round(nn.Module):
         return self.verify(tree[0], positions, self.state.lengths, ancestors, self.state.cache, span)
 
     def conclude(
-        self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor, features: list[Tensor]
-    ) -> Tensor:
+        self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor, features: list[Tensor],
+        span: int,
+    ) -> Tensor:  # fmt: skip
         """Accept greedily, commit, propose."""
         accepted = accept_greedy(Tree(*tree), ancestors, depth, self.state.forbid_early_eos(logits, depth))
-        return self._finish(tree[2], depth, accepted, features)
+        return self._finish(tree[2], depth, accepted, features, span)
 
-    def _finish(self, real: Tensor, depth: Tensor, accepted: Accepted, features: list[Tensor]) -> Tensor:
+    def _finish(
+        self, real: Tensor, depth: Tensor, accepted: Accepted, features: list[Tensor], span: int
+    ) -> Tensor:
         state = self.state
+        begin = state.lengths.clone()
         gained = state.commit(accepted)
-        self.drafter.observe(state, features, accepted)
-        self.drafter.propose(state)
+        self.drafter.observe(state, features, accepted, begin, span)
+        self.drafter.propose(state, span)
         deepest = torch.where(real, depth, 0).amax(dim=1)
         columns = [gained, state.finished.to(torch.int64), state.tree_count, state.tree_hint, deepest]
         columns = torch.stack(columns, dim=1)
@@ -82,7 +86,7 @@ class Prefill(nn.Module):
         state = self.state
         ids, positions = self.prepare(size)
         features = self.model(ids, positions, state.lengths, None, state.cache, span)
-        self.drafter.prefill(state, features)
+        self.drafter.prefill(state, ids, positions, features, span)
         state.lengths.copy_(torch.minimum(state.lengths + size, state.prompt_lengths - 1))
 
     def prepare(self, size: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ..compat import EXAMPLE, compile_piece, compile_step
 from ..errors import UnsupportedModelError
@@ -35,10 +36,10 @@ class Session:
         margin = MAX_NODES + self.prefill_sizes[0]
         slots = -(-(engine.capacity(batch) + margin) // SPAN) * SPAN
         self._check_memory(slots)
-        self.drafter = engine.make_drafter(batch)
-        self.state = State(engine.verify, batch, slots, engine.device, self.drafter.draws)
-        self.policies = {part: SizePolicy(engine.sizes, engine.options.adaptive) for part in ("round", "look")}
-        self.ring = Ring(batch, 5 + 2 * MAX_NODES) if self.on_gpu else None
+        self.drafter = engine.algorithm.drafter(batch, slots)
+        self.state = State(engine.verify, batch, slots, engine.device, engine.algorithm.draws)
+        self.policies = {part: SizePolicy(engine.sizes, engine.algorithm.adaptive) for part in ("round", "look")}
+        self.ring = Ring(batch * (5 + 2 * MAX_NODES), engine.device) if self.on_gpu else None
         self.steps: dict[tuple[str, int], Callable] = {}
         self._pieces: dict[tuple[bool, bool], Prefill | Round] = {}
         self._called: list[Callable] = []
@@ -67,7 +68,7 @@ class Session:
         waits."""
         step = self.step("round", nodes) if sampler is None else self._sampled(sampler, nodes)
         outcome = step(span)
-        return outcome.tolist if self.ring is None else self.ring.send(outcome)
+        return outcome.tolist if self.ring is None else self.ring.expect(outcome.shape)
 
     def _build(self, part: str, nodes: int) -> Callable:
         engine, options = self.engine, self.engine.options
@@ -97,12 +98,13 @@ class Session:
             with torch.no_grad(), self._untouched():
                 look, finish, state = self._function("look", nodes), self._function("finish", nodes), self.state
 
-            def sampled(span: int):
+            def sampled(span: int) -> Tensor:
                 tree = state.tree(nodes)
                 logits, *features = look(span)
                 accepted = sampler(state, tree, *ancestry(tree.parents), logits)
-                return finish(accepted.path, accepted.tokens, accepted.count, features)
+                return finish(accepted.path, accepted.tokens, accepted.count, features, span)
 
+            sampled = self.ring.publishing(sampled) if self.on_gpu else sampled
             captures = self.on_gpu and self.engine.options.cuda_graphs
             with torch.no_grad(), self._untouched():
                 self.steps[key] = self._capture(sampled, (SPAN,)) if captures else sampled
@@ -133,7 +135,8 @@ class Session:
             if part == "finish" and engine.options.compile and function not in self._called:
                 self._called.append(function)
                 function(*self._arguments("finish", 1 if nodes == 1 else EXAMPLE))
-            return partial(function, nodes=nodes) if part in ("round", "look") else function
+            function = partial(function, nodes=nodes) if part in ("round", "look") else function
+            return self.ring.publishing(function) if part == "round" else function
         if engine.options.compile:
             return compile_step(function, f"{part}_b{self.batch}_n{nodes}")
         return function
@@ -169,7 +172,7 @@ class Session:
         look = self._function("look", nodes) if self.on_gpu else self.step("look", nodes)
         _, *features = look(SPAN)
         path = torch.zeros(self.batch, nodes, dtype=torch.int64, device=self.engine.device)
-        return path, path.clone(), torch.ones_like(path[:, 0]), features
+        return path, path.clone(), torch.ones_like(path[:, 0]), features, SPAN
 
     def _seconds(self, step: Callable, arguments: tuple) -> float:
         """How long a step takes that has run before."""
@@ -186,9 +189,12 @@ class Session:
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Steps run inside leave no trace: what they write to the cache and the text lies beyond what is committed."""
-        held = {buffer: buffer.clone() for module in (self.state, self.drafter) for buffer in module.small_buffers()}
+        buffers = [*self.state.small_buffers(), *self.drafter.small_buffers(), *([self.ring.turn] if self.ring else [])]
+        held = {buffer: buffer.clone() for buffer in buffers}
         try:
             self.drafter.mute()
+            if self.ring:
+                self.ring.turn.fill_(-1)
             yield
         finally:
             for buffer, value in held.items():

@@ -1,0 +1,75 @@
+"""What the runtime asks of those who propose trees: an `Algorithm` for a model, and its `Drafter` for a batch size."""
+
+from torch import Tensor, nn
+
+from ..runtime.accept import Accepted
+from ..runtime.state import State
+
+
+class Drafter(nn.Module):
+    """What a round asks of a drafter. The methods marked [graph] run inside the compiled round.
+
+    `span`: slots of a cache to look at on a CPU, at least those that hold anything when the round ends.
+    """
+
+    seconds: float = 0.0
+    """Time spent proposing on the host, ever (0 where it is part of the graph)."""
+
+    def small_buffers(self) -> list[Tensor]:
+        """The buffers that a round changes and that must be put back after a round of warm-up."""
+        return list(self.buffers())
+
+    def mute(self) -> None:
+        """The rounds that follow are warm-up: leave no trace outside `small_buffers`."""
+
+    def begin(self, state: State, prompts: list[list[int]], references: list[Tensor]) -> None:
+        """A new call of generate(): `prompts`, one a row, and `references` that the output may copy from."""
+
+    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
+        """[graph] A chunk of the prompts: tokens and positions [B, T] at slots ``state.lengths`` onwards, and the
+        hidden states [B, T, C] that were asked for."""
+
+    def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, span: int) -> None:
+        """[graph] Hidden states [B, N, C] of the verified nodes, and which were accepted. begin [B]: ``state.lengths``
+        before they were committed."""
+
+    def propose(self, state: State, span: int) -> None:
+        """[graph] Call ``state.propose`` with the trees to verify next, siblings distinct, parents first."""
+        raise NotImplementedError
+
+    def end(self, lengths: list[int]) -> None:
+        """The call of generate() is over, however it ended; `lengths`: tokens of each row less one, if it began."""
+
+
+class Algorithm:
+    """A way of drafting for one model, ready to make drafters of any batch size."""
+
+    taps: tuple[int, ...] = ()
+    """Hidden states of the target that `prefill` and `observe` are given, numbered as in `passes.Settings`."""
+
+    draws: bool = False
+    """Whether it draws its tokens at random, and gives ``state.propose`` the distributions they were drawn from."""
+
+    varies: bool = False
+    """Whether trees come in all sizes up to ``num_draft_tokens``, so that rounds of several sizes are compiled."""
+
+    adaptive: bool = False
+    """Whether fewer nodes may be verified than were proposed, if that has paid so far."""
+
+    reach: int = 0
+    """Slots beyond the verified nodes that its drafters use."""
+
+    token_bytes: int = 0
+    """Bytes that its own cache takes for each token of a sequence."""
+
+    def drafter(self, batch: int, slots: int) -> Drafter:
+        """The drafter for `batch` sequences of up to `slots` tokens."""
+        raise NotImplementedError
+
+    def documents(self, reference) -> list[Tensor]:
+        """The texts in generate()'s `reference`, checked."""
+        raise ValueError("reference: only algo='ngram' copies from a reference; leave it out")
+
+    def explain(self) -> list[str]:
+        """Lines about it for ``speculation.explain()``."""
+        return []
