@@ -55,6 +55,11 @@ class ModelGraph:
         """Where the parameters are."""
         return next(self.gm.parameters()).device
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers) * self.dtype.itemsize
+
     def copy(self) -> "ModelGraph":
         """A ModelGraph of its own that shares the parameters."""
         graph = fx.Graph()

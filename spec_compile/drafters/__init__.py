@@ -1,14 +1,15 @@
 """Drafters: what proposes trees. A new one is one file here and one entry in `ALGORITHMS`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from ..config import Options
 from ..errors import did_you_mean
-from . import ngram
-from .base import Algorithm
+from . import draft_model, heads, ngram
+from .base import Algorithm, DraftOptions
 
 
 class Entry(NamedTuple):
@@ -20,8 +21,13 @@ class Entry(NamedTuple):
 
 ALGORITHMS = {
     "ngram": Entry(ngram.NgramOptions, ngram.build),
+    "eagle": Entry(heads.HeadOptions, partial(heads.build, "eagle")),
+    "eagle3": Entry(heads.HeadOptions, partial(heads.build, "eagle3")),
+    "mtp": Entry(heads.NaiveOptions, partial(heads.build, "mtp")),
+    "naive_eagle": Entry(heads.NaiveOptions, partial(heads.build, None)),
+    "draft_model": Entry(DraftOptions, draft_model.build),
 }
-ALIASES = {"lookahead": "ngram"}
+ALIASES = {"lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model"}
 
 
 def parse_algorithm(algo: str) -> str:

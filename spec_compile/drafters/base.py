@@ -1,9 +1,14 @@
 """What the runtime asks of those who propose trees: an `Algorithm` for a model, and its `Drafter` for a batch size."""
 
+from dataclasses import dataclass
+from typing import Any
+
 from torch import Tensor, nn
 
+from ..config import Options
 from ..runtime.accept import Accepted
 from ..runtime.state import State
+from .schedule import Schedule
 
 
 class Drafter(nn.Module):
@@ -12,12 +17,19 @@ class Drafter(nn.Module):
     `span`: slots of a cache to look at on a CPU, at least those that hold anything when the round ends.
     """
 
+    fuses: bool = True
+    """Whether on a GPU `propose` is compiled in one piece with what comes before it. Else `compile` is called once for
+    each kind of round, and compiles parts of it."""
+
     seconds: float = 0.0
     """Time spent proposing on the host, ever (0 where it is part of the graph)."""
 
     def small_buffers(self) -> list[Tensor]:
         """The buffers that a round changes and that must be put back after a round of warm-up."""
         return list(self.buffers())
+
+    def compile(self, tag: str) -> None:
+        """Compile the parts of `propose`, in pieces whose names end in `tag`."""
 
     def mute(self) -> None:
         """The rounds that follow are warm-up: leave no trace outside `small_buffers`."""
@@ -73,3 +85,29 @@ class Algorithm:
     def explain(self) -> list[str]:
         """Lines about it for ``speculation.explain()``."""
         return []
+
+
+@dataclass(frozen=True)
+class DraftOptions(Options):
+    """Options of the algorithms that have a draft model or head, with the engines' names and meaning.
+
+    draft: the draft: a path, a name on the hub, or a module. num_steps: levels of the tree. topk: children of a node
+    (1: a chain). num_draft_tokens: see `Options` (default: what `Schedule` says; for a chain num_steps + 1).
+    score_temperature: of the draft's probabilities by which the nodes of a tree
+    are chosen.
+    """
+
+    draft: Any = None
+    num_draft_tokens: int | None = None
+    num_steps: int = 3
+    topk: int = 1
+    score_temperature: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "num_draft_tokens", self.schedule.num_draft_tokens)
+
+    @property
+    def schedule(self) -> Schedule:
+        """How the draft's trees grow; ValueError where the options contradict each other."""
+        return Schedule(self.num_steps, self.topk, self.num_draft_tokens, self.score_temperature)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from ..compat import compile_piece
 from ..graph import ModelGraph, attribute, owner
 
 PRODUCTS = {
@@ -51,6 +52,14 @@ class Regions(nn.Module):
             out = self.bodies[region.alike](*map(value, region.inputs))
             values.update(zip(region.outputs, out))
         return tuple(value(node) for node in self.results)
+
+
+def compiled_regions(graph: ModelGraph, tag: str) -> Regions:
+    """`cut`, each different region compiled as a piece, whose name ends in `tag`."""
+    regions = cut(graph)
+    for number, (alike, body) in enumerate(regions.bodies.items()):
+        regions.bodies[alike] = compile_piece(body, f"region_{number}_{tag}")
+    return regions
 
 
 def cut(graph: ModelGraph) -> Regions:

@@ -7,16 +7,22 @@ from .accept import Accepted
 from .sampling import draw, uniform
 
 
+def counter(count: int, device: torch.device) -> Tensor:
+    """0 .. count - 1, to be given to `uniform` in a compiled graph.
+
+    Of a plain arange Inductor would make an index, whose product with the constants of `uniform` overflows.
+    """
+    return torch.arange(count, device=device) | 0
+
+
 def chain_numbers(seed: int | Tensor, place: Tensor, nodes: int) -> Tensor:
     """The numbers [B, N, 2] that test the drafts of a chain, those that `walk.Walk` would take.
 
     place [B]: how many tokens each row has gained before the root's child.
     """
-    row = torch.arange(place.shape[0], device=place.device)[:, None, None]
-    level = torch.arange(nodes, device=place.device)[None, :, None]
-    stream = torch.arange(2, device=place.device)
-    shape = place.shape[0], nodes, 2
-    return uniform(seed, row.expand(shape), (place[:, None, None] + level).expand(shape), stream.expand(shape))
+    row = counter(place.shape[0], place.device)[:, None, None]
+    level = torch.arange(nodes, device=place.device)[:, None]
+    return uniform(seed, row, place[:, None, None] + level, counter(2, place.device))
 
 
 def accept_chain(target: Tensor, draft: Tensor, tokens: Tensor, real: Tensor, u: Tensor) -> Accepted:

@@ -91,9 +91,7 @@ class Engine:
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token, the draft's included."""
-        layers = self.verify.layers
-        numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
-        return numbers * self.verify.dtype.itemsize + self.algorithm.token_bytes
+        return self.verify.token_bytes + self.algorithm.token_bytes
 
     def session(self, batch: int) -> Session:
         """The session for a batch size; the least recently used ones beyond a few are dropped."""

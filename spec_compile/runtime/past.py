@@ -59,10 +59,9 @@ def extend(cache: Cache, state, padding: list[int], length: int) -> None:
     begin = int(cache.get_seq_length())
     if length <= begin:
         return
-    for layer in range(state.layers):
+    for layer in range(len(state.cache) // 2):
         new = []
-        for name in ("keys", "values"):
-            held = getattr(state, f"{name}_{layer}")
+        for held in state.cache[2 * layer :][:2]:
             block = held.new_zeros(held.shape[0], held.shape[1], length - begin, held.shape[3])
             for row, pad in enumerate(padding):
                 first = max(begin, pad)

@@ -41,7 +41,7 @@ class Round(nn.Module):
         """The second half, with what was `Accepted`; returns what `forward` returns."""
         tree = self.state.tree(path.shape[1])
         depth = ancestry(tree.parents, self.nodes or MAX_NODES)[1]
-        return self._finish(tree.real, depth, Accepted(path, tokens, count), features, span)
+        return self._finish(tree.real, depth, path, tokens, count, features, span)
 
     def prepare(self, nodes: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
         """The trees (tokens, parents, real), their ancestors and depths, and the positions of their nodes."""
@@ -57,21 +57,31 @@ class Round(nn.Module):
         span: int,
     ) -> Tensor:  # fmt: skip
         """Accept greedily, commit, propose."""
-        accepted = accept_greedy(Tree(*tree), ancestors, depth, self.state.forbid_early_eos(logits, depth))
-        return self._finish(tree[2], depth, accepted, features, span)
+        return self._finish(tree[2], depth, *self.accept(logits, tree, ancestors, depth), features, span)
 
-    def _finish(
-        self, real: Tensor, depth: Tensor, accepted: Accepted, features: list[Tensor], span: int
-    ) -> Tensor:
+    def _finish(self, real, depth, path, tokens, count, features, span) -> Tensor:
+        gained = self.settle(path, tokens, count, features, span)
+        self.drafter.propose(self.state, span)
+        return self.outcome(gained, real, depth, path, tokens)
+
+    def accept(self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor) -> tuple[Tensor, ...]:
+        """What greedy decoding would choose: the parts of an `Accepted`."""
+        accepted = accept_greedy(Tree(*tree), ancestors, depth, self.state.forbid_early_eos(logits, depth))
+        return accepted.path, accepted.tokens, accepted.count
+
+    def settle(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], span: int) -> Tensor:
+        """Commit what was accepted and tell the drafter; the tokens gained [B]."""
+        accepted, begin = Accepted(path, tokens, count), self.state.lengths.clone()
+        gained = self.state.commit(accepted)
+        self.drafter.observe(self.state, features, accepted, begin, span)
+        return gained
+
+    def outcome(self, gained: Tensor, real: Tensor, depth: Tensor, path: Tensor, tokens: Tensor) -> Tensor:
+        """What `forward` returns."""
         state = self.state
-        begin = state.lengths.clone()
-        gained = state.commit(accepted)
-        self.drafter.observe(state, features, accepted, begin, span)
-        self.drafter.propose(state, span)
         deepest = torch.where(real, depth, 0).amax(dim=1)
         columns = [gained, state.finished.to(torch.int64), state.tree_count, state.tree_hint, deepest]
-        columns = torch.stack(columns, dim=1)
-        return torch.cat([columns, accepted.tokens, accepted.path], dim=1)
+        return torch.cat([torch.stack(columns, dim=1), tokens, path], dim=1)
 
 
 class Prefill(nn.Module):

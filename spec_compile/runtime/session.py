@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..compat import EXAMPLE, compile_piece, compile_step
 from ..errors import UnsupportedModelError
-from ..passes.regions import cut
+from ..passes.regions import compiled_regions
 from .cuda_graph import Captured, Ring
 from .round import Prefill, Round
 from .sampler import Sampler
@@ -146,24 +146,26 @@ class Session:
         once: the parts of a round, and the regions of the model, are pieces that CUDA's graph joins."""
         engine = self.engine
         if (prefill, single) not in self._pieces:
-            graph = engine.prefill if prefill else engine.verify
-            parts = graph, self.drafter, self.state
+            parts = (engine.prefill if prefill else engine.verify), self.drafter, self.state
             whole = Prefill(*parts) if prefill else Round(*parts, None)
             if engine.options.compile:
-                model = cut(graph)
-                size = 1 if single else EXAMPLE
-                for number, (alike, body) in enumerate(model.bodies.items()):
-                    model.bodies[alike] = compile_piece(body, f"region_{number}_b{self.batch}_{prefill}_{single}")
-                whole.prepare = compile_step(whole.prepare, f"prepare_b{self.batch}_{prefill}_{single}", "cuda")
-                if prefill:
-                    whole.model = model
-                else:
-                    whole.verify = model
-                    whole.conclude = compile_piece(whole.conclude, f"conclude_b{self.batch}_{single}")
-                    whole.finish = compile_piece(whole.finish, f"finish_b{self.batch}_{single}")
-                whole.forward(*((size, SPAN) if prefill else (SPAN, size)))  # sizes that are EXAMPLE now may vary later
+                self._compile_pieces(whole, prefill, single)
             self._pieces[prefill, single] = whole
         return self._pieces[prefill, single]
+
+    def _compile_pieces(self, whole: Prefill | Round, prefill: bool, single: bool) -> None:
+        tag = f"b{self.batch}" + "_prefill" * prefill + "_single" * single
+        model = compiled_regions(self.engine.prefill if prefill else self.engine.verify, tag)
+        whole.prepare = compile_step(whole.prepare, f"prepare_{tag}", "cuda")
+        if prefill:
+            whole.model = model
+        else:
+            whole.verify = model
+            for name in ("conclude", "finish") if self.drafter.fuses else ("accept", "settle", "outcome"):
+                setattr(whole, name, compile_piece(getattr(whole, name), f"{name}_{tag}"))
+            self.drafter.compile(tag)
+        size = 1 if single else EXAMPLE
+        whole.forward(*((size, SPAN) if prefill else (SPAN, size)))  # sizes that are EXAMPLE now may vary later
 
     def _arguments(self, part: str, nodes: int) -> tuple:
         """Arguments to try a step with."""

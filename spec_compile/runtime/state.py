@@ -11,6 +11,23 @@ from .past import Past
 from .tree import MAX_NODES, Tree
 
 
+class Cache(nn.Module):
+    """Keys and values of B sequences of up to `slots` tokens, in every attention layer of a graph."""
+
+    def __init__(self, graph: ModelGraph, batch: int, slots: int):
+        super().__init__()
+        self.layers = len(graph.layers)
+        for number, layer in enumerate(graph.layers):
+            for name, size in (("keys", layer.key_dim), ("values", layer.value_dim)):
+                held = _zeros((batch, layer.kv_heads, slots, size), graph.dtype, graph.device)
+                self.register_buffer(f"{name}_{number}", held, persistent=False)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Keys and values of each layer in turn, each [B, Hkv, slots, D]."""
+        return [getattr(self, f"{name}_{layer}") for layer in range(self.layers) for name in ("keys", "values")]
+
+
 class State(nn.Module):
     """B sequences of up to `capacity` tokens, their key-value cache, and the tree to be verified next.
 
@@ -45,31 +62,27 @@ class State(nn.Module):
             buffer("tree_probs", batch, MAX_NODES, graph.vocab_size, dtype=torch.float32)
         else:
             self.tree_probs = None
-        for number, layer in enumerate(graph.layers):
-            for name, size in (("keys", layer.key_dim), ("values", layer.value_dim)):
-                shape = (batch, layer.kv_heads, capacity, size)
-                self.register_buffer(f"{name}_{number}", _zeros(shape, graph.dtype, device), persistent=False)
-        self.layers = len(graph.layers)
+        self.kv = Cache(graph, batch, capacity)
         self.root()
 
     @property
     def cache(self) -> list[Tensor]:
-        """Keys and values of each layer in turn, each [B, Hkv, capacity, D]."""
-        return [getattr(self, f"{name}_{layer}") for layer in range(self.layers) for name in ("keys", "values")]
+        """See `Cache.tensors`."""
+        return self.kv.tensors
 
     def small_buffers(self) -> list[Tensor]:
         """Every buffer except the cache."""
-        return [value for name, value in self.named_buffers() if not name.startswith(("keys_", "values_"))]
+        return list(self.buffers(recurse=False))
 
     def fill(self, past: Past) -> None:
         """Take over keys and values that exist already of the prompts given to `reset`, and set `lengths` to them."""
-        for layer, (keys, values) in enumerate(past.layers):
+        for (keys, values), key_cache, value_cache in zip(past.layers, self.cache[::2], self.cache[1::2]):
             first = past.length - keys.shape[2]  # a sliding window holds the last tokens only
             for row, pad in enumerate(past.padding):
                 skipped = max(pad - first, 0)
                 slots = slice(max(first - pad, 0), past.length - pad)
-                getattr(self, f"keys_{layer}")[row, :, slots] = keys[row, :, skipped:]
-                getattr(self, f"values_{layer}")[row, :, slots] = values[row, :, skipped:]
+                key_cache[row, :, slots] = keys[row, :, skipped:]
+                value_cache[row, :, slots] = values[row, :, skipped:]
         held = torch.tensor([past.length - pad for pad in past.padding], device=self.lengths.device)
         self.lengths.copy_(torch.minimum(held, self.prompt_lengths - 1))
 

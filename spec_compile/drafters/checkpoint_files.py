@@ -1,0 +1,221 @@
+"""Reading published checkpoints strictly: every tensor is used, or named as left out, or an error."""
+
+import json
+import pickle
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+FILES = ("model.safetensors", "pytorch_model.bin")
+FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+QUANTISED = ("_scale", "_scale_inv", "scales", "qweight", "qzeros", "g_idx", "absmax")
+
+Fetch = Callable[[str], Path | None]
+
+
+def fetcher(source: str | Path, revision: str | None = None, local: bool = False) -> Fetch:
+    """A function: name of a file -> where it is, or None if `source` has no such file.
+
+    source: a folder, or a repository of the hub, of which only the files asked for are downloaded (local: none are;
+    only what earlier calls have left in the cache is found). ValueError if it is neither.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return lambda name: folder / name if (folder / name).is_file() else None
+
+    def fetch(name: str) -> Path | None:
+        try:
+            return Path(hf_hub_download(str(source), name, revision=revision, local_files_only=local))
+        except EntryNotFoundError:
+            return None
+        except (HFValidationError, HfHubHTTPError) as error:
+            raise ValueError(
+                f"draft: {str(source)!r} is neither a folder nor a repository that can be read from the hub: "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
+
+    return fetch
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; ValueError if there is none."""
+    try:
+        content = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"draft: {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"draft: {path} holds a {type(content).__name__}; expected an object")
+    return content
+
+
+def load_pickled(path: Path):
+    """What ``torch.save`` wrote, without running code from it; ValueError if it cannot be read."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or ["empty"])[0]
+        raise ValueError(f"draft: {path} cannot be read ({reason}); is it complete?") from error
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one parameter comes from: tensors of `shape`, put together by `join`."""
+
+    names: list[str]
+    shape: tuple[int, ...]
+    join: Callable[[list[Tensor]], Tensor] = lambda tensors: tensors[0]
+
+
+class Checkpoint:
+    """The tensors of a checkpoint by name; shapes are known at once, values are read when they are taken."""
+
+    def __init__(self, source: str | Path, fetch: Fetch, wanted: Callable[[str], bool] = lambda name: True):
+        """ValueError if `source` has no weights that can be read. wanted: names of tensors that are looked at."""
+        self.source, self._pickled = source, {}
+        self._files: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path, names in _weight_files(source, fetch, wanted):
+            self._list(path, names, wanted)
+        self._left = dict.fromkeys(self.shapes)
+        self.ignored: list[str] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def ignore(self, name: str, why: str) -> None:
+        """Leave a tensor out, if it is there, and say so."""
+        if name in self._left:
+            del self._left[name]
+            self.ignored.append(f"ignored: {name}, {why}")
+
+    def take(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Read a tensor; ValueError if it is missing, not of `shape`, or not finite."""
+        self._check({name: shape})
+        self._left.pop(name, None)
+        return self._finite(name, self._read(name))
+
+    def rows(self, name: str, rows: Tensor) -> Tensor:
+        """Some rows of a tensor, without taking it."""
+        path = self._files[name]
+        if path in self._pickled:
+            return self._pickled[path][name][rows]
+        parts = _from_safetensors(path, lambda file: [file.get_slice(name)[row : row + 1] for row in rows.tolist()])
+        return torch.cat(parts)
+
+    def fill(self, head: nn.Module, plan: dict[str, Part], dtype: torch.dtype, device: torch.device) -> None:
+        """Give `head` its parameters (those on the meta device) as `plan` says, by their names, on `device`.
+
+        Parameters become `dtype`, buffers keep theirs. ValueError, before anything is read, that names every tensor
+        that is missing, has another shape, or is left in the checkpoint and not in `plan`.
+        """
+        self._check({name: part.shape for part in plan.values() for name in part.names})
+        taken = {name for part in plan.values() for name in part.names}
+        left = [name for name in self._left if name not in taken]
+        if left:
+            raise ValueError(
+                f"draft: {self.source} holds tensors that this format does not know: {_some(left)}{_how(left)}"
+            )
+        buffers = dict(head.named_buffers())
+        state = {}
+        for name, part in plan.items():
+            value = part.join([self.take(source) for source in part.names])
+            state[name] = value.to(device, buffers[name].dtype if name in buffers else dtype).contiguous()
+        head.load_state_dict(state, strict=False, assign=True)
+        for name, parameter in head.named_parameters():
+            if name in state:
+                parameter.requires_grad_(False)
+
+    def _check(self, wanted: dict[str, tuple[int, ...] | None]) -> None:
+        missing = [name for name in wanted if name not in self.shapes]
+        if missing:
+            raise ValueError(
+                f"draft: {self.source} has no {_some(missing)}; it holds {_some(list(self.shapes))}{_how(self.shapes)}"
+            )
+        wrong = [
+            f"{name} is {list(self.shapes[name])}, expected {list(shape)}"
+            for name, shape in wanted.items()
+            if shape is not None and self.shapes[name] != tuple(shape)
+        ]
+        if wrong:
+            raise ValueError(f"draft: {self.source} does not fit its config or the target: {_some(wrong)}")
+
+    def _list(self, path: Path, names: Iterable[str] | None, wanted: Callable[[str], bool]) -> None:
+        if path.suffix == ".safetensors":
+            shapes = _from_safetensors(
+                path, lambda file: {n: tuple(file.get_slice(n).get_shape()) for n in file.keys()}
+            )
+        else:
+            self._pickled[path] = values = load_pickled(path)
+            if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
+                raise ValueError(f"draft: {path} holds a {type(values).__name__}; expected tensors by name")
+            shapes = {name: tuple(value.shape) for name, value in values.items()}
+        for name in shapes if names is None else names:
+            if name not in shapes:
+                raise ValueError(f"draft: {path} has no {name}, which the index of {self.source} says is there")
+            if wanted(name):
+                self._files[name], self.shapes[name] = path, shapes[name]
+
+    def _read(self, name: str) -> Tensor:
+        path = self._files[name]
+        if path in self._pickled:
+            return self._pickled[path][name]
+        return _from_safetensors(path, lambda file: file.get_tensor(name))
+
+    def _finite(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.dtype in FLOATS and not tensor.isfinite().all():
+            raise ValueError(f"draft: {name} in {self.source} holds NaN or infinity; the file is damaged")
+        if tensor.dtype.is_floating_point and tensor.dtype not in FLOATS:
+            raise ValueError(f"draft: {name} in {self.source} is {tensor.dtype}; quantised weights cannot be read")
+        return tensor
+
+
+def indexed_names(fetch: Fetch) -> list[str] | None:
+    """The names of all tensors of a checkpoint of several files, from its index; None if it is one file."""
+    for name in FILES:
+        index = fetch(f"{name}.index.json") if fetch(name) is None else None
+        if index is not None:
+            return list(read_json(index).get("weight_map", {}))
+    return None
+
+
+def _weight_files(source, fetch: Fetch, wanted: Callable[[str], bool]) -> list[tuple[Path, list[str] | None]]:
+    """The files with wanted tensors, each with the names it holds (None: all in it)."""
+    for name in FILES:
+        path = fetch(name)
+        if path is not None:
+            return [(path, None)]
+        index = fetch(f"{name}.index.json")
+        if index is not None:
+            shards: dict[str, list[str]] = {}
+            for tensor, shard in read_json(index).get("weight_map", {}).items():
+                if wanted(tensor):
+                    shards.setdefault(shard, []).append(tensor)
+            lost = [shard for shard in shards if fetch(shard) is None]
+            if lost:
+                raise ValueError(f"draft: {source} has no {_some(lost)}, which its index names")
+            return [(fetch(shard), names) for shard, names in shards.items()]
+    raise ValueError(f"draft: {source} has none of {', '.join(FILES)}, and no index of several")
+
+
+def _from_safetensors(path: Path, read: Callable):
+    try:
+        with safe_open(path, framework="pt") as file:
+            return read(file)
+    except SafetensorError as error:
+        raise ValueError(f"draft: {path} cannot be read ({error}); is it complete?") from error
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _how(names: Iterable[str]) -> str:
+    quantised = any(name.endswith(QUANTISED) for name in names)
+    return " (quantised weights cannot be read; use the original ones)" if quantised else ""

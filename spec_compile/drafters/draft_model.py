@@ -1,0 +1,129 @@
+"""A standalone draft model: a smaller causal LM of the same tokenizer.
+
+Its cache has the target's slots. Every draft begins with the tokens before the root that its cache may lack: after full
+acceptance the last draft was never fed, and of a tree the accepted path lies scattered.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .. import passes
+from ..admit import admit
+from ..capture import capture
+from ..checks import check_capture
+from ..compat import EXAMPLE
+from ..graph import ModelGraph
+from ..passes.regions import compiled_regions
+from ..runtime.state import Cache, State
+from .base import Algorithm, Drafter, DraftOptions
+from .schedule import Schedule, grow
+
+
+class DraftModel(Algorithm):
+    """Drafts of one model, in trees as `schedule` says."""
+
+    def __init__(self, graph: ModelGraph, schedule: Schedule, merge_linears: bool, vocab_size: int):
+        """vocab_size: of the target."""
+        self.schedule, self.vocab_size = schedule, min(graph.vocab_size, vocab_size)
+        self.chosen = passes.run(graph, passes.Settings(merge_linears, logits="rows"))
+        self.prefill = passes.run(graph, passes.Settings(merge_linears, logits="none"))
+        self.reach, self.token_bytes = 1 + schedule.num_steps * schedule.topk, graph.token_bytes
+
+    def drafter(self, batch: int, slots: int) -> Drafter:
+        return ModelDrafter(self, batch, slots)
+
+
+class ModelDrafter(Drafter):
+    """Runs a draft model over the prompts and over the trees it grows."""
+
+    fuses = False  # its layers are compiled once, not once a step
+
+    def __init__(self, algorithm: DraftModel, batch: int, slots: int):
+        super().__init__()
+        self.schedule, self.vocab_size = algorithm.schedule, algorithm.vocab_size
+        self.graph, self.filling = algorithm.chosen, algorithm.prefill.gm
+        self.models = dict.fromkeys((True, False), self.graph.gm)  # for single rows, and for more
+        self.behind = 1 if self.schedule.topk == 1 else self.schedule.num_steps + 1  # tokens fed again before the root
+        self.cache, self.slots = Cache(algorithm.chosen, batch, slots), slots
+
+    def small_buffers(self) -> list[Tensor]:
+        return []
+
+    def compile(self, tag: str) -> None:
+        if self.models[True] is not self.graph.gm:
+            return
+        batch, topk = len(self.cache.tensors[0]), self.schedule.topk
+        for single, size in ((True, 1), (False, EXAMPLE)):  # sizes that are EXAMPLE now may vary later
+            self.models[single] = compiled_regions(self.graph, f"draft_b{batch}" + "_single" * single)
+            ids = torch.zeros(batch, size, dtype=torch.int64, device=self.graph.device)
+            last = ids[:, 0] + self.slots - EXAMPLE  # slots that are never committed
+            self._run(ids, ids, last, ids + 1, self.slots, ids.new_zeros(batch, topk))
+
+    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
+        known = ids.clamp(max=self.vocab_size - 1)
+        self.filling(known, self._inside(positions), state.lengths, None, self.cache.tensors, span)
+
+    def propose(self, state: State, span: int) -> None:
+        begin = (state.lengths - self.behind).clamp(min=0)
+        places = begin[:, None] + torch.arange(self.behind + 1, device=begin.device)
+        ids = state.tokens.gather(1, places)
+        rows = (state.lengths - begin)[:, None].expand(-1, self.schedule.topk)  # as many as `_step` wants, all alike
+        chain = (torch.ones_like(places) << torch.arange(1, self.behind + 2, device=begin.device)) - 1
+        logits = self._run(ids, places, begin, chain, span, rows)[:, 0]
+        step = partial(self._step, state.lengths.clone(), span)
+        root = state.tree_tokens[:, 0].clone()
+        tokens, parents, _ = grow(self.schedule, root, logits, logits[:, :1], step)
+        count = torch.full_like(root, tokens.shape[1])
+        state.propose(tokens, parents, count, torch.zeros_like(count))
+
+    def _step(self, lengths, span, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
+        """See `schedule.grow`."""
+        rows = torch.arange(tokens.shape[1] - wanted, tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+        positions = lengths[:, None] + depth
+        return hidden, self._run(tokens, positions, lengths + 1 + offset, ancestors, span, rows)
+
+    def _run(self, ids, positions, lengths, ancestors, span, rows) -> Tensor:
+        """Logits [B, R, V] after the chosen rows of a block at slots `lengths` onwards."""
+        model, ids = self.models[ids.shape[1] == 1], ids.clamp(max=self.vocab_size - 1)
+        ids, positions, ancestors, rows = (x.contiguous() for x in (ids, self._inside(positions), ancestors, rows))
+        return model(ids, positions, lengths, ancestors, self.cache.tensors, span, rows)[0][..., : self.vocab_size]
+
+    def _inside(self, positions: Tensor) -> Tensor:
+        """Positions kept inside a learned table (no slot ever committed lies outside)."""
+        limit = self.graph.position_limit
+        return positions if limit is None else positions.clamp(max=limit - 1)
+
+
+def build(model: PreTrainedModel, options: DraftOptions) -> DraftModel:
+    """The algorithm for `options.draft`: a model, a path or a name on the hub."""
+    draft = options.draft
+    if draft is None:
+        raise ValueError("draft: algo='draft_model' needs a draft model: pass draft=, a model, a path or a hub name")
+    if isinstance(draft, str):
+        draft = AutoModelForCausalLM.from_pretrained(draft, dtype=model.dtype).to(model.device).eval()
+    try:
+        admit(draft)
+        graph = capture(draft)
+        if options.check:
+            check_capture(draft, graph)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"draft: {error}") from error
+    _check_fit(model, draft)
+    return DraftModel(graph, options.schedule, options.merge_linears, model.get_output_embeddings().weight.shape[0])
+
+
+def _check_fit(model: PreTrainedModel, draft: PreTrainedModel) -> None:
+    if draft.device != model.device:
+        raise ValueError(f"draft: it is on {draft.device}, the model on {model.device}; move it: draft.to(...)")
+    own, other = (m.get_output_embeddings().weight.shape[0] for m in (model, draft))
+    if abs(own - other) > PADDING * max(own, other):
+        raise ValueError(
+            f"draft: its vocabulary of {other} tokens is not the model's ({own}); it must have the same tokenizer"
+        )
+
+
+PADDING = 0.02
+"""Vocabularies may differ by so much, which is padding."""

@@ -1,0 +1,116 @@
+"""Draft heads: EAGLE, EAGLE-2, EAGLE-3 and MTP, whose drafts continue the target's own hidden states.
+
+A head's cache has a slot for each slot of the target's: slot t holds the pair of the target's state at token t and of
+token t + 1, and predicts token t + 2. So the last committed slot predicts the children of the root.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from .. import passes
+from ..capture import capture_head
+from ..graph import ModelGraph
+from ..runtime.accept import Accepted
+from ..runtime.state import Cache, State
+from .base import Algorithm, Drafter, DraftOptions
+from .checkpoints import load_head
+from .draft_block import Head
+from .schedule import Schedule, grow
+
+
+@dataclass(frozen=True)
+class HeadOptions(DraftOptions):
+    """Options of the draft heads. token_map: a file or list of the token ids that the head may propose (FR-Spec)."""
+
+    token_map: Any = None
+
+
+@dataclass(frozen=True)
+class NaiveOptions(HeadOptions):
+    """The same, with one draft token unless told otherwise."""
+
+    num_steps: int = 1
+
+
+class Heads(Algorithm):
+    """Drafts of one `head`, in trees as `schedule` says."""
+
+    def __init__(self, head: Head, schedule: Schedule, merge_linears: bool):
+        self.head, self.schedule, self.taps = head, schedule, head.taps
+        self.graph = passes.run(capture_head(head, head.hidden_size), passes.Settings(merge_linears))
+        self.reach, self.token_bytes = schedule.num_steps * schedule.topk, self.graph.token_bytes
+
+    def drafter(self, batch: int, slots: int) -> Drafter:
+        return HeadDrafter(self.head, self.graph, self.schedule, batch, slots)
+
+    def explain(self) -> list[str]:
+        return self.head.report
+
+
+class HeadDrafter(Drafter):
+    """Runs a head over what was committed (`prefill`, `observe`) and over the tree it grows (`propose`)."""
+
+    def __init__(self, head: Head, graph: ModelGraph, schedule: Schedule, batch: int, slots: int):
+        super().__init__()
+        self.head, self.block, self.schedule = head, graph.gm, schedule
+        self.longest = min(schedule.num_draft_tokens, schedule.num_steps + 1)  # nodes of a path
+        self.cache = Cache(graph, batch, slots)
+        like = head.head_weight
+        self.register_buffer("hidden", like.new_zeros(batch, head.hidden_size), persistent=False)
+        self.register_buffer("normed", like.new_zeros(batch, like.shape[1]), persistent=False)
+
+    def small_buffers(self) -> list[Tensor]:
+        return [self.hidden, self.normed]
+
+    def begin(self, state: State, prompts: list[list[int]], references: list[Tensor]) -> None:
+        self.hidden.zero_()  # a prompt of one token has no slot to draft from: these drafts are rejected
+        self.normed.zero_()
+
+    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
+        size = ids.shape[1]
+        ahead = (state.lengths[:, None] + 1 + torch.arange(size, device=ids.device)).clamp(max=state.capacity - 1)
+        following = state.tokens.gather(1, ahead)
+        out = self.block(following, positions, self.head.project(features), state.lengths, None, self.cache.tensors, span)
+        last = state.prompt_lengths - 2 - state.lengths  # the slot that predicts what follows the prompt
+        self._keep(out, last, (last >= 0) & (last < size))
+
+    def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, span: int) -> None:
+        rows = 1 if accepted.path.shape[1] == 1 else self.longest
+        path = accepted.path[:, :rows, None]
+        states = self.head.project([f.gather(1, path.expand(-1, -1, f.shape[2])) for f in features])
+        positions = begin[:, None] + torch.arange(rows, device=begin.device)
+        out = self.block(accepted.tokens[:, :rows].clamp(min=0), positions, states, begin, None, self.cache.tensors, span)
+        gained = state.lengths - begin
+        self._keep(out, gained - 1, gained > 0)
+
+    def _keep(self, out: tuple[Tensor, Tensor], row: Tensor, here: Tensor) -> None:
+        """Remember what the block gave at `row` [B], for those of the batch that have it `here` [B]."""
+        for buffer, values in zip((self.hidden, self.normed), out):
+            index = row.clamp(0, values.shape[1] - 1)[:, None, None].expand(-1, 1, values.shape[2])
+            buffer.copy_(torch.where(here[:, None], values.gather(1, index)[:, 0], buffer.clone()))
+
+    def propose(self, state: State, span: int) -> None:
+        root = state.tree_tokens[:, 0].clone()
+        logits = F.linear(self.normed.clone(), self.head.head_weight)
+        step = partial(self._step, state.lengths.clone(), span)
+        tokens, parents, _ = grow(self.schedule, root, logits, self.hidden.clone(), step, self.head.hot_ids)
+        count = torch.full_like(root, tokens.shape[1])
+        state.propose(tokens, parents, count, torch.zeros_like(count))
+
+    def _step(self, lengths, span, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
+        """See `schedule.grow`. A node at depth d is the token of the pair at position lengths + d - 1."""
+        positions = lengths[:, None] + depth - 1
+        hidden, normed = self.block(tokens, positions, hidden, lengths + offset, ancestors, self.cache.tensors, span)
+        return hidden, F.linear(normed[:, -wanted:], self.head.head_weight)
+
+
+def build(algorithm: str | None, model: PreTrainedModel, options: HeadOptions) -> Heads:
+    """The algorithm with the head of that kind (None: of any) that `options` names."""
+    head = load_head(options.draft, model, algorithm, options.token_map)
+    return Heads(head, options.schedule, options.merge_linears)

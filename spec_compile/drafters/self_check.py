@@ -1,0 +1,119 @@
+"""Does a head fit its target? Its acceptance on the target's own text, and the choice between readings of its flags.
+
+A head that is read wrongly never breaks the answer, it only drafts tokens that are rejected. So where a checkpoint can
+be read in several ways, each is tried on a short text that the target writes itself.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from .draft_block import FINAL, Head
+
+TOKENS = 64
+"""Length of each text, its two starting tokens included."""
+STARTS = 4
+"""Texts, each begun by another token."""
+STRIDE = 4
+"""Second drafts are looked at in every so many places."""
+
+
+@torch.no_grad()
+def first_position_acceptance(model: PreTrainedModel, head: Head, ids: Tensor) -> float:
+    """The share of positions of ids [B, T] (T at least 3) where the head drafts the target's own next token."""
+    features, choices = states(model, head.taps, ids)
+    _, _, normed = _first(head, features, ids)
+    return _share(head, normed, choices[:, 1:])
+
+
+@torch.no_grad()
+def calibrate(model: PreTrainedModel, readings: list[Head]) -> Head:
+    """The reading with the most drafts accepted at the first two positions; the first of equals.
+
+    A single one is returned as it is. The report tells the acceptance, and of which readings it was the best.
+    """
+    ids = own_text(model)
+    found = [_two_positions(head, *states(model, head.taps, ids), ids) for head in readings]
+    best = max(range(len(readings)), key=lambda i: sum(found[i]))
+    head, shares = readings[best], [f"{first:.0%} and {second:.0%}" for first, second in found]
+    head.report.append(f"self-check: {shares[best]} of first and second drafts are the target's own tokens")
+    if len(readings) > 1:
+        others = "; ".join(share for i, share in enumerate(shares) if i != best)
+        head.report.append(f"the best of {len(readings)} readings; the others: {others}")
+    return head
+
+
+def _first(head: Head, features: list[Tensor], ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(state, recycled, normed), each [B, T - 1, H], of the slots that pair each state with the token after it."""
+    positions = torch.arange(ids.shape[1] - 1, device=ids.device).expand(ids.shape[0], -1)
+    state = head.project([feature[:, :-1] for feature in features])
+    return state, *head(ids[:, 1:], positions, state)
+
+
+def _two_positions(head: Head, features: list[Tensor], choices: Tensor, ids: Tensor) -> tuple[float, float]:
+    """How often the first and the second draft are the target's choice [B, T].
+
+    The second follows the text, too, but its state is the head's own output: so each place where it is looked at takes
+    a sequence of its own, in which the state of one slot is replaced.
+    """
+    state, recycled, normed = _first(head, features, ids)
+    first = _share(head, normed, choices[:, 1:])
+    batch, slots, _ = state.shape
+    after = torch.arange(1, slots, STRIDE, device=ids.device)
+    copies = state.repeat_interleave(len(after), dim=0)
+    rows, after = torch.arange(len(copies), device=ids.device), after.repeat(batch)
+    origin = rows // (len(copies) // batch)
+    copies[rows, after] = recycled[origin, after - 1]
+    _, normed = head(ids[origin, 1:], torch.arange(slots, device=ids.device).expand(len(rows), -1), copies)
+    return first, _share(head, normed[rows, after], choices[origin, after + 1])
+
+
+def _share(head: Head, normed: Tensor, choices: Tensor) -> float:
+    drafts = F.linear(normed, head.head_weight).argmax(dim=-1)
+    drafts = drafts if head.hot_ids is None else head.hot_ids[drafts]
+    return float((drafts == choices).float().mean())
+
+
+def states(model: PreTrainedModel, taps: tuple[int, ...], ids: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The tapped states [B, T, h] of the target at ids, and its choice of the next token at each [B, T]."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(tap: int, value: Tensor | tuple) -> None:
+        kept[tap] = value[0] if isinstance(value, tuple) else value
+
+    layers = _decoder_layers(model)
+    handles = [
+        layers[0].register_forward_pre_hook(lambda module, args: keep(0, args)),
+        model.get_output_embeddings().register_forward_pre_hook(lambda module, args: keep(FINAL, args)),
+        *(
+            layer.register_forward_hook(lambda module, args, out, tap=tap: keep(tap, out))
+            for tap, layer in enumerate(layers, 1)
+        ),
+    ]
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [kept[tap] for tap in taps], logits.argmax(dim=-1)
+
+
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
+    return next(layers for layers in lists if len(layers) == count)
+
+
+def own_text(model: PreTrainedModel) -> Tensor:
+    """Greedy texts of the target [STARTS, TOKENS], each after its start token and one of the vocabulary."""
+    start = model.config.get_text_config(decoder=True).bos_token_id
+    second = torch.linspace(0, model.get_output_embeddings().weight.shape[0] - 1, STARTS + 2)[1:-1].long()
+    first = torch.full_like(second, start if isinstance(start, int) else 0)
+    ids = torch.stack([first, second], dim=1).to(model.device)
+    text, cache = ids, None
+    while text.shape[1] < TOKENS:
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        ids, cache = out.logits[:, -1:].argmax(dim=-1), out.past_key_values
+        text = torch.cat([text, ids], dim=1)
+    return text

@@ -1,0 +1,154 @@
+"""The likeliest tokens of each row of logits, with their log-probabilities: one pass over the logits, one launch.
+
+A row is cut into parts, one a program. A part gives its k best entries and its share of the softmax's sum; the last
+program of a row to arrive merges the parts in their order, so that results never differ between runs. An entry is one
+int64 that orders as (logit, lower id): ties need no care, and entries are distinct.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import skinny_matmul
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no GPU
+    triton = None
+
+MAX_K = 16
+BLOCK = 2048
+"""Logits of a part."""
+LARGEST = torch.finfo(torch.float32).max
+
+
+@torch.library.custom_op("spec_compile::top_logits", mutates_args=())
+def top_logits(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """``log_softmax(logits / temperature)`` at the k largest logits of each row, largest first.
+
+    logits [R, V], any floating dtype and strides, computed in float32; 1 <= k <= min(16, V); temperature > 0.
+    -> logprobs [R, k] float32, none above 0; ids [R, k] int64, distinct; of equal logits the lower id comes first. NaN
+    counts as -inf, and so does the log-probability of every -inf. ValueError, TypeError for arguments that are not so.
+    """
+    _check(logits, k, temperature)
+    if triton is not None and logits.is_cuda and logits.numel() > 0:
+        return launch(logits, k, temperature)
+    logits = _clean(logits)
+    best = _entries(logits).topk(k).values
+    ids = MASK - (best & MASK)
+    logprobs = ((logits - logits.amax(dim=1, keepdim=True)) / temperature).log_softmax(dim=1).gather(1, ids)
+    return torch.where(logits.gather(1, ids).isneginf(), -math.inf, logprobs), ids
+
+
+@top_logits.register_fake
+def _(logits, k, temperature):
+    _check(logits, k, temperature)
+    shape = logits.shape[0], k
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
+def _check(logits: Tensor, k: int, temperature: float) -> None:
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise TypeError(f"logits must be floating point [R, V], not {logits.dtype} {list(logits.shape)}")
+    if not 1 <= k <= min(MAX_K, logits.shape[1]):
+        raise ValueError(f"k must be from 1 to {MAX_K} and at most the {logits.shape[1]} logits of a row, not {k}")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be positive and finite, not {temperature}")
+
+
+MASK = (1 << 31) - 1
+
+
+def _clean(logits: Tensor) -> Tensor:
+    """float32 without NaN, +inf and -0.0."""
+    return torch.where(logits == 0, 0.0, logits.float()).nan_to_num(-math.inf, LARGEST, -math.inf)
+
+
+def _entries(logits: Tensor) -> Tensor:
+    """int64 [R, V] that order as (logit, lower id); the low 31 bits are `MASK` minus the id."""
+    bits = logits.contiguous().view(torch.int32)
+    order = (bits ^ ((bits >> 31) & MASK)).to(torch.int64)
+    return (order << 32) | (MASK - torch.arange(logits.shape[1], device=logits.device))
+
+
+def launch(logits: Tensor, k: int, temperature: float, block: int = BLOCK, warps: int = 4) -> tuple[Tensor, Tensor]:
+    """`top_logits` by the kernel, in parts of `block` logits (a power of two)."""
+    rows, vocab = logits.shape
+    parts = triton.cdiv(vocab, block)
+    logprobs = logits.new_empty((rows, k), dtype=torch.float32)
+    ids = logits.new_empty((rows, k), dtype=torch.int64)
+    _kernel[(rows * parts,)](
+        logits, logprobs, ids,
+        logits.new_empty((rows, parts, k), dtype=torch.int64), logits.new_empty((rows, parts, 2), dtype=torch.float32),
+        skinny_matmul._zeros(logits.device, rows),
+        *logits.stride(), vocab, parts, 1 / temperature, math.log2(math.e) / temperature,
+        K=k, BLOCK=block, BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK_BEST=triton.next_power_of_2(parts * k),
+        num_warps=warps,
+    )  # fmt: skip
+    return logprobs, ids
+
+
+if triton is not None:
+
+    @triton.jit
+    def _entry(logit, column):
+        """See `_entries`."""
+        bits = logit.to(tl.int32, bitcast=True)
+        return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+
+    @triton.jit
+    def _logit(entry):
+        """The float32 that an entry was made of."""
+        order = (entry >> 32).to(tl.int32)
+        return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def _powers(values, peak, scale):
+        """2 ** ((values - peak) * scale); 0 where a value is -inf."""
+        return tl.exp2((values - tl.where(peak == float("-inf"), 0.0, peak)) * scale)
+
+    @triton.jit(do_not_specialize=["parts"])
+    def _kernel(
+        logits, logprobs, ids, best, sums, arrived, stride_row, stride, vocab, parts, inverse, scale,
+        K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_BEST: tl.constexpr,
+    ):  # fmt: skip
+        """best [R, parts, K]: entries; sums [R, parts, 2]: largest logit and sum of each part. `arrived`, zeros, counts
+        the parts done of a row; it is zeros again at the end."""
+        LEAST: tl.constexpr = -(1 << 63)  # below every entry
+        row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+        best += row * parts * K
+        sums += row * parts * 2
+
+        column = part * BLOCK + tl.arange(0, BLOCK)
+        inside = column < vocab
+        at = logits + row.to(tl.int64) * stride_row + column.to(tl.int64) * stride
+        x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.where(x == x, tl.minimum(tl.where(x == 0, 0.0, x), 3.4028234663852886e38), float("-inf"))
+        entry = tl.where(inside, _entry(x, column), LEAST)
+        peak = tl.max(x, 0)
+        tl.store(sums + part * 2, peak)
+        tl.store(sums + part * 2 + 1, tl.sum(_powers(x, peak, scale), 0))
+        for place in range(K):
+            largest = tl.max(entry, 0)
+            tl.store(best + part * K + place, largest)
+            entry = tl.where(entry == largest, LEAST, entry)
+
+        tl.debug_barrier()  # every thread's stores come before the release by one of them
+        if tl.atomic_add(arrived + row, 1, sem="acq_rel") == parts - 1:
+            tl.store(arrived + row, 0)
+            p = tl.arange(0, BLOCK_PARTS)
+            peaks = tl.load(sums + p * 2, mask=p < parts, other=float("-inf"), cache_modifier=".cg")
+            totals = tl.load(sums + p * 2 + 1, mask=p < parts, other=0.0, cache_modifier=".cg")
+            peak = tl.max(peaks, 0)
+            log_total = tl.log(tl.sum(totals * _powers(peaks, peak, scale), 0))
+            n = tl.arange(0, BLOCK_BEST)
+            merged = tl.load(best + n, mask=n < parts * K, other=LEAST, cache_modifier=".cg")
+            for place in range(K):
+                largest = tl.max(merged, 0)
+                logit = _logit(largest)
+                logprob = tl.minimum((logit - peak) * inverse - log_total, 0.0)
+                tl.store(logprobs + row * K + place, tl.where(logit == float("-inf"), logit, logprob))
+                tl.store(ids + row * K + place, 0x7FFFFFFF - (largest & 0x7FFFFFFF))
+                merged = tl.where(merged == largest, LEAST, merged)

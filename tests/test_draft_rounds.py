@@ -1,0 +1,205 @@
+"""Draft models and heads in whole rounds: the answer is plain decoding's, and what is drafted is what a draft without
+any cache would have drafted after the same text."""
+
+import functools
+from unittest import mock
+
+import models
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from spec_compile import speculate
+from spec_compile.drafters.draft_block import FINAL, Eagle3Head, EagleHead
+from spec_compile.drafters.schedule import grow
+from spec_compile.kernels import ops
+
+TARGETS = ("llama", "qwen3", "mixtral", "deepseek_v3")
+SCHEDULES = {
+    "chain": dict(num_steps=3),
+    "one": dict(num_steps=1),
+    "tree": dict(num_steps=3, topk=3, num_draft_tokens=8),
+    "cut": dict(num_steps=4, topk=2, num_draft_tokens=4),
+}
+NEW = 24
+TAPS = (1, 0, FINAL)
+STEPS = 150
+
+
+@functools.cache
+def target(name):
+    """A model whose layers change little: the token before nearly decides the next."""
+    model = models.ADMITTED[name]()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= 0.1
+            for parameter in layer.mlp.parameters():
+                parameter *= 0.5
+    return model
+
+
+def differentiable(q, k, v, sinks, scale, window, softcap, layer):
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
+
+
+@functools.cache
+def head(kind, name):
+    """A head that was taught for a moment to say what the target says on random text."""
+    model = target(name)
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=96
+    )
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    made = EagleHead(config, embedding, output) if kind == "eagle" else Eagle3Head(config, embedding, TAPS, 64, output)
+    own = [p for p in made.parameters() if p is not embedding and p is not output]
+    optimizer = torch.optim.Adam(own, lr=5e-3)
+    with torch.enable_grad(), mock.patch.object(ops, "attention", differentiable):
+        for _ in range(STEPS):
+            ids = torch.randint(3, models.VOCAB, (16, 24))
+            with torch.no_grad():
+                out = model(ids, output_hidden_states=True)
+            states = [out.hidden_states[-1 if tap == FINAL else tap][:, :-1] for tap in made.taps]
+            _, normed = made(ids[:, 1:], torch.arange(23).expand(16, -1), made.project(states))
+            wanted = out.logits[:, 1:].argmax(-1)
+            loss = torch.nn.functional.cross_entropy((normed @ output.T).flatten(0, 1), wanted.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return made.requires_grad_(False).eval()
+
+
+@functools.cache
+def fast(algorithm, name, schedule, compile=False):
+    draft = draft_of(algorithm, name)
+    return speculate(target(name), algorithm, draft=draft, compile=compile, max_cache_len=200, **SCHEDULES[schedule])
+
+
+def draft_of(algorithm, name):
+    return models.ADMITTED[name]() if algorithm == "draft_model" else head(algorithm, name)
+
+
+def prompts(batch, length=23):
+    return torch.randint(3, models.VOCAB, (batch, length), generator=torch.Generator().manual_seed(batch))
+
+
+def generated(system, ids, new=NEW, **options):
+    options = dict(do_sample=False, eos_token_id=None, pad_token_id=0) | options
+    return system.generate(ids, max_new_tokens=new, **options)
+
+
+@functools.cache
+def plain(name, batch):
+    return generated(target(name), prompts(batch))
+
+
+def drafted(algorithm, draft, model, schedule, text):
+    """What follows `text`, each node by running the draft over all that lies before it."""
+    ids = torch.tensor([text])
+    if algorithm == "draft_model":
+        def output(path):
+            logits = draft(torch.cat([ids, torch.tensor([path], dtype=torch.int64)], dim=1)).logits[0, -1]
+            return logits[:1], logits
+    else:
+        states = model(ids, output_hidden_states=True).hidden_states
+        tapped = [states[-1 if tap == FINAL else tap][:, :-1] for tap in draft.taps]
+
+        def output(path):
+            state, tokens = draft.project(tapped), ids[:, 1:]
+            for token in [*path, None]:
+                recycled, normed = draft(tokens, torch.arange(tokens.shape[1])[None], state)
+                if token is not None:
+                    tokens = torch.cat([tokens, torch.tensor([[token]])], dim=1)
+                    state = torch.cat([state, recycled[:, -1:]], dim=1)
+            return recycled[0, -1], normed[0, -1] @ draft.head_weight.T
+
+    fed = []
+
+    def step(tokens, hidden, ancestors, depth, offset, wanted):
+        del fed[offset if schedule.topk == 1 else 0 :]
+        fed.extend(tokens[0].tolist())
+        rows = []
+        for row in range(tokens.shape[1]):
+            if schedule.topk == 1:
+                path = fed
+            else:
+                path = [token for j, token in enumerate(fed) if int(ancestors[0, row]) >> j & 1]
+            rows.append(output(path))
+        return torch.stack([h for h, _ in rows])[None], torch.stack([logits for _, logits in rows[-wanted:]])[None]
+
+    hidden, logits = output([])
+    return grow(schedule, ids[:, -1], logits[None], hidden[None], step)[:2]
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@torch.no_grad()
+def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
+    system = fast(algorithm, "llama", schedule)
+    engine, stats = system.speculation._engine, system.speculation.stats
+    run, checked = engine.run, 0
+    draft, model, plan = draft_of(algorithm, "llama"), target("llama"), engine.algorithm.schedule
+
+    def watched(request):
+        nonlocal checked
+        state = engine.session(len(request.prompts)).state
+        for gained in run(request):
+            for row, length in enumerate(state.lengths.tolist()):
+                if not state.finished[row]:
+                    text = state.tokens[row, : length + 1].tolist()
+                    tokens, parents = drafted(algorithm, draft, model, plan, text)
+                    nodes = tokens.shape[1]
+                    assert state.tree_tokens[row, :nodes].tolist() == tokens[0].tolist()
+                    assert state.tree_parents[row, :nodes].tolist() == parents[0].tolist()
+                    checked += 1
+            yield gained
+
+    engine.run = watched
+    try:
+        stats.reset()
+        generated(system, prompts(1))
+        mask = torch.arange(23) >= torch.tensor([[0], [5], [21]])
+        generated(system, prompts(3), attention_mask=mask.long())
+    finally:
+        del engine.run
+    assert checked > 20
+    assert stats.accept_length > 1.03
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
+@pytest.mark.parametrize("schedule", ["chain", "tree"])
+def test_tokens_are_plain_decodings(algorithm, name, schedule):
+    for batch in (1, 4):
+        assert torch.equal(generated(fast(algorithm, name, schedule), prompts(batch)), plain(name, batch))
+
+
+@pytest.mark.parametrize(("algorithm", "schedule"), [("eagle", "tree"), ("eagle3", "chain"), ("draft_model", "one")])
+def test_compiled_rounds_draft_the_same(algorithm, schedule):
+    runs = []
+    for compile in (False, True):
+        system = fast(algorithm, "llama", schedule, compile)
+        system.speculation.stats.reset()
+        runs.append((generated(system, prompts(3)).tolist(), system.speculation.stats.trace))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_draft_that_is_the_target_accepts_everything(name):
+    model = models.ADMITTED[name]()
+    draft = models.ADMITTED[name]()
+    system = speculate(model, "draft_model", draft=draft, compile=False, max_cache_len=200, num_steps=4)
+    for batch in (1, 4):
+        system.speculation.stats.reset()
+        generated(system, prompts(batch), 5 * 6)
+        assert system.speculation.stats.acceptance_by_depth == [1.0] * 4
+        assert system.speculation.stats.accept_length == 5
+
+
+def test_a_prompt_of_one_token():
+    for algorithm in ("eagle", "eagle3", "draft_model"):
+        for schedule in ("chain", "tree"):
+            system, ids = fast(algorithm, "llama", schedule), torch.tensor([[5]])
+            assert torch.equal(generated(system, ids, 12), generated(target("llama"), ids, 12))
