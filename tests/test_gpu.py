@@ -1,9 +1,11 @@
 """On a GPU: captured rounds give the tokens that the model gives on the CPU, wait for nothing, and leak nothing."""
 
+import copy
 import functools
 
 import models
 import pytest
+import test_draft_rounds as drafts
 import torch
 
 from spec_compile import UnsupportedModelError, speculate
@@ -62,6 +64,35 @@ def test_architectures(name):
     system = speculate(model(name), max_cache_len=512, compile=name in ("qwen3", "gemma3"), **more)
     for batch in (1, 3):
         assert torch.equal(generated(system, random_ids(50, batch)), plain(name, 50, batch))
+
+
+@functools.cache
+def drafts_target():
+    return copy.deepcopy(drafts.target("llama")).to("cuda")
+
+
+@functools.cache
+def with_draft(algorithm, schedule, mode):
+    target = drafts_target()
+    draft = copy.deepcopy(drafts.draft_of(algorithm, "llama")).to("cuda")
+    if algorithm != "draft_model":
+        draft.embedding, draft.head_weight = target.model.embed_tokens.weight, target.lm_head.weight
+    options = drafts.SCHEDULES[schedule] | MODES[mode]
+    return speculate(target, algorithm, draft=draft, max_cache_len=200, **options)
+
+
+@pytest.mark.parametrize("mode", ["graphs", "eager"])
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
+@pytest.mark.parametrize("schedule", ["chain", "tree"])
+def test_drafts_and_tokens_are_the_cpus(algorithm, schedule, mode):
+    system, on_cpu = with_draft(algorithm, schedule, mode), drafts.fast(algorithm, "llama", schedule)
+    for batch in (1, 3):
+        traces = []
+        for fast in (system, on_cpu):
+            ids = drafts.prompts(batch).to(fast.device)
+            assert torch.equal(drafts.generated(fast, ids).cpu(), drafts.plain("llama", batch))
+            traces.append(fast.speculation.stats.trace)
+        assert traces[0] == traces[1]
 
 
 def test_what_cannot_be_captured_says_what_to_do():

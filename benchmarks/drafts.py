@@ -1,0 +1,119 @@
+"""Rounds with draft heads and draft models at published sizes on a GPU; part of benchmarks/gpu.py (--drafts).
+
+Weights are random, so nothing is said about acceptance: this is what a round costs. The floor adds to the target's the
+bytes of the draft, as often as its weights must be read: to take in what was accepted, and for each level but the last.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+import spec_compile
+from spec_compile.drafters.draft_block import Eagle3Head, EagleHead
+from spec_compile.drafters.mtp_block import MtpHead, block_config
+
+TREE = dict(num_steps=5, topk=4, num_draft_tokens=16)
+DRAFTS = {
+    "naive EAGLE": ("naive_eagle", "eagle", {}),
+    "EAGLE-3, chain of 3": ("eagle3", "eagle3", dict(num_steps=3)),
+    "EAGLE-3, tree of 16 in 5 steps": ("eagle3", "eagle3", TREE),
+    "MTP, 1 step": ("mtp", "mtp", {}),
+    "draft model of 1B, 5 steps": ("draft_model", "model", dict(num_steps=5)),
+}
+"""Name -> algorithm, kind of draft, options."""
+
+
+def make(kind: str, model: PreTrainedModel, small: LlamaConfig) -> torch.nn.Module:
+    """A draft of this kind for `model`, with random weights; `small`: the config of the draft model."""
+    config = model.config
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with torch.device("cuda"):
+        if kind == "model":
+            return AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16).eval()
+        if kind == "eagle":
+            head = EagleHead(config, embedding, output, fc_bias=False)
+        elif kind == "eagle3":
+            middle = config.num_hidden_layers // 2
+            taps = (2, middle, config.num_hidden_layers - 3)
+            head = Eagle3Head(config, embedding, taps, config.hidden_size, draft_vocab_size=32000)
+            head.hot_ids = torch.arange(32000)
+        else:
+            head = MtpHead(model.get_decoder(), block_config(config, sparse=False), embedding, output)
+    for parameter in head.parameters():
+        if parameter is not embedding and parameter is not output:
+            parameter.data = parameter.data.to(torch.bfloat16)
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter.data, std=0.02)
+    return head.requires_grad_(False).eval()
+
+
+def draft_bytes(draft: torch.nn.Module, steps: int) -> int:
+    """Bytes of the draft's weights that a round of so many levels reads."""
+    if isinstance(draft, PreTrainedModel):
+        weights = sum(p.numel() * p.element_size() for p in draft.parameters())
+        return weights * steps if draft.config.tie_word_embeddings else (weights - embedding_bytes(draft)) * steps
+    total, first = 0, 0
+    for name, p in draft.named_parameters():
+        size = p.numel() * p.element_size()
+        if p is draft.head_weight:
+            total += size * steps
+        elif p is not draft.embedding:
+            once = isinstance(draft, Eagle3Head) and name.startswith(("fc", "input_norm"))
+            first, total = first + size * once, total + size * (not once) * steps
+    return first + total
+
+
+def embedding_bytes(model: PreTrainedModel) -> int:
+    weight = model.get_input_embeddings().weight
+    return weight.numel() * weight.element_size()
+
+
+def separate_ms(fast, nodes: int, repeats: int = 20) -> float:
+    """Milliseconds of the same round with the acceptance on the host between two graphs."""
+    session = fast.speculation._engine.session(1)
+    look, finish, state = session.step("look", nodes), session.step("finish", nodes), session.state
+    times = []
+    with torch.no_grad():
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            logits, *features = look(128)
+            choice = logits[0].argmax(-1).tolist()
+            path, tokens, parents = [0], state.tree_tokens[0].tolist(), state.tree_parents[0].tolist()
+            for node in range(1, nodes):
+                if parents[node] == path[-1] and tokens[node] == choice[path[-1]]:
+                    path.append(node)
+            rest = [0] * (nodes - len(path))
+            columns = (path + rest, [choice[node] for node in path] + rest)
+            chosen = [torch.tensor([column], device="cuda") for column in columns]
+            finish(*chosen, torch.tensor([len(path)], device="cuda"), features, 128).tolist()
+            times.append(time.perf_counter() - begin)
+            state.lengths.fill_(1000)
+    return statistics.median(times) * 1e3
+
+
+def measure(model: PreTrainedModel, small: dict, target_bytes: int, copy_speed: float, rounds: Callable) -> list[dict]:
+    """A row for each draft at 1k context. target_bytes: what the target reads a round; `rounds`: see gpu.py."""
+    rows = []
+    for name, (algorithm, kind, options) in DRAFTS.items():
+        draft = make(kind, model, AutoConfig.for_model("llama", **small))
+        begin = time.perf_counter()
+        fast = spec_compile.speculate(model, algorithm, draft=draft, max_cache_len=2048, check=False, **options)
+        schedule = fast.speculation.options.schedule
+        nodes = schedule.num_draft_tokens
+        ms = rounds(fast, 1024, 1, [nodes])[nodes]
+        ready = time.perf_counter() - begin
+        own = draft_bytes(draft, schedule.num_steps)
+        floor = (target_bytes + own) / copy_speed * 1e3
+        row = dict(name=name, nodes=nodes, ms=ms, floor_ms=floor, ratio=ms / floor, ready_seconds=ready)
+        row["separate_ms"] = separate_ms(fast, nodes)
+        rows.append(row)
+        print(
+            f"  {name}: {ms:.3f} ms, floor {floor:.3f}: {ms / floor:.2f}; two graphs and a host between them "
+            f"{row['separate_ms']:.3f} ms; ready after {ready:.0f} s", flush=True,
+        )  # fmt: skip
+        del fast, draft
+        torch.cuda.empty_cache()
+    return rows
