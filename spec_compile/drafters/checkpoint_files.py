@@ -98,7 +98,17 @@ class Checkpoint:
         """Read a tensor; ValueError if it is missing, not of `shape`, or not finite."""
         self._check({name: shape})
         self._left.pop(name, None)
-        return self._finite(name, self._read(name))
+        tensor = self._read(name)
+        if tensor.dtype in FLOATS and not tensor.isfinite().all():
+            raise ValueError(f"draft: {name} in {self.source} holds NaN or infinity; the file is damaged")
+        return tensor
+
+    def take_weight(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The same, and a ValueError if it is not in a floating-point format of 16 bits or more."""
+        tensor = self.take(name, shape)
+        if tensor.dtype not in FLOATS:
+            raise ValueError(f"draft: {name} in {self.source} is {tensor.dtype}; quantised weights cannot be read")
+        return tensor
 
     def rows(self, name: str, rows: Tensor) -> Tensor:
         """Some rows of a tensor, without taking it."""
@@ -124,7 +134,7 @@ class Checkpoint:
         buffers = dict(head.named_buffers())
         state = {}
         for name, part in plan.items():
-            value = part.join([self.take(source) for source in part.names])
+            value = part.join([self.take_weight(source) for source in part.names])
             state[name] = value.to(device, buffers[name].dtype if name in buffers else dtype).contiguous()
         head.load_state_dict(state, strict=False, assign=True)
         for name, parameter in head.named_parameters():
@@ -166,13 +176,6 @@ class Checkpoint:
         if path in self._pickled:
             return self._pickled[path][name]
         return _from_safetensors(path, lambda file: file.get_tensor(name))
-
-    def _finite(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.dtype in FLOATS and not tensor.isfinite().all():
-            raise ValueError(f"draft: {name} in {self.source} holds NaN or infinity; the file is damaged")
-        if tensor.dtype.is_floating_point and tensor.dtype not in FLOATS:
-            raise ValueError(f"draft: {name} in {self.source} is {tensor.dtype}; quantised weights cannot be read")
-        return tensor
 
 
 def indexed_names(fetch: Fetch) -> list[str] | None:

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from .checkpoint_files import Checkpoint, Part
-from .draft_block import Eagle3Head, EagleHead, Head, rotary
+from .draft_block import Eagle3Head, EagleHead, Head, LayerKnobs, rotary
 from .draft_target import Target, likeness
 from .eagle_config import DraftConfig, find_taps, override_taps
 
@@ -103,8 +104,7 @@ def read_eagle3(checkpoint: Checkpoint, raw: dict, target: Target, overrides: di
         "rope_theta": _other_rope(config, embedding.device),
     }
     head.open_knobs = {knob: others for knob, others in head.open_knobs.items() if knob not in overrides}
-    deepspec = "Qwen3Eagle3Model" in config.architectures
-    head.flavour = "EAGLE-3" + (" (speculators)" if config.speculators else " (DeepSpec)" if deepspec else "")
+    head.flavour = "EAGLE-3" + (" (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else "")
     head.report = [
         f"reads states {_listed(taps)} ({'as told' if 'taps' in overrides else found.why})",
         ", ".join(f"{name}={value}" for name, value in flags.items()),
@@ -167,7 +167,7 @@ def _embedding(checkpoint: Checkpoint, config: DraftConfig, names: dict[str, str
     if not trained and size == target.hidden_size:
         target.skip_copy(checkpoint, name, shared)
         return shared
-    values = checkpoint.take(name, (target.vocab_size, size))
+    values = checkpoint.take_weight(name, (target.vocab_size, size))
     return nn.Parameter(values.to(shared.device, shared.dtype), requires_grad=False)
 
 
@@ -218,7 +218,7 @@ def _hot_ids(checkpoint: Checkpoint, names: dict[str, str], rows: int, vocab_siz
 def _other_rope(config: DraftConfig, device: torch.device) -> list[tuple[str, dict]]:
     """The other meaning of the RoPE in the config of an EAGLE-3 head: that its trainer did not look at it."""
     reference = config.with_rope(REFERENCE_ROPE).llama()
-    if config.speculators or reference.rope_parameters == config.llama().rope_parameters:
+    if config.speculators or config.deepspec or reference.rope_parameters == config.llama().rope_parameters:
         return []
     return [(f"rope_theta={REFERENCE_ROPE['rope_theta']:g}", {"rotary_emb": rotary(reference, device)})]
 
@@ -251,7 +251,7 @@ def _published(ours: str, names: dict[str, str]) -> str:
     return PUBLISHED.get(ours, ours)
 
 
-def _rope_line(llama, knobs) -> str:
+def _rope_line(llama: LlamaConfig, knobs: LayerKnobs) -> str:
     rope = dict(llama.rope_parameters)
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
     windows = "" if not any(knobs.windows) else f", sliding windows {_listed(knobs.windows)}"
@@ -266,5 +266,5 @@ def _done(head: Head, checkpoint: Checkpoint, last: str) -> Head:
     return head.eval()
 
 
-def _listed(values) -> str:
+def _listed(values: Iterable) -> str:
     return ", ".join(map(str, values))

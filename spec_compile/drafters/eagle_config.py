@@ -3,11 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
 
 from ..admit import GROWING_ROPE
-from .draft_block import FINAL, LayerKnobs
+from .draft_block import FINAL, LayerKnobs, rotary
 
 FIELDS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
@@ -26,6 +28,7 @@ class DraftConfig:
         self.layer = dict(nested) if self.nested else dict(raw)
         self.raw = raw
         self.architectures = raw.get("architectures") or []
+        self.deepspec = "Qwen3Eagle3Model" in self.architectures
 
     def get(self, name: str, default=None):
         """A flag, from the config itself or its eagle_config."""
@@ -51,7 +54,9 @@ class DraftConfig:
             raise ValueError(f"draft: its config has no {', '.join(missing)}; it has {', '.join(sorted(self.layer))}")
         try:
             config = LlamaConfig(**{name: self.layer[name] for name in FIELDS if self.layer.get(name) is not None})
-        except (TypeError, ValueError, StrictDataclassError) as error:
+            rotary(config, torch.device("cpu"))
+            ACT2FN[config.hidden_act]
+        except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
             raise ValueError(f"draft: its config is not valid: {' '.join(str(error).split())}") from error
         rope = config.rope_parameters
         partial = self.layer.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
@@ -72,7 +77,7 @@ class DraftConfig:
         types = self.layer.get("layer_types") or []
         if not types and self.layer.get("use_sliding_window"):
             types = ["sliding_attention"] * count
-        qwen3 = "Qwen3Eagle3Model" in self.architectures or (self.nested and self.layer.get("model_type") == "qwen3")
+        qwen3 = self.deepspec or (self.nested and self.layer.get("model_type") == "qwen3")
         return LayerKnobs(
             num_layers=count,
             qkv_bias=bool(self.get("qkv_bias") or self.layer.get("qkv_bias"))

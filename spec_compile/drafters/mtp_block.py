@@ -50,6 +50,8 @@ class MtpHead(Head):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         with torch.device(embedding.device):
             self.rotary_emb = type(decoder.rotary_emb)(config)
+        self.axes = len(getattr(self.rotary_emb, "mrope_section", ()))
+        """Axes of multimodal positions, which are all alike in a text (0: there is one)."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         embedding = F.embedding(input_ids, self.embedding)
@@ -57,7 +59,8 @@ class MtpHead(Head):
             embedding = embedding * (positions != 0)[:, :, None]
         parts = [self.embedding_norm(embedding), self.state_norm(state)]
         x = self.fc(torch.cat(parts if self.embedding_first else parts[::-1], dim=-1))
-        x = self.block(x, attention_mask=None, position_embeddings=self.rotary_emb(x, positions))
+        places = positions.expand(self.axes, -1, -1) if self.axes else positions
+        x = self.block(x, attention_mask=None, position_embeddings=self.rotary_emb(x, places))
         normed = self.norm(x)
         return (normed if self.recycle_normed else x), normed
 

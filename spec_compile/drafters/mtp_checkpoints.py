@@ -103,10 +103,12 @@ def find_block(names: Iterable[str]) -> Block | None:
     """The first block of multi-token prediction among the tensors of a checkpoint."""
     names = list(names)
     for family in FAMILIES:
-        prefixes = sorted({found[1] for name in names if (found := re.match(family.sign, name))}, key=_numbers)
-        inner = {found[1] for name in names for found in [re.match(r"(?:.*\.)?mtp\.layers\.(\d+)\.", name)] if found}
-        if prefixes:
-            return Block(family, prefixes[0], (len(inner) if family.inner else len(prefixes)) - 1)
+        found = {sign[1] for name in names if (sign := re.match(family.sign, name))}
+        if found:
+            first = min(found, key=_numbers)
+            inside = re.compile(re.escape(first) + r"layers\.(\d+)\.")
+            layers = {layer[1] for name in names if (layer := inside.match(name))}
+            return Block(family, first, len(layers if family.inner else found) - 1)
     return None
 
 
@@ -145,7 +147,7 @@ def read_mtp(source, fetch: Fetch, block: Block, target: Target, overrides: dict
     where = "after the target's final norm" if taps == (FINAL,) else f"number {taps[0]}"
     head.report = [
         f"{head.flavour} head from {source}, {block.prefix}*",
-        f"reads the state {where}; fc of {order}; recycle_normed={head.recycle_normed}",
+        f"reads the state {where}; fc of {order}; zero_first={head.zero_first}, recycle_normed={head.recycle_normed}",
         f"one {type(head.block).__name__}, {'with a mixture of experts' if sparse else 'dense'}",
         "embedding and output matrix: the target's",
         *checkpoint.ignored,

@@ -22,6 +22,8 @@ MAX_K = 16
 BLOCK = 2048
 """Logits of a part."""
 LARGEST = torch.finfo(torch.float32).max
+MASK = (1 << 31) - 1
+"""The bits of an entry that hold its id."""
 
 
 @torch.library.custom_op("spec_compile::top_logits", mutates_args=())
@@ -58,9 +60,6 @@ def _check(logits: Tensor, k: int, temperature: float) -> None:
         raise ValueError(f"temperature must be positive and finite, not {temperature}")
 
 
-MASK = (1 << 31) - 1
-
-
 def _clean(logits: Tensor) -> Tensor:
     """float32 without NaN, +inf and -0.0."""
     return torch.where(logits == 0, 0.0, logits.float()).nan_to_num(-math.inf, LARGEST, -math.inf)
@@ -79,7 +78,7 @@ def launch(logits: Tensor, k: int, temperature: float, block: int = BLOCK, warps
     parts = triton.cdiv(vocab, block)
     logprobs = logits.new_empty((rows, k), dtype=torch.float32)
     ids = logits.new_empty((rows, k), dtype=torch.int64)
-    _kernel[(rows * parts,)](
+    _top_logits[(rows * parts,)](
         logits, logprobs, ids,
         logits.new_empty((rows, parts, k), dtype=torch.int64), logits.new_empty((rows, parts, 2), dtype=torch.float32),
         skinny_matmul._zeros(logits.device, rows),
@@ -110,7 +109,7 @@ if triton is not None:
         return tl.exp2((values - tl.where(peak == float("-inf"), 0.0, peak)) * scale)
 
     @triton.jit(do_not_specialize=["parts"])
-    def _kernel(
+    def _top_logits(
         logits, logprobs, ids, best, sums, arrived, stride_row, stride, vocab, parts, inverse, scale,
         K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_BEST: tl.constexpr,
     ):  # fmt: skip

@@ -1,0 +1,451 @@
+"""Writers of tiny draft checkpoints, one for each published format: exactly its tensors and its config.
+
+`FLAVOURS` maps a name to a `Flavour`. ``write(name, folder)`` makes its target, writes the checkpoint and returns a
+`Written`; two calls give equal weights.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import models
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+V, H, I, HEADS, KV, D = models.VOCAB, 64, 96, 4, 2, 16
+VD = 40
+LAYERS = 8
+LLAMA = {
+    "model_type": "llama", "hidden_size": H, "intermediate_size": I, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV, "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5, "vocab_size": V,
+    "max_position_embeddings": 2048, "tie_word_embeddings": False, "torch_dtype": "float16",
+}  # fmt: skip
+
+
+class Weights(dict):
+    """Random tensors by published name; every scale is such that a block's outputs are about 1."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def linear(self, name: str, out: int, inputs: int, bias: bool = False) -> None:
+        self[f"{name}.weight"] = self.normal(out, inputs) * inputs**-0.5
+        if bias:
+            self[f"{name}.bias"] = self.normal(out) * 0.3
+
+    def norm(self, *names: str, size: int = H, around: float = 1.0) -> None:
+        for name in names:
+            self[f"{name}.weight"] = around + self.normal(size) * 0.3
+
+    def layer(self, prefix: str, inputs: int = H, norms=("input_layernorm",), size: int = H, bias=(), qk_norm=False):
+        """A decoder layer. inputs: width of what attention reads. bias: names of its projections that have one."""
+        rows = {"q": HEADS * D, "k": KV * D, "v": KV * D}
+        for part, out in rows.items():
+            self.linear(f"{prefix}.self_attn.{part}_proj", out, inputs, bias=part in bias)
+        self.linear(f"{prefix}.self_attn.o_proj", size, HEADS * D, bias="o" in bias)
+        if qk_norm:
+            self.norm(f"{prefix}.self_attn.q_norm", f"{prefix}.self_attn.k_norm", size=D)
+        self.mlp(f"{prefix}.mlp", I, size)
+        self.norm(*(f"{prefix}.{norm}" for norm in (*norms, "post_attention_layernorm")), size=size)
+
+    def mlp(self, prefix: str, inner: int = I, size: int = H) -> None:
+        self.linear(f"{prefix}.gate_proj", inner, size)
+        self.linear(f"{prefix}.up_proj", inner, size)
+        self.linear(f"{prefix}.down_proj", size, inner)
+
+    def experts(self, prefix: str, count: int, inner: int, shared: str) -> None:
+        """A mixture as published: each expert's matrices by themselves, a router and a shared expert."""
+        self.linear(f"{prefix}.gate", count, H)
+        for expert in range(count):
+            self.mlp(f"{prefix}.experts.{expert}", inner)
+        self.mlp(f"{prefix}.{shared}", inner)
+
+
+@dataclass
+class Written:
+    """A checkpoint on disk: where, for which target, and what was written."""
+
+    folder: Path
+    target: nn.Module
+    config: dict
+    tensors: Weights
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """A format: the algorithm it is for, its target, and what makes its config and tensors."""
+
+    algorithm: str
+    target: Callable[[], nn.Module]
+    make: Callable[[Weights, nn.Module], dict]
+    files: str = "safetensors"
+    options: dict = field(default_factory=dict)
+
+
+def save(folder: Path, config: dict | None, tensors: dict[str, Tensor], files: str = "safetensors") -> None:
+    """Write a checkpoint. files: "safetensors", "sharded" (two of them and an index) or "bin"."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: value.contiguous() for name, value in tensors.items()}
+    if files == "bin":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    elif files == "safetensors":
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        names, shards = list(tensors), {}
+        for number in (1, 2):
+            shard = f"model-{number:05d}-of-00002.safetensors"
+            held = names[number - 1 :: 2]
+            save_file({name: tensors[name] for name in held}, folder / shard)
+            shards.update(dict.fromkeys(held, shard))
+        index = {"metadata": {}, "weight_map": shards}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write(name: str, folder: Path, **changes) -> Written:
+    """Write a flavour's checkpoint. changes: of its config, after all else."""
+    flavour = FLAVOURS[name]
+    target, tensors = flavour.target(), Weights()
+    config = {**flavour.make(tensors, target, **flavour.options), **changes}
+    save(folder, config, tensors, flavour.files)
+    if flavour.algorithm == "mtp":
+        target.config._name_or_path = str(folder)
+    return Written(folder, target, config, tensors)
+
+
+def llama(**kwargs) -> nn.Module:
+    return models.build("LlamaConfig", "LlamaForCausalLM", dict(models.GQA, num_hidden_layers=LAYERS, **kwargs))
+
+
+# EAGLE-1 and EAGLE-2
+
+
+def eagle(w: Weights, target, bias: bool | None = None, qkv_bias=False, embed=False) -> dict:
+    """SafeAILab: no flag means a bias; heads of Qwen2 say qkv_bias."""
+    w.linear("fc", H, 2 * H, bias=bias is not False)
+    w.layer("layers.0", norms=(), bias="qkv" if qkv_bias else "")
+    config = {**LLAMA, "architectures": ["LlamaForCausalLM"]}
+    if embed:
+        w["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+    if bias is not None:
+        config |= {"bias": bias, "rope_theta": 500000.0}
+    return {**config, "qkv_bias": True} if qkv_bias else config
+
+
+def eagle_layers(w: Weights, target) -> dict:
+    """Two layers, of which the second has an input norm."""
+    config = eagle(w, target, bias=False)
+    w.layer("layers.1")
+    return {**config, "num_hidden_layers": 2}
+
+
+def eagle_vllm(w: Weights, target) -> dict:
+    """vLLM's wrapper: a nested config and the target's output matrix."""
+    w.linear("fc", H, 2 * H, bias=True)
+    w.layer("model.layers.0", norms=())
+    w["model.embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+    w["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
+    return {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": dict(LLAMA), "eagle_fc_bias": True}
+
+
+def eagle_speculators(w: Weights, target) -> dict:
+    """speculators' form of HASS: norms everywhere."""
+    w.linear("fusion_fc", H, 2 * H)
+    w.layer("transformer")
+    w.norm("embedding_layernorm", "pre_lm_head_layernorm")
+    return {
+        "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "layernorms": True,
+        "fusion_bias": False, "transformer_layer_config": dict(LLAMA),
+        "speculators_config": {"algorithm": "eagle", "verifier": {"name_or_path": "tiny"}},
+    }  # fmt: skip
+
+
+# EAGLE-3
+
+
+def hot_ids(count: int = VD) -> Tensor:
+    """The tokens that a head keeps, ascending."""
+    return torch.randperm(V, generator=torch.Generator().manual_seed(7))[:count].sort().values
+
+
+def vocabulary(w: Weights, rows: int = VD) -> None:
+    """An output matrix of `rows`, with d2t (offsets) and t2d (a mask)."""
+    ids = hot_ids(rows)
+    w.linear("lm_head", rows, H)
+    w["d2t"] = ids - torch.arange(rows)
+    w["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
+
+
+def midlayer(w: Weights, prefix: str = "midlayer", taps: int = 3, **kwargs) -> None:
+    w.linear("fc", H, taps * H)
+    w.layer(prefix, inputs=2 * H, norms=("hidden_norm", "input_layernorm"), **kwargs)
+    w.norm("norm")
+
+
+def eagle3(w: Weights, target) -> dict:
+    """SafeAILab (yuhuili): no RoPE base, no taps in the config."""
+    midlayer(w)
+    vocabulary(w)
+    return {**LLAMA, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": VD}
+
+
+def eagle3_sglang(w: Weights, target, ids=(1, 2, 4), **changes) -> dict:
+    """SGLang and SpecForge: taps in eagle_config, a RoPE base copied from the target, an embedding of their own."""
+    midlayer(w)
+    vocabulary(w)
+    w["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+    return {
+        **LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VD, "rope_theta": 1000000.0,
+        "head_dim": D, "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(ids), "use_aux_hidden_state": True},
+        **changes,
+    }  # fmt: skip
+
+
+def eagle3_sglang_layers(w: Weights, target) -> dict:
+    """SGLang: further layers apart, with their input norm called hidden_norm."""
+    midlayer(w, "model.midlayer")
+    w.layer("model.additional_layers.0", norms=("hidden_norm",))
+    vocabulary(w)
+    config = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VD, "num_hidden_layers": 2}
+    return config
+
+
+def eagle3_vllm_layers(w: Weights, target) -> dict:
+    """vLLM: layers counted through."""
+    midlayer(w, "layers.0")
+    w.layer("layers.1")
+    vocabulary(w)
+    return {**LLAMA, "architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": VD, "num_hidden_layers": 2}
+
+
+def eagle3_full(w: Weights, target, zeros=False) -> dict:
+    """The whole vocabulary (yuhuili's Vicuna-13B): no d2t and t2d, or zeros."""
+    midlayer(w)
+    w.linear("lm_head", V, H)
+    if zeros:
+        w["d2t"], w["t2d"] = torch.zeros(V, dtype=torch.int64), torch.zeros(V, dtype=torch.bool)
+    return {**LLAMA, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": V}
+
+
+def eagle3_borrowed(w: Weights, target) -> dict:
+    """nvidia: no output matrix, draft_vocab_size null, ids of boundaries between layers."""
+    midlayer(w)
+    eagle_config = {"eagle_aux_hidden_state_layer_ids": [2, 3, 5], "use_aux_hidden_state": True}
+    return {
+        **LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": None, "eagle_config": eagle_config,
+        "rope_theta": 150000, "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }  # fmt: skip
+
+
+def eagle3_plain_state(w: Weights, target) -> dict:
+    """nvidia, short context: the final state instead of fc."""
+    midlayer(w)
+    del w["fc.weight"]
+    vocabulary(w)
+    eagle_config = {"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": False}
+    return {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VD, "eagle_config": eagle_config}
+
+
+def eagle31(w: Weights, target) -> dict:
+    """EAGLE-3.1: a norm for each state, and the normed output goes round."""
+    config = eagle3_sglang(w, target, fc_norm=True, norm_output=True)
+    w.norm(*(f"fc_norm.{i}" for i in range(3)))
+    return config
+
+
+def eagle3_gpt_oss(w: Weights, target) -> dict:
+    """nvidia's gpt-oss: one norm over all states, said in eagle_config."""
+    config = eagle3_sglang(w, target)
+    w.norm("input_norm", size=3 * H)
+    config["eagle_config"] |= {"norm_before_fc": True, "return_hidden_post_norm": True}
+    return config
+
+
+def eagle3_wide(w: Weights, target) -> dict:
+    """A draft of another hidden size than its target's, with an embedding of its own."""
+    size = 48
+    w.linear("fc", size, 3 * H)
+    w.layer("midlayer", 2 * size, ("hidden_norm", "input_layernorm"), size)
+    w.norm("norm", size=size)
+    w["embed_tokens.weight"] = w.normal(V, size)
+    w["lm_head.weight"] = w.normal(V, size)
+    return {
+        **LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": V, "hidden_size": size,
+        "target_hidden_size": H, "head_dim": D,
+    }  # fmt: skip
+
+
+def eagle3_llama3_rope(w: Weights, target) -> dict:
+    """Llama-3.1's scaled RoPE, and a sliding window."""
+    config = eagle3_sglang(w, target)
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    return {**config, "rope_theta": 500000.0, "rope_scaling": scaling, "sliding_window": 3, "use_sliding_window": True}
+
+
+def eagle3_speculators(w: Weights, target, **flags) -> dict:
+    """speculators (RedHatAI): nested, the normed state as residual unless it says otherwise."""
+    midlayer(w, "layers.0")
+    vocabulary(w)
+    embedding = target.get_input_embeddings().weight.detach()
+    w["embed_tokens.weight"] = embedding + w.normal(V, H) * 0.1 * embedding.std()
+    return {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": VD,
+        "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": [1, 3, 4], "norm_before_fc": False,
+        "transformer_layer_config": {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        "speculators_config": {
+            "algorithm": "eagle3", "verifier": {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]},
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        },
+        **flags,
+    }  # fmt: skip
+
+
+def eagle3_deepspec(w: Weights, target) -> dict:
+    """DeepSpec: a Qwen3 layer, five states, copies of the target's embedding and output matrix."""
+    midlayer(w, "layers.0", taps=5, qk_norm=True)
+    w["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+    w["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
+    return {
+        **LLAMA, "model_type": "qwen3", "architectures": ["Qwen3Eagle3Model"], "head_dim": D, "rope_theta": 1000000,
+        "target_layer_ids": [0, 2, 3, 5, 7], "num_target_layers": LAYERS, "layer_types": ["full_attention"],
+    }  # fmt: skip
+
+
+# Multi-token prediction
+
+
+def own(w: Weights, target) -> dict:
+    """The tensors that the target's own checkpoint has besides."""
+    w["model.embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+    w["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
+    w.norm("model.norm")
+    w.layer("model.layers.0")
+    return target.config.to_dict()
+
+
+def nextn(w: Weights, target, at: int) -> str:
+    """What DeepSeek-V3 and GLM-4.5 share: names around layer `at`, and copies of embedding and output matrix."""
+    prefix = f"model.layers.{at}"
+    w.norm(f"{prefix}.enorm", f"{prefix}.hnorm", f"{prefix}.shared_head.norm")
+    w.linear(f"{prefix}.eh_proj", H, 2 * H)
+    w.norm(f"{prefix}.input_layernorm", f"{prefix}.post_attention_layernorm")
+    w[f"{prefix}.embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+    w[f"{prefix}.shared_head.head.weight"] = target.get_output_embeddings().weight.detach().clone()
+    return prefix
+
+
+def mtp_deepseek(w: Weights, target, export=False) -> dict:
+    """DeepSeek-V3; export: as lmsys' NextN, alone and called layer 0."""
+    config = target.config.to_dict() if export else own(w, target)
+    prefix = nextn(w, target, 0 if export else target.config.num_hidden_layers)
+    c, attention = target.config, f"{prefix}.self_attn"
+    w.linear(f"{attention}.q_a_proj", c.q_lora_rank, H)
+    w.norm(f"{attention}.q_a_layernorm", size=c.q_lora_rank)
+    w.linear(f"{attention}.q_b_proj", HEADS * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.q_lora_rank)
+    w.linear(f"{attention}.kv_a_proj_with_mqa", c.kv_lora_rank + c.qk_rope_head_dim, H)
+    w.norm(f"{attention}.kv_a_layernorm", size=c.kv_lora_rank)
+    w.linear(f"{attention}.kv_b_proj", HEADS * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
+    w.linear(f"{attention}.o_proj", H, HEADS * c.v_head_dim)
+    w.experts(f"{prefix}.mlp", c.n_routed_experts, c.moe_intermediate_size, "shared_experts")
+    w[f"{prefix}.mlp.gate.e_score_correction_bias"] = w.normal(c.n_routed_experts) * 0.2
+    return {**config, "num_nextn_predict_layers": 1}
+
+
+def mtp_glm(w: Weights, target) -> dict:
+    """GLM-4.5: biases and norms of queries and keys, RoPE of half of each head."""
+    config = own(w, target)
+    prefix = nextn(w, target, target.config.num_hidden_layers)
+    for part, rows in (("q", HEADS * D), ("k", KV * D), ("v", KV * D)):
+        w.linear(f"{prefix}.self_attn.{part}_proj", rows, H, bias=True)
+    w.linear(f"{prefix}.self_attn.o_proj", H, HEADS * D)
+    w.norm(f"{prefix}.self_attn.q_norm", f"{prefix}.self_attn.k_norm", size=D)
+    w.experts(f"{prefix}.mlp", target.config.n_routed_experts, target.config.moe_intermediate_size, "shared_experts")
+    w[f"{prefix}.mlp.gate.e_score_correction_bias"] = w.normal(target.config.n_routed_experts) * 0.2
+    return {**config, "num_nextn_predict_layers": 1}
+
+
+def mtp_mimo(w: Weights, target) -> dict:
+    """MiMo-7B: a Qwen2 layer, numbered from 0, [state; embedding]."""
+    config = own(w, target)
+    prefix = "model.mtp_layers.0"
+    w.norm(*(f"{prefix}.{part}_layernorm" for part in ("token", "hidden", "final")))
+    w.linear(f"{prefix}.input_proj", H, 2 * H)
+    w.layer(prefix, bias="qkv")
+    return {**config, "num_nextn_predict_layers": 1, "architectures": ["MiMoForCausalLM"]}
+
+
+def mtp_qwen(w: Weights, target) -> dict:
+    """Qwen3-Next: gated attention, norms stored less 1, no embedding."""
+    config = own(w, target)
+    w.linear("mtp.fc", H, 2 * H)
+    layer, around = "mtp.layers.0", 0.0
+    w.norm("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", around=around)
+    w.norm(f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", around=around)
+    w.norm(f"{layer}.self_attn.q_norm", f"{layer}.self_attn.k_norm", size=D, around=around)
+    for part, rows in (("q", 2 * HEADS * D), ("k", KV * D), ("v", KV * D)):
+        w.linear(f"{layer}.self_attn.{part}_proj", rows, H)
+    w.linear(f"{layer}.self_attn.o_proj", H, HEADS * D)
+    w.experts(f"{layer}.mlp", target.config.num_experts, target.config.moe_intermediate_size, "shared_expert")
+    w.linear(f"{layer}.mlp.shared_expert_gate", 1, H)
+    return config
+
+
+def glm() -> nn.Module:
+    config = dict(
+        models.GQA16, n_routed_experts=8, n_shared_experts=1, n_group=2, topk_group=1, num_experts_per_tok=2,
+        moe_intermediate_size=32, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    )  # fmt: skip
+    return models.build("Glm4MoeConfig", "Glm4MoeForCausalLM", config)
+
+
+def qwen35() -> nn.Module:
+    linear = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
+    config = dict(
+        models.GQA16, **models.MOE, **linear, shared_expert_intermediate_size=32, layer_types=[models.LIN, models.FULL]
+    )
+    return models.build("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", config)
+
+
+FLAVOURS = {
+    "eagle": Flavour("eagle", llama, eagle, "bin"),
+    "eagle_no_bias": Flavour("eagle", llama, eagle, options={"bias": False, "embed": True}),
+    "eagle_qwen2": Flavour("eagle", models.ADMITTED["qwen2"], eagle, "bin", {"bias": True, "qkv_bias": True}),
+    "eagle_layers": Flavour("eagle", llama, eagle_layers),
+    "eagle_vllm": Flavour("eagle", llama, eagle_vllm),
+    "eagle_speculators": Flavour("eagle", llama, eagle_speculators),
+    "eagle3": Flavour("eagle3", llama, eagle3, "bin"),
+    "eagle3_sglang": Flavour("eagle3", llama, eagle3_sglang, "sharded"),
+    "eagle3_sglang_layers": Flavour("eagle3", llama, eagle3_sglang_layers),
+    "eagle3_vllm_layers": Flavour("eagle3", llama, eagle3_vllm_layers),
+    "eagle3_full": Flavour("eagle3", llama, eagle3_full, "bin"),
+    "eagle3_full_zeros": Flavour("eagle3", llama, eagle3_full, options={"zeros": True}),
+    "eagle3_borrowed": Flavour("eagle3", llama, eagle3_borrowed),
+    "eagle3_plain_state": Flavour("eagle3", llama, eagle3_plain_state),
+    "eagle31": Flavour("eagle3", llama, eagle31),
+    "eagle3_gpt_oss": Flavour("eagle3", llama, eagle3_gpt_oss),
+    "eagle3_wide": Flavour("eagle3", llama, eagle3_wide),
+    "eagle3_llama3_rope": Flavour("eagle3", llama, eagle3_llama3_rope),
+    "eagle3_speculators": Flavour("eagle3", llama, eagle3_speculators),
+    "eagle3_speculators_31": Flavour(
+        "eagle3", llama, eagle3_speculators,
+        options={"norm_before_residual": False, "norm_output": True, "embed_requires_grad": True},
+    ),
+    "eagle3_deepspec": Flavour("eagle3", llama, eagle3_deepspec),
+    "mtp_deepseek": Flavour("mtp", models.ADMITTED["deepseek_v3"], mtp_deepseek, "sharded"),
+    "mtp_deepseek_nextn": Flavour("mtp", models.ADMITTED["deepseek_v3"], mtp_deepseek, options={"export": True}),
+    "mtp_glm": Flavour("mtp", glm, mtp_glm),
+    "mtp_mimo": Flavour("mtp", models.ADMITTED["qwen2"], mtp_mimo, "bin"),
+    "mtp_qwen": Flavour("mtp", models.REFUSED["qwen3_next"], mtp_qwen, "sharded"),
+    "mtp_qwen35": Flavour("mtp", qwen35, mtp_qwen),
+}  # fmt: skip

@@ -1,0 +1,592 @@
+"""Schedules against a slow growth in Python, over a draft whose output depends on each node's whole path; drawn chains
+by distribution, and what is accepted of them against `accept_drawn`, the walk, and the target's own distribution."""
+
+import math
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList
+
+from spec_compile import compat
+from spec_compile.drafters import schedule as schedules
+from spec_compile.drafters.schedule import EAGLE1_CHOICES, Schedule, StaticTree, draw_chain, grow
+from spec_compile.kernels.top_logits import top_logits
+from spec_compile.runtime.accept_chain import accept_chain, chain_numbers
+from spec_compile.runtime.answer import Answer
+from spec_compile.runtime.sampling import accept_drawn, probabilities
+from spec_compile.runtime.tree import Tree
+from spec_compile.runtime.walk import Walk
+
+INF = math.inf
+GPU = torch.cuda.is_available()
+FITS, FAILS = 1e-3, 1e-6
+"""p-values above the one are expected of what is right, below the other of what is wrong."""
+
+
+# --- a draft that is a table
+
+
+class Draft:
+    """Logits of a path of tokens from a table [B, P, Vd] of a state, which the hidden states carry on, plus a sum over
+    the nodes that a row sees, as keys and values would give it."""
+
+    def __init__(self, table):
+        self.table = table
+        self.keys = table.new_empty(len(table), 0, dtype=torch.int64)
+        self.calls = []
+
+    def begin(self):
+        """Logits [B, Vd] and hidden [B, 2] at the last committed slot."""
+        ones = torch.ones(len(self.table), device=self.table.device)
+        return self.table[:, 1 % self.table.shape[1]], torch.stack([ones, 3 * ones], dim=1)
+
+    def __call__(self, tokens, hidden, ancestors, depth, offset, wanted):
+        self.calls.append((tokens.shape[1], offset, wanted))
+        number = torch.arange(tokens.shape[1], device=tokens.device)
+        keys = (tokens + 1) * depth**2
+        sees = ancestors[:, :, None] >> number & 1
+        total = self.keys[:, :offset].sum(dim=1, keepdim=True) + (sees * keys[:, None]).sum(dim=2)
+        self.keys = torch.cat([self.keys[:, :offset], keys], dim=1)
+        state = (hidden[:, :, 0].long() * 31 + tokens + 7) % 1021
+        carried = (hidden[:, :, 1] * 5 + tokens) % 1021
+        row = torch.arange(len(tokens), device=tokens.device)[:, None]
+        logits = self.table[row, (state + carried.long() + total) % self.table.shape[1]]
+        return torch.stack([state.float(), carried], dim=2), logits[:, -wanted:]
+
+
+def logits_after(table, path):
+    """What a `Draft` of one row gives after a path of tokens below the root."""
+    state, carried, total = 1, 3, 0
+    for depth, token in enumerate(path, 1):
+        state, carried, total = (
+            (state * 31 + token + 7) % 1021,
+            (carried * 5 + token) % 1021,
+            total + (token + 1) * depth**2,
+        )
+    return table[(state + carried + total) % len(table)] if path else table[1 % len(table)]
+
+
+def children(table, path, ranks, temperature, hot_ids):
+    """[(log-probability, token)] of the likeliest children."""
+    logprobs, ids = top_logits(logits_after(table, path)[None], ranks, temperature)
+    return list(zip(logprobs[0].numpy(), (int(hot_ids[i]) for i in ids[0])))
+
+
+def slow_tree(schedule, table, hot_ids):
+    """[(path, score)] of the nodes of an EAGLE-2 tree, or of a chain, best first."""
+    candidates, frontier = {(): numpy.float32(0)}, [()]
+    for _ in range(schedule.num_steps):
+        found = {}
+        for path in frontier:
+            for logprob, token in children(table, path, schedule.topk, schedule.score_temperature, hot_ids):
+                found[*path, token] = candidates[path] + logprob
+        candidates |= found
+        frontier = sorted(found, key=lambda path: -found[path])[: schedule.topk]
+    best = sorted(candidates, key=lambda path: -candidates[path])
+    return [(path, candidates[path]) for path in best[: schedule.num_draft_tokens]]
+
+
+def slow_static(choices, table, hot_ids):
+    """[(path, score)] of a static tree, level by level."""
+    nodes = {(): ((), numpy.float32(0))}
+    for ranks in sorted(choices, key=lambda ranks: (len(ranks), ranks)):
+        path, score = nodes[tuple(ranks[:-1])]
+        logprob, token = children(table, path, ranks[-1] + 1, 1.0, hot_ids)[-1]
+        nodes[tuple(ranks)] = (*path, token), score + logprob
+    return list(nodes.values())
+
+
+def read(tokens, parents, scores):
+    """[(path, score)] of one row's nodes, checked to be a tree whose parents come first and whose siblings differ."""
+    paths = [()]
+    assert parents[0] == -1 and scores[0] == 0
+    for number, (token, parent) in enumerate(zip(tokens.tolist()[1:], parents.tolist()[1:]), 1):
+        assert 0 <= parent < number
+        assert scores[number] <= scores[parent]
+        paths.append((*paths[parent], token))
+    assert len(set(paths)) == len(paths)
+    return list(zip(paths, scores.numpy()))
+
+
+def check(schedule, table, hot_ids=None):
+    batch, _, vocab = table.shape
+    root = torch.arange(batch) + 50
+    draft = Draft(table)
+    tokens, parents, scores = grow(schedule, root, *draft.begin(), draft, hot_ids)
+    assert tokens.shape == parents.shape == scores.shape == (batch, schedule.num_draft_tokens)
+    assert tokens.dtype == parents.dtype == torch.int64 and scores.dtype == torch.float32
+    assert torch.equal(tokens[:, 0], root)
+    for row in range(batch):
+        ids = range(vocab) if hot_ids is None else hot_ids.tolist()
+        if isinstance(schedule, Schedule):
+            expected = slow_tree(schedule, table[row], ids)
+        else:
+            expected = slow_static(schedule.choices, table[row], ids)
+        assert read(tokens[row], parents[row], scores[row]) == expected
+    return draft
+
+
+VALUES = {
+    "any": lambda shape: 3 * torch.randn(shape),
+    "equal": lambda shape: torch.zeros(shape),
+    "ties": lambda shape: torch.randint(-1, 2, shape).float(),
+    "few": lambda shape: torch.randn(shape).masked_fill(torch.rand(shape) < 0.8, -INF),
+    "none": lambda shape: torch.full(shape, -INF),
+    "certain": lambda shape: torch.randn(shape).scatter(-1, torch.randint(shape[-1], (*shape[:-1], 1)), 1e4),
+    "broken": lambda shape: torch.randn(shape).masked_fill(torch.rand(shape) < 0.3, math.nan),
+}
+
+
+@st.composite
+def tables(draw, least):
+    """Logits [B, P, Vd] with Vd >= least, and the target's ids of the draft's, or None."""
+    torch.manual_seed(draw(st.integers(0, 10_000)))
+    vocab = draw(st.integers(max(5, least), 200))
+    table = VALUES[draw(st.sampled_from(list(VALUES)))]((draw(st.integers(1, 3)), 97, vocab))
+    table = table.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
+    return table, torch.randperm(3 * vocab)[:vocab] if draw(st.booleans()) else None
+
+
+@st.composite
+def dynamic(draw):
+    topk = draw(st.integers(1, 10))
+    steps = draw(st.integers(1, min(7, 1 + 64 // topk)))
+    most = min(64, Schedule(steps, topk, 2 if steps * topk > 1 else None).candidates + 1)
+    return Schedule(steps, topk, draw(st.integers(2, most)), draw(st.sampled_from([1.0, 0.5, 2])))
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_trees_of_any_shape(data):
+    schedule = data.draw(dynamic())
+    check(schedule, *data.draw(tables(least=schedule.topk)))
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("shape", [(5, 4, 8), (7, 10, 60), (2, 5, 30), (1, 16, 9), (63, 1, 64), (4, 3, 30), (3, 1, 2)])
+def test_trees(shape, values):
+    check(Schedule(*shape), VALUES[values]((2, 97, 40)))
+
+
+@st.composite
+def shapes(draw):
+    """Choices of a static tree: every new node hangs on an old one."""
+    choices = {()}
+    for _ in range(draw(st.integers(1, 63))):
+        parent = draw(st.sampled_from(sorted(choices)))
+        choices.add((*parent, draw(st.integers(0, 6 if draw(st.booleans()) else 0))))
+    choices = sorted(choices - {()})
+    return draw(st.permutations(choices))
+
+
+def static(choices):
+    tree = StaticTree(choices)
+    tree.choices = [tuple(path) for path in choices]
+    return tree
+
+
+@settings(max_examples=100)
+@given(shapes(), tables(least=7))
+def test_static_trees_of_any_shape(choices, table):
+    check(static(choices), *table)
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("choices", [[[0]], [[1]], [[0] * n for n in range(1, 64)], EAGLE1_CHOICES], ids=len)
+def test_static_trees(choices, values):
+    check(static(choices), VALUES[values]((2, 97, 20)))
+
+
+def test_the_tree_of_eagle_1():
+    """The widths of the levels, and that the default is it."""
+    tree = StaticTree()
+    assert tree.num_draft_tokens == 26 and tree.num_steps == 5
+    assert [sum(len(path) == level for path in EAGLE1_CHOICES) for level in range(1, 6)] == [4, 8, 8, 3, 2]
+    assert EAGLE1_CHOICES[:4] == [(0,), (1,), (2,), (3,)] and (1, 0, 0) in EAGLE1_CHOICES
+    assert tree.parents.tolist()[:13] == [-1, 0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4]
+
+
+def test_forwards_of_the_draft():
+    """Rows, offset and wanted rows of each: a chain goes on slot by slot, a tree feeds all its frontiers anew."""
+    table = torch.randn(1, 97, 20)
+    assert check(Schedule(4, 1), table).calls == [(1, 0, 1), (1, 1, 1), (1, 2, 1)]
+    assert check(Schedule(6, 1, 3), table).calls == [(1, 0, 1)]
+    assert check(Schedule(4, 3, 5), table).calls == [(3, 0, 3), (6, 0, 3), (9, 0, 3)]
+    assert check(Schedule(1, 4), table).calls == []
+    assert check(static(EAGLE1_CHOICES), table).calls == [(4, 0, 4), (8, 0, 4), (9, 0, 1), (10, 0, 1)]
+
+
+def test_the_first_nodes_are_the_smaller_tree():
+    table = torch.randn(2, 97, 30)
+    trees = [
+        grow(Schedule(5, 4, nodes), torch.zeros(2).long(), *Draft(table).begin(), Draft(table)) for nodes in (9, 40)
+    ]
+    assert all(torch.equal(small, large[:, :9]) for small, large in zip(*trees))
+
+
+def test_the_scores_temperature_changes_the_shape():
+    """Cold scores follow the likeliest path down, hot ones branch."""
+    table = torch.randn(1, 97, 30)
+    deepest = []
+    for temperature in (0.2, 1.0, 10.0):
+        draft = Draft(table)
+        schedule = Schedule(7, 4, 12, temperature)
+        _, parents, _ = grow(schedule, torch.zeros(1).long(), *draft.begin(), draft)
+        depth = [0]
+        for parent in parents[0, 1:].tolist():
+            depth.append(depth[parent] + 1)
+        deepest.append(max(depth))
+    assert deepest[0] > deepest[2] and deepest[0] >= deepest[1] >= deepest[2]
+
+
+# --- options
+
+
+def test_defaults():
+    assert Schedule(5, 1).num_draft_tokens == 6
+    assert Schedule(1, 3).num_draft_tokens == 4
+    assert Schedule(2, 2).num_draft_tokens == 7
+    assert Schedule(5, 4).num_draft_tokens == 64
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(num_steps=0), "num_steps must be from 1 to 63"),
+        (dict(num_steps=64, topk=1), "num_steps must be from 1 to 63"),
+        (dict(topk=0), "topk must be from 1 to 16"),
+        (dict(topk=17), "topk must be from 1 to 16"),
+        (dict(num_draft_tokens=1), "num_draft_tokens must be from 2 to 64"),
+        (dict(num_draft_tokens=65), "num_draft_tokens must be from 2 to 64"),
+        (dict(num_steps=3, topk=1, num_draft_tokens=5), r"at most 4 = num_steps \+ 1 .*lower it"),
+        (dict(num_steps=2, topk=2, num_draft_tokens=8), "at most 7 = .*raise num_steps or topk"),
+        (dict(num_steps=8, topk=10), r"\(num_steps - 1\) \* topk must be at most 64.*70: lower"),
+        (dict(score_temperature=0), "score_temperature must be positive"),
+        (dict(score_temperature=math.nan), "score_temperature must be positive"),
+    ],
+)
+def test_refused_values(options, words):
+    with pytest.raises(ValueError, match=words):
+        Schedule(**options)
+
+
+@pytest.mark.parametrize("options", [dict(num_steps=2.0), dict(topk=True), dict(score_temperature="1")])
+def test_refused_types(options):
+    with pytest.raises(TypeError, match=next(iter(options))):
+        Schedule(**options)
+
+
+@pytest.mark.parametrize(
+    "choices, words",
+    [
+        ([], "choices must be from 1 to 63"),
+        ([[0], [0]], "once"),
+        ([[], [0]], "once"),
+        ([[0], [1, 0]], r"add \[1\], of \[1, 0\]"),
+        ([[0], [16]], "ranks must be from 0 to 15"),
+        ([[-1]], "ranks must be from 0 to 15"),
+        ([[i] for i in range(16)] + [[i, j] for i in range(16) for j in range(3)], "choices must be from 1 to 63"),
+    ],
+)
+def test_refused_choices(choices, words):
+    with pytest.raises(ValueError, match=words):
+        StaticTree(choices)
+
+
+def test_refused_logits():
+    table = torch.zeros(1, 5, 3)
+    root, draft = torch.zeros(1).long(), Draft(table)
+    with pytest.raises(ValueError, match="at most the 3 logits"):
+        grow(Schedule(2, 4), root, *draft.begin(), draft)
+    drawn = torch.ones(1), 0, root
+    with pytest.raises(ValueError, match="topk must be 1"):
+        draw_chain(Schedule(2, 4), root, *draft.begin(), draft, *drawn, 3)
+    with pytest.raises(ValueError, match="vocab_size = 4"):
+        draw_chain(Schedule(2, 1), root, *draft.begin(), draft, *drawn, 4)
+
+
+# --- drawn chains
+
+
+def p_value(counts, expected):
+    """Chi-square of counts [n] against expectations [n]; cells below 5 are pooled, impossible ones must be empty."""
+    if (counts[expected == 0] > 0).any():
+        return 0.0
+    few = expected < 5
+    counts, expected = (torch.cat([x[~few], x[few].sum()[None]]).double() for x in (counts, expected))
+    statistic = ((counts - expected) ** 2 / expected)[expected > 0].sum()
+    degrees = int((expected > 0).sum()) - 1
+    return float(torch.special.gammaincc(torch.tensor(degrees / 2), statistic / 2)) if degrees else 1.0
+
+
+VOCAB, DRAFTED = 5, torch.tensor([4, 0, 2, 1])
+"""The target's tokens, and those of them that the draft knows."""
+
+
+def own(path):
+    return [DRAFTED.tolist().index(token) for token in path]
+
+
+def drawn(table, temperature, schedule, rows, seed=5, **options):
+    draft = Draft(table.expand(rows, -1, -1))
+    root = torch.full((rows,), 3)
+    place = torch.full((rows,), 2)
+    temperature = torch.full((rows,), temperature)
+    return draw_chain(schedule, root, *draft.begin(), draft, temperature, seed, place, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_chains_are_drawn_from_the_draft(temperature):
+    """Each token given all before it; probs are the distributions it was drawn from, in the target's ids."""
+    table = torch.randn(1, 97, 4)
+    table[0, ::3, 2] = -INF
+    rows = 40_000
+    tokens, parents, probs = drawn(table, temperature, Schedule(3, 1), rows, vocab_size=VOCAB, hot_ids=DRAFTED)
+    assert probs.shape == (rows, 4, VOCAB) and probs.dtype == torch.float32
+    assert parents[0].tolist() == [-1, 0, 1, 2] and (tokens[:, 0] == 3).all() and not probs[:, 3].any()
+    assert len({tuple(row) for row in tokens.tolist()}) > 20
+    seen = 0
+    for level in (1, 2, 3):
+        for path in {tuple(row) for row in tokens[:, 1:level].tolist()}:
+            there = (tokens[:, 1:level] == torch.tensor(path)).all(dim=1)
+            q = torch.zeros(VOCAB).scatter(0, DRAFTED, (logits_after(table[0], path) / temperature).softmax(0))
+            torch.testing.assert_close(probs[there, level - 1], q.expand(int(there.sum()), -1))
+            assert p_value(tokens[there, level].bincount(minlength=VOCAB), int(there.sum()) * q) > FITS
+            seen += 1
+    assert seen > 10
+
+
+def test_temperature_0_is_the_argmax():
+    table = VALUES["ties"]((1, 97, 4)).repeat(2, 1, 1)
+    table[:, ::4] = math.nan
+    draft, root = Draft(table), torch.tensor([3, 3])
+    options = torch.tensor([0.0, 1.0]), 5, torch.tensor([0, 0])
+    tokens, _, probs = draw_chain(Schedule(7, 1), root, *draft.begin(), draft, *options, VOCAB, DRAFTED)
+    draft = Draft(table)
+    expected, _, _ = grow(Schedule(7, 1), root, *draft.begin(), draft, DRAFTED)
+    assert torch.equal(tokens[0], expected[0])
+    assert torch.equal(probs[0, :-1], torch.nn.functional.one_hot(expected[0, 1:], VOCAB).float())
+    assert probs.isfinite().all() and (probs[1, :-1].amax(dim=1) < 1).any()
+
+
+def test_a_chain_without_hot_ids():
+    table = torch.randn(1, 97, VOCAB)
+    tokens, _, probs = drawn(table, 1.0, Schedule(4, 1, 3), 100, vocab_size=VOCAB)
+    assert tokens.shape == (100, 3)
+    torch.testing.assert_close(probs[0, 1], logits_after(table[0], tokens[0, 1:2].tolist()).softmax(0))
+
+
+def slow_accept(target, draft, tokens, real, u):
+    """`accept_drawn` at every node in turn: path, tokens."""
+    path, chosen = [0], []
+    while True:
+        node = path[-1]
+        children = [int(tokens[node + 1])] if node + 1 < len(tokens) and real[node + 1] else []
+        numbers = u[node, : len(children) + 1].unbind()
+        chosen.append(int(accept_drawn(target[node], draft[node].double(), children, numbers)))
+        if chosen[-1:] != children:
+            return path, chosen
+        path.append(node + 1)
+
+
+@given(st.integers(0, 100_000), st.integers(1, 30), st.integers(1, 8), st.integers(2, 9))
+def test_accept_chain_is_accept_drawn(seed, batch, nodes, vocab):
+    torch.manual_seed(seed)
+    draft = (2 * torch.randn(batch, nodes, vocab)).softmax(dim=2)
+    target = (draft.log() + 2 * torch.randn(batch, nodes, vocab)).double().softmax(dim=2)
+    target = target.where(torch.rand(target.shape) > 0.2, 0) + 1e-3 * target
+    target = target / target.sum(dim=2, keepdim=True)
+    if seed % 2:
+        draft = torch.nn.functional.one_hot(draft.argmax(dim=2), vocab).float()
+    draft = draft * (1 + seed % 3)
+    tokens = torch.cat(
+        [torch.zeros(batch, 1), draft.flatten(0, 1).multinomial(1).view(batch, nodes)[:, :-1]], dim=1
+    ).long()
+    real = torch.arange(nodes) < torch.randint(1, nodes + 1, (batch, 1))
+    u = torch.rand(batch, nodes, 2, dtype=torch.float64)
+    accepted = accept_chain(target, draft, tokens, real, u)
+    for row in range(batch):
+        path, chosen = slow_accept(target[row], draft[row], tokens[row], real[row], u[row])
+        count = int(accepted.count[row])
+        assert accepted.path[row, :count].tolist() == path
+        assert accepted.tokens[row, :count].tolist() == chosen
+
+
+def test_accept_chain_is_the_walk():
+    """The same numbers at the same places."""
+    rows, nodes, vocab = 300, 6, 7
+    draft = torch.randn(rows, nodes, vocab).softmax(dim=2)
+    logits = draft.log() + 0.7 * torch.randn(rows, nodes, vocab)
+    tokens = draft.flatten(0, 1).multinomial(1).view(rows, nodes).roll(1, dims=1)
+    real = torch.arange(nodes) < torch.randint(1, nodes + 1, (rows, 1))
+    answer = Answer(torch.zeros(rows, 4, dtype=torch.int64), 4 + 2 + nodes, [], 0)
+    answer.take([[1, 2] if row % 2 else [] for row in range(rows)])
+    place = torch.tensor([len(row) for row in answer.rows])
+    tree = Tree(tokens, torch.arange(-1, nodes - 1).expand(rows, -1), real, draft)
+    expected = Walk(answer, LogitsProcessorList(), seed=77)(tree, logits)
+    target = probabilities(logits.flatten(0, 1)).view(rows, nodes, vocab)
+    accepted = accept_chain(target, draft, tokens, real, chain_numbers(77, place, nodes))
+    assert torch.equal(accepted.count, expected.count)
+    counts = torch.arange(nodes) < expected.count[:, None]
+    assert torch.equal(accepted.tokens[counts], expected.tokens[counts])
+    assert torch.equal(accepted.path[counts], expected.path[counts])
+    assert len(expected.count.unique()) == nodes
+
+
+def test_accept_chain_with_nothing_to_draw_from():
+    target = torch.full((2, 2, 3), math.nan, dtype=torch.float64)
+    target[1] = torch.tensor([0.0, 0.2, 0.8])
+    draft = torch.full((2, 2, 3), 1 / 3)
+    accepted = accept_chain(target, draft, torch.tensor([[0, 1], [0, 0]]), torch.ones(2, 2).bool(), torch.rand(2, 2, 2))
+    assert accepted.count.tolist() == [1, 1]
+    assert accepted.tokens[0, 0] == -1 and accepted.tokens[1, 0] in (1, 2)
+
+
+PLACES = 3
+
+
+def chained(rows, nodes, temperature=1.0):
+    """The first PLACES tokens [R, PLACES] after the root, from rounds of drawn chains over tables of the last token
+    and the one before; and the shares of rounds in which so many tokens were gained."""
+    draft_table, target_table = (
+        torch.randn(97, size, generator=torch.Generator().manual_seed(size)) for size in (4, VOCAB)
+    )
+    target_table[:, :4] += draft_table.gather(1, torch.argsort(DRAFTED)[:4].clamp(max=3).expand(97, -1))
+
+    class Text:
+        """A draft that looks at the last two tokens, which its hidden state is."""
+
+        def __call__(self, tokens, hidden, ancestors, depth, offset, wanted):
+            state = torch.stack([tokens, hidden[:, :, 0].long()], dim=2)
+            return state.float(), draft_table[state[:, :, 0] * VOCAB + state[:, :, 1]]
+
+    text = torch.zeros(rows, PLACES + nodes + 1, dtype=torch.int64)  # the root first
+    gained = torch.zeros(rows, dtype=torch.int64)
+    sizes = torch.zeros(nodes + 1)
+    while (gained < PLACES).any():
+        last = text.gather(1, gained[:, None])
+        before = torch.where(gained > 0, text.gather(1, (gained - 1).clamp(min=0)[:, None])[:, 0], 0)[:, None]
+        hidden = torch.cat([last, before], dim=1)
+        logits = draft_table[last[:, 0] * VOCAB + before[:, 0]]
+        options = torch.full((rows,), temperature), 9, gained, VOCAB, DRAFTED
+        tokens, _, probs = draw_chain(Schedule(nodes - 1, 1), last[:, 0], logits, hidden.float(), Text(), *options)
+        pairs = tokens * VOCAB + torch.cat([before, tokens[:, :-1]], dim=1)
+        target = target_table[pairs].double().softmax(dim=2)
+        real = torch.arange(nodes) < 1 + (gained[:, None] + torch.arange(rows)[:, None]) % nodes
+        accepted = accept_chain(target, probs, tokens, real, chain_numbers(9, gained, nodes))
+        going = gained < PLACES
+        count = torch.where(going, accepted.count, 0)
+        sizes += count.bincount(minlength=nodes + 1)
+        slots = (gained[:, None] + 1 + torch.arange(nodes)).clamp(max=text.shape[1] - 1)
+        new = torch.arange(nodes) < count[:, None]
+        text.scatter_(1, slots, torch.where(new, accepted.tokens, text.gather(1, slots)))
+        gained += count
+    return text[:, 1 : PLACES + 1], target_table, sizes[1:] / sizes[1:].sum()
+
+
+def joint(table):
+    """The chance [VOCAB ** PLACES] of each text."""
+    chance, texts = torch.ones(1, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.int64)  # root and before
+    for _ in range(PLACES):
+        after = table[texts[:, -1] * VOCAB + texts[:, -2]].double().softmax(dim=1)
+        chance = (chance[:, None] * after).flatten()
+        texts = torch.cat([texts.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(len(texts))[:, None]], dim=1)
+    return chance
+
+
+def fit(samples, chances):
+    """The least p-value of the first 1, 2, and 3 tokens."""
+    values = []
+    for places in range(1, PLACES + 1):
+        cells = (samples[:, :places] * VOCAB ** torch.arange(places).flip(0)).sum(dim=1)
+        expected = len(samples) * chances.view(VOCAB**places, -1).sum(dim=1)
+        values.append(p_value(cells.bincount(minlength=VOCAB**places), expected))
+    return min(values)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 0.0])
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_drawn_chains_leave_the_target(nodes, temperature):
+    samples, target, sizes = chained(60_000, nodes, temperature)
+    assert fit(samples, joint(target)) > FITS
+    assert (sizes > 0.01).all()
+
+
+def test_numbers_shared_with_verification_would_show(monkeypatch):
+    monkeypatch.setattr(schedules, "DRAFT_STREAM", 0)
+    samples, target, _ = chained(60_000, 4)
+    assert fit(samples, joint(target)) < FAILS
+
+
+# --- compiled
+
+
+def grown(table, static, *_):
+    """A tree, a chain and a static tree, as one function."""
+    root, found = torch.zeros_like(table[:, 0, 0], dtype=torch.int64), []
+    for schedule in (Schedule(4, 3, 12), Schedule(3, 1), static):
+        draft = Draft(table)
+        found += grow(schedule, root, *draft.begin(), draft)
+    return found
+
+
+def verified(table, _, seed, place):
+    """A drawn chain, and what is accepted of it."""
+    draft, temperature = Draft(table), torch.ones_like(place, dtype=torch.float32)
+    tokens, _, probs = draw_chain(
+        Schedule(4, 1), place, *draft.begin(), draft, temperature, seed, place, table.shape[2]
+    )
+    target = probs.double() + 0.1
+    target = target / target.sum(dim=2, keepdim=True)
+    real, u = torch.ones_like(tokens, dtype=torch.bool), chain_numbers(seed, place, 5)
+    accepted = accept_chain(target, probs, tokens, real, u)
+    return tokens, probs, accepted.tokens, accepted.count
+
+
+def inputs(vocab):
+    return torch.randn(2, 97, vocab), StaticTree(), torch.tensor([4]), torch.tensor([7, 0])
+
+
+def same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        if one.is_floating_point():
+            torch.testing.assert_close(one.cpu(), other.cpu(), rtol=1e-4, atol=1e-5)
+        else:
+            assert torch.equal(one.cpu(), other.cpu())
+
+
+@pytest.mark.parametrize("run", [grown, verified])
+def test_compiled(run):
+    compiled = torch.compile(run, fullgraph=True, options=compat.CPU_OPTIONS)
+    table, *rest = inputs(30)
+    for values in (VALUES["any"], VALUES["ties"], VALUES["few"]):
+        table.copy_(values(table.shape))
+        same(compiled(table, *rest), run(table, *rest))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("run", [grown, verified])
+def test_captured(run, compile):
+    """One CUDA graph, replayed on new logits, against the CPU."""
+    table, *rest = inputs(1500)
+    there = [x.to("cuda", copy=True) if isinstance(x, torch.Tensor) else StaticTree().cuda() for x in (table, *rest)]
+    fast = torch.compile(run, fullgraph=True, options=compat.GPU_OPTIONS) if compile else run
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            fast(*there)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = fast(*there)
+    for values in VALUES.values():
+        table.copy_(values(table.shape))
+        there[0].copy_(table)
+        graph.replay()
+        torch.cuda.synchronize()
+        same(found, run(table, *rest))
