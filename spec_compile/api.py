@@ -76,11 +76,6 @@ class Speculation:
         return self._model
 
     @property
-    def draws(self) -> bool:
-        """Whether the drafter draws its tokens at random."""
-        return self._engine.algorithm.draws
-
-    @property
     def ngram(self):
         """With algo="ngram" its `NgramTrie`, on a GPU its `NgramCorpus`."""
         return self._engine.algorithm.store

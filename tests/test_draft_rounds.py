@@ -1,6 +1,7 @@
 """Draft models and heads in whole rounds: the answer is plain decoding's, and what is drafted is what a draft without
 any cache would have drafted after the same text."""
 
+import copy
 import functools
 from unittest import mock
 
@@ -203,3 +204,28 @@ def test_a_prompt_of_one_token():
         for schedule in ("chain", "tree"):
             system, ids = fast(algorithm, "llama", schedule), torch.tensor([[5]])
             assert torch.equal(generated(system, ids, 12), generated(target("llama"), ids, 12))
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
+def test_a_conversation_goes_on_from_its_cache(algorithm):
+    """With what the draft has seen itself, after another conversation, and from a cache made elsewhere: the same
+    answer, and the same drafts as without any cache."""
+    system, ids = fast(algorithm, "llama", "chain"), prompts(1)
+    stats = system.speculation.stats
+
+    def turn(ids, model=system, **more):
+        stats.reset()
+        return generated(model, ids, return_dict_in_generate=True, use_cache=True, **more), stats.trace
+
+    first, _ = turn(ids)
+    second = torch.cat([first.sequences, prompts(1, 9)], dim=1)
+    want, rounds = turn(second)
+    for between in (None, prompts(1, 31)):
+        cache = copy.deepcopy(turn(ids)[0].past_key_values)
+        if between is not None:
+            turn(between)
+        got, trace = turn(second, past_key_values=cache)
+        assert torch.equal(got.sequences, want.sequences) and trace == rounds
+    foreign = turn(ids, target("llama"))[0].past_key_values
+    got, trace = turn(second, past_key_values=foreign)
+    assert torch.equal(got.sequences, want.sequences) and trace == rounds

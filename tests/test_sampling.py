@@ -1,6 +1,7 @@
 """Sampling: the random numbers, the draw and the test of drawn drafts by themselves; then what is sampled against its
 exact distribution, over trees of every fill, with processors, and with drafts that were themselves drawn."""
 
+import copy
 import functools
 import itertools
 import math
@@ -595,6 +596,51 @@ def test_generate_with_drawn_drafts(fills):
     assert set(fills) == set(range(1, 9))
     assert all(0.1 < share < 0.9 for share in fast.speculation.stats.acceptance_by_depth[:2])
     assert generate_fits(drawn, top_p=0.95) > FITS
+
+
+@functools.cache
+def noisy():
+    """A draft model: the model with other weights, a bit."""
+    draft, generator = copy.deepcopy(tiny()), torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += 0.15 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+@functools.cache
+def drafted(**options):
+    return speculate(tiny(), "draft_model", draft=noisy(), compile=False, max_cache_len=32, **options)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(temperature=1.4, top_k=9), dict(repetition_penalty=1.5)], ids=str)
+@pytest.mark.parametrize(
+    "draft",
+    [
+        dict(num_steps=3, draft_sample_method="probabilistic"),
+        dict(num_steps=3),
+        dict(num_steps=2, topk=3, num_draft_tokens=8),
+    ],
+    ids=["drawn", "chain", "tree"],
+)
+def test_generate_with_a_draft_model(draft, options):
+    stats = drafted(**draft).speculation.stats
+    stats.reset()
+    drawn = samples(drafted(**draft), 6000, **options)
+    assert 0.1 < stats.acceptance_by_depth[0] < 0.95
+    assert generate_fits(drawn, **options) > FITS
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap(temperature):
+    """Leviathan et al. 2023, section 3.2: the chance is the sum of the lesser probabilities."""
+    fast = drafted(num_steps=1, draft_sample_method="probabilistic")
+    p, q = ((m(**padded(0)).logits[0, -1] / temperature).double().softmax(dim=-1) for m in (tiny(), noisy()))
+    chance, rows = torch.minimum(p, q).sum().item(), 4000
+    fast.speculation.stats.reset()
+    generated(fast, 2, temperature=temperature, num_return_sequences=rows, **padded(0))
+    accepted = sum(gained == 2 for gained in fast.speculation.stats.trace[0])
+    assert abs(accepted - rows * chance) < 4 * math.sqrt(rows * chance * (1 - chance))
 
 
 # --- what the answer depends on

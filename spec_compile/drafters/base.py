@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..config import Options
 from ..runtime.accept import Accepted
 from ..runtime.state import State
-from .schedule import Schedule
+from .schedule import Schedule, StaticTree, Step, draw_chain, grow
 
 
 class Drafter(nn.Module):
@@ -87,14 +88,37 @@ class Algorithm:
         return []
 
 
+def propose_grown(
+    state: State,
+    schedule: Schedule | StaticTree,
+    draws: bool,
+    logits: Tensor,
+    hidden: Tensor,
+    step: Step,
+    hot_ids: Tensor | None = None,
+) -> None:
+    """Grow trees (see `grow`), or chains that are drawn, below the last committed tokens and propose them."""
+    root, probs = state.tree_tokens[:, 0].clone(), None
+    if draws:
+        place = state.lengths + 1 - state.prompt_lengths
+        tokens, parents, probs = draw_chain(
+            schedule, root, logits, hidden, step, state.temperature, state.seed, place, state.is_eos.shape[0], hot_ids
+        )
+    else:
+        tokens, parents, _ = grow(schedule, root, logits, hidden, step, hot_ids)
+    count = torch.full_like(root, tokens.shape[1])
+    state.propose(tokens, parents, count, torch.zeros_like(count), probs)
+
+
 @dataclass(frozen=True)
 class DraftOptions(Options):
     """Options of the algorithms that have a draft model or head, with the engines' names and meaning.
 
     draft: the draft: a path, a name on the hub, or a module. num_steps: levels of the tree. topk: children of a node
     (1: a chain). num_draft_tokens: see `Options` (default: what `Schedule` says; for a chain num_steps + 1).
-    score_temperature: of the draft's probabilities by which the nodes of a tree
-    are chosen.
+    score_temperature: of the draft's probabilities by which the nodes of a tree are chosen. draft_sample_method:
+    "greedy", or "probabilistic": where tokens are sampled the drafts, a chain, are drawn too, at the same temperature,
+    and tested against what they were drawn from.
     """
 
     draft: Any = None
@@ -102,12 +126,24 @@ class DraftOptions(Options):
     num_steps: int = 3
     topk: int = 1
     score_temperature: float = 1.0
+    draft_sample_method: str = "greedy"
 
     def __post_init__(self):
         super().__post_init__()
+        if self.draft_sample_method not in ("greedy", "probabilistic"):
+            raise ValueError(
+                f"draft_sample_method: expected 'greedy' or 'probabilistic', got {self.draft_sample_method!r}"
+            )
+        if self.draws and self.topk != 1:
+            raise ValueError(f"topk: drafts that are drawn ('probabilistic') are chains: it must be 1, not {self.topk}")
         object.__setattr__(self, "num_draft_tokens", self.schedule.num_draft_tokens)
 
     @property
-    def schedule(self) -> Schedule:
+    def draws(self) -> bool:
+        """See `Algorithm.draws`."""
+        return self.draft_sample_method == "probabilistic"
+
+    @property
+    def schedule(self) -> Schedule | StaticTree:
         """How the draft's trees grow; ValueError where the options contradict each other."""
         return Schedule(self.num_steps, self.topk, self.num_draft_tokens, self.score_temperature)

@@ -24,9 +24,7 @@ from transformers.models.llama.modeling_llama import (
 
 from ..adapters import shallow
 from ..kernels import ops
-
-FINAL = -1
-"""The tap of the state after the target's final norm: what its output head multiplies."""
+from ..passes.taps import FINAL
 
 
 class Head(nn.Module):

@@ -4,10 +4,12 @@ Its cache has the target's slots. Every draft begins with the tokens before the 
 acceptance the last draft was never fed, and of a tree the accepted path lies scattered.
 """
 
+import math
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .. import passes
@@ -18,19 +20,18 @@ from ..compat import EXAMPLE
 from ..graph import ModelGraph
 from ..passes.regions import compiled_regions
 from ..runtime.state import Cache, State
-from .base import Algorithm, Drafter, DraftOptions
-from .schedule import Schedule, grow
+from .base import Algorithm, Drafter, DraftOptions, propose_grown
 
 
 class DraftModel(Algorithm):
     """Drafts of one model, in trees as `schedule` says."""
 
-    def __init__(self, graph: ModelGraph, schedule: Schedule, merge_linears: bool, vocab_size: int):
+    def __init__(self, graph: ModelGraph, options: DraftOptions, vocab_size: int):
         """vocab_size: of the target."""
-        self.schedule, self.vocab_size = schedule, min(graph.vocab_size, vocab_size)
-        self.chosen = passes.run(graph, passes.Settings(merge_linears, logits="rows"))
-        self.prefill = passes.run(graph, passes.Settings(merge_linears, logits="none"))
-        self.reach, self.token_bytes = 1 + schedule.num_steps * schedule.topk, graph.token_bytes
+        self.schedule, self.draws, self.vocab_size = options.schedule, options.draws, vocab_size
+        self.chosen = passes.run(graph, passes.Settings(options.merge_linears, logits="rows"))
+        self.prefill = passes.run(graph, passes.Settings(options.merge_linears, logits="none"))
+        self.reach, self.token_bytes = 1 + self.schedule.fed, graph.token_bytes
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return ModelDrafter(self, batch, slots)
@@ -43,7 +44,8 @@ class ModelDrafter(Drafter):
 
     def __init__(self, algorithm: DraftModel, batch: int, slots: int):
         super().__init__()
-        self.schedule, self.vocab_size = algorithm.schedule, algorithm.vocab_size
+        self.schedule, self.draws, self.vocab_size = algorithm.schedule, algorithm.draws, algorithm.vocab_size
+        self.known = min(algorithm.chosen.vocab_size, self.vocab_size)  # the rest of either vocabulary is padding
         self.graph, self.filling = algorithm.chosen, algorithm.prefill.gm
         self.models = dict.fromkeys((True, False), self.graph.gm)  # for single rows, and for more
         self.behind = 1 if self.schedule.topk == 1 else self.schedule.num_steps + 1  # tokens fed again before the root
@@ -63,8 +65,8 @@ class ModelDrafter(Drafter):
             self._run(ids, ids, last, ids + 1, self.slots, ids.new_zeros(batch, topk))
 
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
-        known = ids.clamp(max=self.vocab_size - 1)
-        self.filling(known, self._inside(positions), state.lengths, None, self.cache.tensors, span)
+        ids, positions = ids.clamp(max=self.known - 1), self._inside(positions)
+        self.filling(ids, positions, state.lengths, None, self.cache.tensors, span)
 
     def propose(self, state: State, span: int) -> None:
         begin = (state.lengths - self.behind).clamp(min=0)
@@ -74,10 +76,7 @@ class ModelDrafter(Drafter):
         chain = (torch.ones_like(places) << torch.arange(1, self.behind + 2, device=begin.device)) - 1
         logits = self._run(ids, places, begin, chain, span, rows)[:, 0]
         step = partial(self._step, state.lengths.clone(), span)
-        root = state.tree_tokens[:, 0].clone()
-        tokens, parents, _ = grow(self.schedule, root, logits, logits[:, :1], step)
-        count = torch.full_like(root, tokens.shape[1])
-        state.propose(tokens, parents, count, torch.zeros_like(count))
+        propose_grown(state, self.schedule, self.draws, logits, logits[:, :1], step)
 
     def _step(self, lengths, span, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
         """See `schedule.grow`."""
@@ -86,10 +85,11 @@ class ModelDrafter(Drafter):
         return hidden, self._run(tokens, positions, lengths + 1 + offset, ancestors, span, rows)
 
     def _run(self, ids, positions, lengths, ancestors, span, rows) -> Tensor:
-        """Logits [B, R, V] after the chosen rows of a block at slots `lengths` onwards."""
-        model, ids = self.models[ids.shape[1] == 1], ids.clamp(max=self.vocab_size - 1)
+        """Logits [B, R, V] of the target's vocabulary, after the chosen rows of a block at slots `lengths` onwards."""
+        model, ids = self.models[ids.shape[1] == 1], ids.clamp(max=self.known - 1)
         ids, positions, ancestors, rows = (x.contiguous() for x in (ids, self._inside(positions), ancestors, rows))
-        return model(ids, positions, lengths, ancestors, self.cache.tensors, span, rows)[0][..., : self.vocab_size]
+        logits = model(ids, positions, lengths, ancestors, self.cache.tensors, span, rows)[0][..., : self.known]
+        return F.pad(logits, (0, self.vocab_size - self.known), value=-math.inf)
 
     def _inside(self, positions: Tensor) -> Tensor:
         """Positions kept inside a learned table (no slot ever committed lies outside)."""
@@ -112,7 +112,7 @@ def build(model: PreTrainedModel, options: DraftOptions) -> DraftModel:
     except (TypeError, ValueError) as error:
         raise type(error)(f"draft: {error}") from error
     _check_fit(model, draft)
-    return DraftModel(graph, options.schedule, options.merge_linears, model.get_output_embeddings().weight.shape[0])
+    return DraftModel(graph, options, model.get_output_embeddings().weight.shape[0])
 
 
 def _check_fit(model: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -15,20 +15,35 @@ from transformers import PreTrainedModel
 
 from .. import passes
 from ..capture import capture_head
-from ..graph import ModelGraph
 from ..runtime.accept import Accepted
 from ..runtime.state import Cache, State
-from .base import Algorithm, Drafter, DraftOptions
+from .base import Algorithm, Drafter, DraftOptions, propose_grown
 from .checkpoints import load_head
 from .draft_block import Head
-from .schedule import Schedule, grow
+from .schedule import Schedule, StaticTree
+from .self_check import calibrate
 
 
 @dataclass(frozen=True)
 class HeadOptions(DraftOptions):
-    """Options of the draft heads. token_map: a file or list of the token ids that the head may propose (FR-Spec)."""
+    """Options of the draft heads.
+
+    token_map: a file or list of the token ids that the head may propose (FR-Spec). tree_choices: a static tree in place
+    of num_steps and topk: paths of child ranks, or "eagle1" for that of EAGLE-1. rope_theta: base of the head's RoPE,
+    where its config is known to be wrong.
+    """
 
     token_map: Any = None
+    tree_choices: Any = None
+    rope_theta: float | None = None
+
+    @property
+    def schedule(self) -> Schedule | StaticTree:
+        if self.tree_choices is None:
+            return super().schedule
+        if self.draws:
+            raise ValueError("tree_choices: drafts that are drawn ('probabilistic') are chains; leave it out")
+        return StaticTree() if self.tree_choices == "eagle1" else StaticTree(self.tree_choices)
 
 
 @dataclass(frozen=True)
@@ -41,13 +56,15 @@ class NaiveOptions(HeadOptions):
 class Heads(Algorithm):
     """Drafts of one `head`, in trees as `schedule` says."""
 
-    def __init__(self, head: Head, schedule: Schedule, merge_linears: bool):
-        self.head, self.schedule, self.taps = head, schedule, head.taps
-        self.graph = passes.run(capture_head(head, head.hidden_size), passes.Settings(merge_linears))
-        self.reach, self.token_bytes = schedule.num_steps * schedule.topk, self.graph.token_bytes
+    def __init__(self, head: Head, options: HeadOptions):
+        self.head, self.schedule, self.taps, self.draws = head, options.schedule, head.taps, options.draws
+        if isinstance(self.schedule, StaticTree):
+            self.schedule.to(head.head_weight.device)
+        self.graph = passes.run(capture_head(head, head.hidden_size), passes.Settings(options.merge_linears))
+        self.reach, self.token_bytes = self.schedule.fed, self.graph.token_bytes
 
     def drafter(self, batch: int, slots: int) -> Drafter:
-        return HeadDrafter(self.head, self.graph, self.schedule, batch, slots)
+        return HeadDrafter(self, batch, slots)
 
     def explain(self) -> list[str]:
         return self.head.report
@@ -56,13 +73,14 @@ class Heads(Algorithm):
 class HeadDrafter(Drafter):
     """Runs a head over what was committed (`prefill`, `observe`) and over the tree it grows (`propose`)."""
 
-    def __init__(self, head: Head, graph: ModelGraph, schedule: Schedule, batch: int, slots: int):
+    def __init__(self, algorithm: Heads, batch: int, slots: int):
         super().__init__()
-        self.head, self.block, self.schedule = head, graph.gm, schedule
+        self.head, self.block, self.draws = algorithm.head, algorithm.graph.gm, algorithm.draws
+        self.schedule = schedule = algorithm.schedule
         self.longest = min(schedule.num_draft_tokens, schedule.num_steps + 1)  # nodes of a path
-        self.cache = Cache(graph, batch, slots)
-        like = head.head_weight
-        self.register_buffer("hidden", like.new_zeros(batch, head.hidden_size), persistent=False)
+        self.cache = Cache(algorithm.graph, batch, slots)
+        like = self.head.head_weight
+        self.register_buffer("hidden", like.new_zeros(batch, self.head.hidden_size), persistent=False)
         self.register_buffer("normed", like.new_zeros(batch, like.shape[1]), persistent=False)
 
     def small_buffers(self) -> list[Tensor]:
@@ -76,7 +94,8 @@ class HeadDrafter(Drafter):
         size = ids.shape[1]
         ahead = (state.lengths[:, None] + 1 + torch.arange(size, device=ids.device)).clamp(max=state.capacity - 1)
         following = state.tokens.gather(1, ahead)
-        out = self.block(following, positions, self.head.project(features), state.lengths, None, self.cache.tensors, span)
+        states = self.head.project(features)
+        out = self.block(following, positions, states, state.lengths, None, self.cache.tensors, span)
         last = state.prompt_lengths - 2 - state.lengths  # the slot that predicts what follows the prompt
         self._keep(out, last, (last >= 0) & (last < size))
 
@@ -85,7 +104,8 @@ class HeadDrafter(Drafter):
         path = accepted.path[:, :rows, None]
         states = self.head.project([f.gather(1, path.expand(-1, -1, f.shape[2])) for f in features])
         positions = begin[:, None] + torch.arange(rows, device=begin.device)
-        out = self.block(accepted.tokens[:, :rows].clamp(min=0), positions, states, begin, None, self.cache.tensors, span)
+        tokens = accepted.tokens[:, :rows].clamp(min=0)
+        out = self.block(tokens, positions, states, begin, None, self.cache.tensors, span)
         gained = state.lengths - begin
         self._keep(out, gained - 1, gained > 0)
 
@@ -96,12 +116,10 @@ class HeadDrafter(Drafter):
             buffer.copy_(torch.where(here[:, None], values.gather(1, index)[:, 0], buffer.clone()))
 
     def propose(self, state: State, span: int) -> None:
-        root = state.tree_tokens[:, 0].clone()
         logits = F.linear(self.normed.clone(), self.head.head_weight)
         step = partial(self._step, state.lengths.clone(), span)
-        tokens, parents, _ = grow(self.schedule, root, logits, self.hidden.clone(), step, self.head.hot_ids)
-        count = torch.full_like(root, tokens.shape[1])
-        state.propose(tokens, parents, count, torch.zeros_like(count))
+        hidden, hot_ids = self.hidden.clone(), self.head.hot_ids
+        propose_grown(state, self.schedule, self.draws, logits, hidden, step, hot_ids)
 
     def _step(self, lengths, span, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
         """See `schedule.grow`. A node at depth d is the token of the pair at position lengths + d - 1."""
@@ -112,5 +130,6 @@ class HeadDrafter(Drafter):
 
 def build(algorithm: str | None, model: PreTrainedModel, options: HeadOptions) -> Heads:
     """The algorithm with the head of that kind (None: of any) that `options` names."""
-    head = load_head(options.draft, model, algorithm, options.token_map)
-    return Heads(head, options.schedule, options.merge_linears)
+    overrides = {} if options.rope_theta is None else {"rope_theta": options.rope_theta}
+    head = load_head(options.draft, model, algorithm, options.token_map, **overrides)
+    return Heads(calibrate(model, head.readings()) if options.check else head, options)

@@ -78,6 +78,11 @@ class Schedule:
             )
 
     @property
+    def fed(self) -> int:
+        """Nodes that are fed to the draft at most at once, or one after the other."""
+        return (self.num_steps - 1) * self.topk
+
+    @property
     def candidates(self) -> int:
         """Nodes below the root that are looked at."""
         return self.topk + (self.num_steps - 1) * self.topk**2
@@ -134,6 +139,7 @@ class StaticTree(nn.Module):
         seen = [sum(1 << fed[path[:end]] for end in range(1, len(path) + 1)) for path in fed]
         self._table("ancestors", seen)
         self._table("depth", [len(path) for path in fed])
+        self.fed = len(fed)
 
     def _table(self, name: str, values: list[int]) -> None:
         self.register_buffer(name, torch.tensor(values, dtype=torch.int64), persistent=False)

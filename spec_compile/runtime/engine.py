@@ -38,10 +38,10 @@ AHEAD = 2
 class Request:
     """What one generate() asks for. Lengths count a row's own tokens, prompt included and padding not.
 
-    past: keys and values that exist already. first_logits [B, V]: of the token after the prompts, if they are known;
+    past: keys and values that exist already; unknown: of tokens that are not in `prompts`. first_logits [B, V]: of the token after the prompts, if they are known;
     then `past` covers the whole prompts. choose: makes an `Accepted` of verified trees and their logits [B, N, V], in
-    place of greedy acceptance inside the round. sampler, seed: draws inside the round. stopped: rows that the caller
-    has ended; it may add to them.
+    place of greedy acceptance inside the round. sampler, seed: draws inside the round. temperature: at which drafts are
+    drawn, if the drafter draws (0: the likeliest ones). stopped: rows that the caller has ended; it may add to them.
     """
 
     prompts: list[list[int]]
@@ -50,10 +50,12 @@ class Request:
     eos: list[int] = field(default_factory=list)
     references: list[Tensor] = field(default_factory=list)
     past: Past | None = None
+    unknown: bool = False
     first_logits: Tensor | None = None
     choose: Callable[[Tree, Tensor], Accepted] | None = None
     sampler: Sampler | None = None
     seed: int = 0
+    temperature: float = 0.0
     prefill_chunk_size: int | None = None
     stopped: set[int] = field(default_factory=set)
 
@@ -116,8 +118,12 @@ class Engine:
         stats.trace = []
         state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos)
         state.seed.fill_(request.seed)
+        state.temperature.fill_(request.temperature)
         if request.past is not None:
             state.fill(request.past)
+            if not self._draft_has(session, request):
+                state.lengths.zero_()
+        texts = session.texts = [list(prompt) for prompt in request.prompts]
         drafter.begin(state, request.prompts, request.references)
         lengths: list[int] = []
         try:
@@ -152,6 +158,7 @@ class Engine:
                 for row in active:
                     count, done, counts[row], hints[row], depth, *rest = outcome[row]
                     gained[row] = rest[:count]
+                    texts[row] += gained[row]
                     if -1 in gained[row]:
                         raise RuntimeError(NO_PROBABILITIES)
                     paths.append(rest[nodes + 1 : nodes + count])
@@ -168,6 +175,16 @@ class Engine:
                 clock.spend("host")
         finally:
             drafter.end(lengths)
+
+    def _draft_has(self, session: Session, request: Request) -> bool:
+        """Whether a drafter's own cache holds what `request.past` does for the target, from the call before, or cannot,
+        since nobody knows the tokens. Else the prompts are processed again."""
+        if not self.algorithm.token_bytes or request.unknown:
+            return True
+        held = session.state.lengths.tolist()
+        if len(session.texts) != len(held):
+            return False
+        return all(text[: n + 1] == prompt[: n + 1] for n, text, prompt in zip(held, session.texts, request.prompts))
 
     def _chosen(self, session: Session, request: Request, nodes: int, span: int) -> Callable[[], list[list[int]]]:
         """A round whose tokens the request chooses; the first logits may be known already."""

@@ -68,8 +68,7 @@ class SpeculativeMixin:
         plain = not answer.keeps and first is None
         direct = plain and not generation_config.do_sample and all(is_known(p, MINIMA) for p in logits_processor)
         drawn = (  # on a CPU the walk is faster: it processes the nodes that are reached, and no others
-            plain and generation_config.do_sample and self.device.type == "cuda" and not speculation.draws
-            and Sampler.takes(logits_processor)
+            plain and generation_config.do_sample and self.device.type == "cuda" and Sampler.takes(logits_processor)
         )
         seed = int(torch.randint((1 << 63) - 1, ())) if generation_config.do_sample else None
         shortest = max((_minimum(p) for p in logits_processor if is_known(p, MINIMA)), default=0)
@@ -80,10 +79,12 @@ class SpeculativeMixin:
             max_lengths=[answer.longest + more for more in own],
             eos=sorted(answer.eos),
             past=pasts.read(past, prompt.padding) if past is not None and past.get_seq_length() > 0 else None,
+            unknown=prompt.unknown,
             first_logits=first,
             choose=None if direct or drawn else Walk(answer, logits_processor, seed),
             sampler=Sampler(logits_processor) if drawn else None,
             seed=seed or 0,
+            temperature=(generation_config.temperature or 1.0) if generation_config.do_sample else 0.0,
             prefill_chunk_size=generation_config.prefill_chunk_size,
         )
         with closing(speculation.run(request)) as rounds:
@@ -137,13 +138,15 @@ class SpeculativeMixin:
 class _Prompt:
     """The rows to continue. tokens: of each row without padding (0 where they are not known: a cache or embeddings came
     in their place). padding: on the left of each row. width: places of the prompt, padding and cached ones included.
-    regular: nothing but padding on the left is masked. embedded: its embeddings are given."""
+    regular: nothing but padding on the left is masked. embedded: its embeddings are given. unknown: some tokens are not
+    known."""
 
     tokens: list[list[int]]
     padding: list[int]
     width: int
     regular: bool
     embedded: bool
+    unknown: bool
 
     @classmethod
     def of(cls, input_ids: Tensor, generation_config, model_kwargs: dict) -> "_Prompt":
@@ -180,7 +183,7 @@ class _Prompt:
             regular = positions.shape[-1] <= width and not bool(((positions != own) & (own >= 0)).any())
         unknown = [0] * (width - given)
         tokens = [(unknown + row if given < width else row)[pad:] for row, pad in zip(input_ids.tolist(), pads)]
-        return cls(tokens, pads, width, regular, embeds is not None)
+        return cls(tokens, pads, width, regular, embeds is not None, given < width)
 
 
 def _foreign(prompt: _Prompt, generation_config, model_kwargs: dict, layers: int) -> str | None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .accept import Accepted, follow
+from .accept_chain import accept_chain, chain_numbers
 from .processors import MINIMA, OF_SCORES, WAITING, is_known
 from .sampling import draw, uniform
 from .state import State
@@ -35,6 +36,9 @@ class Sampler:
         weights = scores.double().softmax(dim=-1)
         rows = torch.arange(batch, device=logits.device)[:, None].expand(batch, nodes)
         places = (state.lengths + 1 - state.prompt_lengths)[:, None] + depth
+        if tree.probs is not None:  # a chain that was itself drawn
+            numbers = chain_numbers(state.seed, places[:, 0], nodes)
+            return accept_chain(weights.view(batch, nodes, vocab), tree.probs, tree.tokens, tree.real, numbers)
         choice = draw(weights, uniform(state.seed, rows, places).reshape(-1))
         choice = torch.where(weights.sum(dim=-1).isfinite(), choice.clamp(max=vocab - 1), -1)
         return follow(tree, ancestors, depth, choice.view(batch, nodes))

@@ -37,8 +37,8 @@ class State(nn.Module):
 
     tree_probs: Tensor | None
 
-    def __init__(self, graph: ModelGraph, batch: int, capacity: int, device: torch.device, probs: bool = False):
-        """`probs`: the drafter draws its tokens, and gives the distributions."""
+    def __init__(self, graph: ModelGraph, batch: int, capacity: int, device: torch.device, drawn: int = 0):
+        """`drawn`: nodes at most of trees that the drafter draws, and gives the distributions of (0: it does not)."""
         super().__init__()
         self.batch, self.capacity = batch, capacity
         self.position_limit = graph.position_limit
@@ -58,8 +58,9 @@ class State(nn.Module):
         buffer("tree_parents", batch, MAX_NODES)
         buffer("tree_count", batch)
         buffer("tree_hint", batch)
-        if probs:
-            buffer("tree_probs", batch, MAX_NODES, graph.vocab_size, dtype=torch.float32)
+        buffer("temperature", batch, dtype=torch.float32)  # at which drafts are drawn
+        if drawn:
+            buffer("tree_probs", batch, drawn, graph.vocab_size, dtype=torch.float32)
         else:
             self.tree_probs = None
         self.kv = Cache(graph, batch, capacity)
