@@ -8,7 +8,7 @@ from unittest import mock
 import models
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_compile import speculate
 from spec_compile.drafters.draft_block import FINAL, Eagle3Head, EagleHead
@@ -21,6 +21,7 @@ SCHEDULES = {
     "one": dict(num_steps=1),
     "tree": dict(num_steps=3, topk=3, num_draft_tokens=8),
     "cut": dict(num_steps=4, topk=2, num_draft_tokens=4),
+    "static": dict(tree_choices="eagle1"),
 }
 NEW = 24
 TAPS = (1, 0, FINAL)
@@ -116,14 +117,14 @@ def drafted(algorithm, draft, model, schedule, text):
                     state = torch.cat([state, recycled[:, -1:]], dim=1)
             return recycled[0, -1], normed[0, -1] @ draft.head_weight.T
 
-    fed = []
+    fed, is_chain = [], getattr(schedule, "topk", 0) == 1
 
     def step(tokens, hidden, ancestors, depth, offset, wanted):
-        del fed[offset if schedule.topk == 1 else 0 :]
+        del fed[offset if is_chain else 0 :]
         fed.extend(tokens[0].tolist())
         rows = []
         for row in range(tokens.shape[1]):
-            if schedule.topk == 1:
+            if is_chain:
                 path = fed
             else:
                 path = [token for j, token in enumerate(fed) if int(ancestors[0, row]) >> j & 1]
@@ -134,8 +135,10 @@ def drafted(algorithm, draft, model, schedule, text):
     return grow(schedule, ids[:, -1], logits[None], hidden[None], step)[:2]
 
 
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("algorithm", "schedule"),
+    [(a, s) for a in ("eagle", "eagle3", "draft_model") for s in SCHEDULES if (a, s) != ("draft_model", "static")],
+)
 @torch.no_grad()
 def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
     system = fast(algorithm, "llama", schedule)
@@ -229,3 +232,77 @@ def test_a_conversation_goes_on_from_its_cache(algorithm):
     foreign = turn(ids, target("llama"))[0].past_key_values
     got, trace = turn(second, past_key_values=foreign)
     assert torch.equal(got.sequences, want.sequences) and trace == rounds
+
+
+PROMISES = {
+    "processors": dict(repetition_penalty=1.3, no_repeat_ngram_size=3, min_new_tokens=5, eos_token_id=[7, 8]),
+    "eos": dict(eos_token_id=list(range(40, 60))),
+    "scores": dict(output_scores=True, output_logits=True, return_dict_in_generate=True),
+    "prefixes": dict(prefix_allowed_tokens_fn=lambda row, ids: list(range(3 + len(ids) % 5, 70))),
+    "criteria": dict(stopping_criteria=[lambda ids, scores: ids[:, -1] % 11 == 3]),
+    "padding": dict(attention_mask=(torch.arange(23) >= torch.tensor([[0], [5], [21]])).long()),
+    "stateful": dict(logits_processor=[lambda ids, scores: scores.roll(ids.shape[1] % 3, dims=1)]),
+}
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+@pytest.mark.parametrize(("algorithm", "schedule"), [("eagle", "chain"), ("eagle3", "tree"), ("draft_model", "tree")])
+def test_generate_keeps_its_promises(algorithm, schedule, promise):
+    options, ids = PROMISES[promise], prompts(3)
+    got, want = (generated(model, ids, **options) for model in (fast(algorithm, "llama", schedule), target("llama")))
+    if not isinstance(want, torch.Tensor):
+        for name in ("scores", "logits"):
+            torch.testing.assert_close(torch.stack(got[name]), torch.stack(want[name]), rtol=1e-4, atol=1e-4)
+        got, want = got.sequences, want.sequences
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("algorithm", "schedule"), [("eagle", "tree"), ("draft_model", "chain")])
+def test_sampled_tokens_do_not_depend_on_the_draft(algorithm, schedule):
+    answers = []
+    for system in (fast(algorithm, "llama", schedule), speculate(target("llama"), compile=False, max_cache_len=200)):
+        torch.manual_seed(3)
+        answers.append(generated(system, prompts(3), do_sample=True, temperature=0.8, top_p=0.9))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "names"),
+    [
+        ("draft_model", dict(), "draft"),
+        ("draft_model", dict(draft=3), "draft"),
+        ("draft_model", dict(draft="llama", num_steps=0), "num_steps"),
+        ("draft_model", dict(draft="llama", num_steps=2, num_draft_tokens=9), "num_draft_tokens"),
+        ("draft_model", dict(draft="llama", topk=2, draft_sample_method="probabilistic"), "topk"),
+        ("draft_model", dict(draft="llama", draft_sample_method="random"), "draft_sample_method"),
+        ("draft_model", dict(draft="llama", token_map=[1, 2]), "token_map"),
+        ("draft_model", dict(draft="llama", num_step=3), "num_steps"),
+        ("draft_model", dict(draft="other vocabulary"), "vocabulary"),
+        ("draft_model", dict(draft="in training"), "draft.*training"),
+        ("eagle", dict(), "draft"),
+        ("eagle", dict(draft="/no/such/folder"), "draft"),
+        ("eagle", dict(draft="head", score_temperature=0.0), "score_temperature"),
+        ("eagle", dict(draft="head", tree_choices=[[0, 0]]), "choices"),
+        ("eagle", dict(draft="head", token_map=[96]), "token_map"),
+        ("mtp", dict(), "draft|multi-token"),
+    ],
+)
+def test_bad_options_are_named(algorithm, options, names):
+    model = models.ADMITTED["llama"]()
+    drafts = {
+        "llama": models.ADMITTED["llama"],
+        "other vocabulary": lambda: LlamaForCausalLM(LlamaConfig(**models.GQA | dict(vocab_size=50))).eval(),
+        "in training": lambda: models.ADMITTED["llama"]().train(),
+        "head": lambda: head("eagle", "llama"),
+    }
+    if options.get("draft") in drafts:
+        options = options | dict(draft=drafts[options["draft"]]())
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    with pytest.raises((ValueError, TypeError), match=names):
+        speculate(model, algorithm, compile=False, **options)
+    assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+def test_only_ngrams_take_a_reference():
+    with pytest.raises(ValueError, match="reference"):
+        generated(fast("eagle", "llama", "chain"), prompts(1), reference=[1, 2, 3])
