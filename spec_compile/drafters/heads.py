@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .. import passes
 from ..capture import capture_head
+from ..kernels.ops import few_rows_linear
 from ..runtime.accept import Accepted
 from ..runtime.state import Cache, State
 from .base import Algorithm, Drafter, DraftOptions, propose_grown
@@ -116,7 +116,7 @@ class HeadDrafter(Drafter):
             buffer.copy_(torch.where(here[:, None], values.gather(1, index)[:, 0], buffer.clone()))
 
     def propose(self, state: State, span: int) -> None:
-        logits = F.linear(self.normed.clone(), self.head.head_weight)
+        logits = few_rows_linear(self.normed.clone(), self.head.head_weight)
         step = partial(self._step, state.lengths.clone(), span)
         hidden, hot_ids = self.hidden.clone(), self.head.hot_ids
         propose_grown(state, self.schedule, self.draws, logits, hidden, step, hot_ids)
@@ -125,7 +125,7 @@ class HeadDrafter(Drafter):
         """See `schedule.grow`. A node at depth d is the token of the pair at position lengths + d - 1."""
         positions = lengths[:, None] + depth - 1
         hidden, normed = self.block(tokens, positions, hidden, lengths + offset, ancestors, self.cache.tensors, span)
-        return hidden, F.linear(normed[:, -wanted:], self.head.head_weight)
+        return hidden, few_rows_linear(normed[:, -wanted:], self.head.head_weight)
 
 
 def build(algorithm: str | None, model: PreTrainedModel, options: HeadOptions) -> Heads:
