@@ -31,7 +31,8 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
     object of its own class that shares its weights; its ``generate()`` takes the same arguments.
     ``result.speculation`` holds ``stats``, ``explain()``, ``ngram`` and ``warmup()``.
 
-    algo: "ngram" (alias "lookahead"). options: see `config.Options` and the algorithm's own (`drafters`).
+    algo: "ngram" (alias "lookahead"), "eagle", "eagle3", "naive_eagle", "mtp" ("nextn") or "draft_model"
+    ("standalone"). options: see `config.Options` and the algorithm's own in `drafters`; ``draft=`` names the draft.
 
     Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
     model in training mode) or UnsupportedModelError (the model cannot be rewritten exactly), before any change.

@@ -19,7 +19,7 @@ def explain(speculation) -> str:
     ]
     for report in graph.log:
         lines.append(f"  {report.name:16} {report.nodes_before:5} -> {report.nodes_after:5}  {report.summary}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *engine.algorithm.explain()])
 
 
 def dump(model, directory) -> list[Path]:

@@ -67,7 +67,7 @@ class Heads(Algorithm):
         return HeadDrafter(self, batch, slots)
 
     def explain(self) -> list[str]:
-        return self.head.report
+        return ["draft head:", *(f"  {line}" for line in self.head.report)]
 
 
 class HeadDrafter(Drafter):

@@ -38,10 +38,11 @@ AHEAD = 2
 class Request:
     """What one generate() asks for. Lengths count a row's own tokens, prompt included and padding not.
 
-    past: keys and values that exist already; unknown: of tokens that are not in `prompts`. first_logits [B, V]: of the token after the prompts, if they are known;
-    then `past` covers the whole prompts. choose: makes an `Accepted` of verified trees and their logits [B, N, V], in
-    place of greedy acceptance inside the round. sampler, seed: draws inside the round. temperature: at which drafts are
-    drawn, if the drafter draws (0: the likeliest ones). stopped: rows that the caller has ended; it may add to them.
+    past: keys and values that exist already; unknown: of tokens that are not in `prompts`. first_logits [B, V]: of the
+    token after the prompts, if they are known; then `past` covers the whole prompts. choose: makes an `Accepted` of
+    verified trees and their logits [B, N, V], in place of greedy acceptance inside the round. sampler, seed: draws
+    inside the round. temperature: at which drafts are drawn, if the drafter draws (0: the likeliest ones). stopped:
+    rows that the caller has ended; it may add to them.
     """
 
     prompts: list[list[int]]
