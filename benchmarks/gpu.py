@@ -1,7 +1,7 @@
 """Rounds on a GPU against the byte floor, and against transformers: for model shapes with random weights.
 
     python benchmarks/gpu.py [--shapes llama-8b qwen3-8b llama-1b qwen3-0.6b] [--contexts 1024 8192 32768]
-                             [--batches 1 4 8] [--baselines] [--demo] [--json FILE]
+                             [--batches 1 4 8] [--baselines] [--drafts] [--demo] [--json FILE]
 
 The floor of a round is the time in which the bytes it must read (weights once, keys and values of the context once)
 pass at the bandwidth that a large copy reaches here. Prompts are tokens of real text (benchmarks/prompts); since
@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import drafts
 import torch
 from common import DEMO_MODEL, HERE, machine, read_prompts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -44,14 +45,16 @@ SHAPES = {
                                  rope_parameters=dict(rope_type="default", rope_theta=1000000.0))),
 }  # fmt: skip
 FAMILIES = {
-    "norms": ("rsqrt",),
+    "norms": ("rsqrt", "rms_norm"),
     "attention": ("_attention", "_merge"),
-    "matrix products": ("skinny", "_kernel", "gemm", "cutlass", "nvjet", "splitk", "gemv", "cublas"),
+    "matrix products": ("skinny", "gemm", "cutlass", "nvjet", "splitk", "gemv", "cublas"),
     "rotary embedding, activations": ("triton_poi", "triton_red", "triton_per"),
     "n-gram": ("ngram",),
     "compaction": ("compact",),
     "copies and fills": ("memcpy", "memset", "elementwise"),
 }
+DRAFTED = {"llama-8b": "llama-1b"}
+"""Shapes that are also measured with drafts, and the shape of their draft model."""
 SIMULATED = 3.0
 """Accept length assumed for the simulated rates."""
 
@@ -202,8 +205,10 @@ def measure(name: str, options, speeds: dict[str, float]) -> dict:
     begin = time.perf_counter()
     longest = max(options.contexts)
     fast = spec_compile.speculate(model, num_draft_tokens=max(options.sizes), max_cache_len=longest + 1024)
-    fast.speculation.warmup()
+    fast.speculation.warmup(progress=lambda line: print(f"  {time.perf_counter() - begin:5.1f} s: {line}", flush=True))
     ready = time.perf_counter() - begin
+    if options.warm:
+        return {"ready_warm_seconds": ready}
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token_bytes = config.num_hidden_layers * config.num_key_value_heads * head_dim * 2 * 2
@@ -231,6 +236,9 @@ def measure(name: str, options, speeds: dict[str, float]) -> dict:
     result["loop"] = loop(fast, ids, 64)
     print("  loop: " + ", ".join(f"{k} {v:.2f}" for k, v in result["loop"].items()))
     result["peak_bytes"] = torch.cuda.max_memory_allocated()
+    if options.drafts and name in DRAFTED:
+        sizes = SHAPES[DRAFTED[name]][1]
+        result["drafts"] = drafts.measure(model, sizes, weights + token_bytes * 1024, speeds["copy"], rounds)
     if options.baselines:
         result["baselines"] = baselines(model, ids, 64)
         print("  " + ", ".join(f"{k} {v:.2f}" for k, v in result["baselines"].items()), flush=True)
@@ -274,6 +282,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--baselines", action="store_true", help="also transformers' own ways, which take a while")
+    parser.add_argument("--drafts", action="store_true", help="also draft heads and models (see drafts.py)")
+    parser.add_argument("--warm", action="store_true", help="only the seconds until ready, in a second process")
     parser.add_argument("--demo", action="store_true", help="also the demo model, with real acceptance")
     parser.add_argument("--json", type=Path, default=HERE / "results" / "gpu.json")
     options = parser.parse_args()
@@ -282,7 +292,9 @@ def main() -> None:
     report = json.loads(options.json.read_text()) if options.json.exists() else {"shapes": {}}  # shapes not run: kept
     report |= {"machine": {**machine(), "gpu": torch.cuda.get_device_name()}, "bandwidth": speeds}
     for name in options.shapes:
-        report["shapes"][name] = {"command": " ".join(sys.argv), **measure(name, options, speeds)}
+        found = measure(name, options, speeds)
+        known = report["shapes"].get(name, {})
+        report["shapes"][name] = {**known, **found} if options.warm else {"command": " ".join(sys.argv), **found}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.demo:
         report["demo"] = demo(options)

@@ -276,8 +276,8 @@ class _Warm:
 
 def _compile(job) -> None:
     rows, shape, plan = job
-    if not isinstance(kernel._kernel, _Warm):
-        kernel._kernel = _Warm(kernel._kernel)
+    if not isinstance(kernel._skinny, _Warm):
+        kernel._skinny = _Warm(kernel._skinny)
     x, weight, out = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((rows, shape[1]), shape, (rows, 1)))
     try:
         kernel.launch(x, weight, None, out, plan)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 GPU = torch.cuda.is_available()
 if not GPU:
@@ -74,12 +75,19 @@ def bits(x):
     return x.cpu().view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
+def turn(x, cos, sin):
+    """x [B, H, N, D] turned by the angles of each half, [B, N, D], and rounded once."""
+    a, b = x.double().chunk(2, -1)
+    (cos_a, cos_b), (sin_a, sin_b) = (part[:, None].chunk(2, -1) for part in (cos, sin))
+    return torch.cat([a * cos_a - b * sin_a, b * cos_b + a * sin_b], -1).to(x.dtype)
+
+
 class Case:
     """Random inputs of one call, with NaN in every slot of the cache that nobody may see."""
 
     def __init__(
         self, place, lengths, nodes, parents=None, heads=(2, 1), sizes=(16, 16), capacity=None, causal=False,
-        window=None, softcap=None, sinks=False,
+        window=None, softcap=None, sinks=False, rotary=False,
     ):  # fmt: skip
         self.device, self.dtype = place
         batch = len(lengths)
@@ -97,10 +105,13 @@ class Case:
         self.positions = self.lengths[:, None] + (torch.arange(nodes) if causal else depth)
         self.sinks = torch.randn(heads[0], dtype=self.dtype) if sinks else None
         self.rest = sizes[0] ** -0.5, softcap, window
+        angles = torch.randn(2, batch, nodes, sizes[0]).to(self.dtype)  # not even those of the two halves are equal
+        self.angles = tuple(angles) if rotary else (None, None)
 
     def expected(self):
         """Output and caches of the twin, computed in double precision."""
-        q, k, v, *caches = (x.double() for x in (self.q, self.k, self.v, *self.clean))
+        q, k, v, *caches = (x.double() for x in (self.q, self.new_keys(), self.v, *self.clean))
+        q = q if self.angles[0] is None else turn(q, *self.angles)
         group = q.shape[1] // k.shape[1]
         scale, softcap, window = self.rest
         span = int(self.lengths.max()) + q.shape[2]
@@ -108,9 +119,13 @@ class Case:
         sinks = None if self.sinks is None else self.sinks.double()
         return ops.tree_attention(q, k, v, *caches, self.lengths, mask, sinks, scale, softcap)
 
+    def new_keys(self):
+        """The block's keys as the cache is to hold them."""
+        return self.k if self.angles[0] is None else turn(self.k, *self.angles)
+
     def inputs(self):
         tensors = self.q, self.k, self.v, *self.caches, self.lengths, self.ancestors, self.positions, self.sinks
-        return [*(move(x, self.device) for x in tensors), *self.rest]
+        return [*(move(x, self.device) for x in tensors), *self.rest, *(move(x, self.device) for x in self.angles)]
 
     def check(self, config=SMALL):
         inputs = self.inputs()
@@ -121,10 +136,15 @@ class Case:
     def compare(self, out, caches):
         tolerance = TOLERANCE[self.dtype]
         torch.testing.assert_close(out.cpu().double(), self.expected(), atol=tolerance, rtol=tolerance)
-        for cache, before, new in zip(caches, self.caches, (self.k, self.v)):
+        for cache, before, new in zip(caches, self.caches, (self.new_keys(), self.v)):
             after = before.clone()
             for row, length in enumerate(self.lengths.tolist()):
-                after[row, :, length : length + new.shape[2]] = new[row]
+                there = slice(length, length + new.shape[2])
+                after[row, :, there] = new[row]
+                if self.angles[0] is not None and new is not self.v:
+                    turned = cache[row, :, there].cpu()
+                    torch.testing.assert_close(turned, new[row], rtol=torch.finfo(self.dtype).eps, atol=1e-5)
+                    after[row, :, there] = turned
             assert torch.equal(bits(cache), bits(after))  # the block's slots hold it, all others are as they were
 
 
@@ -234,6 +254,34 @@ def test_rising_scores(place):
     case.check()
 
 
+@pytest.mark.parametrize("nodes", [1, 3, 16, 33, 64])
+@pytest.mark.parametrize("heads, sizes", [((4, 2), (64, 64)), ((3, 3), (80, 48)), ((5, 1), (24, 24))])
+def test_rotary(place, nodes, heads, sizes):
+    Case(place, [70, 0], nodes, random_tree(nodes), heads, sizes, rotary=True).check()
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=20), dict(softcap=2.0, sinks=True)])
+def test_rotary_of_other_attention(place, options):
+    case = Case(place, [0, 5, 60], 7, random_tree(7), heads=(4, 2), rotary=True, **options)
+    case.check()
+    case.check(SMALL._replace(splits=1))
+
+
+def test_angles_that_do_not_fit(place):
+    case = Case(place, [5], 3, rotary=True)
+    case.angles = tuple(x[:, :2] for x in case.angles)
+    with pytest.raises(ValueError, match=r"cos, sin: expected \[1, 3, 16\].*got \[1, 2, 16\]"):
+        attention.launch(*case.inputs(), config=SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotated_is_transformers(dtype):
+    q, k = torch.randn(2, 4, 7, 16).to(dtype), torch.randn(2, 2, 7, 16).to(dtype)
+    cos, sin = torch.randn(2, 2, 7, 16).to(dtype)
+    for got, want in zip((attention.rotated(x, cos, sin) for x in (q, k)), apply_rotary_pos_emb(q, k, cos, sin)):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @settings(max_examples=30 if GPU else 8)
 @given(data=st.data())
@@ -249,14 +297,16 @@ def test_anything(place, data):
         "window": data.draw(st.sampled_from([None, 3, 40])),
         "softcap": data.draw(st.sampled_from([None, 2.0])),
         "sinks": data.draw(st.booleans()),
+        "rotary": data.draw(st.booleans()),
     }
     config = SMALL._replace(splits=data.draw(st.integers(1, 6)), least=data.draw(st.sampled_from([16, 48])))
     Case(place, lengths, nodes, parents, heads, **options).check(config)
 
 
-def test_operator():
+@pytest.mark.parametrize("rotary", [False, True])
+def test_operator(rotary):
     """The registered operator on a CPU: schema, fake, and the twin's own answer."""
-    case = Case(("cpu", torch.float32), [20, 7], 5, random_tree(5), heads=(4, 2), sinks=True, softcap=5.0)
+    case = Case(("cpu", torch.float32), [20, 7], 5, random_tree(5), (4, 2), sinks=True, softcap=5.0, rotary=rotary)
     case.caches = [cache.clone() for cache in case.clean]
     torch.library.opcheck(attention.tree_attention, case.inputs())
     inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in case.inputs()]
@@ -312,6 +362,7 @@ LLAMA = {"heads": (32, 8), "sizes": (128, 128)}
 def test_own_tuning(dtype, nodes):
     """With the divisions that `tuning` chooses."""
     Case(("cuda", dtype), [3000], nodes, random_tree(nodes), **LLAMA).check(None)
+    Case(("cuda", dtype), [3000], nodes, random_tree(nodes), rotary=True, **LLAMA).check(None)
     Case(("cuda", dtype), [0, 1029, 128], nodes, random_tree(nodes), **LLAMA).check(None)
 
 
@@ -358,7 +409,7 @@ def test_long_context(dtype):
 @pytest.mark.parametrize("dtype", CUDA)
 @pytest.mark.parametrize("nodes", [1, 16, 64])
 def test_same_bits_every_time(dtype, nodes):
-    inputs = Case(("cuda", dtype), [5000], nodes, random_tree(nodes), **LLAMA).inputs()
+    inputs = Case(("cuda", dtype), [5000], nodes, random_tree(nodes), rotary=True, **LLAMA).inputs()
     outs = [torch.ops.spec_compile.tree_attention(*inputs) for _ in range(20)]
     assert all(torch.equal(bits(out), bits(outs[0])) for out in outs)
 
@@ -368,7 +419,7 @@ def test_cuda_graph(dtype):
     """A captured graph of attention and compaction follows the lengths, trees and paths on the device."""
     nodes, capacity = 16, 4200
     cases = [
-        Case(("cuda", dtype), [length], nodes, shape(nodes), capacity=capacity, **LLAMA)
+        Case(("cuda", dtype), [length], nodes, shape(nodes), capacity=capacity, rotary=True, **LLAMA)
         for length, shape in ((100, chain), (0, star), (4100, random_tree), (777, random_tree))
     ]
     static = cases[0].inputs()

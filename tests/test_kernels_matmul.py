@@ -117,7 +117,7 @@ def test_ops_on_a_cpu(dtype):
 def test_plans_fit():
     """A plan for every shape of a model, with tiles that the kernel can cut."""
     for rows in (1, 2, 4, 8, 16, 32, 64):
-        for outputs, inputs in [(4096, 4096), (128256, 2048), (1024, 3072), (5000, 776)]:
+        for outputs, inputs in [(4096, 4096), (4096, 14336), (128256, 2048), (1024, 3072), (5000, 776)]:
             plan = kernel.plan(rows, outputs, inputs)
             if plan is not None:
                 width = max(16, triton.next_power_of_2(rows))

@@ -6,6 +6,6 @@ import torch
 
 def load(device: torch.device) -> None:
     """Register the ops that have kernels, and make ready what they share on a GPU; needs triton."""
-    from . import compact, skinny_matmul, tree_attention  # noqa: F401
+    from . import add_rms_norm, compact, skinny_matmul, tree_attention  # noqa: F401
 
     skinny_matmul.prepare(device)

@@ -4,10 +4,10 @@ Such a product takes as long as reading the weights. What a plain kernel loses a
 
 - The work, tiles of the weights, is dealt to the programs in equal runs that may begin and end anywhere ("stream-K").
   A row of tiles of several programs is summed by the last of them to arrive, in a fixed order: results do not vary.
-- Programs begin while the kernel before them still runs (programmatic dependent launch). The form for single rows,
-  without tensor cores, fills its pipeline with weights before it waits for the activations. So **the kernel right
-  before must not write the weights**. A kernel launched the same way after this one begins no earlier than when all
-  that came before this one is done.
+- Programs begin while the kernel before them still runs (see `dependent_launch`). The form for single rows, without
+  tensor cores, fills its pipeline with weights before it waits for the activations; the other fetches a few of its
+  first weights to the L2 cache. So **no kernel of a layer may write weights**. A kernel launched the same way after
+  this one begins no earlier than when all that came before this one is done.
 """
 
 import functools
@@ -70,7 +70,7 @@ if triton is not None:
         )
 
     @triton.jit(do_not_specialize=["rows", "share", "more", "late", "prefetch"])
-    def _kernel(
+    def _skinny(
         x,
         weight,
         bias,
@@ -242,7 +242,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, plan: Pl
     if parts > 1:
         partial = torch.empty(2 * programs * tile, dtype=torch.float32, device=x.device)
         arrived = _zeros(x.device, height)
-    _kernel[(programs,)](
+    _skinny[(programs,)](
         x,
         weight,
         bias,
@@ -301,8 +301,9 @@ def _zeros(device: torch.device, count: int) -> Tensor:
 def plan(rows: int, outputs: int, inputs: int, processors: int = 132) -> Plan | None:
     """The plan for a product on so many multiprocessors; None where cuBLAS is not slower, or the kernel cannot run.
 
-    Found on an H200 with the layers of Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B. Programs that all fit at once share
-    rows of tiles only as far as each multiprocessor gets at most one.
+    Found on an H200 with the layers of Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B; `prefetch` with kernels before the
+    product that let it begin at once. Programs that all fit at once share rows of tiles only as far as each
+    multiprocessor gets at most one.
     """
     if not 0 < rows <= MAX_ROWS or inputs % 16 or outputs * inputs < 1 << 19:
         return None
@@ -315,18 +316,21 @@ def plan(rows: int, outputs: int, inputs: int, processors: int = 132) -> Plan | 
         if tiles <= 8 * processors:
             return Plan(16, 512 if inputs > 1024 else 256, _ceil(outputs, 16), dot=False, late=6)
         if inputs >= 4096:
-            return Plan(4, 1024, _ceil(outputs, 4), dot=False, late=6)
+            return Plan(4, 1024, _ceil(outputs, 4), stages=5, dot=False, late=6)
     elif rows <= 4 and outputs <= 8 * processors:
         return Plan(8, 256, _ceil(outputs, 8), stages=14, dot=False, late=6)
     tiles = _ceil(outputs, 64)
     if tiles > 2 * processors and (rows > 32 or tiles > 7 * processors):
-        return Plan(128, 128, _ceil(outputs, 128), warps=8, stages=4 if rows > 32 else 3, late=1)
+        return Plan(128, 128, _ceil(outputs, 128), warps=8, stages=4 if rows > 32 else 3, late=1, prefetch=1)
     if tiles > processors:
-        return Plan(64, 128, tiles, stages=5 if rows <= 16 else 4, late=1)
+        return Plan(64, 128, tiles, late=1, prefetch=1)
+    narrow = _ceil(outputs, 32)
+    if rows <= 16 and inputs > 2 * outputs and 0.9 * processors < narrow <= processors:  # no row of tiles is shared
+        return Plan(32, 256, narrow, stages=6, late=1)
     shares = min(processors // tiles, _ceil(inputs, 128), 8)
     if shares > 1 and tiles * shares < 0.8 * processors:
         return None
-    return Plan(64, 128, tiles * shares, stages=8 if shares == 1 and rows <= 16 else 5, late=1)
+    return Plan(64, 128, tiles * shares, stages=8 if shares == 1 and rows <= 16 else 5, late=1, prefetch=2)
 
 
 @functools.cache

@@ -16,11 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import ops
+from . import dependent_launch, ops
+from .skinny_matmul import _prefetch
 
 LOG2E = math.log2(math.e)
-CHAINED = False
-"""Whether attention, like the merge, may be launched before the kernel ahead of it has ended (it then waits)."""
 
 
 @torch.library.custom_op("spec_compile::tree_attention", mutates_args=("key_cache", "value_cache"), device_types="cpu")
@@ -37,21 +36,37 @@ def tree_attention(
     scale: float,
     softcap: float | None,
     window: int | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> Tensor:
     """`ops.tree_mask` and `ops.tree_attention` in one: what they mean, and what this does on a CPU.
 
     q [B, H, N, Dk], k [B, Hkv, N, Dk], v [B, Hkv, N, Dv], any strides; caches [B, Hkv, S, D*] contiguous, written at
     slots lengths[b] .. lengths[b] + N; lengths [B], positions [B, N] int64; ancestors [B, N] int64 (bit j of node i: i
-    sees j; N <= 64) or None for a causal chunk of any N; sinks [H]; scale > 0. -> [B, N, H, Dv].
+    sees j; N <= 64) or None for a causal chunk of any N; sinks [H]; scale > 0; cos, sin [B, N, Dk] of q's dtype or both
+    None: with them q and k are `rotated` first. -> [B, N, H, Dv].
     """
+    if cos is not None:
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     span = int(lengths.max()) + q.shape[2]
     mask = ops.tree_mask(positions, lengths, ancestors, span, window, q.shape[1] // k.shape[1], q.dtype)
     return ops.tree_attention(q, k, v, key_cache, value_cache, lengths, mask, sinks, scale, softcap).contiguous()
 
 
 @tree_attention.register_fake
-def _(q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window):
+def _(
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, cos=None, sin=None
+):  # fmt: skip
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, eq. 34) of halves, as Llama has it, in x's dtype.
+
+    x [B, H, N, D], D even; cos, sin [B, N, D] -> [B, H, N, D].
+    """
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
 
 class Tuning(NamedTuple):
@@ -67,16 +82,16 @@ class Tuning(NamedTuple):
 
 
 @functools.cache
-def _device(index: int) -> tuple[int, int, bool]:
-    """Multiprocessors, bytes of shared memory a program may take, whether kernels may start before the last ends."""
+def _device(index: int) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory a program may take."""
     facts = torch.cuda.get_device_properties(index)
-    return facts.multi_processor_count, facts.shared_memory_per_block_optin, facts.major >= 9
+    return facts.multi_processor_count, facts.shared_memory_per_block_optin
 
 
 @functools.cache
 def tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
     """For `rows` rows a KV head and `groups` = B * Hkv."""
-    processors, memory, _ = _device(device)
+    processors, memory = _device(device)
     wide = key_dim + value_dim > 256
     block_m, most, warps = (16, 128, 4) if rows <= 16 else (64, 128, 4) if rows <= 64 or wide else (128, 128, 8)
     if itemsize == 4:  # no tensor cores: what does not fit into registers is slow, and takes long to compile
@@ -93,39 +108,46 @@ def tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, 
 
 @tree_attention.register_kernel("cuda")
 def launch(
-    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, config=None
-) -> Tensor:
-    """`tree_attention` by the kernels, as `config` (a `Tuning`) says."""
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, cos=None, sin=None,
+    config=None,
+) -> Tensor:  # fmt: skip
+    """`tree_attention` by the kernels, as `config` (a `Tuning`) says.
+
+    The kernels for a tree are launched early (see `dependent_launch`), those for a causal chunk as ever.
+    """
     batch, heads, nodes, key_dim = q.shape
     kv_heads, capacity, value_dim = k.shape[1], key_cache.shape[2], v.shape[3]
     group = heads // kv_heads
     if scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")
+    if cos is not None and not cos.shape == sin.shape == (batch, nodes, key_dim):
+        shapes = f"{list(cos.shape)} and {list(sin.shape)}"
+        raise ValueError(f"cos, sin: expected {[batch, nodes, key_dim]}, a row for each of k's, got {shapes}")
     if config is None:
         config = tuning(group * nodes, batch * kv_heads, key_dim, value_dim, q.element_size(), q.device.index)
     block_m, block_n, splits, least, warps, stages = config
     tiles = triton.cdiv(nodes * group, block_m)
     q, k, v, positions = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, positions))
-    ancestors = None if ancestors is None else ancestors.contiguous()
+    ancestors, cos, sin = (x if x is None else x.contiguous() for x in (ancestors, cos, sin))
 
     out = q.new_empty(batch, nodes, heads, value_dim)
     parts, sums = out, lengths  # never touched where there is one split
     if splits > 1:
         parts = q.new_empty(batch * kv_heads * tiles, splits, block_m, value_dim, dtype=torch.float32)
         sums = q.new_empty(batch * kv_heads * tiles, splits, 2, block_m, dtype=torch.float32)
-    early = q.is_cuda and splits > 1 and _device(q.device.index)[2]
+    early = ancestors is not None and dependent_launch.available(q)
     options = {"launch_pdl": True} if early else {}
     shared = {"WINDOW": window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "EARLY": early}
     shared |= {"DV": value_dim, "BLOCK_DV": triton.next_power_of_2(value_dim)}
     _attention[(tiles * splits, batch * kv_heads)](
-        q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, out, parts, sums,
+        q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, cos, sin, out, parts, sums,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], positions.stride(0), nodes, splits, least, capacity,
         scale / softcap * 2 * LOG2E if softcap is not None else 0.0,
         (softcap if softcap is not None else scale) * LOG2E,
         SOFTCAP=softcap is not None, KV_HEADS=kv_heads, DK=key_dim, BLOCK_DK=triton.next_power_of_2(key_dim),
         BLOCK_OWN=min(max(triton.next_power_of_2(nodes), 16), block_n), ALONE=splits == 1,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **shared, num_warps=warps, num_stages=stages,
-        **(options if CHAINED else {}),
+        ALIGNED=key_dim // 2 & -(key_dim // 2), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        **shared, num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
     if splits > 1:
         _merge[(nodes * heads, batch)](
@@ -170,18 +192,41 @@ def _step(
     return acc, higher, total
 
 
+@triton.jit
+def _prefetch_slots(cache, begin, end, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Fetch the first BLOCK_N of the slots begin .. end to the L2 cache, by lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = BLOCK_D // LINE if BLOCK_D > LINE else 1
+    slot = tl.maximum(tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1), 0)
+    column = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
+    _prefetch((cache + slot[:, None] * D + column[None, :]).to(tl.int64))
+
+
+@triton.jit
+def _load_rotated(at, dim, cos, sin, mask, D: tl.constexpr, ALIGNED: tl.constexpr):
+    """The rows [R, D] at the addresses [R, 1] as `rotated` turns them, rounded once. cos, sin: addresses [R, 1]."""
+    half: tl.constexpr = D // 2
+    across = tl.where(dim < half, dim + half, dim - half)
+    across = tl.multiple_of(tl.max_contiguous(across, ALIGNED), ALIGNED)[None, :]
+    first, dim = (dim < half)[None, :], dim[None, :]
+    x = tl.load(at + dim, mask=mask, other=0.0)
+    other = tl.load(at + across, mask=mask, other=0.0).to(tl.float32)
+    straight = x.to(tl.float32) * tl.load(cos + dim, mask=mask, other=0.0).to(tl.float32)
+    turned = tl.where(first, -other, other) * tl.load(sin + dim, mask=mask, other=0.0).to(tl.float32)
+    return (straight + turned).to(x.dtype)
+
+
 @triton.jit(do_not_specialize=["nodes", "splits", "least"])
 def _attention(
-    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, out, parts, sums,
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, cos, sin, out, parts, sums,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_p,
     nodes, splits, least, capacity, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_OWN: tl.constexpr, ALONE: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
-        gdc_wait()  # for nothing, unless CHAINED
         gdc_launch_dependents()  # the merge may take its place on the GPU, and wait there
     tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -191,25 +236,33 @@ def _attention(
     length, first, size, owner = _plan(
         lengths, positions, batch, stride_p, node, nodes, splits, least, WINDOW, BLOCK_N
     )
+    key_cache += tl.program_id(1).to(tl.int64) * capacity * DK
+    value_cache += tl.program_id(1).to(tl.int64) * capacity * DV
+    begin = first + split * size
+    end = tl.minimum(begin + size, length)
+    if EARLY:
+        _prefetch_slots(key_cache, begin, end, DK, BLOCK_DK, BLOCK_N)
+        _prefetch_slots(value_cache, begin, end, DV, BLOCK_DV, BLOCK_N)
+        gdc_wait()
     if split > owner:
         return
 
     real = row < nodes * GROUP
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     real_dk, real_dv = (dk < DK)[None, :], (dv < DV)[None, :]
-    q_at = q + batch * stride_qb + head[:, None] * stride_qh + node[:, None] * stride_qn + dk[None, :]
-    query = tl.load(q_at, mask=real[:, None] & real_dk, other=0.0)
+    q_at = q + batch * stride_qb + head[:, None] * stride_qh + node[:, None] * stride_qn
+    if cos is None:
+        query = tl.load(q_at + dk[None, :], mask=real[:, None] & real_dk, other=0.0)
+    else:
+        turn = (batch * nodes + node)[:, None] * DK
+        query = _load_rotated(q_at, dk, cos + turn, sin + turn, real[:, None] & real_dk, DK, ALIGNED)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if WINDOW is not None:
         position = tl.load(positions + batch * stride_p + node, mask=real, other=0).to(tl.int32)
 
-    key_cache += tl.program_id(1).to(tl.int64) * capacity * DK
-    value_cache += tl.program_id(1).to(tl.int64) * capacity * DV
     slot = tl.arange(0, BLOCK_N)
-    begin = first + split * size
-    end = tl.minimum(begin + size, length)
     if WINDOW is None:  # blocks that need no mask
         whole = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
         for start in range(begin, whole, BLOCK_N):
@@ -248,7 +301,12 @@ def _attention(
             j = start + own
             inside = j < nodes
             k_mask, v_mask = inside[:, None] & real_dk, inside[:, None] & real_dv
-            keys = tl.load(k + j[:, None] * stride_kn + dk[None, :], mask=k_mask, other=0.0)
+            k_at = k + j[:, None] * stride_kn
+            if cos is None:
+                keys = tl.load(k_at + dk[None, :], mask=k_mask, other=0.0)
+            else:
+                angle = (batch * nodes + j)[:, None] * DK
+                keys = _load_rotated(k_at, dk, cos + angle, sin + angle, k_mask, DK, ALIGNED)
             values = tl.load(v + j[:, None] * stride_vn + dv[None, :], mask=v_mask, other=0.0)
             if tile == tiles - 1:
                 kept = (length + j < capacity)[:, None]
@@ -286,6 +344,8 @@ def _merge(
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out = the parts' sums weighed by their peaks, one row a program."""
+    if EARLY:
+        gdc_launch_dependents()
     batch = tl.program_id(1).to(tl.int64)
     node, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     row = node * GROUP + head % GROUP
@@ -293,8 +353,7 @@ def _merge(
     tile_nodes = (tile * BLOCK_M + tl.arange(0, BLOCK_M)) // GROUP
     _, _, _, owner = _plan(lengths, positions, batch, stride_p, tile_nodes, nodes, splits, least, WINDOW, BLOCK_N)
     if EARLY:
-        gdc_wait()  # in every program: what comes after this kernel must also come after the one before it
-        gdc_launch_dependents()  # the next layer's attention, if CHAINED
+        gdc_wait()
     tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     part = ((batch * (HEADS // GROUP) + head // GROUP) * tiles + tile) * splits
     parts += (part * BLOCK_M + row % BLOCK_M) * DV

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from ..graph import ModelGraph, PassReport, calls
+from .fused_norms import fused_norms
 from .logits_rows import logits_rows
 from .merge_linears import merge_linears
+from .rotary import rotary
 from .skinny_linears import skinny_linears
 from .swiglu import swiglu
 from .taps import taps
@@ -27,7 +29,7 @@ class Settings:
     logits: str = "all"
 
 
-PIPELINE = [tidy, merge_linears, taps, tree_attention, logits_rows, skinny_linears, swiglu]
+PIPELINE = [tidy, merge_linears, taps, tree_attention, logits_rows, skinny_linears, swiglu, rotary, fused_norms]
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
 
 
