@@ -6,6 +6,7 @@ from .errors import UnsupportedModelError
 from .explain import dump
 from .runtime.ngram import NgramTrie
 from .stats import Stats
+from .training import train_draft
 
-__all__ = ["NgramTrie", "Speculation", "Stats", "UnsupportedModelError", "audit", "dump", "speculate"]
+__all__ = ["NgramTrie", "Speculation", "Stats", "UnsupportedModelError", "audit", "dump", "speculate", "train_draft"]
 __version__ = "0.1.0"

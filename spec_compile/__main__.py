@@ -1,4 +1,5 @@
-"""The command line: ``python -m spec_compile audit --model MODEL --prompt TEXT``."""
+"""The command line: ``python -m spec_compile audit --model MODEL --prompt TEXT``, and
+``python -m spec_compile train --model MODEL --data FILE --output FOLDER``."""
 
 import argparse
 import json
@@ -8,6 +9,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from . import audit, speculate
+from .training import cli
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,7 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
     auditing.add_argument("--device", default="cpu")
     auditing.add_argument("--generate", type=json.loads, default={}, help='JSON, such as \'{"temperature": 0.7}\'')
     auditing.add_argument("--options", type=json.loads, default={}, help='JSON, such as \'{"num_draft_tokens": 8}\'')
+    cli.add_command(commands)
     given = parser.parse_args(arguments)
+    if given.command == "train":
+        return cli.run(given)
     prompts = list(given.prompt)
     if given.prompts is not None:
         lines = [line for line in given.prompts.read_text().splitlines() if line.strip()][: given.limit]

@@ -75,15 +75,17 @@ def capture(model: PreTrainedModel) -> ModelGraph:
     return _describe(model, gm)
 
 
-def capture_head(head: nn.Module, width: int) -> ModelGraph:
+def capture_head(head: nn.Module, width: int | None = None) -> ModelGraph:
     """Trace a draft head, ``forward(input_ids [B, T], positions [B, T], state [B, T, width])``, that calls the marker
-    op itself; the graph shares its parameters."""
+    op itself; the graph shares its parameters. width: None for a head that takes no state."""
     parameter = next(head.parameters())
-    ids, positions = _example(parameter.device)
-    gm = _trace(head, ids, positions, parameter.new_zeros(2, 7, width))
+    arguments = _example(parameter.device)
+    if width is not None:
+        arguments = (*arguments, parameter.new_zeros(2, 7, width))
+    gm = _trace(head, *arguments)
     markers = calls(gm, torch.ops.spec_compile.attention.default)
     layers = tuple(_layer(node) for node in markers)
-    return ModelGraph(gm, layers, 0, width, parameter.dtype, position_limit=None, head_weight="")
+    return ModelGraph(gm, layers, 0, head.hidden_size, parameter.dtype, position_limit=None, head_weight="")
 
 
 def _example(device: torch.device) -> tuple[Tensor, Tensor]:

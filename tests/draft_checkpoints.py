@@ -1,7 +1,7 @@
 """Writers of tiny draft checkpoints, one for each published format: exactly its tensors and its config.
 
-`FLAVOURS` maps a name to a `Flavour`. ``write(name, folder)`` makes its target, writes the checkpoint and returns a
-`Written`; two calls give equal weights.
+`FLAVOURS` and `DFLASH` map a name to a `Flavour`. ``write(name, folder)`` makes its target, writes the checkpoint and
+returns a `Written`; two calls give equal weights.
 """
 
 import json
@@ -111,7 +111,7 @@ def save(folder: Path, config: dict | None, tensors: dict[str, Tensor], files: s
 
 def write(name: str, folder: Path, **changes) -> Written:
     """Write a flavour's checkpoint. changes: of its config, after all else."""
-    flavour = FLAVOURS[name]
+    flavour = (FLAVOURS | DFLASH)[name]
     target, tensors = flavour.target(), Weights()
     config = {**flavour.make(tensors, target, **flavour.options), **changes}
     save(folder, config, tensors, flavour.files)
@@ -448,4 +448,113 @@ FLAVOURS = {
     "mtp_mimo": Flavour("mtp", models.ADMITTED["qwen2"], mtp_mimo, "bin"),
     "mtp_qwen": Flavour("mtp", models.REFUSED["qwen3_next"], mtp_qwen, "sharded"),
     "mtp_qwen35": Flavour("mtp", qwen35, mtp_qwen),
+}  # fmt: skip
+
+
+# DFlash
+
+MASK = 93
+BLOCK = 6
+QWEN3 = {**LLAMA, "model_type": "qwen3", "num_hidden_layers": 3, "head_dim": D, "rope_theta": 20000.0}
+
+
+def blocks(w: Weights, taps: int = 3, layers: int = 3, bias: str = "") -> None:
+    """What every DFlash draft has."""
+    w.linear("fc", H, taps * H)
+    w.norm("hidden_norm", "norm")
+    for number in range(layers):
+        w.layer(f"layers.{number}", qk_norm=True, bias=bias)
+
+
+def dflash(w: Weights, target, flags=None, **changes) -> dict:
+    """z-lab's first drafts: block_size beside dflash_config."""
+    bias = "qkvo" if changes.get("attention_bias") else ""
+    blocks(w, bias=bias)
+    return {
+        **QWEN3, "architectures": ["DFlashDraftModel"], "num_target_layers": LAYERS, "block_size": BLOCK,
+        "layer_types": ["full_attention"] * 3, "sliding_window": None, "use_sliding_window": False,
+        "dflash_config": {"target_layer_ids": [1, 3, 6], "mask_token_id": MASK, **(flags or {})}, **changes,
+    }  # fmt: skip
+
+
+def dflash_sliding(w: Weights, target, **flags) -> dict:
+    """z-lab's later drafts: block_size in dflash_config, layers with sliding windows."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = dflash(w, target, {"block_size": BLOCK, **flags}, layer_types=types, sliding_window=7)
+    del config["block_size"]
+    return config
+
+
+def dflash_without_taps(w: Weights, target) -> dict:
+    """A config that leaves the states to the rule: 1 + 2 i, here."""
+    config = dflash(w, target)
+    del config["dflash_config"]["target_layer_ids"]
+    return config
+
+
+def dflash_mimo(w: Weights, target) -> dict:
+    """MiMo: windows without layer_types, and an embedding of its own for the mask, here beside the other tensors."""
+    config = dflash(w, target, {"use_swa": True, "swa_window_size": 9})
+    w["mask_embedding"] = w.normal(H)
+    del config["layer_types"]
+    return config
+
+
+def dflash_deepspec(w: Weights, target, **changes) -> dict:
+    """DeepSpec: flat, with copies of the target's embedding and output matrix; the first slot drafts, too."""
+    blocks(w)
+    w["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+    w["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
+    return {
+        **QWEN3, "architectures": ["Qwen3DSparkModel"], "num_target_layers": LAYERS, "block_size": BLOCK,
+        "mask_token_id": MASK, "target_layer_ids": [-1, 3, 6], "layer_types": ["full_attention"] * 3,
+        "num_anchors": 512, "markov_rank": 0, "enable_confidence_head": False, **changes,
+    }  # fmt: skip
+
+
+def dflash_speculators(w: Weights, target, kept=False, types=("full_attention",) * 3, **changes) -> dict:
+    """speculators (RedHatAI): nested, layers named by their inputs; kept: it drafts some tokens only."""
+    blocks(w)
+    if kept:
+        vocabulary(w)
+    return {
+        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "block_size": BLOCK,
+        "draft_vocab_size": VD if kept else V, "aux_hidden_state_layer_ids": [2, 4, 7], "mask_token_id": MASK,
+        "sample_from_anchor": False, "target_hidden_size": None,
+        "transformer_layer_config": {
+            **QWEN3, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+            "layer_types": list(types), "sliding_window": 7,
+        },
+        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "tiny"}},
+        **changes,
+    }  # fmt: skip
+
+
+DFLASH = {
+    "dflash": Flavour("dflash", llama, dflash),
+    "dflash_bin": Flavour("dflash", llama, dflash, "bin"),
+    "dflash_bias": Flavour("dflash", llama, dflash, "sharded", {"attention_bias": True}),
+    "dflash_sliding": Flavour("dflash", llama, dflash_sliding),
+    "dflash_bidirectional": Flavour("dflash", llama, dflash_sliding, options={"causal": False}),
+    "dflash_causal": Flavour("dflash", llama, dflash, options={"flags": {"causal": True}}),
+    "dflash_anchor": Flavour("dflash", llama, dflash, options={"flags": {"sample_from_anchor": True}}),
+    "dflash_scaled": Flavour(
+        "dflash", llama, dflash,
+        options={"flags": {"input_embedding_scale": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 2.0}},
+    ),
+    "dflash_without_taps": Flavour("dflash", llama, dflash_without_taps),
+    "dflash_mimo": Flavour("dflash", llama, dflash_mimo),
+    "dflash_deepspec": Flavour("dflash", llama, dflash_deepspec),
+    "dflash_speculators": Flavour("dflash", llama, dflash_speculators),
+    "dflash_speculators_shifted": Flavour(
+        "dflash", llama, dflash_speculators, options={"shift_label": True, "sample_from_anchor": None}
+    ),
+    "dflash_speculators_kept": Flavour(
+        "dflash", llama, dflash_speculators,
+        options={"kept": True, "types": ("sliding_attention", "sliding_attention", "full_attention")},
+    ),
+    "dflash_speculators_non_causal": Flavour(
+        "dflash", llama, dflash_speculators,
+        options={"types": ("sliding_attention",) * 3, "sliding_window_non_causal": True},
+    ),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..config import Options
 from ..errors import did_you_mean
-from . import draft_model, heads, ngram
+from . import dflash, draft_model, heads, ngram
 from .base import Algorithm, DraftOptions
 
 
@@ -26,6 +26,7 @@ ALGORITHMS = {
     "mtp": Entry(heads.NaiveOptions, partial(heads.build, "mtp")),
     "naive_eagle": Entry(heads.NaiveOptions, partial(heads.build, None)),
     "draft_model": Entry(DraftOptions, draft_model.build),
+    "dflash": Entry(dflash.DFlashOptions, dflash.build),
 }
 ALIASES = {"lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model"}
 

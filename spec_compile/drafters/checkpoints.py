@@ -1,6 +1,5 @@
 """`load_head`: the draft head in a folder or on the hub, whoever published it, read strictly."""
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ..errors import did_you_mean
 from .checkpoint_files import Checkpoint, fetcher, indexed_names, load_pickled, read_json
+from .dflash_checkpoints import is_dflash
 from .draft_block import Head
 from .draft_target import Target
 from .eagle_checkpoints import our_names, read_eagle, read_eagle3
@@ -119,7 +119,7 @@ def _sniff(draft, raw: dict, checkpoint: Checkpoint) -> str:
     """The kind of a head of the EAGLE family; ValueError, saying what was found, if it is none."""
     names, said = our_names(checkpoint.shapes), raw.get("speculators_model_type")
     architectures = ", ".join(raw.get("architectures") or [])
-    if "dflash_config" in raw or said == "dflash" or re.search("DFlash|DSpark|Domino", architectures):
+    if is_dflash(raw):
         raise ValueError(f"draft: {draft} holds a DFlash head; use algo='dflash'")
     if said in ("eagle", "eagle3"):
         return said

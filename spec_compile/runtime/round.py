@@ -97,7 +97,8 @@ class Prefill(nn.Module):
         ids, positions = self.prepare(size)
         features = self.model(ids, positions, state.lengths, None, state.cache, span)
         self.drafter.prefill(state, ids, positions, features, span)
-        state.lengths.copy_(torch.minimum(state.lengths + size, state.prompt_lengths - 1))
+        ends = torch.maximum(state.prompt_lengths - 1, state.lengths)  # without a prompt, in warm-up: here
+        state.lengths.copy_(torch.minimum(state.lengths + size, ends))
 
     def prepare(self, size: int) -> tuple[Tensor, Tensor]:
         """The next `size` tokens of every row and their positions."""
