@@ -455,10 +455,10 @@ FLAVOURS = {
 
 MASK = 93
 BLOCK = 6
-QWEN3 = {**LLAMA, "model_type": "qwen3", "num_hidden_layers": 3, "head_dim": D, "rope_theta": 20000.0}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": D, "rope_theta": 20000.0}
 
 
-def blocks(w: Weights, taps: int = 3, layers: int = 3, bias: str = "") -> None:
+def blocks(w: Weights, taps: int = 3, layers: int = 2, bias: str = "") -> None:
     """What every DFlash draft has."""
     w.linear("fc", H, taps * H)
     w.norm("hidden_norm", "norm")
@@ -472,22 +472,23 @@ def dflash(w: Weights, target, flags=None, **changes) -> dict:
     blocks(w, bias=bias)
     return {
         **QWEN3, "architectures": ["DFlashDraftModel"], "num_target_layers": LAYERS, "block_size": BLOCK,
-        "layer_types": ["full_attention"] * 3, "sliding_window": None, "use_sliding_window": False,
+        "layer_types": ["full_attention"] * 2, "sliding_window": None, "use_sliding_window": False,
         "dflash_config": {"target_layer_ids": [1, 3, 6], "mask_token_id": MASK, **(flags or {})}, **changes,
     }  # fmt: skip
 
 
 def dflash_sliding(w: Weights, target, **flags) -> dict:
     """z-lab's later drafts: block_size in dflash_config, layers with sliding windows."""
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    types = ["sliding_attention", "full_attention"]
     config = dflash(w, target, {"block_size": BLOCK, **flags}, layer_types=types, sliding_window=7)
     del config["block_size"]
     return config
 
 
 def dflash_without_taps(w: Weights, target) -> dict:
-    """A config that leaves the states to the rule: 1 + 2 i, here."""
+    """A config that leaves the states to the rule: layers 1 and 5, here."""
     config = dflash(w, target)
+    w.linear("fc", H, 2 * H)
     del config["dflash_config"]["target_layer_ids"]
     return config
 
@@ -507,12 +508,12 @@ def dflash_deepspec(w: Weights, target, **changes) -> dict:
     w["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
     return {
         **QWEN3, "architectures": ["Qwen3DSparkModel"], "num_target_layers": LAYERS, "block_size": BLOCK,
-        "mask_token_id": MASK, "target_layer_ids": [-1, 3, 6], "layer_types": ["full_attention"] * 3,
+        "mask_token_id": MASK, "target_layer_ids": [-1, 3, 6], "layer_types": ["full_attention"] * 2,
         "num_anchors": 512, "markov_rank": 0, "enable_confidence_head": False, **changes,
     }  # fmt: skip
 
 
-def dflash_speculators(w: Weights, target, kept=False, types=("full_attention",) * 3, **changes) -> dict:
+def dflash_speculators(w: Weights, target, kept=False, types=("full_attention",) * 2, **changes) -> dict:
     """speculators (RedHatAI): nested, layers named by their inputs; kept: it drafts some tokens only."""
     blocks(w)
     if kept:
@@ -551,10 +552,10 @@ DFLASH = {
     ),
     "dflash_speculators_kept": Flavour(
         "dflash", llama, dflash_speculators,
-        options={"kept": True, "types": ("sliding_attention", "sliding_attention", "full_attention")},
+        options={"kept": True, "types": ("full_attention", "sliding_attention")},
     ),
     "dflash_speculators_non_causal": Flavour(
         "dflash", llama, dflash_speculators,
-        options={"types": ("sliding_attention",) * 3, "sliding_window_non_causal": True},
+        options={"types": ("sliding_attention",) * 2, "sliding_window_non_causal": True},
     ),
 }  # fmt: skip

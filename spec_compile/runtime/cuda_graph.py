@@ -1,5 +1,6 @@
 """CUDA graphs: a step captured once and replayed, and the way its outcomes come back without a launch of their own."""
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,8 @@ from ..compat import tensors_in
 WARM_UPS = 2
 SLOTS = 4
 """Rounds whose outcomes can be on their way at once."""
+LOOKS = 10_000
+"""After so many looks for an outcome, whether the GPU still runs is looked at, too: a failed kernel raises there."""
 
 
 class Captured:
@@ -69,6 +72,10 @@ class Ring:
 
         return published
 
+    def begin(self) -> None:
+        """Nothing is on its way: the next outcome is the one expected next, whatever ran in between."""
+        self.turn.fill_(self._sent)
+
     def expect(self, shape: torch.Size) -> Callable[[], list[list[int]]]:
         """The next outcome, of this shape [B, C], was launched; what is returned waits for it and gives it as lists."""
         slot = self._seen[self._sent % SLOTS]
@@ -76,7 +83,11 @@ class Ring:
         number = self._sent
 
         def read() -> list[list[int]]:
-            while slot[0] != number:
+            for look in itertools.count(1):
+                if slot[0] == number:
+                    break
+                if look % LOOKS == 0 and torch.cuda.current_stream(self.turn.device).query() and slot[0] != number:
+                    raise RuntimeError("the GPU is idle and a round has left no outcome; please report this")
                 time.sleep(0)
             return slot[1 : 1 + shape.numel()].reshape(shape).tolist()
 

@@ -117,6 +117,8 @@ class Engine:
         policy = session.policies["look" if request.choose or request.sampler else "round"]
         ahead = 1 if request.choose or not session.on_gpu else AHEAD
         stats.trace = []
+        if session.ring is not None:
+            session.ring.begin()
         state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos)
         state.seed.fill_(request.seed)
         state.temperature.fill_(request.temperature)

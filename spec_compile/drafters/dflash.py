@@ -1,0 +1,205 @@
+"""DFlash: blocks of drafts in one forward, by a draft whose cache holds what its layers make of the target's states.
+
+Its cache has the target's slots: slot t holds keys and values made of the target's states at token t. A block lies
+behind the committed slots, from the root's on, and is overwritten by what is committed next.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .. import passes
+from ..capture import capture_head
+from ..config import Options
+from ..errors import check_int
+from ..graph import ModelGraph, calls
+from ..kernels import ops
+from ..kernels.top_logits import MAX_K, top_logits
+from ..passes.regions import compiled_regions
+from ..runtime.accept import Accepted
+from ..runtime.state import Cache, State
+from ..runtime.tree import MAX_NODES
+from .base import Algorithm, Drafter, propose_grown
+from .dflash_block import Context, DFlashDraft
+from .dflash_checkpoints import load_dflash
+from .dflash_tree import BlockTree
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class DFlashOptions(Options):
+    """Options of DFlash, with the engines' names and meaning.
+
+    draft: the draft: a folder, a name on the hub, or a `DFlashDraft`. block_size: slots of a block, the root's included
+    (default: as many as the draft was trained with; fewer work, too). topk: tokens of each place that are looked at (1:
+    a chain). num_draft_tokens: nodes verified, the root included (default: as many as a chain of all drafts has).
+    score_temperature: of the draft's probabilities by which the nodes of a tree are chosen. draft_sample_method: see
+    `DraftOptions`. rope_theta: base of the draft's RoPE, where its config is known to be wrong.
+    """
+
+    draft: Any = None
+    num_draft_tokens: int | None = None
+    block_size: int | None = None
+    topk: int = 1
+    score_temperature: float = 1.0
+    draft_sample_method: str = "greedy"
+    rope_theta: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_int("topk", self.topk, 1, MAX_K, "tokens of each place that are looked at")
+        if self.block_size is not None:
+            check_int("block_size", self.block_size, 1, MAX_NODES, "slots of a block, the root's included")
+        if self.num_draft_tokens is not None:
+            check_int("num_draft_tokens", self.num_draft_tokens, 2, MAX_NODES, "nodes verified, the root included")
+        if not 0 < self.score_temperature < math.inf:
+            raise ValueError(f"score_temperature must be positive and finite, not {self.score_temperature}")
+        if self.draft_sample_method not in ("greedy", "probabilistic"):
+            raise ValueError(
+                f"draft_sample_method: expected 'greedy' or 'probabilistic', got {self.draft_sample_method!r}"
+            )
+        if self.draws and self.topk != 1:
+            raise ValueError(f"topk: drafts that are drawn ('probabilistic') are chains: it must be 1, not {self.topk}")
+
+    @property
+    def draws(self) -> bool:
+        """See `Algorithm.draws`."""
+        return self.draft_sample_method == "probabilistic"
+
+    def fit(self, draft: DFlashDraft) -> tuple[int, int]:
+        """The slots of a block and the nodes of a tree that `draft` is used with; ValueError if it cannot be."""
+        most = draft.block_size
+        slots = min(most, MAX_NODES) if self.block_size is None else self.block_size
+        if slots > most:
+            raise ValueError(f"block_size: this draft was trained with blocks of {most}, not {slots}; lower it")
+        places = slots - draft.first
+        if places == 0:
+            raise ValueError("block_size: the first slot of this draft's blocks drafts nothing; it must be at least 2")
+        chain = min(places + 1, MAX_NODES)
+        nodes = self.num_draft_tokens or chain
+        if self.topk == 1 and nodes > chain:
+            raise ValueError(
+                f"num_draft_tokens must be at most {chain}, the drafts of a block of {slots} and the root, not "
+                f"{nodes}: lower it, or raise block_size or topk"
+            )
+        return slots, nodes
+
+
+class DFlash(Algorithm):
+    """Chains or trees of one `draft`."""
+
+    def __init__(self, draft: DFlashDraft, options: DFlashOptions):
+        self.draft, self.options, self.taps, self.draws = draft, options, draft.taps, options.draws
+        self.slots, self.nodes = options.fit(draft)
+        self.chain = Schedule(self.nodes - 1, 1, self.nodes) if self.draws else None
+        self.tree = None
+        if options.topk > 1:
+            self.tree = BlockTree(self.slots - draft.first, options.topk, self.nodes).to(draft.embedding.device)
+        self.context = Context(draft)
+
+        def causal_layers(graph: ModelGraph, settings: passes.Settings) -> str:
+            return see_what_lies_before(graph, draft.causal)
+
+        pipeline = [*passes.PIPELINE, causal_layers]
+        self.graph = passes.run(capture_head(draft), passes.Settings(options.merge_linears), pipeline)
+        self.reach, self.token_bytes = self.slots, self.graph.token_bytes
+
+    def drafter(self, batch: int, slots: int) -> Drafter:
+        return DFlashDrafter(self, batch, slots)
+
+    def explain(self) -> list[str]:
+        return self.draft.report
+
+
+def see_what_lies_before(graph: ModelGraph, causal: tuple[bool, ...]) -> str:
+    """A pass behind `tree_attention`: these layers see the block causally, whatever ``ancestors`` says."""
+    on_gpu = graph.device.type == "cuda"
+    attention = torch.ops.spec_compile.tree_attention.default if on_gpu else ops.tree_attention
+    masks = {None: None}
+    for node, wanted in zip(calls(graph.gm, attention), causal):
+        if wanted:
+            seen = node.args[6]  # on a GPU the ancestors, else the mask that `ops.tree_mask` made of them
+            if not on_gpu and seen not in masks:
+                with graph.gm.graph.inserting_after(seen):
+                    masks[seen] = graph.gm.graph.call_function(ops.tree_mask, (*seen.args[:2], None, *seen.args[3:]))
+            node.args = (*node.args[:6], None if on_gpu else masks[seen], *node.args[7:])
+    return f"{sum(causal)} layers see the block causally, {len(causal) - sum(causal)} all of it"
+
+
+class DFlashDrafter(Drafter):
+    """Writes the context of what was committed (`prefill`, `observe`) and drafts a block behind it (`propose`)."""
+
+    fuses = False  # its layers, all alike, are compiled once
+
+    def __init__(self, algorithm: DFlash, batch: int, slots: int):
+        super().__init__()
+        self.draft, self.context, self.tree = algorithm.draft, algorithm.context, algorithm.tree
+        self.graph, self.block, self.chain = algorithm.graph, algorithm.graph.gm, algorithm.chain
+        self.slots, self.nodes, self.options = algorithm.slots, algorithm.nodes, algorithm.options
+        self.longest = min(self.nodes, self.slots - self.draft.first + 1)  # nodes of a path
+        self.cache = Cache(algorithm.graph, batch, slots)
+
+    def small_buffers(self) -> list[Tensor]:
+        return []
+
+    def compile(self, tag: str) -> None:
+        if self.block is self.graph.gm:
+            self.block = compiled_regions(self.graph, f"block_b{len(self.cache.tensors[0])}")
+
+    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
+        self._write(features, state.lengths)
+
+    def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, span: int) -> None:
+        nodes = accepted.path.shape[1]
+        rows = torch.arange(1 if nodes == 1 else self.longest, device=begin.device).clamp(max=nodes - 1)
+        path = accepted.path.index_select(1, rows)  # beyond what was gained: anything
+        self._write([ops.gather_rows(feature, path) for feature in features], begin)
+
+    def _write(self, features: list[Tensor], begin: Tensor) -> None:
+        """Put the context of tokens with these states [B, T, h] into the cache, at slots `begin` [B] onwards."""
+        batch, size, _ = features[0].shape
+        slots = begin[:, None] + torch.arange(size, device=begin.device)
+        row = torch.arange(batch, device=begin.device)[:, None, None]
+        for cache, values in zip(self.cache.tensors, self.context(features, slots)):
+            head = torch.arange(cache.shape[1], device=begin.device)[None, :, None]
+            cache.index_put_((row, head, slots[:, None]), values)
+
+    def propose(self, state: State, span: int) -> None:
+        root, lengths = state.tree_tokens[:, 0].clone(), state.lengths.clone()
+        masks = root.new_full((len(root), self.slots - 1), self.draft.mask_token_id)
+        ids = torch.cat([root[:, None], masks], dim=1)
+        positions = lengths[:, None] + torch.arange(self.slots, device=root.device)
+        everything = torch.full_like(ids, -1)  # of the block
+        (logits,) = self.block(ids, positions, lengths, everything, self.cache.tensors, span)
+        if self.chain is not None:
+            return self._draw(state, logits[:, self.draft.first :])
+        topk, first, hot_ids = self.options.topk, self.draft.first, self.draft.hot_ids
+        scores, tokens = top_logits(logits.flatten(0, 1), topk, self.options.score_temperature)
+        tokens = tokens if hot_ids is None else hot_ids[tokens]
+        scores, tokens = (x.view(len(root), self.slots, topk)[:, first:] for x in (scores, tokens))
+        if self.tree is None:
+            tokens = torch.cat([root[:, None], tokens[:, : self.nodes - 1, 0]], dim=1)
+            parents = torch.arange(-1, self.nodes - 1, device=root.device).expand_as(tokens)
+        else:
+            tokens, parents, _ = self.tree(root, scores, tokens)
+        count = torch.full_like(root, self.nodes)
+        state.propose(tokens, parents, count, torch.zeros_like(count))
+
+    def _draw(self, state: State, logits: Tensor) -> None:
+        """Propose a chain drawn from logits [B, places, Vd], those of each place whatever was drawn before."""
+
+        def step(tokens, hidden, ancestors, depth, offset, wanted):
+            return hidden, logits[:, offset + 1 : offset + 2]
+
+        propose_grown(state, self.chain, True, logits[:, 0], logits[:, 0, :1], step, self.draft.hot_ids)
+
+
+def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:
+    """The algorithm with the draft that `options` names."""
+    algorithm = DFlash(load_dflash(options.draft, model, options.rope_theta), options)
+    object.__setattr__(options, "num_draft_tokens", algorithm.nodes)  # as in every `Options`, now that it is known
+    return algorithm

@@ -1,0 +1,108 @@
+"""EAGLE-3 heads, trained by training-time test (Li et al., arXiv:2503.01840, section 3.2): each slot continues from its
+own output for several tokens, as it will when it drafts."""
+
+import torch
+from torch import Tensor, nn
+
+from ..drafters.draft_block import Eagle3Head, LayerKnobs
+from ..drafters.draft_target import Target
+from .attention import Rollout
+from .data import Batch, move
+from .features import Features
+from .loss import soft_cross_entropy
+from .options import TrainingOptions
+from .sizes import draft_config, frequent_tokens, published_config
+from .trainer import HeadTrainer, as_master, seeded
+
+DECAY = 0.8
+"""Weight of a step's loss, over that of the step before."""
+
+
+class Eagle3Trainer(HeadTrainer):
+    """One layer (or more) over three of the target's states, with an output matrix of its own."""
+
+    name = "eagle3"
+    takes = frozenset(
+        {
+            "num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "draft_vocab_size", "taps", "ttt_steps",
+        }
+    )  # fmt: skip
+
+    def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
+        self.config = draft_config(target, options)
+        ends = _listed(target.config.eos_token_id)
+        kept = frequent_tokens(counts, options.draft_vocab_size, ends)
+        kept = torch.arange(target.vocab_size) if kept is None else kept
+        taps = options.taps or default_taps(target.num_layers)
+        published_layer_ids(taps, target.num_layers)
+        output = nn.Parameter(target.head_weight.detach()[kept.to(target.head_weight.device)].clone())
+        knobs = LayerKnobs(num_layers=self.config.num_hidden_layers)
+        with seeded(options.seed):
+            head = Eagle3Head(self.config, target.embedding.detach(), taps, target.hidden_size, output, layer=knobs)
+        head.hot_ids = kept
+        super().__init__(target, as_master(head, target.embedding), options.ttt_steps or 7)
+        self.kept = self.module.hot_ids
+        self._is_kept = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, kept, True).to(self.device)
+
+    def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
+        """sum over steps i of DECAY^i * cross entropy with the target's probabilities of the kept tokens.
+
+        It is a mean over all slots, those included that do not count: where the token is not supervised, or the
+        target's choice is not kept.
+        """
+        ids = move(batch.ids, self.device)
+        slots_in_batch = ids.shape[0] * (ids.shape[1] - 1)
+        states, places, weights = [], [], []
+        counts = self._is_kept[features.choices].flatten()
+        for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features), Rollout(), self.steps)):
+            slots, teachers = batch.slots(ahead, self.device)
+            states.append(normed.flatten(0, 1)[slots])
+            places.append(teachers)
+            weights.append(counts[teachers] * (DECAY**ahead / slots_in_batch))
+        logits, place = features.logits.flatten(0, 1), torch.cat(places)
+        return soft_cross_entropy(
+            torch.cat(states), self.module.head_weight, lambda rows: logits[place[rows]], torch.cat(weights)
+        )
+
+    def publish(self) -> tuple[dict, dict[str, Tensor]]:
+        """SpecForge's and SGLang's names: ``midlayer``, or with several layers ``layers.0`` onwards."""
+        first = "midlayer" if self.module.layers == 1 else "layers.0"
+        tensors = {}
+        for name, value in self.module.state_dict().items():
+            name = name.replace("blocks.0.", f"{first}.").replace("blocks.", "layers.")
+            tensors["lm_head.weight" if name == "head_weight" else name] = value
+        kept, size = self.kept.cpu(), self.target.vocab_size
+        tensors["d2t"] = kept - torch.arange(len(kept))
+        tensors["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill(0, kept, True)
+        layer_ids = published_layer_ids(self.taps, self.target.num_layers)
+        config = published_config(
+            self.config, self.target, "LlamaForCausalLMEagle3",
+            draft_vocab_size=len(kept),
+            eagle_config={"eagle_aux_hidden_state_layer_ids": layer_ids, "use_aux_hidden_state": True},
+        )  # fmt: skip
+        return config, tensors
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """An early, a middle and a late state, as EAGLE-3 reads them; in small models the first, middle and last."""
+    if num_layers < 7:
+        return tuple(sorted({0, num_layers // 2, num_layers}))
+    return 2, num_layers // 2, num_layers - 3
+
+
+def published_layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
+    """The list that says `taps`: of the layers whose outputs they are if it starts with 1, or else whose inputs.
+
+    ValueError if there is no such list, or the target no such states.
+    """
+    if not taps or list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= num_layers or taps[0] == 1:
+        raise ValueError(
+            f"taps: expected states from 0 to {num_layers}, ascending, the first of them not 1 (which published lists "
+            f"cannot say), got {', '.join(map(str, taps))}"
+        )
+    return [tap - 1 for tap in taps] if taps[0] == 2 else list(taps)
+
+
+def _listed(ids) -> list[int]:
+    return [] if ids is None else list(ids) if isinstance(ids, (list, tuple)) else [ids]

@@ -1,0 +1,166 @@
+"""The training loop: AdamW over one draft, by steps or by the clock, with reports, evaluations and checkpoints."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .data import Batch, Batches, move
+from .features import TargetFeatures
+from .options import TrainingOptions
+from .progress import Progress
+from .save import TrainingState, save_state
+from .trainer import Trainer, own_parameters
+
+BETAS = (0.9, 0.95)
+REPORT_SECONDS = 10.0
+UNREAD = 32
+"""Losses that may wait on a GPU before they are read."""
+EVALUATIONS = 10
+"""Times that the held-out text is looked at on the way."""
+
+
+class Loop:
+    """Trains until `options` say so. What `state` says was done already is not done again.
+
+    Step s sees batch s and random numbers that depend on the seed and s alone, so that a training that goes on from
+    `state` gives what it would have given at once.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        features: TargetFeatures,
+        batches: Batches,
+        held_out: list[Batch],
+        options: TrainingOptions,
+        state: TrainingState,
+        folder: Path,
+        publish: Callable[["Loop", list[float]], None],
+        report: Callable[[Progress], None],
+    ):
+        self.trainer, self.features, self.batches, self.held_out = trainer, features, batches, held_out
+        self.options, self.state, self.folder, self.publish, self.report = options, state, folder, publish, report
+        self.device, dtype = features.model.device, features.model.dtype
+        self._mixed = self.device.type == "cuda" or dtype.itemsize == 2
+        self._parameters = own_parameters(trainer.module)
+        size, highest = trainer.learning_rate
+        self.learning_rate = options.learning_rate or min(size / trainer.module.hidden_size, highest)
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(), betas=BETAS, weight_decay=0.0, fused=self.device.type == "cuda"
+        )
+        if state.weights is not None:
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    parameter.copy_(state.weights[name])
+            self._optimizer.load_state_dict(state.optimizer)
+        self._unread: list[Tensor] = []
+        self._begin = time.perf_counter() - state.seconds
+
+    @property
+    def share(self) -> float:
+        """Of the training that is done."""
+        if self.options.steps is not None:
+            return self.state.step / self.options.steps
+        return self.state.seconds / (self.options.minutes * 60)
+
+    def run(self) -> list[float]:
+        """Train to the end and save; returns the acceptance down to each depth on the held-out text."""
+        saved = reported = time.perf_counter()
+        known = self.state.step, self.state.tokens, reported
+        while (share := self.share) < 1:
+            self._step(share)
+            if self.held_out and int(share * EVALUATIONS) < int(self.share * EVALUATIONS) < EVALUATIONS:
+                self.state.evaluations.append((self.state.step, self.evaluate(1)[0]))
+            now = time.perf_counter()
+            if len(self._unread) >= UNREAD or now - reported >= REPORT_SECONDS:
+                self._read_losses()
+            if now - reported >= REPORT_SECONDS or self.share >= 1:
+                self._read_losses()
+                self._tell(*known)
+                reported, known = now, (self.state.step, self.state.tokens, now)
+            if now - saved >= self.options.checkpoint_minutes * 60 and self.share < 1:
+                self.save()
+                saved = now
+        acceptance = self.evaluate(self.trainer.steps) if self.held_out else []
+        if acceptance and (not self.state.evaluations or self.state.evaluations[-1][0] < self.state.step):
+            self.state.evaluations.append((self.state.step, acceptance[0]))
+        self.save(acceptance)
+        return acceptance
+
+    def evaluate(self, steps: int) -> list[float]:
+        """The share of drafts on the held-out text that are the target's choices down to depth 1, 2, ... `steps`."""
+        counts = torch.zeros(steps, 2, dtype=torch.int64)
+        for batch in self.held_out:
+            features = self.features(move(batch.ids, self.device))
+            with self._precision():
+                counts += torch.tensor(list(self.trainer.accepted(batch, features, steps)))
+        return [accepted / max(1, reached) for reached, accepted in counts.tolist()]
+
+    def save(self, acceptance: list[float] = ()) -> None:
+        """Write a checkpoint: the state to go on from, then the head as it is published."""
+        self._read_losses()
+        self.state.weights = {name: value.detach().cpu() for name, value in self._parameters.items()}
+        self.state.optimizer = self._optimizer.state_dict()
+        save_state(self.folder, self.state)
+        self.publish(self, list(acceptance))
+
+    def _step(self, share: float) -> None:
+        state = self.state
+        batch = self.batches[state.step]
+        generator = torch.Generator(self.device).manual_seed(self.options.seed * 1_000_003 + state.step)
+        features = self.features(move(batch.ids, self.device))
+        with self._precision():
+            loss = self.trainer.loss(batch, features, generator)
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._parameters.values(), self.options.clip)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate * self._schedule(share)
+        self._optimizer.step()
+        self._unread.append(loss.detach())
+        state.step += 1
+        state.tokens += batch.tokens
+        state.seconds = time.perf_counter() - self._begin
+
+    def _schedule(self, share: float) -> float:
+        """Linear warm-up, then half a cosine to zero."""
+        if self.options.steps is not None:
+            share += 0.5 / self.options.steps
+        warmup = self.options.warmup
+        if share < warmup:
+            return share / warmup
+        return 0.5 + 0.5 * math.cos(math.pi * min(1.0, (share - warmup) / (1 - warmup)))
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._mixed)
+
+    def _read_losses(self) -> None:
+        if self._unread:
+            losses = torch.stack(self._unread).tolist()
+            self._unread.clear()
+            self.state.losses += losses
+            if not all(map(math.isfinite, losses)):
+                raise FloatingPointError(
+                    f"the loss became {losses[-1]} by step {self.state.step}; {self.folder} keeps the checkpoint "
+                    f"before it: train anew with a learning_rate below {self.learning_rate:g}"
+                )
+
+    def _tell(self, step: int, tokens: int, since: float) -> None:
+        """Report on what was done since `step` and `tokens`, at time `since`."""
+        state, share = self.state, min(1.0, self.share)
+        recent = state.losses[step:]
+        self.report(
+            Progress(
+                step=state.step,
+                share=share,
+                loss=sum(recent) / max(1, len(recent)),
+                acceptance=state.evaluations[-1][1] if state.evaluations else None,
+                tokens_per_second=(state.tokens - tokens) / max(1e-9, time.perf_counter() - since),
+                seconds=state.seconds,
+                seconds_left=state.seconds * (1 - share) / max(share, 1e-9),
+            )
+        )

@@ -1,0 +1,99 @@
+"""Blocks of multi-token prediction: one block, trained to be used again and again (FastMTP: Cai et al.,
+arXiv:2509.18362): step k reads its own output of step k - 1 and the true next token.
+
+Step k sees what it will see when it drafts, as in EAGLE-3; FastMTP lets it see the other rows of its own step instead.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..drafters.draft_target import Target
+from ..drafters.mtp_block import MtpHead, block_config
+from ..drafters.mtp_checkpoints import FAMILIES, Block
+from ..errors import UnsupportedModelError
+from .attention import Causal, Rollout
+from .data import Batch, move
+from .features import Features
+from .loss import soft_cross_entropy
+from .options import TrainingOptions
+from .trainer import HeadTrainer, as_master, seeded
+
+BETA = 0.6
+"""Weight of a step's loss, over that of the step before."""
+PUBLISHED = Block(next(family for family in FAMILIES if family.name == "Qwen"), "mtp.", 0)
+"""Whose names a block is published by."""
+
+
+class MtpTrainer(HeadTrainer):
+    """A decoder layer of the target's own kind, which starts as a copy of its last."""
+
+    name = "mtp"
+    takes = frozenset({"ttt_steps"})
+
+    def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
+        try:
+            head = self._build(target, options.seed)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            raise UnsupportedModelError(
+                f"model: no block of multi-token prediction can be made of the layers of {type(target.model).__name__} "
+                f"({' '.join(str(error).split())[:200]}); use algo='eagle3'"
+            ) from error
+        super().__init__(target, head, options.ttt_steps or 3)
+
+    def _build(self, target: Target, seed: int) -> MtpHead:
+        """The block, tried on two tokens."""
+        decoder = target.model.get_decoder()
+        last = decoder.layers[-1]
+        config = block_config(target.config, any(name.startswith("mlp.experts.") for name in last.state_dict()))
+        config._experts_implementation = "eager"
+        embedding, output, family = target.embedding.detach(), target.head_weight.detach(), PUBLISHED.family
+        knobs = {"embedding_first": family.embedding_first, "zero_first": family.zero_first}
+        with seeded(seed):
+            head = MtpHead(decoder, config, embedding, output, **knobs)
+        head.block.load_state_dict(last.state_dict())
+        head = as_master(head, embedding)
+        places = torch.arange(2, device=embedding.device)[None]
+        with torch.no_grad(), Causal():
+            head(places, places, next(head.parameters()).new_zeros(1, 2, head.hidden_size))
+        return head
+
+    def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
+        """sum over steps k of BETA^k * cross entropy with the target's probabilities, over the sum of BETA^k.
+
+        A mean over the slots that draft a supervised token.
+        """
+        ids, (target_states,) = move(batch.ids, self.device), features.states
+        target_states = target_states.flatten(0, 1)
+        total = sum(BETA**ahead for ahead in range(self.steps))
+        states, places, weights = [], [], []
+        for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features), Rollout(), self.steps)):
+            slots, teachers = batch.slots(ahead, self.device)
+            states.append(normed.flatten(0, 1)[slots])
+            places.append(teachers)
+            weights.append(torch.full((len(slots),), BETA**ahead / total / max(1, len(slots)), device=self.device))
+        place, weight = torch.cat(places), self.module.head_weight
+        return soft_cross_entropy(
+            torch.cat(states), weight, lambda rows: F.linear(target_states[place[rows]], weight), torch.cat(weights)
+        )
+
+    def publish(self) -> tuple[dict, dict[str, Tensor]]:
+        """Qwen's names, ``mtp.*``; experts as they are published, each for itself."""
+        tensors = {}
+        for name, value in self.module.state_dict().items():
+            tensors.update(_apart(PUBLISHED.theirs(name), value))
+        config = {**self.target.config.to_dict(), "num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
+        return config, tensors
+
+
+def _apart(name: str, value: Tensor) -> dict[str, Tensor]:
+    """A tensor, or those of each expert that are joined in it."""
+    stem, _, kind = name.rpartition(".")
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+    if kinds is None or not stem.endswith(".experts"):
+        return {name: value}
+    return {
+        f"{stem}.{expert}.{one}.weight": part
+        for expert, joined in enumerate(value)
+        for one, part in zip(kinds, joined.chunk(len(kinds)))
+    }

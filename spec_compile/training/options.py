@@ -1,0 +1,79 @@
+"""Options of `train_draft`, checked before any work starts."""
+
+import math
+from dataclasses import dataclass
+
+from ..errors import check_int
+
+LARGEST = 1 << 31
+ABOUT_THE_DRAFT = (
+    "num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "draft_vocab_size",
+    "taps", "ttt_steps",
+)  # fmt: skip
+"""Options that only some algorithms have."""
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Options of `train_draft`.
+
+    steps, minutes: when to end; give one (default: 30 minutes). batch_size: sequences a step. sequence_length: tokens a
+    sequence at most (default: 2048, or what the target can hold). learning_rate: the highest (default: by the size of
+    the head). warmup: share of the training in which it rises. clip: largest norm of a gradient. seed: of the weights,
+    the order of the data and all else that is random.
+
+    num_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of an EAGLE head's layers
+    (default: one layer, with the target's sizes). draft_vocab_size: tokens that an EAGLE-3 head can draft, the most
+    frequent of the data (default: all of up to 40,000, or else 32,000). taps: states that an EAGLE-3 head reads (0: the
+    embeddings, i: the residual stream after layer i; default: early, middle and late). ttt_steps: draft tokens that are
+    unrolled in training (default: 7 for eagle3, 3 for mtp).
+
+    checkpoint_minutes: between two checkpoints.
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+    batch_size: int = 8
+    sequence_length: int | None = None
+    learning_rate: float | None = None
+    warmup: float = 0.04
+    clip: float = 0.5
+    seed: int = 0
+    num_layers: int | None = None
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    draft_vocab_size: int | None = None
+    taps: tuple[int, ...] | None = None
+    ttt_steps: int | None = None
+    checkpoint_minutes: float = 5.0
+
+    def __post_init__(self):
+        if self.steps is not None and self.minutes is not None:
+            raise ValueError("steps and minutes: give one of them, which says when to end")
+        if self.steps is None and self.minutes is None:
+            object.__setattr__(self, "minutes", 30.0)
+        counts = (
+            "steps", "batch_size", "sequence_length", "num_layers", "intermediate_size", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "draft_vocab_size", "ttt_steps",
+        )  # fmt: skip
+        for name in counts:
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1, LARGEST)
+        check_int("seed", self.seed, 0, LARGEST)
+        for name in ("minutes", "learning_rate", "clip"):
+            _check_number(name, getattr(self, name), 0.0, math.inf, "positive and finite")
+        _check_number("checkpoint_minutes", self.checkpoint_minutes, -math.inf, math.inf, "a finite number")
+        _check_number("warmup", self.warmup, -math.inf, 1.0, "a share of the training, below 1")
+        if self.taps is not None:
+            object.__setattr__(self, "taps", tuple(self.taps))
+
+
+def _check_number(name: str, value, above: float, below: float, wanted: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+    if not above < value < below:
+        raise ValueError(f"{name} must be {wanted}, not {value}")

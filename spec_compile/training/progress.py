@@ -1,0 +1,63 @@
+"""Reports while a head is trained: a bar on a terminal, else a line now and then."""
+
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training is.
+
+    share: of it that is done. loss: mean of the steps since the last report. acceptance: of first drafts on held-out
+    text, when last measured (None: not yet). seconds: spent so far. seconds_left: expected.
+    """
+
+    step: int
+    share: float
+    loss: float
+    acceptance: float | None
+    tokens_per_second: float
+    seconds: float
+    seconds_left: float
+
+    def __str__(self) -> str:
+        accepted = "-" if self.acceptance is None else f"{self.acceptance:.1%}"
+        return (
+            f"{self.share:4.0%}  step {self.step}  loss {self.loss:.4f}  first drafts accepted {accepted}  "
+            f"{self.tokens_per_second:,.0f} tokens/s  {clock(self.seconds_left)} left"
+        )
+
+
+class Printer:
+    """Within its context, shows each `Progress` it is called with."""
+
+    def __enter__(self) -> "Printer":
+        self._bar = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as Bars
+
+            columns = (TextColumn("{task.description}"), BarColumn())
+            self._bar = Bars(*columns, console=Console(stderr=True), auto_refresh=False)
+            self._task = self._bar.add_task("", total=1.0)
+            self._bar.start()
+        return self
+
+    def __call__(self, progress: Progress) -> None:
+        if self._bar is None:
+            print(progress, file=sys.stderr, flush=True)
+            return
+        self._bar.update(self._task, completed=progress.share, description=str(progress))
+        self._bar.refresh()
+
+    def __exit__(self, *error) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def clock(seconds: float) -> str:
+    """1:02:03, or 2:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,139 @@
+"""The folder a training writes: the published head, its card, and the state from which the training goes on.
+
+Each file is replaced as a whole, so that whenever the process or the disk fails, what was there stays good.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..drafters.checkpoint_files import load_pickled
+
+STATE = "training.pt"
+TEXTS = "continuations.pt"
+VERSION = 1
+
+
+@dataclass
+class TrainingState:
+    """How far a training is.
+
+    identity: what must be the same for it to go on, by name. weights: the head's own, as trained. evaluations: (step,
+    first-position acceptance on held-out text).
+    """
+
+    identity: dict
+    step: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    losses: list[float] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    weights: dict[str, Tensor] | None = None
+    optimizer: dict | None = None
+
+
+def open_folder(output: str | Path, identity: dict, resume: bool) -> TrainingState:
+    """The state in folder `output`, or a new one; the folder is made.
+
+    ValueError if it holds anything else, or the training of another head.
+    """
+    folder = Path(output).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output: {folder} is a file; expected a folder to be made, or that of an earlier training")
+    path = folder / STATE
+    if not path.is_file():
+        found = [] if not folder.exists() else [item.name for item in folder.iterdir() if item.name != TEXTS]
+        found = [name for name in found if not name.endswith(".partial")]
+        if found:
+            raise ValueError(f"output: {folder} exists and holds {', '.join(sorted(found)[:4])}; choose another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        return TrainingState(identity)
+    if not resume:
+        raise ValueError(f"output: {folder} holds a training; pass resume=True to go on with it, or another folder")
+    stored = load_pickled(path)
+    if not isinstance(stored, dict) or stored.get("version") != VERSION:
+        raise ValueError(f"output: {path} is no training state that this version of spec_compile can read")
+    del stored["version"]
+    for name, value in identity.items():
+        if stored["identity"].get(name) != value:
+            raise ValueError(
+                f"output: {folder} holds the training of another head, with {name} {stored['identity'].get(name)!r} "
+                f"where this one has {value!r}; choose another folder"
+            )
+    return TrainingState(**stored)
+
+
+def save_state(folder: Path, state: TrainingState) -> None:
+    """Write the state from which `open_folder` goes on."""
+    replace(folder / STATE, lambda path: torch.save({"version": VERSION, **vars(state)}, path))
+
+
+def save_head(folder: Path, config: dict, tensors: dict[str, Tensor], dtype: torch.dtype, card: str) -> None:
+    """Write the head in its published format, floating-point tensors in `dtype`, and its card."""
+    tensors = {
+        name: value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype).contiguous()
+        for name, value in tensors.items()
+    }
+    replace(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    replace(folder / "config.json", lambda path: path.write_text(json.dumps(config, indent=2, default=str) + "\n"))
+    replace(folder / "README.md", lambda path: path.write_text(card))
+
+
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Put what `write` writes in place of `path`, at once and only when it is on the disk."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        write(partial)
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """The same for the same weights, in whatever dtype they are loaded."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flatten()
+        some = values[:: max(1, values.numel() // 64)][:64]
+        digest.update(name.encode() + some.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def write_card(
+    target: PreTrainedModel, algorithm: str, rows: dict[str, object], acceptance: list[float], folder: Path
+) -> str:
+    """The README of a head: what it is for, how it was trained, and how much of it is accepted."""
+    name = target.config.name_or_path or type(target).__name__
+    depths = " ".join(f"{share:.3f}" for share in acceptance)
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return f"""---
+library_name: spec_compile
+---
+
+# {algorithm} draft head for {name}
+
+Drafts for `{name}` in speculative decoding; it gives no text of its own.
+
+```python
+fast = spec_compile.speculate(model, algo="{algorithm}", draft="{folder}")
+```
+
+| | |
+|---|---|
+{table}
+| first drafts accepted on held-out text | {f"{acceptance[0]:.1%}" if acceptance else "not measured"} |
+| accepted down to depth 1, 2, ... | {depths or "not measured"} |
+
+Accepted means: the draft is the token that the target finds likeliest. Trained by `spec_compile.train_draft`; the
+training goes on from `{STATE}`, which drafting does not need.
+"""

@@ -1,0 +1,212 @@
+"""`train_draft`: a draft head for a model of one's own, in one call."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from .. import adapters
+from ..admit import admit
+from ..config import parse_options
+from ..drafters.checkpoint_files import load_pickled
+from ..drafters.draft_target import Target
+from ..errors import did_you_mean
+from . import data as texts
+from .data import Batches, Document
+from .eagle import EagleTrainer
+from .eagle3 import Eagle3Trainer
+from .features import TargetFeatures
+from .loop import Loop
+from .mtp import MtpTrainer
+from .on_policy import continue_documents
+from .options import ABOUT_THE_DRAFT, TrainingOptions
+from .progress import Printer, Progress
+from .save import TEXTS, fingerprint, open_folder, replace, save_head, write_card
+from .trainer import Trainer
+
+TRAINERS: dict[str, type[Trainer]] = {kind.name: kind for kind in (Eagle3Trainer, EagleTrainer, MtpTrainer)}
+"""What can be trained. A new one is one file here and one entry."""
+ALIASES = {"nextn": "mtp"}
+FREE = ("steps", "minutes", "checkpoint_minutes")
+"""Options that may change when a training goes on."""
+LONGEST = 2048
+"""Tokens of a sequence, unless told otherwise."""
+HELD_OUT_TOKENS = 1 << 16
+"""Of the held-out text so many tokens are looked at."""
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What `train_draft` did.
+
+    path: the folder with the head. acceptance: on held-out text, the share of first drafts that are the target's own
+    choice; acceptance_by_depth: the share that are so down to depth 1, 2, ... (None and empty without held-out text).
+    losses: of each step. evaluations: (step, acceptance) on the way. tokens: seen in training, repeated ones again.
+    seconds: spent, those before an interruption included.
+    """
+
+    path: Path
+    acceptance: float | None
+    acceptance_by_depth: list[float]
+    losses: list[float]
+    evaluations: list[tuple[int, float]]
+    steps: int
+    tokens: int
+    seconds: float
+
+    def __str__(self) -> str:
+        depths = " ".join(f"{share:.2f}" for share in self.acceptance_by_depth) or "not measured"
+        return f"{self.path}: {self.steps} steps, {self.tokens:,} tokens, {self.seconds:.0f} s; accepted {depths}"
+
+
+def train_draft(
+    model: PreTrainedModel,
+    algo: str = "eagle3",
+    *,
+    data,
+    output: str | Path,
+    tokenizer=None,
+    validation=0.05,
+    on_policy: bool | dict = False,
+    resume: bool = True,
+    progress: Callable[[Progress], None] | None = None,
+    **options,
+) -> TrainingResult:
+    """Train a draft head for `model` and write it to folder `output`, for ``speculate(model, algo, draft=output)``.
+
+    model: a causal language model of transformers (or peft's wrapper around one), in eval mode; it does not change. The
+    head is trained on its device, in mixed precision on a GPU or for a model in 16 bits. algo: "eagle3", "eagle" or
+    "mtp". data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`data.read`). tokenizer:
+    the model's, if the data is text. validation: the share of the documents that is held out, or texts of their own as
+    in `data`, or 0. on_policy: let the model continue the data's prompts first and train on what it wrote (True, or
+    options for ``generate()``). resume: go on with the training in `output`, if there is one; it gives the head that it
+    would have given without the interruption. progress: called with a `Progress` now and then (default: shown on
+    stderr). options: see `TrainingOptions`.
+
+    Raises TypeError, ValueError or UnsupportedModelError, naming the argument, before any work; FloatingPointError if
+    the loss becomes infinite, with the last checkpoint left as it is.
+    """
+    model = adapters.base_of(model) if adapters.is_wrapped(model) else model
+    chosen = parse_options(TrainingOptions, options)
+    kind = _trainer_of(algo)
+    for name in ABOUT_THE_DRAFT:
+        if getattr(chosen, name) is not None and name not in kind.takes:
+            raise ValueError(f"{name}: algo={kind.name!r} has no such option")
+    admit(model)
+    target = Target.of(model)
+    documents, held_out = _read(data, validation, tokenizer, target, chosen.seed)
+    length = _length(chosen, target)
+    folder = Path(output).expanduser()
+    with torch.inference_mode(False), torch.enable_grad():
+        trainer = kind(target, chosen, texts.count_tokens(documents, target.vocab_size))
+        pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
+        same = {
+            "algo": kind.name,
+            "target": f"{type(model).__name__} {fingerprint(model)}",
+            "data": texts.fingerprint(documents + held_out),
+            "on_policy": repr(on_policy),
+            **{field.name: getattr(chosen, field.name) for field in fields(chosen) if field.name not in FREE},
+        }
+        state = open_folder(folder, same, resume)
+        if on_policy:
+            settings = on_policy if isinstance(on_policy, dict) else {}
+            documents, held_out = _continued(folder, model, documents, held_out, length, chosen.seed, settings)
+            trainer = kind(target, chosen, texts.count_tokens(documents, target.vocab_size))
+            pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
+        batches = Batches(pieces, chosen.batch_size, chosen.seed)
+        held = texts.in_order(reserve, chosen.batch_size, HELD_OUT_TOKENS)
+        features = TargetFeatures(model, trainer.taps, trainer.kept)
+        facts = {
+            "trained on": f"{len(pieces):,} sequences of up to {length} tokens",
+            "in all": f"{sum(len(piece.ids) for piece in pieces):,} tokens"
+            + (", the model's own" if on_policy else ""),
+            "held out": f"{sum(batch.tokens for batch in held):,} tokens",
+            "batch size": chosen.batch_size,
+            "seed": chosen.seed,
+        }
+
+        def publish(loop: Loop, acceptance: list[float]) -> None:
+            done = {"steps": loop.state.step, "minutes": f"{loop.state.seconds / 60:.1f}"}
+            done |= {"tokens seen": f"{loop.state.tokens:,}", "learning rate": f"{loop.learning_rate:g}"}
+            card = write_card(model, kind.name, facts | done, acceptance, folder)
+            save_head(folder, *trainer.publish(), model.dtype, card)
+
+        with Printer() if progress is None else nullcontext(progress) as report:
+            loop = Loop(trainer, features, batches, held, chosen, state, folder, publish, report)
+            acceptance = loop.run()
+    return TrainingResult(
+        folder, acceptance[0] if acceptance else None, acceptance, state.losses, state.evaluations, state.step,
+        state.tokens, state.seconds,
+    )  # fmt: skip
+
+
+def _trainer_of(algo: str) -> type[Trainer]:
+    if not isinstance(algo, str):
+        raise TypeError(f"algo: expected a string, got {type(algo).__name__}")
+    name = ALIASES.get(algo.lower(), algo.lower())
+    if name not in TRAINERS:
+        raise ValueError(f"algo: expected one of {', '.join(TRAINERS)}, got {algo!r}.{did_you_mean(name, TRAINERS)}")
+    return TRAINERS[name]
+
+
+def _read(data, validation, tokenizer, target: Target, seed: int) -> tuple[list[Document], list[Document]]:
+    """(for training, held out)."""
+    share = 0.0 if validation is None else validation
+    if isinstance(share, int | float) and not isinstance(share, bool):
+        if not 0 <= share < 1:
+            raise ValueError(f"validation: expected a share of the data, from 0 to below 1, got {share}")
+        documents = texts.read(data, tokenizer, target.vocab_size)
+        return texts.split(documents, share, seed) if share else (documents, [])
+    return (
+        texts.read(data, tokenizer, target.vocab_size),
+        texts.read(validation, tokenizer, target.vocab_size, name="validation"),
+    )
+
+
+def _length(options: TrainingOptions, target: Target) -> int:
+    """Tokens of a sequence."""
+    longest = getattr(target.config, "max_position_embeddings", None) or LONGEST
+    if options.sequence_length is None:
+        return min(LONGEST, longest)
+    if options.sequence_length > longest:
+        raise ValueError(
+            f"sequence_length: {type(target.model).__name__} holds {longest} tokens, got {options.sequence_length}"
+        )
+    return options.sequence_length
+
+
+def _cut(
+    documents: list[Document], held_out: list[Document], length: int, shortest: int
+) -> tuple[list[Document], list[Document]]:
+    """Both in pieces; ValueError if one of them has none that is long enough."""
+    if length < shortest:
+        raise ValueError(f"sequence_length: a draft of this depth needs at least {shortest} tokens, got {length}")
+    pieces, reserve = (texts.cut(some, length, shortest) for some in (documents, held_out))
+    for name, some, left in (("data", documents, pieces), ("validation", held_out, reserve)):
+        if some and not left:
+            longest = max(len(document.ids) for document in some)
+            raise ValueError(
+                f"{name}: no sequence with a supervised token has the {shortest} tokens that a draft of this depth "
+                f"needs; the longest has {longest}. Give more text"
+                + (", or validation=0" if name == "validation" else "")
+            )
+    return pieces, reserve
+
+
+def _continued(
+    folder: Path, model: PreTrainedModel, documents: list[Document], held_out: list[Document], length: int, seed: int,
+    options: dict,
+) -> tuple[list[Document], list[Document]]:  # fmt: skip
+    """Both as the model continues them, written once and read again when the training goes on."""
+    path = folder / TEXTS
+    if not path.is_file():
+        both = [
+            [(document.ids, document.supervised) for document in continue_documents(model, some, length, seed, options)]
+            for some in (documents, held_out)
+        ]
+        replace(path, lambda partial: torch.save(both, partial))
+    documents, held_out = ([Document(*pair) for pair in some] for some in load_pickled(path))
+    return documents, held_out
