@@ -22,7 +22,9 @@ SCHEDULES = {
     "tree": dict(num_steps=3, topk=3, num_draft_tokens=8),
     "cut": dict(num_steps=4, topk=2, num_draft_tokens=4),
     "static": dict(tree_choices="eagle1"),
+    "hot": dict(num_steps=3, topk=2, num_draft_tokens=8, token_map=[*range(90, 20, -1), 90]),
 }
+COMMON = ("chain", "one", "tree", "cut")
 NEW = 24
 TAPS = (1, 0, FINAL)
 STEPS = 150
@@ -132,19 +134,20 @@ def drafted(algorithm, draft, model, schedule, text):
         return torch.stack([h for h, _ in rows])[None], torch.stack([logits for _, logits in rows[-wanted:]])[None]
 
     hidden, logits = output([])
-    return grow(schedule, ids[:, -1], logits[None], hidden[None], step)[:2]
+    return grow(schedule, ids[:, -1], logits[None], hidden[None], step, getattr(draft, "hot_ids", None))[:2]
 
 
 @pytest.mark.parametrize(
     ("algorithm", "schedule"),
-    [(a, s) for a in ("eagle", "eagle3", "draft_model") for s in SCHEDULES if (a, s) != ("draft_model", "static")],
+    [(a, s) for a in ("eagle", "eagle3", "draft_model") for s in SCHEDULES if a != "draft_model" or s in COMMON],
 )
 @torch.no_grad()
 def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
     system = fast(algorithm, "llama", schedule)
     engine, stats = system.speculation._engine, system.speculation.stats
     run, checked = engine.run, 0
-    draft, model, plan = draft_of(algorithm, "llama"), target("llama"), engine.algorithm.schedule
+    draft = draft_of(algorithm, "llama") if algorithm == "draft_model" else engine.algorithm.head
+    model, plan = target("llama"), engine.algorithm.schedule
 
     def watched(request):
         nonlocal checked

@@ -67,17 +67,17 @@ def test_architectures(name):
 
 
 @functools.cache
-def drafts_target():
-    return copy.deepcopy(drafts.target("llama")).to("cuda")
+def drafts_target(name):
+    return copy.deepcopy(drafts.target(name)).to("cuda")
 
 
 @functools.cache
-def with_draft(algorithm, schedule, mode):
-    target = drafts_target()
-    draft = copy.deepcopy(drafts.draft_of(algorithm, "llama")).to("cuda")
+def with_draft(algorithm, schedule, mode, name="llama", **more):
+    target = drafts_target(name)
+    draft = copy.deepcopy(drafts.draft_of(algorithm, name)).to("cuda")
     if algorithm != "draft_model":
         draft.embedding, draft.head_weight = target.model.embed_tokens.weight, target.lm_head.weight
-    options = drafts.SCHEDULES[schedule] | MODES[mode]
+    options = drafts.SCHEDULES[schedule] | MODES[mode] | more
     return speculate(target, algorithm, draft=draft, max_cache_len=200, **options)
 
 
@@ -93,6 +93,54 @@ def test_drafts_and_tokens_are_the_cpus(algorithm, schedule, mode):
             assert torch.equal(drafts.generated(fast, ids).cpu(), drafts.plain("llama", batch))
             traces.append(fast.speculation.stats.trace)
         assert traces[0] == traces[1]
+
+
+@pytest.mark.parametrize("name", drafts.TARGETS[1:])
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
+def test_drafts_of_architectures(algorithm, name):
+    mode = "compiled" if name in MIXTURES else "graphs"
+    for schedule, batch in (("chain", 4), ("tree", 1)):
+        system = with_draft(algorithm, schedule, mode, name)
+        ids = drafts.prompts(batch).cuda()
+        assert torch.equal(drafts.generated(system, ids).cpu(), drafts.plain(name, batch))
+
+
+@pytest.mark.parametrize("schedule", ["hot", "static", "cut"])
+def test_other_trees(schedule):
+    system = with_draft("eagle", schedule, "graphs")
+    assert torch.equal(drafts.generated(system, drafts.prompts(3).cuda()).cpu(), drafts.plain("llama", 3))
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "draft_model"])
+def test_drawn_drafts_are_the_cpus(algorithm):
+    drawn = dict(draft_sample_method="probabilistic")
+    options = drafts.SCHEDULES["chain"] | drawn | dict(compile=False, max_cache_len=200)
+    draft = drafts.draft_of(algorithm, "llama")
+    on_cpu = speculate(drafts.target("llama"), algorithm, draft=draft, **options)
+    settings = dict(do_sample=True, temperature=0.7, top_k=20)
+    answers = []
+    for system in (on_cpu, *(with_draft(algorithm, "chain", mode, **drawn) for mode in ("graphs", "eager"))):
+        torch.manual_seed(9)
+        answers.append(drafts.generated(system, drafts.prompts(3).to(system.device), **settings).cpu())
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+
+
+def test_one_launch_a_round():
+    system, ids = fast(), random_ids(100)
+    generated(system, ids)
+    system.speculation.stats.reset()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        generated(system, ids)
+    launches = [event.name for event in seen.events() if "Launch" in event.name or "Memcpy" in event.name]
+    assert sum("GraphLaunch" in name for name in launches) == system.speculation.stats.rounds
+
+
+def test_warmup_before_any_prompt_leaves_the_first_slot_alone():
+    system = speculate(model("qwen3"), max_cache_len=300)
+    state = system.speculation._engine.session(1).state
+    system.speculation.warmup()
+    assert int(state.lengths) == 0
+    assert torch.equal(generated(system, random_ids(50)), plain("qwen3", 50, 1))
 
 
 def test_what_cannot_be_captured_says_what_to_do():
