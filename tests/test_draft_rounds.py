@@ -3,6 +3,8 @@ any cache would have drafted after the same text."""
 
 import copy
 import functools
+import itertools
+from functools import partial
 from unittest import mock
 
 import models
@@ -12,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_compile import speculate
 from spec_compile.drafters.draft_block import FINAL, Eagle3Head, EagleHead
+from spec_compile.drafters.mtp_block import MtpHead, block_config
 from spec_compile.drafters.schedule import grow
 from spec_compile.kernels import ops
 
@@ -57,7 +60,15 @@ def head(kind, name):
         hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=96
     )
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    made = EagleHead(config, embedding, output) if kind == "eagle" else Eagle3Head(config, embedding, TAPS, 64, output)
+    if kind == "mtp":
+        made = MtpHead(model.get_decoder(), block_config(model.config, sparse=False), embedding, output)
+        for parameter in made.parameters():
+            if parameter.dim() > 1 and parameter is not embedding and parameter is not output:
+                torch.nn.init.normal_(parameter, std=0.1)
+    else:
+        made = {"eagle": EagleHead, "eagle3": partial(Eagle3Head, taps=TAPS, feature_size=64)}[kind](
+            config, embedding, head_weight=output
+        )
     own = [p for p in made.parameters() if p is not embedding and p is not output]
     optimizer = torch.optim.Adam(own, lr=5e-3)
     with torch.enable_grad(), mock.patch.object(ops, "attention", differentiable):
@@ -82,7 +93,9 @@ def fast(algorithm, name, schedule, compile=False):
 
 
 def draft_of(algorithm, name):
-    return models.ADMITTED[name]() if algorithm == "draft_model" else head(algorithm, name)
+    if algorithm == "draft_model":
+        return models.ADMITTED[name]()
+    return head("eagle" if algorithm == "naive_eagle" else algorithm, name)
 
 
 def prompts(batch, length=23):
@@ -139,7 +152,11 @@ def drafted(algorithm, draft, model, schedule, text):
 
 @pytest.mark.parametrize(
     ("algorithm", "schedule"),
-    [(a, s) for a in ("eagle", "eagle3", "draft_model") for s in SCHEDULES if a != "draft_model" or s in COMMON],
+    [
+        *itertools.product(("eagle", "eagle3"), SCHEDULES),
+        *itertools.product(("draft_model",), COMMON),
+        *itertools.product(("mtp",), ("one", "tree")),
+    ],
 )
 @torch.no_grad()
 def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
@@ -176,8 +193,10 @@ def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
-@pytest.mark.parametrize("schedule", ["chain", "tree"])
+@pytest.mark.parametrize(
+    ("algorithm", "schedule"),
+    [*itertools.product(("eagle", "eagle3", "mtp", "draft_model"), ("chain", "tree")), ("naive_eagle", "one")],
+)
 def test_tokens_are_plain_decodings(algorithm, name, schedule):
     for batch in (1, 4):
         assert torch.equal(generated(fast(algorithm, name, schedule), prompts(batch)), plain(name, batch))
