@@ -3,34 +3,21 @@
 Without a GPU the kernels run in Triton's interpreter, in float32; ``pytest -m gpu`` runs the same on a CUDA device.
 """
 
-import os
 import random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import GPU, ON_GPU, places
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
-triton = pytest.importorskip("triton")
-if not GPU and isinstance(triton.language.max, triton.JITFunction):
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+from spec_compile.kernels import compact as compaction
+from spec_compile.kernels import ops
+from spec_compile.kernels import tree_attention as attention
+from spec_compile.runtime.tree import ancestry
 
-from spec_compile.kernels import compact as compaction  # noqa: E402
-from spec_compile.kernels import ops  # noqa: E402
-from spec_compile.kernels import tree_attention as attention  # noqa: E402
-from spec_compile.runtime.tree import ancestry  # noqa: E402
-
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no CUDA device")]
-INTERPRETER = pytest.mark.skipif(GPU, reason="the kernels run on the CUDA device")
-PLACES = [
-    pytest.param(("cpu", torch.float32), id="interpreter", marks=INTERPRETER),
-    pytest.param(("cuda", torch.float32), id="cuda-fp32", marks=ON_GPU),
-    pytest.param(("cuda", torch.bfloat16), id="cuda-bf16", marks=ON_GPU),
-]
+PLACES = places(torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # rows that fill up a tile, in NumPy
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SMALL = attention.Tuning(block_m=16, block_n=16, splits=3, least=32, warps=4, stages=2)

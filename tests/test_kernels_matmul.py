@@ -4,31 +4,17 @@ Without a GPU the kernel runs in Triton's interpreter, in float32; ``pytest -m g
 """
 
 import itertools
-import os
 
 import pytest
 import torch
+from places import GPU, places, triton
 from torch.nn import functional as F
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
-triton = pytest.importorskip("triton")
-if not GPU and isinstance(triton.language.max, triton.JITFunction):
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+from spec_compile.kernels import skinny_matmul as kernel
+from spec_compile.kernels.skinny_matmul import Plan
 
-from spec_compile.kernels import skinny_matmul as kernel  # noqa: E402
-from spec_compile.kernels.skinny_matmul import Plan  # noqa: E402
-
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no CUDA device")]
 HOPPER = GPU and torch.cuda.get_device_capability() >= (9, 0)
-PLACES = [
-    pytest.param(
-        ("cpu", torch.float32), id="interpreter", marks=pytest.mark.skipif(GPU, reason="the kernel runs on the GPU")
-    ),
-    pytest.param(("cuda", torch.bfloat16), id="cuda-bf16", marks=ON_GPU),
-    pytest.param(("cuda", torch.float16), id="cuda-fp16", marks=ON_GPU),
-]
+PLACES = places(torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 3e-3}
 ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 48, 64]
 PLANS = {  # of one tile for each program, less, and more; on tensor cores and without

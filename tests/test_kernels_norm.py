@@ -3,34 +3,21 @@
 Without a GPU the kernel runs in Triton's interpreter, in float32; ``pytest -m gpu`` runs it on a CUDA device.
 """
 
-import os
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import GPU, places
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
-triton = pytest.importorskip("triton")
-if not GPU and isinstance(triton.language.max, triton.JITFunction):
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
-
-from spec_compile.kernels import add_rms_norm as kernel  # noqa: E402
-from spec_compile.kernels import skinny_matmul  # noqa: E402
+from spec_compile.kernels import add_rms_norm as kernel
+from spec_compile.kernels import skinny_matmul
 
 ops = torch.ops.spec_compile
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no CUDA device")]
-INTERPRETER = pytest.mark.skipif(GPU, reason="the kernel runs on the CUDA device")
-PLACES = [
-    pytest.param(("cpu", torch.float32), id="interpreter", marks=INTERPRETER),
-    *(pytest.param(("cuda", dtype), id=f"cuda-{dtype}", marks=ON_GPU)
-      for dtype in (torch.float32, torch.bfloat16, torch.float16)),
-]  # fmt: skip
+PLACES = places(torch.float32, torch.bfloat16, torch.float16)
 FORMS = {LlamaRMSNorm: None, GemmaRMSNorm: 1.0, Olmo2RMSNorm: 0.0}
 """A module of each form, and its offset."""
 STEPS = {torch.float32: 16, torch.bfloat16: 2, torch.float16: 2}

@@ -4,30 +4,16 @@ Without a GPU the kernel runs in Triton's interpreter, in float32; ``pytest -m g
 """
 
 import math
-import os
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import GPU, ON_GPU, places
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
-triton = pytest.importorskip("triton")
-if not GPU and isinstance(triton.language.max, triton.JITFunction):
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+from spec_compile.kernels import skinny_matmul, top_logits
 
-from spec_compile.kernels import skinny_matmul, top_logits  # noqa: E402
-
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no CUDA device")]
-INTERPRETER = pytest.mark.skipif(GPU, reason="the kernel runs on the CUDA device")
-PLACES = [
-    pytest.param(("cpu", torch.float32), id="interpreter", marks=INTERPRETER),
-    pytest.param(("cuda", torch.float32), id="cuda-fp32", marks=ON_GPU),
-    pytest.param(("cuda", torch.bfloat16), id="cuda-bf16", marks=ON_GPU),
-    pytest.param(("cuda", torch.float16), id="cuda-fp16", marks=ON_GPU),
-]
+PLACES = places(torch.float32, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered")  # in NumPy
 INF, NAN = math.inf, math.nan
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.0, INF, -INF, NAN, 3e38, -3e38, 1e-40]
@@ -161,12 +147,11 @@ def test_refused(change, error, words):
 
 # --- on a GPU, at the sizes of models
 
-CUDA = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no CUDA device")]
 MODELS = [(1, 128256, 1), (4, 128256, 4), (10, 32000, 10), (64, 50257, 16), (3, 262144, 16)]
 
 
 def gpu(function):
-    for mark in CUDA:
+    for mark in ON_GPU:
         function = mark(function)
     return function
 
