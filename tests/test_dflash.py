@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import json
 import operator
 import re
 from types import SimpleNamespace
@@ -20,19 +19,18 @@ import test_draft_rounds as rounds
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from spec_compile import speculate
 from spec_compile.drafters.checkpoints import load_head
-from spec_compile.drafters.dflash import DFlash, DFlashOptions
-from spec_compile.drafters.dflash_block import Context, DFlashDraft
-from spec_compile.drafters.dflash_checkpoints import load_dflash
+from spec_compile.drafters.dflash import DFlash, DFlashOptions, accepted_of_own_text
+from spec_compile.drafters.dflash_block import DFlashDraft
+from spec_compile.drafters.dflash_checkpoints import load_dflash, spread_layers
 from spec_compile.drafters.dflash_tree import BlockTree
 from spec_compile.drafters.draft_block import LayerKnobs
-from spec_compile.drafters.self_check import states
+from spec_compile.drafters.self_check import STRIDE, states
 from spec_compile.kernels import ops
 
 BLOCK, MASK, H = drafts.BLOCK, drafts.MASK, drafts.H
@@ -209,16 +207,14 @@ KNOBS = {
     "causality": ("dflash_sliding", dict(meaning=dict(causal=(False, False)))),
     "which layers are causal": ("dflash_sliding", dict(meaning=dict(causal=(False, True)))),
     "mask embedding": ("dflash_mimo", dict(tensors={"mask_embedding": uneven})),
-    **{
-        name: ("dflash_bias", dict(tensors={name: uneven}))
-        for name in (
-            "fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.input_layernorm.weight",
-            "layers.0.post_attention_layernorm.weight", "layers.0.self_attn.q_norm.weight", "layers.1.mlp.up_proj.weight",
-            *(f"layers.{i}.self_attn.{part}" for i in (0, 1) for part in ("k_norm.weight", "k_proj.bias", "v_proj.weight")),
-            "layers.0.self_attn.q_proj.bias", "layers.0.self_attn.o_proj.bias",
-        )
-    },
 }  # fmt: skip
+UNEVEN = [
+    "fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.input_layernorm.weight",
+    "layers.0.post_attention_layernorm.weight", "layers.1.mlp.up_proj.weight",
+    *(f"layers.0.self_attn.{part}" for part in ("q_norm.weight", "q_proj.bias", "o_proj.bias")),
+    *(f"layers.{i}.self_attn.{part}" for i in (0, 1) for part in ("k_norm.weight", "k_proj.bias", "v_proj.weight")),
+]  # fmt: skip
+KNOBS |= {name: ("dflash_bias", dict(tensors={name: uneven})) for name in UNEVEN}
 
 
 @pytest.mark.parametrize("knob", KNOBS)
@@ -246,6 +242,305 @@ def test_windows_shorter_than_a_block(tmp_path):
         load_dflash(written.folder, written.target)
 
 
+# --- checkpoints
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, change=None, **config):
+        """Write a flavour, its tensors changed by `change` and its config by `config`."""
+        written = drafts.write(name, tmp_path / name, **config)
+        if change:
+            change(written.tensors)
+            for path in written.folder.glob("*"):
+                path.unlink()
+            drafts.save(written.folder, written.config, written.tensors, drafts.DFLASH[name].files)
+        return written
+
+    return write
+
+
+def read(written, target=None, **kwargs):
+    return load_dflash(written.folder, target or written.target, **kwargs)
+
+
+@pytest.mark.parametrize("name", drafts.DFLASH)
+def test_a_flavour_loads(load, name):
+    written, draft, _ = load(name)
+    target, kept = written.target, name == "dflash_speculators_kept"
+    assert draft.embedding is target.get_input_embeddings().weight
+    assert (draft.head_weight is target.get_output_embeddings().weight) != kept
+    assert draft.hot_ids is None or torch.equal(draft.hot_ids, drafts.hot_ids())
+    assert (draft.hot_ids is not None) == kept
+    shared = {id(p) for p in target.parameters()}
+    assert all(not p.requires_grad for p in draft.parameters() if id(p) not in shared)
+    assert all(p.requires_grad for p in target.parameters()) and not draft.training
+    assert all(not value.is_meta for value in draft.state_dict().values())
+    assert target.config._attn_implementation == "sdpa"
+    assert draft.flavour in draft.report[0] and str(written.folder) in draft.report[0]
+    ignored = [line for line in draft.report if line.startswith("ignored")]
+    assert len(ignored) == (2 if name == "dflash_deepspec" else 0)
+
+
+def required(name):
+    return name not in ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+
+
+@pytest.mark.parametrize("name", ["dflash_bias", "dflash_deepspec", "dflash_speculators_kept"])
+def test_every_tensor_is_needed(write, name):
+    """Without it, or in another shape, loading stops, and says which."""
+    complete = write(name).tensors
+    for tensor in filter(required, list(complete)):
+        if not (name == "dflash_bias" and ".0." in tensor):  # one layer is enough
+            with pytest.raises(ValueError, match=re.escape(tensor)):
+                read(write(name, operator.methodcaller("pop", tensor)))
+            with pytest.raises(ValueError, match=re.escape(tensor)):
+                read(write(name, operator.methodcaller("update", {tensor: complete[tensor][:-1]})))
+
+
+def test_a_tensor_too_many(write):
+    for stray in ("layers.0.self_attn.sinks", "markov_head.w1.weight", "mask_hidden"):
+        with pytest.raises(ValueError, match=f"tensors that this format does not know: {stray}"):
+            read(write("dflash", lambda tensors, stray=stray: tensors.update({stray: torch.zeros(4)})))
+
+
+def test_damaged_values_and_files(write):
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"fc.weight .* holds NaN or infinity"):
+            read(write("dflash", lambda tensors, value=value: tensors["fc.weight"].view(-1)[5:6].fill_(value)))
+    with pytest.raises(ValueError, match=r"norm.weight in .* is torch.float8_e4m3fn; quantised"):
+        change = lambda tensors: tensors.update({"norm.weight": tensors["norm.weight"].to(torch.float8_e4m3fn)})  # noqa: E731
+        read(write("dflash", change))
+    for name, file in (("dflash", "model.safetensors"), ("dflash_bin", "pytorch_model.bin")):
+        written = write(name)
+        content = (written.folder / file).read_bytes()
+        (written.folder / file).write_bytes(content[: len(content) // 2])
+        with pytest.raises(ValueError, match=f"{file} cannot be read"):
+            read(written)
+    (written.folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"has no config.json"):
+        read(written)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"projector_type": "domino"}, "projector_type 'domino'"),
+        ({"projector_type": "dspark"}, "projector_type 'dspark'"),
+        ({"markov_rank": 256}, "markov_rank 256"),
+        ({"conv_kernel_size": 2, "conv_group_size": 16}, "conv_kernel_size 2"),
+        ({"selector_rank": 256}, "selector_rank 256"),
+        ({"selector_top_k": 16}, "selector_top_k 16"),
+        ({"attention_sink_bias": True}, "attention_sink_bias True"),
+        ({"add_swa_attention_sink_bias": True}, "add_swa_attention_sink_bias True"),
+        ({"attention_value_scale": 0.707}, "attention_value_scale 0.707"),
+        ({"attention_mode": "mla"}, "attention_mode 'mla'"),
+        ({"use_aux_hidden_state": False}, "use_aux_hidden_state False"),
+    ],
+)
+def test_variants_are_refused_by_name(write, flags, message):
+    inner = {"target_layer_ids": [1, 3, 6], "mask_token_id": MASK, **flags}
+    for name, changes in (("dflash", dict(dflash_config=inner)), ("dflash", flags), ("dflash_speculators", flags)):
+        written = write(name, **changes)
+        with pytest.raises(ValueError, match=f"its config has {message}, a variant of DFlash that is not built here"):
+            read(written)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": None}, "must have a block_size of 2 or more, it has None"),
+        ({"block_size": 1}, "must have a block_size of 2 or more, it has 1"),
+        ({"mask": None}, "must have a mask_token_id of 0 or more, it has None"),
+        ({"mask": 96}, "mask token 96 is outside the 96 rows of the model's embedding; take the draft of this model"),
+        ({"ids": [1, 3]}, "its fc reads 3 states of the target, its config names 2"),
+        ({"ids": [1, 3, 8]}, "reads states 2, 4, 9 .* 8 layers; take the draft of this model"),
+        ({"ids": [-2, 3, 6]}, "reads states -1, 4, 7"),
+        ({"ids": None}, "its fc reads 3 states of the target, its config names 2"),  # two layers: the rule gives two
+        ({"ids": [1, 3, "6"]}, "must have a list of layers as target_layer_ids"),
+        ({"num_target_layers": 36}, "made for a model of 36 layers, LlamaForCausalLM has 8"),
+        ({"hidden_size": 32}, "hidden_size 32, LlamaForCausalLM has 64"),
+        ({"vocab_size": 128}, "vocab_size 128, LlamaForCausalLM has 96"),
+        ({"num_hidden_layers": 1}, r"tensors that this format does not know: layers.1.*|its config must name"),
+        ({"layer_types": ["sliding_attention", "chunked_attention"]}, "sliding_attention or full_attention for each"),
+        ({"layer_types": ["sliding_attention"] * 2}, "neither sliding_window nor swa_window_size"),
+        ({"layer_types": None, "use_sliding_window": True}, "use_sliding_window, and no layer_types"),
+        ({"is_neox_style": False}, "interleaved RoPE"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE of type 'dynamic'"),
+        ({"draft_vocab_size": 40}, "has no lm_head.weight for its 40 tokens"),
+        ({"attention_bias": True}, "has no layers.0.self_attn.q_proj.bias"),
+    ],
+)
+def test_configs_that_do_not_fit(write, changes, message):
+    inner = {"target_layer_ids": changes.pop("ids", [1, 3, 6]), "mask_token_id": changes.pop("mask", MASK)}
+    written = drafts.write("dflash", write("dflash").folder)
+    written.config.update(changes, dflash_config=inner)
+    drafts.save(written.folder, written.config, written.tensors)
+    with pytest.raises(ValueError, match=message):
+        read(written)
+
+
+@pytest.mark.parametrize(
+    ("target_layers", "layers", "ids"),
+    [
+        (36, 5, [1, 9, 17, 25, 33]),
+        (48, 8, [1, 7, 14, 20, 26, 32, 39, 45]),
+        (7, 3, [1, 2, 4]),
+        (9, 3, [1, 4, 6]),
+        (36, 1, [18]),
+    ],
+)
+def test_layers_that_are_not_named(target_layers, layers, ids):
+    """As the reference rounds: halves to the even number."""
+    assert spread_layers(target_layers, layers) == ids
+
+
+def test_a_draft_for_another_target(write):
+    wide = models.build("LlamaConfig", "LlamaForCausalLM", dict(models.GQA, hidden_size=128, num_hidden_layers=8))
+    written = write("dflash")
+    with pytest.raises(ValueError, match="hidden_size 64, LlamaForCausalLM has 128; take the head of this model"):
+        read(written, wide)
+    with pytest.raises(ValueError, match="made for a model of 8 layers, LlamaForCausalLM has 2"):
+        read(written, models.ADMITTED["llama"]())
+    with pytest.raises(ValueError, match=r"fc.weight reads 190 numbers, which is no multiple"):
+        read(write("dflash", lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :-2]})))
+    with pytest.raises(ValueError, match="PhiForCausalLM has an output layer with a bias"):
+        read(written, models.ADMITTED["phi"]())
+
+
+def test_what_is_no_dflash_draft(write, tmp_path):
+    for name in ("eagle", "eagle3", "eagle3_deepspec"):
+        written = drafts.write(name, tmp_path / name)
+        with pytest.raises(ValueError, match=r"holds no DFlash draft: .* or 'eagle3', whole models with"):
+            read(written)
+    for name in ("dflash", "dflash_deepspec", "dflash_speculators"):
+        with pytest.raises(ValueError, match="use algo='dflash'"):
+            load_head(write(name).folder, drafts.llama())
+    with pytest.raises(ValueError, match=r"algo='dflash' needs a draft: pass draft="):
+        load_dflash(None, drafts.llama())
+    with pytest.raises(TypeError, match="got int"):
+        load_dflash(3, drafts.llama())
+
+
+def test_output_matrices(write):
+    """A copy is shared, another one is the draft's own."""
+    flipped = lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].flip(0)})  # noqa: E731
+    written = write("dflash_deepspec", flipped)
+    draft = read(written)
+    assert torch.equal(draft.head_weight, written.tensors["lm_head.weight"]) and draft.hot_ids is None
+    assert "its own, 96 of 96 tokens" in draft.report[4]
+    with pytest.raises(ValueError, match="40 rows, its config says draft_vocab_size 48"):
+        read(write("dflash_speculators_kept", draft_vocab_size=48))
+    with pytest.raises(ValueError, match=r"d2t .* token of its own below 96"):
+        read(write("dflash_speculators_kept", lambda tensors: tensors["d2t"].add_(60)))
+    with pytest.raises(ValueError, match="has no d2t"):
+        read(write("dflash_speculators_kept", lambda tensors: [tensors.pop(name) for name in ("d2t", "t2d")]))
+
+
+def test_further_tensors_that_change_nothing(write):
+    more = {"confidence_head.proj.weight": torch.zeros(1, H), "verifier_norm.weight": torch.ones(H)}
+    draft = read(write("dflash_speculators", lambda tensors: tensors.update(more)))
+    assert [line.split(",")[0] for line in draft.report[-2:]] == [f"ignored: {name}" for name in sorted(more)]
+
+
+def test_mask_embeddings_in_a_file_of_their_own(write):
+    values = torch.randn(1, H)
+    for content in (values, {"embedding": values, "mask_token_id": MASK}, {"embedding": values[0]}):
+        written = write("dflash")
+        torch.save(content, written.folder / "mask_embedding.pt")
+        draft = read(written)
+        assert torch.equal(draft.mask_embedding, values[0]) and not draft.mask_embedding.requires_grad
+    for content, message in (
+        ({"embedding": values, "mask_token_id": 3}, "is for token 3, its config says mask_token_id 93"),
+        (values[:, :-1], r"must be 64 finite numbers, it is \[1, 63\]"),
+        (values * float("nan"), "must be 64 finite numbers"),
+        ({"mask": values}, "it is NoneType"),
+    ):
+        torch.save(content, written.folder / "mask_embedding.pt")
+        with pytest.raises(ValueError, match=message):
+            read(written)
+
+
+def test_drafts_made_elsewhere(load):
+    written, draft, _ = load("dflash")
+    assert load_dflash(draft, written.target) is draft
+    with pytest.raises(TypeError, match="rope_theta: a draft that is already loaded"):
+        load_dflash(draft, written.target, rope_theta=1e4)
+    with pytest.raises(TypeError, match="got Embedding"):
+        load_dflash(written.target.get_input_embeddings(), written.target)
+    with pytest.raises(ValueError, match=r"in torch.float32, the model on cpu in torch.bfloat16"):
+        load_dflash(draft, drafts.llama().to(torch.bfloat16))
+    with pytest.raises(ValueError, match="vocab_size 96, LlamaForCausalLM has 80"):
+        small = drafts.llama()
+        small.resize_token_embeddings(80)
+        load_dflash(draft, small)
+
+
+def test_another_rope_theta(write):
+    draft = read(write("dflash_speculators"), rope_theta=500)
+    assert draft.rotary_emb.config.rope_parameters["rope_theta"] == 500 and "rope_theta=500" in draft.report[3]
+
+
+# --- options
+
+
+def test_options_are_checked(load):
+    for options, error, message in (
+        (dict(block_size=0), ValueError, "block_size must be from 1 to 64"),
+        (dict(block_size="6"), TypeError, "block_size: expected int"),
+        (dict(topk=17), ValueError, "topk must be from 1 to 16"),
+        (dict(num_draft_tokens=1), ValueError, "num_draft_tokens must be from 2 to 64"),
+        (dict(score_temperature=0.0), ValueError, "score_temperature must be positive"),
+        (dict(draft_sample_method="random"), ValueError, "draft_sample_method: expected 'greedy' or 'probabilistic'"),
+        (dict(draft_sample_method="probabilistic", topk=2), ValueError, "topk: drafts that are drawn"),
+    ):
+        with pytest.raises(error, match=message):
+            DFlashOptions(**options)
+    _, draft, _ = load("dflash")
+    for options, message in (
+        (dict(block_size=7), "block_size: this draft was trained with blocks of 6, not 7; lower it"),
+        (dict(block_size=1), "the first slot of this draft's blocks drafts nothing; it must be at least 2"),
+        (dict(num_draft_tokens=7), "num_draft_tokens must be at most 6, the drafts of a block of 6 and"),
+        (dict(topk=2, block_size=3, num_draft_tokens=8), "num_draft_tokens must be at most 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DFlash(draft, DFlashOptions(**options))
+    assert DFlashOptions().fit(draft) == (6, 6) and DFlashOptions(block_size=4).fit(draft) == (4, 4)
+    assert DFlashOptions(topk=4, num_draft_tokens=30).fit(draft) == (6, 30)
+    assert DFlashOptions(block_size=1).fit(load("dflash_deepspec")[1]) == (1, 2)
+    assert DFlashOptions().fit(SimpleNamespace(block_size=128, first=0)) == (64, 64)
+
+
+def test_what_was_loaded_is_told(load):
+    written, *_ = load("dflash_sliding")
+    fast = speculate(written.target, "DFlash", draft=written.folder, compile=False, max_cache_len=100)
+    told = "\n".join(fast.speculation._engine.algorithm.explain())
+    for part in (
+        "DFlash draft from", "reads states 2, 4, 7 (target_layer_ids [1, 3, 6], outputs of layers: one more)",
+        "blocks of 6, masked by token 93; slot j drafts the token of its own place", "rope_theta=20000",
+        "sliding windows 7, None, 1 of them causal", "embedding: the target's; output matrix: the target's",
+        "of 5 drafts are the target's own next tokens, on average",
+    ):  # fmt: skip
+        assert part in told
+    assert fast.speculation.options.num_draft_tokens == 6 and fast.speculation._engine.sizes == (6,)
+    assert "1 layers see the block causally, 1 all of it" in fast.speculation._engine.algorithm.graph.log[-1].summary
+
+
+def test_the_self_check_counts_what_would_be_accepted():
+    algorithm, model, text = (
+        fast("llama", "chain").speculation._engine.algorithm,
+        rounds.target("llama"),
+        texts("llama"),
+    )
+    right = []
+    for row, p in itertools.product(range(4), range(text.shape[1] - 5, 1, -STRIDE)):
+        drafted = logits_after(algorithm.draft, model, text[row, : p + 1].tolist(), 5)[1:].argmax(-1)
+        right.append(np.cumprod(drafted == text[row, p + 1 : p + 5].numpy()).sum())
+    with mock.patch("spec_compile.drafters.dflash.own_text", lambda model: text[:4]):
+        assert accepted_of_own_text(model, algorithm) == (pytest.approx(np.mean(right)), 4)
+    assert np.mean(right) > 0.5
+
+
 # --- whole rounds
 
 SCHEDULES = {
@@ -266,9 +561,9 @@ def texts(name):
 
 
 @functools.cache
-def trained(name, steps=250):
+def trained(name):
     """A draft that was taught to go on with those texts."""
-    model, text = rounds.target(name), texts(name)
+    model, text, steps = rounds.target(name), texts(name), 250 if name == "llama" else 120
     torch.manual_seed(1)
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=96,
@@ -311,8 +606,8 @@ def behind(draft, features):
 
 @functools.cache
 def fast(name, schedule, compile=False):
-    options = SCHEDULES[schedule]
-    return speculate(rounds.target(name), "dflash", draft=trained(name), compile=compile, max_cache_len=200, **options)
+    options = SCHEDULES[schedule] | dict(compile=compile, check=False, max_cache_len=200)
+    return speculate(rounds.target(name), "dflash", draft=trained(name), **options)
 
 
 @torch.no_grad()
@@ -329,8 +624,9 @@ def best_paths(logits, topk, count):
     logprobs = torch.from_numpy(logits).log_softmax(-1)
     likeliest = [list(zip(*(x.tolist() for x in row.topk(topk)))) for row in logprobs]
     paths = [(0.0, ())]
-    for place in likeliest:
-        paths += [(s + t, (*path, i)) for s, path in paths if len(path) == len(paths[-1][1]) for t, i in place]
+    for depth, place in enumerate(likeliest):
+        before = [found for found in paths if len(found[1]) == depth]
+        paths += [(s + t, (*path, i)) for s, path in before for t, i in place]
     return sorted(paths[1:], reverse=True)[:count]
 
 
@@ -344,19 +640,23 @@ def paths_of(tokens, parents):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
-    system, options = fast("llama", schedule), SCHEDULES[schedule]
-    engine, stats, draft, model = system.speculation._engine, system.speculation.stats, trained("llama"), fast("llama", schedule)
+    system, options, draft = fast("llama", schedule), SCHEDULES[schedule], trained("llama")
+    engine, stats = system.speculation._engine, system.speculation.stats
     run, checked = engine.run, 0
     nodes, size = engine.options.num_draft_tokens, options.get("block_size", 5)
 
     def watched(request):
         nonlocal checked
-        state = engine.session(len(request.prompts)).state
+        session, given = engine.session(len(request.prompts)), []
+        state = session.state
+        hook = session.drafter.block.register_forward_hook(lambda module, arguments, out: given.append(out[0]))
         for gained in run(request):
             for row, length in enumerate(state.lengths.tolist()):
                 if not state.finished[row]:
                     text = state.tokens[row, : length + 1].tolist()
-                    logits = logits_after(draft, rounds.target("llama"), text, size)[1:]
+                    logits = logits_after(draft, rounds.target("llama"), text, size)
+                    assert difference([given[-1][row]], [logits]) < 1e-4
+                    logits = logits[1:]
                     tree = state.tree_tokens[row, :nodes].tolist(), state.tree_parents[row, :nodes].tolist()
                     if "topk" in options:
                         right = [path for _, path in best_paths(logits, options["topk"], nodes - 1)]
@@ -366,6 +666,7 @@ def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
                         assert tree[1] == list(range(-1, nodes - 1))
                     checked += 1
             yield gained
+        hook.remove()
 
     engine.run = watched
     try:
@@ -373,21 +674,25 @@ def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
         ids = texts("llama")[:3, :10]
         rounds.generated(system, ids[:1])
         rounds.generated(system, ids, attention_mask=(torch.arange(10) >= torch.tensor([[0], [4], [8]])).long())
+        accept_length = stats.accept_length
+        rounds.generated(system, rounds.prompts(1, 117), 14)  # across the step by which the part looked at grows
     finally:
         del engine.run
-    assert checked > 20
-    assert stats.accept_length > 1.3
+    assert checked > 30
+    assert accept_length > 1.1
 
 
-@pytest.mark.parametrize("name", rounds.TARGETS)
-@pytest.mark.parametrize("schedule", ["chain", "tree"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("llama", "chain"), ("llama", "tree"), ("qwen3", "chain"), ("mixtral", "tree"), ("deepseek_v3", "chain")],
+)
 def test_tokens_are_plain_decodings(name, schedule):
     system, stats = fast(name, schedule), fast(name, schedule).speculation.stats
     for batch in (1, 4):
         stats.reset()
         ids = texts(name)[:batch, :8]
         assert torch.equal(rounds.generated(system, ids), rounds.generated(rounds.target(name), ids))
-        assert stats.accept_length > 1.3
+        assert stats.accept_length > 1.1
     assert torch.equal(rounds.generated(system, rounds.prompts(4)), rounds.plain(name, 4))  # texts it was not taught
 
 
@@ -413,7 +718,8 @@ def test_a_conversation_goes_on_from_its_cache():
 
     def turn(ids, model=system, **more):
         system.speculation.stats.reset()
-        answer = rounds.generated(model, ids, return_dict_in_generate=True, use_cache=True, **more)
+        more |= dict(attention_mask=torch.ones_like(ids), return_dict_in_generate=True, use_cache=True)
+        answer = rounds.generated(model, ids, **more)
         return answer, system.speculation.stats.trace
 
     first = turn(ids)[0].sequences
@@ -428,18 +734,6 @@ def test_a_conversation_goes_on_from_its_cache():
     foreign = turn(ids, rounds.target("llama"))[0].past_key_values
     got, again = turn(second, past_key_values=foreign)
     assert torch.equal(got.sequences, want.sequences) and again == trace
-
-
-def test_a_prompt_given_as_embeddings():
-    """The draft knows nothing of such a prompt; the answer is the same."""
-    model, ids = rounds.target("llama"), texts("llama")[:2, :8]
-    embeds = model.get_input_embeddings()(ids).detach()
-    for schedule in ("chain", "tree"):
-        answers = [
-            system.generate(inputs_embeds=embeds, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-            for system in (fast("llama", schedule), model)
-        ]
-        assert torch.equal(*answers)
 
 
 def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap():
@@ -464,10 +758,10 @@ def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap():
 def exhaustive(scores, tokens, count):
     """[(score, tokens)] of the `count` best paths, in float32 and from the front."""
     paths = [(np.float32(0), ())]
-    for place, row in enumerate(scores):
-        paths += [
-            (np.float32(s + t), (*path, i)) for s, path in paths if len(path) == place for t, i in zip(row, tokens[place])
-        ]
+    for place in range(len(scores)):
+        before = [found for found in paths if len(found[1]) == place]
+        likeliest = list(zip(scores[place], tokens[place]))
+        paths += [(np.float32(s + t), (*path, i)) for s, path in before for t, i in likeliest]
     return sorted(paths[1:], key=lambda found: -found[0])[:count]
 
 
@@ -507,3 +801,30 @@ def test_large_trees():
     tokens, parents, totals = BlockTree(15, 16, 64)(torch.tensor([3]), scores, torch.arange(240).view(1, 15, 16))
     assert len(set(paths_of(tokens[0].tolist(), parents[0].tolist()))) == 63 and bool(totals.isfinite().all())
     assert BlockTree(63, 2, 64).ranks.shape[0] == 63
+
+
+# --- on a GPU
+
+MODES = {"graphs": dict(), "eager": dict(cuda_graphs=False, compile=False)}
+
+
+@functools.cache
+def gpu_target():
+    return copy.deepcopy(rounds.target("llama")).to("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_drafts_and_tokens_are_the_cpus(schedule, mode):
+    target, draft = gpu_target(), copy.deepcopy(trained("llama")).to("cuda")
+    draft.embedding, draft.head_weight = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    system = speculate(target, "dflash", draft=draft, max_cache_len=200, **SCHEDULES[schedule], **MODES[mode])
+    for batch in (1, 3):
+        ids, traces = texts("llama")[:batch, :8], []
+        for one in (system, fast("llama", schedule)):
+            answer = rounds.generated(one, ids.to(one.device)).cpu()
+            assert torch.equal(answer, rounds.generated(rounds.target("llama"), ids))
+            traces.append(one.speculation.stats.trace)
+        assert traces[0] == traces[1]

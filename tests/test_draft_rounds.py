@@ -328,3 +328,10 @@ def test_bad_options_are_named(algorithm, options, names):
 def test_only_ngrams_take_a_reference():
     with pytest.raises(ValueError, match="reference"):
         generated(fast("eagle", "llama", "chain"), prompts(1), reference=[1, 2, 3])
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
+def test_embeddings_in_place_of_a_prompt(algorithm):
+    embeds = target("llama").get_input_embeddings()(prompts(2))
+    got, want = (generated(m, None, inputs_embeds=embeds) for m in (fast(algorithm, "llama", "chain"), target("llama")))
+    assert torch.equal(got, want)

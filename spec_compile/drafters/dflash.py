@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from transformers import PreTrainedModel
 
 from .. import passes
 from ..capture import capture_head
 from ..config import Options
 from ..errors import check_int
-from ..graph import ModelGraph, calls
+from ..graph import ModelGraph
 from ..kernels import ops
 from ..kernels.top_logits import MAX_K, top_logits
 from ..passes.regions import compiled_regions
@@ -28,6 +28,10 @@ from .dflash_block import Context, DFlashDraft
 from .dflash_checkpoints import load_dflash
 from .dflash_tree import BlockTree
 from .schedule import Schedule
+from .self_check import STRIDE, own_text, states
+
+LOOKED_AT = 8
+"""Drafts of a block that the self-check looks at."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +103,10 @@ class DFlash(Algorithm):
         self.tree = None
         if options.topk > 1:
             self.tree = BlockTree(self.slots - draft.first, options.topk, self.nodes).to(draft.embedding.device)
-        self.context = Context(draft)
+        self.context, self.checked = Context(draft), []
 
         def causal_layers(graph: ModelGraph, settings: passes.Settings) -> str:
-            return see_what_lies_before(graph, draft.causal)
+            return restrict_to_causal(graph, draft.causal)
 
         pipeline = [*passes.PIPELINE, causal_layers]
         self.graph = passes.run(capture_head(draft), passes.Settings(options.merge_linears), pipeline)
@@ -112,22 +116,30 @@ class DFlash(Algorithm):
         return DFlashDrafter(self, batch, slots)
 
     def explain(self) -> list[str]:
-        return self.draft.report
+        return [*self.draft.report, *self.checked]
 
 
-def see_what_lies_before(graph: ModelGraph, causal: tuple[bool, ...]) -> str:
-    """A pass behind `tree_attention`: these layers see the block causally, whatever ``ancestors`` says."""
-    on_gpu = graph.device.type == "cuda"
-    attention = torch.ops.spec_compile.tree_attention.default if on_gpu else ops.tree_attention
-    masks = {None: None}
-    for node, wanted in zip(calls(graph.gm, attention), causal):
-        if wanted:
-            seen = node.args[6]  # on a GPU the ancestors, else the mask that `ops.tree_mask` made of them
-            if not on_gpu and seen not in masks:
-                with graph.gm.graph.inserting_after(seen):
-                    masks[seen] = graph.gm.graph.call_function(ops.tree_mask, (*seen.args[:2], None, *seen.args[3:]))
-            node.args = (*node.args[:6], None if on_gpu else masks[seen], *node.args[7:])
+def restrict_to_causal(graph: ModelGraph, causal: tuple[bool, ...]) -> str:
+    """Behind `passes.tree_attention`: the layers marked see of the block what lies before, whatever ``ancestors`` says.
+
+    On a GPU attention takes the ancestors themselves, else a mask made of them, both in one place of its arguments.
+    """
+    nodes, on_gpu, masks = graph.gm.graph.nodes, graph.device.type == "cuda", {}
+    ancestors = next(node for node in nodes if node.op == "placeholder" and node.target == "ancestors")
+    attention = [node for node in nodes if (ancestors in node.args if on_gpu else node.target is ops.tree_attention)]
+    for node, restricted in zip(attention, causal):
+        if restricted:
+            seen = None if on_gpu else _causal_mask(node.args[6], masks)
+            node.args = (*node.args[:6], seen, *node.args[7:])
     return f"{sum(causal)} layers see the block causally, {len(causal) - sum(causal)} all of it"
+
+
+def _causal_mask(mask: fx.Node, masks: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The mask of a causal chain in place of a call of `ops.tree_mask`; one for each."""
+    if mask not in masks:
+        with mask.graph.inserting_after(mask):
+            masks[mask] = mask.graph.call_function(ops.tree_mask, (*mask.args[:2], None, *mask.args[3:]))
+    return masks[mask]
 
 
 class DFlashDrafter(Drafter):
@@ -151,15 +163,15 @@ class DFlashDrafter(Drafter):
             self.block = compiled_regions(self.graph, f"block_b{len(self.cache.tensors[0])}")
 
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
-        self._write(features, state.lengths)
+        self.write(features, state.lengths)
 
     def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, span: int) -> None:
         nodes = accepted.path.shape[1]
         rows = torch.arange(1 if nodes == 1 else self.longest, device=begin.device).clamp(max=nodes - 1)
         path = accepted.path.index_select(1, rows)  # beyond what was gained: anything
-        self._write([ops.gather_rows(feature, path) for feature in features], begin)
+        self.write([ops.gather_rows(feature, path) for feature in features], begin)
 
-    def _write(self, features: list[Tensor], begin: Tensor) -> None:
+    def write(self, features: list[Tensor], begin: Tensor) -> None:
         """Put the context of tokens with these states [B, T, h] into the cache, at slots `begin` [B] onwards."""
         batch, size, _ = features[0].shape
         slots = begin[:, None] + torch.arange(size, device=begin.device)
@@ -168,16 +180,20 @@ class DFlashDrafter(Drafter):
             head = torch.arange(cache.shape[1], device=begin.device)[None, :, None]
             cache.index_put_((row, head, slots[:, None]), values)
 
-    def propose(self, state: State, span: int) -> None:
-        root, lengths = state.tree_tokens[:, 0].clone(), state.lengths.clone()
+    def logits(self, root: Tensor, lengths: Tensor, span: int) -> Tensor:
+        """Of the slots of a block behind the committed ones: [B, slots, Vd]. root, lengths [B]."""
         masks = root.new_full((len(root), self.slots - 1), self.draft.mask_token_id)
         ids = torch.cat([root[:, None], masks], dim=1)
         positions = lengths[:, None] + torch.arange(self.slots, device=root.device)
         everything = torch.full_like(ids, -1)  # of the block
-        (logits,) = self.block(ids, positions, lengths, everything, self.cache.tensors, span)
+        return self.block(ids, positions, lengths, everything, self.cache.tensors, span)[0]
+
+    def propose(self, state: State, span: int) -> None:
+        root, first = state.tree_tokens[:, 0].clone(), self.draft.first
+        logits = self.logits(root, state.lengths.clone(), span)
         if self.chain is not None:
-            return self._draw(state, logits[:, self.draft.first :])
-        topk, first, hot_ids = self.options.topk, self.draft.first, self.draft.hot_ids
+            return self._draw(state, logits[:, first:])
+        topk, hot_ids = self.options.topk, self.draft.hot_ids
         scores, tokens = top_logits(logits.flatten(0, 1), topk, self.options.score_temperature)
         tokens = tokens if hot_ids is None else hot_ids[tokens]
         scores, tokens = (x.view(len(root), self.slots, topk)[:, first:] for x in (scores, tokens))
@@ -198,8 +214,28 @@ class DFlashDrafter(Drafter):
         propose_grown(state, self.chain, True, logits[:, 0], logits[:, 0, :1], step, self.draft.hot_ids)
 
 
+@torch.no_grad()
+def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[float, int]:
+    """How many drafts of a block are what the target goes on with in texts of its own, on average, and of how many."""
+    text, draft = own_text(model), algorithm.draft
+    features, _ = states(model, draft.taps, text)
+    batch, length = text.shape
+    drafter, span = algorithm.drafter(batch, length + algorithm.slots), length + algorithm.slots
+    drafter.write(features, torch.zeros_like(text[:, 0]))
+    looked_at, found = min(algorithm.slots - draft.first, LOOKED_AT), []
+    for p in range(length - 1 - looked_at, 1, -STRIDE):  # backwards, for a block overwrites what lies behind its root
+        tokens = drafter.logits(text[:, p], torch.full_like(text[:, 0], p), span).argmax(dim=-1)
+        tokens = tokens if draft.hot_ids is None else draft.hot_ids[tokens]
+        right = tokens[:, draft.first :][:, :looked_at] == text[:, p + 1 : p + 1 + looked_at]
+        found.append(right.to(torch.int64).cumprod(dim=1).sum(dim=1))
+    return float(torch.cat(found).float().mean()), looked_at
+
+
 def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:
     """The algorithm with the draft that `options` names."""
     algorithm = DFlash(load_dflash(options.draft, model, options.rope_theta), options)
-    object.__setattr__(options, "num_draft_tokens", algorithm.nodes)  # as in every `Options`, now that it is known
+    object.__setattr__(options, "num_draft_tokens", algorithm.nodes)  # as in all `Options`, now that it is known
+    if options.check:
+        accepted, of = accepted_of_own_text(model, algorithm)
+        algorithm.checked = [f"self-check: {accepted:.1f} of {of} drafts are the target's own next tokens, on average"]
     return algorithm

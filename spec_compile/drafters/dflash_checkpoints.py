@@ -68,29 +68,54 @@ class DFlashConfig(DraftConfig):
                 return bool(self.get(name))
         return any("DSpark" in name for name in self.architectures) and not self.get("dspark_bonus_anchor")
 
-    def attention(self) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-        """The window of each layer, and whether it sees its block causally.
+    def refuse_variants(self) -> None:
+        """ValueError, naming the field, if a block computes what is not built here."""
+        for name, values in HARMLESS.items():
+            value = self.get(name)
+            if value is not None and value not in values:
+                raise ValueError(f"draft: its config has {name} {value!r}, a variant of DFlash that is not built here")
 
-        Layers with a window do, unless the config says otherwise, or speaks of windows in use_swa alone.
-        """
-        types, every = self.get("layer_types"), bool(self.get("use_swa"))
-        if types is None and self.get("use_sliding_window") and not every:
+    def layer_knobs(self, names: dict[str, str]) -> LayerKnobs:
+        """Knobs of the layers. Of biases, the tensors there decide, and the config may ask for more."""
+        biased = bool(self.get("attention_bias"))
+        return LayerKnobs(
+            num_layers=self.count,
+            qkv_bias=biased or "blocks.0.self_attn.q_proj.bias" in names,
+            output_bias=biased or "blocks.0.self_attn.o_proj.bias" in names,
+            qk_norm=True,
+            windows=self.windows,
+        )
+
+    @property
+    def types(self) -> list[str]:
+        """What layer_types says of each layer; ValueError unless it says it of each."""
+        types = self.get("layer_types")
+        if types is None and self.get("use_sliding_window") and not self.get("use_swa"):
             raise ValueError("draft: its config has use_sliding_window, and no layer_types to say which layers slide")
         types = types or [FULL] * self.count
         if len(types) != self.count or not set(types) <= {SLIDING, FULL}:
             raise ValueError(f"draft: its config must name {SLIDING} or {FULL} for each layer, it has {types}")
-        sliding = [kind == SLIDING for kind in types]
-        causal = [slides and not self.get("sliding_window_non_causal") for slides in sliding]
-        told = self.raw.get("is_causal")
-        told = self.get("causal") if told is None else told
-        if told is not None:
-            causal = [bool(told)] * self.count
-        if every and not any(sliding):
+        return types
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer. Of use_swa alone (MiMo) all have one."""
+        sliding = [kind == SLIDING for kind in self.types]
+        if self.get("use_swa") and not any(sliding):
             sliding = [True] * self.count
         window = self.get("swa_window_size", self.get("sliding_window"))
         if any(sliding) and not window:
             raise ValueError("draft: its config has sliding layers, and neither sliding_window nor swa_window_size")
-        return tuple(window if slides else None for slides in sliding), tuple(causal)
+        return tuple(window if slides else None for slides in sliding)
+
+    @property
+    def causal(self) -> tuple[bool, ...]:
+        """Whether each layer sees its block causally. Unless the config says, those that layer_types lets slide do."""
+        told = self.raw.get("is_causal")
+        told = self.get("causal") if told is None else told
+        if told is not None:
+            return (bool(told),) * self.count
+        return tuple(kind == SLIDING and not self.get("sliding_window_non_causal") for kind in self.types)
 
 
 def load_dflash(draft, model: PreTrainedModel, rope_theta: float | None = None) -> DFlashDraft:
@@ -138,49 +163,28 @@ def _given(draft: nn.Module, target: Target, rope_theta: float | None) -> DFlash
 def _read(
     checkpoint: Checkpoint, config: DFlashConfig, target: Target, fetch: Fetch, rope_theta: float | None
 ) -> DFlashDraft:
-    for name, values in HARMLESS.items():
-        value = config.get(name)
-        if value is not None and value not in values:
-            raise ValueError(f"draft: its config has {name} {value!r}, a variant of DFlash that is not built here")
+    config.refuse_variants()
     names = our_names(checkpoint.shapes)
     target.check(config.layer.get("hidden_size"), config.layer.get("vocab_size"))
     taps, why = _taps(config, target, _count_states(checkpoint, names, target.hidden_size))
-    mask_token_id, block_size = config.whole("mask_token_id", 0), config.whole("block_size", 2)
-    if mask_token_id >= target.embedding.shape[0]:
-        raise ValueError(
-            f"draft: its mask token {mask_token_id} is outside the {target.embedding.shape[0]} rows of the model's "
-            "embedding; take the draft of this model"
-        )
-    windows, causal = config.attention()
-    knobs = LayerKnobs(
-        num_layers=config.count,
-        qkv_bias=bool(config.get("attention_bias")) or "blocks.0.self_attn.q_proj.bias" in names,
-        output_bias=bool(config.get("attention_bias")) or "blocks.0.self_attn.o_proj.bias" in names,
-        qk_norm=True,
-        windows=windows,
-    )
-    for window, sees_before in zip(windows, causal):
+    block_size, mask_token_id = config.whole("block_size", 2), _mask_token(config, target)
+    knobs, causal = config.layer_knobs(names), config.causal
+    for window, sees_before in zip(knobs.windows, causal):
         if window is not None and window < block_size and not sees_before:
             raise ValueError(f"draft: its window of {window} is shorter than its blocks of {block_size}, both ways")
     llama = config.llama()
     if rope_theta is not None:
         llama = config.with_rope({**llama.rope_parameters, "rope_theta": float(rope_theta)}).llama()
-    shared = _shared_output(checkpoint, config, names, target)
-    rows = target.vocab_size if shared is not None else checkpoint.shapes[names["head_weight"]][0]
+    output, rows = _output(checkpoint, config, names, target)
     with torch.device("meta"):
         draft = DFlashDraft(
-            llama, target.embedding, nn.Parameter(torch.zeros(rows, llama.hidden_size)) if shared is None else shared,
+            llama, target.embedding, nn.Parameter(torch.zeros(rows, llama.hidden_size)) if output is None else output,
             taps, block_size, mask_token_id, knobs, config.sample_from_anchor, causal,
             embedding_scale=float(config.get("input_embedding_scale", 1)),
             output_scale=float(config.get("output_multiplier", 1)),
             softcap=float(config.get("final_logit_softcapping", 0)) or None,
         )  # fmt: skip
-    target.skip_copy(checkpoint, names.get("embedding", ""), target.embedding)
-    for name in checkpoint.shapes:
-        if name.startswith("confidence_head."):
-            checkpoint.ignore(name, "it foretells acceptance, and changes no draft")
-        elif name.startswith("verifier_"):
-            checkpoint.ignore(name, "a copy of the target's")
+    _ignore_others(checkpoint, names, target)
     hot_ids = _hot_ids(checkpoint, names, rows, target.vocab_size)
     mask = _mask_embedding(checkpoint, fetch, draft)
     _fill(draft, checkpoint, names, target)
@@ -188,17 +192,37 @@ def _read(
     draft.hot_ids = None if hot_ids is None else hot_ids.to(ours.device)
     draft.mask_embedding = None if mask is None else nn.Parameter(mask.to(ours.device, ours.dtype), requires_grad=False)
     draft.flavour += " (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else ""
-    own = "the target's" if shared is not None else f"its own, {rows} of {target.vocab_size} tokens"
     draft.report = [
         f"{draft.flavour} draft from {checkpoint.source}",
         f"reads states {_listed(taps)} ({why})",
         f"blocks of {block_size}, masked by token {mask_token_id}{'' if mask is None else ', embedded on its own'}; "
         f"slot j drafts the token {'behind' if draft.sample_from_anchor else 'of'} its own place",
-        _rope_line(llama, knobs) + f", {sum(causal)} of them causal",
-        f"embedding: the target's; output matrix: {own}",
+        f"{_rope_line(llama, knobs)}, {sum(causal)} of them causal",
+        "embedding: the target's; output matrix: "
+        + ("the target's" if output is not None else f"its own, {rows} of {target.vocab_size} tokens"),
         *checkpoint.ignored,
     ]
     return draft.eval()
+
+
+def _mask_token(config: DFlashConfig, target: Target) -> int:
+    token, rows = config.whole("mask_token_id", 0), target.embedding.shape[0]
+    if token >= rows:
+        raise ValueError(
+            f"draft: its mask token {token} is outside the {rows} rows of the model's embedding; take the draft of "
+            "this model"
+        )
+    return token
+
+
+def _ignore_others(checkpoint: Checkpoint, names: dict[str, str], target: Target) -> None:
+    """Leave out what changes no draft: copies of the target's tensors, and foretelling of acceptance."""
+    target.skip_copy(checkpoint, names.get("embedding", ""), target.embedding)
+    for name in checkpoint.shapes:
+        if name.startswith("confidence_head."):
+            checkpoint.ignore(name, "it foretells acceptance")
+        elif name.startswith("verifier_"):
+            checkpoint.ignore(name, "a copy of the target's")
 
 
 def _count_states(checkpoint: Checkpoint, names: dict[str, str], size: int) -> int:
@@ -218,50 +242,54 @@ def _taps(config: DFlashConfig, target: Target, count: int) -> tuple[tuple[int, 
     """The `count` states that a draft reads, and how that was found out.
 
     target_layer_ids are layers whose outputs it reads (-1: the embeddings), aux_hidden_state_layer_ids layers whose
-    inputs. Without either, and as many states as layers, they lie evenly between the second layer and the last but two.
+    inputs; without either see `spread_layers`.
     """
-    made_for, layers = config.get("num_target_layers", target.num_layers), config.count
-    if made_for != target.num_layers:
+    layers = config.get("num_target_layers", target.num_layers)
+    if layers != target.num_layers:
         raise ValueError(
-            f"draft: it was made for a model of {made_for} layers, {type(target.model).__name__} has "
+            f"draft: it was made for a model of {layers} layers, {type(target.model).__name__} has "
             f"{target.num_layers}; take the draft of this model"
         )
-    after, before = config.get("target_layer_ids"), config.get("aux_hidden_state_layer_ids")
-    if after is not None:
-        taps, why = tuple(i + 1 for i in after), f"target_layer_ids {after}, outputs of layers: one more"
-    elif before is not None:
-        taps, why = tuple(before), f"aux_hidden_state_layer_ids {before}, inputs of layers"
-    elif layers == 1:
-        taps, why = (made_for // 2 + 1,), "the default"
-    else:
-        taps, why = tuple(2 + round(i * (made_for - 4) / (layers - 1)) for i in range(layers)), "the default"
+    name = next((n for n in ("target_layer_ids", "aux_hidden_state_layer_ids") if config.get(n) is not None), None)
+    ids = spread_layers(layers, config.count) if name is None else config.get(name)
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise ValueError(f"draft: its config must have a list of layers as {name}, it has {ids!r}")
+    inputs = name == "aux_hidden_state_layer_ids"
+    taps = tuple(i if inputs else i + 1 for i in ids)
     if len(taps) != count:
         raise ValueError(f"draft: its fc reads {count} states of the target, its config names {len(taps)}")
-    if not all(0 <= tap <= target.num_layers for tap in taps):
+    if not all(0 <= tap <= layers for tap in taps):
         raise ValueError(
-            f"draft: it reads states {_listed(taps)} of its target (0: the embeddings), this model has "
-            f"{target.num_layers} layers; take the draft of this model"
+            f"draft: it reads states {_listed(taps)} of its target (0: the embeddings), this model has {layers} "
+            "layers; take the draft of this model"
         )
-    return taps, why
+    return taps, f"{name or 'the default'} {ids}, {'inputs of layers' if inputs else 'outputs of layers: one more'}"
 
 
-def _shared_output(
+def spread_layers(target_layers: int, layers: int) -> list[int]:
+    """The layers whose outputs a draft of `layers` layers reads if its config does not say: as many, evenly from the
+    second to the last but two; a single one in the middle."""
+    if layers == 1:
+        return [target_layers // 2]
+    return [round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers)]
+
+
+def _output(
     checkpoint: Checkpoint, config: DFlashConfig, names: dict[str, str], target: Target
-) -> Tensor | None:
-    """The target's output matrix, unless the draft has one of its own that is no copy of it."""
-    said = config.get("draft_vocab_size")
-    name = names.get("head_weight")
+) -> tuple[Tensor | None, int]:
+    """The output matrix, if it is the target's, and its rows. A draft has its own unless that is a copy."""
+    said, name = config.get("draft_vocab_size"), names.get("head_weight")
     if name is None:
         if said not in (None, target.vocab_size):
             raise ValueError(f"draft: {checkpoint.source} has no lm_head.weight for its {said} tokens")
-        return target.head_weight
+        return target.head_weight, target.vocab_size
     rows = checkpoint.shapes[name][0]
     if said is not None and rows != said:
         raise ValueError(f"draft: {name} has {rows} rows, its config says draft_vocab_size {said}")
     if likeness(checkpoint, name, target.head_weight) > 0.99:
         target.skip_copy(checkpoint, name, target.head_weight)
-        return target.head_weight
-    return None
+        return target.head_weight, rows
+    return None, rows
 
 
 def _mask_embedding(checkpoint: Checkpoint, fetch: Fetch, draft: DFlashDraft) -> Tensor | None:
