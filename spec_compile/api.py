@@ -5,11 +5,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from transformers import Cache, PreTrainedModel
 
-from . import adapters, kernels
+from . import adapters, kernels, report
 from .admit import admit
 from .capture import capture
 from .checks import check_capture, check_tree
@@ -29,9 +30,9 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
 
     model: a causal language model of transformers, or peft's wrapper around one; it keeps working as before. Returns an
     object of its own class that shares its weights; its ``generate()`` takes the same arguments.
-    ``result.speculation`` holds ``stats``, ``explain()``, ``ngram`` and ``warmup()``.
+    ``result.speculation`` holds ``stats``, ``explain()``, ``report()``, ``ngram`` and ``warmup()``.
 
-    algo: "ngram" (alias "lookahead"), "eagle", "eagle3", "naive_eagle", "mtp" ("nextn") or "draft_model"
+    algo: "ngram" (alias "lookahead"), "eagle", "eagle3", "naive_eagle", "mtp" ("nextn"), "dflash" or "draft_model"
     ("standalone"). options: see `config.Options` and the algorithm's own in `drafters`; ``draft=`` names the draft.
 
     Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
@@ -94,6 +95,29 @@ class Speculation:
     def explain(self) -> str:
         """What each pass changed, and what a round does."""
         return explain(self)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While inside, generate() keeps every tree that it verifies, for `report`: memory on the host, until the next
+        call that is recorded."""
+        before, self._engine.records = self._engine.records, True
+        try:
+            yield
+        finally:
+            self._engine.records = before
+
+    def report(self, path, tokenizer=None) -> Path:
+        """Write a page (HTML in one file, for any browser, without a network) about the last generate() that was
+        recorded: its text by rounds, accept lengths, times, and every tree with what was accepted; returns its path.
+
+        tokenizer: of the model, to show text in place of token ids. Raises RuntimeError if nothing was recorded,
+        TypeError if `tokenizer` cannot decode.
+        """
+        if self._engine.recording is None:
+            raise RuntimeError(
+                "no generate() was recorded; run it inside `with model.speculation.recording():`, then call report()"
+            )
+        return report.write(self._engine.recording, path, tokenizer, type(self._model).__name__, self.algorithm)
 
     def warmup(
         self, batch_size: int = 1, progress: Callable[[str], None] | None = None, do_sample: bool = False

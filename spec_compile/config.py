@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args, get_type_hints
 
 from .errors import did_you_mean
+from .kernels import attention
 from .runtime.tree import MAX_NODES
 
 
@@ -17,7 +18,8 @@ class Options:
     far as a quarter of the memory goes; on a GPU 8192 at most). compile: run rounds through Inductor (False: eagerly,
     for debugging; same tokens). cuda_graphs: on a GPU, capture each round in one CUDA graph (False: for debugging; same
     tokens). check: compare the captured graphs with the model's own forward before use. merge_linears: see
-    `passes.merge_linears`.
+    `passes.merge_linears`. attention_backend: what runs attention on a GPU: a name of `kernels.attention.BACKENDS`,
+    "auto", or a dict of names for "prefill" (prompts), "verify" and "draft" (a draft's trees; a head's prompts, too).
     """
 
     num_draft_tokens: int = 16
@@ -26,6 +28,7 @@ class Options:
     cuda_graphs: bool = True
     check: bool = True
     merge_linears: bool = True
+    attention_backend: Any = "auto"
 
     def __post_init__(self):
         hints = get_type_hints(type(self))
@@ -42,6 +45,11 @@ class Options:
             )
         if self.max_cache_len is not None and self.max_cache_len < 2:
             raise ValueError(f"max_cache_len: expected at least 2 tokens, got {self.max_cache_len}")
+        object.__setattr__(self, "attention_backend", attention.parse(self.attention_backend))
+
+    def attention(self, role: str) -> attention.Use:
+        """What the graph of a role, one of `kernels.attention.ROLES`, wants of its attention backend."""
+        return attention.Use(self.attention_backend[role], role, self.cuda_graphs and role != "prefill")
 
 
 def parse_options(cls: Callable, options: dict):

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from .kernels import attention
+
 
 def explain(speculation) -> str:
     """A readable account of the captured model, the passes and the round."""
@@ -15,11 +17,19 @@ def explain(speculation) -> str:
         f"{type(speculation._model).__name__}: {len(graph.layers)} layers, {layer.heads} query and {layer.kv_heads} "
         f"key-value heads of {layer.key_dim}, vocabulary {graph.vocab_size}, {graph.dtype}".replace("torch.", ""),
         f"algorithm {speculation.algorithm}, rounds over {', '.join(map(str, engine.sizes))} nodes",
+        f"attention: {_backends(engine)}",
         "passes (call nodes before -> after):",
     ]
     for report in graph.log:
         lines.append(f"  {report.name:16} {report.nodes_before:5} -> {report.nodes_after:5}  {report.summary}")
     return "\n".join([*lines, *engine.algorithm.explain()])
+
+
+def _backends(engine) -> str:
+    """Which attention backend runs what."""
+    roles = attention.ROLES if engine.algorithm.token_bytes else attention.ROLES[:2]
+    chosen = engine.options.attention_backend
+    return ", ".join(f"{role} by {attention.named(chosen[role], engine.device.type).name}" for role in roles)
 
 
 def dump(model, directory) -> list[Path]:

@@ -4,12 +4,14 @@ training which was interrupted gives the head of one that was not."""
 import functools
 import json
 import math
+import os
 import tempfile
 from pathlib import Path
 from unittest import mock
 
 import models
 import pytest
+import test_dflash as dflash_formulas
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,12 +22,16 @@ from transformers import AutoTokenizer
 from spec_compile import speculate, train_draft
 from spec_compile.__main__ import main
 from spec_compile.drafters.checkpoints import load_head
+from spec_compile.drafters.dflash_checkpoints import load_dflash
 from spec_compile.drafters.draft_block import FINAL
 from spec_compile.drafters.draft_target import Target
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.kernels import ops
-from spec_compile.training import TRAINERS, data as texts, loss, save
+from spec_compile.training import TRAINERS, loss, save
+from spec_compile.training import data as texts
 from spec_compile.training.attention import Causal, Rollout, joint_attention
+from spec_compile.training.dflash import Blocks
+from spec_compile.training.dflash import default_taps as block_taps
 from spec_compile.training.eagle3 import default_taps, published_layer_ids
 from spec_compile.training.features import TargetFeatures
 from spec_compile.training.on_policy import continue_documents
@@ -34,7 +40,9 @@ from spec_compile.training.progress import Progress, clock
 from spec_compile.training.trainer import own_parameters
 
 CODER = "examples/tiny_coder"
-ALGORITHMS = ("eagle3", "eagle", "mtp")
+HEADS = ("eagle3", "eagle", "mtp")
+ALGORITHMS = (*HEADS, "dflash")
+SMALL = {"dflash": {"block_size": 4, "num_layers": 2}}
 
 
 def silent(progress):
@@ -57,7 +65,7 @@ def sequences(count=6, length=20, seed=0):
 
 
 def train(folder, algo="eagle3", model=None, **options):
-    defaults = dict(data=sequences(), validation=sequences(), steps=4, progress=silent)
+    defaults = dict(data=sequences(), validation=sequences(), steps=4, progress=silent, **SMALL.get(algo, {}))
     return train_draft(model or target(), algo, output=folder, **defaults | options)
 
 
@@ -102,7 +110,7 @@ def test_joint_attention(rows, later, window, softcap, sinks, seed):
 
 @given(st.integers(1, 9), st.sampled_from([(4, 2), (2, 2)]), st.sampled_from([8, 6]), st.integers(0, 99))
 def test_rollout_attends_and_differentiates(rows, heads, value_size, seed):
-    """Three steps through the op, grouped heads and shorter values included, against the slow meaning; and gradients."""
+    """Three steps through the op against the slow meaning, grouped heads and shorter values included; and gradients."""
     shapes = [(2, heads[0], rows, 8), (2, heads[1], rows, 8), (2, heads[1], rows, value_size)]
     steps = [tensors(shapes, seed + i) for i in range(3)]
     groups = heads[0] // heads[1]
@@ -170,12 +178,12 @@ def test_soft_cross_entropy(rows, words, frozen, seed):
 
 def made(algo, **options):
     """A trainer for the tiny target in float64, a batch with padding and unsupervised tokens, its features."""
-    model = models.ADMITTED["llama"]().double()
+    model = models.build("LlamaConfig", "LlamaForCausalLM", dict(models.GQA, rms_norm_eps=1e-5)).double()
     documents = texts.read(sequences(3, 12), None, models.VOCAB)
     documents[1] = documents[1].piece(0, 9)
     documents[2].supervised[:6] = False
     counts = texts.count_tokens(documents, models.VOCAB)
-    if algo == "eagle3":
+    if algo in ("eagle3", "dflash"):
         options["taps"] = (0, 1)  # transformers gives the state after the last layer behind the final norm
     trainer = TRAINERS[algo](Target.of(model), TrainingOptions(**options), counts)
     batch = texts.collate(documents)
@@ -199,7 +207,7 @@ def drafts(model, head, ids, slot, steps):
 
 
 def slow_rollout_loss(model, documents, trainer, steps, decay, kept, weigh):
-    """By the formula, slot by slot and step by step. weigh: (slots of a batch, counted rows of a step) -> a row's share."""
+    """By the formula, slot by slot and step by step. weigh: (slots of a batch, counted rows of a step) -> of a row."""
     head, width, total = trainer.module, max(len(d.ids) for d in documents), 0.0
     parts = [[] for _ in range(steps)]
     for document in documents:
@@ -247,7 +255,7 @@ def test_loss_of_multi_token_prediction():
 
 
 def test_loss_of_eagle():
-    model, documents, trainer, batch, features = made("eagle")
+    _, documents, trainer, batch, features = made("eagle")
     got = trainer.loss(batch, features, torch.Generator().manual_seed(5))
     noise = torch.rand(features.states[0].shape, generator=torch.Generator().manual_seed(5)) - 0.5
     noisy = features.states[0] + (noise * 0.2 * 512 / 12).double()
@@ -266,7 +274,7 @@ def test_loss_of_eagle():
     assert got.item() == pytest.approx(float(slow) / rows, rel=1e-5)
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("algo", HEADS)
 def test_acceptance_is_of_drafts_from_every_slot(algo):
     model, documents, trainer, batch, features = made(algo)
     reached, right = [0] * 3, [0] * 3
@@ -285,6 +293,59 @@ def test_acceptance_is_of_drafts_from_every_slot(algo):
                     reached[step] += 1
                     right[step] += alive
     assert list(trainer.accepted(batch, features, 3)) == list(zip(reached, right))
+
+
+def slow_blocks(model, documents, trainer, features):
+    """(document, anchor, logits [slots, V]) of a block at every place, by the formulas, in a supervised text."""
+    tensors = trainer.publish()[1]
+    embedding, output = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+    for row, document in enumerate(documents):
+        for anchor in range(1, len(document.ids) - 1):
+            if document.supervised[anchor : anchor + 2].all():
+                context = [state[row, :anchor] for state in features.states[:-1]]
+                yield row, anchor, dflash_formulas.block_logits(
+                    tensors, embedding, output, context, int(document.ids[anchor]), trainer.block_size,
+                    dflash_formulas.Meaning(), trainer.mask, 10000.0,
+                )  # fmt: skip
+
+
+@pytest.mark.parametrize("scores", [1, 1 << 20])
+def test_blocks_learn_what_blocks_draft(scores):
+    """DFlash: loss and acceptance against blocks drafted one by one, by the formulas."""
+    model, documents, trainer, batch, features = made("dflash", block_size=5, num_layers=2)
+    logits = model(batch.ids).logits.detach()
+    total = weights = 0.0
+    counts = [[0, 0] for _ in range(4)]
+    for row, anchor, drafted in slow_blocks(model, documents, trainer, features):
+        document, alive = documents[row], True
+        for slot in range(1, 5):
+            if anchor + slot >= len(document.ids) or not document.supervised[anchor + slot]:
+                break
+            teacher, weight = logits[row, anchor + slot - 1], math.exp(-(slot - 1) / 2.5)
+            total -= weight * float(teacher.softmax(-1) @ torch.tensor(drafted[slot]).log_softmax(-1))
+            weights += weight
+            alive = alive and int(drafted[slot].argmax()) == int(teacher.argmax())
+            counts[slot - 1][0] += 1
+            counts[slot - 1][1] += alive
+    with mock.patch("spec_compile.training.dflash.SCORES", scores):
+        got = trainer.loss(batch, features, torch.Generator().manual_seed(1))
+        assert list(map(list, trainer.accepted(batch, features, 4))) == counts
+    assert got.item() == pytest.approx(total / weights, rel=1e-5)
+    got.backward()
+    assert all(p.grad.abs().sum() > 0 for p in own_parameters(trainer.module).values())
+
+
+def test_blocks_begin_at_random_places():
+    _, documents, trainer, batch, _ = made("dflash")
+    draws = [trainer.choose(batch, 3, torch.Generator().manual_seed(seed)) for seed in range(40)]
+    for row, document in enumerate(documents):
+        possible = {n for n in range(1, len(document.ids) - 1) if document.supervised[n : n + 2].all()}
+        real = [draw.anchors[row][draw.counted[row, :, 1]].tolist() for draw in draws]
+        assert set().union(*real) == possible
+        assert all(len(set(anchors)) == len(anchors) == 3 for anchors in real)
+    everything = trainer.choose(batch, 99, torch.Generator().manual_seed(0))
+    assert everything.anchors.shape[1] == 10
+    assert everything.counted[1, :, 1].sum() == 7 and not everything.counted[1, 7:].any()
 
 
 # Features
@@ -324,7 +385,12 @@ OWN = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
 def overfitted(algo):
     """A head trained on six answers of the target, each of 20 tokens after 10, and evaluated on the same."""
     folder = Path(tempfile.mkdtemp(), algo)
-    options = {"eagle3": {"steps": 260, "ttt_steps": 3}, "eagle": {"steps": 600}, "mtp": {"steps": 200}}[algo]
+    options = {
+        "eagle3": {"steps": 260, "ttt_steps": 3},
+        "eagle": {"steps": 600},
+        "mtp": {"steps": 200},
+        "dflash": {"steps": 200},
+    }[algo]
     return train(folder, algo, sequence_length=30, learning_rate=5e-3, on_policy=OWN, **options)
 
 
@@ -342,7 +408,7 @@ def test_one_batch_is_learned(algo):
     assert all(p.grad is None and p.requires_grad for p in target().parameters())
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("algo", HEADS)
 def test_a_head_loads_as_it_was_trained(algo):
     result = overfitted(algo)
     head = load_head(result.path, target(), algo)
@@ -361,27 +427,57 @@ def test_a_head_loads_as_it_was_trained(algo):
     assert torch.equal(head.head_weight, trainer.module.head_weight)
 
 
-@pytest.mark.parametrize(("algo", "steps"), [("eagle3", 100), ("eagle", 150), ("mtp", 80)])
+def test_a_dflash_draft_loads_as_it_was_trained():
+    result = overfitted("dflash")
+    draft = load_dflash(result.path, target())
+    saved = torch.load(result.path / save.STATE, weights_only=True)["weights"]
+    assert saved.keys() == dict(draft.named_parameters()).keys() - {"embedding", "head_weight"}
+    assert all(torch.equal(saved[name], dict(draft.named_parameters())[name]) for name in saved)
+    assert (draft.block_size, draft.taps, draft.sample_from_anchor) == (4, (1, 2), False)
+    config = json.loads((result.path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 4
+    texts_seen = torch.load(result.path / save.TEXTS, weights_only=True)["texts"][0]
+    said = torch.cat([ids[supervised] for ids, supervised in texts_seen])
+    unsaid = max({*range(models.VOCAB)} - set(said.tolist()))
+    assert config["dflash_config"] == {"target_layer_ids": [0, 1], "mask_token_id": unsaid}
+
+
+def drafted_tokens(trainer, text):
+    """Of each depth the tokens [B, T] that are drafted from each slot of text [B, T + 1]."""
+    features, weight = TargetFeatures(target(), trainer.taps)(text), trainer.module.head_weight
+    if trainer.name != "dflash":
+        unrolled = trainer.unroll(text, trainer.project(features), Rollout(), 3)
+        return [(normed @ weight.T).argmax(-1) for _, normed in unrolled]
+    batch = texts.collate(texts.read(text.tolist(), None, models.VOCAB))
+    anchors = torch.arange(1, text.shape[1]).expand(len(text), -1)
+    shape = (*anchors.shape, trainer.block_size)
+    normed = trainer.draft(batch, features, Blocks(anchors, torch.ones(shape), torch.zeros(shape)))
+    return (normed @ weight.T).argmax(-1).unbind(2)[1:]
+
+
+@pytest.mark.parametrize(("algo", "steps"), [("eagle3", 100), ("eagle", 150), ("mtp", 80), ("dflash", 60)])
 @torch.no_grad()
 def test_rounds_accept_what_training_unrolls(tmp_path, algo, steps):
-    """A half-trained head in whole rounds, against the drafts that its training unrolls from the slots they start at."""
+    """A half-trained head in whole rounds, against what its training unrolls from the slots they start at."""
     prompts = torch.tensor(sequences(8))[:, :10]
-    options = {} if algo == "eagle" else {"ttt_steps": 3}
+    options = SMALL.get(algo, {}) if algo in ("eagle", "dflash") else {"ttt_steps": 3}
+    schedule = {} if algo == "dflash" else {"num_steps": 3}
     with torch.enable_grad():
         result = train(
             tmp_path / algo, algo, data=sequences(8), validation=sequences(8), on_policy=OWN, sequence_length=74,
             steps=steps, learning_rate=5e-3, **options,
         )  # fmt: skip
     assert 0.6 < result.acceptance < 0.99
-    fast = speculate(target(), algo, draft=result.path, num_steps=3, compile=False, max_cache_len=200)
+    fast = speculate(target(), algo, draft=result.path, compile=False, check=False, max_cache_len=200, **schedule)
     text = target().generate(prompts, max_new_tokens=64, **OWN)
     assert torch.equal(fast.generate(prompts, max_new_tokens=64, **OWN), text)
 
     trainer = TRAINERS[algo](Target.of(target()), TrainingOptions(**options), torch.ones(models.VOCAB).long())
     trainer.module.load_state_dict(torch.load(result.path / save.STATE, weights_only=True)["weights"])
-    features = TargetFeatures(target(), trainer.taps)(text)
-    normed = [out for _, out in trainer.unroll(text, trainer.project(features), Rollout(), 3)]
-    tokens = [(out @ trainer.module.head_weight.T).argmax(-1) for out in normed]  # every token is kept
+    if algo == "dflash":
+        config = json.loads((result.path / "config.json").read_text())
+        trainer.mask = config["dflash_config"]["mask_token_id"]
+    tokens = drafted_tokens(trainer, text)  # each is kept
     rounds, right = 0, [0] * 3
     for row in range(8):
         root = 10
@@ -392,4 +488,539 @@ def test_rounds_accept_what_training_unrolls(tmp_path, algo, steps):
                 gained += 1
             rounds, root = rounds + 1, root + 1 + gained
     shares = [count / rounds for count in right]
-    assert fast.speculation.stats.acceptance_by_depth == pytest.approx(shares, abs=0.04)
+    assert fast.speculation.stats.acceptance_by_depth == pytest.approx(shares, abs=0.06)  # at the end rounds are cut
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_an_interrupted_training_goes_on_bit_for_bit(tmp_path, algo):
+    options = dict(data=sequences(13), validation=0.2, steps=12, batch_size=4, checkpoint_minutes=0)
+    whole = train(tmp_path / "whole", algo, **options)
+    torch.manual_seed(99)
+    with mock.patch("spec_compile.training.loop.REPORT_SECONDS", 0.0):
+        for stop in (5, 6, 11):
+
+            def interrupt(progress, stop=stop):
+                if progress.step == stop:
+                    raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                train(tmp_path / "parts", algo, progress=interrupt, **options)
+    parts = train(tmp_path / "parts", algo, **options)
+    assert parts.losses == whole.losses and parts.evaluations == whole.evaluations
+    assert parts.acceptance_by_depth == whole.acceptance_by_depth
+    assert (parts.steps, parts.tokens) == (whole.steps, whole.tokens) == (12, whole.tokens)
+    mine, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("parts", "whole"))
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    again = train(tmp_path / "parts", algo, **options)
+    assert again.losses == whole.losses and again.acceptance_by_depth == whole.acceptance_by_depth
+    longer = train(tmp_path / "parts", algo, **options | {"steps": 14})
+    assert longer.losses[:12] == whole.losses and longer.steps == 14
+
+
+def test_text_of_the_targets_own_is_written_once(tmp_path):
+    options = dict(on_policy=dict(do_sample=True, temperature=1.5), steps=3, sequence_length=16, seed=3)
+    state = torch.get_rng_state()
+    first = train(tmp_path / "a", **options)
+    assert torch.equal(torch.get_rng_state(), state)
+    second = train(tmp_path / "b", **options)
+    assert first.losses == second.losses
+    with mock.patch("spec_compile.training.train.continue_documents", side_effect=AssertionError):
+        assert train(tmp_path / "a", **options | {"steps": 4}).losses[:3] == first.losses
+    (tmp_path / "b" / save.STATE).unlink()  # as if it had been interrupted before the first checkpoint
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (tmp_path / "b" / name).unlink()
+    other = train(tmp_path / "b", **options | {"data": sequences(seed=1)})
+    assert other.losses == train(tmp_path / "c", **options | {"data": sequences(seed=1)}).losses
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
+    folder, options = tmp_path / "head", dict(steps=6, checkpoint_minutes=0)
+    whole = train(tmp_path / "whole", **options)
+    real, calls = torch.save, []
+
+    def full(content, path):
+        calls.append(path)
+        real(content, path)
+        if len(calls) == 3:
+            path.write_bytes(path.read_bytes()[:100])
+            raise OSError(28, "No space left on device")
+
+    with mock.patch("torch.save", full), pytest.raises(OSError, match="No space"):
+        train(folder, **options)
+    assert torch.load(folder / save.STATE, weights_only=True)["step"] == 2
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md", "config.json", "model.safetensors", save.STATE,
+    ]  # fmt: skip
+    assert load_head(folder, target(), "eagle3").hidden_size == 64
+    assert train(folder, **options).losses == whole.losses
+
+
+def test_a_file_is_replaced_at_once(tmp_path):
+    """Until the new one is complete and renamed, the old one is there."""
+    path, seen = tmp_path / "file", []
+    path.write_text("old")
+    rename = os.replace
+
+    def watched(source, destination):
+        seen.append((Path(source).read_text(), path.read_text()))
+        rename(source, destination)
+
+    with mock.patch("os.replace", watched):
+        save.replace(path, lambda partial: partial.write_text("new"))
+    assert seen == [("new", "old")] and path.read_text() == "new"
+
+
+def test_a_process_killed_while_it_writes(tmp_path):
+    """Half a file beside the last good one is no file; nor is it in the way of a first training."""
+    folder = tmp_path / "head"
+    folder.mkdir()
+    (folder / f"{save.STATE}.partial").write_bytes(b"half")
+    train(folder)
+    (folder / f"{save.STATE}.partial").write_bytes(b"half")
+    assert train(folder, steps=5).steps == 5
+
+
+def test_training_by_the_clock(tmp_path):
+    result = train(tmp_path / "head", steps=None, minutes=0.02, resume=False)
+    assert 1.2 <= result.seconds < 5 and result.steps == len(result.losses) > 3
+    assert train(tmp_path / "head", steps=None, minutes=0.02).steps == result.steps
+
+
+def test_it_says_how_it_goes(tmp_path, capsys):
+    seen = []
+    with mock.patch("spec_compile.training.loop.REPORT_SECONDS", 0.0):
+        train(tmp_path / "a", steps=5, progress=seen.append)
+    assert [p.step for p in seen] == [1, 2, 3, 4, 5] and [p.share for p in seen] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert seen[0].acceptance is not None and all(p.loss > 0 and p.tokens_per_second > 0 for p in seen)
+    assert seen[-1].seconds_left == 0 < seen[0].seconds_left
+    train(tmp_path / "b", steps=5, validation=0, progress=None)
+    line = capsys.readouterr().err
+    assert line.startswith("100%  step 5  loss ") and "first drafts accepted -  " in line and "0:00 left" in line
+    assert clock(59.6) == "1:00" and clock(3661) == "1:01:01"
+    assert "17.0%" in str(Progress(3, 0.5, 1.0, 0.17, 1e6, 60.0, 60.0))
+
+
+def test_a_loss_that_overflows(tmp_path):
+    options = dict(steps=8, checkpoint_minutes=0)
+    with pytest.raises(FloatingPointError, match=r"nan.*learning_rate below 1e\+30"):
+        train(tmp_path / "head", learning_rate=1e30, clip=1e30, warmup=0.0, **options)
+
+
+def test_inside_inference_mode(tmp_path):
+    with torch.inference_mode():
+        assert train(tmp_path / "head").steps == 4
+
+
+def test_a_model_in_bfloat16(tmp_path):
+    model = models.ADMITTED["llama"]().bfloat16()
+    result = train(tmp_path / "head", model=model, steps=60, learning_rate=5e-3, ttt_steps=2)
+    assert result.losses[-1] < 0.5 * result.losses[0]
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    assert {value.dtype for value in stored.values()} == {torch.bfloat16, torch.int64, torch.bool}
+    weights = torch.load(tmp_path / "head" / save.STATE, weights_only=True)["weights"]
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert load_head(tmp_path / "head", model, "eagle3").head_weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2", "mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_other_architectures(tmp_path, name, algo):
+    model = target(name)
+    if algo == "mtp" and name == "gpt2":
+        with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel.*use algo='eagle3'"):
+            train(tmp_path / "head", algo, model=model)
+        return
+    result = train(tmp_path / "head", algo, model=model, steps=15, learning_rate=5e-3)
+    assert result.losses[-1] < result.losses[0]
+    load = load_dflash if algo == "dflash" else load_head
+    assert load(tmp_path / "head", model).hidden_size == 64
+
+
+# What is written
+
+LAYER = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj"]
+LAYER = {f"{part}.weight" for part in [*LAYER, "mlp.down_proj", "post_attention_layernorm"]}
+
+
+def test_published_eagle3(tmp_path):
+    train(tmp_path / "head", draft_vocab_size=30, taps=[0, 2], num_key_value_heads=1, intermediate_size=40)
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    middle = {f"midlayer.{name}" for name in {*LAYER, "hidden_norm.weight", "input_layernorm.weight"}}
+    assert set(tensors) == {*middle, "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    kept = torch.arange(30) + tensors["d2t"]
+    assert torch.equal(kept, tensors["t2d"].nonzero()[:, 0]) and len(tensors["t2d"]) == models.VOCAB
+    counts = torch.bincount(torch.tensor(sequences()).flatten(), minlength=models.VOCAB)
+    left = torch.ones(models.VOCAB, dtype=torch.bool).index_fill(0, kept, False)
+    assert 2 in kept and counts[left].max() <= sorted(counts[kept].tolist())[1]  # the end of sequence is kept anyway
+    assert tensors["lm_head.weight"].shape == (30, 64) and tensors["midlayer.mlp.up_proj.weight"].shape == (40, 64)
+    assert tensors["fc.weight"].shape == (64, 128) and tensors["midlayer.self_attn.k_proj.weight"].shape == (16, 128)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == 30
+    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 2], "use_aux_hidden_state": True}
+    assert config["tie_word_embeddings"] is False and config["torch_dtype"] == "float32"
+    head = load_head(tmp_path / "head", target(), "eagle3")
+    assert head.taps == (0, 2) and torch.equal(head.hot_ids, kept)
+
+
+def test_published_eagle3_of_several_layers(tmp_path):
+    train(tmp_path / "head", num_layers=2)
+    names = set(load_file(tmp_path / "head" / "model.safetensors"))
+    further = {f"layers.1.{name}" for name in {*LAYER, "input_layernorm.weight"}}
+    assert {name for name in names if name.startswith("layers.1.")} == further
+    assert {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight"} < names
+    assert load_head(tmp_path / "head", target(), "eagle3").layers == 2
+
+
+def test_published_eagle(tmp_path):
+    train(tmp_path / "head", "eagle", num_layers=2)
+    names = set(load_file(tmp_path / "head" / "model.safetensors"))
+    second = {f"layers.1.{name}" for name in {*LAYER, "input_layernorm.weight"}}
+    assert names == {"fc.weight", *(f"layers.0.{name}" for name in LAYER), *second}
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["bias"] is False and config["num_hidden_layers"] == 2
+
+
+def test_published_dflash(tmp_path):
+    train(tmp_path / "head", "dflash", num_layers=1, taps=[0, 1])
+    names = set(load_file(tmp_path / "head" / "model.safetensors"))
+    parts = [*LAYER, "input_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    assert names == {"fc.weight", "hidden_norm.weight", "norm.weight", *(f"layers.0.{part}" for part in parts)}
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["model_type"] == "qwen3" and config["num_target_layers"] == 2
+    assert config["dflash_config"]["target_layer_ids"] == [-1, 0]
+
+
+def test_published_mtp(tmp_path):
+    train(tmp_path / "head", "mtp", model=target("qwen3_moe"))
+    names = set(load_file(tmp_path / "head" / "model.safetensors"))
+    outer = {f"mtp.{name}.weight" for name in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    parts = [*(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"))]
+    parts += ["input_layernorm", "post_attention_layernorm", "mlp.gate"]
+    parts += [f"mlp.experts.{i}.{part}_proj" for i in range(4) for part in ("gate", "up", "down")]
+    assert names == outer | {f"mtp.layers.0.{part}.weight" for part in parts}
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_the_card(tmp_path):
+    result = train(tmp_path / "head", steps=3)
+    card = (tmp_path / "head" / "README.md").read_text()
+    for part in ("eagle3 draft for LlamaForCausalLM", "| steps | 3 |", "| seed | 0 |", "| tokens seen | 360 |"):
+        assert part in card
+    assert f"{result.acceptance:.1%}" in card and " ".join(f"{a:.3f}" for a in result.acceptance_by_depth) in card
+
+
+@given(st.integers(1, 200))
+def test_default_taps_can_be_published(layers):
+    taps = default_taps(layers)
+    ids = published_layer_ids(taps, layers)
+    if layers >= 7:
+        assert taps == (2, layers // 2, layers - 3) and ids == [1, layers // 2 - 1, layers - 4]
+    read = tuple(i + 1 for i in ids) if ids[0] == 1 else tuple(ids)
+    assert read == taps and len(set(taps)) == len(taps) and taps[-1] <= layers
+    taps = block_taps(layers)
+    assert taps == tuple(sorted(set(taps))) and taps[-1] <= layers and len(taps) == min(5, layers)
+    if layers == 36:
+        assert taps == (2, 10, 18, 26, 34)  # z-lab's Qwen3-8B: outputs of layers 1, 9, 17, 25, 33
+
+
+# Data
+
+
+def chatter(template):
+    made = AutoTokenizer.from_pretrained(CODER)
+    made.chat_template = template
+    return made
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+TURNS += "{% if add_generation_prompt %}<assistant>{% endif %}"
+THINKS = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}hm {% endif %}"
+THINKS += "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TALK = [
+    {"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three?"}, {"role": "assistant", "content": "four"},
+]  # fmt: skip
+
+
+def parts(document):
+    """What is not supervised, and what is."""
+    decode = tokenizer().decode
+    return [decode(document.ids[document.supervised == wanted]) for wanted in (False, True)]
+
+
+def test_reading_texts(tmp_path):
+    end = tokenizer().eos_token
+    (document,) = texts.read(["x = 1\n", "  \n"], tokenizer())
+    assert parts(document) == ["", "x = 1\n" + end]
+    (document,) = texts.read([{"prompt": "x = ", "completion": "1"}], tokenizer())
+    assert parts(document) == ["x = ", "1" + end]
+    ids = torch.tensor([4, 5, 6])
+    first, second = texts.read(iter([ids, [7, 8]]), vocab_size=9)
+    assert first.ids.tolist() == [4, 5, 6] and second.supervised.tolist() == [True, True]
+    (tmp_path / "a.txt").write_text("y = 2\n")
+    assert parts(texts.read(tmp_path / "a.txt", tokenizer())[0]) == ["", "y = 2\n" + end]
+    rows = [{"text": "z"}, {"prompt": "a", "completion": "b"}, {"messages": TALK}]
+    (tmp_path / "b.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    assert len(texts.read(str(tmp_path / "b.jsonl"), chatter(TURNS))) == 3
+
+
+def test_reading_conversations():
+    (document,) = texts.read([{"messages": TALK}], chatter(TURNS))
+    assert parts(document) == ["<user>one?</s><assistant><user>three?</s><assistant>", "two</s>four</s>"]
+    assert tokenizer().decode(document.ids) == "<user>one?</s><assistant>two</s><user>three?</s><assistant>four</s>"
+    first, second = texts.read([{"messages": TALK}], chatter(THINKS))
+    assert parts(first) == ["<user>one?</s><assistant>", "hm two</s>"]
+    assert parts(second) == ["<user>one?</s><assistant>two</s><user>three?</s><assistant>", "hm four</s>"]
+    (document,) = texts.read([{"messages": TALK[:3]}], chatter(TURNS))
+    assert parts(document) == ["<user>one?</s><assistant>", "two</s>"]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 7), st.integers(0, 5), st.integers(3, 12))
+def test_batches_hold_every_piece_once(lengths, size, seed, length):
+    documents = [
+        texts.Document(torch.arange(n, dtype=torch.int32) + 100 * i, torch.ones(n, dtype=torch.bool))
+        for i, n in enumerate(lengths)
+    ]
+    pieces = texts.cut(documents, length, 3)
+    wanted = [
+        tuple(range(100 * i + b, 100 * i + min(b + length, n)))
+        for i, n in enumerate(lengths)
+        for b in range(0, n, length)
+        if min(b + length, n) - b >= 3
+    ]
+    assert [tuple(piece.ids.tolist()) for piece in pieces] == wanted
+    if not pieces:
+        return
+    batches = texts.Batches(pieces, size, seed)
+    orders = []
+    for epoch in range(2):
+        seen = []
+        for step in range(epoch * len(batches), (epoch + 1) * len(batches)):
+            batch = batches[step]
+            lengths_there = batch.wanted.sum(1) + 1
+            assert batch.tokens == lengths_there.sum() and len(batch.ids) <= size
+            seen += [tuple(row[:n].tolist()) for row, n in zip(batch.ids, lengths_there)]
+            for ahead in range(3):
+                slots, places = batch.slots(ahead, torch.device("cpu"))
+                width = batch.ids.shape[1]
+                expected = [
+                    (row * (width - 1) + slot, row * width + slot + 1 + ahead)
+                    for row, n in enumerate(lengths_there.tolist())
+                    for slot in range(n - 2 - ahead)
+                ]
+                assert list(zip(slots.tolist(), places.tolist())) == expected
+        assert sorted(seen) == sorted(wanted)
+        orders.append(seen)
+    again = texts.Batches(pieces, size, seed)
+    assert torch.equal(again[len(batches)].ids, batches[len(batches)].ids)
+    assert texts.Batches(pieces, size, seed)[0].ids.tolist() == texts.Batches(pieces, size, seed)[0].ids.tolist()
+    if len(pieces) > 20:
+        assert orders[0] != orders[1]
+
+
+def test_held_out_documents():
+    documents = texts.read(sequences(20))
+    kept, held = texts.split(documents, 0.2, 0)
+    assert len(kept) == 16 and len(held) == 4 and {id(d) for d in kept + held} == {id(d) for d in documents}
+    assert [id(d) for d in texts.split(documents, 0.2, 1)[1]] != [id(d) for d in held]
+    assert len(texts.split(documents, 0.001, 0)[1]) == 1
+    ((start,), (end,)) = texts.split(documents[:1], 0.25, 0)
+    assert torch.equal(torch.cat([start.ids, end.ids]), documents[0].ids) and len(end.ids) == 5
+    assert [len(batch.ids) for batch in texts.in_order(documents, 3, 100)] == [3, 2]
+
+
+def test_continuations():
+    model = target()
+    documents = texts.read([[5, 6, 7, 8], list(range(3, 15))], vocab_size=models.VOCAB)
+    documents[0].supervised[:3] = False
+    options = dict(do_sample=False, pad_token_id=0)
+    for eos in (None, int(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1, **options)[0, -1])):
+        found = continue_documents(model, documents, 10, 0, {**options, "eos_token_id": eos})
+        assert [document.supervised.tolist().index(True) for document in found] == [3, 5, 1]
+        for document in found:
+            start = int((~document.supervised).sum())
+            alone = model.generate(
+                document.ids[None, :start].long(), max_new_tokens=len(document.ids) - start, **options, eos_token_id=eos
+            )
+            assert document.ids.tolist() == alone[0].tolist() and document.supervised[start:].all()
+            assert len(document.ids) == start + 5 or int(document.ids[-1]) == eos
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(algo="eagle4"), ValueError, "algo: expected one of eagle3.*Did you mean 'eagle'"),
+        (dict(algo=3), TypeError, "algo: expected a string"),
+        (dict(data=[]), ValueError, "data: it holds no text"),
+        (dict(data=[[]]), ValueError, "data: it holds no text"),
+        (dict(data=["  "]), ValueError, "data: it holds no text"),
+        (dict(data=["x"]), TypeError, r"data\[0\] is text: pass its tokenizer"),
+        (dict(data=[[1, 2], [3, 96]]), ValueError, r"data\[1\]: expected token ids below 96, got 3 to 96"),
+        (dict(data=[[1.5, 2.0]]), TypeError, r"data\[0\]: expected token ids of one sequence"),
+        (dict(data=[3]), TypeError, r"data\[0\]: expected a text, token ids or a mapping, got int"),
+        (dict(data=[["a", "b"]]), TypeError, r"data\[0\]: expected a text, token ids"),
+        (dict(data=[{"body": "x"}]), ValueError, r"data\[0\]: expected \"text\".*got \['body'\]"),
+        (dict(data=7), TypeError, "data: expected a file or an iterable"),
+        (dict(data={"text": "x"}), TypeError, "data: expected a file or an iterable"),
+        (dict(data="nowhere.jsonl"), ValueError, "data: expected a .txt or .jsonl file.*does not exist"),
+        (dict(data="def f(): pass"), ValueError, "data: expected a .txt or .jsonl file, or a list of texts"),
+        (dict(data=[[5] * 8] * 4), ValueError, "data: no sequence.*has the 9 tokens.*longest has 8"),
+        (
+            dict(data=[[5] * 20] * 2 + [[5] * 4] * 9, validation=0.1),
+            ValueError,
+            "validation: no sequence.*or validation=0",
+        ),
+        (dict(validation=[[5] * 4]), ValueError, "validation: no sequence.*the longest has 4"),
+        (dict(on_policy="yes"), TypeError, "on_policy: expected True, False or options for generate"),
+        (dict(validation=1.0), ValueError, "validation: expected a share"),
+        (dict(validation=[9.5]), TypeError, r"validation\[0\]: expected a text"),
+        (dict(sequence_length=8), ValueError, "sequence_length: a draft of this depth needs at least 9 tokens, got 8"),
+        (dict(sequence_length=600), ValueError, "sequence_length: LlamaForCausalLM holds 512 tokens, got 600"),
+        (dict(sequence_lenght=8), TypeError, "unknown option 'sequence_lenght'. Did you mean 'sequence_length'"),
+        (dict(minutes=3), ValueError, "steps and minutes: give one"),
+        (dict(steps=0), ValueError, "steps must be from 1"),
+        (dict(steps=True), TypeError, "steps must be an int"),
+        (dict(steps=None, minutes=0), ValueError, "minutes must be positive"),
+        (dict(steps=None, minutes="3"), TypeError, "minutes must be a number, not str"),
+        (dict(batch_size=0), ValueError, "batch_size must be from 1"),
+        (dict(seed=-1), ValueError, "seed must be from 0"),
+        (dict(learning_rate=0.0), ValueError, "learning_rate must be positive"),
+        (dict(learning_rate=math.nan), ValueError, "learning_rate must be positive"),
+        (dict(warmup=1.0), ValueError, "warmup must be a share"),
+        (dict(warmup=-0.1), ValueError, "warmup must be a share"),
+        (dict(checkpoint_minutes=-1), ValueError, "checkpoint_minutes must be finite and not negative"),
+        (dict(checkpoint_minutes=None), TypeError, "checkpoint_minutes must be a number"),
+        (dict(head_dim=12), ValueError, "head_dim: expected a multiple of 8 up to 256, got 12"),
+        (dict(num_key_value_heads=3), ValueError, "num_key_value_heads: 4 query heads cannot share 3"),
+        (dict(draft_vocab_size=97), ValueError, "draft_vocab_size: expected 2 to 96, the target's vocabulary, got 97"),
+        (dict(draft_vocab_size=1), ValueError, "draft_vocab_size: expected 2 to 96"),
+        (dict(taps=(1, 2)), ValueError, "taps: expected states from 0 to 2, ascending, the first of them not 1"),
+        (dict(taps=(0, 3)), ValueError, "taps: expected states from 0 to 2"),
+        (dict(taps=(2, 0)), ValueError, "taps: expected states from 0 to 2, ascending"),
+        (dict(taps=()), ValueError, "taps: expected states"),
+        (dict(algo="eagle", ttt_steps=3), ValueError, "ttt_steps: algo='eagle' has no such option"),
+        (dict(algo="dflash", taps=(0, 3)), ValueError, "taps: expected states from 0 to 2, ascending, got 0, 3"),
+        (dict(algo="dflash", block_size=1), ValueError, "block_size must be from 2 to 64"),
+        (dict(algo="dflash", draft_vocab_size=9), ValueError, "draft_vocab_size: algo='dflash' has no such option"),
+        (dict(algo="nextn", num_layers=2), ValueError, "num_layers: algo='mtp' has no such option"),
+    ],
+)
+def test_errors_come_before_work(tmp_path, options, error, message):
+    with (
+        mock.patch("spec_compile.training.loop.Loop.run", side_effect=AssertionError),
+        pytest.raises(error, match=message),
+    ):
+        train(tmp_path / "head", **options)
+    assert not (tmp_path / "head").exists()
+
+
+def test_models_without_a_draft(tmp_path):
+    with pytest.raises(TypeError, match="model: expected a transformers causal language model"):
+        train(tmp_path / "head", model=torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="output layer with a bias"):
+        train(tmp_path / "head", model=target("phi"))
+    with pytest.raises(ValueError, match="training mode"):
+        train(tmp_path / "head", model=models.ADMITTED["llama"]().train())
+    with pytest.raises(UnsupportedModelError, match="recurrent state"):
+        train(tmp_path / "head", model=models.REFUSED["mamba"]())
+    with pytest.raises(UnsupportedModelError, match=r"Gemma3ForCausalLM.*use algo='eagle3'"):
+        train(tmp_path / "head", "mtp", model=target("gemma3"))
+
+
+def test_folders_that_are_something_else(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"output: .*file is a file"):
+        train(tmp_path / "file")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"output: .*model exists and holds config.json; choose another folder"):
+        train(tmp_path / "model")
+    folder = tmp_path / "head"
+    train(folder)
+    other = models.build("LlamaConfig", "LlamaForCausalLM", models.GQA, {"seed": 5})
+    for options, found in (
+        (dict(model=other), "target"), (dict(algo="eagle"), "algo 'eagle3' where this one has 'eagle'"),
+        (dict(data=sequences(seed=4)), "data"), (dict(batch_size=3), "batch_size 8 where this one has 3"),
+        (dict(num_layers=2), "num_layers None where this one has 2"), (dict(on_policy=True), "on_policy"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"output: .*holds the training of another head, with {found}"):
+            train(folder, **options)
+    with pytest.raises(ValueError, match="holds a training; pass resume=True"):
+        train(folder, resume=False)
+    torch.save({"version": 0}, folder / save.STATE)
+    with pytest.raises(ValueError, match="no training state that this version"):
+        train(folder)
+    (folder / save.STATE).write_bytes(b"")
+    with pytest.raises(ValueError, match="cannot be read"):
+        train(folder)
+
+
+def test_conversations_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match=r"data\[0\]: messages need a tokenizer with a chat template"):
+        texts.read([{"messages": TALK}], tokenizer())
+    with pytest.raises(ValueError, match="no answer of the assistant follows"):
+        texts.read([{"messages": TALK[:1]}], chatter(TURNS))
+    with pytest.raises(ValueError, match="no answer of the assistant follows"):
+        texts.read([{"messages": TALK}], chatter(TURNS.replace("<assistant>", "<helper>")))
+    with pytest.raises(TypeError, match=r"data\[0\]: expected text, got int"):
+        texts.read([{"prompt": "a", "completion": 3}], tokenizer())
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\nx = 1\n')
+    with pytest.raises(ValueError, match=r"a.jsonl:2: not JSON"):
+        texts.read(tmp_path / "a.jsonl", tokenizer())
+
+
+def test_the_command_line(tmp_path, capsys):
+    rows = [json.dumps({"text": f"def f{n}(x):\n    return x + {n} - {n}\n"}) for n in range(6)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    options = json.dumps({"sequence_length": 16, "batch_size": 2, "ttt_steps": 2, "intermediate_size": 32})
+    status = main(
+        ["train", "--model", CODER, "--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "head"),
+         "--steps", "2", "--dtype", "float32", "--validation", "0.2", "--options", options]
+    )  # fmt: skip
+    assert status == 0
+    assert "2 steps" in capsys.readouterr().out
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+
+
+# GPU
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_rollout_on_a_gpu(rows):
+    shapes = [(2, 4, rows, 64), (2, 2, rows, 64), (2, 2, rows, 64)]
+    steps = [[t.detach().cuda().bfloat16().requires_grad_() for t in tensors(shapes, i)] for i in range(3)]
+    wide = [[t.detach().float().requires_grad_() for t in step] for step in steps]
+    weights = torch.randn(3, 2, rows, 4, 64, device="cuda")
+    rollout, mine, theirs = Rollout(), [], []
+    for i, (step, exact) in enumerate(zip(steps, wide)):
+        with rollout:
+            mine.append(ops.attention(*step, None, 0.125, None, None, 0))
+        keys, values = ([one[n].repeat_interleave(2, 1) for one in wide[: i + 1]] for n in (1, 2))
+        theirs.append(joint_attention(exact[0], keys, values, scale=0.125).transpose(1, 2))
+        assert mine[-1].dtype == torch.bfloat16
+    got = torch.autograd.grad(sum((a * w).sum() for a, w in zip(mine, weights)), [t for s in steps for t in s])
+    want = torch.autograd.grad(sum((a * w).sum() for a, w in zip(theirs, weights)), [t for s in wide for t in s])
+    for a, b in zip([*mine, *got], [*theirs, *want]):
+        assert (a.float() - b).norm() < 0.02 * b.norm() + 1e-3
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_on_a_gpu(tmp_path, algo, dtype):
+    """It learns, is interrupted, goes on, and the draft loads on the same device."""
+    model = models.ADMITTED["llama"]().to("cuda", dtype)
+    options = dict(steps={"eagle": 600}.get(algo, 250), learning_rate=5e-3, checkpoint_minutes=0.01)
+    assert train(tmp_path / "head", algo, model=model, **options | {"steps": 50}).steps == 50
+    result = train(tmp_path / "head", algo, model=model, **options)
+    assert result.acceptance > 0.9 and result.steps == options["steps"]
+    load = load_dflash if algo == "dflash" else load_head
+    assert load(tmp_path / "head", model).embedding.device.type == "cuda"

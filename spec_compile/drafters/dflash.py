@@ -109,7 +109,8 @@ class DFlash(Algorithm):
             return restrict_to_causal(graph, draft.causal)
 
         pipeline = [*passes.PIPELINE, causal_layers]
-        self.graph = passes.run(capture_head(draft), passes.Settings(options.merge_linears), pipeline)
+        settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
+        self.graph = passes.run(capture_head(draft), settings, pipeline)
         self.reach, self.token_bytes = self.slots, self.graph.token_bytes
 
     def drafter(self, batch: int, slots: int) -> Drafter:

@@ -29,8 +29,9 @@ class DraftModel(Algorithm):
     def __init__(self, graph: ModelGraph, options: DraftOptions, vocab_size: int):
         """vocab_size: of the target."""
         self.schedule, self.draws, self.vocab_size = options.schedule, options.draws, vocab_size
-        self.chosen = passes.run(graph, passes.Settings(options.merge_linears, logits="rows"))
-        self.prefill = passes.run(graph, passes.Settings(options.merge_linears, logits="none"))
+        chosen = passes.Settings(options.merge_linears, logits="rows", attention=options.attention("draft"))
+        filling = passes.Settings(options.merge_linears, logits="none", attention=options.attention("prefill"))
+        self.chosen, self.prefill = passes.run(graph, chosen), passes.run(graph, filling)
         self.reach, self.token_bytes = 1 + self.schedule.fed, graph.token_bytes
 
     def drafter(self, batch: int, slots: int) -> Drafter:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .. import passes
 from ..capture import capture_head
-from ..kernels.ops import few_rows_linear
+from ..kernels.ops import few_rows_linear, gather_rows
 from ..runtime.accept import Accepted
 from ..runtime.state import Cache, State
 from .base import Algorithm, Drafter, DraftOptions, propose_grown
@@ -60,7 +60,8 @@ class Heads(Algorithm):
         self.head, self.schedule, self.taps, self.draws = head, options.schedule, head.taps, options.draws
         if isinstance(self.schedule, StaticTree):
             self.schedule.to(head.head_weight.device)
-        self.graph = passes.run(capture_head(head, head.hidden_size), passes.Settings(options.merge_linears))
+        settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
+        self.graph = passes.run(capture_head(head, head.hidden_size), settings)
         self.reach, self.token_bytes = self.schedule.fed, self.graph.token_bytes
 
     def drafter(self, batch: int, slots: int) -> Drafter:
@@ -100,11 +101,12 @@ class HeadDrafter(Drafter):
         self._keep(out, last, (last >= 0) & (last < size))
 
     def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, span: int) -> None:
-        rows = 1 if accepted.path.shape[1] == 1 else self.longest
-        path = accepted.path[:, :rows, None]
-        states = self.head.project([f.gather(1, path.expand(-1, -1, f.shape[2])) for f in features])
-        positions = begin[:, None] + torch.arange(rows, device=begin.device)
-        tokens = accepted.tokens[:, :rows].clamp(min=0)
+        nodes = accepted.path.shape[1]
+        rows = torch.arange(1 if nodes == 1 else self.longest, device=begin.device)
+        positions = begin[:, None] + rows
+        rows = rows.clamp(max=nodes - 1)  # beyond what was gained: anything
+        path, tokens = accepted.path.index_select(1, rows), accepted.tokens.index_select(1, rows).clamp(min=0)
+        states = self.head.project([gather_rows(feature, path) for feature in features])
         out = self.block(tokens, positions, states, begin, None, self.cache.tensors, span)
         gained = state.lengths - begin
         self._keep(out, gained - 1, gained > 0)

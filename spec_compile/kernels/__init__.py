@@ -1,5 +1,7 @@
-"""Kernels: what an op means in plain PyTorch (ops.py), and beside it, a file each, the Triton kernels for GPUs."""
+"""Kernels: what an op means in plain PyTorch (ops.py), and beside it, a file each, the Triton kernels for GPUs.
 
+Whose attention runs is a choice: attention/ has the backends.
+"""
 
 import torch
 

@@ -1,8 +1,9 @@
 """The passes, in the order they run. A pass is ``fn(graph, settings) -> summary`` and rewrites ``graph.gm``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..graph import ModelGraph, PassReport, calls
+from ..kernels.attention import Use
 from .fused_norms import fused_norms
 from .logits_rows import logits_rows
 from .merge_linears import merge_linears
@@ -21,12 +22,13 @@ class Settings:
     merge_linears: one matrix product for linear layers of one input. taps: hidden states to return after the logits,
     numbered as transformers' ``hidden_states`` (0 the embeddings, i the residual stream after layer i; -1 what the
     output head multiplies). logits:
-    "all" rows, chosen "rows" (a new input ``rows[B, R]``), or "none" (the head is dropped).
+    "all" rows, chosen "rows" (a new input ``rows[B, R]``), or "none" (the head is dropped). attention: which backend.
     """
 
     merge_linears: bool = True
     taps: tuple[int, ...] = ()
     logits: str = "all"
+    attention: Use = field(default_factory=Use)
 
 
 PIPELINE = [tidy, merge_linears, taps, tree_attention, logits_rows, skinny_linears, swiglu, rotary, fused_norms]

@@ -4,19 +4,21 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph, calls
+from ..kernels import attention
 from .skinny_linears import HALF
 
 aten = torch.ops.aten
 
 
 def rotary(graph: ModelGraph, settings) -> str:
-    """Hand q and k to `kernels.tree_attention` as they were before their rotation, with its cos and sin.
+    """Hand q and k to a backend that rotates as they were before their rotation, with its cos and sin.
 
     Only in a graph of 16 bits that verifies, and where all of q and of k is rotated, by halves as in Llama.
     """
     joined = 0
-    if settings.logits != "none" and graph.dtype in HALF and graph.device.type == "cuda":
-        for node in calls(graph.gm, torch.ops.spec_compile.tree_attention.default):
+    verifies = settings.logits != "none" and graph.dtype in HALF and graph.layers
+    if verifies and graph.device.type == "cuda" and (backend := attention.choose(settings.attention, graph)).rotates:
+        for node in calls(graph.gm, backend.load()):
             turned = [_rotation(x) for x in node.args[:2]]
             if None not in turned and turned[0][1:] == turned[1][1:]:
                 (q, *angles), (k, *_) = turned

@@ -6,18 +6,20 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph, calls
-from ..kernels import ops
+from ..kernels import attention, ops
 
 
 def tree_attention(graph: ModelGraph, settings) -> str:
     """Replace each ``spec_compile::attention`` by `ops.tree_attention` on the layer's cache.
 
     The graph gains the inputs ``lengths[B]``, ``ancestors[B, N]`` (or None), ``cache`` (key, value, key, ... of each
-    layer in turn) and ``span``. On a CPU `ops.tree_mask` runs once for each distinct window; on a GPU
-    `kernels.tree_attention` reads lengths and ancestors itself, and looks at no more of the cache than there is.
+    layer in turn) and ``span``. On a CPU `ops.tree_mask` runs once for each distinct window; on a GPU the op of the
+    backend that `kernels.attention.choose` finds reads lengths and ancestors itself, and needs no span.
     """
     gm = graph.gm
     on_gpu = bool(graph.layers) and graph.device.type == "cuda"
+    backend = attention.choose(settings.attention, graph) if graph.layers else None
+    op = backend.load() if on_gpu else ops.tree_attention
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     positions = inputs[1]
     with gm.graph.inserting_after(inputs[-1]):
@@ -38,13 +40,12 @@ def tree_attention(graph: ModelGraph, settings) -> str:
             block = (q, k, v, keys, values, lengths)
             if on_gpu:
                 arguments = (*block, ancestors, positions, sinks, scale, softcap, window)
-                new = gm.graph.call_function(torch.ops.spec_compile.tree_attention.default, arguments)
             else:
                 arguments = (*block, masks[kind], sinks, scale, softcap)
-                new = gm.graph.call_function(ops.tree_attention, arguments)
+            new = gm.graph.call_function(op, arguments)
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
     windows = sum(layer.window is not None for layer in graph.layers)
-    how = "in one kernel" if on_gpu else f"{len(masks)} masks"
+    how = f"by {backend.name}" if on_gpu else f"{len(masks)} masks"
     return f"{len(markers)} layers attend over the static cache ({windows} with a sliding window, {how})"

@@ -13,6 +13,7 @@ from .. import passes
 from ..config import Options
 from ..drafters.base import Algorithm
 from ..graph import ModelGraph
+from ..report import Recording
 from ..stats import Clock, Stats
 from .accept import Accepted
 from .past import Past
@@ -73,13 +74,17 @@ class Engine:
         max_positions: int,
     ):
         taps, merge, most = algorithm.taps, options.merge_linears, options.num_draft_tokens
-        self.verify = passes.run(graph, passes.Settings(merge, taps))
-        self.prefill = passes.run(graph, passes.Settings(merge, taps, logits="none"))
+        self.verify = passes.run(graph, passes.Settings(merge, taps, attention=options.attention("verify")))
+        filling = passes.Settings(merge, taps, "none", options.attention("prefill"))
+        self.prefill = passes.run(graph, filling)
         self.algorithm, self.options, self.device, self.max_positions = algorithm, options, device, max_positions
         self.sizes = (*(n for n in SIZES[device.type] if n < most and algorithm.varies), most)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.stats = Stats()
         self.report: Callable[[str], None] = log.info
+        self.records = False
+        self.recording: Recording | None = None
+        """Of the last generate() that ran while `records` was set."""
         self.sessions: OrderedDict[int, Session] = OrderedDict()
 
     def capacity(self, batch: int) -> int:
@@ -116,7 +121,9 @@ class Engine:
         state, drafter, clock = session.state, session.drafter, Clock(stats)
         policy = session.policies["look" if request.choose or request.sampler else "round"]
         ahead = 1 if request.choose or not session.on_gpu else AHEAD
-        stats.trace = []
+        stats.trace, begun = [], dict(stats.seconds)
+        recording = Recording(request.prompts) if self.records else None
+        self.recording = recording or self.recording
         if session.ring is not None:
             session.ring.begin()
         state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos)
@@ -158,6 +165,8 @@ class Engine:
                 stats.move("verify", "draft", drafter.seconds - drafting)
                 gained, paths = [[] for _ in request.prompts], []
                 offered = [counts[row] for row in active], [hints[row] for row in active]
+                if recording:
+                    recording.add(nodes, seconds, dict(zip(active, offered[0])), outcome)
                 for row in active:
                     count, done, counts[row], hints[row], depth, *rest = outcome[row]
                     gained[row] = rest[:count]
@@ -178,6 +187,8 @@ class Engine:
                 clock.spend("host")
         finally:
             drafter.end(lengths)
+            if recording:
+                recording.seconds = {name: spent - begun[name] for name, spent in stats.seconds.items()}
 
     def _draft_has(self, session: Session, request: Request) -> bool:
         """Whether a drafter's own cache holds what `request.past` does for the target, from the call before, or cannot,
@@ -196,7 +207,8 @@ class Engine:
         if logits is None:
             logits, *features = look(span)
         else:
-            logits = logits[:, None]
+            state = logits.new_zeros(len(logits), 1, self.verify.hidden_size, dtype=self.verify.dtype)
+            logits, features = logits[:, None], [state] * len(self.algorithm.taps)  # nobody has seen them
         accepted = request.choose(session.state.tree(nodes), logits)
         outcome = finish(accepted.path, accepted.tokens, accepted.count, features, span)
         return outcome.tolist

@@ -25,8 +25,9 @@ class Round(nn.Module):
     def forward(self, span: int, nodes: int = 0) -> Tensor:
         """`span`: slots of the cache to look at, at least lengths.max() + N.
 
-        Returns int64 [B, 5 + 2 N]: tokens gained, finished, real nodes and hint of the next tree, depth of this one,
-        the N tokens of which the first "gained" count, and the N nodes of the accepted path.
+        Returns int64 [B, 5 + 4 N]: tokens gained, finished, real nodes and hint of the next tree, depth of this one,
+        the N tokens of which the first "gained" count, the N nodes of the accepted path, and the tokens and parents of
+        the tree that was verified.
         """
         tree, ancestors, depth, positions = self.prepare(nodes)
         logits, *features = self._verify(tree, ancestors, positions, span)
@@ -41,7 +42,7 @@ class Round(nn.Module):
         """The second half, with what was `Accepted`; returns what `forward` returns."""
         tree = self.state.tree(path.shape[1])
         depth = ancestry(tree.parents, self.nodes or MAX_NODES)[1]
-        return self._finish(tree.real, depth, path, tokens, count, features, span)
+        return self._finish((tree.tokens, tree.parents, tree.real), depth, path, tokens, count, features, span)
 
     def prepare(self, nodes: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
         """The trees (tokens, parents, real), their ancestors and depths, and the positions of their nodes."""
@@ -57,12 +58,12 @@ class Round(nn.Module):
         span: int,
     ) -> Tensor:  # fmt: skip
         """Accept greedily, commit, propose."""
-        return self._finish(tree[2], depth, *self.accept(logits, tree, ancestors, depth), features, span)
+        return self._finish(tree, depth, *self.accept(logits, tree, ancestors, depth), features, span)
 
-    def _finish(self, real, depth, path, tokens, count, features, span) -> Tensor:
+    def _finish(self, tree, depth, path, tokens, count, features, span) -> Tensor:
         gained = self.settle(path, tokens, count, features, span)
         self.drafter.propose(self.state, span)
-        return self.outcome(gained, real, depth, path, tokens)
+        return self.outcome(gained, tree, depth, path, tokens)
 
     def accept(self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor) -> tuple[Tensor, ...]:
         """What greedy decoding would choose: the parts of an `Accepted`."""
@@ -76,12 +77,14 @@ class Round(nn.Module):
         self.drafter.observe(self.state, features, accepted, begin, span)
         return gained
 
-    def outcome(self, gained: Tensor, real: Tensor, depth: Tensor, path: Tensor, tokens: Tensor) -> Tensor:
+    def outcome(
+        self, gained: Tensor, tree: tuple[Tensor, ...], depth: Tensor, path: Tensor, tokens: Tensor
+    ) -> Tensor:  # fmt: skip
         """What `forward` returns."""
-        state = self.state
+        state, (drafted, parents, real) = self.state, tree
         deepest = torch.where(real, depth, 0).amax(dim=1)
         columns = [gained, state.finished.to(torch.int64), state.tree_count, state.tree_hint, deepest]
-        return torch.cat([torch.stack(columns, dim=1), tokens, path], dim=1)
+        return torch.cat([torch.stack(columns, dim=1), tokens, path, drafted, parents], dim=1)
 
 
 class Prefill(nn.Module):

@@ -40,7 +40,7 @@ class Session:
         drawn = engine.options.num_draft_tokens if engine.algorithm.draws else 0
         self.state = State(engine.verify, batch, slots, engine.device, drawn)
         self.policies = {part: SizePolicy(engine.sizes, engine.algorithm.adaptive) for part in ("round", "look")}
-        self.ring = Ring(batch * (5 + 2 * MAX_NODES), engine.device) if self.on_gpu else None
+        self.ring = Ring(batch * (5 + 4 * MAX_NODES), engine.device) if self.on_gpu else None
         self.texts: list[list[int]] = []
         """What each row was in the last call, prompt and output: of these the drafter's own cache knows."""
         self.steps: dict[tuple[str, int], Callable] = {}

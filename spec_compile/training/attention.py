@@ -161,13 +161,11 @@ class _Joint(torch.autograd.Function):
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple:
-    """(attention [B, H, T, D], log-sum-exp of its scores [B, H, T], what the backward wants besides)."""
+    """(attention [B, H, T, D], log-sum-exp of its scores [B, H, T], what else the backward of the kernel takes)."""
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
-    out, total, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, True, False, scale=scale
-    )
-    return out, total, seed, offset
+    out, total, *extra = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
+    return out, total, *extra[:6]
 
 
 def _causal_backward(grad, q, k, v, out, total, scale, extra) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,8 +173,9 @@ def _causal_backward(grad, q, k, v, out, total, scale, extra) -> tuple[Tensor, T
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, total, 0.0, True, scale=scale
         )
+    lengths, random = extra[:4], extra[4:]
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, total, None, None, q.shape[2], k.shape[2], 0.0, True, *extra, scale=scale
+        grad, q, k, v, out, total, *lengths, 0.0, True, *random, scale=scale
     )
 
 

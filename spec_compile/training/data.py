@@ -12,6 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 WINDOW = 32
 """Batches among which sequences are sorted by length, so that little is padded."""
+TOKENIZED = 1024
+"""Texts that are tokenized at a time."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,8 @@ def read(data, tokenizer=None, vocab_size: int | None = None, name: str = "data"
     the tokenizer's end of sequence. TypeError or ValueError, called by `name`, if anything is none of this.
     """
     reader = _Reader(tokenizer, vocab_size)
-    documents = []
-    for place, item in _items(data, name):
-        documents += [document for document in reader.read(item, place) if len(document.ids)]
+    found = [piece for place, item in _items(data, name) for piece in reader.read(item, place)]
+    documents = [document for document in reader.encode(found) if len(document.ids)]
     if not documents:
         raise ValueError(f"{name}: it holds no text")
     return documents
@@ -93,26 +94,75 @@ def _parse(line: str, path: Path, number: int):
         raise ValueError(f"{path}:{number}: not JSON: {error}") from error
 
 
+@dataclass(frozen=True)
+class _Text:
+    """Texts of a document, one after the other, and whether each is supervised. special: with the tokens around it."""
+
+    place: str
+    parts: list[tuple[str, bool]]
+    special: bool = True
+
+
 class _Reader:
-    """Makes documents of items with one tokenizer."""
+    """Makes documents of items with one tokenizer, the texts of many at a time."""
 
     def __init__(self, tokenizer, vocab_size: int | None):
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
 
-    def read(self, item, place: str) -> list[Document]:
+    def read(self, item, place: str) -> list[_Text | Document]:
+        """What one item of the data holds."""
         if isinstance(item, str):
-            return [self._join([(item, True)], place)] if item.strip() else []
+            return [self._text(place, [(item, True)])] if item.strip() else []
         if isinstance(item, Mapping):
             return self._read_mapping(item, place)
         if isinstance(item, (Tensor, Sequence)):
             return [self._ids(item, place)]
         raise TypeError(f"{place}: expected a text, token ids or a mapping, got {type(item).__name__}")
 
-    def _read_mapping(self, item: Mapping, place: str) -> list[Document]:
+    def encode(self, found: list[_Text | Document]) -> Iterable[Document]:
+        """The same, all as token ids."""
+        for begin in range(0, len(found), TOKENIZED):
+            group = found[begin : begin + TOKENIZED]
+            parts = [
+                (text, piece.special and not number)
+                for piece in group
+                if isinstance(piece, _Text)
+                for number, (text, _) in enumerate(piece.parts)
+            ]
+            encoded = {special: iter(self._tokenize(parts, special)) for special in (True, False)}
+            parts = iter(parts)
+            for piece in group:
+                if isinstance(piece, Document):
+                    yield piece
+                else:
+                    yield self._join(piece, [next(encoded[special]) for _, (_, special) in zip(piece.parts, parts)])
+
+    def _tokenize(self, parts: list[tuple[str, bool]], special: bool) -> list[list[int]]:
+        chosen = [text for text, wanted in parts if wanted == special]
+        return self.tokenizer(chosen, add_special_tokens=special, verbose=False).input_ids if chosen else []
+
+    def _join(self, text: _Text, encoded: list[list[int]]) -> Document:
+        ids = [token for part in encoded for token in part]
+        supervised = [wanted for part, (_, wanted) in zip(encoded, text.parts) for _ in part]
+        end = self.tokenizer.eos_token_id
+        if text.special and end is not None and ids and ids[-1] != end:
+            ids.append(end)
+            supervised.append(True)
+        return Document(self._ids(ids, text.place).ids, torch.tensor(supervised, dtype=torch.bool))
+
+    def _text(self, place: str, parts: list[tuple[str, bool]], special: bool = True) -> _Text:
+        if self.tokenizer is None:
+            raise TypeError(f"{place} is text: pass its tokenizer, train_draft(..., tokenizer=tokenizer)")
+        for text, _ in parts:
+            if not isinstance(text, str):
+                raise TypeError(f"{place}: expected text, got {type(text).__name__}")
+        return _Text(place, parts, special)
+
+    def _read_mapping(self, item: Mapping, place: str) -> list[_Text | Document]:
         if "messages" in item:
             return self._converse(item["messages"], place)
         if "prompt" in item and "completion" in item:
-            return [self._join([(item["prompt"], False), (item["completion"], True)], place)]
+            return [self._text(place, [(item["prompt"], False), (item["completion"], True)])]
         if "text" in item:
             return self.read(item["text"], place)
         raise ValueError(f'{place}: expected "text", "prompt" and "completion", or "messages"; got {list(item)}')
@@ -131,25 +181,7 @@ class _Reader:
             )
         return Document(ids.to("cpu", torch.int32), torch.ones(len(ids), dtype=torch.bool))
 
-    def _join(self, parts: list[tuple[str, bool]], place: str, special: bool = True) -> Document:
-        """Texts, and whether each is supervised, one after the other. special: with the tokens around a text."""
-        if self.tokenizer is None:
-            raise TypeError(f"{place} is text: pass its tokenizer, train_draft(..., tokenizer=tokenizer)")
-        ids, supervised = [], []
-        for text, wanted in parts:
-            if not isinstance(text, str):
-                raise TypeError(f"{place}: expected text, got {type(text).__name__}")
-            more = self.tokenizer(text, add_special_tokens=special and not ids, verbose=False).input_ids
-            ids += more
-            supervised += [wanted] * len(more)
-        end = self.tokenizer.eos_token_id
-        if special and end is not None and ids and ids[-1] != end:
-            ids.append(end)
-            supervised.append(True)
-        document = self._ids(ids, place)
-        return Document(document.ids, torch.tensor(supervised, dtype=torch.bool))
-
-    def _converse(self, messages, place: str) -> list[Document]:
+    def _converse(self, messages, place: str) -> list[_Text]:
         """A conversation as the chat template renders it: one document, or where the template renders earlier answers
         otherwise once more follows (as those that drop earlier reasoning do), one for each answer."""
         if getattr(self.tokenizer, "chat_template", None) is None:
@@ -166,12 +198,12 @@ class _Reader:
             )
         if not all(spans[-1][1].startswith(after) for _, after in spans):
             turns = [[(before, False), (after[len(before) :], True)] for before, after in spans]
-            return [self._join(turn, place, special=False) for turn in turns]
+            return [self._text(place, turn, special=False) for turn in turns]
         parts, done = [], 0
         for before, after in spans:
             parts += [(before[done:], False), (after[len(before) :], True)]
             done = len(after)
-        return [self._join(parts, place, special=False)]
+        return [self._text(place, parts, special=False)]
 
     def _render(self, messages, **options) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)

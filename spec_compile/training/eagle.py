@@ -48,7 +48,7 @@ class EagleTrainer(HeadTrainer):
         ((_, outputs),) = self.unroll(ids, noisy[:, :-1], Causal(), 1)
         slots, places = batch.slots(0, self.device)
         outputs, wanted = outputs.flatten(0, 1)[slots], states.flatten(0, 1)[places]
-        share = 1 / len(slots)
+        share = 1 / max(1, len(slots))
         distance = F.smooth_l1_loss(outputs.float(), wanted.float(), reduction="none").mean(-1).sum() * share
         weight = self.module.head_weight
         weights = torch.full((len(slots),), TOKEN_WEIGHT * share, device=self.device)

@@ -34,7 +34,7 @@ class Eagle3Trainer(HeadTrainer):
         ends = _listed(target.config.eos_token_id)
         kept = frequent_tokens(counts, options.draft_vocab_size, ends)
         kept = torch.arange(target.vocab_size) if kept is None else kept
-        taps = options.taps or default_taps(target.num_layers)
+        taps = default_taps(target.num_layers) if options.taps is None else options.taps
         published_layer_ids(taps, target.num_layers)
         output = nn.Parameter(target.head_weight.detach()[kept.to(target.head_weight.device)].clone())
         knobs = LayerKnobs(num_layers=self.config.num_hidden_layers)
@@ -99,7 +99,7 @@ def published_layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
     if not taps or list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= num_layers or taps[0] == 1:
         raise ValueError(
             f"taps: expected states from 0 to {num_layers}, ascending, the first of them not 1 (which published lists "
-            f"cannot say), got {', '.join(map(str, taps))}"
+            f"cannot say), got {', '.join(map(str, taps)) or 'none'}"
         )
     return [tap - 1 for tap in taps] if taps[0] == 2 else list(taps)
 

@@ -39,7 +39,7 @@ class Loop:
         options: TrainingOptions,
         state: TrainingState,
         folder: Path,
-        publish: Callable[["Loop", list[float]], None],
+        publish: Callable[[dict, list[float]], None],
         report: Callable[[Progress], None],
     ):
         self.trainer, self.features, self.batches, self.held_out = trainer, features, batches, held_out
@@ -83,7 +83,7 @@ class Loop:
                 self._tell(*known)
                 reported, known = now, (self.state.step, self.state.tokens, now)
             if now - saved >= self.options.checkpoint_minutes * 60 and self.share < 1:
-                self.save()
+                self.save([share for _, share in self.state.evaluations[-1:]])
                 saved = now
         acceptance = self.evaluate(self.trainer.steps) if self.held_out else []
         if acceptance and (not self.state.evaluations or self.state.evaluations[-1][0] < self.state.step):
@@ -100,13 +100,20 @@ class Loop:
                 counts += torch.tensor(list(self.trainer.accepted(batch, features, steps)))
         return [accepted / max(1, reached) for reached, accepted in counts.tolist()]
 
-    def save(self, acceptance: list[float] = ()) -> None:
-        """Write a checkpoint: the state to go on from, then the head as it is published."""
+    def save(self, acceptance: list[float]) -> None:
+        """Write a checkpoint: the state to go on from, then the draft as it is published, with what is known of it."""
         self._read_losses()
-        self.state.weights = {name: value.detach().cpu() for name, value in self._parameters.items()}
-        self.state.optimizer = self._optimizer.state_dict()
-        save_state(self.folder, self.state)
-        self.publish(self, list(acceptance))
+        state = self.state
+        state.weights = {name: value.detach().cpu() for name, value in self._parameters.items()}
+        state.optimizer = self._optimizer.state_dict()
+        save_state(self.folder, state)
+        facts = {
+            "steps": state.step,
+            "minutes": f"{state.seconds / 60:.1f}",
+            "tokens seen": f"{state.tokens:,}",
+            "learning rate": f"{self.learning_rate:g}",
+        }
+        self.publish(facts, acceptance)
 
     def _step(self, share: float) -> None:
         state = self.state

@@ -59,6 +59,6 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def blocks(rows: int, width: int) -> list[slice]:
-    """Slices of `rows` rows, of each of which `width` numbers are held at once."""
+    """Slices of `rows` rows, at least one, of each of which `width` numbers are held at once."""
     size = max(1, LOGITS // width)
-    return [slice(begin, begin + size) for begin in range(0, rows, size)]
+    return [slice(begin, begin + size) for begin in range(0, max(1, rows), size)]

@@ -17,16 +17,16 @@ def continue_documents(
     Of a text that is supervised from its start the first half stays, or of each piece of `length` tokens. options: for
     ``model.generate()``. Only what the target wrote is supervised. The global random state is left alone.
     """
-    prompts = sorted(
-        (prompt for document in documents for prompt in _prompts(document.ids, document.supervised, length)), key=len
-    )
-    continued = []
+    prompts = [prompt for document in documents for prompt in _prompts(document.ids, document.supervised, length)]
+    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    continued: dict[int, Document] = {}
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        for begin in range(0, len(prompts), BATCH):
-            continued += _continue(model, prompts[begin : begin + BATCH], length, options)
-    return continued
+        for begin in range(0, len(order), BATCH):
+            some = order[begin : begin + BATCH]
+            continued.update(zip(some, _continue(model, [prompts[n] for n in some], length, options)))
+    return [continued[n] for n in range(len(prompts))]
 
 
 def _prompts(ids: torch.Tensor, supervised: torch.Tensor, length: int) -> list[list[int]]:

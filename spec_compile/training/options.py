@@ -4,11 +4,12 @@ import math
 from dataclasses import dataclass
 
 from ..errors import check_int
+from ..runtime.tree import MAX_NODES
 
 LARGEST = 1 << 31
 ABOUT_THE_DRAFT = (
     "num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "draft_vocab_size",
-    "taps", "ttt_steps",
+    "taps", "ttt_steps", "block_size",
 )  # fmt: skip
 """Options that only some algorithms have."""
 
@@ -22,11 +23,12 @@ class TrainingOptions:
     the head). warmup: share of the training in which it rises. clip: largest norm of a gradient. seed: of the weights,
     the order of the data and all else that is random.
 
-    num_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of an EAGLE head's layers
-    (default: one layer, with the target's sizes). draft_vocab_size: tokens that an EAGLE-3 head can draft, the most
-    frequent of the data (default: all of up to 40,000, or else 32,000). taps: states that an EAGLE-3 head reads (0: the
-    embeddings, i: the residual stream after layer i; default: early, middle and late). ttt_steps: draft tokens that are
-    unrolled in training (default: 7 for eagle3, 3 for mtp).
+    num_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of the draft's layers, except in
+    mtp (default: one layer, for dflash five, with the target's sizes). draft_vocab_size: tokens that an EAGLE-3 head
+    can draft, the most frequent of the data (default: all of up to 40,000, or else 32,000). taps: states of the target
+    that eagle3 and dflash read (0: the embeddings, i: the residual stream after layer i; default: three or five, from
+    early to late). ttt_steps: draft tokens that are unrolled in training (default: 7 for eagle3, 3 for mtp).
+    block_size: slots of DFlash's blocks, the first of which is the last token of the text (default: 16).
 
     checkpoint_minutes: between two checkpoints.
     """
@@ -47,6 +49,7 @@ class TrainingOptions:
     draft_vocab_size: int | None = None
     taps: tuple[int, ...] | None = None
     ttt_steps: int | None = None
+    block_size: int | None = None
     checkpoint_minutes: float = 5.0
 
     def __post_init__(self):
@@ -62,17 +65,22 @@ class TrainingOptions:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, LARGEST)
         check_int("seed", self.seed, 0, LARGEST)
+        if self.block_size is not None:
+            check_int("block_size", self.block_size, 2, MAX_NODES, "slots of a block, the root's included")
         for name in ("minutes", "learning_rate", "clip"):
-            _check_number(name, getattr(self, name), 0.0, math.inf, "positive and finite")
-        _check_number("checkpoint_minutes", self.checkpoint_minutes, -math.inf, math.inf, "a finite number")
-        _check_number("warmup", self.warmup, -math.inf, 1.0, "a share of the training, below 1")
+            if name == "clip" or getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), 0.0, math.inf, "positive and finite")
+        for name, most, wanted in (
+            ("warmup", 1.0, "a share of the training, from 0 to below 1"),
+            ("checkpoint_minutes", math.inf, "finite and not negative"),
+        ):
+            if getattr(self, name) != 0:
+                _check_number(name, getattr(self, name), 0.0, most, wanted)
         if self.taps is not None:
             object.__setattr__(self, "taps", tuple(self.taps))
 
 
 def _check_number(name: str, value, above: float, below: float, wanted: str) -> None:
-    if value is None:
-        return
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     if not above < value < below:

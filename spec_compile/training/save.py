@@ -109,18 +109,15 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def write_card(
-    target: PreTrainedModel, algorithm: str, rows: dict[str, object], acceptance: list[float], folder: Path
-) -> str:
-    """The README of a head: what it is for, how it was trained, and how much of it is accepted."""
+def write_card(target: PreTrainedModel, algorithm: str, facts: dict, acceptance: list[float], folder: Path) -> str:
+    """The README of a draft: what it is for, how it was trained, and how much of it is accepted."""
     name = target.config.name_or_path or type(target).__name__
-    depths = " ".join(f"{share:.3f}" for share in acceptance)
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     return f"""---
 library_name: spec_compile
 ---
 
-# {algorithm} draft head for {name}
+# {algorithm} draft for {name}
 
 Drafts for `{name}` in speculative decoding; it gives no text of its own.
 
@@ -132,7 +129,7 @@ fast = spec_compile.speculate(model, algo="{algorithm}", draft="{folder}")
 |---|---|
 {table}
 | first drafts accepted on held-out text | {f"{acceptance[0]:.1%}" if acceptance else "not measured"} |
-| accepted down to depth 1, 2, ... | {depths or "not measured"} |
+| accepted down to depth 1, 2, ... | {" ".join(f"{share:.3f}" for share in acceptance) or "not measured"} |
 
 Accepted means: the draft is the token that the target finds likeliest. Trained by `spec_compile.train_draft`; the
 training goes on from `{STATE}`, which drafting does not need.

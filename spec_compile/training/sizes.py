@@ -1,4 +1,4 @@
-"""The config of a new EAGLE head: its target's sizes, unless told otherwise."""
+"""The config of a new draft: its target's sizes, unless told otherwise."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ KEPT_TOKENS = 32_000
 """Of a larger one so many."""
 
 
-def draft_config(target: Target, options: TrainingOptions) -> LlamaConfig:
-    """The config of a head's layers. ValueError, naming the option, if they cannot be built."""
+def draft_config(target: Target, options: TrainingOptions, layers: int = 1) -> LlamaConfig:
+    """The config of a draft's layers, `layers` by default. ValueError, naming the option, if they cannot be built."""
     config, size = target.config, target.hidden_size
     heads, head_dim = _heads(config, options)
     if options.num_key_value_heads is not None:
@@ -28,7 +28,7 @@ def draft_config(target: Target, options: TrainingOptions) -> LlamaConfig:
         vocab_size=target.vocab_size,
         hidden_size=size,
         intermediate_size=options.intermediate_size or getattr(config, "intermediate_size", None) or 4 * size,
-        num_hidden_layers=options.num_layers or 1,
+        num_hidden_layers=options.num_layers or layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -61,7 +61,7 @@ def _rope_theta(config: PreTrainedConfig) -> float:
 
 
 def published_config(config: LlamaConfig, target: Target, architecture: str, **more) -> dict:
-    """What ``config.json`` of an EAGLE head says, in the form of those that are published."""
+    """What ``config.json`` of a draft says, in the form of those that are published."""
     names = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size", "tie_word_embeddings",

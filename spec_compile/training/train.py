@@ -16,6 +16,7 @@ from ..drafters.draft_target import Target
 from ..errors import did_you_mean
 from . import data as texts
 from .data import Batches, Document
+from .dflash import DFlashTrainer
 from .eagle import EagleTrainer
 from .eagle3 import Eagle3Trainer
 from .features import TargetFeatures
@@ -27,7 +28,9 @@ from .progress import Printer, Progress
 from .save import TEXTS, fingerprint, open_folder, replace, save_head, write_card
 from .trainer import Trainer
 
-TRAINERS: dict[str, type[Trainer]] = {kind.name: kind for kind in (Eagle3Trainer, EagleTrainer, MtpTrainer)}
+TRAINERS: dict[str, type[Trainer]] = {
+    kind.name: kind for kind in (Eagle3Trainer, EagleTrainer, MtpTrainer, DFlashTrainer)
+}
 """What can be trained. A new one is one file here and one entry."""
 ALIASES = {"nextn": "mtp"}
 FREE = ("steps", "minutes", "checkpoint_minutes")
@@ -78,13 +81,13 @@ def train_draft(
     """Train a draft head for `model` and write it to folder `output`, for ``speculate(model, algo, draft=output)``.
 
     model: a causal language model of transformers (or peft's wrapper around one), in eval mode; it does not change. The
-    head is trained on its device, in mixed precision on a GPU or for a model in 16 bits. algo: "eagle3", "eagle" or
-    "mtp". data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`data.read`). tokenizer:
-    the model's, if the data is text. validation: the share of the documents that is held out, or texts of their own as
-    in `data`, or 0. on_policy: let the model continue the data's prompts first and train on what it wrote (True, or
-    options for ``generate()``). resume: go on with the training in `output`, if there is one; it gives the head that it
-    would have given without the interruption. progress: called with a `Progress` now and then (default: shown on
-    stderr). options: see `TrainingOptions`.
+    head is trained on its device, in mixed precision on a GPU or for a model in 16 bits. algo: "eagle3", "eagle",
+    "mtp" or "dflash". data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`data.read`).
+    tokenizer: the model's, if the data is text. validation: the share of the documents that is held out, or texts of
+    their own as in `data`, or 0. on_policy: let the model continue the data's prompts first and train on what it wrote
+    (True, or options for ``generate()``). resume: go on with the training in `output`, if there is one; it gives the
+    head that it would have given without the interruption. progress: called with a `Progress` now and then (default:
+    shown on stderr). options: see `TrainingOptions`.
 
     Raises TypeError, ValueError or UnsupportedModelError, naming the argument, before any work; FloatingPointError if
     the loss becomes infinite, with the last checkpoint left as it is.
@@ -97,50 +100,51 @@ def train_draft(
             raise ValueError(f"{name}: algo={kind.name!r} has no such option")
     admit(model)
     target = Target.of(model)
+    if not isinstance(on_policy, bool | dict):
+        raise TypeError(f"on_policy: expected True, False or options for generate(), got {type(on_policy).__name__}")
     documents, held_out = _read(data, validation, tokenizer, target, chosen.seed)
-    length = _length(chosen, target)
-    folder = Path(output).expanduser()
+    length, folder = _length(chosen, target), Path(output).expanduser()
     with torch.inference_mode(False), torch.enable_grad():
         trainer = kind(target, chosen, texts.count_tokens(documents, target.vocab_size))
         pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
-        same = {
-            "algo": kind.name,
-            "target": f"{type(model).__name__} {fingerprint(model)}",
-            "data": texts.fingerprint(documents + held_out),
-            "on_policy": repr(on_policy),
-            **{field.name: getattr(chosen, field.name) for field in fields(chosen) if field.name not in FREE},
-        }
-        state = open_folder(folder, same, resume)
-        if on_policy:
+        identity = _identity(kind, model, chosen, documents + held_out, on_policy)
+        state = open_folder(folder, identity, resume)
+        if on_policy is not False:
             settings = on_policy if isinstance(on_policy, dict) else {}
-            documents, held_out = _continued(folder, model, documents, held_out, length, chosen.seed, settings)
+            documents, held_out = _continued(folder, identity, model, documents, held_out, length, settings)
             trainer = kind(target, chosen, texts.count_tokens(documents, target.vocab_size))
             pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
-        batches = Batches(pieces, chosen.batch_size, chosen.seed)
         held = texts.in_order(reserve, chosen.batch_size, HELD_OUT_TOKENS)
-        features = TargetFeatures(model, trainer.taps, trainer.kept)
-        facts = {
-            "trained on": f"{len(pieces):,} sequences of up to {length} tokens",
-            "in all": f"{sum(len(piece.ids) for piece in pieces):,} tokens"
-            + (", the model's own" if on_policy else ""),
-            "held out": f"{sum(batch.tokens for batch in held):,} tokens",
+        about = {
+            "sequences": f"{len(pieces):,} of up to {length} tokens",
+            "text": f"{sum(len(piece.ids) for piece in pieces):,} tokens" + (", the model's own" if on_policy else ""),
+            "held-out text": f"{sum(batch.tokens for batch in held):,} tokens",
             "batch size": chosen.batch_size,
             "seed": chosen.seed,
         }
 
-        def publish(loop: Loop, acceptance: list[float]) -> None:
-            done = {"steps": loop.state.step, "minutes": f"{loop.state.seconds / 60:.1f}"}
-            done |= {"tokens seen": f"{loop.state.tokens:,}", "learning rate": f"{loop.learning_rate:g}"}
-            card = write_card(model, kind.name, facts | done, acceptance, folder)
+        def publish(facts: dict, acceptance: list[float]) -> None:
+            card = write_card(model, kind.name, about | facts, acceptance, folder)
             save_head(folder, *trainer.publish(), model.dtype, card)
 
+        features = TargetFeatures(model, trainer.taps, trainer.kept)
+        batches = Batches(pieces, chosen.batch_size, chosen.seed)
         with Printer() if progress is None else nullcontext(progress) as report:
-            loop = Loop(trainer, features, batches, held, chosen, state, folder, publish, report)
-            acceptance = loop.run()
-    return TrainingResult(
-        folder, acceptance[0] if acceptance else None, acceptance, state.losses, state.evaluations, state.step,
-        state.tokens, state.seconds,
-    )  # fmt: skip
+            acceptance = Loop(trainer, features, batches, held, chosen, state, folder, publish, report).run()
+    first = acceptance[0] if acceptance else None
+    done = state.losses, state.evaluations, state.step, state.tokens, state.seconds
+    return TrainingResult(folder, first, acceptance, *done)
+
+
+def _identity(kind: type[Trainer], model, options: TrainingOptions, documents: list[Document], on_policy) -> dict:
+    """What must be the same for a training to go on."""
+    return {
+        "algo": kind.name,
+        "target": f"{type(model).__name__} {fingerprint(model)}",
+        "data": texts.fingerprint(documents),
+        "on_policy": repr(on_policy),
+        **{field.name: getattr(options, field.name) for field in fields(options) if field.name not in FREE},
+    }
 
 
 def _trainer_of(algo: str) -> type[Trainer]:
@@ -197,16 +201,18 @@ def _cut(
 
 
 def _continued(
-    folder: Path, model: PreTrainedModel, documents: list[Document], held_out: list[Document], length: int, seed: int,
-    options: dict,
+    folder: Path, identity: dict, model: PreTrainedModel, documents: list[Document], held_out: list[Document],
+    length: int, options: dict,
 ) -> tuple[list[Document], list[Document]]:  # fmt: skip
-    """Both as the model continues them, written once and read again when the training goes on."""
+    """Both as the model continues them, written once and read again when the training of this identity goes on."""
     path = folder / TEXTS
-    if not path.is_file():
-        both = [
-            [(document.ids, document.supervised) for document in continue_documents(model, some, length, seed, options)]
-            for some in (documents, held_out)
-        ]
-        replace(path, lambda partial: torch.save(both, partial))
-    documents, held_out = ([Document(*pair) for pair in some] for some in load_pickled(path))
+    stored = load_pickled(path) if path.is_file() else {}
+    if stored.get("identity") != identity:
+        both = [continue_documents(model, some, length, identity["seed"], options) for some in (documents, held_out)]
+        stored = {
+            "identity": identity,
+            "texts": [[(document.ids, document.supervised) for document in some] for some in both],
+        }
+        replace(path, lambda partial: torch.save(stored, partial))
+    documents, held_out = ([Document(*pair) for pair in some] for some in stored["texts"])
     return documents, held_out

@@ -1,0 +1,72 @@
+"""What an attention backend is: the op it puts into a graph, and what that op can do."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...graph import LayerSpec
+
+HALF = frozenset({torch.bfloat16, torch.float16})
+FEATURES = {
+    "window": "sliding windows",
+    "softcap": "capped scores",
+    "sinks": "sinks",
+    "unequal": "keys and values of different head sizes",
+}
+"""What attention may do besides softmax(q k^T) v, and how to say it."""
+ALL = frozenset(FEATURES)
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a graph wants of a backend. name: that of one, or "auto". role: "prefill" (causal chunks only), "verify" or
+    "draft" (trees and chunks). captured: the graph runs inside a CUDA graph."""
+
+    name: str = "auto"
+    role: str = "verify"
+    captured: bool = True
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to run attention. ``load()`` gives its op, or raises ImportError that says what to install.
+
+    Every op has one signature and one meaning, those of `kernels.tree_attention.tree_attention`:
+    ``op(q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window)`` appends the
+    block k, v to the caches at the slots `lengths` onwards, and attends from its queries to what was committed and, by
+    the bits of `ancestors` or (None) causally, to the block. One that `rotates` takes ``cos, sin``, too.
+
+    devices, dtypes: of the tensors. causal, trees: the `FEATURES` it has with causal chunks, and with trees. captured:
+    whether it reads lengths on the device alone, so that a CUDA graph can hold it. sizes: the head sizes it has (None:
+    all).
+    """
+
+    name: str
+    load: Callable[[], Callable]
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    causal: frozenset[str] = ALL
+    trees: frozenset[str] = ALL
+    captured: bool = True
+    rotates: bool = False
+    sizes: frozenset[int] | None = None
+
+    def lack(self, layer: LayerSpec, dtype: torch.dtype, use: Use) -> str | None:
+        """What the layer needs, used so, and the backend does not have; None if it has all."""
+        if dtype not in self.dtypes:
+            return str(dtype).removeprefix("torch.")
+        if use.captured and not self.captured:
+            return "a form that a CUDA graph can capture (cuda_graphs=False needs none)"
+        needs = {
+            "window": layer.window is not None,
+            "softcap": layer.softcap is not None,
+            "sinks": layer.sinks,
+            "unequal": layer.key_dim != layer.value_dim,
+        }
+        features, form = (self.causal, "causal chunks") if use.role == "prefill" else (self.trees, "token trees")
+        for feature, needed in needs.items():
+            if needed and feature not in features:
+                return f"{FEATURES[feature]} with {form}"
+        foreign = {layer.key_dim, layer.value_dim} - (self.sizes or {layer.key_dim, layer.value_dim})
+        return f"heads of {max(foreign)}" if foreign else None

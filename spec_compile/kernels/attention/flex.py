@@ -1,0 +1,94 @@
+"""Backend "flex": PyTorch's FlexAttention, with block masks made of the lengths on the device.
+
+Inside a compiled region Inductor makes one kernel of it. Where rounds are not compiled it runs unfused: slow, and with
+all scores in memory.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from .append import append
+from .base import HALF, Backend
+from .merge import add_sinks
+
+BLOCK = 128
+"""Slots of the cache that are skipped or computed together."""
+QUERIES = 1 << 15
+"""Queries that share a list of such blocks: all, so that no shape depends on how many there are."""
+OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+"""One kernel for all numbers of queries: that for few is chosen for the number at compilation."""
+
+
+@torch.fx.node.has_side_effect
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None,
+    positions: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    """See `base.Backend`. What lies in unseen slots of a block that is computed must be finite. -> [B, N, H, Dv]."""
+    append(key_cache, k, lengths)
+    append(value_cache, v, lengths)
+
+    def cap(score, batch, head, node, slot):
+        return torch.tanh(score / softcap) * softcap
+
+    mask = block_mask(key_cache.shape[2], lengths, ancestors, positions, window)
+    out = flex_attention(
+        q, key_cache, value_cache, None if softcap is None else cap, mask, scale, q.shape[1] != k.shape[1],
+        kernel_options=OPTIONS, return_aux=None if sinks is None else AuxRequest(lse=True),
+    )  # fmt: skip
+    if sinks is None:
+        return out.transpose(1, 2)
+    out, sums = out
+    return add_sinks(out.transpose(1, 2), sums.lse.transpose(1, 2), sinks)
+
+
+def block_mask(
+    slots: int, lengths: Tensor, ancestors: Tensor | None, positions: Tensor, window: int | None
+) -> BlockMask:
+    """What `ops.tree_mask` means, as FlexAttention takes it: a function of places, and the blocks of the cache where it
+    may be true. Those are counted on the device, and nothing waits for them."""
+    nodes, device = positions.shape[1], positions.device
+    places = torch.arange(slots, device=device).expand(len(lengths), -1)
+    own = lengths[:, None] + torch.arange(nodes, device=device)
+    there = places.scatter(1, own, positions)  # the position of what lies in each slot
+
+    def seen(batch, head, node, slot):
+        index = slot - lengths[batch]  # the slot's place in the block; negative: committed
+        if ancestors is None:
+            visible = index <= node
+        else:
+            bit = (ancestors[batch, node] >> index.clamp(0, 63)) & 1
+            visible = (index < 0) | ((index < 64) & (bit != 0))
+        if window is not None:
+            visible = visible & (positions[batch, node] - there[batch, slot] < window)
+        return visible
+
+    first = torch.zeros_like(lengths)
+    if window is not None:
+        first = (torch.minimum(positions.amin(1), lengths) - window + 1).clamp(min=0) // BLOCK
+    count = (lengths + nodes + BLOCK - 1) // BLOCK - first
+    blocks = (slots + BLOCK - 1) // BLOCK
+    indices = (first[:, None] + torch.arange(blocks, device=device)).clamp(max=blocks - 1)
+    return BlockMask.from_kv_blocks(
+        count[:, None, None].int(),
+        indices[:, None, None].int(),
+        BLOCK_SIZE=(QUERIES, BLOCK),
+        mask_mod=seen,
+        seq_lengths=(nodes, slots),
+        compute_q_blocks=False,
+    )
+
+
+SIZES = frozenset(range(16, 257))
+BACKEND = Backend("flex", lambda: attention, frozenset({"cuda"}), HALF | {torch.float32}, sizes=SIZES)

@@ -1,0 +1,447 @@
+"""Attention backends: each op means what `spec_compile::tree_attention` means, and the option puts it into the graphs.
+
+Without a GPU the ops run on CPU tensors, Triton's in its interpreter; ``pytest -m gpu`` runs them on a CUDA device.
+"""
+
+import dataclasses
+import math
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import models
+import pytest
+import test_kernels_attention as single
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels_attention import GPU, ON_GPU, PLACES, SMALL, chain, random_tree, star
+
+import spec_compile
+from spec_compile import UnsupportedModelError, passes
+from spec_compile.capture import capture
+from spec_compile.compat import EXAMPLE
+from spec_compile.config import Options
+from spec_compile.graph import LayerSpec, ModelGraph, calls
+from spec_compile.kernels import attention, ops
+from spec_compile.kernels import tree_attention as kernels
+from spec_compile.kernels.attention import BACKENDS, Use, flex
+from spec_compile.kernels.attention.merge import add_sinks, merge
+from spec_compile.passes.regions import cut
+
+pytestmark = [single.pytestmark, pytest.mark.filterwarnings("ignore:flex_attention called without")]
+
+
+def fake_prefill(q, k, v, causal, kv_layout, sm_scale, logits_soft_cap, window_left, return_lse):
+    """`flashinfer.single_prefill_with_kv_cache` as it is documented: q [N, H, D], k, v [Hkv, S, D], base-2 sums."""
+    assert kv_layout == "HND" and return_lse and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    assert causal or window_left == -1
+    group = q.shape[1] // k.shape[0]
+    k, v = (x.double().repeat_interleave(group, 0) for x in (k, v))
+    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * sm_scale
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+    back = torch.arange(q.shape[0])[:, None] + k.shape[1] - q.shape[0] - torch.arange(k.shape[1])
+    if causal:
+        scores = scores.masked_fill(back < 0, -math.inf)
+    if window_left >= 0:
+        scores = scores.masked_fill(back > window_left, -math.inf)
+    lse = scores.logsumexp(2).transpose(0, 1) / math.log(2)
+    return (scores.softmax(2) @ v).transpose(0, 1).to(q.dtype), lse.float()
+
+
+@pytest.fixture(autouse=not GPU)
+def fake_flashinfer(monkeypatch):
+    """On a CPU FlashInfer's module is one that computes what its documentation says."""
+    module = ModuleType("flashinfer")
+    module.__spec__ = ModuleSpec("flashinfer", None)
+    module.single_prefill_with_kv_cache = fake_prefill
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+
+
+def op_of(name, device):
+    """The backend's op, of one signature; on a CPU Triton's kernel in its interpreter. Skips what is not installed."""
+    if name == "triton" and device == "cpu":
+        return lambda *inputs: kernels.launch(*inputs, config=SMALL._replace(block_m=64, block_n=64, splits=2))
+    try:
+        return BACKENDS[name].load()
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+def layer_of(heads=(2, 2), sizes=(64, 64), window=None, softcap=None, sinks=False):
+    return LayerSpec(*heads, *sizes, scale=1.0, window=window, softcap=softcap, sinks=sinks)
+
+
+def check(name, place, *arguments, **options):
+    """The op computes a random case, or the backend says that it does not."""
+    device, dtype = place
+    if name == "flashinfer" and place == ("cuda", torch.float32):
+        pytest.skip("FlashInfer has 16 bits alone")
+    case = single.Case(place, *arguments, **options)
+    case.caches = [cache.clone() for cache in case.clean]  # unseen slots are multiplied by 0
+    (softcap, window), sinks = case.rest[1:], case.sinks is not None
+    layer = layer_of(case.q.shape[1:2] + case.k.shape[1:2], (case.k.shape[3], case.v.shape[3]), window, softcap, sinks)
+    use = Use(name, "prefill" if case.ancestors is None else "verify", captured=False)
+    lack = BACKENDS[name].lack(layer, torch.float16 if device == "cpu" else dtype, use)
+    if lack is None:
+        inputs = case.inputs()[:12]
+        case.compare(op_of(name, device)(*inputs), inputs[3:5])
+    return lack
+
+
+EVERYWHERE = pytest.mark.parametrize("place", PLACES)
+ALL = pytest.mark.parametrize("name", BACKENDS)
+KINDS = {
+    "full": dict(),
+    "window": dict(window=20),
+    "softcap": dict(softcap=2.0),
+    "sinks": dict(sinks=True),
+    "all": dict(window=5, softcap=3.0, sinks=True),
+}
+
+
+@EVERYWHERE
+@ALL
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_kinds_of_attention(place, name, kind, causal):
+    lack = check(name, place, [0, 63, 70], 7, random_tree(7), (4, 2), (64, 64), causal=causal, **KINDS[kind])
+    assert (lack is not None) == (name == "flashinfer" and not causal and "window" in KINDS[kind]), lack
+
+
+@EVERYWHERE
+@ALL
+@pytest.mark.parametrize(
+    "heads, sizes",
+    [((2, 2), (96, 96)), ((4, 1), (128, 128)), ((8, 1), (64, 64)), ((2, 1), (256, 256)), ((2, 2), (192, 128))],
+)
+def test_heads_and_sizes(place, name, heads, sizes):
+    lack = check(name, place, [33], 3, star(3), heads, sizes)
+    assert (lack is not None) == (name == "flashinfer" and not {*sizes} <= {64, 128, 256}), lack
+
+
+@EVERYWHERE
+@ALL
+@pytest.mark.parametrize("nodes", [1, 2, 16, 33, 64])
+def test_trees(place, name, nodes):
+    lengths = [127, 128, 129] if nodes < 33 else [128]
+    assert check(name, place, lengths, nodes, random_tree(nodes), (2, 1), (64, 64)) is None
+
+
+@EVERYWHERE
+@ALL
+@pytest.mark.parametrize("window", [None, 40])
+def test_causal_chunks(place, name, window):
+    assert check(name, place, [60, 0], 80, causal=True, window=window, heads=(1, 1), sizes=(64, 64)) is None
+
+
+@EVERYWHERE
+@ALL
+def test_blocks_beyond_a_window_are_skipped(place, name):
+    lack = check(name, place, [300, 130, 5], 5, chain(5), (2, 1), (64, 64), window=9)
+    assert (lack is None) == (name != "flashinfer")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@ALL
+@settings(max_examples=20 if GPU else 5)
+@given(data=st.data())
+def test_anything(place, name, data):
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    nodes = data.draw(st.integers(1, 64 if GPU else 20))
+    parents = [-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, nodes))]
+    lengths = data.draw(st.sampled_from([[0], [15], [16], [127], [128], [5, 90, 64]]))
+    options = {
+        "causal": data.draw(st.booleans()),
+        "window": data.draw(st.sampled_from([None, 3, 40])),
+        "softcap": data.draw(st.sampled_from([None, 2.0])),
+        "sinks": data.draw(st.booleans()),
+    }
+    heads = data.draw(st.sampled_from([(1, 1), (4, 1), (6, 2)]))
+    if name == "flashinfer" and not options["causal"]:
+        options["window"] = None
+    assert check(name, place, lengths, nodes, parents, heads, (64, 64), **options) is None
+
+
+# what the ops are made of ---------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_merge_is_attention_over_both(data):
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    sizes = data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=2).filter(any))
+    scores, values = 9 * torch.randn(4, 3, sum(sizes), dtype=torch.float64), torch.randn(sum(sizes), 8).double()
+    parts = []
+    for part, held in zip(scores.split(sizes, 2), values.split(sizes)):
+        parts += [(part.softmax(2) @ held).nan_to_num(), part.logsumexp(2)]
+    out, lse = merge(*parts)
+    torch.testing.assert_close(out, scores.softmax(2) @ values)
+    torch.testing.assert_close(lse, scores.logsumexp(2))
+    sinks = torch.randn(3, dtype=torch.float64)
+    with_sinks = torch.cat([scores, sinks[:, None].expand(4, 3, 1)], 2).softmax(2)[..., :-1] @ values
+    torch.testing.assert_close(add_sinks(out, lse, sinks), with_sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_merge_keeps_the_dtype(dtype):
+    out, lse = merge(torch.ones(2, 3, dtype=dtype), torch.zeros(2), torch.zeros(2, 3), torch.zeros(2))
+    assert out.dtype == dtype and torch.equal(out, torch.full((2, 3), 0.5, dtype=dtype)) and lse.dtype == torch.float32
+
+
+@given(
+    lengths=st.lists(st.integers(0, 500), min_size=1, max_size=3),
+    nodes=st.sampled_from([1, 7, 64, 200]),
+    window=st.sampled_from([None, 1, 20, 128, 300]),
+    tree=st.sampled_from([chain, star, random_tree]),
+)
+def test_flex_counts_the_blocks_that_are_seen(lengths, nodes, window, tree):
+    """All of them, each once, and where the block is a chain no others; inside them the mask is that of `tree_mask`."""
+    case = single.Case(
+        ("cpu", torch.float32), lengths, nodes, tree(nodes), window=window, causal=nodes > 64, capacity=768
+    )
+    given_ = case.lengths, case.ancestors, case.positions, window
+    mask = flex.block_mask(768, *given_)
+    assert mask.shape == (len(lengths), 1, nodes, 768)
+    places = torch.meshgrid(*(torch.arange(n) for n in (len(lengths), nodes, 768)), indexing="ij")
+    seen = mask.mask_mod(places[0], None, *places[1:])
+    expected = ops.tree_mask(case.positions, *given_[:2], 768, window, 1, torch.float32)[:, 0] == 0
+    assert torch.equal(seen, expected)
+    for row, (count, blocks) in enumerate(zip(mask.kv_num_blocks.flatten().tolist(), mask.kv_indices.flatten(0, 2))):
+        listed = blocks[:count].tolist()
+        wanted = expected[row].any(0).unflatten(0, (6, flex.BLOCK)).any(1).nonzero().flatten().tolist()
+        assert len(set(listed)) == count and set(listed) >= set(wanted)
+        if tree is chain or nodes > 64:
+            assert listed == wanted
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["sdpa", "flex"])
+def test_one_compilation_serves_all_sizes(name, causal):
+    """Nothing is specialised for the number of nodes that is seen first."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    op = torch.compile(BACKENDS[name].load(), backend=counter, fullgraph=True)
+    for nodes in (EXAMPLE, 2, 64, *([150, 400] if causal else [])):
+        case = single.Case(("cpu", torch.float32), [50, 9], nodes, heads=(4, 2), capacity=512, causal=causal, window=30)
+        case.caches = [cache.clone() for cache in case.clean]
+        inputs = case.inputs()[:12]
+        for tensor in inputs:
+            for dim in range(tensor.dim() if isinstance(tensor, torch.Tensor) and nodes == EXAMPLE else 0):
+                if tensor.shape[dim] == EXAMPLE:
+                    torch._dynamo.mark_dynamic(tensor, dim)
+        case.compare(op(*inputs), inputs[3:5])
+    assert counter.frame_count == 1
+
+
+# the option -----------------------------------------------------------------------------------------------------------
+
+
+def test_option_is_a_name_or_names_by_role():
+    roles = ("prefill", "verify", "draft")
+    assert Options().attention_backend == dict.fromkeys(roles, "auto")
+    assert Options(attention_backend="SDPA").attention_backend == dict.fromkeys(roles, "sdpa")
+    options = Options(attention_backend={"prefill": "FlashInfer"}, cuda_graphs=True)
+    assert options.attention_backend == {"prefill": "flashinfer", "verify": "auto", "draft": "auto"}
+    assert options.attention("prefill") == Use("flashinfer", "prefill", captured=False)
+    assert options.attention("verify") == Use("auto", "verify", captured=True)
+    assert Options(cuda_graphs=False).attention("draft") == Use("auto", "draft", captured=False)
+
+
+@pytest.mark.parametrize(
+    "option, error, message",
+    [
+        ("tritn", ValueError, r"attention_backend: expected one of auto, triton, .*got 'tritn'. Did you mean 'triton'"),
+        ({"verify": "sdp"}, ValueError, "got 'sdp'. Did you mean 'sdpa'"),
+        ({"verfy": "sdpa"}, ValueError, "expected a name for prefill, verify, draft.*Did you mean 'verify'"),
+        (None, TypeError, "expected a name, or a dict of names for prefill, verify, draft, got None"),
+        ({"verify": 3}, TypeError, "expected a name, or a dict"),
+    ],
+)
+def test_options_that_are_none(option, error, message):
+    with pytest.raises(error, match=message):
+        spec_compile.speculate(models.ADMITTED["llama"](), attention_backend=option)
+
+
+@pytest.mark.parametrize("name", ["triton", "flex", "flashinfer"])
+def test_a_cpu_has_sdpa_alone(name):
+    with pytest.raises(ValueError, match=rf"'{name}' runs on cuda, the model is on cpu; there is sdpa \(or 'auto'\)"):
+        spec_compile.speculate(models.ADMITTED["llama"](), attention_backend=name, compile=False)
+
+
+def test_explain_says_what_runs_what():
+    fast = spec_compile.speculate(models.ADMITTED["llama"](), attention_backend={"verify": "sdpa"}, compile=False)
+    assert "attention: prefill by sdpa, verify by sdpa\n" in fast.speculation.explain()
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Called, it makes passes take every graph for one on a GPU."""
+    for module in ("tree_attention", "add_rms_norm"):
+        pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
+    return lambda: monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
+
+
+def rewritten(graph, *use, **settings):
+    return passes.run(graph, passes.Settings(attention=Use(*use), **settings))
+
+
+def prefix_then_tree(function, graph, nodes=9):
+    """Outputs and caches after a prefix of tokens and then a tree."""
+    ids = torch.randint(3, graph.vocab_size, (2, 12 + nodes), generator=torch.Generator().manual_seed(1))
+    steps, lengths = torch.arange(12).expand(2, -1), torch.zeros(2, dtype=torch.int64)
+    ancestors, depth = single.ancestry(torch.tensor([random_tree(nodes), chain(nodes)]))
+    cache = [
+        torch.zeros(2, layer.kv_heads, 64, size, dtype=graph.dtype)
+        for layer in graph.layers
+        for size in (layer.key_dim, layer.value_dim)
+    ]
+    with torch.no_grad():
+        function(ids[:, :12], steps, lengths, None, cache, 64)
+        return [*function(ids[:, 12:], 12 + depth, lengths + 12, ancestors, cache, 64), *cache]
+
+
+REFUSED = [("flashinfer", "gemma2"), ("flashinfer", "gpt_oss"), ("flashinfer", "deepseek_v3")]
+"""Trees with windows, and keys and values of different sizes."""
+PAIRS = [(name, model) for model in ("llama", "gemma2", "gpt_oss", "deepseek_v3") for name in BACKENDS]
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Backends for the tiny models' heads, and FlashInfer's for float32, which their kernels do not have."""
+    for name in ("flex", "flashinfer"):
+        less = dataclasses.replace(BACKENDS[name], sizes=None, dtypes=frozenset({torch.float32}))
+        monkeypatch.setitem(BACKENDS, name, less)
+
+
+@pytest.mark.parametrize("name, model", [pair for pair in PAIRS if pair not in REFUSED])
+def test_pass_puts_the_op_into_the_graph(on_gpu, captured, tiny, name, model):
+    """The op is there once a layer, and the numbers are those of the graph for a CPU."""
+    graph = captured(model)[1]
+    plain = rewritten(graph)
+    on_gpu()
+    ours = rewritten(graph, name, "verify", False)
+    assert len(calls(ours.gm, BACKENDS[name].load())) == len(graph.layers)
+    assert f"by {name})" in next(report.summary for report in ours.log if report.name == "tree_attention")
+    want = prefix_then_tree(plain.gm, graph)
+    for function in (ours.gm, *([cut(ours)] if model == "llama" else [])):
+        for got, expected in zip(prefix_then_tree(function, graph), want, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name, model", REFUSED)
+def test_pass_refuses_what_the_backend_lacks(on_gpu, captured, tiny, name, model):
+    graph = captured(model)[1]
+    on_gpu()
+    with pytest.raises(UnsupportedModelError, match=r"with token trees\. Pass {'verify': name} with one of triton"):
+        rewritten(graph, name, "verify", False)
+
+
+@pytest.mark.parametrize("name", ["auto", "triton", "sdpa", "flex"])
+def test_rotation_joins_what_rotates(on_gpu, name):
+    graph = capture(models.ADMITTED["llama"]().to(torch.bfloat16))
+    on_gpu()
+    ours, backend = rewritten(graph, name), attention.named(name, "cuda")
+    assert backend.rotates == (name in ("auto", "triton"))
+    sizes = {len(node.args) for node in calls(ours.gm, backend.load())}
+    assert sizes == ({14} if backend.rotates else {12})
+
+
+def need(on_gpu, use, dtype=torch.bfloat16, name="flashinfer", **layer):
+    """What `choose` says of a graph with such a layer behind one that needs nothing."""
+    on_gpu()
+    graph = ModelGraph(None, (layer_of(), layer_of(**layer)), 8, 8, dtype, None, "")
+    return attention.choose(Use(name, *use), graph)
+
+
+@pytest.mark.parametrize(
+    "use, layer, lacks, able",
+    [
+        (("verify", True), {}, "a form that a CUDA graph can capture", "triton, sdpa, flex"),
+        (("verify", False), dict(window=8), "sliding windows with token trees", "triton, sdpa, flex"),
+        (("draft", False), dict(sizes=(192, 128)), "different head sizes with token trees", "triton, sdpa, flex"),
+        (("prefill", False), dict(sizes=(96, 96)), "heads of 96", "triton, sdpa, flex"),
+        (("prefill", False), dict(dtype=torch.float32), "float32", "triton, sdpa, flex"),
+        (("prefill", False), dict(dtype=torch.float64), "float64", "sdpa"),
+        (("verify", True), dict(name="flex", sizes=(8, 8)), "heads of 8", "triton, sdpa"),
+    ],
+)
+def test_what_a_backend_lacks_is_refused(on_gpu, use, layer, lacks, able):
+    with pytest.raises(UnsupportedModelError) as caught:
+        need(on_gpu, use, **layer)
+    message = str(caught.value)
+    name, number = layer.get("name", "flashinfer"), 0 if layer == {} or "dtype" in layer else 1
+    assert f"attention_backend: {name!r} cannot run layer {number} of the {use[0]} graph: " in message
+    assert lacks in message and message.endswith(f"Pass {{{use[0]!r}: name}} with one of {able}"), message
+
+
+@pytest.mark.parametrize("layer", [dict(), dict(window=8), dict(softcap=1.0), dict(sinks=True)])
+def test_what_a_backend_has_is_taken(on_gpu, layer):
+    assert need(on_gpu, ("prefill", False), **layer) is BACKENDS["flashinfer"]
+
+
+def test_flashinfer_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="attention_backend: 'flashinfer' needs FlashInfer: pip install"):
+        BACKENDS["flashinfer"].load()
+
+
+@pytest.mark.parametrize("role", ["verify", "prefill"])
+def test_each_graph_has_its_own(monkeypatch, role):
+    """The engine's verify and prefill graphs, and a draft model's."""
+    seen = {}
+
+    def run(graph, settings, pipeline=None):
+        seen[settings.attention.role, settings.logits] = settings.attention.name
+        return original(graph, settings, pipeline)
+
+    original = passes.run
+    monkeypatch.setattr(passes, "run", run)
+    target = models.ADMITTED["llama"]()
+    option = {role: "sdpa"}
+    spec_compile.speculate(target, "draft_model", draft=models.ADMITTED["llama"](), attention_backend=option)
+    other = {"verify": "prefill", "prefill": "verify"}[role]
+    assert seen[role, {"verify": "all", "prefill": "none"}[role]] == "sdpa"
+    assert seen[other, {"verify": "all", "prefill": "none"}[other]] == seen["draft", "rows"] == "auto"
+
+
+# on a GPU -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU) for name in BACKENDS if BACKENDS[name].captured])
+@pytest.mark.parametrize("window", [None, 100])
+def test_cuda_graph(name, window):
+    """A captured graph of the compiled op follows the lengths and trees on the device."""
+    cases = [
+        single.Case(("cuda", torch.float32), [length, 5], 16, tree(16), (4, 2), (64, 64), 1024, window=window)
+        for length, tree in ((100, chain), (0, star), (1000, random_tree), (777, random_tree))
+    ]
+    for case in cases:
+        case.caches = [cache.clone() for cache in case.clean]
+    static, chosen = cases[0].inputs()[:12], BACKENDS[name].load()
+    op = torch.compile(lambda *inputs: chosen(*inputs), fullgraph=True)
+    op(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(*static)
+    for case in cases[1:] + cases[:1]:
+        for there, new in zip(static, case.inputs()):
+            if isinstance(new, torch.Tensor):
+                there.copy_(new)
+        graph.replay()
+        case.compare(out, static[3:5])
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU) for name in ("sdpa", "flex")])
+@pytest.mark.parametrize("algorithm", ["ngram", "draft_model"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_tokens_are_the_same(name, algorithm, compiled):
+    """Those of float32, whatever runs attention, over prompts of several lengths."""
+    model = models.ADMITTED["llama"]().to("cuda")
+    more = {} if algorithm == "ngram" else dict(draft=models.ADMITTED["llama"]().to("cuda"))
+    fast = spec_compile.speculate(model, algorithm, attention_backend=name, compile=compiled, max_cache_len=700, **more)
+    for length, batch in ((200, 1), (17, 1), (64, 3)):
+        ids = torch.randint(3, models.VOCAB, (batch, length // 2)).repeat(1, 2).cuda()
+        wanted = dict(do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0)
+        assert torch.equal(fast.generate(ids, **wanted), model.generate(ids, **wanted))
