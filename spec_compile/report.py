@@ -45,7 +45,7 @@ class Recording:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, nodes: int, seconds: float, counts: dict[int, int], outcome: list[list[int]]) -> None:
-        """A round over `nodes` nodes. counts: real nodes of the trees of unfinished rows; outcome: see `Round.forward`."""
+        """A round over `nodes` nodes. counts: real nodes of unfinished rows; outcome: see `Round.forward`."""
         rows: list[Verified | None] = [None] * len(self.prompts)
         for row, count in counts.items():
             gained, columns = outcome[row][0], outcome[row][5:]
