@@ -360,9 +360,12 @@ def test_features_are_the_models_own(rows):
     model = target()
     batch = texts.collate(texts.read([row[: 20 - 3 * n] for n, row in enumerate(sequences(3))], None, models.VOCAB))
     kept, before = torch.tensor([3, 4, 90]), hooks(model)
-    with mock.patch("spec_compile.training.features.LOGITS", rows * 20 * models.VOCAB * 4):
+    with (
+        mock.patch("spec_compile.training.features.LOGITS", rows * 20 * models.VOCAB * 4),
+        mock.patch.object(model.model, "forward", wraps=model.model.forward) as runs,
+    ):
         found = TargetFeatures(model, (0, 1, 2, FINAL), kept)(batch.ids)
-    assert hooks(model) == before
+    assert runs.call_count == {1: 3, 2: 2, 99: 1}[rows] and hooks(model) == before
     for row, document in enumerate(sequences(3)):
         ids = torch.tensor([document[: 20 - 3 * row]])
         out = model(ids, output_hidden_states=True)
@@ -826,7 +829,8 @@ def test_held_out_documents():
     assert len(texts.split(documents, 0.001, 0)[1]) == 1
     ((start,), (end,)) = texts.split(documents[:1], 0.25, 0)
     assert torch.equal(torch.cat([start.ids, end.ids]), documents[0].ids) and len(end.ids) == 5
-    assert [len(batch.ids) for batch in texts.in_order(documents, 3, 100)] == [3, 2]
+    assert [len(batch.ids) for batch in texts.sample(documents, 3, 100)] == [3, 2]
+    assert sum(len(batch.ids) for batch in texts.sample(documents, 3, 1000)) == 20
 
 
 def test_continuations():

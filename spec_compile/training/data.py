@@ -268,13 +268,13 @@ def collate(pieces: list[Document]) -> Batch:
     return Batch(ids, wanted, sum(len(piece.ids) for piece in pieces))
 
 
-def in_order(pieces: list[Document], batch_size: int, tokens: int) -> list[Batch]:
-    """Batches of the first pieces with at least `tokens` tokens, or of all, for comparisons."""
+def sample(pieces: list[Document], batch_size: int, tokens: int) -> list[Batch]:
+    """Batches of pieces chosen by chance, always the same ones, with at least `tokens` tokens; or of all."""
     chosen, held = [], 0
-    for piece in pieces:
+    for n in torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0)).tolist():
         if held < tokens:
-            chosen.append(piece)
-            held += len(piece.ids)
+            chosen.append(pieces[n])
+            held += len(pieces[n].ids)
     chosen.sort(key=lambda piece: len(piece.ids))
     return [collate(chosen[i : i + batch_size]) for i in range(0, len(chosen), batch_size)]
 

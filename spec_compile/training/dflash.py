@@ -1,6 +1,7 @@
 """DFlash drafts (arXiv:2602.06036, section 4): whole blocks, begun at random places of a text."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +90,7 @@ class DFlashTrainer(Trainer):
         )
 
     @torch.no_grad()
-    def accepted(self, batch: Batch, features: Features, steps: int):
+    def accepted(self, batch: Batch, features: Features, steps: int) -> Iterator[tuple[int, int]]:
         """See `Trainer.accepted`; of blocks at places that depend on the batch alone."""
         chosen = self.choose(batch, LOOKED_AT, torch.Generator().manual_seed(0))
         normed, weight = self.draft(batch, features, chosen).flatten(0, 2), self.module.head_weight

@@ -26,6 +26,8 @@ EVALUATIONS = 10
 class Loop:
     """Trains until `options` say so. What `state` says was done already is not done again.
 
+    glance, held_out: held-out text, to be looked at on the way and in the end.
+
     Step s sees batch s and random numbers that depend on the seed and s alone, so that a training that goes on from
     `state` gives what it would have given at once.
     """
@@ -35,6 +37,7 @@ class Loop:
         trainer: Trainer,
         features: TargetFeatures,
         batches: Batches,
+        glance: list[Batch],
         held_out: list[Batch],
         options: TrainingOptions,
         state: TrainingState,
@@ -42,7 +45,8 @@ class Loop:
         publish: Callable[[dict, list[float]], None],
         report: Callable[[Progress], None],
     ):
-        self.trainer, self.features, self.batches, self.held_out = trainer, features, batches, held_out
+        self.trainer, self.features, self.batches = trainer, features, batches
+        self.glance, self.held_out = glance, held_out
         self.options, self.state, self.folder, self.publish, self.report = options, state, folder, publish, report
         self.device, dtype = features.model.device, features.model.dtype
         self._mixed = self.device.type == "cuda" or dtype.itemsize == 2
@@ -74,7 +78,7 @@ class Loop:
         while (share := self.share) < 1:
             self._step(share)
             if self.held_out and int(share * EVALUATIONS) < int(self.share * EVALUATIONS) < EVALUATIONS:
-                self.state.evaluations.append((self.state.step, self.evaluate(1)[0]))
+                self.state.evaluations.append((self.state.step, self.evaluate(self.glance, 1)[0]))
             now = time.perf_counter()
             if len(self._unread) >= UNREAD or now - reported >= REPORT_SECONDS:
                 self._read_losses()
@@ -85,16 +89,16 @@ class Loop:
             if now - saved >= self.options.checkpoint_minutes * 60 and self.share < 1:
                 self.save([share for _, share in self.state.evaluations[-1:]])
                 saved = now
-        acceptance = self.evaluate(self.trainer.steps) if self.held_out else []
+        acceptance = self.evaluate(self.held_out, self.trainer.steps) if self.held_out else []
         if acceptance and (not self.state.evaluations or self.state.evaluations[-1][0] < self.state.step):
             self.state.evaluations.append((self.state.step, acceptance[0]))
         self.save(acceptance)
         return acceptance
 
-    def evaluate(self, steps: int) -> list[float]:
-        """The share of drafts on the held-out text that are the target's choices down to depth 1, 2, ... `steps`."""
+    def evaluate(self, batches: list[Batch], steps: int) -> list[float]:
+        """The share of drafts that are the target's choices down to depth 1, 2, ... `steps`."""
         counts = torch.zeros(steps, 2, dtype=torch.int64)
-        for batch in self.held_out:
+        for batch in batches:
             features = self.features(move(batch.ids, self.device))
             with self._precision():
                 counts += torch.tensor(list(self.trainer.accepted(batch, features, steps)))

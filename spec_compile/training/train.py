@@ -37,8 +37,8 @@ FREE = ("steps", "minutes", "checkpoint_minutes")
 """Options that may change when a training goes on."""
 LONGEST = 2048
 """Tokens of a sequence, unless told otherwise."""
-HELD_OUT_TOKENS = 1 << 16
-"""Of the held-out text so many tokens are looked at."""
+HELD_OUT_TOKENS, GLANCE_TOKENS = 1 << 16, 1 << 13
+"""Of the held-out text so many tokens are looked at in the end, and on the way."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class TrainingResult:
 
     path: the folder with the head. acceptance: on held-out text, the share of first drafts that are the target's own
     choice; acceptance_by_depth: the share that are so down to depth 1, 2, ... (None and empty without held-out text).
-    losses: of each step. evaluations: (step, acceptance) on the way. tokens: seen in training, repeated ones again.
-    seconds: spent, those before an interruption included.
+    losses: of each step. evaluations: (step, acceptance) on the way, of a part of that text. tokens: seen in training,
+    repeated ones again. seconds: spent, those before an interruption included.
     """
 
     path: Path
@@ -114,7 +114,7 @@ def train_draft(
             documents, held_out = _continued(folder, identity, model, documents, held_out, length, settings)
             trainer = kind(target, chosen, texts.count_tokens(documents, target.vocab_size))
             pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
-        held = texts.in_order(reserve, chosen.batch_size, HELD_OUT_TOKENS)
+        glance, held = (texts.sample(reserve, chosen.batch_size, n) for n in (GLANCE_TOKENS, HELD_OUT_TOKENS))
         about = {
             "sequences": f"{len(pieces):,} of up to {length} tokens",
             "text": f"{sum(len(piece.ids) for piece in pieces):,} tokens" + (", the model's own" if on_policy else ""),
@@ -130,7 +130,7 @@ def train_draft(
         features = TargetFeatures(model, trainer.taps, trainer.kept)
         batches = Batches(pieces, chosen.batch_size, chosen.seed)
         with Printer() if progress is None else nullcontext(progress) as report:
-            acceptance = Loop(trainer, features, batches, held, chosen, state, folder, publish, report).run()
+            acceptance = Loop(trainer, features, batches, glance, held, chosen, state, folder, publish, report).run()
     first = acceptance[0] if acceptance else None
     done = state.losses, state.evaluations, state.step, state.tokens, state.seconds
     return TrainingResult(folder, first, acceptance, *done)
