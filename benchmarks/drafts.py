@@ -12,18 +12,27 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import spec_compile
-from spec_compile.drafters.draft_block import Eagle3Head, EagleHead
+from spec_compile.drafters.dflash_block import DFlashDraft
+from spec_compile.drafters.draft_block import Eagle3Head, EagleHead, LayerKnobs
 from spec_compile.drafters.mtp_block import MtpHead, block_config
 
 TREE = dict(num_steps=5, topk=4, num_draft_tokens=16)
 DRAFTS = {
-    "naive EAGLE": ("naive_eagle", "eagle", {}),
-    "EAGLE-3, chain of 3": ("eagle3", "eagle3", dict(num_steps=3)),
-    "EAGLE-3, tree of 16 in 5 steps": ("eagle3", "eagle3", TREE),
-    "MTP, 1 step": ("mtp", "mtp", {}),
-    "draft model of 1B, 5 steps": ("draft_model", "model", dict(num_steps=5)),
+    "llama-8b": {
+        "naive EAGLE": ("naive_eagle", "eagle", {}),
+        "EAGLE-3, chain of 3": ("eagle3", "eagle3", dict(num_steps=3)),
+        "EAGLE-3, tree of 16 in 5 steps": ("eagle3", "eagle3", TREE),
+        "MTP, 1 step": ("mtp", "mtp", {}),
+        "draft model of 1B, 5 steps": ("draft_model", "model", dict(num_steps=5)),
+    },
+    "qwen3-8b": {"DFlash, block of 16": ("dflash", "dflash", {})},
 }
-"""Name -> algorithm, kind of draft, options."""
+"""Target's shape -> name -> algorithm, kind of draft, options."""
+
+LLAMA_SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "max_position_embeddings", "rope_parameters", "rms_norm_eps",
+)  # fmt: skip
 
 
 def make(kind: str, model: PreTrainedModel, small: LlamaConfig) -> torch.nn.Module:
@@ -40,6 +49,10 @@ def make(kind: str, model: PreTrainedModel, small: LlamaConfig) -> torch.nn.Modu
             taps = (2, middle, config.num_hidden_layers - 3)
             head = Eagle3Head(config, embedding, taps, config.hidden_size, draft_vocab_size=32000)
             head.hot_ids = torch.arange(32000)
+        elif kind == "dflash":
+            five, knobs = (2, 10, 18, 26, 34), LayerKnobs(num_layers=5, qk_norm=True)
+            sizes = LlamaConfig(**{name: getattr(config, name) for name in LLAMA_SIZES})
+            head = DFlashDraft(sizes, embedding, output, five, 16, 151669, knobs)
         else:
             head = MtpHead(model.get_decoder(), block_config(config, sparse=False), embedding, output)
     for parameter in head.parameters():
@@ -55,6 +68,7 @@ def draft_bytes(draft: torch.nn.Module, steps: int) -> int:
     if isinstance(draft, PreTrainedModel):
         weights = sum(p.numel() * p.element_size() for p in draft.parameters())
         return weights * steps if draft.config.tie_word_embeddings else (weights - embedding_bytes(draft)) * steps
+    steps = 1 if isinstance(draft, DFlashDraft) else steps
     total, first = 0, 0
     for name, p in draft.named_parameters():
         size = p.numel() * p.element_size()
@@ -94,18 +108,19 @@ def separate_ms(fast, nodes: int, repeats: int = 20) -> float:
     return statistics.median(times) * 1e3
 
 
-def measure(model: PreTrainedModel, small: dict, target_bytes: int, copy_speed: float, rounds: Callable) -> list[dict]:
+def measure(
+    shape: str, model: PreTrainedModel, small: dict, target_bytes: int, copy_speed: float, rounds: Callable
+) -> list[dict]:
     """A row for each draft at 1k context. target_bytes: what the target reads a round; `rounds`: see gpu.py."""
     rows = []
-    for name, (algorithm, kind, options) in DRAFTS.items():
+    for name, (algorithm, kind, options) in DRAFTS[shape].items():
         draft = make(kind, model, AutoConfig.for_model("llama", **small))
         begin = time.perf_counter()
         fast = spec_compile.speculate(model, algorithm, draft=draft, max_cache_len=2048, check=False, **options)
-        schedule = fast.speculation.options.schedule
-        nodes = schedule.num_draft_tokens
+        nodes = fast.speculation.options.num_draft_tokens
         ms = rounds(fast, 1024, 1, [nodes])[nodes]
         ready = time.perf_counter() - begin
-        own = draft_bytes(draft, schedule.num_steps)
+        own = draft_bytes(draft, options.get("num_steps", 1))
         floor = (target_bytes + own) / copy_speed * 1e3
         row = dict(name=name, nodes=nodes, ms=ms, floor_ms=floor, ratio=ms / floor, ready_seconds=ready)
         row["separate_ms"] = separate_ms(fast, nodes)

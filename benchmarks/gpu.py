@@ -53,8 +53,8 @@ FAMILIES = {
     "compaction": ("compact",),
     "copies and fills": ("memcpy", "memset", "elementwise"),
 }
-DRAFTED = {"llama-8b": "llama-1b"}
-"""Shapes that are also measured with drafts, and the shape of their draft model."""
+DRAFT_MODEL = "llama-1b"
+"""The shape of draft models."""
 SIMULATED = 3.0
 """Accept length assumed for the simulated rates."""
 
@@ -241,9 +241,9 @@ def measure(name: str, options, speeds: dict[str, float]) -> dict:
     result["loop"] = loop(fast, ids, 64)
     print("  loop: " + ", ".join(f"{k} {v:.2f}" for k, v in result["loop"].items()))
     result["peak_bytes"] = torch.cuda.max_memory_allocated()
-    if options.drafts and name in DRAFTED:
-        sizes = SHAPES[DRAFTED[name]][1]
-        result["drafts"] = drafts.measure(model, sizes, weights + token_bytes * 1024, speeds["copy"], rounds)
+    if options.drafts and name in drafts.DRAFTS:
+        read = weights + token_bytes * 1024
+        result["drafts"] = drafts.measure(name, model, SHAPES[DRAFT_MODEL][1], read, speeds["copy"], rounds)
     if options.baselines:
         result["baselines"] = baselines(model, ids, 64)
         print("  " + ", ".join(f"{k} {v:.2f}" for k, v in result["baselines"].items()), flush=True)
@@ -294,12 +294,13 @@ def main() -> None:
     options = parser.parse_args()
     speeds = bandwidth()
     print(torch.cuda.get_device_name(), ", ".join(f"{k} {v / 1e12:.2f} TB/s" for k, v in speeds.items()))
-    report = json.loads(options.json.read_text()) if options.json.exists() else {"shapes": {}}  # shapes not run: kept
+    report = json.loads(options.json.read_text()) if options.json.exists() else {"shapes": {}}
     report |= {"machine": {**machine(), "gpu": torch.cuda.get_device_name()}, "bandwidth": speeds}
     for name in options.shapes:
         found = measure(name, options, speeds)
         known = report["shapes"].get(name, {})
-        report["shapes"][name] = {**known, **found} if options.warm else {"command": " ".join(sys.argv), **found}
+        commands = known.get("commands", {}) | dict.fromkeys(found, " ".join(sys.argv))
+        report["shapes"][name] = {**known, **found, "commands": commands}  # parts not run: kept
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.demo:
         report["demo"] = demo(options)

@@ -9,6 +9,7 @@ import test_draft_rounds as drafts
 import torch
 
 from spec_compile import UnsupportedModelError, speculate
+from spec_compile.runtime.engine import AHEAD
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -132,7 +133,8 @@ def test_one_launch_a_round():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         generated(system, ids)
     launches = [event.name for event in seen.events() if "Launch" in event.name or "Memcpy" in event.name]
-    assert sum("GraphLaunch" in name for name in launches) == system.speculation.stats.rounds
+    rounds = system.speculation.stats.rounds
+    assert rounds <= sum("GraphLaunch" in name for name in launches) <= rounds + AHEAD - 1  # what the stop cut off
 
 
 def test_warmup_before_any_prompt_leaves_the_first_slot_alone():

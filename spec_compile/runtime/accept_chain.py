@@ -54,4 +54,4 @@ def accept_chain(target: Tensor, draft: Tensor, tokens: Tensor, real: Tensor, u:
     token = draw(weights, torch.where(rejected[:, 0], numbers[:, 1], numbers[:, 0])).clamp(max=vocab - 1)
     token = torch.where(p.sum(dim=1).isfinite(), token, -1)
     follows = torch.where(number < last, child, token[:, None])
-    return Accepted(number.expand_as(tokens), follows, last[:, 0] + 1)
+    return Accepted(number.expand_as(tokens).contiguous(), follows, last[:, 0] + 1)
