@@ -97,7 +97,7 @@ def text_tokens(count: int, vocab: int) -> torch.Tensor:
     """Tokens of the benchmark's own prompts, by the demo model's tokenizer, end to end."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     texts = "\n".join(text for file in sorted((HERE / "prompts").glob("*.jsonl")) for text in read_prompts(file, 100))
-    ids = torch.tensor(tokenizer(texts).input_ids)
+    ids = torch.tensor(tokenizer(texts, verbose=False).input_ids)
     return ids.repeat(-(-count // len(ids)))[:count] % vocab
 
 

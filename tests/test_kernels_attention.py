@@ -20,6 +20,7 @@ from spec_compile.runtime.tree import ancestry
 PLACES = places(torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # rows that fill up a tile, in NumPy
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+EPS = 1e-6
 SMALL = attention.Tuning(block_m=16, block_n=16, splits=3, least=32, warps=4, stages=2)
 
 
@@ -69,12 +70,20 @@ def turn(x, cos, sin):
     return torch.cat([a * cos_a - b * sin_a, b * cos_b + a * sin_b], -1).to(x.dtype)
 
 
+def normed(x, weight, offset):
+    """The RMSNorm of each head of x [B, H, N, D], in double precision but where it is rounded."""
+    scaled = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS)
+    if offset is None:
+        return (scaled.to(x.dtype).double() * weight.double()).to(x.dtype)
+    return (scaled * (weight.double() + offset)).to(x.dtype)
+
+
 class Case:
     """Random inputs of one call, with NaN in every slot of the cache that nobody may see."""
 
     def __init__(
         self, place, lengths, nodes, parents=None, heads=(2, 1), sizes=(16, 16), capacity=None, causal=False,
-        window=None, softcap=None, sinks=False, rotary=False,
+        window=None, softcap=None, sinks=False, rotary=False, norms=False, offset=None,
     ):  # fmt: skip
         self.device, self.dtype = place
         batch = len(lengths)
@@ -94,11 +103,13 @@ class Case:
         self.rest = sizes[0] ** -0.5, softcap, window
         angles = torch.randn(2, batch, nodes, sizes[0]).to(self.dtype)  # not even those of the two halves are equal
         self.angles = tuple(angles) if rotary else (None, None)
+        self.norms = tuple(1 + 0.3 * torch.randn(2, sizes[0]).to(self.dtype)) if norms else (None, None)
+        self.offset = offset
 
     def expected(self):
         """Output and caches of the twin, computed in double precision."""
         q, k, v, *caches = (x.double() for x in (self.q, self.new_keys(), self.v, *self.clean))
-        q = q if self.angles[0] is None else turn(q, *self.angles)
+        q = self.turned(self.q, self.norms[0]).double()
         group = q.shape[1] // k.shape[1]
         scale, softcap, window = self.rest
         span = int(self.lengths.max()) + q.shape[2]
@@ -108,11 +119,17 @@ class Case:
 
     def new_keys(self):
         """The block's keys as the cache is to hold them."""
-        return self.k if self.angles[0] is None else turn(self.k, *self.angles)
+        return self.turned(self.k, self.norms[1])
+
+    def turned(self, x, weight):
+        """Queries or keys, normed and rotated."""
+        x = x if weight is None else normed(x, weight, self.offset)
+        return x if self.angles[0] is None else turn(x, *self.angles)
 
     def inputs(self):
         tensors = self.q, self.k, self.v, *self.caches, self.lengths, self.ancestors, self.positions, self.sinks
-        return [*(move(x, self.device) for x in tensors), *self.rest, *(move(x, self.device) for x in self.angles)]
+        turning = (move(x, self.device) for x in (*self.angles, *self.norms))
+        return [*(move(x, self.device) for x in tensors), *self.rest, *turning, EPS, self.offset]
 
     def check(self, config=SMALL):
         inputs = self.inputs()
@@ -130,7 +147,9 @@ class Case:
                 after[row, :, there] = new[row]
                 if self.angles[0] is not None and new is not self.v:
                     turned = cache[row, :, there].cpu()
-                    torch.testing.assert_close(turned, new[row], rtol=torch.finfo(self.dtype).eps, atol=1e-5)
+                    ulp = torch.finfo(self.dtype).eps
+                    atol = 1e-5 if self.norms[0] is None else max(1e-5, 8 * ulp)  # a norm may round the other way
+                    torch.testing.assert_close(turned, new[row], rtol=ulp, atol=atol)
                     after[row, :, there] = turned
             assert torch.equal(bits(cache), bits(after))  # the block's slots hold it, all others are as they were
 
@@ -252,6 +271,22 @@ def test_rotary_of_other_attention(place, options):
     case = Case(place, [0, 5, 60], 7, random_tree(7), heads=(4, 2), rotary=True, **options)
     case.check()
     case.check(SMALL._replace(splits=1))
+
+
+@pytest.mark.parametrize("offset", [None, 1.0])
+@pytest.mark.parametrize("nodes", [1, 16, 33])
+@pytest.mark.parametrize("heads, sizes", [((4, 2), (64, 64)), ((3, 3), (80, 48)), ((5, 1), (24, 24))])
+def test_norms(place, nodes, heads, sizes, offset):
+    case = Case(place, [70, 0], nodes, random_tree(nodes), heads, sizes, rotary=True, norms=True, offset=offset)
+    case.q *= torch.logspace(-2, 2, heads[0])[:, None, None]  # each head has a norm of its own
+    case.check()
+
+
+def test_norms_that_do_not_fit(place):
+    case = Case(place, [5], 3, rotary=True, norms=True)
+    case.norms = tuple(weight[:8] for weight in case.norms)
+    with pytest.raises(ValueError, match=r"q_norm, k_norm: expected weights \[16\].*got \[8\]"):
+        attention.launch(*case.inputs(), config=SMALL)
 
 
 def test_angles_that_do_not_fit(place):

@@ -18,6 +18,7 @@ from spec_compile.passes import Settings
 from spec_compile.passes.fused_norms import fused_norms
 from spec_compile.passes.logits_rows import logits_rows
 from spec_compile.passes.merge_linears import merge_linears
+from spec_compile.passes.qk_norms import qk_norms
 from spec_compile.passes.regions import cut
 from spec_compile.passes.rotary import rotary
 from spec_compile.passes.skinny_linears import skinny_linears
@@ -663,7 +664,9 @@ def test_skinny_linears_leave_other_dtypes_alone():
     result = Rewritten(graph, skinny_linears)
     assert result.count(LINEAR)[0] == result.count(LINEAR)[1] > 0, result
 
-# rotary, fused_norms: graphs of 16 bits that verify on a GPU; the ops' plain meanings run here -----------------------
+# rotary, qk_norms, fused_norms: graphs of 16 bits that verify on a GPU; the ops' plain meanings run here -------------
+
+JOINED = (rotary, qk_norms, fused_norms)
 
 
 @pytest.fixture
@@ -698,7 +701,8 @@ def prefix_then_chunk(function, graph):
     [
         ("llama", 2, 5, 4),
         ("qwen2", 2, 5, 4),
-        ("qwen3", 2, 5, 4),  # the norms of queries and keys stay
+        ("qwen3", 2, 5, 4),  # besides the norms of queries and keys
+        ("gemma3", 4, 17, 8),
         ("smollm3", 1, 5, 4),  # one layer without rotation
         ("granite", 2, 5, 4),
         ("mixtral", 2, 5, 4),
@@ -717,14 +721,16 @@ def test_rotary_and_fused_norms_of_real_architectures(half_on_gpu, name, turned,
     """Bit for bit the same logits, hidden states and caches, also when cut into regions."""
     graph = half_on_gpu(name)
     wanted = dict(taps=tuple(range(len(graph.layers) + 1)))
-    plain, ours = rewritten(graph, [rotary, fused_norms], **wanted), rewritten(graph, **wanted)
+    plain, ours = rewritten(graph, JOINED, **wanted), rewritten(graph, **wanted)
     own = torch.ops.spec_compile
     attention = calls(ours.gm, own.tree_attention.default)
     assert sum(len(node.args) > 12 for node in attention) == turned
+    normed = sum(len(node.args) > 14 for node in attention)
+    assert normed == (turned if name in ("qwen3", "gemma3") else 0)
     counts = [len(calls(ours.gm, op.default)) for op in (own.add_rms_norm, own.rms_norm)]
     assert counts == [sums, norms - sums]
     roots = [len(calls(each.gm, aten.rsqrt.default)) for each in (plain, ours)]
-    assert roots[0] - roots[1] == norms
+    assert roots[0] - roots[1] == norms + 2 * normed
     want = prefix_then_chunk(plain.gm, graph)
     for function in (ours.gm, cut(ours)):
         for got, expected in zip(prefix_then_chunk(function, graph), want, strict=True):
@@ -734,11 +740,11 @@ def test_rotary_and_fused_norms_of_real_architectures(half_on_gpu, name, turned,
 def test_rotary_and_fused_norms_leave_other_graphs_alone(half_on_gpu, monkeypatch, captured):
     kinds = {"filling": (half_on_gpu("llama"), "none"), "float32": (captured("llama")[1], "all")}
     for kind, (graph, logits) in kinds.items():
-        ours, plain = (rewritten(graph, without, logits=logits) for without in ((), (rotary, fused_norms)))
+        ours, plain = (rewritten(graph, without, logits=logits) for without in ((), JOINED))
         assert Counter(calls_of(ours)) == Counter(calls_of(plain)), kind
     monkeypatch.undo()
     graph = capture(models.ADMITTED["llama"]().to(torch.bfloat16))
-    assert Counter(calls_of(rewritten(graph))) == Counter(calls_of(rewritten(graph, (rotary, fused_norms))))
+    assert Counter(calls_of(rewritten(graph))) == Counter(calls_of(rewritten(graph, JOINED)))
 
 
 def calls_of(graph):
@@ -872,7 +878,7 @@ def test_fused_norms_around_additions(half_on_gpu, kind):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "olmo2", "mixtral", "starcoder2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "olmo2", "mixtral", "starcoder2", "gemma3"])
 @pytest.mark.parametrize("nodes", [1, 16, 64])
 def test_rotary_and_fused_norms_on_a_gpu(name, nodes):
     """The kernels are as close to float32 as the same graph without them."""
@@ -888,7 +894,7 @@ def test_rotary_and_fused_norms_on_a_gpu(name, nodes):
         for size in (layer.key_dim, layer.value_dim)
     ]
     outs = []
-    for each, without in ((exact, ()), (graph, (rotary, fused_norms)), (graph, ())):
+    for each, without in ((exact, ()), (graph, JOINED), (graph, ())):
         cache = [part.to(each.dtype, copy=True) for part in held]
         with torch.no_grad():
             gm = rewritten(each, without).gm

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import dependent_launch, ops
+from .add_rms_norm import rms_norm
 from .skinny_matmul import _prefetch
 
 LOG2E = math.log2(math.e)
@@ -38,14 +39,21 @@ def tree_attention(
     window: int | None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    offset: float | None = None,
 ) -> Tensor:
     """`ops.tree_mask` and `ops.tree_attention` in one: what they mean, and what this does on a CPU.
 
     q [B, H, N, Dk], k [B, Hkv, N, Dk], v [B, Hkv, N, Dv], any strides; caches [B, Hkv, S, D*] contiguous, written at
     slots lengths[b] .. lengths[b] + N; lengths [B], positions [B, N] int64; ancestors [B, N] int64 (bit j of node i: i
     sees j; N <= 64) or None for a causal chunk of any N; sinks [H]; scale > 0; cos, sin [B, N, Dk] of q's dtype or both
-    None: with them q and k are `rotated` first. -> [B, N, H, Dv].
+    None: with them q and k are `rotated` first; with them and weights q_norm, k_norm [Dk] every query and key head goes
+    through an `rms_norm` of eps and offset before that. -> [B, N, H, Dv].
     """
+    if q_norm is not None:
+        q, k = rms_norm(q, q_norm, eps, offset), rms_norm(k, k_norm, eps, offset)
     if cos is not None:
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     span = int(lengths.max()) + q.shape[2]
@@ -55,7 +63,8 @@ def tree_attention(
 
 @tree_attention.register_fake
 def _(
-    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, cos=None, sin=None
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, cos=None, sin=None,
+    q_norm=None, k_norm=None, eps=0.0, offset=None,
 ):  # fmt: skip
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
@@ -109,7 +118,7 @@ def tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, 
 @tree_attention.register_kernel("cuda")
 def launch(
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, cos=None, sin=None,
-    config=None,
+    q_norm=None, k_norm=None, eps=0.0, offset=None, config=None,
 ) -> Tensor:  # fmt: skip
     """`tree_attention` by the kernels, as `config` (a `Tuning`) says.
 
@@ -123,6 +132,9 @@ def launch(
     if cos is not None and not cos.shape == sin.shape == (batch, nodes, key_dim):
         shapes = f"{list(cos.shape)} and {list(sin.shape)}"
         raise ValueError(f"cos, sin: expected {[batch, nodes, key_dim]}, a row for each of k's, got {shapes}")
+    if q_norm is not None and (cos is None or not q_norm.shape == k_norm.shape == (key_dim,)):
+        shapes = f"{list(q_norm.shape)} and {list(k_norm.shape)}"
+        raise ValueError(f"q_norm, k_norm: expected weights [{key_dim}], with cos and sin, got {shapes}")
     if config is None:
         config = tuning(group * nodes, batch * kv_heads, key_dim, value_dim, q.element_size(), q.device.index)
     block_m, block_n, splits, least, warps, stages = config
@@ -140,13 +152,14 @@ def launch(
     shared = {"WINDOW": window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "EARLY": early}
     shared |= {"DV": value_dim, "BLOCK_DV": triton.next_power_of_2(value_dim)}
     _attention[(tiles * splits, batch * kv_heads)](
-        q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, cos, sin, out, parts, sums,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], positions.stride(0), nodes, splits, least, capacity,
+        q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, cos, sin, q_norm, k_norm, out, parts,
+        sums, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], positions.stride(0), nodes, splits, least, capacity,
         scale / softcap * 2 * LOG2E if softcap is not None else 0.0,
-        (softcap if softcap is not None else scale) * LOG2E,
+        (softcap if softcap is not None else scale) * LOG2E, eps, 0.0 if offset is None else offset,
         SOFTCAP=softcap is not None, KV_HEADS=kv_heads, DK=key_dim, BLOCK_DK=triton.next_power_of_2(key_dim),
         BLOCK_OWN=min(max(triton.next_power_of_2(nodes), 16), block_n), ALONE=splits == 1,
-        ALIGNED=key_dim // 2 & -(key_dim // 2), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        ALIGNED=key_dim // 2 & -(key_dim // 2), ROUND_FIRST=offset is None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         **shared, num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
     if splits > 1:
@@ -203,28 +216,48 @@ def _prefetch_slots(cache, begin, end, D: tl.constexpr, BLOCK_D: tl.constexpr, B
 
 
 @triton.jit
-def _load_rotated(at, dim, cos, sin, mask, D: tl.constexpr, ALIGNED: tl.constexpr):
-    """The rows [R, D] at the addresses [R, 1] as `rotated` turns them, rounded once. cos, sin: addresses [R, 1]."""
+def _scaled(x, weight, offset, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
+    """The end of `rms_norm`, rounded as it rounds."""
+    if ROUND_FIRST:
+        x = x.to(dtype).to(tl.float32) * weight.to(tl.float32)
+    else:
+        x *= weight.to(tl.float32) + offset
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _load_rotated(
+    at, dim, cos, sin, norm, eps, offset, mask, D: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr
+):
+    """The rows [R, D] at the addresses [R, 1] as `rotated` turns them, normed before if `norm` is the weight [D], and
+    rounded once after the rotation. cos, sin: addresses [R, 1]."""
     half: tl.constexpr = D // 2
     across = tl.where(dim < half, dim + half, dim - half)
     across = tl.multiple_of(tl.max_contiguous(across, ALIGNED), ALIGNED)[None, :]
     first, dim = (dim < half)[None, :], dim[None, :]
-    x = tl.load(at + dim, mask=mask, other=0.0)
+    loaded = tl.load(at + dim, mask=mask, other=0.0)
+    dtype: tl.constexpr = loaded.dtype
+    x = loaded.to(tl.float32)
     other = tl.load(at + across, mask=mask, other=0.0).to(tl.float32)
-    straight = x.to(tl.float32) * tl.load(cos + dim, mask=mask, other=0.0).to(tl.float32)
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = _scaled(x * scale, tl.load(norm + dim, mask=dim < D, other=0.0), offset, dtype, ROUND_FIRST)
+        weight = tl.load(norm + across, mask=dim < D, other=0.0)
+        other = _scaled(other * scale, weight, offset, dtype, ROUND_FIRST)
+    straight = x * tl.load(cos + dim, mask=mask, other=0.0).to(tl.float32)
     turned = tl.where(first, -other, other) * tl.load(sin + dim, mask=mask, other=0.0).to(tl.float32)
-    return (straight + turned).to(x.dtype)
+    return (straight + turned).to(dtype)
 
 
 @triton.jit(do_not_specialize=["nodes", "splits", "least"])
 def _attention(
-    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, cos, sin, out, parts, sums,
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, cos, sin, q_norm, k_norm, out, parts, sums,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_p,
-    nodes, splits, least, capacity, inner, outer,
+    nodes, splits, least, capacity, inner, outer, eps, offset,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_OWN: tl.constexpr, ALONE: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()  # the merge may take its place on the GPU, and wait there
@@ -255,7 +288,8 @@ def _attention(
         query = tl.load(q_at + dk[None, :], mask=real[:, None] & real_dk, other=0.0)
     else:
         turn = (batch * nodes + node)[:, None] * DK
-        query = _load_rotated(q_at, dk, cos + turn, sin + turn, real[:, None] & real_dk, DK, ALIGNED)
+        mask = real[:, None] & real_dk
+        query = _load_rotated(q_at, dk, cos + turn, sin + turn, q_norm, eps, offset, mask, DK, ALIGNED, ROUND_FIRST)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -306,7 +340,9 @@ def _attention(
                 keys = tl.load(k_at + dk[None, :], mask=k_mask, other=0.0)
             else:
                 angle = (batch * nodes + j)[:, None] * DK
-                keys = _load_rotated(k_at, dk, cos + angle, sin + angle, k_mask, DK, ALIGNED)
+                keys = _load_rotated(
+                    k_at, dk, cos + angle, sin + angle, k_norm, eps, offset, k_mask, DK, ALIGNED, ROUND_FIRST
+                )
             values = tl.load(v + j[:, None] * stride_vn + dv[None, :], mask=v_mask, other=0.0)
             if tile == tiles - 1:
                 kept = (length + j < capacity)[:, None]

@@ -7,6 +7,7 @@ from ..kernels.attention import Use
 from .fused_norms import fused_norms
 from .logits_rows import logits_rows
 from .merge_linears import merge_linears
+from .qk_norms import qk_norms
 from .rotary import rotary
 from .skinny_linears import skinny_linears
 from .swiglu import swiglu
@@ -31,7 +32,9 @@ class Settings:
     attention: Use = field(default_factory=Use)
 
 
-PIPELINE = [tidy, merge_linears, taps, tree_attention, logits_rows, skinny_linears, swiglu, rotary, fused_norms]
+PIPELINE = [
+    tidy, merge_linears, taps, tree_attention, logits_rows, skinny_linears, swiglu, rotary, qk_norms, fused_norms,
+]  # fmt: skip
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
 
 

@@ -31,15 +31,15 @@ def fused_norms(graph: ModelGraph, settings) -> str:
     fused = sums = 0
     if settings.logits != "none" and graph.dtype in HALF and graph.device.type == "cuda":
         for node in calls(graph.gm, aten.rsqrt.default):
-            norm = _norm(graph, node)
-            if norm is not None:
+            norm = match_norm(graph, node)
+            if norm is not None and norm.x.meta["val"].dim() == 3:
                 fused += 1
                 sums += _fuse(graph, norm)
     return f"{fused} norms fused, {sums} of them with the addition before"
 
 
-def _norm(graph: ModelGraph, root: fx.Node) -> Norm | None:
-    """The RMSNorm whose reciprocal root mean square this is, if it is one."""
+def match_norm(graph: ModelGraph, root: fx.Node) -> Norm | None:
+    """The RMSNorm over the last dimension whose reciprocal root mean square this is, if it is one in 16 bits."""
     shifted = root.args[0]
     mean, eps = shifted.args if _is(shifted, aten.add.Tensor) else (None, None)
     square = mean.args[0] if _is(mean, aten.mean.dim) and mean.args[1:] == ([-1], True) else None
@@ -55,7 +55,7 @@ def _norm(graph: ModelGraph, root: fx.Node) -> Norm | None:
     else:
         out = _user(then)
         weight, offset = _shifted(_other(then, scaled))
-    fits = _is_rows(graph, x) and _is_rows(graph, out) and _is_weight(graph, weight, x.meta["val"].shape[2])
+    fits = _is_rows(graph, x) and _is_rows(graph, out) and _is_weight(graph, weight, x.meta["val"].shape[-1])
     return Norm(x, weight, eps, offset, out) if fits else None
 
 
@@ -108,9 +108,9 @@ def _is_cast(node, dtype: torch.dtype) -> bool:
 
 
 def _is_rows(graph: ModelGraph, node, like: torch.Tensor | None = None) -> bool:
-    """[B, T, C] of the graph's dtype, as large as `like`."""
+    """A tensor of the graph's dtype, as large as `like`."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    if not isinstance(value, torch.Tensor) or value.dim() != 3 or value.dtype != graph.dtype:
+    if not isinstance(value, torch.Tensor) or value.dtype != graph.dtype:
         return False
     return like is None or value.shape == like.shape
 

@@ -16,15 +16,21 @@ def rotary(graph: ModelGraph, settings) -> str:
     Only in a graph of 16 bits that verifies, and where all of q and of k is rotated, by halves as in Llama.
     """
     joined = 0
-    verifies = settings.logits != "none" and graph.dtype in HALF and graph.layers
-    if verifies and graph.device.type == "cuda" and (backend := attention.choose(settings.attention, graph)).rotates:
-        for node in calls(graph.gm, backend.load()):
-            turned = [_rotation(x) for x in node.args[:2]]
-            if None not in turned and turned[0][1:] == turned[1][1:]:
-                (q, *angles), (k, *_) = turned
-                node.args = (q, k, *node.args[2:], *angles)
-                joined += 1
+    for node in rotating(graph, settings):
+        turned = [_rotation(x) for x in node.args[:2]]
+        if None not in turned and turned[0][1:] == turned[1][1:]:
+            (q, *angles), (k, *_) = turned
+            node.args = (q, k, *node.args[2:], *angles)
+            joined += 1
     return f"{joined} layers rotate queries and keys where they attend"
+
+
+def rotating(graph: ModelGraph, settings) -> list[fx.Node]:
+    """The attention that could rotate: of a graph of 16 bits that verifies on a GPU, with a backend that can."""
+    if settings.logits == "none" or graph.dtype not in HALF or not graph.layers or graph.device.type != "cuda":
+        return []
+    backend = attention.choose(settings.attention, graph)
+    return calls(graph.gm, backend.load()) if backend.rotates else []
 
 
 def _rotation(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:

@@ -35,7 +35,8 @@ class Backend:
     Every op has one signature and one meaning, those of `kernels.tree_attention.tree_attention`:
     ``op(q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window)`` appends the
     block k, v to the caches at the slots `lengths` onwards, and attends from its queries to what was committed and, by
-    the bits of `ancestors` or (None) causally, to the block. One that `rotates` takes ``cos, sin``, too.
+    the bits of `ancestors` or (None) causally, to the block. One that `rotates` takes ``cos, sin`` and
+    ``q_norm, k_norm, eps, offset``, too.
 
     devices, dtypes: of the tensors. causal, trees: the `FEATURES` it has with causal chunks, and with trees. captured:
     whether it reads lengths on the device alone, so that a CUDA graph can hold it. sizes: the head sizes it has (None:
