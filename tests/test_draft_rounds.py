@@ -224,6 +224,12 @@ def test_a_draft_that_is_the_target_accepts_everything(name):
         assert system.speculation.stats.accept_length == 5
 
 
+def test_compiling_leaves_drafts_alone():
+    system = speculate(target("llama"), "draft_model", draft=target("llama"), max_cache_len=200, num_steps=3)
+    generated(system, prompts(3), do_sample=True, top_k=1)  # compiles on its way
+    assert all(gained == 4 for row in zip(*system.speculation.stats.trace[:-1]) for gained in row)
+
+
 def test_a_prompt_of_one_token():
     for algorithm in ("eagle", "eagle3", "draft_model"):
         for schedule in ("chain", "tree"):

@@ -137,6 +137,8 @@ class Engine:
         drafter.begin(state, request.prompts, request.references)
         lengths: list[int] = []
         try:
+            if not self.algorithm.varies:  # made later they would run over drafts that the drafter's cache holds
+                session.build(self.sizes[-1], request.sampler, chosen=request.choose is not None)
             self._prefill(session, request)
             state.root()
             if request.first_logits is None:

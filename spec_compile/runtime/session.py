@@ -48,16 +48,18 @@ class Session:
         self._called: list[Callable] = []
 
     def _check_memory(self, slots: int) -> None:
-        """UnsupportedModelError if a GPU has no room for the cache."""
+        """Say what the cache takes before it is made; UnsupportedModelError if a GPU has no room for it."""
         if not self.on_gpu:
             return
         needed, (free, _) = slots * self.engine.token_bytes * self.batch, torch.cuda.mem_get_info(self.engine.device)
         free += torch.cuda.memory_reserved(self.engine.device) - torch.cuda.memory_allocated(self.engine.device)
+        takes = f"a cache of {slots} tokens for {self.batch} sequences takes {needed / 1e9:.1f} GB, the GPU has"
         if needed > free:
             raise UnsupportedModelError(
-                f"max_cache_len: a cache of {slots} tokens for {self.batch} sequences takes {needed / 1e9:.1f} GB, the "
-                f"GPU has {free / 1e9:.1f} GB left; pass a smaller max_cache_len to speculate(), or fewer sequences"
+                f"max_cache_len: {takes} {free / 1e9:.1f} GB left; pass a smaller max_cache_len to speculate(), or "
+                "fewer sequences"
             )
+        self.engine.report(f"{takes} {free / 1e9:.1f} GB left")
 
     def step(self, part: str, nodes: int = 0) -> Callable:
         """A function, made on first use: "prefill" of (size, span); "round" or "look" over `nodes` nodes, of span;
@@ -66,11 +68,20 @@ class Session:
             self.steps[part, nodes] = self._build(part, nodes)
         return self.steps[part, nodes]
 
+    def build(self, nodes: int, sampler: Sampler | None, chosen: bool) -> None:
+        """Make the steps of a round over `nodes` nodes; chosen: whose tokens are chosen outside."""
+        if chosen:
+            self.step("look", nodes), self.step("finish", nodes)
+        else:
+            self._round(nodes, sampler)
+
+    def _round(self, nodes: int, sampler: Sampler | None) -> Callable:
+        return self.step("round", nodes) if sampler is None else self._sampled(sampler, nodes)
+
     def launch(self, sampler: Sampler | None, nodes: int, span: int) -> Callable[[], list[list[int]]]:
         """Begin a round, greedy or drawing; what is returned waits for it and gives its outcome. On a GPU nothing here
         waits."""
-        step = self.step("round", nodes) if sampler is None else self._sampled(sampler, nodes)
-        outcome = step(span)
+        outcome = self._round(nodes, sampler)(span)
         return outcome.tolist if self.ring is None else self.ring.expect(outcome.shape)
 
     def _build(self, part: str, nodes: int) -> Callable:
