@@ -176,6 +176,16 @@ def test_soft_cross_entropy(rows, words, frozen, seed):
         assert torch.allclose(mine, theirs)
 
 
+def test_the_loss_is_exact_in_mixed_precision():
+    states, weight, teacher = tensors([(600, 8), (50, 8), (600, 50)], dtype=torch.float32)
+    weights = torch.full((600,), 1 / 600)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = loss.soft_cross_entropy(states, weight, lambda here: teacher.detach()[here], weights)
+    shares = (states.bfloat16() @ weight.bfloat16().t()).float().log_softmax(-1)
+    assert got.dtype == torch.float32
+    assert got.item() == pytest.approx(-(teacher.softmax(-1) * shares).sum(-1).mean().item(), rel=1e-5)
+
+
 def made(algo, **options):
     """A trainer for the tiny target in float64, a batch with padding and unsupervised tokens, its features."""
     model = models.build("LlamaConfig", "LlamaForCausalLM", dict(models.GQA, rms_norm_eps=1e-5)).double()
@@ -454,7 +464,7 @@ def drafted_tokens(trainer, text):
     batch = texts.collate(texts.read(text.tolist(), None, models.VOCAB))
     anchors = torch.arange(1, text.shape[1]).expand(len(text), -1)
     shape = (*anchors.shape, trainer.block_size)
-    normed = trainer.draft(batch, features, Blocks(anchors, torch.ones(shape), torch.zeros(shape)))
+    normed = trainer.draft(batch, features, Blocks(anchors, torch.ones(shape), torch.zeros(shape), torch.zeros(0)))
     return (normed @ weight.T).argmax(-1).unbind(2)[1:]
 
 
@@ -821,6 +831,14 @@ def test_batches_hold_every_piece_once(lengths, size, seed, length):
         assert orders[0] != orders[1]
 
 
+def test_long_batches_have_few_widths():
+    pieces = texts.read([[5] * length for length in (63, 65, 70, 128, 129)])
+    assert [texts.collate([piece]).ids.shape[1] for piece in pieces] == [63, 128, 128, 128, 192]
+    batch = texts.collate(pieces[1:3])
+    assert batch.tokens == 135 and not batch.wanted[0, 64:].any() and batch.wanted[1, :69].all()
+    assert not batch.ids[1, 70:].any()
+
+
 def test_held_out_documents():
     documents = texts.read(sequences(20))
     kept, held = texts.split(documents, 0.2, 0)
@@ -848,6 +866,11 @@ def test_continuations():
             )
             assert document.ids.tolist() == alone[0].tolist() and document.supervised[start:].all()
             assert len(document.ids) == start + 5 or int(document.ids[-1]) == eos
+        with mock.patch("spec_compile.training.on_policy.CACHE", 1):
+            apart = continue_documents(model, documents, 10, 0, {**options, "eos_token_id": eos})
+        for one, document in zip(apart, found):  # by itself, each goes on to the whole length
+            assert one.ids[: len(document.ids)].tolist() == document.ids.tolist()
+            assert len(one.ids) == 10 or int(one.ids[-1]) == eos
 
 
 # Errors

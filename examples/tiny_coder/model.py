@@ -57,15 +57,17 @@ class Block(nn.Module):
 
 
 def head_loss(x, weight, labels):
-    logits = F.linear(x, weight).float()
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
+    """labels: tokens [B, T], or logits of a teacher [B, T, V]."""
+    logits = F.linear(x, weight).float().flatten(0, 1)
+    labels = labels.flatten(0, 1)
+    return F.cross_entropy(logits, labels.float().softmax(-1) if labels.ndim == 2 else labels)
 
 
 class Llama(nn.Module):
-    def __init__(self):
+    def __init__(self, layers=LAYERS):
         super().__init__()
         self.embed_tokens = nn.Embedding(data.VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.norm = nn.RMSNorm(HIDDEN, eps=EPS)
         freq = 1.0 / THETA ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
         angle = torch.outer(torch.arange(LENGTH).float(), freq).repeat(1, 2)
@@ -76,11 +78,12 @@ class Llama(nn.Module):
             if p.ndim == 2:
                 scale = 0.02 if "embed" in name else p.shape[1] ** -0.5
                 if "o_proj" in name or "down_proj" in name:
-                    scale /= math.sqrt(2 * LAYERS)
+                    scale /= math.sqrt(2 * layers)
                 nn.init.normal_(p, std=scale)
 
-    def forward(self, tokens):
-        ids, labels = tokens[:, :-1], tokens[:, 1:]
+    def forward(self, tokens, teacher=None):
+        """The loss over tokens [B, T + 1], against what follows or against a teacher's logits [B, T, V]."""
+        ids, labels = tokens[:, :-1], tokens[:, 1:] if teacher is None else teacher
         x = self.embed_tokens(ids)
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for layer in self.layers:
@@ -125,7 +128,7 @@ def to_transformers(model):
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=data.VOCAB, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=LAYERS,
+        vocab_size=data.VOCAB, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=len(model.layers),
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, rms_norm_eps=EPS,
         max_position_embeddings=LENGTH, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, pad_token_id=0,
         rope_parameters={"rope_type": "default", "rope_theta": THETA}, dtype="bfloat16",

@@ -2,6 +2,10 @@
 
     python examples/tiny_coder/train.py --out OUT --minutes 9.6        # one H200
     python examples/tiny_coder/train.py --out OUT --minutes 1 --smoke  # any CPU: only to see that it runs
+    python examples/tiny_coder/train.py --out OUT --minutes 5 --layers 3 --teacher examples/tiny_coder
+
+The last one makes a model of half the size, which learns the larger one's probabilities and has its tokenizer, as a
+draft model for it.
 
 The corpus (data.py) is the Python code installed on this machine; about 40 % of each batch are editing
 documents made from it (edits.py) by worker processes while the training runs. The schedule follows the
@@ -17,6 +21,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -26,7 +31,7 @@ import data  # noqa: E402
 import edits  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from model import Llama, Muon, head_loss, to_transformers  # noqa: E402
+from model import LAYERS, Llama, Muon, head_loss, to_transformers  # noqa: E402
 
 LENGTH = data.MAX_LENGTH
 
@@ -98,6 +103,20 @@ def edit_tasks(job) -> list[tuple[str, str]]:
         if len(tasks) == count:
             break
     return tasks
+
+
+def tokenizer_sample(train, budget: int) -> list[str]:
+    """Texts of about `budget` characters, and editing documents: their words belong into the vocabulary too."""
+    sample = []
+    for _, text in train:
+        sample.append(text)
+        budget -= len(text)
+        if budget < 0:
+            break
+    for path, _ in train[:200]:
+        text, rng = data.read_source(path), random.Random(path)
+        sample += [d for u in edits.units(text, rng, 6) if (d := edits.document(u, rng, ""))]
+    return sample
 
 
 class EditStream:
@@ -229,6 +248,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate of the matrices (Muon)")
     parser.add_argument("--lr-embed", type=float, default=3e-3, help="peak rate of embeddings and norms (AdamW)")
     parser.add_argument("--edit-share", type=float, default=0.4)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--teacher", type=Path, help="a model of this kind: learn its probabilities, use its tokenizer")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="little data and short rows, for a CPU")
     args = parser.parse_args()
@@ -245,16 +266,11 @@ def main() -> None:
     train, val, packages = data.load_corpus(pool, args.smoke)
     random.shuffle(train)
     log(f"{len(train)} files, {sum(len(t) for _, t in train) / 1e6:.1f} MB; {len(val)} files held out")
-    budget, sample = (4 if args.smoke else 30) * 1_000_000, []
-    for _, text in train:
-        sample.append(text)
-        budget -= len(text)
-        if budget < 0:
-            break
-    for path, _ in train[:200]:  # the words of the instructions belong into the vocabulary too
-        text, rng = data.read_source(path), random.Random(path)
-        sample += [d for u in edits.units(text, rng, 6) if (d := edits.document(u, rng, ""))]
-    data.train_tokenizer(sample, args.out)
+    if args.teacher:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(args.teacher / name, args.out)
+    else:
+        data.train_tokenizer(tokenizer_sample(train, (4 if args.smoke else 30) * 1_000_000), args.out)
     tok_path = str(args.out / "tokenizer.json")
     log("tokenizer written")
 
@@ -274,7 +290,11 @@ def main() -> None:
     val_limit = 40 if args.smoke else 480  # windows
 
     torch.set_float32_matmul_precision("high")
-    model = Llama().to(device)
+    model, teacher = Llama(args.layers).to(device), None
+    if args.teacher:
+        from transformers import AutoModelForCausalLM
+
+        teacher = AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.bfloat16).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
@@ -309,8 +329,10 @@ def main() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = lr * scale
         batch = torch.cat([stream.take(edit_n)[:, : length + 1], raw.take(rows - edit_n)]).long()
+        with torch.no_grad():
+            wanted = teacher(batch[:, :-1], use_cache=False).logits if teacher else None
         with autocast():
-            loss = model(batch)
+            loss = model(batch, wanted)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         muon.step()
@@ -359,6 +381,7 @@ def main() -> None:
         "unique": f"{len(tokens) / 1e6:.0f}", "edit_unique": f"{stream.count * LENGTH / 1e6:.0f}",
         "share": f"{args.edit_share:.0%}", "loss": f"{val_loss:.3f}", "bits": f"{val_loss * bits:.3f}",
         "hardware": "one " + torch.cuda.get_device_name().replace("NVIDIA ", "") if device.type == "cuda" else "a CPU",
+        "layers": args.layers, "options": f" --layers {args.layers} --teacher {args.teacher}" if args.teacher else "",
         "exact": "not measured", "tasks": len(tasks), "held_out": len(val), "total": f"{args.minutes:g}",
         "versions": f"PyTorch {torch.__version__.split('+')[0]}",
     }  # fmt: skip

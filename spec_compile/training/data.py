@@ -8,10 +8,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 WINDOW = 32
 """Batches among which sequences are sorted by length, so that little is padded."""
+WIDTH = 64
+"""Wider batches are padded to a multiple of it."""
 TOKENIZED = 1024
 """Texts that are tokenized at a time."""
 
@@ -260,8 +263,10 @@ def move(values: Tensor, device: torch.device) -> Tensor:
 
 
 def collate(pieces: list[Document]) -> Batch:
-    """A batch of these."""
+    """A batch of these. Long ones are as wide as few other batches, for the sake of what is cached by shape."""
     ids = pad_sequence([piece.ids.long() for piece in pieces], batch_first=True)
+    if ids.shape[1] > WIDTH:
+        ids = F.pad(ids, (0, -ids.shape[1] % WIDTH))
     wanted = torch.zeros(ids.shape, dtype=torch.bool)
     for row, piece in zip(wanted, pieces):
         row[: len(piece.ids) - 1] = piece.supervised[1:]

@@ -23,6 +23,8 @@ from .trainer import Trainer, as_master, seeded
 
 ANCHORS, LOOKED_AT = 512, 128
 """Blocks begun in a sequence at most, in training and when acceptance is measured."""
+SLOTS = 1 << 16
+"""Slots of the blocks of a step at most."""
 STATES = 5
 """States of the target that a draft reads."""
 SCORES = 1 << 27
@@ -35,12 +37,14 @@ class Blocks:
 
     anchors [B, n] int64: the place of the first token of each. counted [B, n, T] bool: the slots whose token is
     supervised; all False in blocks that are only there because other sequences have more. places [B, n, T]: of the
-    state that decides each slot's token, flat in B * L; 0 where not counted. All on the draft's device.
+    state that decides each slot's token, flat in B * L; 0 where not counted. slots [R]: those that are counted, flat in
+    B * n * T. All on the draft's device.
     """
 
     anchors: Tensor
     counted: Tensor
     places: Tensor
+    slots: Tensor
 
 
 class DFlashTrainer(Trainer):
@@ -75,15 +79,15 @@ class DFlashTrainer(Trainer):
         A weighted mean over the slots with a supervised token. The paper has the text's own tokens in place of the
         target's probabilities; its authors found no difference.
         """
-        chosen = self.choose(batch, ANCHORS, torch.Generator().manual_seed(generator.initial_seed()))
-        normed = self.draft(batch, features, chosen)
+        most = min(ANCHORS, max(1, SLOTS // (len(batch.ids) * self.block_size)))
+        chosen = self.choose(batch, most, torch.Generator().manual_seed(generator.initial_seed()))
+        normed = self.draft(batch, features, chosen).flatten(0, 2).index_select(0, chosen.slots)
         gamma = 7.0 if self.block_size >= 16 else self.block_size / 2
-        decay = torch.exp(-(torch.arange(self.block_size, device=self.device) - 1) / gamma)
-        weights = (chosen.counted * decay)[chosen.counted]
-        place, final = chosen.places[chosen.counted], features.states[-1].flatten(0, 1)
+        weights = torch.exp((1 - chosen.slots % self.block_size) / gamma)
+        place, final = chosen.places.flatten()[chosen.slots], features.states[-1].flatten(0, 1)
         weight = self.module.head_weight
         return soft_cross_entropy(
-            normed[chosen.counted],
+            normed,
             weight,
             lambda rows: F.linear(final[place[rows]], weight),
             weights / weights.sum().clamp(min=1e-9),
@@ -114,7 +118,8 @@ class DFlashTrainer(Trainer):
         before = torch.where(inside, before, 0)
         counted = inside & wanted.gather(1, before.flatten(1)).view_as(before)
         places = torch.where(counted, before + torch.arange(len(wanted))[:, None, None] * length, 0)
-        return Blocks(*(move(part, self.device) for part in (anchors, counted, places)))
+        slots = counted.flatten().nonzero()[:, 0]
+        return Blocks(*(move(part, self.device) for part in (anchors, counted, places, slots)))
 
     def draft(self, batch: Batch, features: Features, chosen: Blocks) -> Tensor:
         """What the output matrix multiplies, [B, n, T, h], for each slot."""

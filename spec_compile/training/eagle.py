@@ -47,7 +47,7 @@ class EagleTrainer(HeadTrainer):
         noisy = states + (noise * (NOISE * NOISE_LENGTH / ids.shape[1])).to(states.dtype)
         ((_, outputs),) = self.unroll(ids, noisy[:, :-1], Causal(), 1)
         slots, places = batch.slots(0, self.device)
-        outputs, wanted = outputs.flatten(0, 1)[slots], states.flatten(0, 1)[places]
+        outputs, wanted = outputs.flatten(0, 1).index_select(0, slots), states.flatten(0, 1)[places]
         share = 1 / max(1, len(slots))
         distance = F.smooth_l1_loss(outputs.float(), wanted.float(), reduction="none").mean(-1).sum() * share
         weight = self.module.head_weight

@@ -57,7 +57,7 @@ class Eagle3Trainer(HeadTrainer):
         counts = self._is_kept[features.choices].flatten()
         for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features), Rollout(), self.steps)):
             slots, teachers = batch.slots(ahead, self.device)
-            states.append(normed.flatten(0, 1)[slots])
+            states.append(normed.flatten(0, 1).index_select(0, slots))
             places.append(teachers)
             weights.append(counts[teachers] * (DECAY**ahead / slots_in_batch))
         logits, place = features.logits.flatten(0, 1), torch.cat(places)

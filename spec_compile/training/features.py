@@ -61,6 +61,6 @@ class TargetFeatures:
                 else:
                     handle = layers[tap - 1].register_forward_hook(lambda module, args, out, tap=tap: keep(tap, out))
                 hooks.callback(handle.remove)
-            logits = self.model(input_ids=ids, use_cache=False).logits
+            logits = self.model(input_ids=ids, use_cache=True).logits  # without a cache, transformers waits for the GPU
         wanted = None if self.kept is None else logits[..., self.kept]
         return Features([found[tap] for tap in self.taps], logits.argmax(dim=-1), wanted)

@@ -36,10 +36,10 @@ class _SoftCrossEntropy(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight) if needs_weight else None
         for here in blocks(len(states), len(weight)):
             logits = F.linear(states[here], matrix)
-            log_shares = logits.to(row_weights.dtype).log_softmax(-1)
-            wanted = teacher(here).to(row_weights.dtype).softmax(-1)
+            log_shares = logits.log_softmax(-1, dtype=row_weights.dtype)
+            wanted = teacher(here).softmax(-1, dtype=row_weights.dtype)
             loss -= (row_weights[here] * (wanted * log_shares).sum(-1)).sum()
-            pull = ((log_shares.exp() - wanted) * row_weights[here, None]).to(states.dtype)
+            pull = log_shares.exp_().sub_(wanted).mul_(row_weights[here, None]).to(states.dtype)
             if needs_states:
                 grads[here] = pull @ matrix
             if needs_weight:

@@ -69,7 +69,7 @@ class MtpTrainer(HeadTrainer):
         states, places, weights = [], [], []
         for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features), Rollout(), self.steps)):
             slots, teachers = batch.slots(ahead, self.device)
-            states.append(normed.flatten(0, 1)[slots])
+            states.append(normed.flatten(0, 1).index_select(0, slots))
             places.append(teachers)
             weights.append(torch.full((len(slots),), BETA**ahead / total / max(1, len(slots)), device=self.device))
         place, weight = torch.cat(places), self.module.head_weight

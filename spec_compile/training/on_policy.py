@@ -5,7 +5,8 @@ from transformers import PreTrainedModel
 
 from .data import Document
 
-BATCH = 32
+BATCH, CACHE = 512, 1 << 32
+"""Prompts that are continued at a time at most, and bytes of their keys and values."""
 
 
 @torch.no_grad()
@@ -23,10 +24,20 @@ def continue_documents(
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        for begin in range(0, len(order), BATCH):
-            some = order[begin : begin + BATCH]
+        size = _batch_size(model, length)
+        for begin in range(0, len(order), size):
+            some = order[begin : begin + size]
             continued.update(zip(some, _continue(model, [prompts[n] for n in some], length, options)))
     return [continued[n] for n in range(len(prompts))]
+
+
+def _batch_size(model: PreTrainedModel, length: int) -> int:
+    """Prompts to continue at a time: many, since each token of a small model costs the launches of its kernels."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    row = 2 * config.num_hidden_layers * heads * head_dim * length * model.dtype.itemsize
+    return max(1, min(BATCH, CACHE // row))
 
 
 def _prompts(ids: torch.Tensor, supervised: torch.Tensor, length: int) -> list[list[int]]:

@@ -120,6 +120,7 @@ def train_draft(
             "text": f"{sum(len(piece.ids) for piece in pieces):,} tokens" + (", the model's own" if on_policy else ""),
             "held-out text": f"{sum(batch.tokens for batch in held):,} tokens",
             "batch size": chosen.batch_size,
+            "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU",
             "seed": chosen.seed,
         }
 
@@ -173,6 +174,7 @@ def _read(data, validation, tokenizer, target: Target, seed: int) -> tuple[list[
 def _length(options: TrainingOptions, target: Target) -> int:
     """Tokens of a sequence."""
     longest = getattr(target.config, "max_position_embeddings", None) or LONGEST
+    longest -= longest % texts.WIDTH if longest > texts.WIDTH else 0
     if options.sequence_length is None:
         return min(LONGEST, longest)
     if options.sequence_length > longest:
