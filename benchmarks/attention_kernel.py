@@ -1,44 +1,75 @@
-"""Time of tree attention on a GPU: one layer's launch inside a CUDA graph.
+"""Attention backends on a GPU, one layer each: token trees inside a CUDA graph, and prompts in chunks.
 
-    python benchmarks/attention_kernel.py [--models llama-3.1-8b ...] [--nodes 1 4 16 64] [--contexts 1024 8192 32768]
+    python benchmarks/attention_kernel.py [--models llama-3.1-8b ...] [--backends triton sdpa flex flashinfer]
+        [--nodes 1 16 64] [--contexts 1024 8192 32768 131072] [--prompts 8192 32768] [--output results/attention.json]
 
-A graph holds one launch for each of 32 different caches, so that none finds its keys and values in the L2 cache; times
-are medians of repeated replays, a launch. `floor` is what reading the keys and values once takes at 4.3 TB/s, what an
-H200 copies at. The last lines are `compact` over 32 layers, all of whose rows move.
+Trees: a graph holds a launch for each of several caches, too many for the L2 cache to hold; times are medians of
+repeated replays, a launch. `floor` is what reading the keys and values once takes at the speed of a large copy, `math`
+what the two matrix products take at that of a large product. Prompts go through a cache in chunks of 2048, as a session
+sends them; beside them is PyTorch's own causal attention over the whole prompt at once. The last lines are `compact`
+over 32 layers, all of whose rows move.
 """
 
 import argparse
+import json
 import statistics
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from spec_compile.kernels.attention import BACKENDS, Use
 from spec_compile.kernels.compact import compact
-from spec_compile.kernels.tree_attention import launch
 from spec_compile.runtime.tree import ancestry
 
 MODELS = {"llama-3.1-8b": (32, 8, 128), "llama-3.2-1b": (32, 8, 64), "qwen3-0.6b": (16, 8, 128)}
 """Query heads, KV heads, head size."""
-LAYERS = 32
-BANDWIDTH = 4.3e12
+LAYERS, CHUNK, MARGIN = 32, 2048, 128
+ENOUGH = 300e6
+"""Bytes of caches that no L2 cache holds."""
+DENSE = {"sdpa"}
+"""Backends that look at all of a cache: they are given no more of it than they need."""
+COMPILED = {"flex"}
+WHOLE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def replay_time(run, repeats: int = 15) -> float:
+def elapsed(run: Callable, repeats: int) -> float:
+    """Median microseconds of `run` on the GPU."""
+    times = []
+    for _ in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(200_000)  # the work is queued before the clock starts
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times[3:])
+
+
+def replay_time(run: Callable, repeats: int = 15) -> float:
     """Median microseconds of a replay of what `run` launches."""
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    times = []
-    for _ in range(repeats + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(200_000)  # the replay is queued before the clock starts
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times[3:])
+    return elapsed(graph.replay, repeats)
+
+
+def copy_speed() -> float:
+    """Bytes a second, read and written, of a large copy."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / elapsed(lambda: target.copy_(source), 10) * 1e6
+
+
+def product_speed() -> float:
+    """Operations a second of a large product of random numbers in bfloat16."""
+    a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
+    return 2 * 8192**3 / elapsed(lambda: a @ b, 10) * 1e6
 
 
 def tree(nodes: int) -> torch.Tensor:
@@ -46,58 +77,150 @@ def tree(nodes: int) -> torch.Tensor:
     return torch.tensor([[-1] + [max(0, i - 1 - (i % 3 == 0)) for i in range(1, nodes)]], device="cuda")
 
 
-class Inputs:
-    """One step of N nodes at a context: 32 layers' queries, keys, values and caches."""
+class Caches:
+    """Keys and values of several layers of a model, batch 1, for contexts of up to `most` tokens."""
 
-    def __init__(self, heads: int, kv_heads: int, size: int, context: int):
-        shape = (1, kv_heads, context + 64, size)
-        self.heads, self.kv_heads, self.size, self.context = heads, kv_heads, size, context
-        self.caches = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2 * LAYERS)]
-        self.lengths = torch.tensor([context], device="cuda")
+    def __init__(self, heads: int, kv_heads: int, size: int, most: int):
+        self.heads, self.kv_heads, self.size = heads, kv_heads, size
+        shape = 2, 1, kv_heads, most + MARGIN, size
+        self.layers = [torch.randn(shape, dtype=torch.bfloat16, device="cuda").unbind() for _ in range(LAYERS)]
 
-    def step(self, nodes: int, **options):
-        """A function that launches the 32 layers' attention."""
-        heads, kv_heads, size = self.heads, self.kv_heads, self.size
-        product = torch.randn(1, nodes, heads + 2 * kv_heads, size, dtype=torch.bfloat16, device="cuda")
-        q, k, v = (part.transpose(1, 2) for part in product.split([heads, kv_heads, kv_heads], dim=2))
-        ancestors, depth = ancestry(tree(nodes))
-        positions = self.lengths[:, None] + depth
-        rest = self.lengths, ancestors, positions, None, size**-0.5, None, None
+    def bytes(self, context: int) -> int:
+        """Of the keys and values of one layer."""
+        return 2 * self.kv_heads * context * self.size * 2
 
-        def run():
-            for layer in range(LAYERS):
-                launch(q, k, v, *self.caches[2 * layer : 2 * layer + 2], *rest, **options)
+    def used(self, context: int, name: str) -> list:
+        """The caches of as many layers as the L2 cache cannot hold."""
+        count = min(max(-(-int(ENOUGH) // self.bytes(context)), 2), LAYERS)
+        slots = context + MARGIN if name in DENSE else None
+        return [[cache[:, :, :slots] for cache in layer] for layer in self.layers[:count]]
 
-        return run
+    def block(self, tokens: int) -> list:
+        """Queries, keys and values [1, heads, T, D] as a merged projection gives them."""
+        heads = self.heads, self.kv_heads, self.kv_heads
+        product = torch.randn(1, tokens, sum(heads), self.size, dtype=torch.bfloat16, device="cuda")
+        return [part.transpose(1, 2) for part in product.split(heads, dim=2)]
 
-    @property
-    def floor(self) -> float:
-        """Microseconds to read one layer's keys and values."""
-        return 2 * self.kv_heads * self.context * self.size * 2 / BANDWIDTH * 1e6
+
+def op_of(name: str, use: Use) -> Callable:
+    op = BACKENDS[name].load(use)
+    return torch.compile(op, fullgraph=True, dynamic=False) if name in COMPILED else op
+
+
+def tree_time(caches: Caches, name: str, op: Callable, nodes: int, context: int) -> float:
+    """Microseconds of a layer's attention over a tree."""
+    block, lengths = caches.block(nodes), torch.tensor([context], device="cuda")
+    ancestors, depth = ancestry(tree(nodes))
+    rest = lengths, ancestors, lengths[:, None] + depth, None, caches.size**-0.5, None, None
+    layers = caches.used(context, name)
+
+    def run():
+        for layer in layers:
+            op(*block, *layer, *rest)
+
+    return replay_time(run) / len(layers)
+
+
+def prompt_time(caches: Caches, name: str, op: Callable, tokens: int) -> float:
+    """Microseconds of a layer's attention over a prompt in chunks."""
+    block, starts = caches.block(CHUNK), torch.arange(0, tokens, CHUNK, device="cuda")[:, None]
+    steps = torch.arange(CHUNK, device="cuda")
+    positions, scale = [start + steps[None] for start in starts], caches.size**-0.5
+
+    def run():
+        for number, start in enumerate(starts):
+            slots = (number + 1) * CHUNK if name in DENSE else None
+            layer = [cache[:, :, :slots] for cache in caches.layers[0]]
+            op(*block, *layer, start, None, positions[number], None, scale, None, None)
+
+    return elapsed(run, 5)
+
+
+def whole_time(caches: Caches, backend: SDPBackend, tokens: int) -> float:
+    """Microseconds of PyTorch's causal attention over a whole prompt."""
+    q, k, v = caches.block(tokens)
+    with sdpa_kernel(backend):
+        return elapsed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), 5)
+
+
+def trees(caches: Caches, args, copies: float, products: float) -> list[dict]:
+    """A row for each context and number of nodes, printed as it comes."""
+    print(f"| {'context':>7} | {'N':>2} | {'floor':>6} | {'math':>6} |" + "".join(f" {n:>10} |" for n in args.backends))
+    rows = []
+    for nodes in args.nodes:
+        ops = {name: op_of(name, Use(name)) for name in args.backends}
+        for context in args.contexts:
+            work = 4 * nodes * caches.heads * context * caches.size
+            row = {"context": context, "nodes": nodes}
+            row |= {"floor": caches.bytes(context) / copies * 1e6, "math": work / products * 1e6}
+            row |= {name: tree_time(caches, name, op, nodes, context) for name, op in ops.items()}
+            rows.append(row)
+            times = "".join(f" {row[name]:10.1f} |" for name in args.backends)
+            print(f"| {context:7} | {nodes:2} | {row['floor']:6.1f} | {row['math']:6.1f} |{times}", flush=True)
+    return rows
+
+
+def prompts(caches: Caches, args) -> list[dict]:
+    """A row for each length of a prompt and way to attend: tokens and operations a second."""
+    rows = []
+    for tokens in args.prompts:
+        ways = {name: partial(prompt_time, caches, name, op_of(name, Use(name, "prefill", False)), tokens)
+                for name in args.backends}  # fmt: skip
+        ways |= {f"{name}, whole": partial(whole_time, caches, backend, tokens) for name, backend in WHOLE.items()}
+        for name, measure in ways.items():
+            seconds = measure() / 1e6
+            work = 2 * tokens * (tokens + 1) * caches.heads * caches.size
+            row = {"tokens": tokens, "way": name, "tokens_per_second": tokens / seconds, "flops": work / seconds}
+            rows.append(row)
+            speed = f"{tokens / seconds / 1e6:.2f} M tokens/s, {work / seconds / 1e12:.0f} TFLOP/s"
+            print(f"{tokens} tokens, {name}: {speed}", flush=True)
+    return rows
+
+
+def compaction() -> None:
+    caches = Caches(*MODELS["llama-3.1-8b"], 1024)
+    tensors, lengths = [cache for layer in caches.layers for cache in layer], torch.tensor([1024], device="cuda")
+    for nodes in (16, 64):
+        path = torch.arange(nodes, device="cuda")[None].clone()
+        path[:, 1:-1] += 1
+        still, count = torch.arange(nodes, device="cuda")[None], torch.tensor([nodes - 1], device="cuda")
+        times = [replay_time(partial(compact, tensors, lengths, which, count)) for which in (path, still)]
+        print(f"compact, {nodes} slots of {LAYERS} layers: {times[0]:.1f} µs, {times[1]:.1f} with nothing to move")
+
+
+def available(name: str) -> bool:
+    try:
+        BACKENDS[name].load(Use(name))
+    except ImportError as error:
+        print(error)
+        return False
+    return True
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--nodes", nargs="+", type=int, default=[1, 4, 16, 64])
-    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768])
+    parser.add_argument("--models", nargs="+", default=["llama-3.1-8b"], choices=MODELS)
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
+    parser.add_argument("--nodes", nargs="+", type=int, default=[1, 16, 64])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768, 131072])
+    parser.add_argument("--prompts", nargs="*", type=int, default=[8192, 32768])
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "attention.json")
     args = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; µs a layer, bfloat16, batch 1")
-    print(f"| {'model':13} | {'context':>7} | {'floor':>5} |" + "".join(f" N={n:<4} |" for n in args.nodes))
+    args.backends = [name for name in args.backends if available(name)]
+    copies, products = copy_speed(), product_speed()
+    results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "models": {}}
+    results |= {"copy_bytes_per_second": copies, "product_flops": products}
+    print(f"{results['device']}, torch {torch.__version__}: copies {copies / 1e12:.2f} TB/s, products "
+          f"{products / 1e12:.0f} TFLOP/s; µs a layer, bfloat16, batch 1")  # fmt: skip
     for model in args.models:
-        for context in args.contexts:
-            inputs = Inputs(*MODELS[model], context)
-            times = [replay_time(inputs.step(nodes)) / LAYERS for nodes in args.nodes]
-            line = "".join(f" {time:6.1f} |" for time in times)
-            print(f"| {model:13} | {context:7} | {inputs.floor:5.1f} |{line}", flush=True)
-    for nodes in (16, 64):
-        inputs = Inputs(*MODELS["llama-3.1-8b"], 1024)
-        path = torch.arange(nodes, device="cuda")[None].clone()
-        path[:, 1:-1] += 1
-        still, count = torch.arange(nodes, device="cuda")[None], torch.tensor([nodes - 1], device="cuda")
-        moves = [partial(compact, inputs.caches, inputs.lengths, which, count) for which in (path, still)]
-        times = [replay_time(move) for move in moves]
-        print(f"compact, {nodes} slots of {LAYERS} layers: {times[0]:.1f} µs, {times[1]:.1f} with nothing to move")
+        print(f"\n{model}")
+        caches = Caches(*MODELS[model], max(args.contexts + args.prompts))
+        found = results["models"][model] = {}
+        for name, measure in {"trees": partial(trees, copies=copies, products=products), "prompts": prompts}.items():
+            found[name] = measure(caches, args)
+            args.output.write_text(json.dumps(results, indent=1) + "\n")
+        del caches
+    compaction()
 
 
 if __name__ == "__main__":

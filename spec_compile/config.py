@@ -8,6 +8,8 @@ from .errors import did_you_mean
 from .kernels import attention
 from .runtime.tree import MAX_NODES
 
+CACHE_DTYPES = ("auto", "fp8")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -20,6 +22,8 @@ class Options:
     tokens). check: compare the captured graphs with the model's own forward before use. merge_linears: see
     `passes.merge_linears`. attention_backend: what runs attention on a GPU: a name of `kernels.attention.BACKENDS`,
     "auto", or a dict of names for "prefill" (prompts), "verify" and "draft" (a draft's trees; a head's prompts, too).
+    kv_cache_dtype: "auto" (the model's) or "fp8": on a GPU, keys and values of the target rounded to float8_e4m3fn,
+    which halves them, and changes answers a little.
     """
 
     num_draft_tokens: int = 16
@@ -29,6 +33,7 @@ class Options:
     check: bool = True
     merge_linears: bool = True
     attention_backend: Any = "auto"
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self):
         hints = get_type_hints(type(self))
@@ -45,11 +50,18 @@ class Options:
             )
         if self.max_cache_len is not None and self.max_cache_len < 2:
             raise ValueError(f"max_cache_len: expected at least 2 tokens, got {self.max_cache_len}")
+        if self.kv_cache_dtype not in CACHE_DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype: expected one of {', '.join(CACHE_DTYPES)}, got {self.kv_cache_dtype!r}."
+                + did_you_mean(self.kv_cache_dtype, CACHE_DTYPES)
+            )
         object.__setattr__(self, "attention_backend", attention.parse(self.attention_backend))
 
     def attention(self, role: str) -> attention.Use:
         """What the graph of a role, one of `kernels.attention.ROLES`, wants of its attention backend."""
-        return attention.Use(self.attention_backend[role], role, self.cuda_graphs and role != "prefill")
+        captured = self.cuda_graphs and role != "prefill"
+        fp8 = self.kv_cache_dtype == "fp8" and role != "draft"
+        return attention.Use(self.attention_backend[role], role, captured, self.compile, fp8)
 
 
 def parse_options(cls: Callable, options: dict):

@@ -28,8 +28,12 @@ def explain(speculation) -> str:
 def _backends(engine) -> str:
     """Which attention backend runs what."""
     roles = attention.ROLES if engine.algorithm.token_bytes else attention.ROLES[:2]
-    chosen = engine.options.attention_backend
-    return ", ".join(f"{role} by {attention.named(chosen[role], engine.device.type).name}" for role in roles)
+    names = {role: engine.options.attention_backend[role] for role in roles}
+    for role, name in names.items():
+        if name == "auto":
+            graph = engine.prefill if role == "prefill" else engine.verify
+            names[role] = attention.choose(engine.options.attention(role), graph).name
+    return ", ".join(f"{role} by {name}" for role, name in names.items())
 
 
 def dump(model, directory) -> list[Path]:

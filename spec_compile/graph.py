@@ -49,6 +49,8 @@ class ModelGraph:
     head_weight: str
     """Name of the output embedding's weight in `gm` ("": it has none)."""
     log: list[PassReport] = field(default_factory=list)
+    cache_dtype: torch.dtype | None = None
+    """Of the keys and values that are kept (None: `dtype`)."""
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +60,8 @@ class ModelGraph:
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token."""
-        return sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers) * self.dtype.itemsize
+        numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
+        return numbers * (self.cache_dtype or self.dtype).itemsize
 
     def copy(self) -> "ModelGraph":
         """A ModelGraph of its own that shares the parameters."""

@@ -4,6 +4,7 @@ Without a GPU the ops run on CPU tensors, Triton's in its interpreter; ``pytest 
 """
 
 import dataclasses
+import importlib.metadata
 import math
 import sys
 from importlib.machinery import ModuleSpec
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_kernels_attention import GPU, ON_GPU, PLACES, SMALL, chain, random_tree, star
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
@@ -25,17 +27,18 @@ from spec_compile.config import Options
 from spec_compile.graph import LayerSpec, ModelGraph, calls
 from spec_compile.kernels import attention, ops
 from spec_compile.kernels import tree_attention as kernels
-from spec_compile.kernels.attention import BACKENDS, Use, flex
+from spec_compile.kernels.attention import BACKENDS, Use, flex, measure, xqa
 from spec_compile.kernels.attention.merge import add_sinks, merge
 from spec_compile.passes.regions import cut
 
 pytestmark = [single.pytestmark, pytest.mark.filterwarnings("ignore:flex_attention called without")]
 
 
-def fake_prefill(q, k, v, causal, kv_layout, sm_scale, logits_soft_cap, window_left, return_lse):
-    """`flashinfer.single_prefill_with_kv_cache` as it is documented: q [N, H, D], k, v [Hkv, S, D], base-2 sums."""
-    assert kv_layout == "HND" and return_lse and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+def fake_prefill(q, k, v, causal, sm_scale, logits_soft_cap, window_left, return_lse):
+    """`flashinfer.single_prefill_with_kv_cache` as it is documented: q [N, H, D], k, v [S, Hkv, D], base-2 sums."""
+    assert return_lse and all(x.stride(-1) == 1 for x in (q, k, v))
     assert causal or window_left == -1
+    k, v = (x.transpose(0, 1) for x in (k, v))
     group = q.shape[1] // k.shape[0]
     k, v = (x.double().repeat_interleave(group, 0) for x in (k, v))
     scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * sm_scale
@@ -50,21 +53,60 @@ def fake_prefill(q, k, v, causal, kv_layout, sm_scale, logits_soft_cap, window_l
     return (scores.softmax(2) @ v).transpose(0, 1).to(q.dtype), lse.float()
 
 
+def fake_xqa(
+    q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores, num_kv_heads, page_size,
+    sinks=None, q_scale=1.0, kv_layout="NHD", q_seq_len=1, mask=None,
+):  # fmt: skip
+    """`flashinfer.xqa.xqa` as it is documented: q and output [B, 1, N, H, D] or, for one node, [B, 1, H, D]."""
+    assert kv_layout == "HND" and (mask is None) == (q_seq_len == 1) == (q.dim() == 4) and page_size in xqa.PAGES
+    assert q.is_contiguous() and output.shape == q.shape and not semaphores.any()
+    assert (page_table.dtype, seq_lens.dtype) == (torch.int32, torch.uint32) and seq_lens.shape == (len(q), 1)
+    assert sinks is None or (sinks.dtype, sinks.shape[0]) == (torch.float32, num_kv_heads)
+    queries = q.view(len(q), q_seq_len, num_kv_heads, -1, q.shape[-1]).double()
+    for row, (pages, length) in enumerate(zip(page_table.tolist(), seq_lens.flatten().tolist())):
+        k, v = (torch.cat([cache[page] for page in pages], 1)[:, :length].double() for cache in (k_cache, v_cache))
+        scores = torch.einsum("nhgd,hsd->hgns", queries[row], k) * q_scale / math.sqrt(q.shape[-1])
+        if mask is not None:
+            assert mask.dtype == torch.uint16 and mask.shape == (len(q), q_seq_len, (q_seq_len + 31) // 32 * 2)
+            words = mask[row].int().repeat_interleave(16, 1)[:, :q_seq_len]
+            seen = words >> (torch.arange(q_seq_len) % 16) & 1
+            scores[..., length - q_seq_len :].masked_fill_(seen == 0, -math.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, :, None, None].expand(*scores.shape[:3], 1)], 3)
+        probabilities = scores.softmax(3)[..., :length]
+        output[row] = torch.einsum("hgns,hsd->nhgd", probabilities, v).reshape(output[row].shape).to(output.dtype)
+
+
 @pytest.fixture(autouse=not GPU)
 def fake_flashinfer(monkeypatch):
     """On a CPU FlashInfer's module is one that computes what its documentation says."""
-    module = ModuleType("flashinfer")
-    module.__spec__ = ModuleSpec("flashinfer", None)
-    module.single_prefill_with_kv_cache = fake_prefill
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    functions = {"flashinfer": ("single_prefill_with_kv_cache", fake_prefill), "flashinfer.xqa": ("xqa", fake_xqa)}
+    for name, (function, fake) in functions.items():
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        setattr(module, function, fake)
+        monkeypatch.setitem(sys.modules, name, module)
+    installed(monkeypatch, "0.6.1")
 
 
-def op_of(name, device):
+def installed(monkeypatch, version):
+    """FlashInfer is installed in this version (None: not at all)."""
+
+    def found(name):
+        if name == "flashinfer-python" and version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version if name == "flashinfer-python" else original(name)
+
+    original = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", found)
+
+
+def op_of(name, device, captured=False):
     """The backend's op, of one signature; on a CPU Triton's kernel in its interpreter. Skips what is not installed."""
     if name == "triton" and device == "cpu":
         return lambda *inputs: kernels.launch(*inputs, config=SMALL._replace(block_m=64, block_n=64, splits=2))
     try:
-        return BACKENDS[name].load()
+        return BACKENDS[name].load(Use(name, captured=captured))
     except ImportError as error:
         pytest.skip(str(error))
 
@@ -73,7 +115,7 @@ def layer_of(heads=(2, 2), sizes=(64, 64), window=None, softcap=None, sinks=Fals
     return LayerSpec(*heads, *sizes, scale=1.0, window=window, softcap=softcap, sinks=sinks)
 
 
-def check(name, place, *arguments, **options):
+def check(name, place, *arguments, captured=False, **options):
     """The op computes a random case, or the backend says that it does not."""
     device, dtype = place
     if name == "flashinfer" and place == ("cuda", torch.float32):
@@ -82,11 +124,11 @@ def check(name, place, *arguments, **options):
     case.caches = [cache.clone() for cache in case.clean]  # unseen slots are multiplied by 0
     (softcap, window), sinks = case.rest[1:], case.sinks is not None
     layer = layer_of(case.q.shape[1:2] + case.k.shape[1:2], (case.k.shape[3], case.v.shape[3]), window, softcap, sinks)
-    use = Use(name, "prefill" if case.ancestors is None else "verify", captured=False)
+    use = Use(name, "prefill" if case.ancestors is None and not captured else "verify", captured)
     lack = BACKENDS[name].lack(layer, torch.float16 if device == "cpu" else dtype, use)
     if lack is None:
         inputs = case.inputs()[:12]
-        case.compare(op_of(name, device)(*inputs), inputs[3:5])
+        case.compare(op_of(name, device, captured)(*inputs), inputs[3:5])
     return lack
 
 
@@ -133,7 +175,7 @@ def test_trees(place, name, nodes):
 @ALL
 @pytest.mark.parametrize("window", [None, 40])
 def test_causal_chunks(place, name, window):
-    assert check(name, place, [60, 0], 80, causal=True, window=window, heads=(1, 1), sizes=(64, 64)) is None
+    assert check(name, place, [60, 0], 80, causal=True, window=window, heads=(2, 1), sizes=(128, 128)) is None
 
 
 @EVERYWHERE
@@ -141,6 +183,30 @@ def test_causal_chunks(place, name, window):
 def test_blocks_beyond_a_window_are_skipped(place, name):
     lack = check(name, place, [300, 130, 5], 5, chain(5), (2, 1), (64, 64), window=9)
     assert (lack is None) == (name != "flashinfer")
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("nodes", [1, 2, 7, 16, 33, 64])
+@pytest.mark.parametrize("option", ["", "sinks", "causal"])
+def test_xqa(place, nodes, option):
+    """FlashInfer in a CUDA graph: pages of the static cache, bits of the tree, lengths on the device."""
+    if place[0] == "cuda" and nodes not in (1, 16):
+        pytest.skip("each number of nodes compiles for half a minute")
+    options = {option: True} if option else {}
+    options |= dict(captured=True, heads=(8, 2), sizes=(128, 128))
+    for lengths, capacity in (([0], 128), ([127, 128, 129], 256), ([300, 5], 368)):
+        if place[0] == "cpu" or capacity % 128 == 0:
+            assert check("flashinfer", place, lengths, nodes, random_tree(nodes), capacity=capacity, **options) is None
+
+
+def test_xqa_leaves_large_chunks_to_the_host():
+    assert check("flashinfer", ("cpu", torch.float32), [60, 0], 80, captured=True, causal=True, sizes=(64, 64)) is None
+
+
+def test_page_sizes():
+    assert [xqa.page_size(slots) for slots in (1280, 192, 96, 16)] == [128, 64, 32, 16]
+    with pytest.raises(ValueError, match=r"'flashinfer' needs a cache of whole pages of 16.*got 100"):
+        xqa.page_size(100)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -196,7 +262,8 @@ def test_merge_keeps_the_dtype(dtype):
     tree=st.sampled_from([chain, star, random_tree]),
 )
 def test_flex_counts_the_blocks_that_are_seen(lengths, nodes, window, tree):
-    """All of them, each once, and where the block is a chain no others; inside them the mask is that of `tree_mask`."""
+    """All of them, each once, and where the block is a chain no others; inside them the mask is that of `tree_mask`,
+    and in those that count as full nothing is hidden."""
     case = single.Case(
         ("cpu", torch.float32), lengths, nodes, tree(nodes), window=window, causal=nodes > 64, capacity=768
     )
@@ -207,12 +274,20 @@ def test_flex_counts_the_blocks_that_are_seen(lengths, nodes, window, tree):
     seen = mask.mask_mod(places[0], None, *places[1:])
     expected = ops.tree_mask(case.positions, *given_[:2], 768, window, 1, torch.float32)[:, 0] == 0
     assert torch.equal(seen, expected)
-    for row, (count, blocks) in enumerate(zip(mask.kv_num_blocks.flatten().tolist(), mask.kv_indices.flatten(0, 2))):
-        listed = blocks[:count].tolist()
-        wanted = expected[row].any(0).unflatten(0, (6, flex.BLOCK)).any(1).nonzero().flatten().tolist()
-        assert len(set(listed)) == count and set(listed) >= set(wanted)
+    for row in range(len(lengths)):
+        listed, full = listed_blocks(mask, row)
+        by_block = expected[row].unflatten(1, (6, flex.BLOCK))
+        assert by_block[:, full].all() and len(set(listed + full)) == len(listed + full)
+        wanted = by_block.any(0).any(1).nonzero().flatten().tolist()
+        assert set(listed + full) >= set(wanted)
         if tree is chain or nodes > 64:
-            assert listed == wanted
+            assert sorted(listed + full) == wanted
+
+
+def listed_blocks(mask, row):
+    """The blocks of the cache that a mask lists for a row: those to be masked, and those that need none."""
+    lists = (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)
+    return [[] if count is None else blocks[row, 0, 0, : int(count[row])].tolist() for count, blocks in lists]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -220,8 +295,8 @@ def test_flex_counts_the_blocks_that_are_seen(lengths, nodes, window, tree):
 def test_one_compilation_serves_all_sizes(name, causal):
     """Nothing is specialised for the number of nodes that is seen first."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    op = torch.compile(BACKENDS[name].load(), backend=counter, fullgraph=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    op = torch.compile(op_of(name, "cpu"), backend=counter, fullgraph=True)
     for nodes in (EXAMPLE, 2, 64, *([150, 400] if causal else [])):
         case = single.Case(("cpu", torch.float32), [50, 9], nodes, heads=(4, 2), capacity=512, causal=causal, window=30)
         case.caches = [cache.clone() for cache in case.clean]
@@ -321,7 +396,7 @@ def test_pass_puts_the_op_into_the_graph(on_gpu, captured, tiny, name, model):
     plain = rewritten(graph)
     on_gpu()
     ours = rewritten(graph, name, "verify", False)
-    assert len(calls(ours.gm, BACKENDS[name].load())) == len(graph.layers)
+    assert len(calls(ours.gm, BACKENDS[name].load(Use(captured=False)))) == len(graph.layers)
     assert f"by {name})" in next(report.summary for report in ours.log if report.name == "tree_attention")
     want = prefix_then_tree(plain.gm, graph)
     for function in (ours.gm, *([cut(ours)] if model == "llama" else [])):
@@ -341,9 +416,9 @@ def test_pass_refuses_what_the_backend_lacks(on_gpu, captured, tiny, name, model
 def test_rotation_joins_what_rotates(on_gpu, name):
     graph = capture(models.ADMITTED["llama"]().to(torch.bfloat16))
     on_gpu()
-    ours, backend = rewritten(graph, name), attention.named(name, "cuda")
+    ours, backend = rewritten(graph, name), BACKENDS["triton" if name == "auto" else name]
     assert backend.rotates == (name in ("auto", "triton"))
-    sizes = {len(node.args) for node in calls(ours.gm, backend.load())}
+    sizes = {len(node.args) for node in calls(ours.gm, backend.load(Use()))}
     assert sizes == ({14} if backend.rotates else {12})
 
 
@@ -357,7 +432,14 @@ def need(on_gpu, use, dtype=torch.bfloat16, name="flashinfer", **layer):
 @pytest.mark.parametrize(
     "use, layer, lacks, able",
     [
-        (("verify", True), {}, "a form that a CUDA graph can capture", "triton, sdpa, flex"),
+        (("verify", True), dict(softcap=1.0), "capped scores with token trees in a CUDA graph", "triton, sdpa, flex"),
+        (("verify", True), dict(window=8), "sliding windows with token trees in a CUDA graph", "triton, sdpa, flex"),
+        (
+            ("verify", True, False),
+            dict(name="flex"),
+            "form that a CUDA graph can capture uncompiled",
+            "triton, sdpa, flas",
+        ),
         (("verify", False), dict(window=8), "sliding windows with token trees", "triton, sdpa, flex"),
         (("draft", False), dict(sizes=(192, 128)), "different head sizes with token trees", "triton, sdpa, flex"),
         (("prefill", False), dict(sizes=(96, 96)), "heads of 96", "triton, sdpa, flex"),
@@ -370,21 +452,97 @@ def test_what_a_backend_lacks_is_refused(on_gpu, use, layer, lacks, able):
     with pytest.raises(UnsupportedModelError) as caught:
         need(on_gpu, use, **layer)
     message = str(caught.value)
-    name, number = layer.get("name", "flashinfer"), 0 if layer == {} or "dtype" in layer else 1
+    name, number = layer.get("name", "flashinfer"), 0 if use[2:] or "dtype" in layer else 1
     assert f"attention_backend: {name!r} cannot run layer {number} of the {use[0]} graph: " in message
-    assert lacks in message and message.endswith(f"Pass {{{use[0]!r}: name}} with one of {able}"), message
+    assert lacks in message and f"Pass {{{use[0]!r}: name}} with one of {able}" in message, message
 
 
 @pytest.mark.parametrize("layer", [dict(), dict(window=8), dict(softcap=1.0), dict(sinks=True)])
 def test_what_a_backend_has_is_taken(on_gpu, layer):
     assert need(on_gpu, ("prefill", False), **layer) is BACKENDS["flashinfer"]
+    if layer in (dict(), dict(sinks=True)):
+        assert need(on_gpu, ("draft", True), **layer) is BACKENDS["flashinfer"]
 
 
-def test_flashinfer_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="attention_backend: 'flashinfer' needs FlashInfer: pip install"):
-        BACKENDS["flashinfer"].load()
+@pytest.mark.parametrize(
+    "version, message",
+    [
+        (None, 'needs FlashInfer: pip install "flashinfer-python>=0.6.1"'),
+        ("0.5.3", "needs FlashInfer 0.6.1 or later, 0.5.3 is installed: pip install -U"),
+    ],
+)
+def test_flashinfer_says_what_to_install(monkeypatch, version, message):
+    installed(monkeypatch, version)
+    with pytest.raises(ImportError, match=f"attention_backend: 'flashinfer' {message}"):
+        BACKENDS["flashinfer"].load(Use("flashinfer"))
+
+
+def test_caches_of_8_bits_are_an_option(on_gpu):
+    assert Options().attention("verify").fp8 is False
+    options = Options(kv_cache_dtype="fp8")
+    assert [options.attention(role).fp8 for role in attention.ROLES] == [True, True, False]
+    with pytest.raises(ValueError, match=r"kv_cache_dtype: expected one of auto, fp8, got 'fp9'. Did you mean 'fp8'"):
+        Options(kv_cache_dtype="fp9")
+    with pytest.raises(UnsupportedModelError, match=r"'sdpa' cannot run .*does not have caches of 8 bits"):
+        spec_compile.speculate(models.ADMITTED["llama"](), kv_cache_dtype="fp8", compile=False)
+    use = "verify", True, True, True
+    with pytest.raises(UnsupportedModelError, match=r"caches of 8 bits .*with one of triton$"):
+        need(on_gpu, use, name="flex")
+    assert need(on_gpu, use, name="auto") is BACKENDS["triton"]
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9)])
+def test_caches_of_8_bits_in_a_graph(on_gpu, captured, monkeypatch, capability):
+    """The op sees caches of what the graph says that they are; half the bytes of 16 bits, a quarter of 32."""
+    graph = captured("llama")[1]
+    plain = rewritten(graph)
+    on_gpu()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if capability < (8, 9):
+        with pytest.raises(ValueError, match=r"'fp8' needs a GPU of compute capability 8.9, got 8.6; pass 'auto'"):
+            rewritten(graph, "auto", "verify", True, True, True)
+        return
+    ours = rewritten(graph, "auto", "verify", True, True, True)
+    assert (ours.cache_dtype, ours.token_bytes * 4) == (torch.float8_e4m3fn, plain.token_bytes)
+    assert plain.cache_dtype is None is graph.cache_dtype
+
+
+def test_auto_is_the_first_that_is_able(on_gpu):
+    assert need(on_gpu, ("verify", True), name="auto") is BACKENDS["triton"]
+    assert need(on_gpu, ("draft", True), name="auto", window=8) is BACKENDS["triton"]
+    assert need(on_gpu, ("verify", True), name="auto", dtype=torch.float64) is BACKENDS["sdpa"]
+    assert need(on_gpu, ("prefill", False), name="auto", dtype=torch.float32) is BACKENDS["triton"]
+
+
+@pytest.mark.parametrize("ready, right", [(False, True), (True, True), (True, False)])
+def test_auto_measures_prompts_once(on_gpu, monkeypatch, ready, right):
+    """Of the backends that need no compilation it takes the fastest that agrees with ours, for each set of layers."""
+
+    def timed(each, inputs):
+        measured.append(each.name)
+        return (1.0, torch.tensor(3.0 if right else 4.0)) if each.name == "flashinfer" else (2.0, torch.tensor(3.0))
+
+    measured = []
+    less = dataclasses.replace(BACKENDS["flashinfer"], ready=lambda layer, dtype: ready)
+    monkeypatch.setitem(BACKENDS, "flashinfer", less)
+    monkeypatch.setattr(measure, "FOUND", {})
+    monkeypatch.setattr(measure, "_timed", timed)
+    monkeypatch.setattr(measure, "chunk", lambda *_: [])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    for _ in range(2):
+        assert need(on_gpu, ("prefill", False), name="auto").name == ("flashinfer" if ready and right else "triton")
+    assert measured == (["triton", "flashinfer"] if ready else [])
+    need(on_gpu, ("prefill", False), name="auto", window=8)
+    assert len(measured) == (6 if ready else 0)
+    assert need(on_gpu, ("prefill", False), name="auto", sizes=(192, 128)) is BACKENDS["triton"]
+
+
+def test_what_is_measured_is_a_chunk(monkeypatch):
+    monkeypatch.setattr(measure, "CHUNK", 32)
+    layer = layer_of((4, 2), (64, 48), window=100, softcap=2.0, sinks=True)
+    inputs = measure.chunk(layer, torch.float32, torch.device("cpu"))
+    assert BACKENDS["sdpa"].load()(*inputs).shape == (1, 32, 4, 48)
+    assert torch.equal(inputs[3][:, :, measure.COMMITTED :], inputs[1])
 
 
 @pytest.mark.parametrize("role", ["verify", "prefill"])
@@ -409,17 +567,20 @@ def test_each_graph_has_its_own(monkeypatch, role):
 # on a GPU -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU) for name in BACKENDS if BACKENDS[name].captured])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU) for name in BACKENDS])
 @pytest.mark.parametrize("window", [None, 100])
 def test_cuda_graph(name, window):
     """A captured graph of the compiled op follows the lengths and trees on the device."""
+    place = "cuda", torch.bfloat16 if name == "flashinfer" else torch.float32
+    if lack := BACKENDS[name].lack(layer_of((8, 2), (128, 128), window), place[1], Use(name)):
+        pytest.skip(f"{name} does not have {lack}")
     cases = [
-        single.Case(("cuda", torch.float32), [length, 5], 16, tree(16), (4, 2), (64, 64), 1024, window=window)
+        single.Case(place, [length, 5], 16, tree(16), (8, 2), (128, 128), 1024, window=window)
         for length, tree in ((100, chain), (0, star), (1000, random_tree), (777, random_tree))
     ]
     for case in cases:
         case.caches = [cache.clone() for cache in case.clean]
-    static, chosen = cases[0].inputs()[:12], BACKENDS[name].load()
+    static, chosen = cases[0].inputs()[:12], op_of(name, "cuda", captured=True)
     op = torch.compile(lambda *inputs: chosen(*inputs), fullgraph=True)
     op(*static)
     graph = torch.cuda.CUDAGraph()
@@ -440,8 +601,27 @@ def test_tokens_are_the_same(name, algorithm, compiled):
     """Those of float32, whatever runs attention, over prompts of several lengths."""
     model = models.ADMITTED["llama"]().to("cuda")
     more = {} if algorithm == "ngram" else dict(draft=models.ADMITTED["llama"]().to("cuda"))
-    fast = spec_compile.speculate(model, algorithm, attention_backend=name, compile=compiled, max_cache_len=700, **more)
+    more |= dict(max_cache_len=700, compile=compiled, cuda_graphs=compiled or name != "flex")
+    fast = spec_compile.speculate(model, algorithm, attention_backend=name, **more)
     for length, batch in ((200, 1), (17, 1), (64, 3)):
         ids = torch.randint(3, models.VOCAB, (batch, length // 2)).repeat(1, 2).cuda()
         wanted = dict(do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0)
         assert torch.equal(fast.generate(ids, **wanted), model.generate(ids, **wanted))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+def test_tokens_with_caches_of_8_bits():
+    """Whatever was drafted, and however the prompt was cut, every token sees the same rounded keys and values."""
+    ids = torch.randint(3, models.VOCAB, (2, 150)).repeat(1, 2).cuda()
+    wanted = dict(do_sample=False, max_new_tokens=60, eos_token_id=None, pad_token_id=0)
+    answers = []
+    for more in (dict(num_draft_tokens=1), dict(num_draft_tokens=16), dict(num_draft_tokens=16, cuda_graphs=False)):
+        model = models.ADMITTED["llama"]().to("cuda")
+        fast = spec_compile.speculate(model, kv_cache_dtype="fp8", max_cache_len=700, **more)
+        answers.append(fast.generate(ids, **wanted))
+        cache = fast.speculation._engine.session(2).state.cache
+        assert all(held.dtype == torch.float8_e4m3fn for held in cache)
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+    past = fast.generate(ids, return_dict_in_generate=True, **wanted).past_key_values
+    assert past.layers[0].keys.dtype == torch.float32 and past.layers[0].keys.isfinite().all()

@@ -60,7 +60,7 @@ def move(x, device):
 
 
 def bits(x):
-    return x.cpu().view({2: torch.int16, 4: torch.int32}[x.element_size()])
+    return x.cpu().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def turn(x, cos, sin):
@@ -83,17 +83,19 @@ class Case:
 
     def __init__(
         self, place, lengths, nodes, parents=None, heads=(2, 1), sizes=(16, 16), capacity=None, causal=False,
-        window=None, softcap=None, sinks=False, rotary=False, norms=False, offset=None,
+        window=None, softcap=None, sinks=False, rotary=False, norms=False, offset=None, kept=None,
     ):  # fmt: skip
         self.device, self.dtype = place
         batch = len(lengths)
         capacity = capacity or max(lengths) + nodes + 5
         self.q, self.k, self.v = merged(batch, nodes, (heads[0], heads[1], heads[1]), (sizes[0], *sizes), self.dtype)
-        self.clean = [torch.zeros(batch, heads[1], capacity, size, dtype=self.dtype) for size in sizes]
-        self.caches = [torch.full_like(cache, torch.nan) for cache in self.clean]
+        self.kept = kept or self.dtype
+        self.clean = [torch.zeros(batch, heads[1], capacity, size).to(self.kept) for size in sizes]
+        self.caches = [torch.full(cache.shape, torch.nan).to(self.kept) for cache in self.clean]
         for clean, cache in zip(self.clean, self.caches):
             for row, length in enumerate(lengths):
-                clean[row, :, :length] = cache[row, :, :length] = torch.randn(heads[1], length, clean.shape[3])
+                held = torch.randn(heads[1], length, clean.shape[3]).to(self.kept)
+                clean[row, :, :length] = cache[row, :, :length] = held
         self.lengths = torch.tensor(lengths)
         tree = torch.tensor([parents if parents is not None else chain(nodes)] * batch)
         ancestors, depth = ancestry(tree) if nodes <= 64 else (None, torch.arange(nodes))
@@ -108,7 +110,8 @@ class Case:
 
     def expected(self):
         """Output and caches of the twin, computed in double precision."""
-        q, k, v, *caches = (x.double() for x in (self.q, self.new_keys(), self.v, *self.clean))
+        new = (self.as_kept(x) for x in (self.new_keys(), self.v))
+        q, k, v, *caches = (x.double() for x in (self.q, *new, *self.clean))
         q = self.turned(self.q, self.norms[0]).double()
         group = q.shape[1] // k.shape[1]
         scale, softcap, window = self.rest
@@ -120,6 +123,10 @@ class Case:
     def new_keys(self):
         """The block's keys as the cache is to hold them."""
         return self.turned(self.k, self.norms[1])
+
+    def as_kept(self, x):
+        """Keys or values as the cache rounds them."""
+        return (x.clamp(-448, 448) if self.kept == torch.float8_e4m3fn else x).to(self.kept)
 
     def turned(self, x, weight):
         """Queries or keys, normed and rotated."""
@@ -140,7 +147,7 @@ class Case:
     def compare(self, out, caches):
         tolerance = TOLERANCE[self.dtype]
         torch.testing.assert_close(out.cpu().double(), self.expected(), atol=tolerance, rtol=tolerance)
-        for cache, before, new in zip(caches, self.caches, (self.new_keys(), self.v)):
+        for cache, before, new in zip(caches, self.caches, map(self.as_kept, (self.new_keys(), self.v))):
             after = before.clone()
             for row, length in enumerate(self.lengths.tolist()):
                 there = slice(length, length + new.shape[2])
@@ -273,6 +280,31 @@ def test_rotary_of_other_attention(place, options):
     case.check(SMALL._replace(splits=1))
 
 
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("nodes", [1, 7, 33])
+@pytest.mark.parametrize("options", [dict(), dict(causal=True), dict(window=20, softcap=2.0, sinks=True)])
+def test_caches_of_8_bits(place, nodes, options):
+    """New keys and values are rounded before anyone sees them, and none exceeds the largest number."""
+    case = Case(place, [70, 0, 33], nodes, random_tree(nodes), heads=(4, 2), sizes=(32, 16), kept=FP8, **options)
+    case.v[:, :, :, 0] *= 1000
+    if place[0] == "cpu":  # the interpreter does not round as a GPU and PyTorch do
+        for x in (case.k, case.v):
+            small, large = x.abs() < 1 / 64, x.abs() > 448
+            x.copy_(torch.where(small, 1 / 64, torch.where(large, x, x.clamp(-448, 448).to(FP8).to(x.dtype))))
+    case.check()
+    case.check(SMALL._replace(splits=1))
+
+
+def test_operator_with_caches_of_8_bits():
+    case = Case(("cpu", torch.float32), [20, 7], 5, random_tree(5), (4, 2), kept=FP8)
+    case.caches = [cache.clone() for cache in case.clean]
+    case.v[:, :, :, 0] *= 1000
+    inputs = case.inputs()
+    case.compare(torch.ops.spec_compile.tree_attention(*inputs), inputs[3:5])
+
+
 @pytest.mark.parametrize("offset", [None, 1.0])
 @pytest.mark.parametrize("nodes", [1, 16, 33])
 @pytest.mark.parametrize("heads, sizes", [((4, 2), (64, 64)), ((3, 3), (80, 48)), ((5, 1), (24, 24))])
@@ -403,11 +435,14 @@ def test_own_tuning_of_other_shapes(dtype, heads, sizes, window):
 def test_prompt_chunks(dtype):
     for nodes, window in ((512, None), (300, 128)):
         Case(("cuda", dtype), [700], nodes, causal=True, window=window, **LLAMA).check(None)
+        Case(("cuda", dtype), [700], nodes, causal=True, window=window, rotary=True, **LLAMA).check(None)
+        Case(("cuda", dtype), [700], nodes, causal=True, window=window, kept=FP8, **LLAMA).check(None)
 
 
 @pytest.mark.parametrize("dtype", CUDA)
-def test_long_context(dtype):
-    """More than 2^31 elements in a cache: offsets need 64 bits."""
+@pytest.mark.parametrize("window", [None, 4096, 100_000])
+def test_long_context(dtype, window):
+    """A tree behind 131,056 tokens, and more than 2^31 elements in a cache: offsets need 64 bits."""
     slots, heads = 1 << 17, 132
     if torch.cuda.get_device_properties(0).total_memory < 30e9:
         pytest.skip("needs 30 GB")
@@ -417,12 +452,13 @@ def test_long_context(dtype):
     for cache in caches:
         cache[:, -1, :length] = torch.randn(length, 128, dtype=dtype, device="cuda")
     lengths = torch.tensor([length], device="cuda")
-    positions = lengths[:, None] + torch.arange(16, device="cuda")
+    ancestors, depth = (x.cuda() for x in ancestry(torch.tensor([random_tree(16)])))
+    positions = lengths[:, None] + depth
     out = torch.ops.spec_compile.tree_attention(
-        q, k, v, *caches, lengths, None, positions, None, 0.3, None, None
+        q, k, v, *caches, lengths, ancestors, positions, None, 0.3, None, window
     )  # fmt: skip
     last = [x[:, -1:] for x in (q, *caches)]
-    bias = torch.where(torch.arange(slots, device="cuda") <= positions[0, :, None], 0.0, -torch.inf)
+    bias = ops.tree_mask(positions, lengths, ancestors, slots, window, 1, torch.float32)[:, 0]
     expected = torch.softmax(last[0].float() @ last[1].float().transpose(2, 3) * 0.3 + bias, 3) @ last[2].float()
     torch.testing.assert_close(out[:, :, -1:].transpose(1, 2).float(), expected, atol=3e-2, rtol=3e-2)
     assert torch.equal(caches[0][:, :, length:], k) and torch.equal(caches[1][:, :, length:], v)

@@ -54,7 +54,7 @@ def launch(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) -
     align = math.gcd(16, *(n for cache in caches for n in (cache.shape[3], cache.data_ptr())))
     _compact[grid](
         _table(caches), lengths, path.contiguous(), count, nodes, batch,
-        DTYPE=getattr(tl, str(caches[0].dtype).removeprefix("torch.")), ALIGN=align,
+        DTYPE=getattr(tl, f"int{8 * caches[0].itemsize}"), ALIGN=align,
         BLOCK_D=block_d, BLOCK_NODES=triton.next_power_of_2(nodes),
     )  # fmt: skip
 

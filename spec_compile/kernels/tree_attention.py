@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import dependent_launch, ops
 from .add_rms_norm import rms_norm
+from .attention.append import stored
 from .skinny_matmul import _prefetch
 
 LOG2E = math.log2(math.e)
@@ -47,7 +48,8 @@ def tree_attention(
     """`ops.tree_mask` and `ops.tree_attention` in one: what they mean, and what this does on a CPU.
 
     q [B, H, N, Dk], k [B, Hkv, N, Dk], v [B, Hkv, N, Dv], any strides; caches [B, Hkv, S, D*] contiguous, written at
-    slots lengths[b] .. lengths[b] + N; lengths [B], positions [B, N] int64; ancestors [B, N] int64 (bit j of node i: i
+    slots lengths[b] .. lengths[b] + N, of q's dtype or of float8_e4m3fn, to which keys and values are then rounded
+    before anyone sees them (`stored`); lengths [B], positions [B, N] int64; ancestors [B, N] int64 (bit j of node i: i
     sees j; N <= 64) or None for a causal chunk of any N; sinks [H]; scale > 0; cos, sin [B, N, Dk] of q's dtype or both
     None: with them q and k are `rotated` first; with them and weights q_norm, k_norm [Dk] every query and key head goes
     through an `rms_norm` of eps and offset before that. -> [B, N, H, Dv].
@@ -58,7 +60,15 @@ def tree_attention(
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     span = int(lengths.max()) + q.shape[2]
     mask = ops.tree_mask(positions, lengths, ancestors, span, window, q.shape[1] // k.shape[1], q.dtype)
-    return ops.tree_attention(q, k, v, key_cache, value_cache, lengths, mask, sinks, scale, softcap).contiguous()
+    caches = key_cache, value_cache
+    if key_cache.dtype != q.dtype:
+        k, v = (stored(x, key_cache.dtype).to(q.dtype) for x in (k, v))
+        caches = [cache.to(q.dtype) for cache in caches]
+    out = ops.tree_attention(q, k, v, *caches, lengths, mask, sinks, scale, softcap).contiguous()
+    if key_cache.dtype != q.dtype:
+        key_cache.copy_(caches[0])
+        value_cache.copy_(caches[1])
+    return out
 
 
 @tree_attention.register_fake
@@ -206,6 +216,15 @@ def _step(
 
 
 @triton.jit
+def _stored(x, cache):
+    """`stored`."""
+    dtype: tl.constexpr = cache.dtype.element_ty
+    if dtype == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0)
+    return x.to(dtype)
+
+
+@triton.jit
 def _prefetch_slots(cache, begin, end, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
     """Fetch the first BLOCK_N of the slots begin .. end to the L2 cache, by lines of 128 bytes."""
     LINE: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
@@ -266,9 +285,7 @@ def _attention(
     batch, kv_head = (tl.program_id(1) // KV_HEADS).to(tl.int64), (tl.program_id(1) % KV_HEADS).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node, head = row // GROUP, kv_head * GROUP + row % GROUP
-    length, first, size, owner = _plan(
-        lengths, positions, batch, stride_p, node, nodes, splits, least, WINDOW, BLOCK_N
-    )
+    length, first, size, owner = _plan(lengths, positions, batch, stride_p, node, nodes, splits, least, WINDOW, BLOCK_N)
     key_cache += tl.program_id(1).to(tl.int64) * capacity * DK
     value_cache += tl.program_id(1).to(tl.int64) * capacity * DV
     begin = first + split * size
@@ -301,8 +318,8 @@ def _attention(
         whole = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
         for start in range(begin, whole, BLOCK_N):
             at = start + slot
-            keys = tl.load(key_cache + at[:, None] * DK + dk[None, :], mask=real_dk, other=0.0)
-            values = tl.load(value_cache + at[:, None] * DV + dv[None, :], mask=real_dv, other=0.0)
+            keys = tl.load(key_cache + at[:, None] * DK + dk[None, :], mask=real_dk, other=0.0).to(query.dtype)
+            values = tl.load(value_cache + at[:, None] * DV + dv[None, :], mask=real_dv, other=0.0).to(query.dtype)
             acc, peak, total = _step(query, keys, values, None, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
         begin = whole
     for start in tl.range(begin, end, BLOCK_N, num_stages=1 if WINDOW is None else None):
@@ -310,6 +327,7 @@ def _attention(
         inside = at < end
         keys = tl.load(key_cache + at[:, None] * DK + dk[None, :], mask=inside[:, None] & real_dk, other=0.0)
         values = tl.load(value_cache + at[:, None] * DV + dv[None, :], mask=inside[:, None] & real_dv, other=0.0)
+        keys, values = keys.to(query.dtype), values.to(query.dtype)
         seen = inside[None, :]
         if WINDOW is not None:
             seen = seen & (position[:, None] - at[None, :] < WINDOW)
@@ -331,7 +349,7 @@ def _attention(
         else:
             bits = tl.load(ancestors + batch * nodes + node, mask=real, other=0)
         own = tl.arange(0, BLOCK_OWN)
-        for start in tl.range(0, last, BLOCK_OWN, num_stages=None if ancestors is None else 1):
+        for start in tl.range(0, last, BLOCK_OWN, num_stages=None if ancestors is None and cos is None else 1):
             j = start + own
             inside = j < nodes
             k_mask, v_mask = inside[:, None] & real_dk, inside[:, None] & real_dv
@@ -344,10 +362,12 @@ def _attention(
                     k_at, dk, cos + angle, sin + angle, k_norm, eps, offset, k_mask, DK, ALIGNED, ROUND_FIRST
                 )
             values = tl.load(v + j[:, None] * stride_vn + dv[None, :], mask=v_mask, other=0.0)
+            keys, values = _stored(keys, key_cache), _stored(values, value_cache)
             if tile == tiles - 1:
                 kept = (length + j < capacity)[:, None]
                 tl.store(key_cache + (length + j)[:, None] * DK + dk[None, :], keys, mask=k_mask & kept)
                 tl.store(value_cache + (length + j)[:, None] * DV + dv[None, :], values, mask=v_mask & kept)
+            keys, values = keys.to(query.dtype), values.to(query.dtype)
             if ancestors is None:
                 seen = j[None, :] <= node[:, None]
             else:

@@ -19,7 +19,9 @@ def tree_attention(graph: ModelGraph, settings) -> str:
     gm = graph.gm
     on_gpu = bool(graph.layers) and graph.device.type == "cuda"
     backend = attention.choose(settings.attention, graph) if graph.layers else None
-    op = backend.load() if on_gpu else ops.tree_attention
+    if settings.attention.fp8:
+        graph.cache_dtype = torch.float8_e4m3fn
+    op = backend.load(settings.attention) if on_gpu else ops.tree_attention
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     positions = inputs[1]
     with gm.graph.inserting_after(inputs[-1]):

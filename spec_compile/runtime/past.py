@@ -62,10 +62,9 @@ def extend(cache: Cache, state, padding: list[int], length: int) -> None:
     for layer in range(len(state.cache) // 2):
         new = []
         for held in state.cache[2 * layer :][:2]:
-            block = held.new_zeros(held.shape[0], held.shape[1], length - begin, held.shape[3])
+            block = held.new_zeros(held.shape[0], held.shape[1], length - begin, held.shape[3], dtype=state.dtype)
             for row, pad in enumerate(padding):
                 first = max(begin, pad)
                 block[row, :, first - begin :] = held[row, :, first - pad : length - pad]
             new.append(block)
         cache.update(*new, layer)
-

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graph import ModelGraph
+from ..kernels.attention.append import stored
 from .accept import Accepted
 from .past import Past
 from .tree import MAX_NODES, Tree
@@ -19,7 +20,7 @@ class Cache(nn.Module):
         self.layers = len(graph.layers)
         for number, layer in enumerate(graph.layers):
             for name, size in (("keys", layer.key_dim), ("values", layer.value_dim)):
-                held = _zeros((batch, layer.kv_heads, slots, size), graph.dtype, graph.device)
+                held = _zeros((batch, layer.kv_heads, slots, size), graph.cache_dtype or graph.dtype, graph.device)
                 self.register_buffer(f"{name}_{number}", held, persistent=False)
 
     @property
@@ -40,7 +41,7 @@ class State(nn.Module):
     def __init__(self, graph: ModelGraph, batch: int, capacity: int, device: torch.device, drawn: int = 0):
         """`drawn`: nodes at most of trees that the drafter draws, and gives the distributions of (0: it does not)."""
         super().__init__()
-        self.batch, self.capacity = batch, capacity
+        self.batch, self.capacity, self.dtype = batch, capacity, graph.dtype
         self.position_limit = graph.position_limit
 
         def buffer(name, *shape, dtype=torch.int64):
@@ -82,8 +83,8 @@ class State(nn.Module):
             for row, pad in enumerate(past.padding):
                 skipped = max(pad - first, 0)
                 slots = slice(max(first - pad, 0), past.length - pad)
-                key_cache[row, :, slots] = keys[row, :, skipped:]
-                value_cache[row, :, slots] = values[row, :, skipped:]
+                key_cache[row, :, slots] = stored(keys[row, :, skipped:], key_cache.dtype)
+                value_cache[row, :, slots] = stored(values[row, :, skipped:], value_cache.dtype)
         held = torch.tensor([past.length - pad for pad in past.padding], device=self.lengths.device)
         self.lengths.copy_(torch.minimum(held, self.prompt_lengths - 1))
 

@@ -21,16 +21,19 @@ ALL = frozenset(FEATURES)
 @dataclass(frozen=True)
 class Use:
     """What a graph wants of a backend. name: that of one, or "auto". role: "prefill" (causal chunks only), "verify" or
-    "draft" (trees and chunks). captured: the graph runs inside a CUDA graph."""
+    "draft" (trees and chunks). captured: the graph runs inside a CUDA graph. compiled: Inductor has made code of it.
+    fp8: the cache is of float8_e4m3fn."""
 
     name: str = "auto"
     role: str = "verify"
     captured: bool = True
+    compiled: bool = True
+    fp8: bool = False
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to run attention. ``load()`` gives its op, or raises ImportError that says what to install.
+    """A way to run attention. ``load(use)`` gives its op, or raises ImportError that says what to install.
 
     Every op has one signature and one meaning, those of `kernels.tree_attention.tree_attention`:
     ``op(q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window)`` appends the
@@ -38,27 +41,33 @@ class Backend:
     the bits of `ancestors` or (None) causally, to the block. One that `rotates` takes ``cos, sin`` and
     ``q_norm, k_norm, eps, offset``, too.
 
-    devices, dtypes: of the tensors. causal, trees: the `FEATURES` it has with causal chunks, and with trees. captured:
-    whether it reads lengths on the device alone, so that a CUDA graph can hold it. sizes: the head sizes it has (None:
-    all).
+    devices, dtypes: of the tensors. causal, trees, captured: the `FEATURES` it has with causal chunks, with trees, and
+    with trees inside a CUDA graph, where it reads lengths on the device alone. uncompiled: whether a CUDA graph can
+    hold it as it is, without Inductor. sizes: the head sizes it has (None: all). ready: whether "auto" may measure it
+    with a layer (None: it may not), for its kernels need no long compilation. fp8: it takes caches of float8_e4m3fn.
     """
 
     name: str
-    load: Callable[[], Callable]
+    load: Callable[..., Callable]
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
     causal: frozenset[str] = ALL
     trees: frozenset[str] = ALL
-    captured: bool = True
+    captured: frozenset[str] = ALL
+    uncompiled: bool = True
     rotates: bool = False
     sizes: frozenset[int] | None = None
+    ready: Callable[[LayerSpec, torch.dtype], bool] | None = None
+    fp8: bool = False
 
     def lack(self, layer: LayerSpec, dtype: torch.dtype, use: Use) -> str | None:
         """What the layer needs, used so, and the backend does not have; None if it has all."""
         if dtype not in self.dtypes:
             return str(dtype).removeprefix("torch.")
-        if use.captured and not self.captured:
-            return "a form that a CUDA graph can capture (cuda_graphs=False needs none)"
+        if use.fp8 and not self.fp8:
+            return "caches of 8 bits (kv_cache_dtype='auto' needs none)"
+        if use.captured and not (use.compiled or self.uncompiled):
+            return "a form that a CUDA graph can capture uncompiled (compile=True or cuda_graphs=False needs none)"
         needs = {
             "window": layer.window is not None,
             "softcap": layer.softcap is not None,
@@ -66,6 +75,8 @@ class Backend:
             "unequal": layer.key_dim != layer.value_dim,
         }
         features, form = (self.causal, "causal chunks") if use.role == "prefill" else (self.trees, "token trees")
+        if use.captured:
+            features, form = self.captured, f"{form} in a CUDA graph"
         for feature, needed in needs.items():
             if needed and feature not in features:
                 return f"{FEATURES[feature]} with {form}"

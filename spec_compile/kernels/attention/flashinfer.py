@@ -1,23 +1,31 @@
-"""Backend "flashinfer", a preview: FlashInfer's kernels over the committed slots. Not run on a GPU yet.
+"""Backend "flashinfer": FlashInfer's kernels over our static cache.
 
-Its kernels that read lengths on the device give no log-sum-exp, and those that give one have their lengths from the
-host: so a CUDA graph cannot hold this backend, and it serves prompts, or with ``cuda_graphs=False`` anything. A kernel
-that knows no token trees serves them in two parts, the committed slots and the block itself (`merge`).
+Inside a CUDA graph trees go to kernels that read lengths on the device (`xqa`). All else has its lengths from the host:
+prompts, and with ``cuda_graphs=False`` trees, which a kernel that knows none serves in two parts, the committed slots
+and the block itself (`merge`).
 """
 
-import importlib.util
+import importlib.metadata
 import math
 from collections.abc import Callable
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
+from ...graph import LayerSpec
+from ...runtime.tree import MAX_NODES
+from . import xqa
 from .append import append
-from .base import HALF, Backend
+from .base import HALF, Backend, Use
 from .merge import add_sinks, merge
 
+OLDEST = "0.6.1"
+"""The first version whose XQA takes trees."""
+CACHES = ("key_cache", "value_cache")
 
-@torch.library.custom_op("spec_compile::flashinfer_attention", mutates_args=("key_cache", "value_cache"))
+
+@torch.library.custom_op("spec_compile::flashinfer_attention", mutates_args=CACHES)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -49,7 +57,32 @@ def attention(
     return torch.stack(rows).to(q.dtype)
 
 
+@torch.library.custom_op("spec_compile::flashinfer_tree_attention", mutates_args=CACHES)
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None,
+    positions: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    """See `base.Backend`. Reads nothing on the host but for chunks of more than 64. -> [B, N, H, D]."""
+    if q.shape[2] > MAX_NODES:
+        inputs = q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window
+        return torch.ops.spec_compile.flashinfer_attention(*inputs)
+    append(key_cache, k, lengths)
+    append(value_cache, v, lengths)
+    return xqa.attention(q, key_cache, value_cache, lengths, ancestors, sinks, scale)
+
+
 @attention.register_fake
+@tree_attention.register_fake
 def _(q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window):
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
@@ -64,7 +97,7 @@ def part(
     from flashinfer import single_prefill_with_kv_cache
 
     out, lse = single_prefill_with_kv_cache(
-        q, k.contiguous(), v.contiguous(), causal=causal, kv_layout="HND", sm_scale=scale, logits_soft_cap=softcap,
+        q, k.transpose(0, 1), v.transpose(0, 1), causal=causal, sm_scale=scale, logits_soft_cap=softcap,
         window_left=-1 if window is None else window - 1, return_lse=True,
     )  # fmt: skip
     return out, lse * math.log(2)  # it gives logarithms of base 2
@@ -83,10 +116,35 @@ def block(
     return (scores.softmax(2) @ v).transpose(0, 1), scores.logsumexp(2).transpose(0, 1)
 
 
-def load() -> Callable:
-    if importlib.util.find_spec("flashinfer") is None:
-        raise ImportError("attention_backend: 'flashinfer' needs FlashInfer: pip install flashinfer-python")
-    return torch.ops.spec_compile.flashinfer_attention.default
+def load(use: Use) -> Callable:
+    try:
+        found = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(
+            f"attention_backend: 'flashinfer' needs FlashInfer: pip install \"flashinfer-python>={OLDEST}\""
+        ) from None
+    if Version(found) < Version(OLDEST):
+        raise ImportError(
+            f"attention_backend: 'flashinfer' needs FlashInfer {OLDEST} or later, {found} is installed: "
+            f'pip install -U "flashinfer-python>={OLDEST}"'
+        )
+    ops = torch.ops.spec_compile
+    return (ops.flashinfer_tree_attention if use.captured else ops.flashinfer_attention).default
+
+
+def ready(layer: LayerSpec, dtype: torch.dtype) -> bool:
+    """Whether the kernel of prompts is compiled for such a layer; that takes minutes."""
+    try:
+        from flashinfer.jit.attention import gen_single_prefill_module
+        from flashinfer.utils import determine_attention_backend
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        return gen_single_prefill_module(
+            determine_attention_backend(device, 0, False, False, dtype, dtype), dtype, dtype, dtype, layer.key_dim,
+            layer.value_dim, 0, layer.window is not None, layer.softcap is not None, False,
+        ).is_compiled  # fmt: skip
+    except (ImportError, AttributeError, TypeError):  # a version that names these otherwise
+        return False
 
 
 BACKEND = Backend(
@@ -96,6 +154,7 @@ BACKEND = Backend(
     HALF,
     causal=frozenset({"window", "softcap", "sinks"}),
     trees=frozenset({"softcap", "sinks"}),
-    captured=False,
+    captured=frozenset({"sinks"}),
     sizes=frozenset({64, 128, 256}),
+    ready=ready,
 )

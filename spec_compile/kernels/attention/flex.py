@@ -56,8 +56,9 @@ def attention(
 def block_mask(
     slots: int, lengths: Tensor, ancestors: Tensor | None, positions: Tensor, window: int | None
 ) -> BlockMask:
-    """What `ops.tree_mask` means, as FlexAttention takes it: a function of places, and the blocks of the cache where it
-    may be true. Those are counted on the device, and nothing waits for them."""
+    """What `ops.tree_mask` means, as FlexAttention takes it: a function of places, the blocks of the cache where it is
+    true without exception (none with a window), and those where it may be. They are counted on the device, and nothing
+    waits for them."""
     nodes, device = positions.shape[1], positions.device
     places = torch.arange(slots, device=device).expand(len(lengths), -1)
     own = lengths[:, None] + torch.arange(nodes, device=device)
@@ -74,15 +75,20 @@ def block_mask(
             visible = visible & (positions[batch, node] - there[batch, slot] < window)
         return visible
 
-    first = torch.zeros_like(lengths)
-    if window is not None:
-        first = (torch.minimum(positions.amin(1), lengths) - window + 1).clamp(min=0) // BLOCK
-    count = (lengths + nodes + BLOCK - 1) // BLOCK - first
     blocks = (slots + BLOCK - 1) // BLOCK
+    if window is None:
+        first = lengths // BLOCK
+        every = torch.arange(blocks, device=device, dtype=torch.int32).expand(len(lengths), -1)
+        whole = _dense(first.int()), _dense(every.contiguous())
+    else:
+        first = (torch.minimum(positions.amin(1), lengths) - window + 1).clamp(min=0) // BLOCK
+        whole = None, None
+    count = (lengths + nodes + BLOCK - 1) // BLOCK - first
     indices = (first[:, None] + torch.arange(blocks, device=device)).clamp(max=blocks - 1)
     return BlockMask.from_kv_blocks(
-        count[:, None, None].int(),
-        indices[:, None, None].int(),
+        _dense(count.int()),
+        _dense(indices.int()),
+        *whole,
         BLOCK_SIZE=(QUERIES, BLOCK),
         mask_mod=seen,
         seq_lengths=(nodes, slots),
@@ -90,5 +96,19 @@ def block_mask(
     )
 
 
+def _dense(x: Tensor) -> Tensor:
+    """x [B] or [B, L] as [B, 1, 1] or [B, 1, 1, L] with the strides of a contiguous tensor, which FlexAttention's
+    kernels rely on: for dimensions of one torch 2.11's Inductor would choose others."""
+    row = x.stride(0)
+    return x.as_strided((x.shape[0], 1, 1, *x.shape[1:]), (row, row, row, *x.stride()[1:]))
+
+
 SIZES = frozenset(range(16, 257))
-BACKEND = Backend("flex", lambda: attention, frozenset({"cuda"}), HALF | {torch.float32}, sizes=SIZES)
+BACKEND = Backend(
+    "flex",
+    lambda use=None: attention,
+    frozenset({"cuda"}),
+    HALF | {torch.float32},
+    uncompiled=False,  # it makes scalars on the host
+    sizes=SIZES,
+)

@@ -4,13 +4,21 @@ from collections.abc import Callable
 
 import torch
 
-from .base import HALF, Backend
+from .base import HALF, Backend, Use
+
+OLDEST = (8, 9)
+"""The first compute capability with float8_e4m3fn."""
 
 
-def load() -> Callable:
+def load(use: Use | None = None) -> Callable:
     from .. import tree_attention  # noqa: F401
 
+    if use is not None and use.fp8 and (here := torch.cuda.get_device_capability()) < OLDEST:
+        numbers = "{}.{}, got {}.{}".format(*OLDEST, *here)
+        raise ValueError(f"kv_cache_dtype: 'fp8' needs a GPU of compute capability {numbers}; pass 'auto'")
     return torch.ops.spec_compile.tree_attention.default
 
 
-BACKEND = Backend("triton", load, frozenset({"cuda"}), HALF | {torch.float32}, rotates=True)
+BACKEND = Backend(
+    "triton", load, frozenset({"cuda"}), HALF | {torch.float32}, rotates=True, ready=lambda *_: True, fp8=True
+)
