@@ -7,8 +7,11 @@ import models
 import pytest
 import test_draft_rounds as drafts
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from spec_compile import UnsupportedModelError, speculate
+from spec_compile import UnsupportedModelError, audit, speculate
+from spec_compile.drafters.dflash_block import DFlashDraft
+from spec_compile.drafters.draft_block import Eagle3Head, LayerKnobs
 from spec_compile.runtime.engine import AHEAD
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -104,6 +107,33 @@ def test_drafts_of_architectures(algorithm, name):
         system = with_draft(algorithm, schedule, mode, name)
         ids = drafts.prompts(batch).cuda()
         assert torch.equal(drafts.generated(system, ids).cpu(), drafts.plain(name, batch))
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "draft_model", "dflash"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_drafts_in_16_bits_at_real_head_sizes(algorithm, head_dim):
+    """Kernels take other tiles there than for the tiny models, and the prompt comes in chunks of every size."""
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=head_dim, vocab_size=512, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    embedding, output = target.model.embed_tokens.weight, target.lm_head.weight
+    if algorithm == "draft_model":
+        draft = copy.deepcopy(target)
+    elif algorithm == "eagle3":
+        draft = Eagle3Head(config, embedding, taps=(1, 2, 3), feature_size=256, head_weight=output)
+    else:
+        layer = LayerKnobs(num_layers=2, qk_norm=True)
+        draft = DFlashDraft(config, embedding, output, (1, 2), block_size=8, mask_token_id=511, layer=layer)
+    draft = draft.to("cuda", torch.bfloat16).requires_grad_(False).eval()
+    more = {} if algorithm == "dflash" else dict(num_steps=3)
+    fast = speculate(target, algorithm, draft=draft, max_cache_len=3500, check=False, **more)
+    ids = torch.randint(3, 500, (1, 2900), device="cuda")
+    fixed = dict(do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
+    assert all(row.verdict != "DIFFERENT" for row in audit(fast, [ids], **fixed).greedy)
+    assert algorithm != "draft_model" or fast.speculation.stats.accept_length > 3
 
 
 @pytest.mark.parametrize("schedule", ["hot", "static", "cut"])
