@@ -37,15 +37,23 @@ def read_bandwidth() -> float:
     return data.numel() * 4 / best
 
 
-def machine() -> dict:
-    """Names and versions that belong beside every figure."""
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def machine(device: torch.device | None = None) -> dict:
+    """Names and versions that belong beside every figure; of a GPU, too, if that is the device."""
     import transformers
 
     cpu = platform.processor()
     if os.path.exists("/proc/cpuinfo"):
         names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
         cpu = names[0] if names else cpu
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device is not None and device.type == "cuda" else {}
     return {
+        **gpu,
         "cpu": cpu,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

@@ -1,0 +1,244 @@
+"""Every way of drafting on real prompts: accept length and tokens a second, against transformers' own ways.
+
+    python benchmarks/acceptance.py [--device cuda] [--dtype bfloat16] [--draft-model FOLDER] [--algos eagle3 dflash]
+                                    [--workloads docstrings] [--prompts 8] [--repeats 3] [--json FILE]
+
+Greedy, one prompt at a time. Every prompt is answered by all systems in turn, `--repeats` times over; a rate is the
+median over the repeats of (all tokens of a workload) / (all seconds of generate(), prompts included). All have been
+compiled and called before; the trie is emptied before every answer. Accept length: tokens a round, the target's own
+included. First drafts: the share of rounds with drafts whose first one was accepted.
+
+Answers are compared with HF greedy, token for token. In float32 a difference of ours fails the run. In bfloat16 two
+nearly equal logits may swap, so every answer that differs is audited, and only what is no near-tie fails.
+
+FR-Spec is not among them: the EAGLE-3 head drafts 3,072 of the model's 4,096 tokens already.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from common import DEMO_MODEL, HERE, machine, pin, synchronize
+from cpu import prompts_of
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+import spec_compile
+
+WORKLOADS = ("code_completion", "code_editing", "docstrings")
+OURS = {
+    "n-gram, 16 nodes": ("ngram", None, dict(num_draft_tokens=16)),
+    "EAGLE-3, chain of 5": ("eagle3", "eagle3", dict(num_steps=5)),
+    "EAGLE-3, tree of 16": ("eagle3", "eagle3", dict(num_steps=5, topk=4, num_draft_tokens=16)),
+    "DFlash, chain": ("dflash", "dflash", {}),
+    "DFlash, tree of 16": ("dflash", "dflash", dict(topk=4, num_draft_tokens=16)),
+    "MTP, 3 steps": ("mtp", "mtp", dict(num_steps=3)),
+    "naive EAGLE": ("naive_eagle", "eagle3", {}),
+    "draft model, chain": ("draft_model", "model", dict(num_steps=5)),
+}
+"""Name -> algorithm, the draft (a folder of --heads, "model": that of --draft-model), options."""
+GREEDY = "HF greedy"
+console = Console(stderr=True)
+
+
+def hf_systems(model: PreTrainedModel, draft: PreTrainedModel | None, fixed: dict) -> dict[str, Callable]:
+    """Transformers' own ways; its compiled forward over a static cache on a GPU only, where it compiles by itself."""
+    ways = {GREEDY: {}, "HF prompt lookup": dict(prompt_lookup_num_tokens=10)}
+    if draft is not None:
+        ways["HF assistant"] = dict(assistant_model=draft)
+    if model.device.type == "cuda":
+        ways["HF static + compile"] = dict(cache_implementation="static")
+    return {name: partial(model.generate, **fixed, **options) for name, options in ways.items()}
+
+
+def wrap(model: PreTrainedModel, algos: list[str], heads: Path, draft: PreTrainedModel | None) -> dict:
+    """Ours by name, not compiled yet."""
+    ours = {}
+    for name, (algo, kind, options) in OURS.items():
+        if algo in algos and (kind != "model" or draft is not None):
+            source = {"draft": draft if kind == "model" else str(heads / kind)} if kind else {}
+            ours[name] = spec_compile.speculate(model, algo, **source, **options)
+    return ours
+
+
+def timed(generate: Callable, ids: Tensor) -> tuple[Tensor, float]:
+    """The answer without the prompt, and the seconds until it was there."""
+    synchronize(ids.device)
+    begin = time.perf_counter()
+    output = generate(ids)
+    synchronize(ids.device)
+    return output[0, ids.shape[1] :], time.perf_counter() - begin
+
+
+def answer(systems: dict[str, Callable], ours: dict, prompts: list[Tensor], repeats: int) -> tuple[dict, dict]:
+    """Answers and tokens a second of every system; the counters of `ours` are of these answers."""
+    answers, seconds = {name: [] for name in systems}, {name: [0.0] * repeats for name in systems}
+    for fast in ours.values():
+        fast.speculation.stats.reset()
+    for repeat in range(repeats):
+        for ids in prompts:
+            for name, generate in systems.items():
+                if name in ours and ours[name].speculation.algorithm == "ngram":
+                    ours[name].speculation.ngram.reset()
+                output, spent = timed(generate, ids)
+                seconds[name][repeat] += spent
+                if repeat == 0:
+                    answers[name].append(output)
+    tokens = {name: sum(map(len, outputs)) for name, outputs in answers.items()}
+    return answers, {name: statistics.median(tokens[name] / s for s in seconds[name]) for name in systems}
+
+
+def measure(systems: dict[str, Callable], ours: dict, prompts: list[Tensor], repeats: int, fixed: dict) -> dict:
+    """Figures of each system over one workload."""
+    answers, rates = answer(systems, ours, prompts, repeats)
+    best = max(rate for name, rate in rates.items() if name not in ours)
+    results = {}
+    for name, rate in rates.items():
+        same = [torch.equal(*pair) for pair in zip(answers[name], answers[GREEDY])]
+        row = {"tokens_per_second": rate, "over_greedy": rate / rates[GREEDY], "identical": sum(same)}
+        if name in ours:
+            stats = ours[name].speculation.stats
+            row |= {"over_best_of_hf": rate / best, "accept_length": stats.accept_length}
+            row |= {"acceptance_by_depth": stats.acceptance_by_depth, "nodes": dict(stats.nodes)}
+            row |= {"seconds": dict(stats.seconds)}
+            differing = [ids for ids, equal in zip(prompts, same) if not equal]
+            if differing:
+                row["audit"] = verdicts(name, ours[name], differing, fixed)
+        results[name] = row
+    return {"tokens": sum(map(len, answers[GREEDY])), "prompts": len(prompts), "systems": results}
+
+
+def verdicts(name: str, fast: PreTrainedModel, prompts: list[Tensor], fixed: dict) -> dict[str, int]:
+    """How often `audit` says what of answers that differed."""
+    report = spec_compile.audit(fast, prompts, **fixed)
+    console.print(f"{name}: answers that differ from {GREEDY}\n{report}", highlight=False, markup=False)
+    return dict(Counter(row.verdict for row in report.greedy))
+
+
+def failures(workloads: dict, exact: bool) -> list[str]:
+    """Answers of ours that are not what they must be."""
+    found = []
+    for workload, result in workloads.items():
+        for name, row in result["systems"].items():
+            audited = row.get("audit", {})
+            count = sum(audited.values()) if exact else audited.get("DIFFERENT", 0)
+            if count:
+                found.append(f"{workload}, {name}: {count} of {result['prompts']} answers differ from {GREEDY}")
+    return found
+
+
+def table(workload: str, result: dict) -> Table:
+    """A row for each system."""
+    shown = Table(title=f"{workload}, {result['tokens']} tokens", title_justify="left")
+    columns = ("system", "accept length", "first drafts", "tokens/s", "vs greedy", "vs best HF", "same")
+    for number, column in enumerate(columns):
+        widest = max(map(len, column.split()))
+        shown.add_column(column, justify="right" if number else "left", no_wrap=number == 0, min_width=widest)
+    for name, row in result["systems"].items():
+        drafts, best = ["", ""], ""
+        if "accept_length" in row:
+            first = (row["acceptance_by_depth"] or [0.0])[0]
+            drafts, best = [f"{row['accept_length']:.2f}", f"{first:.0%}"], f"{row['over_best_of_hf']:.2f}×"
+        rates = f"{row['tokens_per_second']:.0f}", f"{row['over_greedy']:.2f}×"
+        same = f"{row['identical']} of {result['prompts']}"
+        shown.add_row(name, *drafts, *rates, best, same, style="bold" if best else None)
+    return shown
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    algos = sorted({algo for algo, _, _ in OURS.values()})
+    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser.add_argument("--heads", type=Path, help="folder with eagle3, dflash and mtp (default: heads of the model)")
+    parser.add_argument("--draft-model", help="a smaller model of the same tokenizer (default: none, left out)")
+    parser.add_argument("--algos", nargs="+", default=algos, choices=algos)
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="names of files in --folder")
+    parser.add_argument("--folder", type=Path, default=HERE / "prompts")
+    parser.add_argument("--prompts", type=int, default=8, help="of each workload, the first ones")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--json", type=Path, help="default: results/acceptance_cpu.json or acceptance_gpu.json")
+    options = parser.parse_args()
+    options.device = torch.device(options.device)
+    options.heads = options.heads or Path(options.model) / "heads"
+    kind = "gpu" if options.device.type == "cuda" else "cpu"
+    options.json = options.json or HERE / "results" / f"acceptance_{kind}.json"
+    needed = {kind for algo, kind, _ in OURS.values() if algo in options.algos and kind not in (None, "model")}
+    missing = sorted(kind for kind in needed if not (options.heads / kind / "config.json").is_file())
+    if missing:
+        parser.error(f"--heads: no {' and no '.join(missing)} in {options.heads}; name other --algos or another folder")
+    return options
+
+
+def main() -> None:
+    start, options = time.perf_counter(), parse()
+    if options.device.type == "cpu":
+        pin(options.threads)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, options.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = load(options.model).to(options.device).eval()
+    draft = load(options.draft_model).to(options.device).eval() if options.draft_model else None
+    if draft is None and "draft_model" in options.algos:
+        console.print("[yellow]draft model, HF assistant: left out (--draft-model FOLDER names one)")
+    room = model.config.max_position_embeddings - options.new_tokens
+    prompts = {}
+    for workload in options.workloads:
+        some = prompts_of(workload, options.folder, options.prompts, tokenizer, room)
+        prompts[workload] = [ids.to(options.device) for ids in some]
+
+    fixed = dict(do_sample=False, max_new_tokens=options.new_tokens, pad_token_id=tokenizer.pad_token_id)
+    ours = wrap(model, options.algos, options.heads, draft)
+    systems = hf_systems(model, draft, fixed)
+    longest_prompt = max((ids for some in prompts.values() for ids in some), key=lambda ids: ids.shape[1])
+    for generate in systems.values():
+        generate(longest_prompt)
+    for name, fast in ours.items():
+        fast.speculation.warmup(progress=lambda line, name=name: console.print(f"[dim]{name}: {line}"))
+        systems[name] = partial(fast.generate, **fixed)
+        systems[name](longest_prompt)
+    ready = time.perf_counter() - start
+
+    workloads = {}
+    for workload, some in prompts.items():
+        workloads[workload] = measure(systems, ours, some, options.repeats, fixed)
+        console.print(f"[dim]{time.perf_counter() - start:.0f} s: {workload} measured")
+    facts = machine(options.device)
+    seconds, where = time.perf_counter() - start, facts.get("gpu", f"{facts['cpu']}, {facts['threads']} threads")
+    print(f"{options.new_tokens} new tokens, batch 1, {options.dtype}, {where}")
+    for workload, result in workloads.items():
+        Console().print(table(workload, result))
+    rows = [row for result in workloads.values() for row in result["systems"].values()]
+    audited = sum((Counter(row.get("audit")) for row in rows), start=Counter())
+    if audited:
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in audited.items())
+        print(f"answers of ours that differ from {GREEDY}, audited: {counts}")
+    print(f"ready (capture, compile, first calls) after {ready:.0f} s, all measured after {seconds:.0f} s")
+    report = {
+        "command": " ".join(sys.argv), "machine": facts, "dtype": options.dtype, "new_tokens": options.new_tokens,
+        "repeats": options.repeats, "draft_model": options.draft_model, "ready_seconds": ready,
+        "total_seconds": seconds, "workloads": workloads,
+    }  # fmt: skip
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    wrong = failures(workloads, exact=options.dtype == "float32")
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
