@@ -18,7 +18,7 @@ from ..config import Options
 from ..errors import check_int
 from ..graph import ModelGraph
 from ..kernels import ops
-from ..kernels.top_logits import MAX_K, top_logits
+from ..kernels.top_logits import MAX_K, best_tokens
 from ..passes.regions import compiled_regions
 from ..runtime.accept import Accepted
 from ..runtime.state import Cache, State
@@ -195,7 +195,7 @@ class DFlashDrafter(Drafter):
         if self.chain is not None:
             return self._draw(state, logits[:, first:])
         topk, hot_ids = self.options.topk, self.draft.hot_ids
-        scores, tokens = top_logits(logits.flatten(0, 1), topk, self.options.score_temperature)
+        scores, tokens = best_tokens(logits.flatten(0, 1), topk, self.options.score_temperature)
         tokens = tokens if hot_ids is None else hot_ids[tokens]
         scores, tokens = (x.view(len(root), self.slots, topk)[:, first:] for x in (scores, tokens))
         if self.tree is None:

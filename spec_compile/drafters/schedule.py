@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..compat import argmax
 from ..errors import check_int
 from ..kernels.ops import gather_rows
-from ..kernels.top_logits import MAX_K, top_logits
+from ..kernels.top_logits import MAX_K, best_tokens
 from ..runtime.accept_chain import counter
 from ..runtime.sampling import draw, uniform
 from ..runtime.tree import MAX_NODES
@@ -194,7 +194,7 @@ def _children(
 ) -> tuple[Tensor, Tensor]:
     """Scores and tokens [B, P * ranks] of the likeliest children of P nodes with scores [B, P], logits [B, P, Vd]."""
     batch, nodes, vocab = logits.shape
-    scores, ids = top_logits(logits.reshape(batch * nodes, vocab), ranks, temperature)
+    scores, ids = best_tokens(logits.reshape(batch * nodes, vocab), ranks, temperature)
     scores = above[:, :, None] + scores.view(batch, nodes, ranks)
     tokens = ids if hot_ids is None else hot_ids[ids]
     return scores.view(batch, nodes * ranks), tokens.view(batch, nodes * ranks)

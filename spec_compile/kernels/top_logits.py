@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..compat import argmax
 from . import skinny_matmul
 
 try:
@@ -37,11 +38,7 @@ def top_logits(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tens
     _check(logits, k, temperature)
     if triton is not None and logits.is_cuda and logits.numel() > 0:
         return launch(logits, k, temperature)
-    logits = _clean(logits)
-    best = _entries(logits).topk(k).values
-    ids = MASK - (best & MASK)
-    logprobs = ((logits - logits.amax(dim=1, keepdim=True)) / temperature).log_softmax(dim=1).gather(1, ids)
-    return torch.where(logits.gather(1, ids).isneginf(), -math.inf, logprobs), ids
+    return _plain(logits, k, temperature)
 
 
 @top_logits.register_fake
@@ -49,6 +46,19 @@ def _(logits, k, temperature):
     _check(logits, k, temperature)
     shape = logits.shape[0], k
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
+def best_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """`top_logits`; on a CPU in operations that a compiler joins with those around them."""
+    _check(logits, k, temperature)
+    return (top_logits if logits.is_cuda else _plain)(logits, k, temperature)
+
+
+def _plain(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = _clean(logits)
+    ids = argmax(logits)[:, None] if k == 1 else MASK - (_entries(logits).topk(k).values & MASK)
+    logprobs = ((logits - logits.amax(dim=1, keepdim=True)) / temperature).log_softmax(dim=1).gather(1, ids)
+    return torch.where(logits.gather(1, ids).isneginf(), -math.inf, logprobs), ids
 
 
 def _check(logits: Tensor, k: int, temperature: float) -> None:
