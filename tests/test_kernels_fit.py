@@ -1,0 +1,81 @@
+"""Whether attention's kernels, compiled for a Hopper GPU, fit into its shared memory at the sizes of real models.
+
+Triton compiles without a GPU. It does so in another process: in this one it interprets.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+MEMORY = 232_448
+"""Bytes of shared memory that a program may take on an H100 or H200."""
+
+SCRIPT = """
+import json, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from spec_compile.kernels import dependent_launch, tree_attention
+
+
+class Hopper:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+class Compiled:
+    "Compiles a kernel where it would be launched."
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: found.append(self.kernel.warmup(*args, grid=grid, **options).metadata.shared)
+
+
+driver.set_active(Hopper())
+memory = int(sys.argv[1])
+tree_attention._device = lambda index: (132, memory)
+dependent_launch.available = lambda tensor: True
+tree_attention._attention, tree_attention._merge = (
+    Compiled(kernel) for kernel in (tree_attention._attention, tree_attention._merge)
+)
+results = {}
+for heads, kv_heads, size in ((32, 8, 64), (32, 8, 128), (8, 1, 256)):
+    for nodes, causal in ((16, False), (2048, True)):
+        for turned, window in ((True, None), (False, 512)):
+            heads_of = heads, kv_heads, kv_heads
+            q, k, v = (torch.zeros(1, nodes, n, size, dtype=torch.bfloat16).transpose(1, 2) for n in heads_of)
+            caches = torch.zeros(2, 1, kv_heads, 4096, size, dtype=torch.bfloat16)
+            lengths, places = torch.tensor([1024]), torch.arange(nodes)[None]
+            turning = [None] * 4
+            if turned:
+                turning = [*torch.zeros(2, 1, nodes, size, dtype=torch.bfloat16), *torch.ones(2, size).bfloat16()]
+            found = []
+            inputs = q, k, v, *caches, lengths, None if causal else places, places
+            tree_attention.launch(*inputs, None, 0.1, None, window, *turning, 1e-6)
+            results[f"{nodes} nodes, heads of {size}, turned {turned}, window {window}"] = max(found)
+print(json.dumps(results))
+"""
+
+
+def test_attention_fits():
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(MEMORY)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    used = json.loads(done.stdout.splitlines()[-1])
+    assert {case: size for case, size in used.items() if size > MEMORY} == {}
