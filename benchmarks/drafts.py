@@ -14,7 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 import spec_compile
 from spec_compile.drafters.dflash_block import DFlashDraft
 from spec_compile.drafters.draft_block import Eagle3Head, EagleHead, LayerKnobs
+from spec_compile.drafters.draft_target import Target
 from spec_compile.drafters.mtp_block import MtpHead, block_config
+from spec_compile.training.options import TrainingOptions
+from spec_compile.training.sizes import draft_config
 
 TREE = dict(num_steps=5, topk=4, num_draft_tokens=16)
 DRAFTS = {
@@ -28,11 +31,6 @@ DRAFTS = {
     "qwen3-8b": {"DFlash, block of 16": ("dflash", "dflash", {})},
 }
 """Target's shape -> name -> algorithm, kind of draft, options."""
-
-LLAMA_SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "max_position_embeddings", "rope_parameters", "rms_norm_eps",
-)  # fmt: skip
 
 
 def make(kind: str, model: PreTrainedModel, small: LlamaConfig) -> torch.nn.Module:
@@ -51,7 +49,7 @@ def make(kind: str, model: PreTrainedModel, small: LlamaConfig) -> torch.nn.Modu
             head.hot_ids = torch.arange(32000)
         elif kind == "dflash":
             five, knobs = (2, 10, 18, 26, 34), LayerKnobs(num_layers=5, qk_norm=True)
-            sizes = LlamaConfig(**{name: getattr(config, name) for name in LLAMA_SIZES})
+            sizes = draft_config(Target.of(model), TrainingOptions(), layers=5)
             head = DFlashDraft(sizes, embedding, output, five, 16, 151669, knobs)
         else:
             head = MtpHead(model.get_decoder(), block_config(config, sparse=False), embedding, output)

@@ -167,19 +167,14 @@ class DFlashDrafter(Drafter):
         self.write(features, state.lengths)
 
     def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, span: int) -> None:
-        nodes = accepted.path.shape[1]
-        rows = torch.arange(1 if nodes == 1 else self.longest, device=begin.device).clamp(max=nodes - 1)
-        path = accepted.path.index_select(1, rows)  # beyond what was gained: anything
+        path, _ = accepted.first(self.longest)
         self.write([ops.gather_rows(feature, path) for feature in features], begin)
 
     def write(self, features: list[Tensor], begin: Tensor) -> None:
         """Put the context of tokens with these states [B, T, h] into the cache, at slots `begin` [B] onwards."""
-        batch, size, _ = features[0].shape
-        slots = begin[:, None] + torch.arange(size, device=begin.device)
-        row = torch.arange(batch, device=begin.device)[:, None, None]
-        for cache, values in zip(self.cache.tensors, self.context(features, slots)):
-            head = torch.arange(cache.shape[1], device=begin.device)[None, :, None]
-            cache.index_put_((row, head, slots[:, None]), values)
+        positions = begin[:, None] + torch.arange(features[0].shape[1], device=begin.device)
+        for cache, values in zip(self.cache.tensors, self.context(features, positions)):
+            ops.append(cache, values, begin)
 
     def logits(self, root: Tensor, lengths: Tensor, span: int) -> Tensor:
         """Of the slots of a block behind the committed ones: [B, slots, Vd]. root, lengths [B]."""

@@ -101,13 +101,10 @@ class HeadDrafter(Drafter):
         self._keep(out, last, (last >= 0) & (last < size))
 
     def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, span: int) -> None:
-        nodes = accepted.path.shape[1]
-        rows = torch.arange(1 if nodes == 1 else self.longest, device=begin.device)
-        positions = begin[:, None] + rows
-        rows = rows.clamp(max=nodes - 1)  # beyond what was gained: anything
-        path, tokens = accepted.path.index_select(1, rows), accepted.tokens.index_select(1, rows).clamp(min=0)
+        path, tokens = accepted.first(self.longest)
+        positions = begin[:, None] + torch.arange(path.shape[1], device=begin.device)
         states = self.head.project([gather_rows(feature, path) for feature in features])
-        out = self.block(tokens, positions, states, begin, None, self.cache.tensors, span)
+        out = self.block(tokens.clamp(min=0), positions, states, begin, None, self.cache.tensors, span)
         gained = state.lengths - begin
         self._keep(out, gained - 1, gained > 0)
 

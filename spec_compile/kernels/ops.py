@@ -122,14 +122,27 @@ def tree_attention(
     lengths[b] .. lengths[b] + N; mask [B, 1, G * N, span] from `tree_mask`: slots beyond span are not read.
     -> [B, N, H, Dv].
     """
-    batch, kv_heads, nodes, _ = k.shape
     span = mask.shape[3]
-    slots = lengths[:, None] + torch.arange(nodes, device=k.device)
-    row = torch.arange(batch, device=k.device)[:, None, None]
-    head = torch.arange(kv_heads, device=k.device)[None, :, None]
-    key_cache.index_put_((row, head, slots[:, None, :]), k)
-    value_cache.index_put_((row, head, slots[:, None, :]), v)
+    append(key_cache, k, lengths)
+    append(value_cache, v, lengths)
     return masked_attention(q, key_cache[:, :, :span], value_cache[:, :, :span], mask, sinks, scale, softcap)
+
+
+def append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
+    """Write new [B, Hkv, N, D] into cache [B, Hkv, S, D], in place, at the slots lengths[b] .. lengths[b] + N."""
+    batch, heads, nodes, _ = new.shape
+    slots = lengths[:, None] + torch.arange(nodes, device=new.device)
+    row = torch.arange(batch, device=new.device)[:, None, None]
+    head = torch.arange(heads, device=new.device)[None, :, None]
+    cache.index_put_((row, head, slots[:, None, :]), new)
+
+
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as a cache of `dtype` holds it: in float8_e4m3fn nothing is larger than `LARGEST_FP8`, and the scale is 1."""
+    return (x.clamp(-LARGEST_FP8, LARGEST_FP8) if dtype == torch.float8_e4m3fn else x).to(dtype)
 
 
 SKINNY_ROWS = 8

@@ -18,7 +18,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import dependent_launch, ops
 from .add_rms_norm import rms_norm
-from .attention.append import stored
 from .skinny_matmul import _prefetch
 
 LOG2E = math.log2(math.e)
@@ -49,10 +48,10 @@ def tree_attention(
 
     q [B, H, N, Dk], k [B, Hkv, N, Dk], v [B, Hkv, N, Dv], any strides; caches [B, Hkv, S, D*] contiguous, written at
     slots lengths[b] .. lengths[b] + N, of q's dtype or of float8_e4m3fn, to which keys and values are then rounded
-    before anyone sees them (`stored`); lengths [B], positions [B, N] int64; ancestors [B, N] int64 (bit j of node i: i
-    sees j; N <= 64) or None for a causal chunk of any N; sinks [H]; scale > 0; cos, sin [B, N, Dk] of q's dtype or both
-    None: with them q and k are `rotated` first; with them and weights q_norm, k_norm [Dk] every query and key head goes
-    through an `rms_norm` of eps and offset before that. -> [B, N, H, Dv].
+    before anyone sees them (`ops.stored`); lengths [B], positions [B, N] int64; ancestors [B, N] int64 (bit j of node
+    i: i sees j; N <= 64) or None for a causal chunk of any N; sinks [H]; scale > 0; cos, sin [B, N, Dk] of q's dtype or
+    both None: with them q and k are `rotated` first; with them and weights q_norm, k_norm [Dk] every query and key head
+    goes through an `rms_norm` of eps and offset before that. -> [B, N, H, Dv].
     """
     if q_norm is not None:
         q, k = rms_norm(q, q_norm, eps, offset), rms_norm(k, k_norm, eps, offset)
@@ -62,7 +61,7 @@ def tree_attention(
     mask = ops.tree_mask(positions, lengths, ancestors, span, window, q.shape[1] // k.shape[1], q.dtype)
     caches = key_cache, value_cache
     if key_cache.dtype != q.dtype:
-        k, v = (stored(x, key_cache.dtype).to(q.dtype) for x in (k, v))
+        k, v = (ops.stored(x, key_cache.dtype).to(q.dtype) for x in (k, v))
         caches = [cache.to(q.dtype) for cache in caches]
     out = ops.tree_attention(q, k, v, *caches, lengths, mask, sinks, scale, softcap).contiguous()
     if key_cache.dtype != q.dtype:
@@ -217,7 +216,7 @@ def _step(
 
 @triton.jit
 def _stored(x, cache):
-    """`stored`."""
+    """`ops.stored`."""
     dtype: tl.constexpr = cache.dtype.element_ty
     if dtype == tl.float8e4nv:
         x = tl.clamp(x.to(tl.float32), -448.0, 448.0)

@@ -22,6 +22,12 @@ class Accepted:
     tokens: Tensor
     count: Tensor
 
+    def first(self, longest: int) -> tuple[Tensor, Tensor]:
+        """Nodes and tokens [B, L] of paths of at most L = `longest` (1 in a tree of one node); behind `count`: any."""
+        nodes = self.path.shape[1]
+        places = torch.arange(1 if nodes == 1 else longest, device=self.path.device).clamp(max=nodes - 1)
+        return self.path.index_select(1, places), self.tokens.index_select(1, places)
+
 
 def accept_greedy(tree: Tree, ancestors: Tensor, depth: Tensor, logits: Tensor) -> Accepted:
     """Follow the target's own argmax down the tree: the deepest node all of whose ancestors it would have chosen.

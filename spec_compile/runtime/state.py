@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graph import ModelGraph
-from ..kernels.attention.append import stored
+from ..kernels.ops import stored
 from .accept import Accepted
 from .past import Past
 from .tree import MAX_NODES, Tree

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...graph import LayerSpec
 from ...runtime.tree import MAX_NODES
+from ..ops import append
 from . import xqa
-from .append import append
 from .base import HALF, Backend, Use
 from .merge import add_sinks, merge
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from .append import append
+from ..ops import append
 from .base import HALF, Backend
 from .merge import add_sinks
 
