@@ -1,7 +1,7 @@
 """Rounds on a GPU against the byte floor, and against transformers: for model shapes with random weights.
 
     python benchmarks/gpu.py [--shapes llama-8b qwen3-8b llama-1b qwen3-0.6b] [--contexts 1024 8192 32768]
-                             [--batches 1 4 8] [--baselines] [--drafts] [--demo] [--json FILE]
+                             [--batches 1 4 8] [--prompts 8192 32768] [--baselines] [--drafts] [--demo] [--json FILE]
 
 The floor of a round is the time in which the bytes it must read (weights once, keys and values of the context once)
 pass at the bandwidth that a large copy reaches here. Prompts are tokens of real text (benchmarks/prompts); since
@@ -200,6 +200,19 @@ def baselines(model, ids: torch.Tensor, new: int) -> dict[str, float]:
     return out
 
 
+def prompts(fast, model, lengths: list[int]) -> list[dict[str, float]]:
+    """Tokens a second of prompts of these lengths, the first new token included, here and in transformers."""
+    rows = []
+    for length in lengths:
+        ids, row = text_tokens(length, model.config.vocab_size)[None].cuda(), {"tokens": length}
+        for name, system in (("ours", fast), ("HF", model)):
+            ms = median_ms(lambda s=system, ids=ids: s.generate(ids, max_new_tokens=1, do_sample=False), 3, 1)
+            row[name] = length / ms * 1e3
+        rows.append(row)
+        print(f"  prompt of {length}: {row['ours']:.0f} tokens/s, HF {row['HF']:.0f}", flush=True)
+    return rows
+
+
 def measure(name: str, options, speeds: dict[str, float]) -> dict:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -208,7 +221,7 @@ def measure(name: str, options, speeds: dict[str, float]) -> dict:
     if not model.config.tie_word_embeddings:
         weights -= model.get_input_embeddings().weight.numel() * 2  # only rows of it are read
     begin = time.perf_counter()
-    longest = max(options.contexts)
+    longest = max(options.contexts + options.prompts)
     fast = spec_compile.speculate(model, num_draft_tokens=max(options.sizes), max_cache_len=longest + 1024)
     fast.speculation.warmup(progress=lambda line: print(f"  {time.perf_counter() - begin:5.1f} s: {line}", flush=True))
     ready = time.perf_counter() - begin
@@ -241,6 +254,8 @@ def measure(name: str, options, speeds: dict[str, float]) -> dict:
     result["loop"] = loop(fast, ids, 64)
     print("  loop: " + ", ".join(f"{k} {v:.2f}" for k, v in result["loop"].items()))
     result["peak_bytes"] = torch.cuda.max_memory_allocated()
+    if options.prompts:
+        result["prompts"] = prompts(fast, model, options.prompts)
     if options.drafts and name in drafts.DRAFTS:
         read = weights + token_bytes * 1024
         result["drafts"] = drafts.measure(name, model, SHAPES[DRAFT_MODEL][1], read, speeds["copy"], rounds)
@@ -286,6 +301,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[], help="also the speed of prompts of these lengths")
     parser.add_argument("--baselines", action="store_true", help="also transformers' own ways, which take a while")
     parser.add_argument("--drafts", action="store_true", help="also draft heads and models (see drafts.py)")
     parser.add_argument("--warm", action="store_true", help="only the seconds until ready, in a second process")

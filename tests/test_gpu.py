@@ -109,10 +109,8 @@ def test_drafts_of_architectures(algorithm, name):
         assert torch.equal(drafts.generated(system, ids).cpu(), drafts.plain(name, batch))
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "draft_model", "dflash"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_drafts_in_16_bits_at_real_head_sizes(algorithm, head_dim):
-    """Kernels take other tiles there than for the tiny models, and the prompt comes in chunks of every size."""
+def in_16_bits(algorithm, head_dim, **options):
+    """A small model with heads of a real size, in bfloat16, and `algorithm` with a draft that knows nothing."""
     config = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
         head_dim=head_dim, vocab_size=512, max_position_embeddings=4096,
@@ -124,16 +122,39 @@ def test_drafts_in_16_bits_at_real_head_sizes(algorithm, head_dim):
         draft = copy.deepcopy(target)
     elif algorithm == "eagle3":
         draft = Eagle3Head(config, embedding, taps=(1, 2, 3), feature_size=256, head_weight=output)
-    else:
+    elif algorithm == "dflash":
         layer = LayerKnobs(num_layers=2, qk_norm=True)
         draft = DFlashDraft(config, embedding, output, (1, 2), block_size=8, mask_token_id=511, layer=layer)
-    draft = draft.to("cuda", torch.bfloat16).requires_grad_(False).eval()
-    more = {} if algorithm == "dflash" else dict(num_steps=3)
-    fast = speculate(target, algorithm, draft=draft, max_cache_len=3500, check=False, **more)
-    ids = torch.randint(3, 500, (1, 2900), device="cuda")
+    if algorithm != "ngram":
+        options |= dict(draft=draft.to("cuda", torch.bfloat16).requires_grad_(False).eval(), check=False)
+    if algorithm in ("eagle3", "draft_model"):
+        options |= dict(num_steps=3)
+    return speculate(target, algorithm, max_cache_len=3584, **options)
+
+
+def audited(fast):
+    """The answer to a long prompt that repeats itself has no other tokens than those of near-ties."""
+    ids = torch.randint(3, 500, (1, 1450), device="cuda").repeat(1, 2)
     fixed = dict(do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
-    assert all(row.verdict != "DIFFERENT" for row in audit(fast, [ids], **fixed).greedy)
+    return all(row.verdict != "DIFFERENT" for row in audit(fast, [ids], **fixed).greedy)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "draft_model", "dflash"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_drafts_in_16_bits_at_real_head_sizes(algorithm, head_dim):
+    """Kernels take other tiles there than for the tiny models, and the prompt comes in chunks of every size."""
+    fast = in_16_bits(algorithm, head_dim)
+    assert audited(fast)
     assert algorithm != "draft_model" or fast.speculation.stats.accept_length > 3
+
+
+@pytest.mark.parametrize("algorithm", ["ngram", "eagle3"])
+@pytest.mark.parametrize("prefill, verify", [("flashinfer", "triton"), ("triton", "flashinfer")])
+def test_prompts_and_trees_on_different_backends(algorithm, prefill, verify):
+    pytest.importorskip("flashinfer")
+    fast = in_16_bits(algorithm, 128, attention_backend={"prefill": prefill, "verify": verify})
+    assert audited(fast)
+    assert f"prefill by {prefill}, verify by {verify}" in fast.speculation.explain()
 
 
 @pytest.mark.parametrize("schedule", ["hot", "static", "cut"])

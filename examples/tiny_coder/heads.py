@@ -39,7 +39,7 @@ HEADS = {
     "eagle3": {
         "taps": [2, 5, 8], "ttt_steps": 5, "draft_vocab_size": 3072, "intermediate_size": 512, "learning_rate": 3e-3,
     },
-    "dflash": {"taps": [2, 5, 8], "block_size": 8, "num_layers": 3, "intermediate_size": 256},
+    "dflash": {"taps": [2, 5, 8], "block_size": 8, "num_layers": 3, "intermediate_size": 240},
     "mtp": {"ttt_steps": 5, "learning_rate": 2e-3},
 }  # fmt: skip
 """Options of each, so that all three together are small enough for a repository."""

@@ -1,0 +1,59 @@
+"""What keys and values in fp8 change: accept lengths and answers, beside those of a cache in the model's own dtype.
+
+    python benchmarks/kv_cache_dtype.py [--model examples/tiny_coder] [--prompts 10] [--new-tokens 128]
+
+On a GPU, greedy, bfloat16, n-gram drafts. An fp8 cache changes what the target sees, so answers may differ; how many
+tokens agree before they first do is counted over all sets of benchmarks/prompts.
+"""
+
+import argparse
+import json
+
+import torch
+from common import DEMO_MODEL, HERE, machine, read_prompts
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import spec_compile
+
+KINDS = ("auto", "fp8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser.add_argument("--prompts", type=int, default=10, help="of each set, the first ones")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--json", default=HERE / "results" / "kv_cache_dtype.json")
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).cuda().eval()
+    new = options.new_tokens
+    longest = min(model.config.max_position_embeddings, 8192)
+    systems = {kind: spec_compile.speculate(model, kv_cache_dtype=kind, max_cache_len=longest) for kind in KINDS}
+    fixed = dict(do_sample=False, max_new_tokens=new, min_new_tokens=new, pad_token_id=0)
+    results = {}
+    for path in sorted((HERE / "prompts").glob("*.jsonl")):
+        agreed = []
+        for system in systems.values():
+            system.speculation.stats.reset()
+        for prompt in read_prompts(path, options.prompts):
+            ids = tokenizer(prompt, return_tensors="pt").input_ids[:, new - longest :].cuda()
+            answers = []
+            for system in systems.values():
+                system.speculation.ngram.reset()
+                answers.append(system.generate(ids, **fixed)[0, ids.shape[1] :])
+            different = (answers[0] != answers[1]).nonzero()
+            agreed.append(int(different[0]) if len(different) else new)
+        lengths = {kind: system.speculation.stats.accept_length for kind, system in systems.items()}
+        same, until = sum(count == new for count in agreed), sum(agreed) / len(agreed)
+        results[path.stem] = {"accept_length": lengths, "same": same, "of": len(agreed), "tokens_before": until}
+        said = ", ".join(f"{kind} {length:.2f}" for kind, length in lengths.items())
+        print(f"{path.stem}: accept length {said}; {same} of {len(agreed)} answers the same, on average {until:.0f} "
+              f"of {new} tokens before the first difference", flush=True)  # fmt: skip
+    report = {"machine": machine(torch.device("cuda")), "new_tokens": new, "sets": results}
+    with open(options.json, "w") as file:
+        file.write(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
