@@ -8,6 +8,7 @@ tokens agree before they first do is counted over all sets of benchmarks/prompts
 
 import argparse
 import json
+from itertools import takewhile
 
 import torch
 from common import DEMO_MODEL, HERE, machine, read_prompts
@@ -30,10 +31,10 @@ def main() -> None:
     new = options.new_tokens
     longest = min(model.config.max_position_embeddings, 8192)
     systems = {kind: spec_compile.speculate(model, kv_cache_dtype=kind, max_cache_len=longest) for kind in KINDS}
-    fixed = dict(do_sample=False, max_new_tokens=new, min_new_tokens=new, pad_token_id=0)
+    fixed = dict(do_sample=False, max_new_tokens=new, pad_token_id=tokenizer.pad_token_id)
     results = {}
     for path in sorted((HERE / "prompts").glob("*.jsonl")):
-        agreed = []
+        agreed, lengths = [], []
         for system in systems.values():
             system.speculation.stats.reset()
         for prompt in read_prompts(path, options.prompts):
@@ -42,14 +43,15 @@ def main() -> None:
             for system in systems.values():
                 system.speculation.ngram.reset()
                 answers.append(system.generate(ids, **fixed)[0, ids.shape[1] :])
-            different = (answers[0] != answers[1]).nonzero()
-            agreed.append(int(different[0]) if len(different) else new)
-        lengths = {kind: system.speculation.stats.accept_length for kind, system in systems.items()}
-        same, until = sum(count == new for count in agreed), sum(agreed) / len(agreed)
-        results[path.stem] = {"accept_length": lengths, "same": same, "of": len(agreed), "tokens_before": until}
-        said = ", ".join(f"{kind} {length:.2f}" for kind, length in lengths.items())
-        print(f"{path.stem}: accept length {said}; {same} of {len(agreed)} answers the same, on average {until:.0f} "
-              f"of {new} tokens before the first difference", flush=True)  # fmt: skip
+            pairs = zip(*(answer.tolist() for answer in answers))
+            agreed.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            lengths.append(max(map(len, answers)))
+        accept = {kind: system.speculation.stats.accept_length for kind, system in systems.items()}
+        same, share = sum(map(int.__eq__, agreed, lengths)), sum(agreed) / sum(lengths)
+        results[path.stem] = {"accept_length": accept, "same": same, "of": len(agreed), "tokens_before": share}
+        said = ", ".join(f"{kind} {length:.2f}" for kind, length in accept.items())
+        print(f"{path.stem}: accept length {said}; {same} of {len(agreed)} answers the same, {share:.0%} of all tokens "
+              "before the first difference", flush=True)  # fmt: skip
     report = {"machine": machine(torch.device("cuda")), "new_tokens": new, "sets": results}
     with open(options.json, "w") as file:
         file.write(json.dumps(report, indent=1) + "\n")

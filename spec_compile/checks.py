@@ -13,6 +13,9 @@ noise, of any position (root mean square over the vocabulary)."""
 LONGEST = 1024
 """Longest text that is run for a check; of longer windows it is checked that attention is told of them."""
 
+PAGE = 128
+"""Caches are of whole pages, which some attention backends ask for."""
+
 
 @torch.no_grad()
 def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
@@ -34,15 +37,15 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
 def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
     """Compare a small tree behind a prefix with plain forwards over each of its paths."""
     windows = [layer.window for layer in graph.layers if layer.window is not None]
-    prefix = min(max([8, *windows]) + 3, LONGEST, (graph.position_limit or LONGEST) - 8)
-    parents = [-1, 0, 0, 1, 1, 2, 3]
+    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 6, 7, 8, 8, 12, 14]  # 16 nodes behind 16: sizes of rounds
     nodes = len(parents)
+    prefix = min(max([13, *windows]) + 3, LONGEST, (graph.position_limit or LONGEST) - nodes)
     ids = _random_ids(graph, 1, prefix + nodes)
     weight = next(graph.gm.parameters())
     ids = ids.to(weight.device)
     slots = prefix + nodes
     cache = [
-        weight.new_zeros(1, layer.kv_heads, slots, size, dtype=graph.dtype)
+        weight.new_zeros(1, layer.kv_heads, -(-slots // PAGE) * PAGE, size, dtype=graph.dtype)
         for layer in graph.layers
         for size in (layer.key_dim, layer.value_dim)
     ]

@@ -22,6 +22,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
 from spec_compile.capture import capture
+from spec_compile.checks import check_tree
 from spec_compile.compat import EXAMPLE
 from spec_compile.config import Options
 from spec_compile.graph import LayerSpec, ModelGraph, calls
@@ -402,6 +403,14 @@ def test_pass_puts_the_op_into_the_graph(on_gpu, captured, tiny, name, model):
     for function in (ours.gm, *([cut(ours)] if model == "llama" else [])):
         for got, expected in zip(prefix_then_tree(function, graph), want, strict=True):
             torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_check_of_a_backend_with_pages(on_gpu, captured, tiny, monkeypatch):
+    """The check's cache is of pages as large as those of a session's, so that no kernel is compiled for it alone."""
+    graph = captured("llama")[1]
+    on_gpu()
+    monkeypatch.setattr(xqa, "PAGES", xqa.PAGES[:1])
+    check_tree("llama", graph, rewritten(graph, "flashinfer", "verify", True))
 
 
 @pytest.mark.parametrize("name, model", REFUSED)

@@ -31,7 +31,7 @@ import torch
 HERE = Path(__file__).parent
 SEQUENCE, NEW = 1024, 192
 """Tokens of a sequence, and of an answer at most."""
-PROMPTS, HELD_OUT, TEXTS = 24_000, 512, 3_000
+PROMPTS, HELD_OUT, TEXTS = 24_000, 512, 6_000
 LONGEST_PROMPT, LONGEST_TEXT = 2400, 3600
 """Characters."""
 OPTIONS = {"batch_size": 32, "sequence_length": SEQUENCE, "checkpoint_minutes": 1}

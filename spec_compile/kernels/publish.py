@@ -14,16 +14,37 @@ def publish(outcome: Tensor, slots: Tensor, turn: Tensor) -> None:
     slots [S + 1, 1 + width] int64, pinned host memory; turn [1] int64 on the device. Whoever sees the number in column
     0 sees what was written before it. While `turn` is negative everything goes to the last slot and it stays.
     """
-    _publish[(1,)](outcome.contiguous(), slots, turn, outcome.numel(), slots.stride(0), SLOTS=len(slots) - 1, BLOCK=512)
+    _publish[(1,)](
+        outcome.contiguous(), slots, turn, outcome.numel(), slots.stride(0),
+        SLOTS=len(slots) - 1, BLOCK=128, RELEASE=outcome.is_cuda, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_release(address, value):
+    """Store where the host looks, after all that this warp has stored. (GPUs have no atomics in a host's memory.)"""
+    tl.inline_asm_elementwise(
+        "st.release.sys.global.b64 [$1], $2; mov.u32 $0, 0;",
+        "=r,l,l",
+        [address.to(tl.int64), value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(do_not_specialize=["size", "width"])
-def _publish(outcome, slots, turn, size, width, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+def _publish(
+    outcome, slots, turn, size, width, SLOTS: tl.constexpr, BLOCK: tl.constexpr, RELEASE: tl.constexpr
+):  # fmt: skip
     number = tl.load(turn)
     slot = slots + tl.where(number < 0, SLOTS, number % SLOTS) * width
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         tl.store(slot + 1 + at, tl.load(outcome + at, mask=at < size), mask=at < size)
     tl.debug_barrier()  # every thread's stores come before the release by one of them
-    tl.atomic_xchg(slot, number + 1, sem="release", scope="sys")
+    if RELEASE:
+        _store_release(slot, number + 1)
+    else:  # interpreted
+        tl.store(slot, number + 1)
     tl.store(turn, tl.where(number < 0, number, number + 1))

@@ -327,6 +327,8 @@ def plan(rows: int, outputs: int, inputs: int, processors: int = 132) -> Plan | 
     narrow = _ceil(outputs, 32)
     if rows <= 16 and inputs > 2 * outputs and 0.9 * processors < narrow <= processors:  # no row of tiles is shared
         return Plan(32, 256, narrow, stages=6, late=1)
+    if rows <= 16 and outputs * inputs <= 1 << 22 and narrow * (processors // narrow) > 0.9 * processors:
+        return Plan(32, 256, narrow * (processors // narrow), stages=6, late=4, prefetch=2)
     shares = min(processors // tiles, _ceil(inputs, 128), 8)
     if shares > 1 and tiles * shares < 0.8 * processors:
         return None
