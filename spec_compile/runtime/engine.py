@@ -16,6 +16,7 @@ from ..graph import ModelGraph
 from ..report import Recording
 from ..stats import Clock, Stats
 from .accept import Accepted
+from .chunks import FIXED, chunks
 from .past import Past
 from .sampler import Sampler
 from .sampling import NO_PROBABILITIES
@@ -221,12 +222,11 @@ class Engine:
 
     def _prefill(self, session: Session, request: Request) -> None:
         """Keys and values of every prompt token but the last, beyond those that the state has."""
-        state, step, sizes = session.state, session.step("prefill"), session.prefill_sizes
-        sizes = [n for n in sizes if n <= (request.prefill_chunk_size or n)] or sizes[-1:]
+        state, step, limit = session.state, session.step("prefill"), request.prefill_chunk_size
+        sizes = [n for n in session.prefill_sizes if n <= (limit or n)] or session.prefill_sizes[-1:]
         held = state.lengths.tolist()
         place = max(held)
-        end = place + max(len(prompt) - 1 - there for prompt, there in zip(request.prompts, held))
-        while place < end:
-            size = next((size for size in sizes if size <= end - place), sizes[-1])
+        missing = max(len(prompt) - 1 - there for prompt, there in zip(request.prompts, held))
+        for size in chunks(missing, sizes, FIXED[self.device.type]):
             step(size, self._span(state, place + size))
             place += size

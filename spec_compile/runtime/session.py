@@ -11,6 +11,7 @@ from torch import Tensor
 from ..compat import EXAMPLE, compile_piece, compile_step
 from ..errors import UnsupportedModelError
 from ..passes.regions import compiled_regions
+from . import chunks
 from .cuda_graph import Captured, Ring
 from .round import Prefill, Round
 from .sampler import Sampler
@@ -22,8 +23,6 @@ SPAN = 128
 """The part of the cache that is looked at on a CPU grows by this many slots."""
 SAMPLERS = 32
 """Captured rounds that draw, kept for the settings used last."""
-PREFILL_SIZES = {"cpu": (512, 128, 32), "cuda": (2048, 512, 128, 32)}
-"""Tokens of each row that a prefill step takes."""
 
 
 class Session:
@@ -32,7 +31,7 @@ class Session:
     def __init__(self, engine, batch: int):
         self.engine, self.batch = engine, batch
         self.on_gpu = engine.device.type == "cuda"
-        self.prefill_sizes = PREFILL_SIZES[engine.device.type]
+        self.prefill_sizes = chunks.SIZES[engine.device.type]
         margin = MAX_NODES + self.prefill_sizes[0]
         slots = -(-(engine.capacity(batch) + margin) // SPAN) * SPAN
         self._check_memory(slots)

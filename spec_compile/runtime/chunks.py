@@ -1,0 +1,29 @@
+"""The steps in which a prompt is processed."""
+
+from collections.abc import Iterator
+
+SIZES = {"cpu": (512, 128, 32), "cuda": (2048, 512, 128, 32)}
+"""Tokens of each row that a step may take, largest first."""
+FIXED = {"cpu": 32, "cuda": 128}
+"""What a step costs beside its tokens, in tokens: the weights are read once a step."""
+
+
+def chunks(tokens: int, sizes: tuple[int, ...], fixed: int) -> Iterator[int]:
+    """Sizes of the steps for so many tokens. The last may be larger than what is left, if that is cheaper than several
+    smaller ones."""
+    while tokens > sizes[0]:
+        yield sizes[0]
+        tokens -= sizes[0]
+    while tokens > 0:
+        size = _cheapest(tokens, sizes, fixed)[1]
+        yield size
+        tokens -= size
+
+
+def _cheapest(tokens: int, sizes: tuple[int, ...], fixed: int) -> tuple[int, int]:
+    """(cost, first size) of the cheapest steps for at most sizes[0] tokens."""
+    at_once = min(size for size in sizes if size >= tokens)
+    ways = [(at_once + fixed, at_once)]
+    for size in [size for size in sizes if size < tokens][:1]:
+        ways.append((size + fixed + _cheapest(tokens - size, sizes, fixed)[0], size))
+    return min(ways)
