@@ -5,6 +5,8 @@ from transformers import PreTrainedModel
 
 from .errors import UnsupportedModelError
 from .graph import ModelGraph
+from .runtime.session import SPAN
+from .runtime.state import Cache
 from .runtime.tree import ancestry
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
@@ -12,9 +14,6 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 3e-2, torc
 noise, of any position (root mean square over the vocabulary)."""
 LONGEST = 1024
 """Longest text that is run for a check; of longer windows it is checked that attention is told of them."""
-
-PAGE = 128
-"""Caches are of whole pages, which some attention backends ask for."""
 
 
 @torch.no_grad()
@@ -40,15 +39,9 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
     parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 6, 7, 8, 8, 12, 14]  # 16 nodes behind 16: sizes of rounds
     nodes = len(parents)
     prefix = min(max([13, *windows]) + 3, LONGEST, (graph.position_limit or LONGEST) - nodes)
-    ids = _random_ids(graph, 1, prefix + nodes)
-    weight = next(graph.gm.parameters())
-    ids = ids.to(weight.device)
     slots = prefix + nodes
-    cache = [
-        weight.new_zeros(1, layer.kv_heads, -(-slots // PAGE) * PAGE, size, dtype=graph.dtype)
-        for layer in graph.layers
-        for size in (layer.key_dim, layer.value_dim)
-    ]
+    ids = _random_ids(graph, 1, slots).to(graph.device)
+    cache = Cache(graph, 1, -(-slots // SPAN) * SPAN).tensors  # of as whole pages as a session's
     start = torch.zeros(1, dtype=torch.int64, device=ids.device)
     steps = torch.arange(prefix, device=ids.device)[None]
     verify.gm(ids[:, :prefix], steps, start, None, cache, prefix)

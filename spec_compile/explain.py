@@ -27,13 +27,8 @@ def explain(speculation) -> str:
 
 def _backends(engine) -> str:
     """Which attention backend runs what."""
-    roles = attention.ROLES if engine.algorithm.token_bytes else attention.ROLES[:2]
-    names = {role: engine.options.attention_backend[role] for role in roles}
-    for role, name in names.items():
-        if name == "auto":
-            graph = engine.prefill if role == "prefill" else engine.verify
-            names[role] = attention.choose(engine.options.attention(role), graph).name
-    return ", ".join(f"{role} by {name}" for role, name in names.items())
+    graphs = zip(attention.ROLES, (engine.prefill, engine.verify, engine.algorithm.graph))
+    return ", ".join(f"{role} by {graph.backend}" for role, graph in graphs if graph is not None)
 
 
 def dump(model, directory) -> list[Path]:

@@ -410,7 +410,9 @@ def test_check_of_a_backend_with_pages(on_gpu, captured, tiny, monkeypatch):
     graph = captured("llama")[1]
     on_gpu()
     monkeypatch.setattr(xqa, "PAGES", xqa.PAGES[:1])
-    check_tree("llama", graph, rewritten(graph, "flashinfer", "verify", True))
+    verify = rewritten(graph, "flashinfer", "verify", True)
+    monkeypatch.setattr(ModelGraph, "device", torch.device("cpu"))
+    check_tree("llama", graph, verify)
 
 
 @pytest.mark.parametrize("name, model", REFUSED)
@@ -550,7 +552,7 @@ def test_what_is_measured_is_a_chunk(monkeypatch):
     monkeypatch.setattr(measure, "CHUNK", 32)
     layer = layer_of((4, 2), (64, 48), window=100, softcap=2.0, sinks=True)
     inputs = measure.chunk(layer, torch.float32, torch.device("cpu"))
-    assert BACKENDS["sdpa"].load()(*inputs).shape == (1, 32, 4, 48)
+    assert BACKENDS["sdpa"].load(Use("sdpa"))(*inputs).shape == (1, 32, 4, 48)
     assert torch.equal(inputs[3][:, :, measure.COMMITTED :], inputs[1])
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Options
+from ..graph import ModelGraph
 from ..runtime.accept import Accepted
 from ..runtime.state import State
 from .schedule import Schedule, StaticTree, Step, draw_chain, grow
@@ -72,8 +73,13 @@ class Algorithm:
     reach: int = 0
     """Slots beyond the verified nodes that its drafters use."""
 
-    token_bytes: int = 0
-    """Bytes that its own cache takes for each token of a sequence."""
+    graph: ModelGraph | None = None
+    """The draft that runs in its rounds, with a cache of its own."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that its own cache takes for each token of a sequence."""
+        return self.graph.token_bytes if self.graph else 0
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         """The drafter for `batch` sequences of up to `slots` tokens."""

@@ -111,7 +111,7 @@ class DFlash(Algorithm):
         pipeline = [*passes.PIPELINE, causal_layers]
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
         self.graph = passes.run(capture_head(draft), settings, pipeline)
-        self.reach, self.token_bytes = self.slots, self.graph.token_bytes
+        self.reach = self.slots
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return DFlashDrafter(self, batch, slots)

@@ -31,8 +31,8 @@ class DraftModel(Algorithm):
         self.schedule, self.draws, self.vocab_size = options.schedule, options.draws, vocab_size
         chosen = passes.Settings(options.merge_linears, logits="rows", attention=options.attention("draft"))
         filling = passes.Settings(options.merge_linears, logits="none", attention=options.attention("prefill"))
-        self.chosen, self.prefill = passes.run(graph, chosen), passes.run(graph, filling)
-        self.reach, self.token_bytes = 1 + self.schedule.fed, graph.token_bytes
+        self.graph, self.prefill = passes.run(graph, chosen), passes.run(graph, filling)
+        self.reach = 1 + self.schedule.fed
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return ModelDrafter(self, batch, slots)
@@ -46,11 +46,11 @@ class ModelDrafter(Drafter):
     def __init__(self, algorithm: DraftModel, batch: int, slots: int):
         super().__init__()
         self.schedule, self.draws, self.vocab_size = algorithm.schedule, algorithm.draws, algorithm.vocab_size
-        self.known = min(algorithm.chosen.vocab_size, self.vocab_size)  # the rest of either vocabulary is padding
-        self.graph, self.filling = algorithm.chosen, algorithm.prefill.gm
+        self.known = min(algorithm.graph.vocab_size, self.vocab_size)  # the rest of either vocabulary is padding
+        self.graph, self.filling = algorithm.graph, algorithm.prefill.gm
         self.models = dict.fromkeys((True, False), self.graph.gm)  # for single rows, and for more
         self.behind = 1 if self.schedule.topk == 1 else self.schedule.num_steps + 1  # tokens fed again before the root
-        self.cache, self.slots = Cache(algorithm.chosen, batch, slots), slots
+        self.cache, self.slots = Cache(algorithm.graph, batch, slots), slots
 
     def small_buffers(self) -> list[Tensor]:
         return []

@@ -62,7 +62,7 @@ class Heads(Algorithm):
             self.schedule.to(head.head_weight.device)
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
         self.graph = passes.run(capture_head(head, head.hidden_size), settings)
-        self.reach, self.token_bytes = self.schedule.fed, self.graph.token_bytes
+        self.reach = self.schedule.fed
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return HeadDrafter(self, batch, slots)

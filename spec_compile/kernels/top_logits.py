@@ -50,8 +50,10 @@ def _(logits, k, temperature):
 
 def best_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
     """`top_logits`; on a CPU in operations that a compiler joins with those around them."""
+    if logits.is_cuda:
+        return top_logits(logits, k, temperature)
     _check(logits, k, temperature)
-    return (top_logits if logits.is_cuda else _plain)(logits, k, temperature)
+    return _plain(logits, k, temperature)
 
 
 def _plain(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:

@@ -26,11 +26,11 @@ def rotary(graph: ModelGraph, settings) -> str:
 
 
 def rotating(graph: ModelGraph, settings) -> list[fx.Node]:
-    """The attention that could rotate: of a graph of 16 bits that verifies on a GPU, with a backend that can."""
-    if settings.logits == "none" or graph.dtype not in HALF or not graph.layers or graph.device.type != "cuda":
+    """The attention that could rotate: of a graph of 16 bits that verifies, with a backend that can."""
+    if settings.logits == "none" or graph.dtype not in HALF or not graph.backend:
         return []
-    backend = attention.choose(settings.attention, graph)
-    return calls(graph.gm, backend.load()) if backend.rotates else []
+    backend = attention.BACKENDS[graph.backend]
+    return calls(graph.gm, backend.load(settings.attention)) if backend.rotates else []
 
 
 def _rotation(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:

@@ -19,6 +19,7 @@ def tree_attention(graph: ModelGraph, settings) -> str:
     gm = graph.gm
     on_gpu = bool(graph.layers) and graph.device.type == "cuda"
     backend = attention.choose(settings.attention, graph) if graph.layers else None
+    graph.backend = backend.name if backend else ""
     if settings.attention.fp8:
         graph.cache_dtype = torch.float8_e4m3fn
     op = backend.load(settings.attention) if on_gpu else ops.tree_attention

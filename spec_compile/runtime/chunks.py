@@ -22,8 +22,9 @@ def chunks(tokens: int, sizes: tuple[int, ...], fixed: int) -> Iterator[int]:
 
 def _cheapest(tokens: int, sizes: tuple[int, ...], fixed: int) -> tuple[int, int]:
     """(cost, first size) of the cheapest steps for at most sizes[0] tokens."""
-    at_once = min(size for size in sizes if size >= tokens)
-    ways = [(at_once + fixed, at_once)]
-    for size in [size for size in sizes if size < tokens][:1]:
-        ways.append((size + fixed + _cheapest(tokens - size, sizes, fixed)[0], size))
-    return min(ways)
+    enough = min(size for size in sizes if size >= tokens)
+    at_once = enough + fixed, enough
+    first = max((size for size in sizes if size < tokens), default=None)
+    if first is None:
+        return at_once
+    return min(at_once, (first + fixed + _cheapest(tokens - first, sizes, fixed)[0], first))

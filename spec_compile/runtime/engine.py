@@ -196,7 +196,7 @@ class Engine:
     def _draft_has(self, session: Session, request: Request) -> bool:
         """Whether a drafter's own cache holds what `request.past` does for the target, from the call before, or cannot,
         since nobody knows the tokens. Else the prompts are processed again."""
-        if not self.algorithm.token_bytes or request.unknown:
+        if self.algorithm.graph is None or request.unknown:
             return True
         held = session.state.lengths.tolist()
         if len(session.texts) != len(held):

@@ -48,7 +48,7 @@ class Backend:
     """
 
     name: str
-    load: Callable[..., Callable]
+    load: Callable[[Use], Callable]
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
     causal: frozenset[str] = ALL

@@ -106,7 +106,7 @@ def _dense(x: Tensor) -> Tensor:
 SIZES = frozenset(range(16, 257))
 BACKEND = Backend(
     "flex",
-    lambda use=None: attention,
+    lambda use: attention,
     frozenset({"cuda"}),
     HALF | {torch.float32},
     uncompiled=False,  # it makes scalars on the host

@@ -29,4 +29,4 @@ def attention(
     return ops.tree_attention(q, k, v, key_cache, value_cache, lengths, mask, sinks, scale, softcap)
 
 
-BACKEND = Backend("sdpa", lambda use=None: attention, frozenset({"cpu", "cuda"}), HALF | {torch.float32, torch.float64})
+BACKEND = Backend("sdpa", lambda use: attention, frozenset({"cpu", "cuda"}), HALF | {torch.float32, torch.float64})

@@ -10,10 +10,10 @@ OLDEST = (8, 9)
 """The first compute capability with float8_e4m3fn."""
 
 
-def load(use: Use | None = None) -> Callable:
+def load(use: Use) -> Callable:
     from .. import tree_attention  # noqa: F401
 
-    if use is not None and use.fp8 and (here := torch.cuda.get_device_capability()) < OLDEST:
+    if use.fp8 and (here := torch.cuda.get_device_capability()) < OLDEST:
         numbers = "{}.{}, got {}.{}".format(*OLDEST, *here)
         raise ValueError(f"kv_cache_dtype: 'fp8' needs a GPU of compute capability {numbers}; pass 'auto'")
     return torch.ops.spec_compile.tree_attention.default
