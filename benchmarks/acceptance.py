@@ -16,7 +16,6 @@ FR-Spec is not among them: the EAGLE-3 head drafts 3,072 of the model's 4,096 to
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections import Counter
@@ -25,8 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import DEMO_MODEL, HERE, machine, pin, synchronize
-from cpu import prompts_of
+from common import DEMO_MODEL, HERE, answer_in_turn, machine, pin, prompts_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -71,36 +69,9 @@ def wrap(model: PreTrainedModel, algos: list[str], heads: Path, draft: PreTraine
     return ours
 
 
-def timed(generate: Callable, ids: Tensor) -> tuple[Tensor, float]:
-    """The answer without the prompt, and the seconds until it was there."""
-    synchronize(ids.device)
-    begin = time.perf_counter()
-    output = generate(ids)
-    synchronize(ids.device)
-    return output[0, ids.shape[1] :], time.perf_counter() - begin
-
-
-def answer(systems: dict[str, Callable], ours: dict, prompts: list[Tensor], repeats: int) -> tuple[dict, dict]:
-    """Answers and tokens a second of every system; the counters of `ours` are of these answers."""
-    answers, seconds = {name: [] for name in systems}, {name: [0.0] * repeats for name in systems}
-    for fast in ours.values():
-        fast.speculation.stats.reset()
-    for repeat in range(repeats):
-        for ids in prompts:
-            for name, generate in systems.items():
-                if name in ours and ours[name].speculation.algorithm == "ngram":
-                    ours[name].speculation.ngram.reset()
-                output, spent = timed(generate, ids)
-                seconds[name][repeat] += spent
-                if repeat == 0:
-                    answers[name].append(output)
-    tokens = {name: sum(map(len, outputs)) for name, outputs in answers.items()}
-    return answers, {name: statistics.median(tokens[name] / s for s in seconds[name]) for name in systems}
-
-
 def measure(systems: dict[str, Callable], ours: dict, prompts: list[Tensor], repeats: int, fixed: dict) -> dict:
     """Figures of each system over one workload."""
-    answers, rates = answer(systems, ours, prompts, repeats)
+    answers, rates = answer_in_turn(systems, ours, prompts, repeats)
     best = max(rate for name, rate in rates.items() if name not in ours)
     results = {}
     for name, rate in rates.items():

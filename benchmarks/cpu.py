@@ -13,10 +13,11 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
-from common import DEMO_MODEL, HERE, machine, pin, read_bandwidth, read_prompts
+from common import DEMO_MODEL, HERE, answer_in_turn, machine, pin, prompts_of, read_bandwidth, read_prompts
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,14 +26,6 @@ import spec_compile
 
 WORKLOADS = ("code_editing", "bug_fixing", "code_completion", "maths", "chat", "random")
 console = Console(stderr=True)
-
-
-def prompts_of(workload: str, folder: Path, count: int, tokenizer, longest: int) -> list[torch.Tensor]:
-    if workload == "random":
-        generator = torch.Generator().manual_seed(0)
-        return [torch.randint(1, len(tokenizer), (1, 200), generator=generator) for _ in range(count)]
-    texts = read_prompts(folder / f"{workload}.jsonl", count)
-    return [tokenizer(text, return_tensors="pt").input_ids[:, -longest:] for text in texts]
 
 
 def batches(model, fast, tokenizer, texts: list[str], sizes: list[int], fixed: dict, repeats: int) -> dict:
@@ -107,11 +100,11 @@ def main() -> None:
     ready = time.perf_counter() - begin
 
     fixed = dict(do_sample=False, max_new_tokens=options.new_tokens, pad_token_id=tokenizer.pad_token_id)
+    ours = {"ours, no drafts": plain, "ours, n-gram": fast}
     systems = {
-        "HF greedy": lambda ids: model.generate(ids, **fixed),
-        "HF prompt lookup": lambda ids: model.generate(ids, prompt_lookup_num_tokens=10, **fixed),
-        "ours, no drafts": lambda ids: plain.generate(ids, **fixed),
-        "ours, n-gram": lambda ids: fast.generate(ids, **fixed),
+        "HF greedy": partial(model.generate, **fixed),
+        "HF prompt lookup": partial(model.generate, prompt_lookup_num_tokens=10, **fixed),
+        **{name: partial(wrapped.generate, **fixed) for name, wrapped in ours.items()},
     }
     bandwidth = read_bandwidth()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -119,32 +112,19 @@ def main() -> None:
     results, identical, answers = {}, 0, 0
     for workload in options.workloads:
         prompts = prompts_of(workload, options.folder, options.prompts, tokenizer, longest)
-        seconds = {name: [0.0] * options.repeats for name in systems}
-        tokens = 0
-        fast.speculation.stats.reset()
-        for repeat in range(options.repeats):
-            for number, ids in enumerate(prompts):
-                outputs = {}
-                for name, generate in systems.items():
-                    plain.speculation.ngram.reset()
-                    fast.speculation.ngram.reset()
-                    begin = time.perf_counter()
-                    outputs[name] = generate(ids)
-                    seconds[name][repeat] += time.perf_counter() - begin
-                if repeat == 0:
-                    tokens += outputs["HF greedy"].shape[1] - ids.shape[1]
-                    same = [torch.equal(outputs["HF greedy"], outputs[name]) for name in systems if "ours" in name]
-                    identical, answers = identical + all(same), answers + 1
-                    if not all(same):
-                        console.print(f"[red]{workload} {number}: tokens differ from HF greedy")
-        rates = {name: statistics.median(tokens / s for s in times) for name, times in seconds.items()}
+        found, rates = answer_in_turn(systems, ours, prompts, options.repeats)
+        for number, (greedy, *others) in enumerate(zip(found["HF greedy"], *(found[name] for name in ours))):
+            same = all(torch.equal(greedy, other) for other in others)
+            identical, answers = identical + same, answers + 1
+            if not same:
+                console.print(f"[red]{workload} {number}: tokens differ from HF greedy")
         stats = fast.speculation.stats
         results[workload] = {
-            "tokens": tokens,
+            "tokens": sum(map(len, found["HF greedy"])),
             "tokens_per_second": rates,
             "accept_length": stats.accept_length,
-            "nodes": stats.nodes,
-            "seconds": stats.seconds,
+            "nodes": dict(stats.nodes),
+            "seconds": dict(stats.seconds),
         }
         console.print(f"{workload}: " + ", ".join(f"{name} {rate:.0f}/s" for name, rate in rates.items()))
 

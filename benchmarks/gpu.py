@@ -314,7 +314,7 @@ def main() -> None:
     speeds = bandwidth()
     print(torch.cuda.get_device_name(), ", ".join(f"{k} {v / 1e12:.2f} TB/s" for k, v in speeds.items()))
     report = json.loads(options.json.read_text()) if options.json.exists() else {"shapes": {}}
-    report |= {"machine": {**machine(), "gpu": torch.cuda.get_device_name()}, "bandwidth": speeds}
+    report |= {"machine": machine(torch.device("cuda")), "bandwidth": speeds}
     for name in options.shapes:
         found = measure(name, options, speeds)
         known = report["shapes"].get(name, {})

@@ -9,6 +9,7 @@ tokens agree before they first do is counted over all sets of benchmarks/prompts
 import argparse
 import json
 from itertools import takewhile
+from pathlib import Path
 
 import torch
 from common import DEMO_MODEL, HERE, machine, read_prompts
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--prompts", type=int, default=10, help="of each set, the first ones")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--json", default=HERE / "results" / "kv_cache_dtype.json")
+    parser.add_argument("--json", type=Path, default=HERE / "results" / "kv_cache_dtype.json")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).cuda().eval()
@@ -53,8 +54,7 @@ def main() -> None:
         print(f"{path.stem}: accept length {said}; {same} of {len(agreed)} answers the same, {share:.0%} of all tokens "
               "before the first difference", flush=True)  # fmt: skip
     report = {"machine": machine(torch.device("cuda")), "new_tokens": new, "sets": results}
-    with open(options.json, "w") as file:
-        file.write(json.dumps(report, indent=1) + "\n")
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
