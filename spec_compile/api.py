@@ -128,7 +128,7 @@ class Speculation:
         """
         with self._lock, torch.inference_mode(False), torch.no_grad(), self.reporting(progress):
             session = self._engine.session(batch_size)
-            session.step("prefill")
+            session.build_prefill()
             for nodes in self._engine.sizes:
                 for part in ("round", "look", "finish") if do_sample else ("round",):
                     session.step(part, nodes)

@@ -38,7 +38,7 @@ class Captured:
         except Exception as error:
             torch.cuda.synchronize()
             raise RuntimeError(
-                "the round cannot be captured in a CUDA graph, for something in the model waits for the GPU or is not "
+                "a step cannot be captured in a CUDA graph, for something in the model waits for the GPU or is not "
                 f"allowed there; pass cuda_graphs=False to speculate(). It was: {error}"
             ) from error
 

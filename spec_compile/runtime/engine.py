@@ -222,11 +222,11 @@ class Engine:
 
     def _prefill(self, session: Session, request: Request) -> None:
         """Keys and values of every prompt token but the last, beyond those that the state has."""
-        state, step, limit = session.state, session.step("prefill"), request.prefill_chunk_size
+        state, limit = session.state, request.prefill_chunk_size
         sizes = [n for n in session.prefill_sizes if n <= (limit or n)] or session.prefill_sizes[-1:]
         held = state.lengths.tolist()
         place = max(held)
         missing = max(len(prompt) - 1 - there for prompt, there in zip(request.prompts, held))
         for size in chunks(missing, sizes, FIXED[self.device.type]):
-            step(size, self._span(state, place + size))
+            session.prefill(size, self._span(state, place + size))
             place += size

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..compat import EXAMPLE, compile_piece, compile_step
 from ..errors import UnsupportedModelError
+from ..kernels.attention import BACKENDS
 from ..passes.regions import compiled_regions
 from . import chunks
 from .cuda_graph import Captured, Ring
@@ -23,6 +24,8 @@ SPAN = 128
 """The part of the cache that is looked at on a CPU grows by this many slots."""
 SAMPLERS = 32
 """Captured rounds that draw, kept for the settings used last."""
+CAPTURED_TOKENS = 2048
+"""A step with a prompt is captured up to so many tokens of all rows; that of more takes longer than launching it."""
 
 
 class Session:
@@ -61,11 +64,25 @@ class Session:
         self.engine.report(f"{takes} {free / 1e9:.1f} GB left")
 
     def step(self, part: str, nodes: int = 0) -> Callable:
-        """A function, made on first use: "prefill" of (size, span); "round" or "look" over `nodes` nodes, of span;
-        "finish" of what was accepted (see `Round`). On a GPU the last three are captured graphs."""
+        """A function, made on first use: "prefill" of (size, span), `nodes` being the size or 0 for all; "round" or
+        "look" over `nodes` nodes, of span; "finish" of what was accepted (see `Round`). On a GPU all but a "prefill" of
+        0 are captured graphs."""
         if (part, nodes) not in self.steps:
             self.steps[part, nodes] = self._build(part, nodes)
         return self.steps[part, nodes]
+
+    def prefill(self, size: int, span: int) -> None:
+        """Process the next `size` tokens of every row's prompt."""
+        self.step("prefill", self._prefill_key(size))(size, span)
+
+    def build_prefill(self) -> None:
+        """Make all that `prefill` needs."""
+        for size in self.prefill_sizes:
+            self.step("prefill", self._prefill_key(size))
+
+    def _prefill_key(self, size: int) -> int:
+        captured = self.on_gpu and self.engine.options.cuda_graphs and size * self.batch <= CAPTURED_TOKENS
+        return size if captured and BACKENDS[self.engine.prefill.backend].prompts_captured else 0
 
     def build(self, nodes: int, sampler: Sampler | None, chosen: bool) -> None:
         """Make the steps of a round over `nodes` nodes; chosen: whose tokens are chosen outside."""
@@ -85,7 +102,7 @@ class Session:
 
     def _build(self, part: str, nodes: int) -> Callable:
         engine, options = self.engine, self.engine.options
-        captures = self.on_gpu and options.cuda_graphs and part != "prefill"
+        captures = self.on_gpu and options.cuda_graphs and (part != "prefill" or nodes > 0)
         if not (options.compile or captures):
             return self._function(part, nodes)
         name = f"{part}_b{self.batch}" + (f"_n{nodes}" if nodes else "")
@@ -183,7 +200,7 @@ class Session:
     def _arguments(self, part: str, nodes: int) -> tuple:
         """Arguments to try a step with."""
         if part != "finish":
-            return (self.prefill_sizes[-1], SPAN) if part == "prefill" else (SPAN,)
+            return (nodes or self.prefill_sizes[-1], SPAN) if part == "prefill" else (SPAN,)
         look = self._function("look", nodes) if self.on_gpu else self.step("look", nodes)
         _, *features = look(SPAN)
         path = torch.zeros(self.batch, nodes, dtype=torch.int64, device=self.engine.device)

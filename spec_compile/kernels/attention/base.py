@@ -45,6 +45,7 @@ class Backend:
     with trees inside a CUDA graph, where it reads lengths on the device alone. uncompiled: whether a CUDA graph can
     hold it as it is, without Inductor. sizes: the head sizes it has (None: all). ready: whether "auto" may measure it
     with a layer (None: it may not), for its kernels need no long compilation. fp8: it takes caches of float8_e4m3fn.
+    prompts_captured: inside a CUDA graph it takes chunks of any size, too, as fast as outside.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Backend:
     sizes: frozenset[int] | None = None
     ready: Callable[[LayerSpec, torch.dtype], bool] | None = None
     fp8: bool = False
+    prompts_captured: bool = False
 
     def lack(self, layer: LayerSpec, dtype: torch.dtype, use: Use) -> str | None:
         """What the layer needs, used so, and the backend does not have; None if it has all."""

@@ -20,5 +20,6 @@ def load(use: Use) -> Callable:
 
 
 BACKEND = Backend(
-    "triton", load, frozenset({"cuda"}), HALF | {torch.float32}, rotates=True, ready=lambda *_: True, fp8=True
-)
+    "triton", load, frozenset({"cuda"}), HALF | {torch.float32}, rotates=True, ready=lambda *_: True, fp8=True,
+    prompts_captured=True,
+)  # fmt: skip
