@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spec_compile import UnsupportedModelError, audit, speculate
 from spec_compile.drafters.dflash_block import DFlashDraft
 from spec_compile.drafters.draft_block import Eagle3Head, LayerKnobs
+from spec_compile.kernels.attention import BACKENDS, measure
 from spec_compile.runtime.engine import AHEAD
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -155,6 +156,20 @@ def test_prompts_and_trees_on_different_backends(algorithm, prefill, verify):
     fast = in_16_bits(algorithm, 128, attention_backend={"prefill": prefill, "verify": verify})
     assert audited(fast)
     assert f"prefill by {prefill}, verify by {verify}" in fast.speculation.explain()
+
+
+def test_auto_measures_prompts_once(monkeypatch):
+    """FlashInfer's kernels against ours, where they are compiled."""
+    pytest.importorskip("flashinfer")
+    monkeypatch.setattr(measure, "FOUND", {})
+    graph = in_16_bits("ngram", 128, attention_backend={"verify": "triton"}).speculation._engine.prefill
+    if not BACKENDS["flashinfer"].ready(graph.layers[0], graph.dtype):
+        pytest.skip("FlashInfer's kernels are not compiled")
+    (found,) = measure.FOUND.values()
+    monkeypatch.setattr(measure, "_timed", None)  # it remembers
+    fast = in_16_bits("ngram", 128)
+    assert f"prefill by {found.name}, verify by triton" in fast.speculation.explain()
+    assert audited(fast)
 
 
 @pytest.mark.parametrize("schedule", ["hot", "static", "cut"])
