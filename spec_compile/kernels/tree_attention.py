@@ -4,6 +4,7 @@ Import this module only where Triton is installed. One program takes one part ("
 `block_m` rows, a row being one query head of one node: all nodes and all query heads of a KV head share what is read of
 the cache. The grid is fixed and every program finds its part from the lengths on the device, so that a captured graph
 stays right as they grow. A second kernel merges the parts in their order, so that results never differ between runs.
+A causal chunk larger than any tree is appended by a kernel of its own; then it is committed slots like all before it.
 """
 
 import functools
@@ -21,6 +22,8 @@ from .add_rms_norm import rms_norm
 from .skinny_matmul import _prefetch
 
 LOG2E = math.log2(math.e)
+LARGEST_TREE = 64
+"""Nodes: as many as the bits of `ancestors`."""
 
 
 @torch.library.custom_op("spec_compile::tree_attention", mutates_args=("key_cache", "value_cache"), device_types="cpu")
@@ -158,41 +161,57 @@ def launch(
         sums = q.new_empty(batch * kv_heads * tiles, splits, 2, block_m, dtype=torch.float32)
     early = ancestors is not None and dependent_launch.available(q)
     options = {"launch_pdl": True} if early else {}
+    appended = nodes > LARGEST_TREE
     shared = {"WINDOW": window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "EARLY": early}
-    shared |= {"DV": value_dim, "BLOCK_DV": triton.next_power_of_2(value_dim)}
+    shared |= {"APPENDED": appended}
+    values = {"DV": value_dim, "BLOCK_DV": triton.next_power_of_2(value_dim)}
+    keys = {"KV_HEADS": kv_heads, "DK": key_dim, "BLOCK_DK": triton.next_power_of_2(key_dim), **values}
+    keys |= {"ALIGNED": key_dim // 2 & -(key_dim // 2), "ROUND_FIRST": offset is None}
+    block = k, v, key_cache, value_cache, lengths
+    strides = *k.stride()[:3], *v.stride()[:3]
+    norm = eps, 0.0 if offset is None else offset
+    if appended:
+        _append[(triton.cdiv(nodes, 32), batch * kv_heads)](
+            *block, cos, sin, k_norm, *strides, nodes, capacity, *norm, BLOCK=32, **keys
+        )
     _attention[(tiles * splits, batch * kv_heads)](
-        q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, cos, sin, q_norm, k_norm, out, parts,
-        sums, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], positions.stride(0), nodes, splits, least, capacity,
+        q, *block, ancestors, positions, sinks, cos, sin, q_norm, k_norm, out, parts, sums, *q.stride()[:3], *strides,
+        positions.stride(0), nodes, splits, least, capacity,
         scale / softcap * 2 * LOG2E if softcap is not None else 0.0,
-        (softcap if softcap is not None else scale) * LOG2E, eps, 0.0 if offset is None else offset,
-        SOFTCAP=softcap is not None, KV_HEADS=kv_heads, DK=key_dim, BLOCK_DK=triton.next_power_of_2(key_dim),
+        (softcap if softcap is not None else scale) * LOG2E, *norm, SOFTCAP=softcap is not None,
         BLOCK_OWN=min(max(triton.next_power_of_2(nodes), 16), block_n), ALONE=splits == 1,
-        ALIGNED=key_dim // 2 & -(key_dim // 2), ROUND_FIRST=offset is None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        **shared, num_warps=warps, num_stages=stages, **options,
+        **shared, **keys, num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
     if splits > 1:
         _merge[(nodes * heads, batch)](
             lengths, positions, out, parts, sums, positions.stride(0), nodes, splits, least,
-            HEADS=heads, CHUNK=min(triton.next_power_of_2(splits), 16), **shared, num_warps=1, **options,
+            HEADS=heads, CHUNK=min(triton.next_power_of_2(splits), 16), **shared, **values, num_warps=1, **options,
         )  # fmt: skip
     return out
 
 
 @triton.jit
 def _plan(
-    lengths, positions, batch, stride_p, node, nodes, splits, least, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+    lengths, positions, batch, stride_p, node, nodes, splits, least,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, APPENDED: tl.constexpr,
 ):  # fmt: skip
-    """Committed slots that some of the nodes see: first .. length, in parts of `size`. owner: the split that also takes
-    the block itself, and the last: one without a part if there is one, so that nobody waits for it."""
+    """length: committed slots. Those that some of the nodes see, with the block if it is APPENDED: first .. stop, in
+    parts of `size`. owner: the split that also takes what lies in no cache, and the last: one without a part if there
+    is one, so that nobody waits for it."""
     length = tl.load(lengths + batch).to(tl.int32)
+    stop = length
+    if APPENDED:
+        stop += tl.minimum(tl.max(node, 0) + 1, nodes)
     first = tl.zeros_like(length)
     if WINDOW is not None:
         position = tl.load(positions + batch * stride_p + node, mask=node < nodes, other=1 << 30).to(tl.int32)
         first = tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0), length)
-    size = tl.maximum(tl.cdiv(tl.cdiv(length - first, splits), BLOCK_N) * BLOCK_N, least)
-    owner = tl.minimum(tl.cdiv(length - first, size), splits - 1)
-    return length, first, size, owner
+        if APPENDED:  # positions ascend
+            first = tl.where(first < length, first, length + tl.maximum(tl.min(node, 0) - WINDOW + 1, 0))
+    size = tl.maximum(tl.cdiv(tl.cdiv(stop - first, splits), BLOCK_N) * BLOCK_N, least)
+    owner = tl.minimum(tl.cdiv(stop - first, size), splits - 1)
+    return length, first, stop, size, owner
 
 
 @triton.jit
@@ -267,6 +286,52 @@ def _load_rotated(
     return (straight + turned).to(dtype)
 
 
+@triton.jit
+def _take(
+    k, v, key_cache, value_cache, stride_kn, stride_vn, token, nodes, length, capacity, keep,
+    cos, sin, turn, norm, eps, offset,
+    DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of the block's tokens `token` as the cache holds them; with `keep` it does from now on."""
+    dk, dv = tl.arange(0, BLOCK_DK)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    inside = (token < nodes)[:, None]
+    at, mask = k + token[:, None] * stride_kn, inside & (dk < DK)
+    if cos is None:
+        keys = tl.load(at + dk, mask=mask, other=0.0)
+    else:
+        angle = (turn + token)[:, None] * DK
+        keys = _load_rotated(
+            at, tl.arange(0, BLOCK_DK), cos + angle, sin + angle, norm, eps, offset, mask, DK, ALIGNED, ROUND_FIRST
+        )
+    values = tl.load(v + token[:, None] * stride_vn + dv, mask=inside & (dv < DV), other=0.0)
+    keys, values = _stored(keys, key_cache), _stored(values, value_cache)
+    if keep:
+        slot = (length + token)[:, None]
+        inside = inside & (slot < capacity)
+        tl.store(key_cache + slot * DK + dk, keys, mask=inside & (dk < DK))
+        tl.store(value_cache + slot * DV + dv, values, mask=inside & (dv < DV))
+    return keys, values
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def _append(
+    k, v, key_cache, value_cache, lengths, cos, sin, k_norm,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, nodes, capacity, eps, offset,
+    BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
+):  # fmt: skip
+    """A causal chunk into the cache, BLOCK tokens of a KV head a program."""
+    batch, kv_head = (tl.program_id(1) // KV_HEADS).to(tl.int64), (tl.program_id(1) % KV_HEADS).to(tl.int64)
+    group = tl.program_id(1).to(tl.int64)
+    _take(
+        k + batch * stride_kb + kv_head * stride_kh, v + batch * stride_vb + kv_head * stride_vh,
+        key_cache + group * capacity * DK, value_cache + group * capacity * DV, stride_kn, stride_vn,
+        tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), nodes, tl.load(lengths + batch).to(tl.int32), capacity, True,
+        cos, sin, batch * nodes, k_norm, eps, offset, DK, BLOCK_DK, DV, BLOCK_DV, ALIGNED, ROUND_FIRST,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["nodes", "splits", "least"])
 def _attention(
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, cos, sin, q_norm, k_norm, out, parts, sums,
@@ -276,19 +341,25 @@ def _attention(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_OWN: tl.constexpr, ALONE: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    APPENDED: tl.constexpr,
 ):  # fmt: skip
+    """APPENDED: the block is a causal chunk, and lies in the cache already."""
     if EARLY:
         gdc_launch_dependents()  # the merge may take its place on the GPU, and wait there
     tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    if APPENDED:
+        tile = tiles - 1 - tile  # those with the most to see begin first
     batch, kv_head = (tl.program_id(1) // KV_HEADS).to(tl.int64), (tl.program_id(1) % KV_HEADS).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node, head = row // GROUP, kv_head * GROUP + row % GROUP
-    length, first, size, owner = _plan(lengths, positions, batch, stride_p, node, nodes, splits, least, WINDOW, BLOCK_N)
+    length, first, stop, size, owner = _plan(
+        lengths, positions, batch, stride_p, node, nodes, splits, least, WINDOW, BLOCK_N, APPENDED
+    )
     key_cache += tl.program_id(1).to(tl.int64) * capacity * DK
     value_cache += tl.program_id(1).to(tl.int64) * capacity * DV
     begin = first + split * size
-    end = tl.minimum(begin + size, length)
+    end = tl.minimum(begin + size, tl.minimum(stop, capacity))
     if EARLY:
         _prefetch_slots(key_cache, begin, end, DK, BLOCK_DK, BLOCK_N)
         _prefetch_slots(value_cache, begin, end, DV, BLOCK_DV, BLOCK_N)
@@ -314,58 +385,55 @@ def _attention(
 
     slot = tl.arange(0, BLOCK_N)
     if WINDOW is None:  # blocks that need no mask
-        whole = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+        whole = end
+        if APPENDED:
+            whole = tl.minimum(end, length + tile * BLOCK_M // GROUP + 1)
+        whole = begin + tl.maximum(whole - begin, 0) // BLOCK_N * BLOCK_N
         for start in range(begin, whole, BLOCK_N):
             at = start + slot
             keys = tl.load(key_cache + at[:, None] * DK + dk[None, :], mask=real_dk, other=0.0).to(query.dtype)
             values = tl.load(value_cache + at[:, None] * DV + dv[None, :], mask=real_dv, other=0.0).to(query.dtype)
             acc, peak, total = _step(query, keys, values, None, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
         begin = whole
-    for start in tl.range(begin, end, BLOCK_N, num_stages=1 if WINDOW is None else None):
+    for start in tl.range(begin, end, BLOCK_N, num_stages=1 if WINDOW is None and not APPENDED else None):
         at = start + slot
         inside = at < end
         keys = tl.load(key_cache + at[:, None] * DK + dk[None, :], mask=inside[:, None] & real_dk, other=0.0)
         values = tl.load(value_cache + at[:, None] * DV + dv[None, :], mask=inside[:, None] & real_dv, other=0.0)
         keys, values = keys.to(query.dtype), values.to(query.dtype)
         seen = inside[None, :]
+        there = at
+        if APPENDED:
+            seen = seen & (at[None, :] - length <= node[:, None])
+            if WINDOW is not None:
+                own = tl.load(positions + batch * stride_p + at - length, mask=inside & (at >= length), other=0)
+                there = tl.where(at < length, at, own.to(tl.int32))
         if WINDOW is not None:
-            seen = seen & (position[:, None] - at[None, :] < WINDOW)
+            seen = seen & (position[:, None] - there[None, :] < WINDOW)
         acc, peak, total = _step(query, keys, values, seen, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
 
-    if split == owner:  # the block itself; of its tiles, the last sees and appends all of it
+    if split == owner and sinks is not None:
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(peak, sink)
+        keep = tl.exp2(peak - higher)
+        total = total * keep + tl.exp2(sink - higher)
+        acc *= keep[:, None]
+        peak = higher
+    if split == owner and not APPENDED:  # the block itself; of its tiles, the last sees and appends all of it
         k += batch * stride_kb + kv_head * stride_kh
         v += batch * stride_vb + kv_head * stride_vh
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-            higher = tl.maximum(peak, sink)
-            keep = tl.exp2(peak - higher)
-            total = total * keep + tl.exp2(sink - higher)
-            acc *= keep[:, None]
-            peak = higher
         last = nodes
         if ancestors is None:
             last = tl.minimum(nodes, (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
         else:
             bits = tl.load(ancestors + batch * nodes + node, mask=real, other=0)
         own = tl.arange(0, BLOCK_OWN)
-        for start in tl.range(0, last, BLOCK_OWN, num_stages=None if ancestors is None and cos is None else 1):
+        for start in tl.range(0, last, BLOCK_OWN, num_stages=1):
             j = start + own
-            inside = j < nodes
-            k_mask, v_mask = inside[:, None] & real_dk, inside[:, None] & real_dv
-            k_at = k + j[:, None] * stride_kn
-            if cos is None:
-                keys = tl.load(k_at + dk[None, :], mask=k_mask, other=0.0)
-            else:
-                angle = (batch * nodes + j)[:, None] * DK
-                keys = _load_rotated(
-                    k_at, dk, cos + angle, sin + angle, k_norm, eps, offset, k_mask, DK, ALIGNED, ROUND_FIRST
-                )
-            values = tl.load(v + j[:, None] * stride_vn + dv[None, :], mask=v_mask, other=0.0)
-            keys, values = _stored(keys, key_cache), _stored(values, value_cache)
-            if tile == tiles - 1:
-                kept = (length + j < capacity)[:, None]
-                tl.store(key_cache + (length + j)[:, None] * DK + dk[None, :], keys, mask=k_mask & kept)
-                tl.store(value_cache + (length + j)[:, None] * DV + dv[None, :], values, mask=v_mask & kept)
+            keys, values = _take(
+                k, v, key_cache, value_cache, stride_kn, stride_vn, j, nodes, length, capacity, tile == tiles - 1,
+                cos, sin, batch * nodes, k_norm, eps, offset, DK, BLOCK_DK, DV, BLOCK_DV, ALIGNED, ROUND_FIRST,
+            )  # fmt: skip
             keys, values = keys.to(query.dtype), values.to(query.dtype)
             if ancestors is None:
                 seen = j[None, :] <= node[:, None]
@@ -374,6 +442,7 @@ def _attention(
                 if BLOCK_OWN <= 32:
                     here = here.to(tl.int32)
                 seen = ((here[:, None] >> own[None, :].to(here.dtype)) & 1) != 0
+            inside = j < nodes
             seen = seen & inside[None, :]
             if WINDOW is not None:
                 there = tl.load(positions + batch * stride_p + j, mask=inside, other=0).to(tl.int32)
@@ -396,7 +465,7 @@ def _merge(
     lengths, positions, out, parts, sums, stride_p, nodes, splits, least,
     HEADS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr, APPENDED: tl.constexpr,
 ):  # fmt: skip
     """out = the parts' sums weighed by their peaks, one row a program."""
     if EARLY:
@@ -406,7 +475,9 @@ def _merge(
     row = node * GROUP + head % GROUP
     tile = row // BLOCK_M
     tile_nodes = (tile * BLOCK_M + tl.arange(0, BLOCK_M)) // GROUP
-    _, _, _, owner = _plan(lengths, positions, batch, stride_p, tile_nodes, nodes, splits, least, WINDOW, BLOCK_N)
+    _, _, _, _, owner = _plan(
+        lengths, positions, batch, stride_p, tile_nodes, nodes, splits, least, WINDOW, BLOCK_N, APPENDED
+    )
     if EARLY:
         gdc_wait()
     tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
