@@ -6,8 +6,9 @@ Such a product takes as long as reading the weights. What a plain kernel loses a
   A row of tiles of several programs is summed by the last of them to arrive, in a fixed order: results do not vary.
 - Programs begin while the kernel before them still runs (see `dependent_launch`). The form for single rows, without
   tensor cores, fills its pipeline with weights before it waits for the activations; the other fetches a few of its
-  first weights to the L2 cache. So **no kernel of a layer may write weights**. A kernel launched the same way after
-  this one begins no earlier than when all that came before this one is done.
+  first weights to the L2 cache (to fetch more, or in bulk, made whole rounds slower). So **no kernel of a layer may
+  write weights**. A kernel launched the same way after this one begins no earlier than when all that came before this
+  one is done.
 """
 
 import functools
