@@ -249,6 +249,15 @@ def test_large_causal_chunks(place, options, splits):
     case.check(SMALL._replace(splits=splits))
 
 
+@pytest.mark.parametrize("ahead", [0, -2, 7])
+@pytest.mark.parametrize("step", [1, 3])
+def test_large_causal_chunk_at_other_positions(place, step, ahead):
+    """A window is one of positions, not of slots."""
+    case = Case(place, [40, 3], 70, causal=True, window=30)
+    case.positions = case.lengths[:, None] + ahead + step * torch.arange(70)
+    case.check()
+
+
 def test_chunk_that_fills_the_cache(place):
     """What lies behind the last slot is not kept, and those before it do not see it."""
     case = Case(place, [30, 0], 70, causal=True)

@@ -51,10 +51,10 @@ def tree_attention(
 
     q [B, H, N, Dk], k [B, Hkv, N, Dk], v [B, Hkv, N, Dv], any strides; caches [B, Hkv, S, D*] contiguous, written at
     slots lengths[b] .. lengths[b] + N, of q's dtype or of float8_e4m3fn, to which keys and values are then rounded
-    before anyone sees them (`ops.stored`); lengths [B], positions [B, N] int64; ancestors [B, N] int64 (bit j of node
-    i: i sees j; N <= 64) or None for a causal chunk of any N; sinks [H]; scale > 0; cos, sin [B, N, Dk] of q's dtype or
-    both None: with them q and k are `rotated` first; with them and weights q_norm, k_norm [Dk] every query and key head
-    goes through an `rms_norm` of eps and offset before that. -> [B, N, H, Dv].
+    before anyone sees them (`ops.stored`); lengths [B], positions [B, N] int64, ascending in a causal chunk; ancestors
+    [B, N] int64 (bit j of node i: i sees j; N <= 64) or None for a causal chunk of any N; sinks [H]; scale > 0; cos,
+    sin [B, N, Dk] of q's dtype or both None: with them q and k are `rotated` first; with them and weights q_norm,
+    k_norm [Dk] every query and key head goes through an `rms_norm` of eps and offset before that. -> [B, N, H, Dv].
     """
     if q_norm is not None:
         q, k = rms_norm(q, q_norm, eps, offset), rms_norm(k, k_norm, eps, offset)
