@@ -17,13 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..runtime.tree import MAX_NODES
 from . import dependent_launch, ops
 from .add_rms_norm import rms_norm
 from .skinny_matmul import _prefetch
 
 LOG2E = math.log2(math.e)
-LARGEST_TREE = 64
-"""Nodes: as many as the bits of `ancestors`."""
 
 
 @torch.library.custom_op("spec_compile::tree_attention", mutates_args=("key_cache", "value_cache"), device_types="cpu")
@@ -161,9 +160,9 @@ def launch(
         sums = q.new_empty(batch * kv_heads * tiles, splits, 2, block_m, dtype=torch.float32)
     early = ancestors is not None and dependent_launch.available(q)
     options = {"launch_pdl": True} if early else {}
-    appended = nodes > LARGEST_TREE
-    shared = {"WINDOW": window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "EARLY": early}
-    shared |= {"APPENDED": appended}
+    appended = nodes > MAX_NODES
+    shared = {"WINDOW": window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    shared |= {"EARLY": early, "APPENDED": appended}
     values = {"DV": value_dim, "BLOCK_DV": triton.next_power_of_2(value_dim)}
     keys = {"KV_HEADS": kv_heads, "DK": key_dim, "BLOCK_DK": triton.next_power_of_2(key_dim), **values}
     keys |= {"ALIGNED": key_dim // 2 & -(key_dim // 2), "ROUND_FIRST": offset is None}
@@ -322,8 +321,8 @@ def _append(
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
     """A causal chunk into the cache, BLOCK tokens of a KV head a program."""
-    batch, kv_head = (tl.program_id(1) // KV_HEADS).to(tl.int64), (tl.program_id(1) % KV_HEADS).to(tl.int64)
     group = tl.program_id(1).to(tl.int64)
+    batch, kv_head = group // KV_HEADS, group % KV_HEADS
     _take(
         k + batch * stride_kb + kv_head * stride_kh, v + batch * stride_vb + kv_head * stride_vh,
         key_cache + group * capacity * DK, value_cache + group * capacity * DV, stride_kn, stride_vn,
@@ -402,13 +401,13 @@ def _attention(
         values = tl.load(value_cache + at[:, None] * DV + dv[None, :], mask=inside[:, None] & real_dv, other=0.0)
         keys, values = keys.to(query.dtype), values.to(query.dtype)
         seen = inside[None, :]
-        there = at
         if APPENDED:
             seen = seen & (at[None, :] - length <= node[:, None])
-            if WINDOW is not None:
+        if WINDOW is not None:
+            there = at
+            if APPENDED:
                 own = tl.load(positions + batch * stride_p + at - length, mask=inside & (at >= length), other=0)
                 there = tl.where(at < length, at, own.to(tl.int32))
-        if WINDOW is not None:
             seen = seen & (position[:, None] - there[None, :] < WINDOW)
         acc, peak, total = _step(query, keys, values, seen, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
 
