@@ -8,11 +8,12 @@ tokens agree before they first do is counted over all sets of benchmarks/prompts
 
 import argparse
 import json
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
 import torch
-from common import DEMO_MODEL, HERE, machine, read_prompts
+from common import DEMO_MODEL, HERE, answer_in_turn, machine, prompts_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
@@ -31,23 +32,19 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).cuda().eval()
     new = options.new_tokens
     longest = min(model.config.max_position_embeddings, 8192)
-    systems = {kind: spec_compile.speculate(model, kv_cache_dtype=kind, max_cache_len=longest) for kind in KINDS}
+    ours = {kind: spec_compile.speculate(model, kv_cache_dtype=kind, max_cache_len=longest) for kind in KINDS}
     fixed = dict(do_sample=False, max_new_tokens=new, pad_token_id=tokenizer.pad_token_id)
+    systems = {kind: partial(fast.generate, **fixed) for kind, fast in ours.items()}
     results = {}
     for path in sorted((HERE / "prompts").glob("*.jsonl")):
+        prompts = prompts_of(path.stem, path.parent, options.prompts, tokenizer, longest - new)
+        answers, _ = answer_in_turn(systems, ours, [ids.cuda() for ids in prompts], repeats=1)
         agreed, lengths = [], []
-        for system in systems.values():
-            system.speculation.stats.reset()
-        for prompt in read_prompts(path, options.prompts):
-            ids = tokenizer(prompt, return_tensors="pt").input_ids[:, new - longest :].cuda()
-            answers = []
-            for system in systems.values():
-                system.speculation.ngram.reset()
-                answers.append(system.generate(ids, **fixed)[0, ids.shape[1] :])
-            pairs = zip(*(answer.tolist() for answer in answers))
-            agreed.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
-            lengths.append(max(map(len, answers)))
-        accept = {kind: system.speculation.stats.accept_length for kind, system in systems.items()}
+        for pair in zip(*(answers[kind] for kind in KINDS)):
+            tokens = zip(*(answer.tolist() for answer in pair))
+            agreed.append(sum(1 for _ in takewhile(lambda both: both[0] == both[1], tokens)))
+            lengths.append(max(map(len, pair)))
+        accept = {kind: fast.speculation.stats.accept_length for kind, fast in ours.items()}
         same, share = sum(map(int.__eq__, agreed, lengths)), sum(agreed) / sum(lengths)
         results[path.stem] = {"accept_length": accept, "same": same, "of": len(agreed), "tokens_before": share}
         said = ", ".join(f"{kind} {length:.2f}" for kind, length in accept.items())
