@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from . import adapters, kernels, report
 from .admit import admit
@@ -18,7 +18,7 @@ from .config import Options, parse_options
 from .drafters import ALGORITHMS, parse_algorithm
 from .drafters.base import Algorithm
 from .explain import explain
-from .runtime import past
+from .runtime import forks
 from .runtime.engine import Engine, Request
 from .runtime.generate import SpeculativeMixin
 from .runtime.session import Session
@@ -71,6 +71,7 @@ class Speculation:
             check_tree(type(model).__name__, graph, self._engine.verify)
         self._tuned = adapters.tuned_layers(model)
         self._weights = self._addresses()
+        forks.register(self)
 
     @property
     def original(self) -> PreTrainedModel:
@@ -173,17 +174,19 @@ class Speculation:
             )
 
     def admit_request(self, prompts: list[list[int]], room: int) -> None:
-        """ValueError if the model or the cache cannot take `prompts` and `room` more tokens a row."""
-        vocab = self._engine.verify.vocab_size
+        """ValueError if the model or the memory cannot take `prompts` and `room` more tokens a row."""
+        vocab, positions = self._engine.verify.vocab_size, self._engine.verify.position_limit
         foreign = next((token for prompt in prompts for token in prompt if not 0 <= token < vocab), None)
         if foreign is not None:
             raise ValueError(f"input_ids: token id {foreign} is outside the vocabulary of {vocab} tokens")
-        capacity, wanted = self._engine.capacity(len(prompts)), max(map(len, prompts)) + room
-        if wanted > capacity:
+        tokens = max(map(len, prompts)) + room
+        if positions is not None and tokens > positions:
             raise ValueError(
-                f"max_length: prompt and new tokens make {wanted} tokens, the cache holds {capacity} a "
-                f"sequence; ask for fewer, or raise it with speculate(model, max_cache_len={wanted})"
+                f"max_new_tokens: prompt and new tokens make {tokens} tokens, the model has learned positions for "
+                f"{positions}; ask for at most {positions - max(map(len, prompts))}"
             )
+        if tokens > self._engine.capacity(len(prompts)):  # then the cache will grow
+            self._engine.check_memory(len(prompts), tokens, "max_new_tokens")
 
     def run(self, request: Request) -> Iterator[list[list[int]]]:
         """See `Engine.run`."""
@@ -191,9 +194,14 @@ class Speculation:
         request.eos = [token for token in request.eos if 0 <= token < self._engine.verify.vocab_size]
         return self._engine.run(request)
 
-    def extend(self, cache: Cache, padding: list[int], length: int) -> None:
-        """Bring a transformers cache up to `length` places after a run (see `past.extend`)."""
-        past.extend(cache, self._engine.session(len(padding)).state, padding, length)
+    def before_fork(self) -> None:
+        """See `forks`. A generate() in another thread is not waited for: the child does without what it uses."""
+
+    def after_fork(self, in_child: bool) -> None:
+        """See `forks`."""
+        if in_child and not self._lock._is_owned():
+            self._lock = threading.RLock()
+            self._engine.forget_running()
 
     def _addresses(self) -> list:
         return [parameter.data_ptr() for parameter in self._model.parameters()] + adapters.switches(self._tuned)

@@ -85,7 +85,12 @@ class Clock:
     """Divides the time that passes among ``stats.seconds``, leaving out what was spent compiling."""
 
     def __init__(self, stats: Stats):
-        self._stats, self._last, self._compiled = stats, time.perf_counter(), stats.seconds["compile"]
+        self._stats = stats
+        self.restart()
+
+    def restart(self) -> None:
+        """Leave out the time since the last call of `spend`."""
+        self._last, self._compiled = time.perf_counter(), self._stats.seconds["compile"]
 
     def spend(self, name: str) -> float:
         """The time since the last call was spent on `name`; returns it."""

@@ -33,6 +33,9 @@ class Drafter(nn.Module):
     def compile(self, tag: str) -> None:
         """Compile the parts of `propose`, in pieces whose names end in `tag`."""
 
+    def resized(self, slots: int) -> None:
+        """Its caches have so many slots now: what was compiled for others is of no use."""
+
     def mute(self) -> None:
         """The rounds that follow are warm-up: leave no trace outside `small_buffers`."""
 

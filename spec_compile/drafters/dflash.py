@@ -163,6 +163,9 @@ class DFlashDrafter(Drafter):
         if self.block is self.graph.gm:
             self.block = compiled_regions(self.graph, f"block_b{len(self.cache.tensors[0])}")
 
+    def resized(self, slots: int) -> None:
+        self.block = self.graph.gm
+
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
         self.write(features, state.lengths)
 

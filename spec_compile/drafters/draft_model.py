@@ -48,12 +48,16 @@ class ModelDrafter(Drafter):
         self.schedule, self.draws, self.vocab_size = algorithm.schedule, algorithm.draws, algorithm.vocab_size
         self.known = min(algorithm.graph.vocab_size, self.vocab_size)  # the rest of either vocabulary is padding
         self.graph, self.filling = algorithm.graph, algorithm.prefill.gm
-        self.models = dict.fromkeys((True, False), self.graph.gm)  # for single rows, and for more
         self.behind = 1 if self.schedule.topk == 1 else self.schedule.num_steps + 1  # tokens fed again before the root
-        self.cache, self.slots = Cache(algorithm.graph, batch, slots), slots
+        self.cache = Cache(algorithm.graph, batch, slots)
+        self.resized(slots)
 
     def small_buffers(self) -> list[Tensor]:
         return []
+
+    def resized(self, slots: int) -> None:
+        self.slots = slots
+        self.models = dict.fromkeys((True, False), self.graph.gm)  # for single rows, and for more
 
     def compile(self, tag: str) -> None:
         if self.models[True] is not self.graph.gm:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import passes
 from ..config import Options
 from ..drafters.base import Algorithm
+from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from ..report import Recording
 from ..stats import Clock, Stats
@@ -22,7 +23,7 @@ from .sampler import Sampler
 from .sampling import NO_PROBABILITIES
 from .session import SPAN, Session
 from .state import State
-from .tree import Tree
+from .tree import MAX_NODES, Tree
 
 log = logging.getLogger("spec_compile")
 
@@ -44,7 +45,7 @@ class Request:
     token after the prompts, if they are known; then `past` covers the whole prompts. choose: makes an `Accepted` of
     verified trees and their logits [B, N, V], in place of greedy acceptance inside the round. sampler, seed: draws
     inside the round. temperature: at which drafts are drawn, if the drafter draws (0: the likeliest ones). stopped:
-    rows that the caller has ended; it may add to them.
+    rows that the caller has ended; it may add to them. state: what `Engine.run` ran it on, for whoever reads its cache.
     """
 
     prompts: list[list[int]]
@@ -61,6 +62,7 @@ class Request:
     temperature: float = 0.0
     prefill_chunk_size: int | None = None
     stopped: set[int] = field(default_factory=set)
+    state: State | None = None
 
 
 class Engine:
@@ -80,16 +82,18 @@ class Engine:
         self.prefill = passes.run(graph, filling)
         self.algorithm, self.options, self.device, self.max_positions = algorithm, options, device, max_positions
         self.sizes = (*(n for n in SIZES[device.type] if n < most and algorithm.varies), most)
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.stats = Stats()
         self.report: Callable[[str], None] = log.info
         self.records = False
         self.recording: Recording | None = None
         """Of the last generate() that ran while `records` was set."""
-        self.sessions: OrderedDict[int, Session] = OrderedDict()
+        self.sessions: OrderedDict[tuple[int, int], Session] = OrderedDict()
+        """By nesting depth and batch size."""
+        self.running: list[tuple[Session, Clock]] = []
+        """Calls of `run` under way: the outermost first, then those that its streamer, criteria or processors made."""
 
     def capacity(self, batch: int) -> int:
-        """Tokens a sequence may hold in a batch of this size."""
+        """Tokens a sequence may hold in a batch of this size, until a call needs more."""
         if self.options.max_cache_len is not None:
             return self.options.max_cache_len
         if self.device.type == "cuda":
@@ -103,28 +107,54 @@ class Engine:
         return self.verify.token_bytes + self.algorithm.token_bytes
 
     def session(self, batch: int) -> Session:
-        """The session for a batch size; the least recently used ones beyond a few are dropped."""
-        if batch not in self.sessions:
-            self.sessions[batch] = Session(self, batch)
-        self.sessions.move_to_end(batch)
-        while len(self.sessions) > SESSIONS:
-            self.sessions.popitem(last=False)
-        return self.sessions[batch]
+        """The session for a batch size and the present nesting depth: a call made inside another has buffers of its
+        own. The least recently used ones beyond a few are dropped."""
+        key = len(self.running), batch
+        if key not in self.sessions:
+            self.sessions[key] = Session(self, batch)
+        self.sessions.move_to_end(key)
+        busy = [session for session, _ in self.running]
+        idle = [other for other, session in self.sessions.items() if other != key and session not in busy]
+        for other in idle[: max(len(self.sessions) - SESSIONS, 0)]:
+            del self.sessions[other]
+        return self.sessions[key]
+
+    def forget_running(self) -> None:
+        """In a forked process: drop what threads that it does not have were in the midst of."""
+        busy = [session for session, _ in self.running]
+        self.sessions = OrderedDict((key, session) for key, session in self.sessions.items() if session not in busy)
+        self.running.clear()
+        for session in busy:
+            session.drafter.end([])
 
     @torch.no_grad()
     def run(self, request: Request) -> Iterator[list[list[int]]]:
         """Generate; yields, round by round, the tokens each row gained (none once it has finished).
 
-        On a GPU the next round is launched before the outcome of the last is there, unless its tokens are chosen
-        outside the round.
+        The caller may run another request before it takes the next round.
         """
-        session, stats = self.session(len(request.prompts)), self.stats
-        state, drafter, clock = session.state, session.drafter, Clock(stats)
+        session, clock = self.session(len(request.prompts)), Clock(self.stats)
+        request.state = session.state
+        for _, outer in self.running[-1:]:
+            outer.spend("host")
+        self.running.append((session, clock))
+        try:
+            yield from self._rounds(session, clock, request)
+        finally:
+            self.running.remove((session, clock))
+            for _, outer in self.running[-1:]:
+                outer.restart()
+
+    def _rounds(self, session: Session, clock: Clock, request: Request) -> Iterator[list[list[int]]]:
+        """On a GPU the next round is launched before the outcome of the last is there, unless its tokens are chosen
+        outside the round."""
+        state, drafter, stats = session.state, session.drafter, self.stats
         policy = session.policies["look" if request.choose or request.sampler else "round"]
         ahead = 1 if request.choose or not session.on_gpu else AHEAD
-        stats.trace, begun = [], dict(stats.seconds)
+        trace, begun, longest = [], dict(stats.seconds), max(request.max_lengths)
         recording = Recording(request.prompts) if self.records else None
-        self.recording = recording or self.recording
+        if max(map(len, request.prompts)) >= session.capacity:
+            self._grow(session, request, longest, 0)
         if session.ring is not None:
             session.ring.begin()
         state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos)
@@ -154,6 +184,10 @@ class Engine:
                 room = max(request.max_lengths[row] - lengths[row] - 1 for row in active)
                 drafting = drafter.seconds
                 while len(flying) < min(ahead, room):
+                    if longest > session.capacity <= max(lengths) + 1 + sum(nodes for nodes, _ in flying):
+                        if flying:
+                            break  # what is on its way first
+                        self._grow(session, request, longest, max(lengths) + MAX_NODES + self.algorithm.reach)
                     seen = [(counts[row], hints[row]) for row in active] if not flying else None
                     nodes = policy.choose(*zip(*seen)) if seen else policy.choose_ahead()
                     nodes = 1 if request.first_logits is not None else nodes
@@ -181,7 +215,9 @@ class Engine:
                     finished[row] = bool(done)
                     stats.count_depths(depth, len(paths[-1]))
                 policy.learn(nodes, *offered, paths, None if session.on_gpu else seconds)
-                stats.count_round(nodes, [len(tokens) for tokens in gained], len(active))
+                trace.append([len(tokens) for tokens in gained])
+                stats.trace = trace
+                stats.count_round(nodes, trace[-1], len(active))
                 yield gained
                 for row in request.stopped:
                     if not finished[row]:
@@ -192,6 +228,34 @@ class Engine:
             drafter.end(lengths)
             if recording:
                 recording.seconds = {name: spent - begun[name] for name, spent in stats.seconds.items()}
+                self.recording = recording
+
+    def check_memory(self, batch: int, tokens: int, argument: str = "max_cache_len") -> None:
+        """Say what caches of `tokens` tokens for `batch` sequences take; UnsupportedModelError, naming the argument
+        that asks for them, if the memory cannot hold them."""
+        needed, memory = tokens * self.token_bytes * batch, "the machine has"
+        free = psutil.virtual_memory().total  # on a CPU, where pages are taken as they are written
+        if self.device.type == "cuda":
+            free, memory = torch.cuda.mem_get_info(self.device)[0], "free on the GPU are"
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        takes = f"a cache of {tokens} tokens for {batch} sequences takes {needed / 1e9:.2f} GB, {memory}"
+        if needed > free:
+            raise UnsupportedModelError(
+                f"{argument}: {takes} {free / 1e9:.2f} GB, so {(needed - free) / 1e9:.2f} GB are missing; ask for "
+                "fewer tokens or fewer sequences"
+            )
+        if self.device.type == "cuda":
+            self.report(f"{takes} {free / 1e9:.2f} GB")
+
+    def _grow(self, session: Session, request: Request, tokens: int, used: int) -> None:
+        """Make room for `tokens` tokens a sequence; the first `used` slots of the caches are in use."""
+        log.warning(
+            "the cache of %d tokens a sequence is full and grows to %d, whose rounds are compiled anew; with "
+            "speculate(model, max_cache_len=%d) it has the room from the start", session.capacity, tokens, tokens,
+        )  # fmt: skip
+        with session.growing(tokens, used):
+            if not self.algorithm.varies:
+                session.build(self.sizes[-1], request.sampler, chosen=request.choose is not None)
 
     def _draft_has(self, session: Session, request: Request) -> bool:
         """Whether a drafter's own cache holds what `request.past` does for the target, from the call before, or cannot,

@@ -60,8 +60,9 @@ class SpeculativeMixin:
             raise RuntimeError(f"prefill_chunk_size: expected at least 1, got {chunk}")
         past, first = model_kwargs.get("past_key_values"), None
         dictionary = generation_config.return_dict_in_generate
-        answer = _answer(input_ids, stopping_criteria, generation_config, streamer)
-        speculation.admit_request(prompt.tokens, answer.longest - answer.prompt_width)
+        longest = _longest(input_ids, stopping_criteria, generation_config)
+        speculation.admit_request(prompt.tokens, longest - input_ids.shape[1])
+        answer = _answer(input_ids, longest, stopping_criteria, generation_config, streamer)
         if prompt.embedded:
             output = self._prefill(input_ids, generation_config, model_kwargs)
             past, first = output.past_key_values, output.logits[:, -1].float()
@@ -95,18 +96,18 @@ class SpeculativeMixin:
         if streamer is not None:
             streamer.end()
         if past is not None and (dictionary or getattr(past, "_is_user_defined", False)):
-            self._bring_up(past, prompt, answer)
+            self._bring_up(past, request, prompt, answer)
         if not dictionary:
             return answer.sequences()
         return GenerateDecoderOnlyOutput(
             sequences=answer.sequences(), scores=answer.scores, logits=answer.logits, past_key_values=past
         )
 
-    def _bring_up(self, past, prompt: "_Prompt", answer: Answer) -> None:
+    def _bring_up(self, past, request: Request, prompt: "_Prompt", answer: Answer) -> None:
         """Bring a cache to where plain decoding leaves it: all places but the last."""
         length = prompt.width + answer.columns - 1
         shortest = prompt.width + min(answer.gained(row) for row in range(answer.batch)) - 1
-        self.speculation.extend(past, prompt.padding, shortest)
+        pasts.extend(past, request.state, prompt.padding, shortest)
         if shortest < length:  # plain decoding goes on with padding behind rows that end early
             ids = answer.sequences()
             places = torch.arange(length, device=ids.device) - ids.new_tensor(prompt.padding)[:, None]
@@ -209,10 +210,15 @@ def _minimum(processor) -> int:
     return processor.prompt_length_to_skip + processor.min_new_tokens
 
 
-def _answer(input_ids: Tensor, stopping_criteria, generation_config, streamer) -> Answer:
-    kinds = {type(criterion).__name__ for criterion in stopping_criteria}
+def _longest(input_ids: Tensor, stopping_criteria, generation_config) -> int:
+    """The width at which every row ends."""
     lengths = [c.max_length for c in stopping_criteria if type(c).__name__ == "MaxLengthCriteria"]
     longest = math.ceil(min(lengths, default=generation_config.max_length))
+    return max(longest, input_ids.shape[1] + 1)
+
+
+def _answer(input_ids: Tensor, longest: int, stopping_criteria, generation_config, streamer) -> Answer:
+    kinds = {type(criterion).__name__ for criterion in stopping_criteria}
     eos = next((c.eos_token_id.tolist() for c in stopping_criteria if type(c).__name__ == "EosTokenCriteria"), [])
     ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     pad = generation_config._pad_token_tensor if ends else None
@@ -220,7 +226,7 @@ def _answer(input_ids: Tensor, stopping_criteria, generation_config, streamer) -
         raise ValueError("If `eos_token_id` is defined, make sure that `pad_token_id` is defined.")
     return Answer(
         input_ids,
-        max(longest, input_ids.shape[1] + 1),
+        longest,
         eos,
         None if pad is None else int(pad),
         criteria=None if kinds <= LENGTHS else stopping_criteria,

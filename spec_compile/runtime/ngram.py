@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import check_int
+from . import forks
 
 try:
     from ._ngram_trie import Core
@@ -112,6 +113,7 @@ class NgramTrie:
             self.match_type == "PROB",
             self._limit,
         )
+        forks.register(self)
 
     def add(self, ids) -> None:
         """Insert one document, or a list of documents: each a 1-D tensor, array or list of token ids.
@@ -285,6 +287,14 @@ class NgramTrie:
     def stats(self) -> dict[str, int]:
         """`nodes`, `tokens` (held), `occurrences` (held: one per token), `streams` (open), `bytes`, `evicted`."""
         return self._core.stats()
+
+    def before_fork(self) -> None:
+        """See `forks`."""
+        self._core.hold()
+
+    def after_fork(self, in_child: bool) -> None:
+        """See `forks`."""
+        self._core.release(in_child)
 
     def __len__(self) -> int:
         """Number of nodes, the root not counted."""

@@ -131,6 +131,13 @@ public:
         replace(std::move(fresh));
     }
 
+    // Around a fork of the process: no other thread is in the trie meanwhile. The child has none of those that wait.
+    void hold() { mutex_.lock(); }
+    void release(bool in_child) {
+        if (in_child) new (&mutex_) FairMutex();
+        else mutex_.unlock();
+    }
+
 private:
     void replace(std::unique_ptr<Trie> fresh) {  // the old trie is freed outside the lock
         Guard guard(mutex_);
@@ -174,6 +181,8 @@ NB_MODULE(_ngram_trie, m) {
              nb::arg("committed_ptr"), nb::arg("batch"), nb::arg("n"), nb::arg("out_tokens_ptr"), nb::arg("out_parents_ptr"),
              nb::arg("out_count_ptr"), nb::arg("out_match_ptr"), Release())
         .def("stats", &Core::stats)
+        .def("hold", &Core::hold, Release())
+        .def("release", &Core::release, nb::arg("in_child"))
         .def("reset", &Core::reset, Release())
         .def("snapshot", &Core::snapshot)
         .def("restore", &Core::restore, nb::arg("nodes"), nb::arg("tokens"), nb::arg("next"), nb::arg("order"));

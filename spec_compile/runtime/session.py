@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..compat import EXAMPLE, compile_piece, compile_step
-from ..errors import UnsupportedModelError
 from ..kernels.attention import BACKENDS
 from ..passes.regions import compiled_regions
 from . import chunks
@@ -17,7 +16,7 @@ from .cuda_graph import Captured, Ring
 from .round import Prefill, Round
 from .sampler import Sampler
 from .sizes import SizePolicy
-from .state import State
+from .state import Cache, State
 from .tree import MAX_NODES, ancestry
 
 SPAN = 128
@@ -29,15 +28,14 @@ CAPTURED_TOKENS = 2048
 
 
 class Session:
-    """Everything for one batch size. `engine`: see `engine.Engine`."""
+    """Everything for one batch size. `engine`: see `engine.Engine`. `capacity`: tokens that a sequence may hold."""
 
     def __init__(self, engine, batch: int):
-        self.engine, self.batch = engine, batch
+        self.engine, self.batch, self.capacity = engine, batch, engine.capacity(batch)
         self.on_gpu = engine.device.type == "cuda"
         self.prefill_sizes = chunks.SIZES[engine.device.type]
-        margin = MAX_NODES + self.prefill_sizes[0]
-        slots = -(-(engine.capacity(batch) + margin) // SPAN) * SPAN
-        self._check_memory(slots)
+        slots = self._slots(self.capacity)
+        engine.check_memory(batch, slots)
         self.drafter = engine.algorithm.drafter(batch, slots)
         drawn = engine.options.num_draft_tokens if engine.algorithm.draws else 0
         self.state = State(engine.verify, batch, slots, engine.device, drawn)
@@ -48,20 +46,32 @@ class Session:
         self.steps: dict[tuple[str, int], Callable] = {}
         self._pieces: dict[tuple[bool, bool], Prefill | Round] = {}
         self._called: list[Callable] = []
+        self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
 
-    def _check_memory(self, slots: int) -> None:
-        """Say what the cache takes before it is made; UnsupportedModelError if a GPU has no room for it."""
-        if not self.on_gpu:
-            return
-        needed, (free, _) = slots * self.engine.token_bytes * self.batch, torch.cuda.mem_get_info(self.engine.device)
-        free += torch.cuda.memory_reserved(self.engine.device) - torch.cuda.memory_allocated(self.engine.device)
-        takes = f"a cache of {slots} tokens for {self.batch} sequences takes {needed / 1e9:.1f} GB, the GPU has"
-        if needed > free:
-            raise UnsupportedModelError(
-                f"max_cache_len: {takes} {free / 1e9:.1f} GB left; pass a smaller max_cache_len to speculate(), or "
-                "fewer sequences"
-            )
-        self.engine.report(f"{takes} {free / 1e9:.1f} GB left")
+    def _slots(self, tokens: int) -> int:
+        """Slots for so many tokens and for what a step writes behind them."""
+        return -(-(tokens + MAX_NODES + self.prefill_sizes[0]) // SPAN) * SPAN
+
+    @contextmanager
+    def growing(self, tokens: int, used: int) -> Iterator[None]:
+        """Make room for `tokens` tokens a sequence. Inside, steps may be built, all of them anew; then the first `used`
+        slots of every cache are taken over."""
+        slots = self._slots(tokens)
+        self.engine.check_memory(self.batch, slots, "max_new_tokens")
+        if self.on_gpu:
+            torch.cuda.synchronize(self.engine.device)
+        self.steps.clear(), self._pieces.clear(), self._called.clear()
+        self.capacity = tokens
+        caches = [self.state.kv, *(module for module in self.drafter.modules() if isinstance(module, Cache))]
+        before = [cache.resize(slots) for cache in caches]
+        self.state.resize(slots)
+        self.drafter.resized(slots)
+        if not used:
+            self.texts = []
+        yield
+        for cache, tensors in zip(caches, before):
+            for new, old in zip(cache.tensors, tensors):
+                new[:, :, :used] = old[:, :, :used]
 
     def step(self, part: str, nodes: int = 0) -> Callable:
         """A function, made on first use: "prefill" of (size, span), `nodes` being the size or 0 for all; "round" or
@@ -146,9 +156,9 @@ class Session:
 
     def _capture(self, step: Callable, arguments: tuple) -> Captured:
         try:
-            return Captured(step, arguments, self.engine.pool)
+            return Captured(step, arguments, self.pool)
         except RuntimeError:
-            self.engine.pool = torch.cuda.graph_pool_handle()  # that of a failed capture cannot be used again
+            self.pool = torch.cuda.graph_pool_handle()  # that of a failed capture cannot be used again
             raise
 
     def _function(self, part: str, nodes: int) -> Callable:

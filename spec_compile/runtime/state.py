@@ -20,13 +20,21 @@ class Cache(nn.Module):
         self.layers = len(graph.layers)
         for number, layer in enumerate(graph.layers):
             for name, size in (("keys", layer.key_dim), ("values", layer.value_dim)):
-                held = _zeros((batch, layer.kv_heads, slots, size), graph.cache_dtype or graph.dtype, graph.device)
-                self.register_buffer(f"{name}_{number}", held, persistent=False)
+                empty = _zeros((batch, layer.kv_heads, slots, size), graph.cache_dtype or graph.dtype, graph.device)
+                self.register_buffer(f"{name}_{number}", empty, persistent=False)
 
     @property
     def tensors(self) -> list[Tensor]:
         """Keys and values of each layer in turn, each [B, Hkv, slots, D]."""
         return [getattr(self, f"{name}_{layer}") for layer in range(self.layers) for name in ("keys", "values")]
+
+    def resize(self, slots: int) -> list[Tensor]:
+        """Put empty tensors of `slots` slots in place of the present `tensors`, and return the latter."""
+        before = self.tensors
+        for name, tensor in list(self.named_buffers()):
+            batch, heads, _, size = tensor.shape
+            setattr(self, name, _zeros((batch, heads, slots, size), tensor.dtype, tensor.device))
+        return before
 
 
 class State(nn.Module):
@@ -87,6 +95,12 @@ class State(nn.Module):
                 value_cache[row, :, slots] = stored(values[row, :, skipped:], value_cache.dtype)
         held = torch.tensor([past.length - pad for pad in past.padding], device=self.lengths.device)
         self.lengths.copy_(torch.minimum(held, self.prompt_lengths - 1))
+
+    def resize(self, slots: int) -> None:
+        """Make room for `slots` tokens a row. The texts stay; the cache is not touched."""
+        longer = torch.zeros(self.batch, slots, dtype=torch.int64, device=self.tokens.device)
+        longer[:, : self.capacity] = self.tokens
+        self.tokens, self.capacity = longer, slots
 
     def reset(self, prompts: list[list[int]], min_lengths: list[int], max_lengths: list[int], eos: list[int]) -> None:
         """Begin B new sequences. Lengths count committed tokens, prompt included."""
@@ -172,8 +186,9 @@ class State(nn.Module):
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros whose memory is taken only where it is written (anonymous pages, on a CPU)."""
-    count = torch.Size(shape).numel()
+    """Zeros whose memory is taken only where it is written: on a CPU anonymous pages, which a fork does not share."""
+    size = torch.Size(shape).numel() * dtype.itemsize
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype).view(shape)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
