@@ -1,10 +1,12 @@
 """`speculate`: the one line, and the object behind ``model.speculation``."""
 
 import copy
+import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,9 +37,14 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
     algo: "ngram" (alias "lookahead"), "eagle", "eagle3", "naive_eagle", "mtp" ("nextn"), "dflash" or "draft_model"
     ("standalone"). options: see `config.Options` and the algorithm's own in `drafters`; ``draft=`` names the draft.
 
+    A result of `speculate` may be given, too: its original is taken, with these options alone. It can be pickled and
+    deep-copied: the copy has weights of its own, and captures and compiles anew.
+
     Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
     model in training mode) or UnsupportedModelError (the model cannot be rewritten exactly), before any change.
     """
+    if isinstance(model, SpeculativeMixin):
+        model = model.speculation.original
     if adapters.is_wrapped(model):
         return adapters.wrap_alike(model, speculate(adapters.base_of(model), algo, **options))
     name = parse_algorithm(algo)
@@ -70,13 +77,18 @@ class Speculation:
         if options.check:
             check_tree(type(model).__name__, graph, self._engine.verify)
         self._tuned = adapters.tuned_layers(model)
-        self._weights = self._addresses()
+        self._weights, self._is_forked = self._addresses(), False
         forks.register(self)
 
     @property
     def original(self) -> PreTrainedModel:
         """The model that `speculate` was given."""
         return self._model
+
+    def rebuilds(self, original: PreTrainedModel) -> tuple[Callable, tuple]:
+        """What makes a model like this one of a copy of its `original`, as ``__reduce_ex__`` gives it."""
+        options = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(self.options)}
+        return partial(speculate, algo=self.algorithm, **options), (original,)
 
     @property
     def ngram(self):
@@ -153,6 +165,8 @@ class Speculation:
     def generating(self, reference) -> Iterator[None]:
         """One call of generate() at a time: it owns the state until it ends. `reference`: see `generate`."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
+            if self._is_forked:
+                self._adopt()
             if self._addresses() != self._weights:
                 raise RuntimeError(
                     "the model's weights or adapters were moved, replaced or switched after speculate(); call "
@@ -194,14 +208,23 @@ class Speculation:
         request.eos = [token for token in request.eos if 0 <= token < self._engine.verify.vocab_size]
         return self._engine.run(request)
 
+    def _adopt(self) -> None:
+        """The first call in a forked process."""
+        if self._engine.device.type == "cuda":
+            raise RuntimeError(
+                "a process that was forked cannot use the GPU of its parent; start it by 'spawn', and call speculate() "
+                "there"
+            )
+        self._engine.forget_running()
+        self._is_forked = False
+
     def before_fork(self) -> None:
         """See `forks`. A generate() in another thread is not waited for: the child does without what it uses."""
 
     def after_fork(self, in_child: bool) -> None:
         """See `forks`."""
         if in_child and not self._lock._is_owned():
-            self._lock = threading.RLock()
-            self._engine.forget_running()
+            self._lock, self._is_forked = threading.RLock(), True
 
     def _addresses(self) -> list:
         return [parameter.data_ptr() for parameter in self._model.parameters()] + adapters.switches(self._tuned)

@@ -215,9 +215,8 @@ class Engine:
                     finished[row] = bool(done)
                     stats.count_depths(depth, len(paths[-1]))
                 policy.learn(nodes, *offered, paths, None if session.on_gpu else seconds)
-                trace.append([len(tokens) for tokens in gained])
-                stats.trace = trace
-                stats.count_round(nodes, trace[-1], len(active))
+                stats.trace = trace  # a call inside this one has put its own there
+                stats.count_round(nodes, [len(tokens) for tokens in gained], len(active))
                 yield gained
                 for row in request.stopped:
                     if not finished[row]:
