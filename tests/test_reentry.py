@@ -308,7 +308,11 @@ def test_another_merge_linears_leaves_an_earlier_one_as_it_is():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda fast: pickle.loads(pickle.dumps(fast))], ids=["copy", "pickle"])
 def test_copies_have_weights_of_their_own(copied):
-    for fast in (speculate(models.ADMITTED["llama"](), compile=False, num_draft_tokens=8), system("eagle3")):
+    model = models.ADMITTED["llama"]()
+    head = copy.deepcopy(rounds.head("eagle3", "llama"))
+    head.embedding, head.head_weight = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    options = dict(compile=False, max_cache_len=200)
+    for fast in (speculate(model, num_draft_tokens=8, **options), speculate(model, "eagle3", draft=head, **options)):
         want = answer(fast, OUTER_IDS)
         other = copied(fast)
         assert type(other).__name__ == "LlamaForCausalLM" and other.speculation.algorithm == fast.speculation.algorithm
