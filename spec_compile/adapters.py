@@ -45,22 +45,6 @@ class _Generates:
         return super().generate(*args, **kwargs)
 
 
-def tuned_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that hold adapters."""
-    return [module for module in model.modules() if hasattr(module, "merged_adapters")]
-
-
-def switches(layers: list[nn.Module]) -> list[tuple]:
-    """What decides which adapters act and how strongly, to be compared with what it was at capture."""
-    return [
-        (
-            layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters),
-            tuple(getattr(layer, "scaling", {}).items()),
-        )
-        for layer in layers
-    ]  # fmt: skip
-
-
 def shallow(module: nn.Module, cls: type | None = None) -> nn.Module:
     """Another object over the same state, whose modules can be replaced without touching the first."""
     other = object.__new__(cls or type(module))
