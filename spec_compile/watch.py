@@ -90,7 +90,7 @@ class Watch:
             (config, name, copy.deepcopy(value))
             for config, names in reads
             for name in sorted(names)
-            if _is_plain(value := getattr(config, name, ABSENT))
+            if hasattr(config, name) and _is_plain(value := getattr(config, name))
         ]
         self._fingerprint = self._take_fingerprint()
 

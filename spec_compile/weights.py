@@ -93,12 +93,12 @@ class SharedWeights:
                     tensor.data = slot.storage
 
     def _check_ties(self, moved: list[Slot]) -> None:
-        """ValueError if tensors that were one hold different values now, or if one stands where there were two."""
-        names: dict[int, Slot] = {}
+        """ValueError if tensors that were one hold different values now, or if one stands where another stood."""
+        slots = {id(slot.tensor): slot for slot in self.slots}
         for slot in moved:
-            other = names.setdefault(id(slot.current), slot)
+            other = slots.setdefault(id(slot.current), slot)
             if other.key != slot.key:
-                raise ValueError(f"{other.path} and {slot.path} became one tensor after speculate(); {AGAIN}")
+                raise ValueError(f"{slot.path} became the tensor of {other.path} after speculate(); {AGAIN}")
         groups: dict[tuple, list[Slot]] = {slot.key: [] for slot in moved}
         for slot in self.slots:
             if slot.key in groups and not (slot.borrowed and slot.current is slot.tensor):
