@@ -86,15 +86,27 @@ class SharedWeights:
                 sources[key] = source.clone()
         for key, source in sources.items():
             targets[key].copy_(source)
+        self._share()
+
+    def _share(self) -> None:
+        """Make the tensors of the modules and those of the graphs views of the graphs' memory."""
+        ordinary: dict[int, Tensor] = {}
         for slot in self.slots:
-            slot_tensors = (slot.tensor, slot.current) if slot.storage is not None else ()
-            for tensor in slot_tensors:
+            current = slot.current
+            if slot.storage is None or (slot.borrowed and current is slot.tensor):
+                continue
+            if current.is_inference():  # such a tensor cannot be made a view: another takes its place
+                other = nn.Parameter if isinstance(current, nn.Parameter) else torch.Tensor.requires_grad_
+                other = ordinary.setdefault(id(current), other(slot.storage.detach(), current.requires_grad))
+                slot.holder[slot.name] = current = other
+            for tensor in (slot.tensor, current):
                 if _layout(tensor) != _layout(slot.storage):
                     tensor.data = slot.storage
 
     def _check_ties(self, moved: list[Slot]) -> None:
         """ValueError if tensors that were one hold different values now, or if one stands where another stood."""
         slots = {id(slot.tensor): slot for slot in self.slots}
+        slots |= {id(slot.current): slot for slot in self.slots if not slot.moved}
         for slot in moved:
             other = slots.setdefault(id(slot.current), slot)
             if other.key != slot.key:

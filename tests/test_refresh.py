@@ -1,4 +1,4 @@
-"""refresh() takes over new weights: afterwards the answer is that of the model as it is, and graphs stay as they were."""
+"""refresh() takes over new weights: then the answer is that of the model as it is, and graphs stay as they were."""
 
 import copy
 import threading
@@ -173,8 +173,9 @@ def test_loading_inside_inference_mode(shared):
 def test_tied_weights_stay_tied():
     model = models.build("LlamaConfig", "LlamaForCausalLM", dict(models.GQA, tie_word_embeddings=True))
     fast = speculate(model, compile=False, check=False)
-    model.load_state_dict(state(model) | {"lm_head.weight": (new := torch.randn(96, 64)), "model.embed_tokens.weight": new},
-                          assign=True)  # fmt: skip
+    new = torch.randn(96, 64)
+    both = {"lm_head.weight": new, "model.embed_tokens.weight": new}
+    model.load_state_dict(state(model) | both, assign=True)
     fast.speculation.refresh()
     assert_same(model, fast)
     with torch.no_grad():
@@ -182,7 +183,7 @@ def test_tied_weights_stay_tied():
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert_same(model, fast)
     model.model.embed_tokens.weight = nn.Parameter(torch.randn(96, 64))
-    with pytest.raises(ValueError, match="were one tensor at speculate.*tie_weights"):
+    with pytest.raises(ValueError, match=r"were one tensor at speculate.*tie_weights"):
         fast.speculation.refresh()
     model.tie_weights()
     fast.speculation.refresh()
@@ -190,8 +191,8 @@ def test_tied_weights_stay_tied():
 
 
 REFUSED = {
-    "shape": (lambda w: torch.randn(96, 65), r"was float32 \[96, 64\] on cpu at speculate\(\) and is float32 \[96, 65\]"),
-    "dtype": (lambda w: w.half(), r"is float16 \[96, 64\] on cpu now; call speculate\(\) again"),
+    "shape": (lambda w: torch.randn(96, 65), r"was float32 \[96, 64\] on cpu at speculate\(\) and is .* \[96, 65\]"),
+    "dtype": (lambda w: w.half(), r"was float32 .* and is float16 \[96, 64\] on cpu now; call speculate\(\) again"),
     "meta": (lambda w: w.to("meta"), r"is on the meta device"),
 }
 
@@ -200,7 +201,7 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_before_anything_is_copied(problem, shared):
     model, _, fast = shared
     fast.speculation.refresh()
-    before = {name: parameter for name, parameter in model.named_parameters()}
+    weights = model.model.embed_tokens.weight, model.lm_head.weight
     embedding = model.model.embed_tokens.weight.detach().clone()
     memory = fast.speculation._weights.slots[0].storage
     make, message = REFUSED[problem]
@@ -209,7 +210,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_copied(problem, shared)
     with pytest.raises(ValueError, match=r"lm_head\.weight " + message):
         fast.speculation.refresh()
     assert torch.equal(memory, embedding)
-    model.model.embed_tokens.weight, model.lm_head.weight = before["model.embed_tokens.weight"], before["lm_head.weight"]
+    model.model.embed_tokens.weight, model.lm_head.weight = weights
     assert_same(model, fast)
 
 
@@ -218,7 +219,7 @@ def test_other_changes_are_refused(shared):
     first, second = (layer.mlp.up_proj for layer in model.model.layers)
     weights = first.weight, second.weight
     one = nn.Parameter(first.weight.detach().clone())
-    for first.weight, second.weight in ((one, one), weights[::-1], weights[:1] * 2):
+    for first.weight, second.weight in ((one, one), weights[:1] * 2, weights[1:] * 2):
         with pytest.raises(ValueError, match=r"up_proj\.weight became the tensor of .*up_proj\.weight"):
             fast.speculation.refresh()
     first.weight, second.weight = weights
@@ -245,7 +246,7 @@ def test_merged_adapters():
     fast.speculation.refresh()
     assert_same(model, fast)
     model.merge_adapter()
-    with pytest.raises(ValueError, match=r"merged_adapters was \[\] at speculate\(\) and is \['default'\] now.*speculate\(\) again"):
+    with pytest.raises(ValueError, match=r"merged_adapters was \[\] .* is \['default'\] now.*speculate\(\) again"):
         fast.speculation.refresh()
     model.unmerge_adapter()
     fast.speculation.refresh()
@@ -297,7 +298,7 @@ def test_generate_in_this_thread_is_refused_and_in_another_waited_for(shared):
 
 
 def test_a_draft_uses_no_keys_of_earlier_weights():
-    model, draft, fast = system("draft_model")
+    model, _, fast = system("draft_model")
     asked = dict(OPTIONS, return_dict_in_generate=True, use_cache=True)
     first = fast.generate(IDS, **asked)
     fast.speculation.refresh()
