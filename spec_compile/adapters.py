@@ -50,22 +50,6 @@ class _Generates:
         return self.speculation.rebuilds(self.__dict__["_original"])
 
 
-def tuned_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that hold adapters."""
-    return [module for module in model.modules() if hasattr(module, "merged_adapters")]
-
-
-def switches(layers: list[nn.Module]) -> list[tuple]:
-    """What decides which adapters act and how strongly, to be compared with what it was at capture."""
-    return [
-        (
-            layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters),
-            tuple(getattr(layer, "scaling", {}).items()),
-        )
-        for layer in layers
-    ]  # fmt: skip
-
-
 def twin(model: nn.Module) -> nn.Module:
     """A copy of all modules and configurations over the same tensors: to be traced, or to have hooks, while other
     threads run `model`."""

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from . import adapters, kernels, report
@@ -25,6 +26,8 @@ from .runtime.engine import Engine, Request
 from .runtime.generate import SpeculativeMixin
 from .runtime.session import Session
 from .stats import Stats
+from .watch import Watch, config_reads, describe
+from .weights import SharedWeights
 
 
 def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrainedModel:
@@ -32,7 +35,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
 
     model: a causal language model of transformers, or peft's wrapper around one; it keeps working as before. Returns an
     object of its own class that shares its weights; its ``generate()`` takes the same arguments.
-    ``result.speculation`` holds ``stats``, ``explain()``, ``report()``, ``ngram`` and ``warmup()``.
+    ``result.speculation`` holds ``stats``, ``explain()``, ``report()``, ``ngram``, ``warmup()`` and ``refresh()``.
 
     algo: "ngram" (alias "lookahead"), "eagle", "eagle3", "naive_eagle", "mtp" ("nextn"), "dflash" or "draft_model"
     ("standalone"). options: see `config.Options` and the algorithm's own in `drafters`; ``draft=`` names the draft.
@@ -54,17 +57,18 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
         kernels.load(model.device)
     algorithm = ALGORITHMS[name].build(model, parsed)
     fast = _shadow(model)
-    fast.__dict__["speculation"] = Speculation(model, name, parsed, algorithm)
+    fast.__dict__["speculation"] = Speculation(model, fast, name, parsed, algorithm)
     return fast
 
 
 class Speculation:
     """What is behind ``model.speculation``: statistics, reports and control of one speculative model."""
 
-    def __init__(self, model: PreTrainedModel, name: str, options: Options, algorithm: Algorithm):
+    def __init__(self, model: PreTrainedModel, fast: nn.Module, name: str, options: Options, algorithm: Algorithm):
         self.algorithm, self.options = name, options
         self._model, self._lock, self._references, self._said = model, threading.RLock(), [], set()
-        graph = capture(model)
+        with config_reads(model) as reads:
+            graph = capture(model)
         if options.check:
             check_capture(model, graph)
         self._engine = Engine(
@@ -76,8 +80,9 @@ class Speculation:
         )
         if options.check:
             check_tree(type(model).__name__, graph, self._engine.verify)
-        self._tuned = adapters.tuned_layers(model)
-        self._weights, self._is_forked = self._addresses(), False
+        self._weights = SharedWeights(model, algorithm.draft_module)
+        self._watch = Watch(model, fast, self._weights.slots, reads)
+        self._calls, self._is_forked = 0, False
         forks.register(self)
 
     @property
@@ -151,6 +156,29 @@ class Speculation:
         with self._lock:
             Session(self._engine, 1).step("round", self._engine.sizes[-1])
 
+    def refresh(self) -> None:
+        """Take over new weights, without capturing or compiling anew.
+
+        Call it after parameters or buffers of the model, or of a draft that was passed as a module, were replaced or
+        moved (``load_state_dict(assign=True)``, ``layer.weight = nn.Parameter(...)``, ``model.to(...)`` and back).
+        Their values are copied into the memory that the graphs read, and the tensors become views of it, so that an
+        optimizer that holds them goes on, and later steps in place are seen. What drafts copied from weights is
+        computed anew. The answer is right after changes in place without it; then it keeps the drafts good. The graphs'
+        memory stays allocated as long as this object lives, wherever the model is moved.
+
+        Raises, before anything is copied: ValueError if a tensor is of another shape, dtype or device, has no values,
+        or is tied otherwise than at speculate(), or if something besides tensors has changed; RuntimeError if called
+        inside a generate() of this model. It waits for a generate() in another thread.
+        """
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            if self._calls:
+                raise RuntimeError("refresh(): a generate() of this model is running; call refresh() when it is over")
+            others = [change for change in self._watch.changes() if change.remedy == "speculate"]
+            if others:
+                raise ValueError(describe(others))
+            self._weights.take_over()
+            self._engine.refresh()
+
     @contextmanager
     def reporting(self, progress: Callable[[str], None] | None) -> Iterator[None]:
         """While inside, `progress` is given a line when something begins or ends to compile."""
@@ -167,17 +195,16 @@ class Speculation:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._is_forked:
                 self._adopt()
-            if self._addresses() != self._weights:
-                raise RuntimeError(
-                    "the model's weights or adapters were moved, replaced or switched after speculate(); call "
-                    "speculate() again"
-                )
+            if changes := self._watch.changes():
+                raise RuntimeError(describe(changes))
             before = self._references
             self._references = [] if reference is None else self._engine.algorithm.documents(reference)
+            self._calls += 1
             try:
                 yield
             finally:
                 self._references = before
+                self._calls -= 1
 
     def step_aside(self, argument: str) -> None:
         """Say, once for each `argument`, that transformers' own loop runs."""
@@ -216,7 +243,7 @@ class Speculation:
                 "there"
             )
         self._engine.forget_running()
-        self._is_forked = False
+        self._calls, self._is_forked = 0, False
 
     def before_fork(self) -> None:
         """See `forks`. A generate() in another thread is not waited for: the child does without what it uses."""
@@ -225,9 +252,6 @@ class Speculation:
         """See `forks`."""
         if in_child and not self._lock._is_owned():
             self._lock, self._is_forked = threading.RLock(), True
-
-    def _addresses(self) -> list:
-        return [parameter.data_ptr() for parameter in self._model.parameters()] + adapters.switches(self._tuned)
 
 
 def _max_positions(model: PreTrainedModel, table: int | None, options: Options) -> int:

@@ -306,7 +306,11 @@ def test_another_merge_linears_leaves_an_earlier_one_as_it_is():
     assert "stay apart" not in speculate(model, compile=False).speculation.explain()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda fast: pickle.loads(pickle.dumps(fast))], ids=["copy", "pickle"])
+def pickled(fast):
+    return pickle.loads(pickle.dumps(fast))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copies_have_weights_of_their_own(copied):
     model = models.ADMITTED["llama"]()
     head = copy.deepcopy(rounds.head("eagle3", "llama"))

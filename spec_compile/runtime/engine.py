@@ -127,6 +127,13 @@ class Engine:
         for session in busy:
             session.drafter.end([])
 
+    def refresh(self) -> None:
+        """The weights have changed: compute anew what the drafter copied from them, and use no keys and values of
+        earlier calls that its cache holds."""
+        self.algorithm.refresh()
+        for session in self.sessions.values():
+            session.texts = []
+
     @torch.no_grad()
     def run(self, request: Request) -> Iterator[list[list[int]]]:
         """Generate; yields, round by round, the tokens each row gained (none once it has finished).

@@ -168,7 +168,7 @@ class _Prompt:
         batch, given = input_ids.shape
         cache = model_kwargs.get("past_key_values")
         held = int(cache.get_seq_length()) if cache is not None else 0
-        healed = bool(generation_config.token_healing) and not held  # other ids may have come in place of the masked ones
+        healed = bool(generation_config.token_healing) and not held  # ids may have come in place of the masked ones
         if healed and (mask is None or mask.shape[-1] != given):
             width = given
         elif mask is not None:
@@ -177,7 +177,7 @@ class _Prompt:
             width = getattr(generation_config, "_mask_length", None) or max(given, held)
         if embeds is not None:
             width = embeds.shape[1]
-        elif not healed and width not in (given, held + given) or held >= width:
+        elif held >= width or (not healed and width not in (given, held + given)):
             raise ValueError(
                 f"attention_mask, past_key_values: {held} cached and {given} given tokens do not make the mask's "
                 f"{width}; pass all tokens, or those behind the cache and a mask over both"
