@@ -76,7 +76,7 @@ class Model:
     def followers(self, path, by_count=False):
         return sorted(self.children.get(path, ()), key=lambda p: (-self.count[p] * by_count, -self.touched[p]))
 
-    def propose(self, stream, n):
+    def propose(self, stream, n, base=None):
         tokens = self.streams[stream][0]
         tree, parents = [tokens[-1]], [-1]
 
@@ -92,19 +92,20 @@ class Model:
 
         low, high = self.window
         lengths = range(min(high, len(tokens), self.D - 1), low - 1, -1)
-        anchors = [p for p in (tuple(tokens[-w:]) for w in lengths) if self.children.get(p)]
+        paths, models = [tuple(tokens[-w:]) for w in lengths], [self] if base is None else [self, base]
+        anchors = [(model, path) for path in paths for model in models if model.children.get(path)]
         (self.grow_prob if self.match_type == "PROB" else self.grow_bfs)(anchors, add, lambda: len(tree) == n)
         pad = n - len(tree)
-        return tree + [0] * pad, parents + [0] * pad, len(tree), len(anchors[0]) if anchors else 0
+        return tree + [0] * pad, parents + [0] * pad, len(tree), len(anchors[0][1]) if anchors else 0
 
     def grow_bfs(self, anchors, add, full):
         low, high = self.breadth
-        for anchor in anchors:
+        for model, anchor in anchors:
             queue = [(anchor, 0)]
             while queue:
                 path, node = queue.pop(0)
                 breadth = max(1, low + (self.D - 1 - len(path)) * (high - low) // (self.D - 1))
-                for child in self.followers(path)[:breadth]:
+                for child in model.followers(path)[:breadth]:
                     if full():
                         return
                     queue.append((child, add(node, child[-1])))
@@ -112,18 +113,19 @@ class Model:
     def grow_prob(self, anchors, add, full):
         heap, order = [], 0
 
-        def offer(path, node, score, match):
+        def offer(model, path, node, score, match):
             nonlocal order
-            total = sum(self.count[c] for c in self.children.get(path, ()))
-            for child in self.followers(path, by_count=True)[: self.breadth[1]]:
-                heapq.heappush(heap, (-(score * self.count[child] / total), -match, order, child, node))
+            total = sum(model.count[c] for c in model.children.get(path, ()))
+            for child in model.followers(path, by_count=True)[: self.breadth[1]]:
+                heapq.heappush(heap, (-(score * model.count[child] / total), -match, order, child, node, model))
                 order += 1
 
-        for i, anchor in enumerate(anchors):
-            offer(anchor, 0, 0.5**i, len(anchor))
+        depths = sorted({len(path) for _, path in anchors}, reverse=True)
+        for model, anchor in anchors:
+            offer(model, anchor, 0, 0.5 ** depths.index(len(anchor)), len(anchor))
         while heap and not full():
-            score, match, _, path, parent = heapq.heappop(heap)
-            offer(path, add(parent, path[-1]), -score, -match)
+            score, match, _, path, parent, model = heapq.heappop(heap)
+            offer(model, path, add(parent, path[-1]), -score, -match)
 
 
 def make(D=18, window=(1, 12), breadth=(1, 10), capacity=10_000_000, match_type="BFS", **extra):
@@ -454,6 +456,71 @@ def run_against_model(params, steps, path):
         assert held["tokens"] == len(model.held) and held["evicted"] == model.evicted
         assert held["streams"] == len(model.streams)
     return proposals, grew
+
+
+# ---- overlays -----------------------------------------------------------------------------------------------
+
+texts = st.lists(st.integers(0, 3), max_size=12)
+turns = st.lists(
+    st.one_of(
+        st.tuples(st.just("shared"), texts),
+        st.tuples(st.just("private"), st.integers(0, 1), texts),
+        st.tuples(st.just("private"), st.integers(0, 1), texts),
+        st.tuples(st.just("renew"), st.integers(0, 1)),
+    ),
+    min_size=5,
+    max_size=30,
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(parameters(), turns, st.integers(2, 64))
+def test_overlays_draft_from_both_and_leave_no_trace(params, steps, n):
+    """What is read into overlays changes no draft of the trie that they lie on: the model never sees it."""
+    trie, model = make(**params), Model(**params)
+    shared = trie.open(), model.open()
+
+    def overlay():
+        above, slow = trie.overlay(), Model(**params)
+        return above, slow, above.open(), slow.open()
+
+    overlays = [overlay(), overlay()]
+    for kind, *args in steps:
+        if kind == "renew":
+            overlays[args[0]] = overlay()
+        elif kind == "shared":
+            trie.extend(shared[0], args[0])
+            model.extend(shared[1], args[0])
+        else:
+            above, slow, ours, theirs = overlays[args[0]]
+            above.extend(ours, args[1])
+            slow.extend(theirs, args[1])
+            if slow.streams[theirs][0]:
+                got = plain(above.propose(ours, n))
+                assert got == slow.propose(theirs, n, base=model)
+                check_tree(*got[:3])
+        if model.streams[shared[1]][0]:
+            assert plain(trie.propose(shared[0], n)) == model.propose(shared[1], n)
+        assert trie.stats()["nodes"] == len(model.count) and trie.stats()["evicted"] == model.evicted
+
+
+@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
+def test_an_overlay(match_type):
+    trie = make(match_type=match_type)
+    trie.add([1, 2, 3, 4, 5])
+    above = trie.overlay()
+    above.add([1, 2, 30, 40])
+    stream = grown(above, [1, 2])
+    draft = above.propose(stream, 6)
+    children = [token for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist()) if parent == 0]
+    assert set(children) == {3, 30} and draft.match == 2
+    assert plain(trie.propose(grown(trie, [1, 2]), 6))[2] == 4
+    with pytest.raises(ValueError, match="an overlay is not made of another overlay"):
+        above.overlay()
+    del trie  # the overlay keeps what it lies on
+    assert plain(above.propose(stream, 6)) == plain(draft)
+    above.reset()
+    assert plain(above.propose(grown(above, [1, 2]), 6))[0] == [2, 3, 4, 5, 0, 0]
 
 
 # ---- batches ------------------------------------------------------------------------------------------------

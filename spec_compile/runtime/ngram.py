@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import struct
 import threading
@@ -112,6 +113,16 @@ class NgramTrie:
             self.match_type == "PROB",
             self._limit,
         )
+
+    def overlay(self) -> NgramTrie:
+        """An empty trie of the same parameters whose drafts come from what this one holds, too.
+
+        It adds nothing to this one, so what it reads leaves with it. Of matches of one length its own come first.
+        Raises ValueError if this trie is an overlay itself.
+        """
+        other = copy.copy(self)
+        other._core = self._core.overlay()
+        return other
 
     def add(self, ids) -> None:
         """Insert one document, or a list of documents: each a 1-D tensor, array or list of token ids.
