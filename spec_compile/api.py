@@ -57,6 +57,7 @@ class Speculation:
     def __init__(self, model: PreTrainedModel, name: str, options: Options, algorithm: Algorithm):
         self.algorithm, self.options = name, options
         self._model, self._lock, self._references, self._said = model, threading.RLock(), [], set()
+        self._share_text = True
         graph = capture(model)
         if options.check:
             check_capture(model, graph)
@@ -109,6 +110,7 @@ class Speculation:
     def report(self, path, tokenizer=None) -> Path:
         """Write a page (HTML in one file, for any browser, without a network) about the last generate() that was
         recorded: its text by rounds, accept lengths, times, and every tree with what was accepted; returns its path.
+        With algo="ngram" the trees show pieces of other calls' texts, unless these ran with ``share_text=False``.
 
         tokenizer: of the model, to show text in place of token ids. Raises RuntimeError if nothing was recorded,
         TypeError if `tokenizer` cannot decode.
@@ -149,20 +151,23 @@ class Speculation:
             self._engine.report = before
 
     @contextmanager
-    def generating(self, reference) -> Iterator[None]:
-        """One call of generate() at a time: it owns the state until it ends. `reference`: see `generate`."""
+    def generating(self, reference, share_text: bool | None = None) -> Iterator[None]:
+        """One call of generate() at a time: it owns the state until it ends. Arguments: see `generate`."""
+        if share_text is not None and not isinstance(share_text, bool):
+            raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._addresses() != self._weights:
                 raise RuntimeError(
                     "the model's weights or adapters were moved, replaced or switched after speculate(); call "
                     "speculate() again"
                 )
-            before = self._references
+            before = self._references, self._share_text
             self._references = [] if reference is None else self._engine.algorithm.documents(reference)
+            self._share_text = getattr(self.options, "share_text", True) if share_text is None else share_text
             try:
                 yield
             finally:
-                self._references = before
+                self._references, self._share_text = before
 
     def step_aside(self, argument: str) -> None:
         """Say, once for each `argument`, that transformers' own loop runs."""
@@ -187,7 +192,7 @@ class Speculation:
 
     def run(self, request: Request) -> Iterator[list[list[int]]]:
         """See `Engine.run`."""
-        request.references = self._references
+        request.references, request.share_text = self._references, self._share_text
         request.eos = [token for token in request.eos if 0 <= token < self._engine.verify.vocab_size]
         return self._engine.run(request)
 

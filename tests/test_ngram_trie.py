@@ -1,6 +1,7 @@
 """The n-gram trie: golden trees, and random operations against a model made of plain dictionaries."""
 
 import heapq
+import os
 import random
 import struct
 import threading
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spec_compile.runtime.ngram import NgramTrie
+from spec_compile.runtime.ngram_corpus import NgramCorpus
 
 
 class Model:
@@ -668,6 +670,133 @@ def test_damaged_files(tmp_path):
         target.load(tmp_path / "absent")
     target.load(good)
     assert len(target) == len(trie)
+
+
+# ---- corpora, the stores of a GPU, and their files ------------------------------------------------------------
+
+
+def corpus_of(*texts, capacity=1000, vocab_size=100):
+    corpus = NgramCorpus(capacity, vocab_size, torch.device("cpu"))
+    corpus.add([list(text) for text in texts])
+    return corpus
+
+
+def held(corpus):
+    return corpus.text[: int(corpus.length)].tolist()
+
+
+def interleaved(*texts):
+    """A trie whose log has the texts token by token in turn."""
+    trie = make(D=4)
+    streams = [trie.open() for _ in texts]
+    for place in range(max(map(len, texts))):
+        for stream, text in zip(streams, texts):
+            trie.extend(stream, text[place : place + 1])
+    return trie
+
+
+TEXTS = ([1, 2, 3, 4], [9], [5, 6, 7, 1, 2, 8])
+
+
+def test_corpora_and_tries_read_each_others_files(tmp_path):
+    ended = [token for text in TEXTS for token in (*text, -1)]
+    stores = {"corpus": corpus_of(*TEXTS), "trie": make(D=4), "interleaved": interleaved(*TEXTS)}
+    stores["trie"].add([list(text) for text in TEXTS])
+    for name, store in stores.items():
+        store.save(tmp_path / name)
+        corpus = corpus_of([50, 51])
+        corpus.load(tmp_path / name)
+        assert held(corpus) == ended and len(corpus) == len(ended)
+        corpus.add([60])
+        assert held(corpus) == [*ended, 60, -1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(stores)
+
+    trie = make(D=4, vocab_size=100)
+    trie.add([50, 51])
+    trie.load(tmp_path / "corpus")
+    for text in ([1, 2], [6, 7], [3]):
+        ours, theirs = (plain(one.propose(grown(one, text), 9)) for one in (trie, stores["trie"]))
+        assert ours == theirs
+    assert trie.propose(grown(trie, [50]), 9).count == 1
+
+
+def test_empty_stores_are_saved_and_loaded(tmp_path):
+    for store in (corpus_of(), make(D=4)):
+        store.save(tmp_path / "file")
+        for other in (corpus_of([1, 2]), make(D=4)):
+            other.load(tmp_path / "file")
+            assert other.stats()["tokens"] == 0
+
+
+def test_damaged_corpora(tmp_path):
+    path = tmp_path / "corpus"
+    corpus_of(*TEXTS).save(path)
+    good = path.read_bytes()
+    damaged = [good[:n] for n in range(0, len(good), 3)] + [good + b"x", b"", b"PK\x03\x04" + good[4:]]
+    damaged += [good[:i] + bytes([good[i] ^ 1 << i % 8]) + good[i + 1 :] for i in range(len(good))]
+    for data in damaged:
+        path.write_bytes(data)
+        for store in (corpus_of([1, 2]), make(D=4)):
+            before = store.stats()
+            with pytest.raises(ValueError, match=f"{path}: cannot load this n-gram (corpus|trie): "):
+                store.load(path)
+            assert store.stats() == before
+
+
+def test_corpora_that_do_not_fit(tmp_path):
+    path = tmp_path / "corpus"
+    corpus_of(*TEXTS).save(path)
+    with pytest.raises(ValueError, match=r"its texts take 14 tokens, this corpus holds 13: pass capacity=14 or more"):
+        corpus_of(capacity=13).load(path)
+    for store in (corpus_of(vocab_size=9), make(D=4, vocab_size=9)):
+        with pytest.raises(ValueError, match="holds token id 9, outside the vocabulary"):
+            store.load(path)
+    with pytest.raises(ValueError, match="capacity must be from 2"):
+        corpus_of(capacity=1)
+
+
+def test_a_corpus_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "corpus"
+    corpus_of([1, 2]).save(path)
+    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        corpus_of(*TEXTS).save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["corpus"]
+    corpus = corpus_of()
+    corpus.load(path)
+    assert held(corpus) == [1, 2, -1]
+
+
+def test_texts_leave_a_corpus_again():
+    corpus = corpus_of([1, 2], capacity=20)
+    places = corpus.append(torch.tensor([3, 4, 5]))
+    corpus.add([6])
+    corpus.remove(places)
+    assert held(corpus) == [1, 2, -1, 6, -1]
+    places = corpus.append(torch.tensor([7] * 4))
+    corpus.add([8] * 6)  # the oldest half leaves
+    corpus.add([9] * 3)
+    before = held(corpus)
+    corpus.remove(places)
+    assert 7 in before and 7 not in held(corpus) and held(corpus)[-4:] == [9, 9, 9, -1]
+    corpus.reset()
+    corpus.add([1])
+    corpus.remove(places)  # it has left long since
+    assert held(corpus) == [1, -1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 9), max_size=9)), max_size=30))
+def test_corpora_without_what_was_removed(steps):
+    """As long as nothing has to leave, a corpus is one that never had the removed texts."""
+    corpus, other = corpus_of(), corpus_of()
+    for private, ids in steps:
+        places = corpus.append(torch.tensor(ids, dtype=torch.int64))
+        if private:
+            corpus.remove(places)
+        else:
+            other.add(ids)
+        assert held(corpus) == held(other) and len(corpus) == len(other)
 
 
 def test_files_that_do_not_fit(tmp_path):
