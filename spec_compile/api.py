@@ -14,9 +14,11 @@ from . import adapters, kernels, report
 from .admit import admit
 from .capture import capture
 from .checks import check_capture, check_tree
+from .compat import check_compiler
 from .config import Options, parse_options
 from .drafters import ALGORITHMS, parse_algorithm
 from .drafters.base import Algorithm
+from .errors import check_int
 from .explain import explain
 from .runtime import past
 from .runtime.engine import Engine, Request
@@ -42,6 +44,8 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
         return adapters.wrap_alike(model, speculate(adapters.base_of(model), algo, **options))
     name = parse_algorithm(algo)
     parsed = parse_options(ALGORITHMS[name].options, options)
+    if parsed.compile and model.device.type == "cpu":
+        check_compiler()
     admit(model)
     if model.device.type == "cuda":
         kernels.load(model.device)
@@ -126,8 +130,14 @@ class Speculation:
     ) -> None:
         """Compile all for a batch size now, not in the first ``generate()``; `progress` is given a line a step.
 
-        do_sample: for sampling and logits processors, too, whose rounds come in two halves.
+        do_sample: for sampling and logits processors, too, whose rounds come in two halves. TypeError or ValueError,
+        naming the argument, if one is of another kind or out of range.
         """
+        check_int("batch_size", batch_size, 1, 1 << 16)
+        if not isinstance(do_sample, bool):
+            raise TypeError(f"do_sample must be True or False, not {type(do_sample).__name__}")
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress must be a function of a line, not {type(progress).__name__}")
         with self._lock, torch.inference_mode(False), torch.no_grad(), self.reporting(progress):
             session = self._engine.session(batch_size)
             session.build_prefill()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from .checkpoint_files import Checkpoint, Part
-from .config_keys import check_rope_theta, refuse_unknown_keys
+from .config_keys import refuse_unknown_keys
 from .draft_block import Eagle3Head, EagleHead, Head, LayerKnobs, rotary
 from .draft_target import Target, likeness
 from .eagle_config import DraftConfig, find_taps, override_taps
@@ -229,8 +229,7 @@ def _other_rope(config: DraftConfig, device: torch.device) -> list[tuple[str, di
 def _override_rope(config: DraftConfig, overrides: dict) -> DraftConfig:
     if "rope_theta" not in overrides:
         return config
-    theta = check_rope_theta("rope_theta", overrides["rope_theta"])
-    return config.with_rope({**config.llama().rope_parameters, "rope_theta": theta})
+    return config.with_rope({**config.llama().rope_parameters, "rope_theta": overrides["rope_theta"]})
 
 
 def _fill(head: Head, checkpoint: Checkpoint, names: dict[str, str], target: Target) -> None:

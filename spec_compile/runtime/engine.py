@@ -81,6 +81,7 @@ class Engine:
         filling = passes.Settings(merge, taps, "none", options.attention("prefill"))
         self.prefill = passes.run(graph, filling)
         self.algorithm, self.options, self.device, self.max_positions = algorithm, options, device, max_positions
+        self._check_cache()
         self.sizes = (*(n for n in SIZES[device.type] if n < most and algorithm.varies), most)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.stats = Stats()
@@ -89,6 +90,18 @@ class Engine:
         self.recording: Recording | None = None
         """Of the last generate() that ran while `records` was set."""
         self.sessions: OrderedDict[int, Session] = OrderedDict()
+
+    def _check_cache(self) -> None:
+        """ValueError if not even one sequence of the length that the user asks for fits into memory."""
+        tokens = self.options.max_cache_len or 0
+        gpu = self.device.type == "cuda"
+        memory = torch.cuda.get_device_properties(self.device).total_memory if gpu else psutil.virtual_memory().total
+        if tokens * self.token_bytes > memory:
+            raise ValueError(
+                f"max_cache_len: {tokens} tokens take {tokens * self.token_bytes / 2**30:.1f} GiB of keys and values a "
+                f"sequence, {self.device} has {memory / 2**30:.1f} GiB in all; ask for fewer than "
+                f"{memory // self.token_bytes}"
+            )
 
     def capacity(self, batch: int) -> int:
         """Tokens a sequence may hold in a batch of this size."""

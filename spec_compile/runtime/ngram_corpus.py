@@ -24,7 +24,13 @@ class NgramCorpus:
     def __init__(self, capacity: int, vocab_size: int | None, device: torch.device):
         check_int("capacity", capacity, 2, 2**31 - 1, "a number of tokens")
         self.capacity, self._limit = capacity, 2**31 if vocab_size is None else vocab_size
-        self.text = torch.zeros(capacity, dtype=torch.int32, device=device)
+        try:
+            self.text = torch.zeros(capacity, dtype=torch.int32, device=device)
+        except RuntimeError as error:
+            raise ValueError(
+                f"capacity: {capacity} tokens take {4 * capacity / 2**30:.1f} GiB, which {device} has not free; "
+                "ask for fewer"
+            ) from error
         """[capacity] int32, documents that end with -1; graphs read it, so it is never replaced."""
         self.length = torch.zeros(1, dtype=torch.int64, device=device)
         """[1]: how much of it is text."""
