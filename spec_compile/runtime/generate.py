@@ -27,11 +27,16 @@ LENGTHS = {"MaxLengthCriteria", "EosTokenCriteria"}
 class SpeculativeMixin:
     """Put in front of a model's own class, replaces the decoding loops of ``generate()`` and nothing before them."""
 
-    def generate(self, *args, reference=None, **kwargs):
+    def generate(self, *args, reference=None, share_text=None, **kwargs):
         """transformers' ``generate()``: same arguments, same answer, fewer steps.
 
         Additional argument `reference`: token ids (a list or 1-D tensor, or a list of such) of texts that the output
         may copy from, such as the document to be edited ("predicted output").
+
+        Additional argument `share_text`: with algo="ngram" the prompt, the answer and the reference of a call stay, and
+        later calls of any user draft from them, so that the trees in their `report()` show pieces of them; no answer
+        changes by it. False: this call's texts are forgotten when it ends; it drafts from its own and from what is
+        held. None: what `speculate(..., share_text=...)` says (default: True). Other algorithms hold no texts.
 
         What only transformers' own loops can do (beam search, attentions and hidden states as outputs, an assistant
         model and the like) they do, unaccelerated, with one warning that names it.
@@ -39,7 +44,7 @@ class SpeculativeMixin:
         kwargs.pop("prompt_lookup_num_tokens", None)  # asks for n-gram drafts, which are there anyway
         if kwargs.get("custom_generate") is not None:
             self.speculation.step_aside("custom_generate")
-        with self.speculation.generating(reference):
+        with self.speculation.generating(reference, share_text):
             return super().generate(*args, **kwargs)
 
     def init_continuous_batching(self, *args, **kwargs):
