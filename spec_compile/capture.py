@@ -121,6 +121,11 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:
         for node in calls(gm, torch.ops.aten.embedding.default)
         if _depends_on(node.args[1], "positions")
     ]
+    tables += [
+        size
+        for node in calls(gm, torch.ops.aten.gather.default)
+        if isinstance(size := node.args[0].meta["val"].shape[node.args[1]], int) and _depends_on(node.args[2], "positions")
+    ]
     return ModelGraph(
         gm=gm,
         layers=tuple(_layer(node) for node in markers),
@@ -141,9 +146,9 @@ def _depends_on(node: fx.Node, placeholder: str) -> bool:
             return True
         if node not in seen:
             seen.add(node)
-            todo += [
-                n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)
-            ]  # sizes are no data
+            gathers = node.target is torch.ops.aten.gather.default  # its values are those of what it gathers from
+            inputs = node.args[:1] if gathers else node.all_input_nodes
+            todo += [n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]  # sizes are no data
     return False
 
 
