@@ -2,11 +2,11 @@
 
     python benchmarks/architectures.py [CLASS ...] [--json FILE] [--markdown] [--timeout 180] [--jobs 1]
 
-Each class is built with small sizes and random weights in float32 (tests/tiny_models.py), answers one prompt and a batch
-padded on the left with transformers' greedy generate(), then again through `speculate(model, compile=False)`. A first
-difference at two nearly equal logits counts as equal, and is shown. Classes run in a process of their own, which is
-ended if a class gives no answer in time. Exits with 1 if a class is broken, different or hangs. --markdown prints the
-table of the README.
+Each class is built with small sizes and random weights in float32 (tests/tiny_models.py), answers one prompt and a
+batch padded on the left with transformers' greedy generate(), then again through `speculate(model, compile=False)`. A
+first difference at two nearly equal logits counts as equal, and is shown. Classes run in a process of their own, which
+is ended if a class gives no answer in time. Exits with 1 if a class is broken, different or hangs. --markdown prints
+the table of the README from the JSON of an earlier run.
 """
 
 import argparse

@@ -64,6 +64,8 @@ class Speculation:
             check_capture(model, graph)
         self.serves_padding = not options.check or check_generation(model, graph)
         """Whether batches padded on the left are served: the model's own positions follow the padding."""
+        self.looped = False
+        """Whether a decoding loop of transformers, or ours, ran in the last generate()."""
         self._engine = Engine(
             graph,
             algorithm,

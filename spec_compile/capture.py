@@ -16,6 +16,7 @@ HARMLESS = {
     "output_router_logits",
     "output_attentions",
     "output_hidden_states",
+    "logits_to_keep",
     "is_causal",
 }
 
@@ -121,11 +122,9 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:
         for node in calls(gm, torch.ops.aten.embedding.default)
         if _depends_on(node.args[1], "positions")
     ]
-    tables += [
-        size
-        for node in calls(gm, torch.ops.aten.gather.default)
-        if isinstance(size := node.args[0].meta["val"].shape[node.args[1]], int) and _depends_on(node.args[2], "positions")
-    ]
+    gathers = [n for n in calls(gm, torch.ops.aten.gather.default) if _depends_on(n.args[2], "positions")]
+    sizes = [node.args[0].meta["val"].shape[node.args[1]] for node in gathers]
+    tables += [size for size in sizes if isinstance(size, int)]
     return ModelGraph(
         gm=gm,
         layers=tuple(_layer(node) for node in markers),

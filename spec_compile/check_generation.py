@@ -43,9 +43,8 @@ def check_generation(model: PreTrainedModel, graph: ModelGraph) -> bool:
 
 def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, padding: list[int]) -> None:
     """UnsupportedModelError if `generate` fails or differs. ids [B, T]: the first `padding[b]` of row b are masked."""
-    name, (batch, length) = type(model).__name__, ids.shape
-    places = torch.arange(length, device=ids.device).expand_as(ids)
-    mask = (places >= torch.tensor(padding, device=ids.device)[:, None]).long()
+    name, length, pads = type(model).__name__, ids.shape[1], torch.tensor(padding, device=ids.device)[:, None]
+    mask = (torch.arange(length, device=ids.device) >= pads).long()
     try:
         output = _generate(model, ids, mask)
     except Exception as error:
@@ -59,12 +58,11 @@ def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, paddi
     texts = torch.stack([row.roll(-pad) for row, pad in zip(texts, padding)])  # what is rolled to the end is not seen
     positions = torch.arange(texts.shape[1], device=ids.device).expand_as(texts)
     logits = graph.gm(texts, positions)[0]
-    ends = torch.arange(length - 1, length - 1 + steps, device=ids.device) - torch.tensor(padding, device=ids.device)[:, None]
-    expected = logits[torch.arange(batch, device=ids.device)[:, None], ends]
+    rows = torch.arange(len(ids), device=ids.device)
+    expected = logits[rows[:, None], torch.arange(length - 1, length - 1 + steps, device=ids.device) - pads]
     # of each row its median step: in 16 bits a single token may be sent to another expert
     errors = (own - expected.float()).square().mean(dim=2)
     median = errors.argsort(dim=1)[:, steps // 2]
-    rows = torch.arange(batch, device=ids.device)
     _compare(name, "the model's own generate(), which uses a cache,", own[rows, median], expected[rows, median])
 
 

@@ -3,7 +3,6 @@
 `examine` is what `benchmarks/architectures.py` runs for every class, and `test_classes.py` for some.
 """
 
-import copy
 import inspect
 import warnings
 from dataclasses import dataclass, field
@@ -59,8 +58,8 @@ SIZES = dict(
 )  # fmt: skip
 """Sizes by the name that configurations give them; those that a configuration does not have are left out."""
 ATTEMPTS = [
-    {}, dict(head_dim=8), dict(num_key_value_heads=4, num_kv_heads=4), dict(hidden_size=128, head_dim=32), dict(head_dim=32),
-    dict(num_hidden_layers=6, n_layer=6), dict(num_hidden_layers=2, n_layer=2, num_layers=2),
+    {}, dict(head_dim=8), dict(num_key_value_heads=4, num_kv_heads=4), dict(hidden_size=128, head_dim=32),
+    dict(head_dim=32), dict(num_hidden_layers=6, n_layer=6), dict(num_hidden_layers=2, n_layer=2, num_layers=2),
     dict(hidden_size=512, head_dim=128),
 ]  # fmt: skip
 """What is tried in place of `SIZES` if the class cannot be built with these."""
@@ -70,6 +69,15 @@ BY_CLASS: dict[str, dict] = {
     "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 2]]),
     "Llama4ForCausalLM": dict(attention_chunk_size=16, floor_scale=512),
     "BambaForCausalLM": dict(attn_layer_indices=[1, 3]),
+    "DbrxForCausalLM": dict(
+        attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2)),
+    "CohereCompassForCausalLM": dict(
+        rope_parameters={kind: dict(rope_type="default", rope_theta=1e4) for kind in (models.WIN, models.FULL)}),
+    "Lfm2MoeForCausalLM": dict(layer_types=["conv", models.FULL] * 2),
+    "Gemma4ForCausalLM": dict(layer_types=[models.WIN, models.FULL] * 2),
+    "Gemma4UnifiedForCausalLM": dict(layer_types=[models.WIN, models.FULL] * 2),
+    "GraniteMoeHybridForCausalLM": dict(layer_types=["mamba", models.FULL] * 2),
     "ReformerModelWithLMHead": dict(axial_pos_shape=[16, 32], axial_pos_embds_dim=[32, 32]),
 }
 """What a class needs beyond that."""
@@ -101,8 +109,8 @@ VERDICTS = {
 
 def classes() -> list[str]:
     """Every causal LM class of the installed transformers, by name."""
-    names = {n for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for n in ([names] if isinstance(names, str) else names)}
-    return sorted(names)
+    mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return sorted({name for names in mapped for name in ((names,) if isinstance(names, str) else names)})
 
 
 def build(name: str) -> torch.nn.Module:
@@ -125,11 +133,12 @@ def build(name: str) -> torch.nn.Module:
 
 def _config(cls: type, overrides: dict):
     """A configuration whose every known size is small, those of its parts, too."""
-    known = set(inspect.signature(cls).parameters)
+    known, default = set(inspect.signature(cls).parameters), None
     try:
-        known |= set(cls().to_dict())
+        default = cls()
+        known |= set(default.to_dict())
     except Exception:
-        pass
+        pass  # it has no defaults
     sizes = {**{key: value for key, value in SIZES.items() if key in known}}
     sizes |= {key: value for key, value in overrides.items() if key in known or key not in SIZES}
     if "is_decoder" in known:
@@ -137,8 +146,9 @@ def _config(cls: type, overrides: dict):
     if "kv_lora_rank" in known and "num_key_value_heads" in sizes:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     for part, config in (getattr(cls, "sub_configs", None) or {}).items():
-        if config is not transformers.AutoConfig:
-            sizes[part] = _config(config, {})
+        config = config if config is not transformers.AutoConfig else type(getattr(default, part, None))
+        if issubclass(config, transformers.PreTrainedConfig):
+            sizes.setdefault(part, _config(config, {}))
     return cls(**sizes)
 
 
@@ -205,10 +215,11 @@ def _differences(model, request, want, got) -> int | None:
             continue
         place = int(places[0])
         prefix = want[row : row + 1, :place]
-        seen = None if mask is None else torch.nn.functional.pad(mask[row : row + 1], (0, place - ids.shape[1]), value=1)
-        out = copy.copy(model).generate(
-            prefix, attention_mask=torch.ones_like(prefix) if seen is None else seen, do_sample=False,
-            max_new_tokens=1, output_logits=True, return_dict_in_generate=True,
+        seen = torch.ones_like(ids) if mask is None else mask
+        seen = torch.nn.functional.pad(seen[row : row + 1], (0, place - ids.shape[1]), value=1)
+        out = model.generate(
+            prefix, attention_mask=seen, do_sample=False, max_new_tokens=1, output_logits=True,
+            return_dict_in_generate=True,
         )  # fmt: skip
         logits = out.logits[0][0]
         gap = (logits[want[row, place]] - logits[got[row, place]]).abs() / logits.std()

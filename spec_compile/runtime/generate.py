@@ -45,13 +45,19 @@ class SpeculativeMixin:
             self.speculation.step_aside(f"generate (set on the {type(self).__name__} object)")
             return replaced(*args, **kwargs)
         with self.speculation.generating(reference):
-            return super().generate(*args, **kwargs)
+            self.speculation.looped = False
+            output = super().generate(*args, **kwargs)
+            own = None if self.speculation.looped else hooks.overridden(self, ("generate",))
+            if own is not None:
+                self.speculation.step_aside(f"{own}, with a loop of its own")
+            return output
 
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config,
         synced_gpus=False, streamer=None, **model_kwargs,
     ):  # fmt: skip
         speculation = self.speculation
+        speculation.looped = True
         prompt = _Prompt.of(input_ids, generation_config, model_kwargs)
         foreign = _foreign(speculation, prompt, generation_config, model_kwargs) or hooks.overridden(self)
         if foreign or synced_gpus:
@@ -126,6 +132,7 @@ class SpeculativeMixin:
             )  # fmt: skip
 
     def _beam_search(self, *args, **kwargs):
+        self.speculation.looped = True
         self.speculation.step_aside("num_beams")
         return super()._beam_search(*args, **kwargs)
 
@@ -139,6 +146,7 @@ class SpeculativeMixin:
             for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
                 kwargs.pop(name, None)
             return self._sample(*args, **kwargs)
+        self.speculation.looped = True
         self.speculation.step_aside(asked)
         return super()._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
 

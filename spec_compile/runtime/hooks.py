@@ -9,9 +9,9 @@ TRUSTED = ("transformers", "torch", "spec_compile")
 """Packages whose overrides stay served: `check_generation` compares what they do with the captured graph."""
 
 
-def overridden(model) -> str | None:
-    """The first of `HOOKS` that a class outside transformers, or the object itself, has replaced, with its class."""
-    for name in HOOKS:
+def overridden(model, names: tuple[str, ...] = HOOKS) -> str | None:
+    """The first of the methods that a class outside transformers, or the object itself, has replaced, with its class."""
+    for name in names:
         if name in vars(model) and name != "_sample":  # transformers looks up `_sample` in the class alone
             return f"{name} (set on the {type(model).__name__} object)"
         for cls in type(model).__mro__:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
@@ -17,6 +17,8 @@ from transformers.cache_utils import (
 from ..graph import LayerSpec
 
 READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
+EMPTY = {getattr(cache_utils, "DummyLayer", DynamicLayer)}
+"""Of layers that read another layer's keys and values."""
 
 
 @dataclass
@@ -37,7 +39,7 @@ def is_plain(cache) -> bool:
     return (
         isinstance(cache, Cache)
         and not cache.offloading
-        and all(type(layer) in READABLE for layer in cache.layers)
+        and all(type(layer) in READABLE | EMPTY for layer in cache.layers)
         and getattr(cache, "layer_class_to_replicate", None) in (None, *READABLE)
     )
 
@@ -50,7 +52,7 @@ def is_alike(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> bool:
     if not isinstance(cache, Cache) or not is_plain(cache) or len(cache.layers) != len(layers):
         return False
     return all(
-        layer.keys is not None
+        getattr(layer, "keys", None) is not None
         and (layer.keys.shape[1], layer.keys.shape[3]) == (spec.kv_heads, spec.key_dim)
         and (layer.values.shape[1], layer.values.shape[3]) == (spec.kv_heads, spec.value_dim)
         for layer, spec in zip(cache.layers, layers)
