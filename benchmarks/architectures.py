@@ -6,7 +6,7 @@ Each class is built with small sizes and random weights in float32 (tests/tiny_m
 batch padded on the left with transformers' greedy generate(), then again through `speculate(model, compile=False)`. A
 first difference at two nearly equal logits counts as equal, and is shown. Classes run in a process of their own, which
 is ended if a class gives no answer in time. Exits with 1 if a class is broken, different or hangs. --markdown prints
-the table of the README from the JSON of an earlier run.
+the table of the README from the JSON of an earlier run. With classes named, a JSON that exists keeps all others.
 """
 
 import argparse
@@ -20,9 +20,26 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from common import machine
+
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests"
 BAD = ("broken", "different", "hangs")
+SUFFIXES = ("ForCausalLM", "LMHeadModel", "ModelWithLMHead", "WithLMHeadModel", "Model")
+GROUPS = {
+    "recurrent state": "recurrent state",
+    "has layers of type": "other layer types (linear, indexed, chunked or hybrid attention, convolutions)",
+    "attention through": "attention outside transformers' interface",
+    "the captured graph differs": "positions that the class counts for itself",
+    "the tree attention": "positions that the class counts for itself",
+    "generate(), which uses a cache": "a cache that forgets what the mask shows",
+    "could not be captured": "control flow that depends on the data or the length",
+    "attention mask of its own": "masks or arguments of attention of their own",
+    "to attention, which is unknown": "masks or arguments of attention of their own",
+    "several output heads": "several output heads",
+    "RoPE of type": "RoPE that changes with the length",
+}
+"""What a reason for a refusal contains, and how the table of the README says it."""
 
 
 class Worker:
@@ -116,6 +133,41 @@ def line_of(outcome: dict) -> str:
     return f"{outcome['verdict']:<10} {outcome['name']:<40} {'; '.join(notes)}"
 
 
+def table(outcomes: list[dict], version: str) -> str:
+    """The README's table of what is supported: its rows that the outcomes of a sweep decide."""
+    by_verdict: dict[str, list[dict]] = {}
+    for outcome in outcomes:
+        by_verdict.setdefault(outcome["verdict"], []).append(outcome)
+    served = by_verdict.get("served", [])
+    everywhere = [outcome["name"] for outcome in served if outcome["padded"] == "equal"]
+    alone = [outcome["name"] for outcome in served if outcome["padded"] == "aside"]
+    groups: dict[str, list[str]] = {}
+    for outcome in by_verdict.get("refused", []):
+        reason = next((text for key, text in GROUPS.items() if key in outcome["reason"]), "other reasons")
+        groups.setdefault(reason, []).append(outcome["name"])
+    rows = [(f"the same tokens, of transformers {version} ({len(everywhere)} classes)", _short(everywhere))]
+    if alone:
+        rows.append(("the same tokens; batches with padding by transformers' own loop, with a warning", _short(alone)))
+    refused = "; ".join(f"**{reason}**: {_short(names)}" for reason, names in sorted(groups.items()))
+    rows.append((f"refused by name, with the reason ({len(by_verdict.get('refused', []))} classes)", refused))
+    for verdict in ("aside", *BAD):
+        if verdict in by_verdict:
+            rows.append((verdict, _short([outcome["name"] for outcome in by_verdict[verdict]])))
+    if "not built" in by_verdict:
+        names = [outcome["name"] for outcome in by_verdict["not built"]]
+        rows.append(("not tried: no tiny model runs in transformers itself", _short(names)))
+    return "\n".join(["| | |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows)])
+
+
+def _short(names: list[str]) -> str:
+    """Names of classes without what most of them end with."""
+    shortened = []
+    for name in names:
+        suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+        shortened.append(name.removesuffix(suffix))
+    return ", ".join(sorted(shortened, key=str.lower))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="classes (default: all)")
@@ -130,9 +182,16 @@ def main() -> None:
     sys.path.insert(0, str(TESTS))
     import tiny_models
 
+    if options.markdown:
+        record = json.loads(options.json.read_text())
+        return print(table(record["outcomes"], record["machine"]["transformers"]))
     outcomes = sweep(options.names or tiny_models.classes(), options.jobs, options.timeout)
-    options.json.write_text(json.dumps(outcomes, indent=1) + "\n")
+    if options.names and options.json.exists():
+        earlier = [o for o in json.loads(options.json.read_text())["outcomes"] if o["name"] not in options.names]
+        outcomes = sorted(earlier + outcomes, key=lambda outcome: outcome["name"])
     counts = Counter(outcome["verdict"] for outcome in outcomes)
+    record = dict(machine=machine(), counts=counts, outcomes=outcomes)
+    options.json.write_text(json.dumps(record, indent=1) + "\n")
     print(", ".join(f"{verdict}: {counts[verdict]}" for verdict in tiny_models.VERDICTS))
     sys.exit(1 if any(counts[verdict] for verdict in BAD) else 0)
 

@@ -76,6 +76,18 @@ def test_the_sweep_sees_what_hangs_and_goes_on():
     assert outcome["verdict"] == "hangs" and worker.process is None
 
 
+def test_the_table_has_every_class_once():
+    outcomes = [
+        dict(name="LlamaForCausalLM", verdict="served", reason="", padded="equal"),
+        dict(name="WhisperForCausalLM", verdict="served", reason="", padded="aside"),
+        dict(name="MambaForCausalLM", verdict="refused", reason="model: x keeps a recurrent state", padded=""),
+        dict(name="OddForCausalLM", verdict="broken", reason="RuntimeError", padded=""),
+    ]
+    table = architectures.table(outcomes, "5.0")
+    assert [table.count(name) for name in ("Llama", "Whisper", "Mamba", "Odd")] == [1] * 4
+    assert "(1 classes) | Llama |" in table and "**recurrent state**: Mamba" in table and "| broken | Odd |" in table
+
+
 def test_a_difference_counts_unless_it_is_a_near_tie():
     """Answers of another model are different, and those of a model that all but ties are not."""
     model = models.ADMITTED["llama"]()
@@ -195,7 +207,7 @@ class IgnoresPadding(GPT2LMHeadModel):
             length = attention_mask.shape[1]
             position_ids = torch.arange(length - input_ids.shape[1], length)[None].expand_as(position_ids)
         return super().forward(
-            input_ids, past_key_values=past_key_values, attention_mask=attention_mask, position_ids=position_ids, **kwargs
+            input_ids, past_key_values, attention_mask=attention_mask, position_ids=position_ids, **kwargs
         )
 
 
@@ -305,7 +317,7 @@ def test_embeddings_in_a_model_with_a_cache_of_latents(latent):
     assert len(messages) == 1 and messages[0].startswith("inputs_embeds (the model's own cache")
 
 
-@pytest.mark.parametrize("name, alike", {"llama": True, "mistral": True, "gpt_bigcode": True, "deepseek_v3": False}.items())
+@pytest.mark.parametrize("name, alike", [("llama", True), ("mistral", True), ("deepseek_v3", False)])
 def test_caches_of_keys_and_values_are_known_as_ours(captured, name, alike):
     model, graph = captured(name)
     assert past.is_alike(model, graph.layers) is alike

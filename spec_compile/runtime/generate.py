@@ -222,7 +222,9 @@ def _foreign(speculation, prompt: _Prompt, generation_config, model_kwargs: dict
     if (filled or prompt.embedded) and not speculation.caches_alike:
         name = "past_key_values" if filled else "inputs_embeds"
         return f"{name} (the model's own cache holds something else than the keys and values of each layer)"
-    return next((name for name, value in model_kwargs.items() if name not in HANDLED and value is not None), None)
+    nothing = {"mm_encoder_outputs": {}}  # what a model that could read images is told if there are none
+    others = ((name, value) for name, value in model_kwargs.items() if name not in HANDLED and value is not None)
+    return next((name for name, value in others if name not in nothing or value != nothing[name]), None)
 
 
 def _minimum(processor) -> int:

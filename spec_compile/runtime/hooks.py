@@ -10,7 +10,7 @@ TRUSTED = ("transformers", "torch", "spec_compile")
 
 
 def overridden(model, names: tuple[str, ...] = HOOKS) -> str | None:
-    """The first of the methods that a class outside transformers, or the object itself, has replaced, with its class."""
+    """The first of the methods that a class outside transformers, or the object itself, has replaced, and where."""
     for name in names:
         if name in vars(model) and name != "_sample":  # transformers looks up `_sample` in the class alone
             return f"{name} (set on the {type(model).__name__} object)"
