@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from . import adapters, kernels, report
 from .admit import admit
 from .capture import capture
+from .check_generation import check_generation
 from .checks import check_capture, check_tree
 from .compat import check_compiler
 from .config import Options, parse_options
@@ -78,6 +79,10 @@ class Speculation:
             graph = capture(model)
         if options.check:
             check_capture(model, graph)
+        self.serves_padding = not options.check or check_generation(model, graph)
+        """Whether batches padded on the left are served: the model's own positions follow the padding."""
+        self.looped = False
+        """Whether a decoding loop of transformers, or ours, ran in the last generate()."""
         self._engine = Engine(
             graph,
             algorithm,
@@ -107,10 +112,10 @@ class Speculation:
         """With algo="ngram" its `NgramTrie`, on a GPU its `NgramCorpus`."""
         return self._engine.algorithm.store
 
-    @property
-    def layers(self) -> int:
-        """Attention layers of the model."""
-        return len(self._engine.verify.layers)
+    @cached_property
+    def caches_alike(self) -> bool:
+        """Whether transformers' cache of this model holds what ours does (see `past.is_alike`)."""
+        return past.is_alike(self._model, self._engine.verify.layers)
 
     @property
     def stats(self) -> Stats:
@@ -287,4 +292,5 @@ def _shadow(model: PreTrainedModel) -> PreTrainedModel:
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     shadow = adapters.shallow(model, type(cls.__name__, (SpeculativeMixin, cls), names))
     shadow.generation_config = copy.deepcopy(model.generation_config)
+    shadow.__dict__.pop("generate", None)  # one set on the object is run by `SpeculativeMixin.generate`
     return shadow
