@@ -9,6 +9,8 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from . import audit, speculate
+from .audit import check_samples
+from .audit_report import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
 from .training import cli
 
 
@@ -19,7 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     auditing = commands.add_parser(
         "audit",
         help="compare speculative with plain decoding, token for token and draw for draw",
-        description="Prints the tables; exits with 0 if nothing but near-ties differs, and with 1 otherwise.",
+        description="Prints the tables; exits with 0 if nothing but near-ties differs, with 1 if something else does, "
+        "with 2 if an argument is wrong, and with 3 if too little was generated to tell.",
     )
     auditing.add_argument("--model", required=True, help="a directory, or a name on the model hub")
     auditing.add_argument("--algo", default="ngram")
@@ -36,6 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.command == "train":
         return cli.run(given)
+    try:
+        check_samples(given.samples)
+    except ValueError as error:
+        auditing.exit(2, f"{auditing.prog}: error: {error}\n")
     prompts = list(given.prompt)
     if given.prompts is not None:
         lines = [line for line in given.prompts.read_text().splitlines() if line.strip()][: given.limit]
@@ -49,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         fast, prompts, tokenizer, max_new_tokens=given.max_new_tokens, samples=given.samples, **given.generate
     )
     print(report)
-    return 0 if report.lossless else 1
+    return {LOSSLESS: 0, NOT_LOSSLESS: 1, NOT_TESTED: 3}[report.verdict]
 
 
 if __name__ == "__main__":
