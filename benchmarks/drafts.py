@@ -125,8 +125,8 @@ def measure(
         row["separate_ms"] = separate_ms(fast, nodes)
         rows.append(row)
         print(
-            f"  {name}: {ms:.3f} ms, {row['over_copy']:.2f} times the floor of a copy; two graphs and a host between them "
-            f"{row['separate_ms']:.3f} ms; ready after {ready:.0f} s", flush=True,
+            f"  {name}: {ms:.3f} ms, {row['over_copy']:.2f} times the floor of a copy; two graphs and a host "
+            f"between them {row['separate_ms']:.3f} ms; ready after {ready:.0f} s", flush=True,
         )  # fmt: skip
         del fast, draft
         torch.cuda.empty_cache()

@@ -64,10 +64,15 @@ def _seconds(generate: Callable, ids: Tensor, count: int) -> tuple[int, float]:
 
 
 def steps(
-    model: PreTrainedModel, plain: PreTrainedModel, fast: PreTrainedModel, ids: Tensor,
-    tuning: list[Tensor], repeats: int, lengths: tuple[int, int] = LENGTHS,
+    model: PreTrainedModel,
+    plain: PreTrainedModel,
+    fast: PreTrainedModel,
+    ids: Tensor,
+    tuning: list[Tensor],
+    repeats: int,
+    lengths: tuple[int, int] = LENGTHS,
 ) -> list[dict]:
-    """A row for each way to generate after the prompt `ids`. tuning: prompts by which prompt lookup is set."""  # fmt: skip
+    """A row for each way to generate after the prompt `ids`. tuning: prompts by which prompt lookup is set."""
     lookup, tried = best_lookup(model, tuning, dict(do_sample=False, max_new_tokens=lengths[0]))
     systems = transformers_ways(model, lookup) | our_ways(plain, fast)
     fast.speculation.stats.reset()
