@@ -9,7 +9,8 @@ rate is the median over the repeats of (all tokens of a workload) / (all seconds
 have been compiled and called before; the trie is emptied before every answer. Transformers' prompt lookup has the
 fastest of six settings (10, 16, 24 tokens; n-grams of 2 or 3) on prompts of the workload that are not measured.
 
-Accept length: tokens a round, the target's own included. First drafts: the share of rounds with drafts whose first one was accepted.
+Accept length: tokens a round, the target's own included. First drafts: the share of rounds with drafts whose first one
+was accepted.
 
 Answers are compared with HF greedy, token for token. In float32 a difference of ours fails the run. In bfloat16 two
 nearly equal logits may swap, so every answer that differs is audited, and only what is no near-tie fails.

@@ -23,6 +23,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -59,19 +60,25 @@ def bandwidth() -> dict[str, float]:
     return {"read": data.numel() / read * 1e3, "copy": 2 * data.numel() / copy * 1e3}
 
 
-def median_ms(function, repeats: int, warm: int = 3) -> float:
-    """Milliseconds of a call on the GPU, between events."""
+def median_ms(function: Callable, repeats: int, warm: int = 3) -> float:
+    """Median milliseconds of a call."""
     for _ in range(warm):
         function()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+    return statistics.median(call_ms(function) for _ in range(repeats))
+
+
+def call_ms(function: Callable) -> float:
+    """Milliseconds of a call on the GPU, between events (without one: on the wall)."""
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
         function()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+        return (time.perf_counter() - start) * 1e3
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    function()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
 
 
 def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) -> dict[int, float]:
@@ -157,15 +164,17 @@ def loop(fast, ids: torch.Tensor, new: int) -> dict[str, float]:
 
 
 def prompts(fast, model, lengths: list[int]) -> list[dict[str, float]]:
-    """Tokens a second of prompts of these lengths, the first new token included, here and in transformers."""
+    """Tokens a second of prompts of these lengths, the first new token included, here and in transformers, in turn."""
     rows = []
     for length in lengths:
-        ids, row = text_tokens(length, model.config.vocab_size)[None].cuda(), {"tokens": length}
-        for name, system in (("ours", fast), ("HF", model)):
-            repeats = 3 if length <= 32768 else 1
-            call = partial(system.generate, ids, max_new_tokens=1, do_sample=False)
-            ms = median_ms(call, repeats, repeats - 1)
-            row[name] = length / ms * 1e3
+        ids, repeats = text_tokens(length, model.config.vocab_size)[None].to(model.device), 3 if length <= 32768 else 1
+        calls = {
+            name: partial(system.generate, ids, max_new_tokens=1, do_sample=False)
+            for name, system in (("ours", fast), ("HF", model))
+        }
+        turns = [{name: call_ms(call) for name, call in calls.items()} for _ in range(1 + repeats)][1:]
+        row = {name: length / statistics.median(turn[name] for turn in turns) * 1e3 for name in calls}
+        row |= {"tokens": length, "repeats": repeats}
         rows.append(row)
         print(f"  prompt of {length}: {row['ours']:.0f} tokens/s, HF {row['HF']:.0f}", flush=True)
     return rows
