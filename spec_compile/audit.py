@@ -12,7 +12,10 @@ from torch import Tensor
 
 from .api import speculate
 from .audit_report import EXPECTED, MIN_DRAWS, Greedy, Logits, Report, Sampled
-from .noise import Reference, Scatter, gap_noise
+from .graph import ModelGraph
+from .noise import Reference, gap_noise
+from .runtime.session import SPAN
+from .runtime.state import Cache
 
 
 @torch.no_grad()
@@ -33,8 +36,9 @@ def audit(
     `tokenizer`) or token ids. generate_options: given to both ``generate()``.
 
     Greedily, `max_new_tokens` a prompt; and the logits behind the speculative answers are held against a copy of the
-    model in float32, from which they may be as far as the target's own (with `logits` False they are not, and only
-    tokens are compared). With `samples` > 0 also so many draws of `sample_tokens` tokens a prompt, whose frequencies,
+    model in float32, from which they may be as far as the target's own. The rewritten graph is held against it in the
+    same way without the compiler, whose fusions round less and would hide an error that small. With `logits` False only
+    tokens are compared. With `samples` > 0 also so many draws of `sample_tokens` tokens a prompt, whose frequencies,
     in every context that was drawn often enough, are held against the target's probabilities after the same logits
     processors.
 
@@ -119,11 +123,13 @@ def _weigh(report: Report, plain, fast, rows: list[Tensor], answers: list[list[i
         return
     reference, gaps, excesses = Reference(plain), [], []
     for ids in tested if options is not None else []:
-        scatter, logits = _speculative_logits(reference, fast, ids, options)
+        text, logits = _speculative_logits(fast, ids, options)
+        scatter = reference.scatter(text, len(logits))
         gaps.append(scatter.gaps)
-        excesses.append(scatter.excess(logits))
+        graph = _graph_logits(fast.speculation._engine.verify, text, len(logits))
+        excesses.append((scatter.excess(logits), scatter.excess(graph)))
     if excesses:
-        report.logits = Logits.of(torch.cat(excesses))
+        report.logits, report.graph = (Logits.of(torch.cat(some)) for some in zip(*excesses))
     nearby = []
     for ids, row, answer in differing:
         prefix = torch.cat([ids, ids.new_tensor([answer[: row.place]])], dim=1)
@@ -135,12 +141,19 @@ def _weigh(report: Report, plain, fast, rows: list[Tensor], answers: list[list[i
         row.noise = max(row.noise, gap_noise(torch.cat(gaps or nearby, dim=1)))
 
 
-def _speculative_logits(reference: Reference, fast, ids: Tensor, options: dict) -> tuple[Scatter, Tensor]:
-    """How the target's logits scatter along a speculative answer, and the logits [places, vocabulary] that gave it."""
+def _speculative_logits(fast, ids: Tensor, options: dict) -> tuple[Tensor, Tensor]:
+    """A speculative answer [1, T] behind its prompt, less the last token; the logits [places, V] it was chosen by."""
     options = {**options, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     output = fast.generate(ids, **options)
-    logits = torch.cat(output.logits)
-    return reference.scatter(output.sequences[:, :-1], len(logits)), logits
+    return output.sequences[:, :-1], torch.cat(output.logits)
+
+
+def _graph_logits(verify: ModelGraph, text: Tensor, places: int) -> Tensor:
+    """Logits [places, V] of the rewritten graph, not compiled, at the last places of `text` [1, T]."""
+    length = text.shape[1]
+    cache = Cache(verify, 1, -(-length // SPAN) * SPAN).tensors  # of whole pages, as a session's
+    positions = torch.arange(length, device=text.device)[None]
+    return verify.gm(text, positions, text.new_zeros(1), None, cache, length)[0][0, -places:]
 
 
 def _sampled(plain, fast, ids: Tensor, samples: int, tokens: int, options: dict) -> Sampled:

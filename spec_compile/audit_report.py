@@ -12,9 +12,9 @@ EXPECTED = 5.0
 """Tokens expected more rarely than this are counted together, as the chi-square test needs."""
 MIN_DRAWS = int(20 * EXPECTED)
 """Contexts drawn less often than this are not tested: too few of their tokens would have a count of their own."""
-NEAR_TIE = 4.0
+NEAR_TIE = 3.0
 """Two logits that differ by so many standard deviations of the noise, or fewer, are a near-tie. If nothing but rounding
-separates the two models, one difference in 16,000 is larger."""
+separates the two models, one first difference in a thousand is larger."""
 MORE_NOISE = 0.03
 """Share by which the speculative logits may be farther from the float32 copy than the target's own are."""
 DEVIATIONS = 3.0
@@ -73,6 +73,11 @@ class Logits:
         """"same" (no farther from the float32 copy than the target's noise) or "DIFFERENT"."""
         return "same" if self.excess - DEVIATIONS * self.error <= math.log1p(MORE_NOISE) else "DIFFERENT"
 
+    def __str__(self) -> str:
+        ratio = math.exp(self.excess)
+        distance = f"{ratio:.3f} (±{ratio * self.error:.3f}) times as far from float32 as the target's own"
+        return f"{self.places} places: {distance}, {self.verdict}"
+
 
 @dataclass
 class Sampled:
@@ -101,19 +106,23 @@ class Sampled:
 
 @dataclass
 class Report:
-    """What `audit` found. ``print(report)`` shows the tables. logits: None if they were not compared."""
+    """What `audit` found. ``print(report)`` shows the tables.
+
+    logits, graph: of the answers, and of the rewritten graph without the compiler (None: not compared).
+    """
 
     greedy: list[Greedy] = field(default_factory=list)
     sampled: list[Sampled] = field(default_factory=list)
     accept_length: float = 0.0
     logits: Logits | None = None
+    graph: Logits | None = None
 
     @property
     def verdict(self) -> str:
         """"lossless", "NOT LOSSLESS", or "NOT TESTED" if nothing differs but some prompt gave nothing to compare."""
         unlikely = any(row.p_value < SIGNIFICANCE / len(self.sampled) for row in self.sampled)
         compared = [row.verdict for row in self.greedy]
-        if unlikely or "DIFFERENT" in [*compared, self.logits and self.logits.verdict]:
+        if unlikely or "DIFFERENT" in [*compared, *(row.verdict for row in (self.logits, self.graph) if row)]:
             return NOT_LOSSLESS
         if not compared or NOT_TESTED in compared or not all(row.contexts for row in self.sampled):
             return NOT_TESTED
@@ -135,11 +144,9 @@ class Report:
                     tie = f"{row.logits[0]:.4f} | {row.logits[1]:.4f} (±{row.noise:.4f})"
                 lines.append(f"{number:6} {row.compared:7}  {where:<30} {tie:<24} {row.verdict}")
         if self.logits is not None:
-            ratio, error = math.exp(self.logits.excess), math.exp(self.logits.excess) * self.logits.error
-            lines.append(
-                f"logits at {self.logits.places} places: {ratio:.3f} (±{error:.3f}) times as far from float32 as the "
-                f"target's own, {self.logits.verdict}"
-            )
+            lines.append(f"logits, {self.logits}")
+        if self.graph is not None:
+            lines.append(f"logits without the compiler, {self.graph}")
         if self.sampled:
             columns = f"{'prompt':>6} {'draws':>7} {'contexts':>9} {'too rare':>9} {'chi-square':>11}"
             lines.append(f"{columns} {'freedom':>8} {'p':>8}")

@@ -57,8 +57,8 @@ def test_wrong_frequencies_are_found(monkeypatch):
     assert report.greedy[0].verdict == "same" and report.sampled[0].p_value < 1e-6 and not report.lossless
 
 
-@pytest.mark.parametrize("gap, verdict", [(0.01, "near-tie"), (0.079, "near-tie"), (0.081, "DIFFERENT")])
-def test_a_near_tie_is_within_four_standard_deviations(gap, verdict):
+@pytest.mark.parametrize("gap, verdict", [(0.01, "near-tie"), (0.059, "near-tie"), (0.061, "DIFFERENT")])
+def test_a_near_tie_is_within_three_standard_deviations(gap, verdict):
     assert Greedy(5, 3, 7, 8, (1.0, 1.0 - gap), noise=0.02).verdict == verdict
 
 
@@ -71,8 +71,8 @@ def test_in_float32_near_ties_are_1e_5_apart():
     scatter = Reference(model).scatter(PROMPTS[0].view(1, -1), 5)
     assert scatter.exact.shape == (5, model.config.vocab_size) and scatter.gaps.shape == (4, 5)
     largest = float(scatter.exact.abs().max())
-    assert 5e-6 * largest < 4 * scatter.floor < 2e-5 * largest
-    assert float(scatter.gaps.abs().max()) < 4 * scatter.floor
+    assert 5e-6 * largest < 3 * scatter.floor < 2e-5 * largest
+    assert float(scatter.gaps.abs().max()) < 3 * scatter.floor
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe"])
@@ -95,6 +95,7 @@ def test_logits_beyond_the_noise_are_found():
     assert Logits.of(torch.tensor([0.2])).verdict == "same"  # one place says nothing
     report = Report(greedy=[Greedy(8)], logits=Logits.of(places + 0.11))
     assert report.verdict == "NOT LOSSLESS" and "DIFFERENT" in str(report)
+    assert Report(greedy=[Greedy(8)], graph=Logits.of(places + 0.11)).verdict == "NOT LOSSLESS"
 
 
 @functools.cache
@@ -124,7 +125,8 @@ def scaled(model, factor: float):
 def test_attention_scaled_by_a_hundredth_is_not_lossless():
     model, texts = coder()
     report = spec_compile.audit(scaled(model, 1.01), texts, max_new_tokens=48, pad_token_id=0)
-    assert report.verdict == "NOT LOSSLESS" and report.logits.verdict == "DIFFERENT", str(report)
+    assert report.verdict == "NOT LOSSLESS", str(report)
+    assert report.logits.verdict == report.graph.verdict == "DIFFERENT"
 
 
 def test_bfloat16_is_lossless():
@@ -132,7 +134,7 @@ def test_bfloat16_is_lossless():
     fast = spec_compile.speculate(model, compile=False)
     report = spec_compile.audit(fast, texts, max_new_tokens=48, pad_token_id=0)
     assert report.lossless and report.logits.places > 100, str(report)
-    assert abs(report.logits.excess) < 0.05
+    assert abs(report.logits.excess) < 0.05 and abs(report.graph.excess) < 0.05
 
 
 @pytest.mark.parametrize("samples", [1, 50, 99, -5])
