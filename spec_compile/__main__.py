@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 from . import audit, speculate
+from .audit import check_samples
+from .audit_report import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
 from .command_line import add_model, at_least, json_object, load_model, one_line, read_prompts
 from .training import cli
 
@@ -31,7 +33,8 @@ def _add_audit(commands) -> None:
     command = commands.add_parser(
         "audit",
         help="compare speculative with plain decoding, token for token and draw for draw",
-        description="Prints the tables; exits with 0 if nothing but near-ties differs, and with 1 otherwise.",
+        description="Prints the tables; exits with 0 if nothing but near-ties differs, with 1 if something else does, "
+        "with 2 if an argument is wrong, and with 3 if too little was generated to tell.",
     )
     add_model(command)
     command.add_argument("--algo", default="ngram")
@@ -46,6 +49,7 @@ def _add_audit(commands) -> None:
 
 
 def _audit(given: argparse.Namespace) -> int:
+    check_samples(given.samples)
     prompts = [*given.prompt, *([] if given.prompts is None else read_prompts(given.prompts, given.limit))]
     if not prompts:
         given.refuse("give at least one --prompt, or --prompts")
@@ -55,7 +59,7 @@ def _audit(given: argparse.Namespace) -> int:
         fast, prompts, tokenizer, max_new_tokens=given.max_new_tokens, samples=given.samples, **given.generate
     )
     print(report)
-    return 0 if report.lossless else 1
+    return {LOSSLESS: 0, NOT_LOSSLESS: 1, NOT_TESTED: 3}[report.verdict]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from .drafters import ALGORITHMS, parse_algorithm
 from .drafters.base import Algorithm
 from .errors import check_int
 from .explain import explain
-from .runtime import forks
+from .runtime import forks, past
 from .runtime.engine import Engine, Request
 from .runtime.generate import SpeculativeMixin
 from .runtime.session import Session
