@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, help="nodes that a round verifies at most")
     parser.add_argument("--rows", type=int, help="prompts at a time at most")
     parser.add_argument("--baseline", action="store_true", help="transformers' own loop, too")
-    parser.add_argument("--baseline-prompts", type=int, default=64, help="of so many prompts")
+    parser.add_argument("--baseline-prompts", type=int, default=128, help="of so many prompts")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -102,7 +102,7 @@ def main() -> None:
     for name in ("ours, cold", "ours, warm"):
         rows.append({"system": name} | write(model, prompts, args.new_tokens))
     if args.baseline:
-        for size in (2, on_policy.ROWS[device.type]):
+        for size in (2, min(on_policy.ROWS[device.type], args.baseline_prompts)):
             row = run_baseline(model, prompts[: args.baseline_prompts], args.new_tokens, size)
             rows.append({"system": f"transformers' generate(), {size} at a time, a part of the prompts"} | row)
     for row in rows:
