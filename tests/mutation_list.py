@@ -17,7 +17,7 @@ class Mutation:
 RUNTIME = "spec_compile/runtime/"
 ROUND, TREE, SAMPLING = "tests/test_round.py", "tests/test_tree.py", "tests/test_sampling.py"
 GENERATE, REPORT, TRAINING = "tests/test_generate.py", "tests/test_report.py", "tests/test_training.py"
-DROP_IN, PROCESSORS = "tests/test_drop_in.py", "tests/test_processors.py"
+DROP_IN = "tests/test_drop_in.py"
 
 STATE = [
     Mutation(
@@ -75,8 +75,8 @@ STATE = [
     ),
     Mutation(
         "positions end before a learned table does", f"{RUNTIME}state.py",
-        "positions.clamp(max=self.position_limit - 1)", "positions.clamp(max=self.position_limit - 2)",
-        f"{DROP_IN} -k 'last_learned_position'",
+        "positions.clamp(max=self.position_limit - 1)", "positions.clamp(max=self.position_limit - 3)",
+        f"{DROP_IN} -k 'test_each_row_of_a_batch_is_its_own_run and gpt2'",
     ),
 ]  # fmt: skip
 CACHES = [
@@ -213,7 +213,7 @@ DRAWS = [
     Mutation(
         "a processor that holds rows is given those of others", f"{RUNTIME}processors.py",
         "held = {name: value[rows] for", "held = {name: value[: len(rows)] for",
-        f"{DROP_IN} -k 'rows_of_their_own_processor'",
+        f"{DROP_IN} -k 'test_features and encoder_repetition and llama'",
     ),
 ]  # fmt: skip
 ANSWERS = [
