@@ -24,13 +24,13 @@ STATE = [
         "an end of sequence is allowed one token early", f"{RUNTIME}state.py",
         "early = self.lengths[:, None] + 1 + depth < self.min_lengths[:, None]",
         "early = self.lengths[:, None] + 2 + depth < self.min_lengths[:, None]",
-        f"{ROUND}::test_minimum_length",
+        f"{ROUND} -k test_minimum_length_to_the_token",
     ),
     Mutation(
         "an end of sequence is forbidden one token too long", f"{RUNTIME}state.py",
         "early = self.lengths[:, None] + 1 + depth < self.min_lengths[:, None]",
         "early = self.lengths[:, None] + 1 + depth <= self.min_lengths[:, None]",
-        f"{ROUND}::test_minimum_length",
+        f"{ROUND} -k test_minimum_length_to_the_token",
     ),
     Mutation(
         "finished rows go on", f"{RUNTIME}state.py",
