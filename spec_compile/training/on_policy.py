@@ -62,9 +62,9 @@ def continue_documents(
         for first in range(0, len(order), rows):
             batch = order[first : first + rows]
             answers |= zip(batch, _continue(fast, [some[n] for n in batch], length, options))
+    del fast
+    gc.collect()  # its graphs and caches, which lie in cycles
     if devices:
-        del fast
-        gc.collect()  # its graphs and caches, which lie in cycles
         torch.cuda.empty_cache()
     written = sum(int(document.supervised.sum()) for document in answers.values())
     tell(f"{len(some):,} answers of {written:,} tokens in {time.perf_counter() - begin:.0f} s")
