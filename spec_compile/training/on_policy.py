@@ -13,6 +13,7 @@ from ..errors import UnsupportedModelError
 from ..runtime import chunks
 from ..runtime.tree import MAX_NODES
 from .data import Document
+from .progress import say_nothing
 
 ROWS = {"cpu": 32, "cuda": 128}
 """Prompts that are continued at a time at most. A small model's step costs a GPU the launches of its kernels, however
@@ -28,14 +29,10 @@ CORPUS = 1 << 17
 """Tokens of earlier texts from which n-grams are drafted on a GPU: each round searches them all."""
 
 
-def _silent(message: str) -> None:
-    pass
-
-
 @torch.no_grad()
 def continue_documents(
     model: PreTrainedModel, documents: list[Document], length: int, seed: int, options: dict,
-    tell: Callable[[str], None] = _silent,
+    tell: Callable[[str], None] = say_nothing,
 ) -> list[Document]:  # fmt: skip
     """The target's answer to each of the documents' `prompts`, behind its prompt, up to `length` tokens of both.
 

@@ -72,6 +72,10 @@ def tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def say_nothing(message: str) -> None:
+    """In place of `tell`."""
+
+
 @contextmanager
 def bars_on_terminals() -> Iterator[None]:
     """While inside, transformers shows no bars of its own if stderr is no terminal."""

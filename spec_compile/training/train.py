@@ -25,7 +25,7 @@ from .loop import Loop
 from .mtp import MtpTrainer
 from .on_policy import continue_documents, prompts
 from .options import ABOUT_THE_DRAFT, TrainingOptions
-from .progress import Printer, Progress, tell
+from .progress import Printer, Progress, say_nothing, tell
 from .save import TEXTS, fingerprint, open_folder, replace, save_head, write_card
 from .trainer import Trainer
 
@@ -117,7 +117,7 @@ def train_draft(
         state = open_folder(folder, identity, resume)
         if on_policy is not False:
             settings = on_policy if isinstance(on_policy, dict) else {}
-            line = _silent if progress else tell
+            line = say_nothing if progress else tell
             documents, held_out = _continued(folder, identity, model, documents, held_out, length, settings, line)
             trainer = kind(target, chosen, texts.count_tokens(documents, target.vocab_size))
             pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
@@ -225,10 +225,6 @@ def _check_prompts(documents: list[Document], held_out: list[Document], length: 
                 f"{name}: no prompt leaves room for an answer in the {length} tokens of a sequence; the shortest has "
                 f"{least}. Give shorter ones, or raise sequence_length"
             )
-
-
-def _silent(message: str) -> None:
-    pass
 
 
 def _continued(
