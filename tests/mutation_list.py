@@ -99,7 +99,7 @@ CACHES = [
     Mutation(
         "a prompt is processed beyond its end", f"{RUNTIME}round.py",
         "state.lengths.copy_(torch.minimum(state.lengths + size, ends))", "state.lengths.add_(size)",
-        f"{ROUND} -k test_prompts_of_all_lengths_share_one_prefill",
+        f"{DROP_IN} -k 'test_each_row_of_a_batch_is_its_own_run and llama'",
     ),
 ]  # fmt: skip
 TREES = [
