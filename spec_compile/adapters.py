@@ -8,7 +8,7 @@ from .errors import UnsupportedModelError
 
 
 def is_wrapped(model) -> bool:
-    """Whether `model` is a peft ``PeftModel`` around a transformers model."""
+    """Whether `model` is a peft ``PeftModel`` around a transformers model, or what `wrap_alike` made of one."""
     return isinstance(model, nn.Module) and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
@@ -25,11 +25,13 @@ def base_of(wrapped: nn.Module) -> nn.Module:
 
 def wrap_alike(wrapped: nn.Module, fast: nn.Module) -> nn.Module:
     """Another object like `wrapped` around `fast`, a speculative version of its base model."""
+    wrapped = wrapped.__dict__.get("_original", wrapped)
     tuner = shallow(wrapped.base_model)
     tuner._modules["model"] = fast
     cls = type(wrapped)
     outer = shallow(wrapped, type(cls.__name__, (_Generates, cls), {"__module__": cls.__module__}))
     outer._modules["base_model"] = tuner
+    outer.__dict__["_original"] = wrapped
     if hasattr(wrapped, "generation_config"):
         outer.generation_config = copy.deepcopy(wrapped.generation_config)
     return outer
@@ -44,21 +46,15 @@ class _Generates:
             )
         return super().generate(*args, **kwargs)
 
-
-def tuned_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that hold adapters."""
-    return [module for module in model.modules() if hasattr(module, "merged_adapters")]
+    def __reduce_ex__(self, protocol):
+        return self.speculation.rebuilds(self.__dict__["_original"])
 
 
-def switches(layers: list[nn.Module]) -> list[tuple]:
-    """What decides which adapters act and how strongly, to be compared with what it was at capture."""
-    return [
-        (
-            layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters),
-            tuple(getattr(layer, "scaling", {}).items()),
-        )
-        for layer in layers
-    ]  # fmt: skip
+def twin(model: nn.Module) -> nn.Module:
+    """A copy of all modules and configurations over the same tensors: to be traced, or to have hooks, while other
+    threads run `model`."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def shallow(module: nn.Module, cls: type | None = None) -> nn.Module:

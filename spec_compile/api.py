@@ -1,13 +1,16 @@
 """`speculate`: the one line, and the object behind ``model.speculation``."""
 
 import copy
+import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from . import adapters, kernels, report
@@ -23,6 +26,8 @@ from .runtime.engine import Engine, Request
 from .runtime.generate import SpeculativeMixin
 from .runtime.session import Session
 from .stats import Stats
+from .watch import Watch, config_reads, describe
+from .weights import SharedWeights
 
 
 def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrainedModel:
@@ -30,14 +35,19 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
 
     model: a causal language model of transformers, or peft's wrapper around one; it keeps working as before. Returns an
     object of its own class that shares its weights; its ``generate()`` takes the same arguments.
-    ``result.speculation`` holds ``stats``, ``explain()``, ``report()``, ``ngram`` and ``warmup()``.
+    ``result.speculation`` holds ``stats``, ``explain()``, ``report()``, ``ngram``, ``warmup()`` and ``refresh()``.
 
     algo: "ngram" (alias "lookahead"), "eagle", "eagle3", "naive_eagle", "mtp" ("nextn"), "dflash" or "draft_model"
     ("standalone"). options: see `config.Options` and the algorithm's own in `drafters`; ``draft=`` names the draft.
 
+    A result of `speculate` may be given, too: its original is taken, with these options alone. It can be pickled and
+    deep-copied: the copy has weights of its own, and captures and compiles anew.
+
     Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
     model in training mode) or UnsupportedModelError (the model cannot be rewritten exactly), before any change.
     """
+    if isinstance(model, SpeculativeMixin):
+        model = model.speculation.original
     if adapters.is_wrapped(model):
         return adapters.wrap_alike(model, speculate(adapters.base_of(model), algo, **options))
     name = parse_algorithm(algo)
@@ -47,17 +57,18 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
         kernels.load(model.device)
     algorithm = ALGORITHMS[name].build(model, parsed)
     fast = _shadow(model)
-    fast.__dict__["speculation"] = Speculation(model, name, parsed, algorithm)
+    fast.__dict__["speculation"] = Speculation(model, fast, name, parsed, algorithm)
     return fast
 
 
 class Speculation:
     """What is behind ``model.speculation``: statistics, reports and control of one speculative model."""
 
-    def __init__(self, model: PreTrainedModel, name: str, options: Options, algorithm: Algorithm):
+    def __init__(self, model: PreTrainedModel, fast: nn.Module, name: str, options: Options, algorithm: Algorithm):
         self.algorithm, self.options = name, options
         self._model, self._lock, self._references, self._said = model, threading.RLock(), [], set()
-        graph = capture(model)
+        with config_reads(model) as reads:
+            graph = capture(model)
         if options.check:
             check_capture(model, graph)
         self._engine = Engine(
@@ -69,14 +80,20 @@ class Speculation:
         )
         if options.check:
             check_tree(type(model).__name__, graph, self._engine.verify)
-        self._tuned = adapters.tuned_layers(model)
-        self._weights = self._addresses()
+        self._weights = SharedWeights(model, algorithm.draft_module)
+        self._watch = Watch(model, fast, self._weights.slots, reads)
+        self._calls, self._is_forked = 0, False
         forks.register(self)
 
     @property
     def original(self) -> PreTrainedModel:
         """The model that `speculate` was given."""
         return self._model
+
+    def rebuilds(self, original: PreTrainedModel) -> tuple[Callable, tuple]:
+        """What makes a model like this one of a copy of its `original`, as ``__reduce_ex__`` gives it."""
+        options = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(self.options)}
+        return partial(speculate, algo=self.algorithm, **options), (original,)
 
     @property
     def ngram(self):
@@ -139,6 +156,29 @@ class Speculation:
         with self._lock:
             Session(self._engine, 1).step("round", self._engine.sizes[-1])
 
+    def refresh(self) -> None:
+        """Take over new weights, without capturing or compiling anew.
+
+        Call it after parameters or buffers of the model, or of a draft that was passed as a module, were replaced or
+        moved (``load_state_dict(assign=True)``, ``layer.weight = nn.Parameter(...)``, ``model.to(...)`` and back).
+        Their values are copied into the memory that the graphs read, and the tensors become views of it, so that an
+        optimizer that holds them goes on, and later steps in place are seen. What drafts copied from weights is
+        computed anew. The answer is right after changes in place without it; then it keeps the drafts good. The graphs'
+        memory stays allocated as long as this object lives, wherever the model is moved.
+
+        Raises, before anything is copied: ValueError if a tensor is of another shape, dtype or device, has no values,
+        or is tied otherwise than at speculate(), or if something besides tensors has changed; RuntimeError if called
+        inside a generate() of this model. It waits for a generate() in another thread.
+        """
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            if self._calls:
+                raise RuntimeError("refresh(): a generate() of this model is running; call refresh() when it is over")
+            others = [change for change in self._watch.changes() if change.remedy == "speculate"]
+            if others:
+                raise ValueError(describe(others))
+            self._weights.take_over()
+            self._engine.refresh()
+
     @contextmanager
     def reporting(self, progress: Callable[[str], None] | None) -> Iterator[None]:
         """While inside, `progress` is given a line when something begins or ends to compile."""
@@ -153,17 +193,18 @@ class Speculation:
     def generating(self, reference) -> Iterator[None]:
         """One call of generate() at a time: it owns the state until it ends. `reference`: see `generate`."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            if self._addresses() != self._weights:
-                raise RuntimeError(
-                    "the model's weights or adapters were moved, replaced or switched after speculate(); call "
-                    "speculate() again"
-                )
+            if self._is_forked:
+                self._adopt()
+            if changes := self._watch.changes():
+                raise RuntimeError(describe(changes))
             before = self._references
             self._references = [] if reference is None else self._engine.algorithm.documents(reference)
+            self._calls += 1
             try:
                 yield
             finally:
                 self._references = before
+                self._calls -= 1
 
     def step_aside(self, argument: str) -> None:
         """Say, once for each `argument`, that transformers' own loop runs."""
@@ -194,17 +235,23 @@ class Speculation:
         request.eos = [token for token in request.eos if 0 <= token < self._engine.verify.vocab_size]
         return self._engine.run(request)
 
+    def _adopt(self) -> None:
+        """The first call in a forked process."""
+        if self._engine.device.type == "cuda":
+            raise RuntimeError(
+                "a process that was forked cannot use the GPU of its parent; start it by 'spawn', and call speculate() "
+                "there"
+            )
+        self._engine.forget_running()
+        self._calls, self._is_forked = 0, False
+
     def before_fork(self) -> None:
         """See `forks`. A generate() in another thread is not waited for: the child does without what it uses."""
 
     def after_fork(self, in_child: bool) -> None:
         """See `forks`."""
         if in_child and not self._lock._is_owned():
-            self._lock = threading.RLock()
-            self._engine.forget_running()
-
-    def _addresses(self) -> list:
-        return [parameter.data_ptr() for parameter in self._model.parameters()] + adapters.switches(self._tuned)
+            self._lock, self._is_forked = threading.RLock(), True
 
 
 def _max_positions(model: PreTrainedModel, table: int | None, options: Options) -> int:

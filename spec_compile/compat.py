@@ -5,10 +5,14 @@ from contextlib import contextmanager
 from types import FunctionType
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+COMPILE_LOCK = torch._dynamo.convert_frame.compile_lock
+"""Held by whoever compiles; an RLock. Exporting is not safe in two threads at once, either."""
 
 INDUCTOR_OPTIONS = {"cpp.simdlen": 1} if TORCH < (2, 13) else {}
 """For every compilation: before 2.13, some integer and mask expressions that Inductor vectorises on a CPU give wrong

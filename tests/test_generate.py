@@ -265,10 +265,41 @@ def test_explain_and_dump(model, fast, tmp_path):
         spec_compile.dump(model, tmp_path)
 
 
-def test_cache_limit_is_the_users(model):
-    fast = speculate(model, compile=False, max_cache_len=40)
-    with pytest.raises(ValueError, match="max_cache_len"):
-        fast.generate(row(), do_sample=False, max_new_tokens=20)
+@pytest.mark.parametrize("algorithm", ["ngram", "draft_model"])
+def test_a_cache_grows_once_when_a_call_needs_more(algorithm, model, caplog):
+    def said():
+        return [record.getMessage() for record in caplog.records if record.name == "spec_compile"]
+
+    draft = dict(draft=ADMITTED["llama"]()) if algorithm == "draft_model" else {}
+    fast = speculate(model, algorithm, compile=False, max_cache_len=40, **draft)
+    expected, got = both(model, fast, row(), max_new_tokens=16, eos_token_id=None)
+    assert torch.equal(got, expected) and not said()
+    ids = torch.randint(3, 96, (2, 30), generator=torch.Generator().manual_seed(0))
+    ends = model.generate(ids, do_sample=False, max_new_tokens=4, eos_token_id=None)[:, -1].tolist()
+    expected, got = both(model, fast, ids, max_new_tokens=900, eos_token_id=ends)
+    assert torch.equal(got, expected) and not said(), "the answer ended before the cache was full"
+    expected, got = both(model, fast, ids, max_new_tokens=120, eos_token_id=None)
+    assert torch.equal(got, expected)
+    assert len(said()) == 1 and "the cache of 40 tokens a sequence is full and grows to 150" in said()[0]
+    assert fast.speculation._engine.session(2).capacity == 150
+    expected, got = both(model, fast, ids.repeat(1, 8), max_new_tokens=30, eos_token_id=None)
+    assert torch.equal(got, expected), "a prompt that does not fit"
+
+
+def test_a_compiled_cache_grows(model):
+    fast = speculate(model, num_draft_tokens=4, adaptive=False, max_cache_len=30)
+    expected, got = both(model, fast, row(), max_new_tokens=60, eos_token_id=None)
+    assert torch.equal(got, expected) and fast.speculation._engine.session(1).capacity == row().shape[1] + 60
+
+
+def test_what_the_memory_cannot_hold_is_refused(model, fast):
+    with pytest.raises(ValueError, match=r"max_new_tokens: .* GB are missing"):
+        fast.generate(row(), max_new_tokens=10**11)
+    with pytest.raises(ValueError, match=r"max_cache_len: .* GB are missing"):
+        speculate(model, compile=False, max_cache_len=10**12).generate(row(), max_new_tokens=4)
+    learned = speculate(ADMITTED["gpt2"](), compile=False)
+    with pytest.raises(ValueError, match=r"max_new_tokens: .* learned positions for 512"):
+        learned.generate(row(), max_new_tokens=600)
     expected, got = both(model, fast, row(), max_new_tokens=16)
     assert torch.equal(got, expected)
 

@@ -335,3 +335,42 @@ def test_refusals_name_what_to_do():
         speculate(models.ADMITTED["llama"]().to("cuda", torch.float64))
     with pytest.raises(UnsupportedModelError, match="max_cache_len"):
         generated(speculate(model(), max_cache_len=1 << 36), random_ids(20))
+
+
+@pytest.mark.parametrize("algorithm", ["ngram", "eagle3", "draft_model"])
+def test_refresh_under_captured_graphs(algorithm):
+    target = copy.deepcopy(drafts.target("llama")).to("cuda")
+    draft = {}
+    if algorithm != "ngram":
+        head = draft["draft"] = copy.deepcopy(drafts.draft_of(algorithm, "llama")).to("cuda")
+        if algorithm == "eagle3":
+            head.embedding, head.head_weight = target.model.embed_tokens.weight, target.lm_head.weight
+    more = dict(num_steps=2) if draft else {}
+    system = speculate(target, algorithm, max_cache_len=200, **draft, **more)
+    on_cpu, ids = copy.deepcopy(drafts.target("llama")), drafts.prompts(2)
+    assert torch.equal(generated(system, ids), drafts.generated(on_cpu, ids, NEW))
+    captured = [step for session in system.speculation._engine.sessions.values() for step in session.steps.values()]
+    for seed in (1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        new = {
+            name: value + 0.1 * torch.randn(value.shape, generator=generator)
+            for name, value in on_cpu.state_dict().items()
+        }
+        on_cpu.load_state_dict(new)
+        target.load_state_dict({name: value.cuda() for name, value in new.items()}, assign=True)
+        with pytest.raises(RuntimeError, match=r"embed_tokens\.weight was moved or replaced .*refresh\(\)"):
+            generated(system, ids)
+        system.speculation.refresh()
+        assert torch.equal(generated(system, ids), drafts.generated(on_cpu, ids, NEW))
+        with torch.no_grad():
+            for model in (target, on_cpu):
+                model.lm_head.weight.mul_(-1.0)  # in place: the graphs read the same memory
+        assert torch.equal(generated(system, ids), drafts.generated(on_cpu, ids, NEW))
+    target.cpu()
+    with pytest.raises(ValueError, match=r"on cuda:0 at speculate\(\) and is .* on cpu now.*call speculate\(\) again"):
+        system.speculation.refresh()
+    target.cuda()
+    system.speculation.refresh()
+    assert torch.equal(generated(system, ids), drafts.generated(on_cpu, ids, NEW))
+    steps = [step for session in system.speculation._engine.sessions.values() for step in session.steps.values()]
+    assert all(step is before for step, before in zip(steps, captured))

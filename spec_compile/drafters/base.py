@@ -79,6 +79,12 @@ class Algorithm:
     graph: ModelGraph | None = None
     """The draft that runs in its rounds, with a cache of its own."""
 
+    draft_module: nn.Module | None = None
+    """The draft whose weights ``speculation.refresh()`` takes over, as the user knows it."""
+
+    def refresh(self) -> None:
+        """Weights have changed in place: compute anew what was copied from them."""
+
     @property
     def token_bytes(self) -> int:
         """Bytes that its own cache takes for each token of a sequence."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..adapters import shallow
 from ..errors import did_you_mean
 from .checkpoint_files import Checkpoint, fetcher, indexed_names, load_pickled, read_json
 from .dflash_checkpoints import is_dflash
@@ -175,7 +174,4 @@ def _restrict(head: Head, ids: Tensor) -> Head:
         raise ValueError(
             f"token_map: this head drafts {len(head.hot_ids)} tokens of its own choice already; leave token_map out"
         )
-    head, ids = shallow(head), ids.to(head.head_weight.device)
-    head.head_weight, head.hot_ids = nn.Parameter(head.head_weight.detach()[ids], requires_grad=False), ids
-    head.report = [*head.report, f"token_map: drafts {len(ids)} tokens"]
-    return head
+    return head.restrict(ids.to(head.head_weight.device))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from .. import passes
@@ -98,6 +98,7 @@ class DFlash(Algorithm):
 
     def __init__(self, draft: DFlashDraft, options: DFlashOptions):
         self.draft, self.options, self.taps, self.draws = draft, options, draft.taps, options.draws
+        self.draft_module = options.draft if isinstance(options.draft, nn.Module) else draft
         self.slots, self.nodes = options.fit(draft)
         self.chain = Schedule(self.nodes - 1, 1, self.nodes) if self.draws else None
         self.tree = None
@@ -115,6 +116,9 @@ class DFlash(Algorithm):
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return DFlashDrafter(self, batch, slots)
+
+    def refresh(self) -> None:
+        self.context.refresh()
 
     def explain(self) -> list[str]:
         return [*self.draft.report, *self.checked]

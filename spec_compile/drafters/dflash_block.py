@@ -96,16 +96,26 @@ class Context(nn.Module):
 
     def __init__(self, draft: DFlashDraft):
         super().__init__()
-        layers = [block.self_attn for block in draft.blocks]
+        first = draft.blocks[0].self_attn
+        self.draft, self.head_dim, self.eps = draft, first.head_dim, first.k_norm.variance_epsilon
+        for name, value in self._stacked().items():
+            self.register_buffer(name, value, persistent=False)
+
+    def _stacked(self) -> dict[str, Tensor | None]:
+        layers = [block.self_attn for block in self.draft.blocks]
         linears = [linear for layer in layers for linear in (layer.k_proj, layer.v_proj)]
         biased = linears[0].bias is not None
-        self.draft, self.head_dim, self.eps = draft, layers[0].head_dim, layers[0].k_norm.variance_epsilon
-        self._hold("weight", torch.cat([linear.weight.detach() for linear in linears]))
-        self._hold("bias", torch.cat([linear.bias.detach() for linear in linears]) if biased else None)
-        self._hold("key_norm", torch.stack([layer.k_norm.weight.detach() for layer in layers])[:, None])
+        return {
+            "weight": torch.cat([linear.weight.detach() for linear in linears]),
+            "bias": torch.cat([linear.bias.detach() for linear in linears]) if biased else None,
+            "key_norm": torch.stack([layer.k_norm.weight.detach() for layer in layers])[:, None],
+        }
 
-    def _hold(self, name: str, value: Tensor | None) -> None:
-        self.register_buffer(name, value, persistent=False)
+    def refresh(self) -> None:
+        """Stack the draft's projections, which have changed, anew."""
+        for name, value in self._stacked().items():
+            if value is not None:
+                getattr(self, name).copy_(value)
 
     def forward(self, features: list[Tensor], positions: Tensor) -> list[Tensor]:
         """The tapped states [B, T, h] of tokens at positions [B, T] -> key, value, key, ... of each layer in turn,

@@ -41,6 +41,8 @@ class Head(nn.Module):
     layers: int
     """Attention layers, which call ``spec_compile::attention`` once each, numbered from 0."""
     hidden_size: int
+    all_rows: tuple[Tensor, ...] = ()
+    """The output matrix that the rows of `head_weight` were taken from, if `restrict` was called."""
     report: list[str]
     """What was loaded, how it was read, and what was left out, a sentence a line."""
 
@@ -51,6 +53,19 @@ class Head(nn.Module):
         self.hidden_size, self.taps, self.layers = hidden_size, tuple(taps), layers
         self.report: list[str] = []
         self.open_knobs: dict[str, list[tuple[str, dict]]] = {}
+
+    def restrict(self, ids: Tensor) -> "Head":
+        """Another head of the same weights that drafts the tokens `ids` [Vd] alone."""
+        head = shallow(self)
+        head.all_rows, head.hot_ids = (self.head_weight,), ids
+        head.head_weight = nn.Parameter(self.head_weight.detach()[ids], requires_grad=False)
+        head.report = [*self.report, f"token_map: drafts {len(ids)} tokens"]
+        return head
+
+    def refresh(self) -> None:
+        """Take the rows of a restricted output matrix anew from the whole one."""
+        for weight in self.all_rows:
+            self.head_weight.data.copy_(weight.detach()[self.hot_ids])
 
     def project(self, features: list[Tensor]) -> Tensor:
         """The tapped states, each [B, T, h], in the order of `taps` -> what `forward` takes as its state [B, T, H]."""

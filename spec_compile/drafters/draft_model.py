@@ -26,8 +26,9 @@ from .base import Algorithm, Drafter, DraftOptions, propose_grown
 class DraftModel(Algorithm):
     """Drafts of one model, in trees as `schedule` says."""
 
-    def __init__(self, graph: ModelGraph, options: DraftOptions, vocab_size: int):
-        """vocab_size: of the target."""
+    def __init__(self, draft: PreTrainedModel, graph: ModelGraph, options: DraftOptions, vocab_size: int):
+        """graph: of `draft`. vocab_size: of the target."""
+        self.draft_module = draft
         self.schedule, self.draws, self.vocab_size = options.schedule, options.draws, vocab_size
         chosen = passes.Settings(options.merge_linears, logits="rows", attention=options.attention("draft"))
         filling = passes.Settings(options.merge_linears, logits="none", attention=options.attention("prefill"))
@@ -117,7 +118,7 @@ def build(model: PreTrainedModel, options: DraftOptions) -> DraftModel:
     except (TypeError, ValueError) as error:
         raise type(error)(f"draft: {error}") from error
     _check_fit(model, draft)
-    return DraftModel(graph, options, model.get_output_embeddings().weight.shape[0])
+    return DraftModel(draft, graph, options, model.get_output_embeddings().weight.shape[0])
 
 
 def _check_fit(model: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import passes
@@ -60,12 +60,16 @@ class Heads(Algorithm):
         self.head, self.schedule, self.taps, self.draws = head, options.schedule, head.taps, options.draws
         if isinstance(self.schedule, StaticTree):
             self.schedule.to(head.head_weight.device)
+        self.draft_module = options.draft if isinstance(options.draft, nn.Module) else head
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
         self.graph = passes.run(capture_head(head, head.hidden_size), settings)
         self.reach = self.schedule.fed
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return HeadDrafter(self, batch, slots)
+
+    def refresh(self) -> None:
+        self.head.refresh()
 
     def explain(self) -> list[str]:
         return ["draft head:", *(f"  {line}" for line in self.head.report)]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ..adapters import twin
 from .draft_block import FINAL, Head
 
 TOKENS = 64
@@ -77,7 +78,7 @@ def _share(head: Head, normed: Tensor, choices: Tensor) -> float:
 
 def states(model: PreTrainedModel, taps: tuple[int, ...], ids: Tensor) -> tuple[list[Tensor], Tensor]:
     """The tapped states [B, T, h] of the target at ids, and its choice of the next token at each [B, T]."""
-    kept: dict[int, Tensor] = {}
+    model, kept = twin(model), {}
 
     def keep(tap: int, value: Tensor | tuple) -> None:
         kept[tap] = value[0] if isinstance(value, tuple) else value

@@ -1,10 +1,12 @@
 """merge_linears: linear layers that read the same input (q/k/v, gate/up) become one matrix product."""
 
 import operator
+import weakref
 from collections import defaultdict
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..graph import ModelGraph, attribute, calls
 
@@ -15,23 +17,46 @@ def merge_linears(graph: ModelGraph, settings) -> str:
     """Merge each group of ``linear(x, w_i, b_i)`` of one x into ``linear(x, cat(w), cat(b))`` and a split.
 
     The weights are not held twice: the model's own parameters become views of the merged storage, with equal values,
-    so that later in-place updates of either are seen by both. Only plain parameters that nothing else uses take part.
+    so that later in-place updates of either are seen by both. Only plain parameters that nothing else uses take part,
+    and none that a graph which is still there reads where it lies.
     """
+    linears = calls(graph.gm, aten.linear.default)
     if not settings.merge_linears:
+        for node in linears:
+            for operand in node.args[1:]:
+                if operand is not None and operand.op == "get_attr":
+                    _apart.setdefault(attribute(graph.gm, operand.target), weakref.WeakSet()).add(graph.gm)
         return "off"
     groups: dict[tuple, list[fx.Node]] = defaultdict(list)
     uses: dict[str, int] = defaultdict(int)
     for node in graph.gm.graph.nodes:
         if node.op == "get_attr":
             uses[node.target] += len(node.users)
-    for node in calls(graph.gm, aten.linear.default):
+    for node in linears:
         if _is_private(graph, node, uses):
             weight = attribute(graph.gm, node.args[1].target)
             groups[node.args[0], len(node.args), weight.dtype].append(node)
-    merged = [group for group in groups.values() if len(group) > 1]
+    alike = [group for group in groups.values() if len(group) > 1]
+    merged = [group for group in alike if not _is_apart(graph.gm, group)]
     for number, group in enumerate(merged):
         _merge(graph.gm, group, f"merged_linear_{number}")
-    return f"merged {sum(map(len, merged))} linear layers into {len(merged)}"
+    summary = f"merged {sum(map(len, merged))} linear layers into {len(merged)}"
+    if len(merged) < len(alike):
+        summary += f"; {len(alike) - len(merged)} groups stay apart for an earlier speculate(merge_linears=False)"
+    return summary
+
+
+_apart = WeakIdKeyDictionary()
+"""Parameter -> the graphs that read it where it lies; their captured rounds hold its address."""
+
+
+def _is_apart(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
+    """Whether merging would move a parameter that a graph reads where it lies."""
+    for operands in zip(*(node.args[1:] for node in group)):
+        parameters = [attribute(gm, operand.target) for operand in operands]
+        if any(map(_apart.get, parameters)) and _joined(parameters) is None:
+            return True
+    return False
 
 
 def _is_private(graph: ModelGraph, node: fx.Node, uses: dict[str, int]) -> bool:
@@ -63,16 +88,22 @@ def _merge(gm: fx.GraphModule, group: list[fx.Node], name: str) -> None:
         gm.graph.erase_node(node)
 
 
+def _joined(parameters: list[nn.Parameter]) -> Tensor | None:
+    """The rows of all parameters, if an earlier call has joined them."""
+    first, end = parameters[0], parameters[0].data_ptr()
+    for p in parameters:
+        if p.data_ptr() != end or not p.is_contiguous() or p.untyped_storage()._cdata != first.untyped_storage()._cdata:
+            return None
+        end += p.numel() * p.element_size()
+    rows = sum(p.shape[0] for p in parameters)
+    return first.data.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
 def _join(parameters: list[nn.Parameter]) -> Tensor:
     """The rows of all parameters in one tensor, which the parameters then view."""
-    first, rows = parameters[0], sum(p.shape[0] for p in parameters)
-    end = first.data_ptr()
-    for p in parameters:  # merged by an earlier call already?
-        if p.data_ptr() != end or not p.is_contiguous() or p.untyped_storage()._cdata != first.untyped_storage()._cdata:
-            break
-        end += p.numel() * p.element_size()
-    else:
-        return first.data.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    merged = _joined(parameters)
+    if merged is not None:
+        return merged
     merged = torch.cat([p.data for p in parameters])
     for p, part in zip(parameters, merged.split([p.shape[0] for p in parameters])):
         p.data = part

@@ -127,6 +127,13 @@ class Engine:
         for session in busy:
             session.drafter.end([])
 
+    def refresh(self) -> None:
+        """The weights have changed: compute anew what the drafter copied from them, and use no keys and values of
+        earlier calls that its cache holds."""
+        self.algorithm.refresh()
+        for session in self.sessions.values():
+            session.texts = []
+
     @torch.no_grad()
     def run(self, request: Request) -> Iterator[list[list[int]]]:
         """Generate; yields, round by round, the tokens each row gained (none once it has finished).
@@ -215,9 +222,8 @@ class Engine:
                     finished[row] = bool(done)
                     stats.count_depths(depth, len(paths[-1]))
                 policy.learn(nodes, *offered, paths, None if session.on_gpu else seconds)
-                trace.append([len(tokens) for tokens in gained])
-                stats.trace = trace
-                stats.count_round(nodes, trace[-1], len(active))
+                stats.trace = trace  # a call inside this one has put its own there
+                stats.count_round(nodes, [len(tokens) for tokens in gained], len(active))
                 yield gained
                 for row in request.stopped:
                     if not finished[row]:

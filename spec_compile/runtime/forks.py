@@ -8,7 +8,7 @@ import os
 import weakref
 from typing import Protocol
 
-import torch._dynamo
+from ..compat import COMPILE_LOCK
 
 
 class Forks(Protocol):
@@ -32,7 +32,7 @@ def register(one: Forks) -> None:
 
 def _before() -> None:
     if _registered:
-        _compile_lock.acquire()  # a compilation in another thread ends first
+        COMPILE_LOCK.acquire()  # a compilation in another thread ends first
         _waiting.extend(_registered)
         for one in _waiting:
             one.before_fork()
@@ -43,8 +43,7 @@ def _after(in_child: bool) -> None:
         for one in _waiting:
             one.after_fork(in_child)
         _waiting.clear()
-        _compile_lock.release()
+        COMPILE_LOCK.release()
 
 
-_compile_lock = torch._dynamo.convert_frame.compile_lock
 os.register_at_fork(before=_before, after_in_parent=lambda: _after(False), after_in_child=lambda: _after(True))

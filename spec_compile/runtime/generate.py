@@ -42,6 +42,15 @@ class SpeculativeMixin:
         with self.speculation.generating(reference):
             return super().generate(*args, **kwargs)
 
+    def init_continuous_batching(self, *args, **kwargs):
+        """transformers' continuous batching, also that of ``generate_batch()``: unaccelerated, with one warning."""
+        self.speculation.step_aside("generate_batch(), continuous batching")
+        return super().init_continuous_batching(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol):
+        """Copies and pickles are of the original, which becomes speculative again."""
+        return self.speculation.rebuilds(self.speculation.original)
+
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config,
         synced_gpus=False, streamer=None, **model_kwargs,
@@ -159,13 +168,16 @@ class _Prompt:
         batch, given = input_ids.shape
         cache = model_kwargs.get("past_key_values")
         held = int(cache.get_seq_length()) if cache is not None else 0
-        if mask is not None:
+        healed = bool(generation_config.token_healing) and not held  # ids may have come in place of the masked ones
+        if healed and (mask is None or mask.shape[-1] != given):
+            width = given
+        elif mask is not None:
             width = mask.shape[-1]
         else:
             width = getattr(generation_config, "_mask_length", None) or max(given, held)
         if embeds is not None:
             width = embeds.shape[1]
-        elif width not in (given, held + given) or held >= width:
+        elif held >= width or (not healed and width not in (given, held + given)):
             raise ValueError(
                 f"attention_mask, past_key_values: {held} cached and {given} given tokens do not make the mask's "
                 f"{width}; pass all tokens, or those behind the cache and a mask over both"

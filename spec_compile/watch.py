@@ -1,0 +1,316 @@
+"""`Watch`: notices what changed in a model since its graphs were captured, and says what.
+
+A `_Fingerprint` is compared at every call: flat lists that C code builds in a fraction of a millisecond. Only where
+they differ is every module looked at by name, to decide whether the difference can change an answer and to describe it.
+"""
+
+import copy
+import reprlib
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from numbers import Number
+from operator import itemgetter
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .weights import AGAIN, Slot
+
+INTERNALS = set(vars(nn.Module())) - {"training"}
+BOOKKEEPING = {
+    "_compiled_call_impl", "_is_hf_initialized", "generation_config", "gradient_checkpointing", "hf_device_map",
+    "kernel_config", "loss_type", "name_or_path", "warnings_issued",
+}  # fmt: skip
+"""Attributes of modules on which no logits depend in evaluation mode."""
+CONFIG_BOOKKEEPING = {
+    "dtype", "is_encoder_decoder", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    "torch_dtype", "use_cache", "use_return_dict",
+}  # fmt: skip
+"""Values of configs that say which outputs are wanted; logits do not depend on them."""
+HARMLESS_HOOKS = ("make_inputs_require_grads", "install_output_capuring_hook.", "install_output_capturing_hook.")
+"""Hooks that transformers registers while a model is used; they change no value."""
+GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
+ABSENT = "absent"
+
+
+class Change(NamedTuple):
+    """Something that differs from what was captured. text: what it is, without advice. remedy: "refresh", "eval" or
+    "speculate"."""
+
+    text: str
+    remedy: str = "speculate"
+
+
+REMEDIES = {
+    "refresh": "call model.speculation.refresh() to take over its values",
+    "eval": "call model.eval(): an answer of evaluation mode was captured",
+    "speculate": AGAIN,
+}
+
+
+def describe(changes: list[Change]) -> str:
+    """The first of the changes that weigh most, how many more there are, and what to do."""
+    first = max(changes, key=lambda change: [*REMEDIES].index(change.remedy))
+    more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
+    return f"{first.text}{more}; {REMEDIES[first.remedy]}"
+
+
+class _Facts(NamedTuple):
+    """What a module's computation depends on, besides the values of its tensors."""
+
+    cls: type
+    forward: Callable
+    values: dict[str, Any]
+    empty: dict[str, bool]
+    """Of each parameter and buffer, whether it is None."""
+    modules: dict[str, nn.Module | None]
+    hooks: list
+
+
+class Watch:
+    """Watches a target `model`, the object `fast` that speculates for it, and the `slots` of all weights.
+
+    reads: of each config the names that were read while the model was captured (see `config_reads`).
+    """
+
+    def __init__(self, model: nn.Module, fast: nn.Module, slots: list[Slot], reads: list[tuple[Any, set[str]]]):
+        self._model, self._slots = model, slots
+        self._paths = {part: path for path, part in model.named_modules()}
+        self._fast = weakref.ref(fast)  # it holds this object: a reference back would be a circle
+        self._expected = {part: _facts(part) for part in self._paths}
+        self._expected_fast, self._expected_global = _facts(fast), _hooks(GLOBAL_HOOKS)
+        self._settings = [
+            (config, name, copy.deepcopy(value))
+            for config, names in reads
+            for name in sorted(names)
+            if hasattr(config, name) and _is_plain(value := getattr(config, name))
+        ]
+        self._fingerprint = self._take_fingerprint()
+
+    def changes(self) -> list[Change]:
+        """What differs from what was captured, nothing if no answer can."""
+        if not self._fingerprint.differs(self._fast()):
+            return []
+        changes = [*self._changes()]
+        if not changes:
+            self._fingerprint = self._take_fingerprint()  # what differs is bookkeeping
+        return changes
+
+    def _take_fingerprint(self) -> "_Fingerprint":
+        return _Fingerprint([*self._paths], self._fast(), self._slots, [setting[:2] for setting in self._settings])
+
+    def _changes(self) -> Iterator[Change]:
+        for part, path in self._paths.items():
+            yield from _differences(path, self._expected[part], _facts(part), ignore_training=part is self._model)
+        yield from _differences("", self._expected_fast, _facts(self._fast()))
+        yield from _hook_differences("all modules", self._expected_global, _hooks(GLOBAL_HOOKS))
+        for config, name, was in self._settings:
+            now = getattr(config, name, ABSENT)
+            if not _same(was, now):
+                yield Change(_was_and_is(f"config.{name}", was, now))
+        for slot in self._slots:
+            if slot.moved and not slot.borrowed:
+                misfit = slot.misfit
+                text = misfit.rstrip(",") if misfit else "was moved or replaced after speculate()"
+                yield Change(f"{slot.path} {text}", "speculate" if misfit else "refresh")
+
+
+class _Fingerprint:
+    """Everything that is watched, in lists that are fast to build and to compare.
+
+    It keeps no reference to `fast`, which would be a circle, but to dictionaries inside it.
+    """
+
+    def __init__(self, parts: list[nn.Module], fast: nn.Module, slots: list[Slot], settings: list[tuple[Any, str]]):
+        self._parts, self._settings = parts, settings
+        self._classes = [*{type(part) for part in parts}]
+        single, several, same = defaultdict(list), [], []
+        for part in parts:
+            values, held = _values(part), vars(part)
+            single[tuple(name for name in values if _is_scalar(values[name]))].append(held)
+            several += [(held, name) for name, value in values.items() if _is_container(value)]
+            same += [(held, n) for n, value in values.items() if not _is_scalar(value) and not _is_container(value)]
+        for part in [*parts, fast]:
+            same += [(part._modules, name) for name in part._modules]
+            for holder in (part._parameters, part._buffers):
+                same += [(holder, name) for name, tensor in holder.items() if tensor is None]
+        same += [(slot.holder, slot.name) for slot in slots if slot.storage is None]
+        whole = [(slot.holder, slot.name) for slot in slots if slot.storage is not None]
+        self._single = [(itemgetter(*names), held) for names, held in single.items() if names]
+        self._fast_values = itemgetter("training", *(n for n, v in _values(fast).items() if _is_scalar(v)))
+        self._several, self._same, self._tensors = (_transposed(pairs) for pairs in (several, same, whole))
+        dicts = [holder for part in [*parts, fast] for holder in (part._parameters, part._buffers, part._modules)]
+        hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        hooks += GLOBAL_HOOKS
+        self._sized = [*map(vars, parts), *filter(None, dicts)]
+        self._hooked = [*filter(None, hooks)]
+        self._empty = [held for held in [*dicts, *hooks] if not held]
+        self._reference = copy.deepcopy(self._containers()), self._lists(fast)
+
+    def differs(self, fast: nn.Module) -> bool:
+        """Whether anything is not what it was."""
+        try:
+            return any(self._empty) or (self._containers(), self._lists(fast)) != self._reference
+        except Exception:  # something is gone, or is no tensor any more
+            return True
+
+    def _containers(self) -> list:
+        """Values that may change in place."""
+        settings = [getattr(config, name, ABSENT) for config, name in self._settings]
+        return [*map(dict.__getitem__, *self._several), *settings]
+
+    def _lists(self, fast: nn.Module) -> tuple:
+        tensors = [*map(dict.__getitem__, *self._tensors)]
+        return (
+            [*map(Tensor.data_ptr, tensors)],
+            [*map(Tensor.is_contiguous, tensors)],
+            [*map(id, map(dict.__getitem__, *self._same))],
+            [[*map(values, held)] for values, held in self._single],
+            [*map(len, self._sized)],
+            [*map(type, self._parts)],
+            [*chain.from_iterable(self._hooked)],
+            [cls.forward for cls in self._classes],
+            self._fast_values(vars(fast)),
+            len(vars(fast)),
+        )
+
+
+@contextmanager
+def config_reads(model: nn.Module) -> Iterator[list[tuple[Any, set[str]]]]:
+    """While inside, collect the names that are read of each config of `model`: the list that it yields fills up."""
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    reads = [(config, set()) for config in configs.values() if isinstance(config, PreTrainedConfig)]
+    classes = [type(config) for config, _ in reads]
+    try:
+        for config, names in reads:
+            object.__setattr__(config, "__class__", _recording(type(config), names))
+        yield reads
+    finally:
+        for (config, names), cls in zip(reads, classes):
+            object.__setattr__(config, "__class__", cls)
+            names -= CONFIG_BOOKKEEPING
+
+
+def _recording(cls: type, names: set[str]) -> type:
+    """A subclass of a config's class that notes the public names that are read."""
+
+    def read(self, name: str):
+        if not name.startswith("_"):
+            names.add(name)
+        return cls.__getattribute__(self, name)
+
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__getattribute__": read})
+
+
+def _facts(part: nn.Module) -> _Facts:
+    values = {name: copy.deepcopy(value) if _is_plain(value) else value for name, value in _values(part).items()}
+    empty = {name: tensor is None for held in (part._parameters, part._buffers) for name, tensor in held.items()}
+    hooks = _hooks((part._forward_hooks, part._forward_pre_hooks))
+    return _Facts(type(part), _forward(part), values, empty, dict(part._modules), hooks)
+
+
+def _values(part: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that its forward may read: numbers, texts and collections of them, tensors that are no
+    parameters, functions, and its config."""
+    private = isinstance(part, PreTrainedModel)  # transformers keeps notes of its own there
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if name not in INTERNALS
+        and name not in BOOKKEEPING
+        and not (private and name.startswith("_"))
+        and name != "forward"
+        and (_is_plain(value) or isinstance(value, (Tensor, PreTrainedConfig, FunctionType)))
+    }
+
+
+def _forward(part: nn.Module) -> Callable:
+    """What a call of the module runs, without torch.compile around it."""
+    forward = vars(part).get("forward", type(part).forward)
+    forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    return forward.__func__ if getattr(forward, "__self__", None) is part else forward
+
+
+def _hooks(registries) -> list[tuple[int, Callable]]:
+    """Number and function of each forward hook and forward pre-hook that may change a value."""
+    hooks = [item for registry in registries for item in registry.items()]
+    return [(number, hook) for number, hook in hooks if not any(name in _name(hook) for name in HARMLESS_HOOKS)]
+
+
+def _differences(path: str, was: _Facts, now: _Facts, ignore_training: bool = False) -> Iterator[Change]:
+    """What differs in one module."""
+    label, prefix = path or "the model", f"{path}." if path else ""
+    if was.cls is not now.cls:
+        how = "was parametrized" if issubclass(now.cls, was.cls) else f"became a {now.cls.__name__}"
+        yield Change(f"{label} {how} after speculate()")
+    elif was.forward != now.forward:
+        yield Change(f"{prefix}forward was replaced after speculate()")
+    yield from _hook_differences(label, was.hooks, now.hooks)
+    for name in {**was.modules, **now.modules}:
+        before, after = was.modules.get(name), now.modules.get(name)
+        if before is not after:
+            how = "added" if before is None else "removed" if after is None else "replaced"
+            kind = type(after if before is None else before).__name__
+            yield Change(f"{prefix}{name} ({kind}) was {how} after speculate()")
+    for name in {**was.empty, **now.empty}:
+        before, after = was.empty.get(name, True), now.empty.get(name, True)
+        if before and not after:
+            yield Change(f"{prefix}{name} was added after speculate()")
+        elif after and not before:
+            yield Change(f"{prefix}{name} is no longer a tensor of its module")
+    for name in {**was.values, **now.values}:
+        before, after = was.values.get(name, ABSENT), now.values.get(name, ABSENT)
+        if name == "training":
+            if after and not before and not ignore_training:
+                yield Change(f"{label} is in training mode", "eval")
+        elif not _same(before, after):
+            yield Change(_was_and_is(prefix + name, before, after))
+
+
+def _hook_differences(label: str, was: list, now: list) -> Iterator[Change]:
+    for number, hook in now:
+        if (number, hook) not in was:
+            yield Change(f"{label} got a forward hook ({_name(hook)}) after speculate()")
+    for number, hook in was:
+        if (number, hook) not in now:
+            yield Change(f"{label} lost a forward hook ({_name(hook)}) after speculate()")
+
+
+def _was_and_is(name: str, was: Any, now: Any) -> str:
+    if not (_is_plain(was) and _is_plain(now)):
+        return f"{name} was replaced after speculate()"
+    return f"{name} was {reprlib.repr(was)} at speculate() and is {reprlib.repr(now)} now"
+
+
+def _same(was: Any, now: Any) -> bool:
+    return was is now or (_is_plain(was) and _is_plain(now) and was == now)
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, (Number, str, torch.dtype, torch.device, torch.Size))
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, chain(value.keys(), value.values())))
+    return isinstance(value, (list, tuple, set, frozenset)) and all(map(_is_plain, value))
+
+
+def _is_plain(value: Any) -> bool:
+    """A number, a text, or a collection of such."""
+    return _is_scalar(value) or _is_container(value)
+
+
+def _name(hook: Callable) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)
+
+
+def _transposed(pairs: list[tuple]) -> tuple[list, list]:
+    return [first for first, _ in pairs], [second for _, second in pairs]

@@ -1,0 +1,142 @@
+"""The storage that the graphs read: new weights are copied into it, for captured graphs hold its addresses."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+AGAIN = "call speculate() again"
+
+
+@dataclass
+class Slot:
+    """A parameter or buffer of a module, as it was at speculate().
+
+    path: its full name. holder, name: where the module keeps it. tensor: the object that the graphs hold. storage: a
+    view of the memory that the graphs read, which outlives whatever is put in its place (None: a tensor subclass, whose
+    memory cannot be told). borrowed: a draft's slot that holds the target's own tensor.
+    """
+
+    path: str
+    holder: dict[str, Tensor | None]
+    name: str
+    tensor: Tensor
+    storage: Tensor | None
+    borrowed: bool = False
+
+    @property
+    def current(self) -> Tensor | None:
+        """What the module has there now."""
+        return self.holder.get(self.name)
+
+    @property
+    def key(self) -> tuple:
+        """Equal for slots of one tied weight."""
+        return (id(self.tensor),) if self.storage is None else _layout(self.storage)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the module computes with other memory than the graphs."""
+        current = self.current
+        if self.storage is None or not isinstance(current, Tensor):
+            return current is not self.tensor
+        return type(current.data) is not Tensor or _layout(current) != _layout(self.storage)
+
+    @property
+    def misfit(self) -> str | None:
+        """Why the values that the module has there now cannot be taken over, if they cannot."""
+        current = self.current
+        if not isinstance(current, Tensor):
+            return "is gone"
+        if self.storage is None or type(current.data) is not Tensor:
+            return f"is a {type(current.data).__name__}, whose memory cannot be shared,"
+        if current.is_meta:
+            return "is on the meta device, without values,"
+        was, now = _description(self.storage), _description(current)
+        return None if was == now else f"was {was} at speculate() and is {now} now"
+
+
+class SharedWeights:
+    """The slots of a target and of its draft, and `take_over`, which brings the graphs' memory up to date."""
+
+    def __init__(self, target: nn.Module, draft: nn.Module | None = None):
+        self.slots = list(_slots(target, ""))
+        keys = {slot.key for slot in self.slots}
+        for slot in _slots(draft, "draft.") if draft is not None else ():
+            slot.borrowed = slot.key in keys
+            self.slots.append(slot)
+
+    def take_over(self) -> None:
+        """Copy the values of tensors that were moved or replaced into the graphs' memory, and make them views of it.
+
+        ValueError, before anything is copied, if one is of another shape, dtype or device, has no values, or is shared
+        with others than it was.
+        """
+        moved = [slot for slot in self.slots if slot.moved and not (slot.borrowed and slot.current is slot.tensor)]
+        for slot in moved:
+            if slot.misfit:
+                raise ValueError(f"{slot.path} {slot.misfit}; {AGAIN}")
+        self._check_ties(moved)
+        sources = {slot.key: slot.current.detach() for slot in moved}
+        targets = {slot.key: slot.storage for slot in moved}
+        memory = {slot.storage.untyped_storage().data_ptr() for slot in self.slots if slot.storage is not None}
+        for key, source in sources.items():
+            if source.untyped_storage().data_ptr() in memory:  # another weight's: the copies might overwrite it
+                sources[key] = source.clone()
+        for key, source in sources.items():
+            targets[key].copy_(source)
+        self._share()
+
+    def _share(self) -> None:
+        """Make the tensors of the modules and those of the graphs views of the graphs' memory."""
+        ordinary: dict[int, Tensor] = {}
+        for slot in self.slots:
+            current = slot.current
+            if slot.storage is None or (slot.borrowed and current is slot.tensor):
+                continue
+            if current.is_inference():  # such a tensor cannot be made a view: another takes its place
+                other = nn.Parameter if isinstance(current, nn.Parameter) else torch.Tensor.requires_grad_
+                other = ordinary.setdefault(id(current), other(slot.storage.detach(), current.requires_grad))
+                slot.holder[slot.name] = current = other
+            for tensor in (slot.tensor, current):
+                if _layout(tensor) != _layout(slot.storage):
+                    tensor.data = slot.storage
+
+    def _check_ties(self, moved: list[Slot]) -> None:
+        """ValueError if tensors that were one hold different values now, or if one stands where another stood."""
+        slots = {id(slot.tensor): slot for slot in self.slots}
+        slots |= {id(slot.current): slot for slot in self.slots if not slot.moved}
+        for slot in moved:
+            other = slots.setdefault(id(slot.current), slot)
+            if other.key != slot.key:
+                raise ValueError(f"{slot.path} became the tensor of {other.path} after speculate(); {AGAIN}")
+        groups: dict[tuple, list[Slot]] = {slot.key: [] for slot in moved}
+        for slot in self.slots:
+            if slot.key in groups and not (slot.borrowed and slot.current is slot.tensor):
+                groups[slot.key].append(slot)
+        for first, *others in groups.values():
+            for slot in others:
+                if _layout(slot.current) != _layout(first.current) and not torch.equal(slot.current, first.current):
+                    raise ValueError(
+                        f"{first.path} and {slot.path} were one tensor at speculate() and hold different values now; "
+                        f"tie them again (model.tie_weights()), or {AGAIN}"
+                    )
+
+
+def _slots(module: nn.Module, prefix: str) -> Iterable[Slot]:
+    for path, part in module.named_modules(prefix=prefix.removesuffix(".")):
+        for holder in (part._parameters, part._buffers):
+            for name, tensor in holder.items():
+                if tensor is not None:
+                    storage = tensor.detach() if type(tensor.data) is Tensor else None
+                    yield Slot(f"{path}.{name}" if path else name, holder, name, tensor, storage)
+
+
+def _layout(tensor: Tensor) -> tuple:
+    """Equal for tensors that are the same numbers in memory."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _description(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}".removeprefix("torch.")

@@ -1,0 +1,255 @@
+"""What changes after speculate() is named, bookkeeping is not, and looking costs next to nothing."""
+
+import gc
+import re
+import timeit
+import weakref
+
+import models
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.utils import parametrize, prune
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from spec_compile import speculate
+from spec_compile.adapters import shallow
+from spec_compile.watch import Watch, describe
+from spec_compile.weights import SharedWeights
+
+OPTIONS = dict(do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)
+IDS = models.prompts()[0][0]
+LIMIT = 0.3e-3
+"""Seconds that a look at a model of 32 layers may take."""
+
+
+class Double(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def layer(model, number=1):
+    return model.model.layers[number]
+
+
+def hook(module, args, output):
+    return 2 * output
+
+
+def double_input(module, args):
+    return tuple(2 * each for each in args)
+
+
+def set_in(path, name, value):
+    """A change of one attribute."""
+    return lambda model, fast: setattr(model.get_submodule(path), name, value)
+
+
+def replace_inv_freq(model, fast):
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 2
+
+
+def replace_weight(model, fast):
+    layer(model).mlp.up_proj.weight = nn.Parameter(torch.randn(96, 64))
+
+
+def move_weight(model, fast):
+    layer(model).mlp.up_proj.weight.data = torch.randn(96, 64)
+
+
+def transpose_weight(model, fast):
+    weight = layer(model).self_attn.q_proj.weight
+    weight.data = weight.data.t()
+
+
+def replace_head(model, fast):
+    model.lm_head = nn.Linear(64, models.VOCAB, bias=False)
+
+
+def replace_head_of_fast(model, fast):
+    fast.lm_head = nn.Linear(64, models.VOCAB, bias=False)
+
+
+def replace_layer(model, fast):
+    model.model.layers[1] = model.model.layers[0]
+
+
+def patch_class(model, fast):
+    cls = type(layer(model).mlp)
+    cls.forward = lambda self, x: 2 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+CHANGES = {
+    "hook": (lambda m, f: layer(m).mlp.register_forward_hook(hook), r"model\.layers\.1\.mlp got a forward hook"),
+    "pre-hook": (
+        lambda m, f: layer(m).mlp.register_forward_pre_hook(double_input),
+        r"model\.layers\.1\.mlp got a forward hook \(double_input\)",
+    ),
+    "hook of fast": (lambda m, f: f.lm_head.register_forward_hook(hook), "lm_head got a forward hook"),
+    "parametrization": (
+        lambda m, f: parametrize.register_parametrization(layer(m).mlp.up_proj, "weight", Double()),
+        r"model\.layers\.1\.mlp\.up_proj was parametrized",
+    ),
+    "pruning": (
+        lambda m, f: prune.l1_unstructured(layer(m).mlp.up_proj, "weight", 0.5),
+        r"model\.layers\.1\.mlp\.up_proj got a forward hook \(L1Unstructured\)",
+    ),
+    "scaling": (
+        set_in("model.layers.1.self_attn", "scaling", 0.5),
+        r"model\.layers\.1\.self_attn\.scaling was 0\.25 at speculate\(\) and is 0\.5 now; call speculate\(\) again",
+    ),
+    "epsilon": (set_in("model.norm", "variance_epsilon", 1e-2), r"model\.norm\.variance_epsilon was 1e-06 .* is 0\.01"),
+    "groups": (set_in("model.layers.0.self_attn", "num_key_value_groups", 1), "self_attn.num_key_value_groups was 2"),
+    "rope": (set_in("model.rotary_emb", "attention_scaling", 2.0), r"rotary_emb\.attention_scaling was 1\.0"),
+    "activation": (set_in("model.layers.0.mlp", "act_fn", nn.ReLU()), r"mlp\.act_fn \(SiLUActivation\) was replaced"),
+    "forward": (set_in("model.layers.0.mlp", "forward", lambda x: x), r"layers\.0\.mlp\.forward was replaced"),
+    "bias": (set_in("lm_head", "bias", nn.Parameter(torch.ones(96))), r"lm_head\.bias was added"),
+    "class": (patch_class, r"model\.layers\.0\.mlp\.forward was replaced"),
+    "head": (replace_head, r"lm_head \(Linear\) was replaced"),
+    "head of fast": (replace_head_of_fast, r"lm_head \(Linear\) was replaced"),
+    "layer": (replace_layer, r"model\.layers\.1 \(LlamaDecoderLayer\) was replaced"),
+    "more layers": (lambda m, f: m.model.layers.append(layer(m)), r"layers\.2 \(LlamaDecoderLayer\) was added"),
+    "train": (lambda m, f: m.train(), r"training mode.*eval\(\)"),
+    "train of fast": (lambda m, f: f.train(), r"training mode.*eval\(\)"),
+    "train of a part": (lambda m, f: layer(m).train(), r"model\.layers\.1 is in training mode"),
+    "buffer": (replace_inv_freq, r"rotary_emb\.inv_freq was moved or replaced .*refresh\(\)"),
+    "weight": (replace_weight, r"model\.layers\.1\.mlp\.up_proj\.weight was moved or replaced .*refresh\(\)"),
+    "data": (move_weight, r"model\.layers\.1\.mlp\.up_proj\.weight was moved or replaced .*refresh\(\)"),
+    "transposed": (transpose_weight, r"model\.layers\.1\.self_attn\.q_proj\.weight was moved"),
+    "float64": (lambda m, f: m.double(), r"weight was float32 .* is float64 .*speculate\(\) again"),
+    "gone": (lambda m, f: delattr(layer(m).mlp.up_proj, "weight"), r"up_proj\.weight is"),
+}
+
+
+def watched(model):
+    """A watch of a model that was not captured, which takes longer, and what is watched beside it."""
+    fast = shallow(model)
+    return Watch(model, fast, SharedWeights(model).slots, []), fast
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_named(change):
+    model = models.ADMITTED["llama"]()
+    watch, fast = watched(model)
+    assert watch.changes() == []
+    make, message = CHANGES[change]
+    mlp = type(layer(model).mlp)
+    forward = mlp.forward
+    try:
+        make(model, fast)
+        for _ in range(2):
+            assert re.search(message, describe(watch.changes()))
+    finally:
+        mlp.forward = forward
+
+
+def test_generate_raises_until_a_change_is_taken_back():
+    model = models.ADMITTED["llama"]()
+    fast = speculate(model, compile=False, check=False)
+    expected, head, attention = model.generate(IDS, **OPTIONS), model.lm_head, layer(model).self_attn
+    handles = []
+    todo = {
+        "got a forward hook": (
+            lambda: handles.append(layer(model).mlp.register_forward_hook(hook)), lambda: handles[0].remove(),
+        ),
+        r"self_attn\.scaling was 0\.25": (
+            lambda: setattr(attention, "scaling", 1.0), lambda: setattr(attention, "scaling", 0.25),
+        ),
+        "lm_head .* was replaced": (
+            lambda: replace_head_of_fast(model, fast), lambda: setattr(fast, "lm_head", head),
+        ),
+        "training mode": (model.train, model.eval),
+    }  # fmt: skip
+    for message, (make, undo) in todo.items():
+        make()
+        with pytest.raises(RuntimeError, match=message):
+            fast.generate(IDS, **OPTIONS)
+        undo()
+        assert torch.equal(fast.generate(IDS, **OPTIONS), expected)
+
+
+def test_global_hooks_are_named():
+    watch, _fast = watched(models.ADMITTED["llama"]())
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        assert "all modules got a forward hook" in describe(watch.changes())
+    finally:
+        handle.remove()
+    assert watch.changes() == []
+
+
+def test_a_value_of_the_config_that_a_forward_reads():
+    model = models.ADMITTED["gemma2"]()
+    fast = speculate(model, compile=False, check=False)
+    model.config.final_logit_softcapping = 3.0
+    with pytest.raises(RuntimeError, match=r"config\.final_logit_softcapping was 10\.0 at speculate\(\) and is 3\.0"):
+        fast.generate(IDS, **OPTIONS)
+    model.config.final_logit_softcapping = 10.0
+    assert torch.equal(fast.generate(IDS, **OPTIONS), model.generate(IDS, **OPTIONS))
+    assert type(model.config) is transformers.Gemma2Config
+
+
+def test_hooks_that_were_there_are_captured_and_missed_when_they_are_gone():
+    model = models.ADMITTED["llama"]()
+    handles = [
+        layer(model).mlp.register_forward_hook(hook),
+        layer(model, 0).mlp.register_forward_pre_hook(double_input),
+    ]
+    fast = speculate(model, compile=False)
+    assert torch.equal(fast.generate(IDS, **OPTIONS), model.generate(IDS, **OPTIONS))
+    handles[0].remove()
+    with pytest.raises(RuntimeError, match=r"model\.layers\.1\.mlp lost a forward hook \(hook\)"):
+        fast.generate(IDS, **OPTIONS)
+
+
+def test_bookkeeping_is_no_change():
+    model = models.ADMITTED["llama"]()
+    fast = speculate(model, compile=False, check=False)
+    expected = model.generate(IDS, **OPTIONS)
+    asked = dict(OPTIONS, return_dict_in_generate=True)
+
+    def attentions(): fast.generate(IDS, **asked, output_attentions=True, output_hidden_states=True)
+    def static(): fast.generate(IDS, **OPTIONS, cache_implementation="static", disable_compile=True)
+    def assisted(): fast.generate(IDS, **OPTIONS, assistant_model=models.ADMITTED["llama"]())
+    def beams(): fast.generate(IDS, **OPTIONS, num_beams=2)
+    def modes(): model.train(), model.eval(), fast.eval()
+    def gradients(): model.requires_grad_(False), model.requires_grad_(True)
+    def training(): model(IDS, labels=IDS).loss.backward()
+    def checkpointing(): model.gradient_checkpointing_enable(), model.enable_input_require_grads()
+    def settings(): setattr(model.config, "pad_token_id", 3), setattr(model.generation_config, "max_length", 99)
+    def compiled(): torch.compile(model, backend="eager")(IDS), model.compile(backend="eager")
+    def forward(): model.forward = torch.compile(model.forward, backend="eager")
+    def same_tensor(): model.lm_head.weight = nn.Parameter(model.lm_head.weight.data)
+    def same_value(): layer(model).self_attn.scaling = float("0.25")
+    def in_place(): model.model.norm.weight.data.mul_(1.0)
+
+    todo = (attentions, static, assisted, beams, modes, gradients, training, checkpointing, settings, compiled, forward,
+            same_tensor, same_value, in_place)  # fmt: skip
+    with pytest.warns(UserWarning, match="only transformers"):
+        for use in todo:
+            use()
+            assert torch.equal(fast.generate(IDS, **OPTIONS), expected), use.__name__
+
+
+def test_looking_is_cheap():
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=32, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64,
+    )  # fmt: skip
+    watch, _fast = watched(LlamaForCausalLM(config).eval())
+    look = watch.changes
+    assert look() == []
+    assert min(timeit.repeat(look, number=20, repeat=50)) / 20 < LIMIT
+
+
+def test_an_object_that_speculates_is_freed_without_the_garbage_collector():
+    fast = speculate(models.ADMITTED["llama"](), compile=False, check=False)
+    fast.generate(IDS, **OPTIONS)
+    reference = weakref.ref(fast)
+    gc.disable()
+    try:
+        del fast
+        assert reference() is None
+    finally:
+        gc.enable()
