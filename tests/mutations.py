@@ -43,9 +43,9 @@ class MutationError(Exception):
     """A mutation, or what it is tested with, is not as it should be."""
 
 
-def mutated(mutation: Mutation) -> str:
+def mutated(mutation: Mutation, tree: Path = ROOT) -> str:
     """The text of the file with the mutation; MutationError unless what it replaces is there exactly once."""
-    text = (ROOT / mutation.file).read_text()
+    text = (tree / mutation.file).read_text()
     count = text.count(mutation.old)
     if count != 1 or mutation.old == mutation.new:
         raise MutationError(f"{mutation.name}: expected once in {mutation.file}, found {count} times: {mutation.old!r}")
@@ -87,7 +87,7 @@ def try_mutation(mutation: Mutation, tree: Path) -> tuple[str, str]:
     """("caught", "SURVIVED" or "ERROR", why)."""
     path = tree / mutation.file
     original = path.read_text()
-    path.write_text(mutated(mutation))
+    path.write_text(mutated(mutation, tree))
     try:
         status, said = run_tests(tree, [mutation.tests])
     finally:
