@@ -130,8 +130,8 @@ TREES = [
         "- 1).bit_length())", "- 1).bit_length() - 1)", f"{TREE} -k ancestry",
     ),
     Mutation(
-        "the root is nobody's ancestor", f"{RUNTIME}tree.py",
-        "torch.arange(nodes, device=parents.device)) | 1", "torch.arange(nodes, device=parents.device))",
+        "children of the root are as deep as the root", f"{RUNTIME}tree.py",
+        "depth = (parents >= 0)", "depth = (parents > 0)",
         f"{TREE} -k ancestry",
     ),
     Mutation(
