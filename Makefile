@@ -1,4 +1,5 @@
 # make demo: set everything up and run the main job. make test: set everything up and pass the tests.
+# make mutations: put faults into copies of the tree, which the tests must notice.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -6,7 +7,7 @@ WORKERS ?= 2
 READY := $(VENV)/.ready
 CORE := CMakeLists.txt $(wildcard spec_compile/runtime/*.h spec_compile/runtime/*.cpp)
 
-.PHONY: demo test lint bench setup clean
+.PHONY: demo test mutations lint bench setup clean
 
 demo: setup
 	$(VENV)/bin/python examples/demo.py
@@ -14,6 +15,9 @@ demo: setup
 test: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/python -m pytest -m "not gpu" -n $(WORKERS)
+
+mutations: setup
+	$(VENV)/bin/python tests/mutations.py --workers $(WORKERS)
 
 lint: setup
 	$(VENV)/bin/ruff check .

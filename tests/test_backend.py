@@ -271,6 +271,15 @@ def check_forward(net, step, mask):
     assert (got - want)[real].abs().max() <= TOLERANCE * (want.max() - want.min())
 
 
+def test_the_tolerance_notices_a_wrong_scale():
+    net, wrong = (models.ADMITTED["llama"]() for _ in range(2))
+    check_forward(net, net, None)
+    for layer in wrong.model.layers:
+        layer.self_attn.scaling *= 1.01
+    with pytest.raises(AssertionError):
+        check_forward(net, wrong, None)
+
+
 @pytest.mark.parametrize("name", models.ADMITTED)
 def test_every_architecture_keeps_its_logits(name, interpreted):
     net = models.ADMITTED[name]()

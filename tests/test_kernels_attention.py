@@ -164,6 +164,16 @@ class Case:
             assert torch.equal(bits(cache), bits(after))  # the block's slots hold it, all others are as they were
 
 
+@pytest.mark.parametrize("dtype, factor", [(torch.float32, 1.001), (torch.float16, 1.1), (torch.bfloat16, 2.0)])
+def test_the_tolerance_notices_a_wrong_scale(dtype, factor):
+    case = Case(("cpu", dtype), [40, 7], 5)
+    right, (scale, *rest) = case.rest, case.rest
+    case.rest = scale * factor, *rest
+    wrong, case.rest = case.expected().to(dtype), right
+    with pytest.raises(AssertionError, match="not close"):
+        case.compare(wrong, case.caches)
+
+
 EDGES = [0, 1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129]
 
 

@@ -57,6 +57,13 @@ def error(out, x, weight, bias=None, gated=False):
     return ((out.double() - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.parametrize("dtype, factor", [(torch.float32, 1.0001), (torch.float16, 1.01), (torch.bfloat16, 1.03)])
+def test_the_tolerance_notices_a_wrong_factor(dtype, factor):
+    x, weight, _ = draw(("cpu", dtype), 5, 72, 80)
+    right = F.linear(x.double(), weight.double())
+    assert error(right.to(dtype), x, weight) < TOLERANCE[dtype] < error((right * factor).to(dtype), x, weight)
+
+
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_any_number_of_rows(place, rows, plan):

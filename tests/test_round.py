@@ -309,6 +309,25 @@ def test_minimum_length(drafted, least, nodes, captured):
     assert generated(engine, prompts, given, NEW, [eos], least) == want
 
 
+@pytest.mark.parametrize("nodes", [1, 4, 16])
+@pytest.mark.parametrize("place", ["the last forbidden one", "the first allowed one"])
+def test_minimum_length_to_the_token(place, nodes, captured):
+    """The model would end at the last place where it may not, or at the first where it may."""
+    model, graph = captured("llama")
+    prompts, texts = truths("llama", 1)
+    answer = texts[0][len(prompts[0]) :]
+    least = next(n for n in range(3, NEW) if not {answer[n - 1], answer[n]} & {*answer[: n - 1]})
+    eos, other = (answer[least - 1], least - 1) if place == "the last forbidden one" else (answer[least], least + 1)
+    ids = torch.tensor(prompts)
+    ends = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, eos_token_id=eos)
+    want, wrong = (
+        model.generate(ids, min_new_tokens=n, **ends)[0, ids.shape[1] :].tolist() for n in (least, other)
+    )
+    assert want != wrong
+    engine = make_engine(graph, lambda rows: Oracle(nodes, rows, luck=1.0, full=True), nodes)
+    assert generated(engine, prompts, texts, NEW, [eos], least) == [want]
+
+
 @torch.no_grad()
 def test_a_request_leaves_nothing_to_the_next(captured):
     """A long request, then a shorter one with other text, limits and ends, in the same session."""

@@ -13,11 +13,12 @@ import models
 import pytest
 import test_dflash as dflash_formulas
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_compile import speculate, train_draft
 from spec_compile.__main__ import main
@@ -27,6 +28,7 @@ from spec_compile.drafters.draft_block import FINAL
 from spec_compile.drafters.draft_target import Target
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.kernels import ops
+from spec_compile.runtime.generate import SpeculativeMixin
 from spec_compile.training import TRAINERS, loss, save
 from spec_compile.training import data as texts
 from spec_compile.training.attention import Causal, Rollout, joint_attention
@@ -34,9 +36,9 @@ from spec_compile.training.dflash import Blocks
 from spec_compile.training.dflash import default_taps as block_taps
 from spec_compile.training.eagle3 import default_taps, published_layer_ids
 from spec_compile.training.features import TargetFeatures
-from spec_compile.training.on_policy import continue_documents
+from spec_compile.training.on_policy import continue_documents, prompts
 from spec_compile.training.options import TrainingOptions
-from spec_compile.training.progress import Progress, clock
+from spec_compile.training.progress import Printer, Progress, clock
 from spec_compile.training.trainer import own_parameters
 
 CODER = "examples/tiny_coder"
@@ -609,6 +611,11 @@ def test_it_says_how_it_goes(tmp_path, capsys):
     train(tmp_path / "b", steps=5, validation=0, progress=None)
     line = capsys.readouterr().err
     assert line.startswith("100%  step 5  loss ") and "first drafts accepted -  " in line and "0:00 left" in line
+    with Printer() as printer:
+        for step in range(1, 1001):
+            printer(Progress(step, step / 1000, 1.0, None, 1.0, 1.0, 1.0))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[:4] for line in lines] == ["  0%", *(f"{10 * n:3}%" for n in range(1, 11))]
     assert clock(59.6) == "1:00" and clock(3661) == "1:01:01"
     assert "17.0%" in str(Progress(3, 0.5, 1.0, 0.17, 1e6, 60.0, 60.0))
 
@@ -788,6 +795,33 @@ def test_reading_conversations():
     assert parts(document) == ["<user>one?</s><assistant>", "two</s>"]
 
 
+def test_reading_prompts_without_an_answer(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n\n{"prompt": "x = "}\n')
+    document, prompt = texts.read(tmp_path / "a.jsonl", tokenizer(), on_policy=True)
+    assert parts(document) == ["", "x" + tokenizer().eos_token] and parts(prompt) == ["x = ", ""]
+    assert prompts(prompt, 99) == [tokenizer()("x = ").input_ids] and prompts(prompt, len(prompt.ids)) == []
+    with pytest.raises(ValueError, match=r'a.jsonl:3: there is no "completion"; pass on_policy=True'):
+        texts.read(tmp_path / "a.jsonl", tokenizer())
+    with pytest.raises(ValueError, match=r"data\[0\]: the conversation has no answer; pass on_policy=True"):
+        texts.read([{"messages": TALK[:1]}], chatter(TURNS))
+    with pytest.raises(TypeError, match=r"data\[0\]: expected text, got NoneType"):
+        texts.read([{"prompt": None}], tokenizer(), on_policy=True)
+    assert texts.split([prompt], 0.5, 0) == ([prompt], [])
+
+
+def test_reading_conversations_that_end_with_the_user():
+    (document,) = texts.read([{"messages": TALK[:1]}], chatter(TURNS), on_policy=True)
+    assert parts(document) == ["<user>one?</s><assistant>", ""]
+    (document,) = texts.read([{"messages": TALK[:3]}], chatter(TURNS), on_policy=True)
+    assert parts(document) == ["<user>one?</s><assistant><user>three?</s><assistant>", "two</s>"]
+    whole = "<user>one?</s><assistant>two</s><user>three?</s><assistant>"
+    assert tokenizer().decode(document.ids) == tokenizer().decode(prompts(document, 999)[0]) == whole
+    first, second = texts.read([{"messages": TALK[:3]}], chatter(THINKS), on_policy=True)
+    assert parts(first) == ["<user>one?</s><assistant>", "hm two</s>"] and parts(second) == [whole, ""]
+    (document,) = texts.read([{"messages": TALK}], chatter(TURNS), on_policy=True)  # its last answer is replaced
+    assert tokenizer().decode(prompts(document, 999)[0]) == whole
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 7), st.integers(0, 5), st.integers(3, 12))
 def test_batches_hold_every_piece_once(lengths, size, seed, length):
     documents = [
@@ -871,6 +905,73 @@ def test_continuations():
         for one, document in zip(apart, found):  # by itself, each goes on to the whole length
             assert one.ids[: len(document.ids)].tolist() == document.ids.tolist()
             assert len(one.ids) == 10 or int(one.ids[-1]) == eos
+
+
+def unanswered(count=5):
+    """Prompts of 4, 7, 10 ... tokens."""
+    documents = texts.read([ids[: 4 + 3 * n] for n, ids in enumerate(sequences(count))])
+    return [texts.Document(document.ids, torch.zeros_like(document.supervised)) for document in documents]
+
+
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_answers_are_transformers_own(nodes):
+    """Whatever our generate() drafts, in batches of one size, of which the last is filled up."""
+    model, lines, shapes, generate = target(), [], [], SpeculativeMixin.generate
+    options = dict(max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    def ours(self, ids, **arguments):
+        shapes.append(tuple(ids.shape))
+        return generate(self, ids, **arguments)
+
+    with (
+        mock.patch.object(SpeculativeMixin, "generate", ours),
+        mock.patch.multiple("spec_compile.training.on_policy", ROWS={"cpu": 3}, NODES={"cpu": nodes}),
+    ):
+        answers = continue_documents(model, unanswered(), 64, 0, options, lines.append)
+    theirs = [model.generate(document.ids[None].long(), **options)[0].tolist() for document in unanswered()]
+    assert [document.ids.tolist() for document in answers] == theirs
+    assert [int(document.supervised.sum()) for document in answers] == [24] * 5
+    assert shapes == [(3, 10), (3, 16)]
+    assert lines[0] == "LlamaForCausalLM writes 5 answers, 3 at a time" and lines[1].startswith("5 answers of 120 tok")
+
+
+def test_answers_of_a_model_that_cannot_be_made_fast(recwarn):
+    options = dict(max_new_tokens=9, do_sample=False, pad_token_id=0)
+    ours = continue_documents(target(), unanswered(), 64, 0, options)
+    assert not [w for w in recwarn if "on_policy" in str(w.message)]
+    for error in (UnsupportedModelError("model: no"), RuntimeError("a step cannot be captured: no")):
+        with (
+            mock.patch("spec_compile.training.on_policy.speculate", side_effect=error),
+            pytest.warns(UserWarning, match="on_policy: transformers' own generate.. writes the answers.*no$"),
+        ):
+            theirs = continue_documents(target(), unanswered(), 64, 0, options)
+        assert [document.ids.tolist() for document in theirs] == [document.ids.tolist() for document in ours]
+
+
+def test_training_on_prompts_alone(tmp_path, capsys):
+    rows = [json.dumps({"prompt": f"def f{n}(x):\n"}) for n in range(6)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    model = AutoModelForCausalLM.from_pretrained(CODER, dtype="float32", num_hidden_layers=1)
+    fast = speculate(model, compile=False, check=False)
+    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    capsys.readouterr()
+    result = train_draft(
+        fast, data=tmp_path / "data.jsonl", output=tmp_path / "head", tokenizer=tokenizer(), validation=0.2, steps=2,
+        on_policy=dict(max_new_tokens=12, do_sample=False), sequence_length=32, ttt_steps=2, intermediate_size=32,
+    )  # fmt: skip
+    assert result.steps == 2 and result.acceptance is not None
+    assert all(p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in model.named_parameters())
+    lines = capsys.readouterr().err.splitlines()
+    assert "writes 6 answers, 6 at a time" in lines[0] and lines[1].startswith("6 answers of ") and len(lines) == 3
+    for options, message in (
+        (dict(sequence_length=9, validation=0), "data: no prompt leaves room for an answer in the 9 tokens"),
+        (dict(sequence_length=3), "sequence_length: a draft of this depth needs at least"),
+        (dict(validation=[{"prompt": "x = 1\n" * 99}]), "validation: no prompt leaves room.*Give shorter ones"),
+    ):
+        options = dict(sequence_length=32, ttt_steps=2, steps=2, on_policy=True) | options
+        data = [{"prompt": "def f(x):\n    return x + 1 - 2 * 3\n"}]
+        with pytest.raises(ValueError, match=message):
+            train_draft(model, data=data, output=tmp_path / "no", tokenizer=tokenizer(), **options)
 
 
 # Errors
@@ -989,8 +1090,6 @@ def test_conversations_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match=r"data\[0\]: messages need a tokenizer with a chat template"):
         texts.read([{"messages": TALK}], tokenizer())
     with pytest.raises(ValueError, match="no answer of the assistant follows"):
-        texts.read([{"messages": TALK[:1]}], chatter(TURNS))
-    with pytest.raises(ValueError, match="no answer of the assistant follows"):
         texts.read([{"messages": TALK}], chatter(TURNS.replace("<assistant>", "<helper>")))
     with pytest.raises(TypeError, match=r"data\[0\]: expected text, got int"):
         texts.read([{"prompt": "a", "completion": 3}], tokenizer())
@@ -1008,7 +1107,10 @@ def test_the_command_line(tmp_path, capsys):
          "--steps", "2", "--dtype", "float32", "--validation", "0.2", "--options", options]
     )  # fmt: skip
     assert status == 0
-    assert "2 steps" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "2 steps" in said.out
+    assert "Loading" not in said.err and len(said.err.splitlines()) == 1  # no bar where there is no terminal
+    assert transformers.utils.logging.is_progress_bar_enabled()
     assert (tmp_path / "head" / "model.safetensors").is_file()
 
 
@@ -1051,3 +1153,22 @@ def test_training_on_a_gpu(tmp_path, algo, dtype):
     assert result.acceptance > 0.9 and result.steps == options["steps"]
     load = load_dflash if algo == "dflash" else load_head
     assert load(tmp_path / "head", model).embedding.device.type == "cuda"
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_answers_on_a_gpu(recwarn):
+    """Those of transformers, in batches of one captured size, and no memory is kept."""
+    model = models.ADMITTED["llama"]().to("cuda")
+    options, allocated = dict(max_new_tokens=40, do_sample=False, pad_token_id=0), torch.cuda.memory_allocated()
+    documents = unanswered(4) * 5
+    with mock.patch("spec_compile.training.on_policy.ROWS", {"cuda": 16}):
+        answers = continue_documents(model, documents, 256, 0, options)
+    assert not [w for w in recwarn if "on_policy" in str(w.message)]
+    assert torch.cuda.memory_allocated() < allocated + (1 << 20)
+    for document, answer in zip(documents[:4], answers):
+        theirs = model.generate(document.ids[None].long().cuda(), **options)[0].tolist()
+        assert answer.ids.tolist() == theirs
+    assert [answer.ids.tolist() for answer in answers] == [answer.ids.tolist() for answer in answers[:4]] * 5
+    sampled = continue_documents(model, documents, 256, 0, options | dict(do_sample=True))
+    assert len({tuple(answer.ids.tolist()) for answer in sampled[::4]}) > 1

@@ -26,6 +26,7 @@ class Answer:
         self.ids = torch.zeros(self.batch, max(longest, self.prompt_width + 1), dtype=torch.int64)
         """[B, longest] on the CPU: each row's prompt and what it has gained so far."""
         self.ids[:, : self.prompt_width] = input_ids
+        self._numbers = self.ids.numpy()  # the same memory, where writing a few numbers is quick
         self.rows: list[list[int]] = [[] for _ in range(self.batch)]
         self.ended = [False] * self.batch
         self.columns = 0
@@ -58,7 +59,7 @@ class Answer:
         for row, tokens in enumerate(gained):
             if tokens:
                 begin = self.prompt_width + len(self.rows[row])
-                self.ids[row, begin : begin + len(tokens)] = torch.tensor(tokens)
+                self._numbers[row, begin : begin + len(tokens)] = tokens
                 self.rows[row].extend(tokens)
                 if self.keeps:
                     self._kept[row].append((logits[row], scores[row]))

@@ -1,5 +1,7 @@
 """How many nodes to verify: what a size has paid so far against what it costs."""
 
+from bisect import bisect_left
+
 LEARN = 0.15
 """Weight of the newest round in the running means."""
 FORGET = 0.005
@@ -65,7 +67,7 @@ class SizePolicy:
             share = max(PRIOR, len(path) / max(1, nodes - 1))  # of a larger size: as much as of this one, at least
             for place, n in enumerate(self.sizes):
                 if n <= nodes or count <= nodes:
-                    gain[place] += LEARN * (sum(node < n for node in path) - gain[place])
+                    gain[place] += LEARN * (bisect_left(path, n) - gain[place])  # a path's nodes ascend
                 else:
                     gain[place] += FORGET * (share * (n - 1) - gain[place])
 

@@ -3,6 +3,7 @@
 import argparse
 
 from ..command_line import add_model, json_object, load_model
+from .progress import bars_on_terminals
 from .train import TRAINERS, train_draft
 
 
@@ -18,7 +19,7 @@ def add_command(commands) -> None:
     command.add_argument("--data", required=True, help="a .txt or .jsonl file")
     command.add_argument("--output", required=True, help="the folder to write")
     command.add_argument("--validation", default="0.05", help="the share of the data that is held out, or a file")
-    command.add_argument("--on-policy", action="store_true", help="train on the model's own answers to the prompts")
+    command.add_argument("--on-policy", action="store_true", help="train on answers that the model writes")
     command.add_argument("--steps", type=int)
     command.add_argument("--minutes", type=float, help="give this or --steps (default: 30)")
     command.add_argument("--options", type=json_object, default={}, help="JSON, such as '{\"batch_size\": 16}'")
@@ -27,7 +28,8 @@ def add_command(commands) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run it; returns the exit status."""
-    model, tokenizer = load_model(given)
+    with bars_on_terminals():
+        model, tokenizer = load_model(given)
     result = train_draft(
         model, given.algo, data=given.data, output=given.output, tokenizer=tokenizer,
         validation=_share_or_file(given.validation), on_policy=given.on_policy,

@@ -53,19 +53,23 @@ class Batch:
         return move(row * (width - 1) + slot, device), move(row * width + slot + first, device)
 
 
-def read(data, tokenizer=None, vocab_size: int | None = None, name: str = "data") -> list[Document]:
+def read(
+    data, tokenizer=None, vocab_size: int | None = None, name: str = "data", on_policy: bool = False
+) -> list[Document]:
     """The documents in `data`: a .txt or .jsonl file, or an iterable of texts, token ids and mappings.
 
     A mapping, or a line of a .jsonl file, has "text", or "prompt" and "completion", or "messages" (roles and contents,
     for the tokenizer's chat template). In the latter two, only what the model is to say is supervised. Text ends with
-    the tokenizer's end of sequence. TypeError or ValueError, called by `name`, if anything is none of this.
+    the tokenizer's end of sequence. on_policy: the target will write the answers, so that "prompt" may stand alone and
+    messages may end with the user; nothing behind such an end is supervised.
+    TypeError or ValueError, called by `name`, if anything is none of this.
     """
-    reader = _Reader(tokenizer, vocab_size)
+    reader = _Reader(tokenizer, vocab_size, on_policy)
     found = [piece for place, item in _items(data, name) for piece in reader.read(item, place)]
     documents = [document for document in reader.encode(found) if len(document.ids)]
-    if not documents:
-        raise ValueError(f"{name}: it holds no text")
-    return documents
+    if documents:
+        return documents
+    raise ValueError(f"{name}: it holds no text")
 
 
 def _items(data, name: str) -> Iterable[tuple[str, object]]:
@@ -109,8 +113,8 @@ class _Text:
 class _Reader:
     """Makes documents of items with one tokenizer, the texts of many at a time."""
 
-    def __init__(self, tokenizer, vocab_size: int | None):
-        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+    def __init__(self, tokenizer, vocab_size: int | None, on_policy: bool):
+        self.tokenizer, self.vocab_size, self.on_policy = tokenizer, vocab_size, on_policy
 
     def read(self, item, place: str) -> list[_Text | Document]:
         """What one item of the data holds."""
@@ -148,7 +152,8 @@ class _Reader:
         ids = [token for part in encoded for token in part]
         supervised = [wanted for part, (_, wanted) in zip(encoded, text.parts) for _ in part]
         end = self.tokenizer.eos_token_id
-        if text.special and end is not None and ids and ids[-1] != end:
+        answered = text.parts[-1][1]
+        if text.special and answered and end is not None and ids and ids[-1] != end:
             ids.append(end)
             supervised.append(True)
         return Document(self._ids(ids, text.place).ids, torch.tensor(supervised, dtype=torch.bool))
@@ -168,6 +173,10 @@ class _Reader:
             return [self._text(place, [(item["prompt"], False), (item["completion"], True)])]
         if "text" in item:
             return self.read(item["text"], place)
+        if "prompt" in item:
+            if not self.on_policy:
+                raise ValueError(f'{place}: there is no "completion"; pass on_policy=True to let the model write it')
+            return [self._text(place, [(item["prompt"], False)])]
         raise ValueError(f'{place}: expected "text", "prompt" and "completion", or "messages"; got {list(item)}')
 
     def _ids(self, item, place: str) -> Document:
@@ -186,26 +195,35 @@ class _Reader:
 
     def _converse(self, messages, place: str) -> list[_Text]:
         """A conversation as the chat template renders it: one document, or where the template renders earlier answers
-        otherwise once more follows (as those that drop earlier reasoning do), one for each answer."""
+        otherwise once more follows (as those that drop earlier reasoning do), one for each answer. What the user says
+        last is left out, unless the target will answer it."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError(f"{place}: messages need a tokenizer with a chat template")
+        if not self.on_policy and not any(message["role"] == "assistant" for message in messages):
+            raise ValueError(f"{place}: the conversation has no answer; pass on_policy=True to let the model write it")
+        asked = []
+        if self.on_policy and messages and messages[-1]["role"] != "assistant":
+            asked = [self._render(messages, add_generation_prompt=True)]
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n]
         spans = [
             (self._render(messages[:n], add_generation_prompt=True), self._render(messages[: n + 1])) for n in answers
         ]
         spans = [(before, after) for before, after in spans if after.startswith(before)]
-        if not spans:
+        if not spans and not asked:
             raise ValueError(
                 f"{place}: no answer of the assistant follows its own generation prompt in this chat template; give "
                 '"prompt" and "completion" instead'
             )
-        if not all(spans[-1][1].startswith(after) for _, after in spans):
+        end = asked[0] if asked else spans[-1][1]
+        if not all(end.startswith(after) for _, after in spans):
             turns = [[(before, False), (after[len(before) :], True)] for before, after in spans]
+            turns += [[(prompt, False)] for prompt in asked]
             return [self._text(place, turn, special=False) for turn in turns]
         parts, done = [], 0
         for before, after in spans:
             parts += [(before[done:], False), (after[len(before) :], True)]
             done = len(after)
+        parts += [(prompt[done:], False) for prompt in asked]
         return [self._text(place, parts, special=False)]
 
     def _render(self, messages, **options) -> str:
@@ -213,8 +231,10 @@ class _Reader:
 
 
 def split(documents: list[Document], fraction: float, seed: int) -> tuple[list[Document], list[Document]]:
-    """(for training, held out): whole documents by chance, or the end of the only one."""
+    """(for training, held out): whole documents by chance, or the end of the only one, if it has an answer."""
     if len(documents) == 1:
+        if not documents[0].supervised.any():
+            return documents, []
         cut = round(len(documents[0].ids) * (1 - fraction))
         return [documents[0].piece(0, cut)], [documents[0].piece(cut, len(documents[0].ids))]
     order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,7 +1,11 @@
-"""Reports while a head is trained: a bar on a terminal, else a line now and then."""
+"""Reports while a head is trained: a bar on a terminal, else a few lines."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from transformers.utils import logging
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,16 @@ class Progress:
         )
 
 
+LINES = 10
+"""Reports that are printed where there is no terminal, about."""
+
+
 class Printer:
-    """Within its context, shows each `Progress` it is called with."""
+    """Within its context, shows each `Progress` it is called with: in a bar on a terminal, else the first one, and one
+    for each tenth of the training."""
 
     def __enter__(self) -> "Printer":
-        self._bar = None
+        self._bar, self._printed = None, -1
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, TextColumn
@@ -46,7 +55,9 @@ class Printer:
 
     def __call__(self, progress: Progress) -> None:
         if self._bar is None:
-            print(progress, file=sys.stderr, flush=True)
+            if int(progress.share * LINES) > self._printed:
+                self._printed = int(progress.share * LINES)
+                tell(str(progress))
             return
         self._bar.update(self._task, completed=progress.share, description=str(progress))
         self._bar.refresh()
@@ -54,6 +65,28 @@ class Printer:
     def __exit__(self, *error) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def tell(message: str) -> None:
+    """Print a line on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def say_nothing(message: str) -> None:
+    """In place of `tell`."""
+
+
+@contextmanager
+def bars_on_terminals() -> Iterator[None]:
+    """While inside, transformers shows no bars of its own if stderr is no terminal."""
+    shown = logging.is_progress_bar_enabled()
+    try:
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def clock(seconds: float) -> str:

@@ -14,6 +14,7 @@ from ..config import parse_options
 from ..drafters.checkpoint_files import load_pickled
 from ..drafters.draft_target import Target
 from ..errors import did_you_mean
+from ..runtime.generate import SpeculativeMixin
 from . import data as texts
 from .data import Batches, Document
 from .dflash import DFlashTrainer
@@ -22,9 +23,9 @@ from .eagle3 import Eagle3Trainer
 from .features import TargetFeatures
 from .loop import Loop
 from .mtp import MtpTrainer
-from .on_policy import continue_documents
+from .on_policy import continue_documents, prompts
 from .options import ABOUT_THE_DRAFT, TrainingOptions
-from .progress import Printer, Progress
+from .progress import Printer, Progress, say_nothing, tell
 from .save import TEXTS, fingerprint, open_folder, replace, save_head, write_card
 from .trainer import Trainer
 
@@ -85,7 +86,8 @@ def train_draft(
     "mtp" or "dflash". data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`data.read`).
     tokenizer: the model's, if the data is text. validation: the share of the documents that is held out, or texts of
     their own as in `data`, or 0. on_policy: let the model continue the data's prompts first and train on what it wrote
-    (True, or options for ``generate()``). resume: go on with the training in `output`, if there is one; it gives the
+    (True, or options for ``generate()``, such as max_new_tokens); then the data may be prompts without answers.
+    `speculate` makes it fast meanwhile. resume: go on with the training in `output`, if there is one; it gives the
     head that it would have given without the interruption. progress: called with a `Progress` now and then (default:
     shown on stderr). options: see `TrainingOptions`.
 
@@ -93,6 +95,7 @@ def train_draft(
     the loss becomes infinite, with the last checkpoint left as it is.
     """
     model = adapters.base_of(model) if adapters.is_wrapped(model) else model
+    model = model.speculation.original if isinstance(model, SpeculativeMixin) else model
     chosen = parse_options(TrainingOptions, options)
     kind = _trainer_of(algo)
     for name in ABOUT_THE_DRAFT:
@@ -109,16 +112,20 @@ def train_draft(
     ):
         if not fits:
             raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}")
-    documents, held_out = _read(data, validation, tokenizer, target, chosen.seed)
+    documents, held_out = _read(data, validation, tokenizer, target, chosen.seed, on_policy is not False)
     length, folder = _length(chosen, target), Path(output).expanduser()
     with torch.inference_mode(False), torch.enable_grad():
         trainer = kind(target, chosen, texts.count_tokens(documents, target.vocab_size))
-        pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
+        if on_policy is False:
+            pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
+        else:
+            _check_prompts(documents, held_out, length, trainer.shortest)
         identity = _identity(kind, model, chosen, documents + held_out, on_policy)
         state = open_folder(folder, identity, resume)
         if on_policy is not False:
             settings = on_policy if isinstance(on_policy, dict) else {}
-            documents, held_out = _continued(folder, identity, model, documents, held_out, length, settings)
+            line = say_nothing if progress else tell
+            documents, held_out = _continued(folder, identity, model, documents, held_out, length, settings, line)
             trainer = kind(target, chosen, texts.count_tokens(documents, target.vocab_size))
             pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
         glance, held = (texts.sample(reserve, chosen.batch_size, n) for n in (GLANCE_TOKENS, HELD_OUT_TOKENS))
@@ -164,17 +171,19 @@ def _trainer_of(algo: str) -> type[Trainer]:
     return TRAINERS[name]
 
 
-def _read(data, validation, tokenizer, target: Target, seed: int) -> tuple[list[Document], list[Document]]:
+def _read(
+    data, validation, tokenizer, target: Target, seed: int, on_policy: bool
+) -> tuple[list[Document], list[Document]]:
     """(for training, held out)."""
     share = 0.0 if validation is None else validation
     if isinstance(share, int | float) and not isinstance(share, bool):
         if not 0 <= share < 1:
             raise ValueError(f"validation: expected a share of the data, from 0 to below 1, got {share}")
-        documents = texts.read(data, tokenizer, target.vocab_size)
+        documents = texts.read(data, tokenizer, target.vocab_size, on_policy=on_policy)
         return texts.split(documents, share, seed) if share else (documents, [])
     return (
-        texts.read(data, tokenizer, target.vocab_size),
-        texts.read(validation, tokenizer, target.vocab_size, name="validation"),
+        texts.read(data, tokenizer, target.vocab_size, on_policy=on_policy),
+        texts.read(validation, tokenizer, target.vocab_size, name="validation", on_policy=on_policy),
     )
 
 
@@ -195,8 +204,7 @@ def _cut(
     documents: list[Document], held_out: list[Document], length: int, shortest: int
 ) -> tuple[list[Document], list[Document]]:
     """Both in pieces; ValueError if one of them has none that is long enough."""
-    if length < shortest:
-        raise ValueError(f"sequence_length: a draft of this depth needs at least {shortest} tokens, got {length}")
+    _check_length(length, shortest)
     pieces, reserve = (texts.cut(some, length, shortest) for some in (documents, held_out))
     for name, some, left in (("data", documents, pieces), ("validation", held_out, reserve)):
         if some and not left:
@@ -209,15 +217,34 @@ def _cut(
     return pieces, reserve
 
 
+def _check_length(length: int, shortest: int) -> None:
+    if length < shortest:
+        raise ValueError(f"sequence_length: a draft of this depth needs at least {shortest} tokens, got {length}")
+
+
+def _check_prompts(documents: list[Document], held_out: list[Document], length: int, shortest: int) -> None:
+    """ValueError if one of them has no prompt that leaves room for an answer."""
+    _check_length(length, shortest)
+    for name, some in (("data", documents), ("validation", held_out)):
+        if some and not any(prompts(document, length) for document in some):
+            least = min(len(document.ids) for document in some)
+            raise ValueError(
+                f"{name}: no prompt leaves room for an answer in the {length} tokens of a sequence; the shortest has "
+                f"{least}. Give shorter ones, or raise sequence_length"
+            )
+
+
 def _continued(
     folder: Path, identity: dict, model: PreTrainedModel, documents: list[Document], held_out: list[Document],
-    length: int, options: dict,
+    length: int, options: dict, line: Callable[[str], None],
 ) -> tuple[list[Document], list[Document]]:  # fmt: skip
     """Both as the model continues them, written once and read again when the training of this identity goes on."""
     path = folder / TEXTS
     stored = load_pickled(path) if path.is_file() else {}
     if stored.get("identity") != identity:
-        both = [continue_documents(model, some, length, identity["seed"], options) for some in (documents, held_out)]
+        answers = continue_documents(model, documents + held_out, length, identity["seed"], options, line)
+        count = sum(len(prompts(document, length)) for document in documents)
+        both = answers[:count], answers[count:]
         stored = {
             "identity": identity,
             "texts": [[(document.ids, document.supervised) for document in some] for some in both],

@@ -1,0 +1,303 @@
+"""The faults that the tests must notice: see `mutations.py`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old`, which occurs once in `file`, becomes `new`. tests: what pytest is given to notice it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+RUNTIME = "spec_compile/runtime/"
+ROUND, TREE, SAMPLING = "tests/test_round.py", "tests/test_tree.py", "tests/test_sampling.py"
+GENERATE, REPORT, TRAINING = "tests/test_generate.py", "tests/test_report.py", "tests/test_training.py"
+DROP_IN = "tests/test_drop_in.py"
+
+STATE = [
+    Mutation(
+        "an end of sequence is allowed one token early", f"{RUNTIME}state.py",
+        "early = self.lengths[:, None] + 1 + depth < self.min_lengths[:, None]",
+        "early = self.lengths[:, None] + 2 + depth < self.min_lengths[:, None]",
+        f"{ROUND} -k test_minimum_length_to_the_token",
+    ),
+    Mutation(
+        "an end of sequence is forbidden one token too long", f"{RUNTIME}state.py",
+        "early = self.lengths[:, None] + 1 + depth < self.min_lengths[:, None]",
+        "early = self.lengths[:, None] + 1 + depth <= self.min_lengths[:, None]",
+        f"{ROUND} -k test_minimum_length_to_the_token",
+    ),
+    Mutation(
+        "finished rows go on", f"{RUNTIME}state.py",
+        "gained = torch.where(self.finished, 0, gained)",
+        "gained = torch.where(self.finished, gained, gained)",
+        f"{ROUND}::test_finished_rows_are_left_alone",
+    ),
+    Mutation(
+        "what was drafted behind an end of sequence stays", f"{RUNTIME}state.py",
+        "until_end = torch.where(ends, number + 1, nodes + 1).amin(dim=1)",
+        "until_end = torch.where(ends, number + 2, nodes + 1).amin(dim=1)",
+        f"{ROUND}::test_end_of_sequence_inside_an_accepted_run",
+    ),
+    Mutation(
+        "a row gets one token more than its limit", f"{RUNTIME}state.py",
+        "room = (self.max_lengths - (self.lengths + 1)).clamp(min=0)",
+        "room = (self.max_lengths - self.lengths).clamp(min=0)",
+        f"{ROUND}::test_limits_inside_an_accepted_run",
+    ),
+    Mutation(
+        "keys and values of the path are not moved into place", f"{RUNTIME}state.py",
+        "source, target = (self.lengths[:, None] + accepted.path)[:, None, :], slots[:, None, :]",
+        "source, target = slots[:, None, :], slots[:, None, :]",
+        f"{ROUND} -k 'test_rounds_over_random_trees and llama-16-3'",
+    ),
+    Mutation(
+        "the finished rows of a call are those of the next", f"{RUNTIME}state.py",
+        "self.finished.zero_()", "self.finished.any()",
+        f"{ROUND} -k test_a_request_leaves_nothing_to_the_next",
+    ),
+    Mutation(
+        "a cache that comes in counts one place of padding", f"{RUNTIME}state.py",
+        "held = torch.tensor([past.length - pad for pad in past.padding]",
+        "held = torch.tensor([past.length - pad + 1 for pad in past.padding]",
+        f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and StaticCache'",
+    ),
+    Mutation(
+        "keys and values that come in lie a place off", f"{RUNTIME}state.py",
+        "slots = slice(max(first - pad, 0), past.length - pad)",
+        "slots = slice(max(first - pad, 0) + (pad > 0), past.length - pad + (pad > 0))",
+        f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and StaticCache'",
+    ),
+    Mutation(
+        "positions end before a learned table does", f"{RUNTIME}state.py",
+        "positions.clamp(max=self.position_limit - 1)", "positions.clamp(max=self.position_limit - 3)",
+        f"{DROP_IN} -k 'test_each_row_of_a_batch_is_its_own_run and gpt2'",
+    ),
+]  # fmt: skip
+CACHES = [
+    Mutation(
+        "a cache that goes out lies a place off", f"{RUNTIME}past.py",
+        "held[row, :, first - pad : length - pad]",
+        "held[row, :, first - pad + (pad > 0) : length - pad + (pad > 0)]",
+        f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and DynamicCache'",
+    ),
+    Mutation(
+        "what goes out of a cache covers its padding", f"{RUNTIME}past.py",
+        "first = max(begin, pad)", "first = max(begin, pad - 1)",
+        f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and returned'",
+    ),
+    Mutation(
+        "attention looks at too few slots", f"{RUNTIME}engine.py",
+        "span = self._span(state, max(lengths) + nodes)", "span = self._span(state, min(lengths))",
+        f"{DROP_IN} -k 'test_each_row_of_a_batch_is_its_own_run and llama'",
+    ),
+    Mutation(
+        "a prompt is processed beyond its end", f"{RUNTIME}round.py",
+        "state.lengths.copy_(torch.minimum(state.lengths + size, ends))", "state.lengths.add_(size)",
+        f"{DROP_IN} -k 'test_each_row_of_a_batch_is_its_own_run and llama'",
+    ),
+]  # fmt: skip
+TREES = [
+    Mutation(
+        "a drafted token is accepted below a wrong one", f"{RUNTIME}accept.py",
+        "whole = (ancestors & bits) == ancestors",
+        "whole = (torch.ones_like(ancestors) << number) & bits != 0",
+        f"{TREE} -k accept_greedy",
+    ),
+    Mutation(
+        "an accepted run is one token too long", f"{RUNTIME}accept.py",
+        "count = torch.where(whole, depth, -1).amax(dim=1) + 1",
+        "count = torch.where(whole, depth, -1).amax(dim=1) + 2",
+        f"{TREE} -k accept_greedy",
+    ),
+    Mutation(
+        "an accepted run is one token too short", f"{RUNTIME}accept.py",
+        "count = torch.where(whole, depth, -1).amax(dim=1) + 1",
+        "count = torch.where(whole, depth, -1).amax(dim=1).clamp(min=1)",
+        f"{TREE} -k accept_greedy",
+    ),
+    Mutation(
+        "slots that are not in use are accepted", f"{RUNTIME}accept.py",
+        "chosen = tree.real & (choice", "chosen = (choice", f"{TREE} -k accept_greedy",
+    ),
+    Mutation(
+        "the tree's depth ends at half of its nodes", f"{RUNTIME}tree.py",
+        "- 1).bit_length())", "- 1).bit_length() - 1)", f"{TREE} -k ancestry",
+    ),
+    Mutation(
+        "children of the root are as deep as the root", f"{RUNTIME}tree.py",
+        "depth = (parents >= 0)", "depth = (parents > 0)",
+        f"{TREE} -k ancestry",
+    ),
+    Mutation(
+        "nodes stand at their number, not at their depth", f"{RUNTIME}round.py",
+        "ancestors, depth, self.state.positions(depth)",
+        "ancestors, depth, self.state.positions(torch.arange(depth.shape[1])[None])",
+        f"{ROUND} -k 'test_rounds_over_random_trees and llama-16-3'",
+    ),
+    Mutation(
+        "a node sees its neighbour", "spec_compile/kernels/ops.py",
+        "seen = ((ancestors[:, :, None] >> index[:, None, :]) & 1).bool()",
+        "seen = ((ancestors[:, :, None] >> (index[:, None, :] - 1).clamp(min=0)) & 1).bool()",
+        f"{TREE} -k tree_mask",
+    ),
+    Mutation(
+        "a window is one token too wide", "spec_compile/kernels/ops.py",
+        "slot_position[:, None, :] < window", "slot_position[:, None, :] <= window", f"{TREE} -k tree_mask",
+    ),
+    Mutation(
+        "n-grams are matched one token early", "spec_compile/drafters/ngram.py",
+        "state.tokens, state.lengths + 1, self.streams", "state.tokens, state.lengths, self.streams",
+        f"{GENERATE} -k 'test_answers_as_transformers'",
+    ),
+]  # fmt: skip
+DRAWS = [
+    Mutation(
+        "random numbers ignore the row", f"{RUNTIME}sampling.py",
+        "for counter in (sequence, position, stream):", "for counter in (sequence * 0, position, stream):",
+        f"{SAMPLING} -k test_every_row_has_numbers_of_its_own",
+    ),
+    Mutation(
+        "random numbers ignore the place", f"{RUNTIME}sampling.py",
+        "for counter in (sequence, position, stream):", "for counter in (sequence, position * 0, stream):",
+        f"{SAMPLING} -k 'uniform'",
+    ),
+    Mutation(
+        "random numbers ignore the stream", f"{RUNTIME}sampling.py",
+        "for counter in (sequence, position, stream):", "for counter in (sequence, position, 0):",
+        f"{SAMPLING} -k 'uniform'",
+    ),
+    Mutation(
+        "random numbers ignore the seed", f"{RUNTIME}walk.py",
+        "draw(weights, uniform(self.seed, rows, places)", "draw(weights, uniform(0, rows, places)",
+        f"{SAMPLING} -k test_the_seed_decides",
+    ),
+    Mutation(
+        "a token that is excluded can be drawn", f"{RUNTIME}sampling.py",
+        "[:, None], right=True)", "[:, None], right=False)", f"{SAMPLING} -k test_ends_of_a_draw",
+    ),
+    Mutation(
+        "a rejected draft leaves the target as it was", f"{RUNTIME}sampling.py",
+        "            target = residual / residual.sum()", "            target = target / target.sum()",
+        f"{SAMPLING} -k 'test_drawn_drafts_leave_the_target'",
+    ),
+    Mutation(
+        "drafts that were drawn are accepted always", f"{RUNTIME}sampling.py",
+        "if number * draft[token] < target[token]:", "if True:", f"{SAMPLING} -k 'test_drawn_drafts_leave_the_target'",
+    ),
+    Mutation(
+        "in a captured chain, drafts that were drawn are accepted always", f"{RUNTIME}accept_chain.py",
+        "passes = exists & (u[:, :, 0] * (q / draft.sum(dim=2, dtype=torch.float64)) < p)", "passes = exists",
+        "tests/test_schedule.py -k chain",
+    ),
+    Mutation(
+        "the walk goes to slots that are not in use", f"{RUNTIME}walk.py",
+        "follows = follows & tree.real[rows]", "follows = follows & tree.real[rows].any()",
+        f"{SAMPLING} -k 'test_walk'",
+    ),
+    Mutation(
+        "processors see a prefix that lacks its last token", f"{RUNTIME}processors.py",
+        "ids if every else ids[rows])[:, :length]", "ids if every else ids[rows])[:, : length - 1]",
+        f"{SAMPLING} -k 'test_drafts_do_not_change_the_answer or test_walk'",
+    ),
+    Mutation(
+        "processors of some rows see the first rows", f"{RUNTIME}processors.py",
+        "ids if every else ids[rows])[:, :length]", "ids if every else ids[: len(rows)])[:, :length]",
+        f"{SAMPLING} -k 'test_walk'",
+    ),
+    Mutation(
+        "a processor that holds rows is given those of others", f"{RUNTIME}processors.py",
+        "held = {name: value[rows] for", "held = {name: value[: len(rows)] for",
+        f"{DROP_IN} -k 'test_features and encoder_repetition and llama'",
+    ),
+]  # fmt: skip
+ANSWERS = [
+    Mutation(
+        "stopping criteria are called once less", f"{RUNTIME}answer.py",
+        "len(own) > self.columns for own, ended", "len(own) > self.columns + 1 for own, ended",
+        f"{DROP_IN} -k 'test_everything_is_called_as_in_plain_decoding and llama'",
+    ),
+    Mutation(
+        "stopping criteria see ids without the last column", f"{RUNTIME}answer.py",
+        "ids = self.ids[:, :width].contiguous()", "ids = self.ids[:, : width - 1].contiguous()",
+        f"{DROP_IN} -k 'test_everything_is_called_as_in_plain_decoding and llama'",
+    ),
+    Mutation(
+        "a row that has ended goes on with its own tokens", f"{RUNTIME}answer.py",
+        "self.ids[row, width:] = self.pad", "self.ids[row, width + 1 :] = self.pad",
+        f"{GENERATE} -k 'every_row_ends'",
+    ),
+    Mutation(
+        "the minimum of new tokens is one too small", f"{RUNTIME}generate.py",
+        "processor.prompt_length_to_skip + processor.min_new_tokens",
+        "processor.prompt_length_to_skip + processor.min_new_tokens - 1",
+        f"{GENERATE} -k 'test_answers_as_transformers'",
+    ),
+    Mutation(
+        "a report's text is not escaped", "spec_compile/report.py",
+        '.replace("<", "\\\\u003c")', "", f"{REPORT} -k test_no_token_breaks_the_page",
+    ),
+    Mutation(
+        "answers for training see their padding", "spec_compile/training/on_policy.py",
+        "[[0] * (width - len(prompt)) + [1]", "[[1] * (width - len(prompt)) + [1]",
+        f"{TRAINING} -k test_answers_are_transformers_own",
+    ),
+    Mutation(
+        "prompts are supervised in training", "spec_compile/training/on_policy.py",
+        "supervised[len(prompt) :] = True", "supervised[:] = True",
+        f"{TRAINING} -k test_answers_are_transformers_own",
+    ),
+]  # fmt: skip
+OTHERS = [
+    Mutation(
+        "weights are never compared", "spec_compile/api.py",
+        "if changes := self._watch.changes():", "if changes := []:",
+        "tests/test_watch.py -k test_generate_raises",
+    ),
+    Mutation(
+        "calls of several threads do not wait for each other", "spec_compile/api.py",
+        "self._references, self._said = model, threading.RLock(), [], set()",
+        "self._references, self._said = model, __import__('contextlib').nullcontext(), [], set()",
+        f"{GENERATE} -k test_calls_from_threads_wait_for_each_other",
+    ),
+    Mutation(
+        "the checks never refuse", "spec_compile/checks.py",
+        "if not error <= limit:", "if not error <= limit + 1e9:", "tests/test_checks.py",
+    ),
+    Mutation(
+        "the captured graph is never checked", "spec_compile/api.py",
+        "check_capture(model, graph)", "model, graph", "tests/test_checks.py",
+    ),
+    Mutation(
+        "the tree attention is never checked", "spec_compile/api.py",
+        "check_tree(type(model).__name__, graph, self._engine.verify)", "self._engine.verify", "tests/test_checks.py",
+    ),
+]  # fmt: skip
+TOLERANCES = [
+    Mutation(
+        f"the checks allow a hundred times more in {dtype}", "spec_compile/checks.py",
+        f"torch.{dtype}: {value}", f"torch.{dtype}: 1e2 * {value}", "tests/test_checks.py",
+    )
+    for dtype, value in (("float64", "1e-4"), ("float32", "1e-3"), ("float16", "3e-2"), ("bfloat16", "1.5e-1"))
+] + [
+    Mutation(
+        f"{file} allows a hundred times more in {dtype}", f"tests/{file}",
+        f"torch.{dtype}: {value}", f"torch.{dtype}: 1e2 * {value}", f"tests/{file} -k tolerance",
+    )
+    for file, values in (
+        ("test_kernels_attention.py", {"float32": "2e-5", "float16": "4e-3", "bfloat16": "3e-2"}),
+        ("test_kernels_matmul.py", {"float32": "1e-5", "float16": "5e-4", "bfloat16": "3e-3"}),
+    )
+    for dtype, value in values.items()
+] + [
+    Mutation(
+        "test_backend.py allows a hundred times more", "tests/test_backend.py",
+        "TOLERANCE = 1e-4", "TOLERANCE = 1e-2", "tests/test_backend.py -k tolerance",
+    ),
+]  # fmt: skip
+MUTATIONS: list[Mutation] = [*STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *OTHERS, *TOLERANCES]
