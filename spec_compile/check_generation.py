@@ -6,7 +6,17 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from . import adapters
-from .checks import LONGEST, _announced_window, _compare, _random_ids
+from .checks import (
+    LONGEST,
+    announced_window,
+    compare_logits,
+    compare_rounding,
+    exact_logits,
+    has_half,
+    in_float32_if_possible,
+    on_some_text,
+    random_ids,
+)
 from .errors import UnsupportedModelError
 from .graph import ModelGraph
 from .runtime import hooks
@@ -15,6 +25,7 @@ STEPS = 4
 """Tokens that are generated: the first from the prompt, the others over the cache."""
 PADDING = 7
 """On the left of the second of two rows."""
+GENERATE = "transformers' own generate(), over its cache,"
 
 
 @torch.no_grad()
@@ -29,41 +40,62 @@ def check_generation(model: PreTrainedModel, graph: ModelGraph) -> bool:
         return True
     windows = [layer.window for layer in graph.layers if layer.window is not None]
     limit = LONGEST if graph.position_limit is None else min(LONGEST, graph.position_limit - STEPS)
-    length = min(max([24, _announced_window(model), *windows]) + PADDING + 2, limit)
-    ids = _random_ids(graph, 2, length).to(model.device)
+    length = min(max([24, announced_window(model), *windows]) + PADDING + 2, limit)
+
+    def check(*padding: int) -> None:
+        on_some_text(graph, lambda seed: _compare_steps(model, graph, random_ids(graph, 2, length, seed), padding))
+
     if length > PADDING + 1:
         try:
-            _compare_steps(model, graph, ids, [0, PADDING])
+            check(0, PADDING)
             return True
         except UnsupportedModelError:
             pass  # it may be for the padding alone
-    _compare_steps(model, graph, ids, [0, 0])
+    check(0, 0)
     return False
 
 
-def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, padding: list[int]) -> None:
+def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, padding: tuple[int, ...]) -> None:
     """UnsupportedModelError if `generate` fails or differs. ids [B, T]: the first `padding[b]` of row b are masked."""
-    name, length, pads = type(model).__name__, ids.shape[1], torch.tensor(padding, device=ids.device)[:, None]
-    mask = (torch.arange(length, device=ids.device) >= pads).long()
+    name, ids = type(model).__name__, ids.to(model.device)
+
+    def steps() -> tuple[Tensor, Tensor]:
+        return _generated_logits(model, ids, padding)
+
+    if not has_half(graph):
+        own, texts = steps()
+        expected = _captured_logits(graph, texts, padding, own.shape[1])
+        return compare_logits(name, GENERATE, own.to(expected.dtype), expected)
+    wide = in_float32_if_possible(GENERATE, steps)
+    own, texts = wide or steps()
+    exact = exact_logits(name, lambda: _captured_logits(graph, texts, padding, own.shape[1]))
+    if wide:
+        compare_logits(name, GENERATE, own, exact)
+    else:
+        compare_rounding(name, GENERATE, own, _captured_logits(graph, texts, padding, own.shape[1]), exact)
+
+
+def _generated_logits(model: PreTrainedModel, ids: Tensor, padding: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Logits [B, steps, V] by `generate`, and the texts [B, T + steps - 1] behind them, their padding on the right."""
+    pads = torch.tensor(padding, device=ids.device)[:, None]
+    mask = (torch.arange(ids.shape[1], device=ids.device) >= pads).long()
     try:
         output = _generate(model, ids, mask)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise UnsupportedModelError(
-            f"model: {name} fails in transformers' own generate() ({type(error).__name__}: {reason})"
+            f"model: {type(model).__name__} fails in transformers' own generate() ({type(error).__name__}: {reason})"
         ) from error
-    own = torch.stack(output.logits, dim=1)
-    steps = own.shape[1]
-    texts = output.sequences[:, : length + steps - 1]
-    texts = torch.stack([row.roll(-pad) for row, pad in zip(texts, padding)])  # what is rolled to the end is not seen
-    positions = torch.arange(texts.shape[1], device=ids.device).expand_as(texts)
-    logits = graph.gm(texts, positions)[0]
-    rows = torch.arange(len(ids), device=ids.device)
-    expected = logits[rows[:, None], torch.arange(length - 1, length - 1 + steps, device=ids.device) - pads]
-    # of each row its median step: in 16 bits a single token may be sent to another expert
-    errors = (own - expected.float()).square().mean(dim=2)
-    median = errors.argsort(dim=1)[:, steps // 2]
-    _compare(name, "the model's own generate(), which uses a cache,", own[rows, median], expected[rows, median])
+    texts = torch.stack([row.roll(-pad) for row, pad in zip(output.sequences[:, :-1], padding)])
+    return torch.stack(output.logits, dim=1), texts
+
+
+def _captured_logits(graph: ModelGraph, texts: Tensor, padding: tuple[int, ...], steps: int) -> Tensor:
+    """Logits [B, steps, V] of the captured graph at the places that `generate` chose tokens at."""
+    rows = torch.arange(len(texts), device=texts.device)[:, None]
+    last = texts.shape[1] - 1 - torch.tensor(padding, device=texts.device)[:, None]
+    logits = graph.gm(texts, torch.arange(texts.shape[1], device=texts.device).expand_as(texts))[0]
+    return logits[rows, last + torch.arange(1 - steps, 1, device=texts.device)]
 
 
 def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor):

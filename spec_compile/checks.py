@@ -49,7 +49,7 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
     """
     name = type(model).__name__
     windows = [layer.window for layer in graph.layers if layer.window is not None]
-    announced = _announced_window(model)
+    announced = announced_window(model)
     if announced > LONGEST and announced not in windows:
         raise UnsupportedModelError(
             f"model: {name} has a sliding window of {announced} that its attention is not told of"
@@ -57,7 +57,7 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
     length = min(max([24, announced, *windows]) + 17, LONGEST, graph.position_limit or LONGEST)
 
     def check(seed: int) -> None:
-        ids = _random_ids(graph, 2, length, seed).to(model.device)
+        ids = random_ids(graph, 2, length, seed).to(model.device)
         positions = torch.arange(length, device=ids.device).expand_as(ids)
 
         def own() -> Tensor:
@@ -66,10 +66,10 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
         def captured() -> Tensor:
             return graph.gm(ids, positions)[0]
 
-        if not _rounds(graph):
+        if not has_half(graph):
             with full_precision():
                 return compare_logits(name, CAPTURE, captured(), own())
-        exact, wide = _exact(name, captured), _wide("the model's own forward", own)
+        exact, wide = exact_logits(name, captured), in_float32_if_possible("the model's own forward", own)
         plain, ours = own(), captured()
         if wide is None:
             compare_rounding(name, CAPTURE, plain, ours, exact)
@@ -77,7 +77,7 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
             compare_logits(name, CAPTURE, exact, wide)
         compare_rounding(name, CAPTURE, ours, plain, exact)
 
-    _on_some_text(graph, check)
+    on_some_text(graph, check)
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
     ancestors, depth = ancestry(torch.tensor([parents], device=graph.device))
 
     def check(seed: int) -> None:
-        ids = _random_ids(graph, 1, prefix + len(parents), seed).to(graph.device)
+        ids = random_ids(graph, 1, prefix + len(parents), seed).to(graph.device)
 
         def linear() -> Tensor:
             return _linear_logits(graph, ids, prefix, ancestors[0].tolist())
@@ -100,15 +100,15 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
         def tree(dtype: torch.dtype) -> Tensor:
             return _tree_logits(verify, replace(graph, dtype=dtype), ids, prefix, ancestors, depth)
 
-        if not _rounds(graph):
+        if not has_half(graph):
             with full_precision():
                 return compare_logits(name, TREE, tree(graph.dtype), linear())
-        exact, wide = _exact(name, linear), _wide(TREE, lambda: tree(torch.float32))
+        exact, wide = exact_logits(name, linear), in_float32_if_possible(TREE, lambda: tree(torch.float32))
         if wide is not None:
             compare_logits(name, TREE, wide, exact)
         compare_rounding(name, TREE, tree(graph.dtype), linear(), exact)
 
-    _on_some_text(graph, check)
+    on_some_text(graph, check)
 
 
 def compare_logits(name: str, what: str, got: Tensor, expected: Tensor) -> None:
@@ -163,7 +163,7 @@ def _linear_logits(graph: ModelGraph, ids: Tensor, prefix: int, ancestors: list[
     return logits[torch.arange(nodes, device=ids.device), ends]
 
 
-def _on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
+def on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
     """Run ``check(seed)``; where experts are chosen, until it passes, at most `TEXTS` times."""
     last = TEXTS - 1 if calls(graph.gm, torch.ops.aten.topk.default) else 0
     for seed in range(last + 1):
@@ -174,12 +174,12 @@ def _on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
                 raise
 
 
-def _rounds(graph: ModelGraph) -> bool:
+def has_half(graph: ModelGraph) -> bool:
     """Whether some weights are of 16 bits."""
     return any(parameter.dtype in HALF for parameter in graph.gm.parameters())
 
 
-def _exact(name: str, run: Callable[[], Tensor]) -> Tensor:
+def exact_logits(name: str, run: Callable[[], Tensor]) -> Tensor:
     """Logits of the captured graph in float32."""
     logits, reason = _in_float32(run)
     if logits is None:
@@ -190,7 +190,7 @@ def _exact(name: str, run: Callable[[], Tensor]) -> Tensor:
     return logits
 
 
-def _wide(what: str, run: Callable[[], Tensor]) -> Tensor | None:
+def in_float32_if_possible(what: str, run: Callable[[], Tensor]) -> Tensor | None:
     """Logits in float32; None, and a line in the log, where something has no float32 form."""
     logits, reason = _in_float32(run)
     if logits is None:
@@ -209,7 +209,7 @@ def _in_float32(run: Callable[[], Tensor]) -> tuple[Tensor | None, str]:
         return None, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-def _announced_window(model: PreTrainedModel) -> int:
+def announced_window(model: PreTrainedModel) -> int:
     """The sliding window that the configuration says some layer has (0: none)."""
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)
@@ -218,5 +218,5 @@ def _announced_window(model: PreTrainedModel) -> int:
     return getattr(config, "sliding_window", None) or 0
 
 
-def _random_ids(graph: ModelGraph, batch: int, length: int, seed: int) -> Tensor:
+def random_ids(graph: ModelGraph, batch: int, length: int, seed: int) -> Tensor:
     return torch.randint(0, graph.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
