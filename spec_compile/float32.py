@@ -1,11 +1,11 @@
 """Arithmetic in float32 for models of 16 bits, without a copy of their weights: the reference that checks need."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -50,19 +50,29 @@ def _set_precision(legacy: str | None, precisions: list[str]) -> None:
 class _Float32(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        aliases = [argument.alias_info for argument in func._schema.arguments]
-        if any(alias is not None and not alias.is_write for alias in aliases):  # a view: widened when it is used
+        is_view, written = _aliasing(func)
+        if is_view:  # widened when it is used
             return func(*args, **kwargs)
         if func in SELECTIONS:
-            return tree_map(_widened, func(*args, **kwargs))
-        for value, alias in zip(args, aliases):
-            if alias is not None and isinstance(value, torch.Tensor) and value.dtype in HALF:
-                raise RuntimeError(f"{func} writes to a tensor of {value.dtype}, which cannot be followed in float32")
-        return func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
+            return _widened(func(*args, **kwargs))
+        for place in written:
+            if place < len(args) and isinstance(args[place], torch.Tensor) and args[place].dtype in HALF:
+                raise RuntimeError(f"{func} writes to a tensor of 16 bits, which has no float32 form")
+        return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
+
+
+@functools.cache
+def _aliasing(func) -> tuple[bool, list[int]]:
+    """Whether an op returns a view of an operand, and the places of the operands that it writes to."""
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    written = [place for place, alias in enumerate(aliases) if alias is not None and alias.is_write]
+    return any(alias is not None for alias in aliases) and not written, written
 
 
 def _widened(value):
-    """A tensor of 16 bits as float32, the name of a dtype of 16 bits as float32's; all else as it is."""
+    """A tensor of 16 bits as float32, a dtype of 16 bits as float32's, also in lists and tuples; all else as it is."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in HALF else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_widened, value))
     return torch.float32 if isinstance(value, torch.dtype) and value in HALF else value

@@ -1,0 +1,182 @@
+"""The checks have power: a factor of 1.01 is refused in every dtype, and so are faults of one node or one norm."""
+
+import functools
+
+import models
+import pytest
+import torch
+
+import spec_compile
+from spec_compile import UnsupportedModelError, checks, passes
+from spec_compile.capture import capture
+from spec_compile.checks import check_capture, check_tree
+from spec_compile.float32 import full_precision, in_float32
+from spec_compile.graph import calls
+from spec_compile.kernels import ops
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "mixtral", "deepseek_v3"]
+HALF = [torch.float16, torch.bfloat16]
+MARKER = torch.ops.spec_compile.attention.default
+DIFFERS = "differs from the model's own forward"
+
+
+@functools.cache
+def graphs(name, dtype, device="cpu"):
+    """A tiny model, its captured graph and the one that verifies, not to be changed."""
+    if device == "cuda":
+        spec_compile.kernels.load(torch.device("cuda"))
+    model = models.ADMITTED[name]().to(device, dtype)
+    graph = capture(model)
+    return model, graph, passes.run(graph, passes.Settings())
+
+
+def attentions(graph):
+    """The attention calls of a graph, captured or rewritten for a CPU or a GPU."""
+    gpu = getattr(torch.ops.spec_compile, "tree_attention", None)
+    targets = {MARKER, ops.tree_attention, *([gpu.default, gpu] if gpu else [])}
+    return [node for node in calls(graph.gm) if node.target in targets]
+
+
+def scaled(graph, factor):
+    """The graph with the softmax scale of every layer multiplied by `factor`."""
+    faulty = graph.copy()
+    for node in attentions(faulty):
+        scales = [place for place, value in enumerate(node.args) if isinstance(value, float)]
+        node.update_arg(scales[0], node.args[scales[0]] * factor)
+    faulty.gm.recompile()
+    return faulty
+
+
+def mapped(graph, function):
+    """The graph with the attention's output of every layer put through `function`."""
+    faulty = graph.copy()
+    for node in attentions(faulty):
+        with faulty.gm.graph.inserting_after(node):
+            new = faulty.gm.graph.call_function(function, (node,))
+        node.replace_all_uses_with(new, lambda user, new=new: user is not new)
+    faulty.gm.recompile()
+    return faulty
+
+
+def larger(output):
+    return output * 1.01
+
+
+def refused(check, *arguments):
+    with pytest.raises(UnsupportedModelError, match=DIFFERS):
+        check(*arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sound_models_pass_and_a_factor_of_1_01_does_not(name, dtype, device):
+    model, graph, verify = graphs(name, dtype, device)
+    check_capture(model, graph)
+    check_tree(name, graph, verify)
+    refused(check_capture, model, scaled(graph, 1.01))
+    refused(check_tree, name, graph, scaled(verify, 1.01))
+    if name != "gemma3":  # a norm behind attention takes every factor off again
+        refused(check_capture, model, mapped(graph, larger))
+        refused(check_tree, name, graph, mapped(verify, larger))
+
+
+@pytest.mark.parametrize(
+    "name, dtype, factor", [*((name, torch.float32, 1.01) for name in FAMILIES), ("llama", torch.float64, 1.001)]
+)
+def test_factors_in_full_precision(name, dtype, factor):
+    model, graph, verify = graphs(name, dtype)
+    refused(check_capture, model, scaled(graph, factor))
+    refused(check_tree, name, graph, scaled(verify, factor))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_one_position_mask_bit_or_eps_is_seen(dtype, monkeypatch):
+    _, graph, verify = graphs("llama", dtype)
+    run = checks._tree_logits
+
+    def tree_with(change):
+        monkeypatch.setattr(checks, "_tree_logits", lambda *arguments: run(*change(*arguments)))
+        refused(check_tree, "llama", graph, verify)
+        monkeypatch.setattr(checks, "_tree_logits", run)
+
+    def position(*arguments):
+        *rest, depth = arguments
+        depth = depth.clone()
+        depth[0, 9] += 1
+        return *rest, depth
+
+    def mask_bit(*arguments):
+        *rest, ancestors, depth = arguments
+        ancestors = ancestors.clone()
+        ancestors[0, 14] ^= 1 << 8
+        return *rest, ancestors, depth
+
+    tree_with(position)
+    tree_with(mask_bit)
+    check_tree("llama", graph, verify)
+    faulty = verify.copy()
+    added = calls(faulty.gm, torch.ops.aten.rsqrt.default)[1].args[0]
+    added.update_arg(1, added.args[1] + 0.01)
+    faulty.gm.recompile()
+    refused(check_tree, "llama", graph, faulty)
+
+
+def coarse(output):
+    """Right in float32, and rounded to 5 bits otherwise."""
+    if output.dtype == torch.float32:
+        return output
+    return output.to(torch.float8_e4m3fn).to(output.dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rounding_beyond_the_models_own_noise_is_refused(device):
+    model, graph, verify = graphs("llama", torch.float16, device)
+    for check, arguments in (
+        (check_capture, (model, mapped(graph, coarse))),
+        (check_tree, ("", graph, mapped(verify, coarse))),
+    ):
+        with pytest.raises(UnsupportedModelError, match=r"away from those in float32, .*\(allowed: 3 times that\)"):
+            check(*arguments)
+
+
+def test_a_forward_without_float32_is_compared_in_16_bits(monkeypatch, caplog):
+    """The log says so."""
+    model, graph, _ = graphs("llama", torch.float16)
+    forward = type(model).forward
+
+    def half_only(self, *args, **kwargs):
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            raise RuntimeError("only support fp16 and bf16")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", half_only)
+    with caplog.at_level("INFO", logger="spec_compile"):
+        check_capture(model, graph)
+    assert "the model's own forward is checked in 16 bits alone" in caplog.text
+    refused(check_capture, model, scaled(graph, 1.05))
+
+
+def test_in_float32_widens_and_writes_to_no_half():
+    weight, x = torch.randn(3, 4, dtype=torch.bfloat16), torch.randn(2, 4, dtype=torch.bfloat16)
+    with in_float32():
+        out = torch.nn.functional.linear(x, weight).to(torch.bfloat16)
+        assert out.dtype == torch.zeros(1, dtype=torch.float16).dtype == torch.float32
+        with pytest.raises(RuntimeError, match="writes to a tensor of 16 bits"):
+            x.add_(1)
+    torch.testing.assert_close(out, x.float() @ weight.float().T, atol=1e-5, rtol=1e-5)
+    assert (x + x).dtype == torch.bfloat16
+
+
+def test_the_precision_of_matrix_products_is_restored():
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        with full_precision():
+            assert not torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.fp32_precision = before
