@@ -26,8 +26,8 @@ from .weights import AGAIN, Slot
 
 INTERNALS = set(vars(nn.Module())) - {"training"}
 BOOKKEEPING = {
-    "_compiled_call_impl", "_is_hf_initialized", "generation_config", "gradient_checkpointing", "hf_device_map",
-    "kernel_config", "loss_type", "name_or_path", "warnings_issued",
+    "_compiled_call_impl", "_gradient_checkpointing_func", "_is_hf_initialized", "generation_config",
+    "gradient_checkpointing", "hf_device_map", "kernel_config", "loss_type", "name_or_path", "warnings_issued",
 }  # fmt: skip
 """Attributes of modules on which no logits depend in evaluation mode."""
 CONFIG_BOOKKEEPING = {
