@@ -181,8 +181,9 @@ class Speculation:
         Call it after parameters or buffers of the model, or of a draft that was passed as a module, were replaced or
         moved (``load_state_dict(assign=True)``, ``layer.weight = nn.Parameter(...)``, ``model.to(...)`` and back).
         Their values are copied into the memory that the graphs read, and the tensors become views of it, so that an
-        optimizer that holds them goes on, and later steps in place are seen. What drafts copied from weights is
-        computed anew. The answer is right after changes in place without it; then it keeps the drafts good. The graphs'
+        optimizer that holds them goes on, and later steps in place are seen. (One that holds a flat buffer of which
+        they were parts, as DeepSpeed's and FSDP's do, must be made anew.) What drafts copied from weights is computed
+        anew. The answer is right after changes in place without it; then it keeps the drafts good. The graphs'
         memory stays allocated as long as this object lives, wherever the model is moved.
 
         Raises, before anything is copied: ValueError if a tensor is of another shape, dtype or device, has no values,

@@ -10,10 +10,11 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from numbers import Number
 from operator import itemgetter
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +26,8 @@ from .weights import AGAIN, Slot
 
 INTERNALS = set(vars(nn.Module())) - {"training"}
 BOOKKEEPING = {
-    "_compiled_call_impl", "_is_hf_initialized", "generation_config", "gradient_checkpointing", "hf_device_map",
-    "kernel_config", "loss_type", "name_or_path", "warnings_issued",
+    "_compiled_call_impl", "_gradient_checkpointing_func", "_is_hf_initialized", "generation_config",
+    "gradient_checkpointing", "hf_device_map", "kernel_config", "loss_type", "name_or_path", "warnings_issued",
 }  # fmt: skip
 """Attributes of modules on which no logits depend in evaluation mode."""
 CONFIG_BOOKKEEPING = {
@@ -34,9 +35,10 @@ CONFIG_BOOKKEEPING = {
     "torch_dtype", "use_cache", "use_return_dict",
 }  # fmt: skip
 """Values of configs that say which outputs are wanted; logits do not depend on them."""
-HARMLESS_HOOKS = ("make_inputs_require_grads", "install_output_capuring_hook.", "install_output_capturing_hook.")
+HARMLESS_HOOKS = ("<locals>.make_inputs_require_grads", "<locals>.output_capturing_hook")
 """Hooks that transformers registers while a model is used; they change no value."""
 GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
+FUNCTIONS = (FunctionType, BuiltinFunctionType, partial)
 ABSENT = "absent"
 
 
@@ -136,7 +138,8 @@ class _Fingerprint:
             values, held = _values(part), vars(part)
             single[tuple(name for name in values if _is_scalar(values[name]))].append(held)
             several += [(held, name) for name, value in values.items() if _is_container(value)]
-            same += [(held, n) for n, value in values.items() if not _is_scalar(value) and not _is_container(value)]
+            same += [(held, name) for name, value in values.items() if not _is_plain(value)]
+            same += [(held, "forward")] * ("forward" in held)
         for part in [*parts, fast]:
             same += [(part._modules, name) for name in part._modules]
             for holder in (part._parameters, part._buffers):
@@ -144,7 +147,7 @@ class _Fingerprint:
         same += [(slot.holder, slot.name) for slot in slots if slot.storage is None]
         whole = [(slot.holder, slot.name) for slot in slots if slot.storage is not None]
         self._single = [(itemgetter(*names), held) for names, held in single.items() if names]
-        self._fast_values = itemgetter("training", *(n for n, v in _values(fast).items() if _is_scalar(v)))
+        self._fast_values = itemgetter("training", *_values(fast), *(["forward"] * ("forward" in vars(fast))))
         self._several, self._same, self._tensors = (_transposed(pairs) for pairs in (several, same, whole))
         dicts = [holder for part in [*parts, fast] for holder in (part._parameters, part._buffers, part._modules)]
         hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
@@ -227,7 +230,7 @@ def _values(part: nn.Module) -> dict[str, Any]:
         and name not in BOOKKEEPING
         and not (private and name.startswith("_"))
         and name != "forward"
-        and (_is_plain(value) or isinstance(value, (Tensor, PreTrainedConfig, FunctionType)))
+        and (_is_plain(value) or isinstance(value, (Tensor, PreTrainedConfig, *FUNCTIONS)))
     }
 
 
