@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import LogitsProcessor
 
-from spec_compile import UnsupportedModelError, audit, speculate
+from spec_compile import NgramTrie, UnsupportedModelError, audit, speculate
 from spec_compile.drafters.dflash_block import DFlashDraft
 from spec_compile.drafters.draft_block import Eagle3Head, LayerKnobs
 from spec_compile.kernels.attention import BACKENDS, measure
@@ -231,6 +231,33 @@ def test_around_block_edges(length):
 def test_sizes(nodes, adaptive):
     system = speculate(model(), max_cache_len=300, num_draft_tokens=nodes, adaptive=adaptive)
     assert torch.equal(generated(system, random_ids(100)), plain("llama", 100, 1))
+
+
+def test_private_texts_leave_the_corpus():
+    """A call with share_text=False drafts from its reference, and leaves the corpus as it was."""
+    system = speculate(model(), max_cache_len=700, compile=False)
+    answer, corpus = plain("llama", 33, 1), system.speculation.ngram
+    corpus.add([5, 6, 7])
+    held, tokens = corpus.text[: len(corpus)].tolist(), random_ids(33)
+    assert torch.equal(generated(system, tokens, reference=answer[0], share_text=False), answer)
+    assert system.speculation.stats.accept_length > 4
+    assert corpus.text[: int(corpus.length)].tolist() == held and len(corpus) == len(held)
+    assert torch.equal(generated(system, tokens), answer)
+    assert corpus.text[: int(corpus.length)].tolist() == [*held, *answer[0].tolist(), -1]
+
+
+def test_corpora_are_saved_and_loaded(tmp_path):
+    corpus, trie = fast().speculation.ngram, NgramTrie()
+    corpus.reset()
+    corpus.add([[5, 6, 7, 8], [9, 10]])
+    corpus.save(tmp_path / "corpus")
+    trie.load(tmp_path / "corpus")
+    corpus.reset()
+    trie.save(tmp_path / "trie")
+    corpus.load(tmp_path / "trie")
+    assert corpus.text[: int(corpus.length)].tolist() == [5, 6, 7, 8, -1, 9, 10, -1]
+    with pytest.raises(ValueError, match=r"max_cache_len: .* cuda.* has .* GiB in all"):
+        speculate(model(), max_cache_len=10**12, compile=False)
 
 
 def test_padded_rows_end_on_their_own():
