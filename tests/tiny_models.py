@@ -77,7 +77,10 @@ BY_CLASS: dict[str, dict] = {
     "Lfm2MoeForCausalLM": dict(layer_types=["conv", models.FULL] * 2),
     "Gemma4ForCausalLM": dict(layer_types=[models.WIN, models.FULL] * 2),
     "Gemma4UnifiedForCausalLM": dict(layer_types=[models.WIN, models.FULL] * 2),
+    "Gemma4ForConditionalGeneration": dict(text_config=dict(layer_types=[models.WIN, models.FULL] * 2)),
+    "Gemma4UnifiedForConditionalGeneration": dict(text_config=dict(layer_types=[models.WIN, models.FULL] * 2)),
     "GraniteMoeHybridForCausalLM": dict(layer_types=["mamba", models.FULL] * 2),
+    "XmodForCausalLM": dict(default_language="en_XX"),
     "ReformerModelWithLMHead": dict(axial_pos_shape=[16, 32], axial_pos_embds_dim=[32, 32]),
 }
 """What a class needs beyond that."""
@@ -148,7 +151,7 @@ def _config(cls: type, overrides: dict):
     for part, config in (getattr(cls, "sub_configs", None) or {}).items():
         config = config if config is not transformers.AutoConfig else type(getattr(default, part, None))
         if issubclass(config, transformers.PreTrainedConfig):
-            sizes.setdefault(part, _config(config, {}))
+            sizes[part] = _config(config, sizes.get(part) or {})
     return cls(**sizes)
 
 
