@@ -98,6 +98,12 @@ def test_logits_beyond_the_noise_are_found():
     assert Report(greedy=[Greedy(8)], graph=Logits.of(places + 0.11)).verdict == "NOT LOSSLESS"
 
 
+@pytest.mark.parametrize("chi_square, verdict", [(9.55, "lossless"), (12.12, "NOT LOSSLESS")])
+def test_sampling_fails_at_a_thousandth(chi_square, verdict):
+    row = Sampled(400, 1, chi_square, 1)  # p is 0.002, and 0.0005
+    assert Report(greedy=[Greedy(8)], sampled=[row]).verdict == verdict
+
+
 @functools.cache
 def coder() -> tuple:
     """The demo model in bfloat16 and some prompts."""
