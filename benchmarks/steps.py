@@ -73,7 +73,7 @@ def steps(
     lengths: tuple[int, int] = LENGTHS,
 ) -> list[dict]:
     """A row for each way to generate after the prompt `ids`. tuning: prompts by which prompt lookup is set."""
-    lookup, tried = best_lookup(model, tuning, dict(do_sample=False, max_new_tokens=lengths[0]))
+    lookup, tried = best_lookup(model, tuning, dict(do_sample=False, max_new_tokens=lengths[1] // 2))
     systems = transformers_ways(model, lookup) | our_ways(plain, fast)
     fast.speculation.stats.reset()
     rows = []

@@ -98,13 +98,19 @@ def test_logits_beyond_the_noise_are_found():
     assert Report(greedy=[Greedy(8)], graph=Logits.of(places + 0.11)).verdict == "NOT LOSSLESS"
 
 
+@pytest.mark.parametrize("chi_square, verdict", [(9.55, "lossless"), (12.12, "NOT LOSSLESS")])
+def test_sampling_fails_at_a_thousandth(chi_square, verdict):
+    row = Sampled(400, 1, chi_square, 1)  # p is 0.002, and 0.0005
+    assert Report(greedy=[Greedy(8)], sampled=[row]).verdict == verdict
+
+
 @functools.cache
 def coder() -> tuple:
     """The demo model in bfloat16 and some prompts."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.bfloat16).eval()
-    some = [prompts_of(name, HERE / "prompts", 2, tokenizer, 150) for name in ("code_completion", "maths")]
-    return model, [ids for pair in some for ids in pair]
+    some = [prompts_of(name, HERE / "prompts", 1, tokenizer, 150) for name in ("code_completion", "maths")]
+    return model, [ids for (ids,) in some]
 
 
 def scaled(model, factor: float):
@@ -133,7 +139,7 @@ def test_bfloat16_is_lossless():
     model, texts = coder()
     fast = spec_compile.speculate(model, compile=False)
     report = spec_compile.audit(fast, texts, max_new_tokens=48, pad_token_id=0)
-    assert report.lossless and report.logits.places > 100, str(report)
+    assert report.lossless and report.logits.places > 60, str(report)
     assert abs(report.logits.excess) < 0.05 and abs(report.graph.excess) < 0.05
 
 
@@ -216,6 +222,7 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(["audit", "--model", str(DEMO_MODEL)])
     for report, status in ((Report(), 3), (Report(greedy=[Greedy(8, 2, 5, None)]), 1)):
+        monkeypatch.setattr("spec_compile.__main__.speculate", lambda model, algo, **options: model)
         monkeypatch.setattr("spec_compile.__main__.audit", lambda *a, report=report, **k: report)
         assert main(command) == status
 

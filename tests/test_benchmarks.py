@@ -173,6 +173,11 @@ def test_gpu_rounds_and_loop_on_a_tiny_model(tiny, monkeypatch):
     assert row["floor_copy_ms"] == pytest.approx(bytes_read / 1e9 * 1e3)
     result = gpu.loop(plain, prompts()[0][0], 12)
     assert result["rounds"] == 12 and result["accept_length"] == 1.0  # one round a token
+    fast.speculation.stats.reset()
+    fast.speculation.ngram.reset()
+    fast.generate(prompts()[0][0], max_new_tokens=40, do_sample=False)
+    expected = fast.speculation.stats.rounds  # of an answer that no earlier call has left in the trie
+    assert 1 < expected == gpu.loop(fast, prompts()[0][0], 40)["rounds"]
     (row,) = gpu.prompts(fast, model, [40])
     assert row["tokens"] == 40 and row["repeats"] == 3 and row["ours"] > 0 and row["HF"] > 0
 
