@@ -1,15 +1,21 @@
 """Every way of drafting on real prompts: accept length and tokens a second, against transformers' own ways.
 
     python benchmarks/acceptance.py [--device cuda] [--dtype bfloat16] [--draft-model FOLDER] [--algos eagle3 dflash]
-                                    [--workloads docstrings] [--prompts 8] [--repeats 3] [--json FILE]
+                                    [--systems NAME ...] [--workloads docstrings] [--prompts 8] [--repeats 3]
+                                    [--json FILE]
 
-Greedy, one prompt at a time. Every prompt is answered by all systems in turn, `--repeats` times over; a rate is the
-median over the repeats of (all tokens of a workload) / (all seconds of generate(), prompts included). All have been
-compiled and called before; the trie is emptied before every answer. Accept length: tokens a round, the target's own
-included. First drafts: the share of rounds with drafts whose first one was accepted.
+Greedy, one prompt at a time. Every prompt is answered by all systems in turn, in one process, `--repeats` times over; a
+rate is the median over the repeats of (all tokens of a workload) / (all seconds of generate(), prompts included). All
+have been compiled and called before; the trie is emptied before every answer. Transformers' prompt lookup has the
+fastest of six settings (10, 16, 24 tokens; n-grams of 2 or 3) on prompts of the workload that are not measured.
+
+Accept length: tokens a round, the target's own included. First drafts: the share of rounds with drafts whose first one
+was accepted.
 
 Answers are compared with HF greedy, token for token. In float32 a difference of ours fails the run. In bfloat16 two
 nearly equal logits may swap, so every answer that differs is audited, and only what is no near-tie fails.
+
+Rows of systems and workloads that a run leaves out stay in the file, with their own stamps.
 
 FR-Spec is not among them: the EAGLE-3 head drafts 3,072 of the model's 4,096 tokens already.
 """
@@ -24,7 +30,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import DEMO_MODEL, HERE, answer_in_turn, machine, pin, prompts_of
+from common import DEMO_MODEL, HERE, LOOKUP, RESULTS, answer_in_turn, best_lookup, pin, split_prompts, stamp, write_json
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -46,12 +52,14 @@ OURS = {
 }
 """Name -> algorithm, the draft (a folder of --heads, "model": that of --draft-model), options."""
 GREEDY = "HF greedy"
+TUNING = 2
+"""Prompts of each workload by which prompt lookup is set."""
 console = Console(stderr=True)
 
 
 def hf_systems(model: PreTrainedModel, draft: PreTrainedModel | None, fixed: dict) -> dict[str, Callable]:
     """Transformers' own ways; its compiled forward over a static cache on a GPU only, where it compiles by itself."""
-    ways = {GREEDY: {}, "HF prompt lookup": dict(prompt_lookup_num_tokens=10)}
+    ways = {GREEDY: {}}
     if draft is not None:
         ways["HF assistant"] = dict(assistant_model=draft)
     if model.device.type == "cuda":
@@ -59,24 +67,36 @@ def hf_systems(model: PreTrainedModel, draft: PreTrainedModel | None, fixed: dic
     return {name: partial(model.generate, **fixed, **options) for name, options in ways.items()}
 
 
-def wrap(model: PreTrainedModel, algos: list[str], heads: Path, draft: PreTrainedModel | None) -> dict:
-    """Ours by name, not compiled yet."""
+def wrap(model: PreTrainedModel, names: list[str], heads: Path, draft: PreTrainedModel | None, **more) -> dict:
+    """Ours by name, not compiled yet. more: options of all."""
     ours = {}
     for name, (algo, kind, options) in OURS.items():
-        if algo in algos and (kind != "model" or draft is not None):
+        if name in names and (kind != "model" or draft is not None):
             source = {"draft": draft if kind == "model" else str(heads / kind)} if kind else {}
-            ours[name] = spec_compile.speculate(model, algo, **source, **options)
+            ours[name] = spec_compile.speculate(model, algo, **source, **options, **more)
     return ours
 
 
-def measure(systems: dict[str, Callable], ours: dict, prompts: list[Tensor], repeats: int, fixed: dict) -> dict:
-    """Figures of each system over one workload."""
+def measure(
+    systems: dict[str, Callable],
+    ours: dict,
+    model: PreTrainedModel,
+    prompts: tuple[list[Tensor], list[Tensor]],
+    repeats: int,
+    fixed: dict,
+) -> dict:
+    """Figures of each system, and of prompt lookup, over one workload. prompts: those to measure, those for tuning."""
+    prompts, tuning = prompts
+    lookup, tried = best_lookup(model, tuning, fixed)
+    systems = systems | {LOOKUP: partial(model.generate, **fixed, **lookup)}
     answers, rates = answer_in_turn(systems, ours, prompts, repeats)
     best = max(rate for name, rate in rates.items() if name not in ours)
     results = {}
     for name, rate in rates.items():
         same = [torch.equal(*pair) for pair in zip(answers[name], answers[GREEDY])]
         row = {"tokens_per_second": rate, "over_greedy": rate / rates[GREEDY], "identical": sum(same)}
+        if name == LOOKUP:
+            row |= {"lookup": lookup, "tried": tried}
         if name in ours:
             stats = ours[name].speculation.stats
             row |= {"over_best_of_hf": rate / best, "accept_length": stats.accept_length}
@@ -86,12 +106,13 @@ def measure(systems: dict[str, Callable], ours: dict, prompts: list[Tensor], rep
             if differing:
                 row["audit"] = verdicts(name, ours[name], differing, fixed)
         results[name] = row
-    return {"tokens": sum(map(len, answers[GREEDY])), "prompts": len(prompts), "systems": results}
+    facts = {"tokens": sum(map(len, answers[GREEDY])), "prompts": len(prompts), "repeats": repeats}
+    return {"systems": {name: {**facts, **row} for name, row in results.items()}}
 
 
 def verdicts(name: str, fast: PreTrainedModel, prompts: list[Tensor], fixed: dict) -> dict[str, int]:
     """How often `audit` says what of answers that differed."""
-    report = spec_compile.audit(fast, prompts, **fixed)
+    report = spec_compile.audit(fast, prompts, logits=False, **fixed)
     console.print(f"{name}: answers that differ from {GREEDY}\n{report}", highlight=False, markup=False)
     return dict(Counter(row.verdict for row in report.greedy))
 
@@ -104,13 +125,14 @@ def failures(workloads: dict, exact: bool) -> list[str]:
             audited = row.get("audit", {})
             count = sum(audited.values()) if exact else audited.get("DIFFERENT", 0)
             if count:
-                found.append(f"{workload}, {name}: {count} of {result['prompts']} answers differ from {GREEDY}")
+                found.append(f"{workload}, {name}: {count} of {row['prompts']} answers differ from {GREEDY}")
     return found
 
 
 def table(workload: str, result: dict) -> Table:
     """A row for each system."""
-    shown = Table(title=f"{workload}, {result['tokens']} tokens", title_justify="left")
+    tokens = result["systems"][GREEDY]["tokens"]
+    shown = Table(title=f"{workload}, {tokens} tokens", title_justify="left")
     columns = ("system", "accept length", "first drafts", "tokens/s", "vs greedy", "vs best HF", "same")
     for number, column in enumerate(columns):
         widest = max(map(len, column.split()))
@@ -121,9 +143,18 @@ def table(workload: str, result: dict) -> Table:
             first = (row["acceptance_by_depth"] or [0.0])[0]
             drafts, best = [f"{row['accept_length']:.2f}", f"{first:.0%}"], f"{row['over_best_of_hf']:.2f}×"
         rates = f"{row['tokens_per_second']:.0f}", f"{row['over_greedy']:.2f}×"
-        same = f"{row['identical']} of {result['prompts']}"
+        same = f"{row['identical']} of {row['prompts']}"
         shown.add_row(name, *drafts, *rates, best, same, style="bold" if best else None)
     return shown
+
+
+def save(path: Path, workloads: dict, facts: dict) -> None:
+    """Write the rows with their stamp; rows that an earlier run left are kept."""
+    report = json.loads(path.read_text()) if path.exists() else {"workloads": {}}
+    for workload, result in workloads.items():
+        rows = report["workloads"].setdefault(workload, {"systems": {}})["systems"]
+        rows |= {name: {**row, "stamp": facts} for name, row in result["systems"].items()}
+    write_json(path, report)
 
 
 def parse() -> argparse.Namespace:
@@ -133,6 +164,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=Path, help="folder with eagle3, dflash and mtp (default: heads of the model)")
     parser.add_argument("--draft-model", help="a smaller model of the same tokenizer (default: none, left out)")
     parser.add_argument("--algos", nargs="+", default=algos, choices=algos)
+    parser.add_argument("--systems", nargs="+", default=list(OURS), choices=OURS, help="of ours")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="names of files in --folder")
     parser.add_argument("--folder", type=Path, default=HERE / "prompts")
     parser.add_argument("--prompts", type=int, default=8, help="of each workload, the first ones")
@@ -146,8 +178,9 @@ def parse() -> argparse.Namespace:
     options.device = torch.device(options.device)
     options.heads = options.heads or Path(options.model) / "heads"
     kind = "gpu" if options.device.type == "cuda" else "cpu"
-    options.json = options.json or HERE / "results" / f"acceptance_{kind}.json"
-    needed = {kind for algo, kind, _ in OURS.values() if algo in options.algos and kind not in (None, "model")}
+    options.json = options.json or RESULTS / f"acceptance_{kind}.json"
+    options.systems = [name for name in options.systems if OURS[name][0] in options.algos]
+    needed = {OURS[name][1] for name in options.systems} - {None, "model"}
     missing = sorted(kind for kind in needed if not (options.heads / kind / "config.json").is_file())
     if missing:
         parser.error(f"--heads: no {' and no '.join(missing)} in {options.heads}; name other --algos or another folder")
@@ -164,18 +197,18 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = load(options.model).to(options.device).eval()
     draft = load(options.draft_model).to(options.device).eval() if options.draft_model else None
-    if draft is None and "draft_model" in options.algos:
+    if draft is None and "draft model, chain" in options.systems:
         console.print("[yellow]draft model, HF assistant: left out (--draft-model FOLDER names one)")
     room = model.config.max_position_embeddings - options.new_tokens
     prompts = {}
     for workload in options.workloads:
-        some = prompts_of(workload, options.folder, options.prompts, tokenizer, room)
-        prompts[workload] = [ids.to(options.device) for ids in some]
+        both = split_prompts(workload, options.folder, options.prompts, TUNING, tokenizer, room)
+        prompts[workload] = tuple([ids.to(options.device) for ids in some] for some in both)
 
     fixed = dict(do_sample=False, max_new_tokens=options.new_tokens, pad_token_id=tokenizer.pad_token_id)
-    ours = wrap(model, options.algos, options.heads, draft)
+    ours = wrap(model, options.systems, options.heads, draft)
     systems = hf_systems(model, draft, fixed)
-    longest_prompt = max((ids for some in prompts.values() for ids in some), key=lambda ids: ids.shape[1])
+    longest_prompt = max((ids for some, _ in prompts.values() for ids in some), key=lambda ids: ids.shape[1])
     for generate in systems.values():
         generate(longest_prompt)
     for name, fast in ours.items():
@@ -185,10 +218,10 @@ def main() -> None:
     ready = time.perf_counter() - start
 
     workloads = {}
-    for workload, some in prompts.items():
-        workloads[workload] = measure(systems, ours, some, options.repeats, fixed)
+    for workload, both in prompts.items():
+        workloads[workload] = measure(systems, ours, model, both, options.repeats, fixed)
         console.print(f"[dim]{time.perf_counter() - start:.0f} s: {workload} measured")
-    facts = machine(options.device)
+    facts = stamp(options.device)
     seconds, where = time.perf_counter() - start, facts.get("gpu", f"{facts['cpu']}, {facts['threads']} threads")
     print(f"{options.new_tokens} new tokens, batch 1, {options.dtype}, {where}")
     for workload, result in workloads.items():
@@ -199,13 +232,8 @@ def main() -> None:
         counts = ", ".join(f"{count} {verdict}" for verdict, count in audited.items())
         print(f"answers of ours that differ from {GREEDY}, audited: {counts}")
     print(f"ready (capture, compile, first calls) after {ready:.0f} s, all measured after {seconds:.0f} s")
-    report = {
-        "command": " ".join(sys.argv), "machine": facts, "dtype": options.dtype, "new_tokens": options.new_tokens,
-        "repeats": options.repeats, "draft_model": options.draft_model, "ready_seconds": ready,
-        "total_seconds": seconds, "workloads": workloads,
-    }  # fmt: skip
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    facts |= {"dtype": options.dtype, "new_tokens": options.new_tokens, "draft_model": options.draft_model}
+    save(options.json, workloads, facts)
     wrong = failures(workloads, exact=options.dtype == "float32")
     if wrong:
         sys.exit("\n".join(wrong))

@@ -11,13 +11,13 @@ over 32 layers, all of whose rows move.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+from common import RESULTS, stamp, write_json
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -177,7 +177,9 @@ def prompts(caches: Caches, args) -> list[dict]:
     return rows
 
 
-def compaction() -> None:
+def compaction() -> list[dict]:
+    """A row for each number of slots: microseconds to move all of them in every layer, and to move none."""
+    rows = []
     caches = Caches(*MODELS["llama-3.1-8b"], 1024)
     tensors, lengths = [cache for layer in caches.layers for cache in layer], torch.tensor([1024], device="cuda")
     for nodes in (16, 64):
@@ -186,6 +188,8 @@ def compaction() -> None:
         still, count = torch.arange(nodes, device="cuda")[None], torch.tensor([nodes - 1], device="cuda")
         times = [replay_time(partial(compact, tensors, lengths, which, count)) for which in (path, still)]
         print(f"compact, {nodes} slots of {LAYERS} layers: {times[0]:.1f} µs, {times[1]:.1f} with nothing to move")
+        rows.append({"nodes": nodes, "microseconds": times[0], "nothing_to_move": times[1]})
+    return rows
 
 
 def available(name: str) -> bool:
@@ -204,23 +208,24 @@ def main():
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768, 131072])
     parser.add_argument("--prompts", nargs="*", type=int, default=[8192, 32768])
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "attention.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "attention.json")
     args = parser.parse_args()
     args.backends = [name for name in args.backends if available(name)]
     copies, products = copy_speed(), product_speed()
-    results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "models": {}}
-    results |= {"copy_bytes_per_second": copies, "product_flops": products}
-    print(f"{results['device']}, torch {torch.__version__}: copies {copies / 1e12:.2f} TB/s, products "
+    facts = stamp(torch.device("cuda")) | {"copy_bytes_per_second": copies, "product_flops": products}
+    results = {"models": {}}
+    print(f"{facts['gpu']}, torch {torch.__version__}: copies {copies / 1e12:.2f} TB/s, products "
           f"{products / 1e12:.0f} TFLOP/s; µs a layer, bfloat16, batch 1")  # fmt: skip
     for model in args.models:
         print(f"\n{model}")
         caches = Caches(*MODELS[model], max(args.contexts + args.prompts))
         found = results["models"][model] = {}
         for name, measure in {"trees": partial(trees, copies=copies, products=products), "prompts": prompts}.items():
-            found[name] = measure(caches, args)
-            args.output.write_text(json.dumps(results, indent=1) + "\n")
+            found[name] = [{**row, "stamp": facts} for row in measure(caches, args)]
+            write_json(args.output, results)
         del caches
-    compaction()
+    results["compaction"] = [{**row, "stamp": facts} for row in compaction()]
+    write_json(args.output, results)
 
 
 if __name__ == "__main__":

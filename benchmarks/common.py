@@ -4,8 +4,12 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +17,14 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 DEMO_MODEL = HERE.parent / "examples" / "tiny_coder"
+RESULTS = HERE / "results"
+SOURCES = (":/", ":(top,exclude)benchmarks/results", ":(top,exclude)*.md")
+"""What of the tree may change figures, as git names it."""
+LOOKUP = "HF prompt lookup"
+LOOKUPS = [
+    dict(prompt_lookup_num_tokens=tokens, max_matching_ngram_size=size) for tokens in (10, 16, 24) for size in (2, 3)
+]
+"""Settings of transformers' prompt lookup of which the best is taken."""
 
 
 def pin(threads: int) -> None:
@@ -105,3 +117,96 @@ def machine(device: torch.device | None = None) -> dict:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def commit() -> str:
+    """The commit of the tree, with "+dirty" if a tracked file other than results and their tables differs from it.
+
+    Where the tree has no repository around it, the environment variable BENCHMARK_COMMIT says it.
+    """
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=HERE, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        name = git("rev-parse", "--short", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("BENCHMARK_COMMIT", "unknown")
+    return name + ("+dirty" if changed else "")
+
+
+def stamp(device: torch.device | None = None) -> dict:
+    """What belongs to every row of results: commit, date (UTC), command, machine and versions."""
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+    return {"commit": commit(), "date": date, "command": " ".join(sys.argv), **machine(device)}
+
+
+def write_json(path: Path, report) -> None:
+    """Write results, one row (a dict with a "stamp") a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_lines(report, "") + "\n")
+
+
+def _lines(value, indent: str) -> str:
+    if isinstance(value, dict) and value and "stamp" not in value:
+        items = [f"{json.dumps(str(key))}: {_lines(item, indent + ' ')}" for key, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        items = [_lines(item, indent + " ") for item in value]
+    else:
+        return json.dumps(value)
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{indent} " + f",\n{indent} ".join(items) + f"\n{indent}{closing}"
+
+
+def merge_rows(before: list[dict], rows: list[dict], keys: tuple[str, ...]) -> list[dict]:
+    """Rows of earlier runs, and those of this one in the place of what has the same values of `keys`."""
+    by_key = {tuple(row.get(key) for key in keys): row for row in [*before, *rows]}
+    return list(by_key.values())
+
+
+def floors(count: float, speeds: dict[str, float], ms: float) -> dict[str, float]:
+    """The time in which `count` bytes pass at each speed (bytes a second), and how many times that `ms` is."""
+    out = {}
+    for name, speed in speeds.items():
+        floor = count / speed * 1e3
+        out |= {f"floor_{name}_ms": floor, f"over_{name}": ms / floor}
+    return out
+
+
+def median_difference(pairs: list) -> dict:
+    """Milliseconds a token from runs of two lengths, each run ((tokens, seconds), (tokens, seconds))."""
+    runs = []
+    for (few, short), (many, long) in pairs:
+        if many <= few:
+            raise ValueError(f"the longer run gave {many} tokens, the shorter {few}: nothing to divide by")
+        runs.append((long - short) / (many - few) * 1e3)
+    return {"ms": statistics.median(runs), "runs": runs}
+
+
+def best_lookup(model, prompts: list[Tensor], fixed: dict) -> tuple[dict, list[dict]]:
+    """The fastest of `LOOKUPS` on `prompts`, and each with its tokens a second.
+
+    The prompts are not those that are measured afterwards. fixed: options of generate().
+    """
+    tried = []
+    for setting in LOOKUPS:
+        model.generate(prompts[0], **{**fixed, "max_new_tokens": 4}, **setting)
+        answers = [timed(partial(model.generate, **fixed, **setting), ids) for ids in prompts]
+        tokens, seconds = sum(len(answer) for answer, _ in answers), sum(spent for _, spent in answers)
+        tried.append({**setting, "tokens_per_second": tokens / seconds})
+    return fastest(tried), tried
+
+
+def fastest(tried: list[dict]) -> dict:
+    """The setting with the most tokens a second."""
+    best = max(tried, key=lambda row: row["tokens_per_second"])
+    return {name: value for name, value in best.items() if name != "tokens_per_second"}
+
+
+def split_prompts(workload: str, folder: Path, count: int, tuning: int, tokenizer, longest: int) -> tuple[list, list]:
+    """The first `count` prompts of a workload, to be measured, and the next `tuning` ones, by which systems are set."""
+    prompts = prompts_of(workload, folder, count + tuning, tokenizer, longest)
+    if len(prompts) < count + tuning:
+        raise ValueError(f"{workload}: {len(prompts)} prompts; {count} are measured and {tuning} more are for tuning")
+    return prompts[:count], prompts[count:]

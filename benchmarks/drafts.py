@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from common import floors
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import spec_compile
@@ -107,9 +108,10 @@ def separate_ms(fast, nodes: int, repeats: int = 20) -> float:
 
 
 def measure(
-    shape: str, model: PreTrainedModel, small: dict, target_bytes: int, copy_speed: float, rounds: Callable
+    shape: str, model: PreTrainedModel, small: dict, target_bytes: int, speeds: dict, rounds: Callable
 ) -> list[dict]:
-    """A row for each draft at 1k context. target_bytes: what the target reads a round; `rounds`: see gpu.py."""
+    """A row for each draft at 1k context. target_bytes: what the target reads a round. speeds: of
+    gpu.py's `bandwidth`. rounds: its function of that name."""
     rows = []
     for name, (algorithm, kind, options) in DRAFTS[shape].items():
         draft = make(kind, model, AutoConfig.for_model("llama", **small))
@@ -119,13 +121,12 @@ def measure(
         ms = rounds(fast, 1024, 1, [nodes])[nodes]
         ready = time.perf_counter() - begin
         own = draft_bytes(draft, options.get("num_steps", 1))
-        floor = (target_bytes + own) / copy_speed * 1e3
-        row = dict(name=name, nodes=nodes, ms=ms, floor_ms=floor, ratio=ms / floor, ready_seconds=ready)
+        row = dict(name=name, nodes=nodes, ms=ms, ready_seconds=ready, **floors(target_bytes + own, speeds, ms))
         row["separate_ms"] = separate_ms(fast, nodes)
         rows.append(row)
         print(
-            f"  {name}: {ms:.3f} ms, floor {floor:.3f}: {ms / floor:.2f}; two graphs and a host between them "
-            f"{row['separate_ms']:.3f} ms; ready after {ready:.0f} s", flush=True,
+            f"  {name}: {ms:.3f} ms, {row['over_copy']:.2f} times the floor of a copy; two graphs and a host "
+            f"between them {row['separate_ms']:.3f} ms; ready after {ready:.0f} s", flush=True,
         )  # fmt: skip
         del fast, draft
         torch.cuda.empty_cache()

@@ -8,14 +8,13 @@ what the trie holds, which grows to its capacity). The first calls compile.
 """
 
 import argparse
-import json
 import os
 import random
 import statistics
 from pathlib import Path
 
 import torch
-from common import DEMO_MODEL, HERE, machine, pin
+from common import DEMO_MODEL, RESULTS, pin, stamp, write_json
 from transformers import AutoModelForCausalLM
 
 import spec_compile
@@ -31,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, default=HERE / "results" / "endurance.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "endurance.json")
     options = parser.parse_args()
     pin(options.threads)
     torch.manual_seed(0)
@@ -41,7 +40,7 @@ def main() -> None:
     speculation = fast.speculation
     for batch in (1, 2):
         speculation.warmup(batch, do_sample=True)
-    tenths, times = [], []
+    tenths, times, facts = [], [], stamp()
     for call in range(1, options.calls + 1):
         batch = pick.choice((1, 1, 1, 2))
         ids = torch.randint(1, model.config.vocab_size, (batch, pick.randint(5, 500)))
@@ -60,9 +59,9 @@ def main() -> None:
                 "trie_mb": speculation.ngram.stats()["bytes"] / 1e6,
             }
             print(", ".join(f"{name} {value:.3f}" for name, value in row.items()), flush=True)
-            tenths.append(row)
+            tenths.append({**row, "stamp": facts})
             times = []
-    options.json.write_text(json.dumps({"machine": machine(), "tenths": tenths}, indent=1) + "\n")
+    write_json(options.json, {"tenths": tenths})
 
 
 if __name__ == "__main__":

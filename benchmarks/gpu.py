@@ -1,51 +1,42 @@
-"""Rounds on a GPU against the byte floor, and against transformers: for model shapes with random weights.
+"""Rounds on a GPU against the byte floor, and a token of generate() against transformers: shapes with random weights.
 
     python benchmarks/gpu.py [--shapes llama-8b qwen3-8b llama-1b qwen3-0.6b] [--contexts 1024 8192 32768]
                              [--batches 1 4 8] [--prompts 8192 32768] [--baselines] [--drafts] [--demo] [--json FILE]
 
-The floor of a round is the time in which the bytes it must read (weights once, keys and values of the context once)
-pass at the bandwidth that a large copy reaches here. Prompts are tokens of real text (benchmarks/prompts); since
-the weights are random, what is accepted is not meaningful and nothing is reported of it, except for the
-demo model (--demo), whose acceptance is real. "simulated" rates are 1 / (time of a round) times an accept length that
-is assumed, not measured.
+Two kinds of times, that are not to be mixed:
+"rounds" are replays of the captured graph of one round, without the host, beside the floor: the time in which the bytes
+it must read (weights once, keys and values of the context once) pass at the speed of a large copy, or of a large read.
+"steps" (--baselines) are tokens of generate(), the host included, of transformers' own ways and of ours alike: the
+difference of the times of two lengths by that of the tokens, medians of at least three runs in turn (see steps.py).
+
+Prompts are tokens of real text (benchmarks/prompts). Since the weights are random, what is accepted is not meaningful:
+the figure of ours to compare is that of plain steps, and that with drafts is given with its accept length. "simulated"
+rates are an accept length that is assumed, not measured, by the time of a round. "loop" is how much longer a round
+takes in generate() than its graph alone: over plain steps, where nothing is drafted and text that repeats itself
+changes nothing, and with --demo over rounds with drafts on real text; both say how many rounds.
+Rows of earlier runs that this one does not measure stay in the file, with their own stamps.
 """
 
 import argparse
+import itertools
 import json
 import statistics
-import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import drafts
 import torch
-from common import DEMO_MODEL, HERE, machine, read_prompts
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from common import DEMO_MODEL, HERE, RESULTS, floors, merge_rows, prompts_of, stamp, write_json
+from shapes import SHAPES, build, text_tokens, token_bytes, weight_bytes
+from steps import LENGTHS, PLAIN, steps
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
 from spec_compile.runtime.chunks import FIXED, chunks
 
-LLAMA_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                  original_max_position_embeddings=8192)  # fmt: skip
-SHAPES = {
-    "llama-8b": ("llama", dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128256,
-                               num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072,
-                               rope_parameters=dict(rope_theta=500000.0, **LLAMA_ROPE))),
-    "qwen3-8b": ("qwen3", dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, vocab_size=151936,
-                               num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-                               max_position_embeddings=40960,
-                               rope_parameters=dict(rope_type="default", rope_theta=1000000.0))),
-    "llama-1b": ("llama", dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, vocab_size=128256,
-                               num_attention_heads=32, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
-                               max_position_embeddings=131072,
-                               rope_parameters=dict(rope_theta=500000.0, **{**LLAMA_ROPE, "factor": 32.0}))),
-    "qwen3-0.6b": ("qwen3", dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, vocab_size=151936,
-                                 num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-                                 tie_word_embeddings=True, max_position_embeddings=40960,
-                                 rope_parameters=dict(rope_type="default", rope_theta=1000000.0))),
-}  # fmt: skip
 FAMILIES = {
     "norms": ("rsqrt", "rms_norm"),
     "attention": ("_attention", "_merge"),
@@ -61,17 +52,6 @@ SIMULATED = 3.0
 """Accept length assumed for the simulated rates."""
 
 
-def build(name: str) -> torch.nn.Module:
-    """A model of the named shape with small random weights, in bfloat16 on the GPU."""
-    kind, sizes = SHAPES[name]
-    config = AutoConfig.for_model(kind, **sizes)
-    config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model.eval()
-
-
 def bandwidth() -> dict[str, float]:
     """Bytes a second of a large read and of a large copy (read plus written)."""
     data, other = torch.empty(2, 1 << 32, dtype=torch.uint8, device="cuda")
@@ -80,27 +60,25 @@ def bandwidth() -> dict[str, float]:
     return {"read": data.numel() / read * 1e3, "copy": 2 * data.numel() / copy * 1e3}
 
 
-def median_ms(function, repeats: int, warm: int = 3) -> float:
-    """Milliseconds of a call on the GPU, between events."""
+def median_ms(function: Callable, repeats: int, warm: int = 3) -> float:
+    """Median milliseconds of a call."""
     for _ in range(warm):
         function()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+    return statistics.median(call_ms(function) for _ in range(repeats))
+
+
+def call_ms(function: Callable) -> float:
+    """Milliseconds of a call on the GPU, between events (without one: on the wall)."""
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
         function()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
-def text_tokens(count: int, vocab: int) -> torch.Tensor:
-    """Tokens of the benchmark's own prompts, by the demo model's tokenizer, end to end."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    texts = "\n".join(text for file in sorted((HERE / "prompts").glob("*.jsonl")) for text in read_prompts(file, 100))
-    ids = torch.tensor(tokenizer(texts, verbose=False).input_ids)
-    return ids.repeat(-(-count // len(ids)))[:count] % vocab
+        return (time.perf_counter() - start) * 1e3
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    function()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
 
 
 def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) -> dict[int, float]:
@@ -152,7 +130,7 @@ def families(fast, nodes: int, repeats: int = 5) -> tuple[dict[str, float], int]
 def loop(fast, ids: torch.Tensor, new: int) -> dict[str, float]:
     """How much longer a round takes in generate() than its captured graph alone, and what is launched and awaited.
 
-    The time of a round's graph is that of its size at this context; random weights accept next to nothing.
+    The time of a round's graph is that of its size at this context.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -181,125 +159,124 @@ def loop(fast, ids: torch.Tensor, new: int) -> dict[str, float]:
         "graph_launches_per_round": (sum("GraphLaunch" in name for name in names) - prompt) / stats.rounds,
         "synchronisations_per_call": sum("Synchronize" in name for name in names),
         "rounds": stats.rounds,
+        "accept_length": stats.accept_length,
     }
 
 
-def baselines(model, ids: torch.Tensor, new: int) -> dict[str, float]:
-    """Milliseconds a token of transformers' own ways."""
-    def per_token(count=new, **options):
-        def run():
-            return model.generate(ids, do_sample=False, max_new_tokens=count, min_new_tokens=count, **options)
-
-        run()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        out = run()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - begin) / (out.shape[1] - ids.shape[1]) * 1e3
-
-    out = {"HF eager": per_token(), "HF prompt lookup": per_token(prompt_lookup_num_tokens=10)}
-    begin = time.perf_counter()
-    out["HF static + compile"] = per_token(cache_implementation="static")
-    out["HF static + compile, seconds to the first"] = time.perf_counter() - begin
-    torch._dynamo.reset()
-    return out
-
-
 def prompts(fast, model, lengths: list[int]) -> list[dict[str, float]]:
-    """Tokens a second of prompts of these lengths, the first new token included, here and in transformers."""
+    """Tokens a second of prompts of these lengths, the first new token included, here and in transformers, in turn."""
     rows = []
     for length in lengths:
-        ids, row = text_tokens(length, model.config.vocab_size)[None].cuda(), {"tokens": length}
-        for name, system in (("ours", fast), ("HF", model)):
-            repeats = 3 if length <= 32768 else 1
-            call = partial(system.generate, ids, max_new_tokens=1, do_sample=False)
-            ms = median_ms(call, repeats, repeats - 1)
-            row[name] = length / ms * 1e3
+        ids, repeats = text_tokens(length, model.config.vocab_size)[None].to(model.device), 3 if length <= 32768 else 1
+        calls = {
+            name: partial(system.generate, ids, max_new_tokens=1, do_sample=False)
+            for name, system in (("ours", fast), ("HF", model))
+        }
+        turns = [{name: call_ms(call) for name, call in calls.items()} for _ in range(1 + repeats)][1:]
+        row = {name: length / statistics.median(turn[name] for turn in turns) * 1e3 for name in calls}
+        row |= {"tokens": length, "repeats": repeats}
         rows.append(row)
         print(f"  prompt of {length}: {row['ours']:.0f} tokens/s, HF {row['HF']:.0f}", flush=True)
     return rows
 
 
+def round_rows(fast, batches: list[int], contexts: list[int], sizes: list[int], speeds: dict, model) -> list[dict]:
+    """A row for each batch, context and size: the captured graph of a round alone, beside the floors."""
+    rows = []
+    for batch, context in itertools.product(batches, contexts):
+        if batch > 1 and context > 8192:
+            continue
+        read = weight_bytes(model) + token_bytes(model) * context * batch
+        for nodes, ms in rounds(fast, context, batch, sizes).items():
+            row = dict(batch=batch, context=context, nodes=nodes, ms=ms, **floors(read, speeds, ms))
+            rows.append(row)
+            simulated = batch * SIMULATED / ms * 1e3
+            print(
+                f"  B={batch} context {context:6} N={nodes:2}: {ms:7.3f} ms, {row['over_copy']:.2f} times the floor of "
+                f"a copy, {row['over_read']:.2f} times that of a read; {simulated:.0f} tokens/s at a simulated accept "
+                f"length of {SIMULATED}", flush=True,
+            )  # fmt: skip
+    return rows
+
+
+def step_rows(model, fast, plain, options, speeds: dict) -> list[dict]:
+    """A token of generate(), of transformers' ways and of ours (see steps.py), at a context of about 1,024."""
+    ids, tuning = text_tokens(2048, model.config.vocab_size)[None].to(model.device).split(1024, dim=1)
+    rows = steps(model, plain, fast, ids, [tuning], options.repeats)
+    context = ids.shape[1] + sum(LENGTHS) // 2
+    read = weight_bytes(model) + token_bytes(model) * context
+    for row in rows:
+        if row["system"] == PLAIN:
+            row |= floors(read, speeds, row["ms"])
+        more = f", accept length {row['accept_length']:.2f} (random weights)" if "accept_length" in row else ""
+        print(f"  a token of {row['system']}: {row['ms']:.3f} ms{more}", flush=True)
+    return rows
+
+
 def measure(name: str, options, speeds: dict[str, float]) -> dict:
+    """All that `options` asks for of one shape: parts, each a row or a list of rows."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = build(name)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    if not model.config.tie_word_embeddings:
-        weights -= model.get_input_embeddings().weight.numel() * 2  # only rows of it are read
     begin = time.perf_counter()
     longest = max(options.contexts + options.prompts)
     fast = spec_compile.speculate(model, num_draft_tokens=max(options.sizes), max_cache_len=longest + 1024)
     fast.speculation.warmup(progress=lambda line: print(f"  {time.perf_counter() - begin:5.1f} s: {line}", flush=True))
     ready = time.perf_counter() - begin
     if options.warm:
-        return {"ready_warm_seconds": ready}
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token_bytes = config.num_hidden_layers * config.num_key_value_heads * head_dim * 2 * 2
-    result = {"weight_bytes": weights, "ready_seconds": ready, "rounds": []}
-    print(f"\n{name}: {weights / 1e9:.2f} GB of weights read a round, ready after {ready:.1f} s")
-    for batch in options.batches:
-        for context in options.contexts:
-            if batch > 1 and context > 8192:
-                continue
-            floor = (weights + token_bytes * context * batch) / speeds["copy"] * 1e3
-            for nodes, ms in rounds(fast, context, batch, options.sizes).items():
-                row = dict(batch=batch, context=context, nodes=nodes, ms=ms, floor_ms=floor, ratio=ms / floor)
-                result["rounds"].append(row)
-                simulated = batch * SIMULATED / ms * 1e3
-                print(
-                    f"  B={batch} context {context:6} N={nodes:2}: {ms:7.3f} ms, floor {floor:.3f}: {ms / floor:.2f}; "
-                    f"{simulated:.0f} tokens/s at a simulated accept length of {SIMULATED}", flush=True,
-                )  # fmt: skip
-    for nodes in sorted({1, 16, max(options.sizes)} & set(options.sizes)):
+        return {"ready_warm": {"seconds": ready}}
+    print(f"\n{name}: {weight_bytes(model) / 1e9:.2f} GB of weights read a round, ready after {ready:.1f} s")
+    result = {"ready": {"seconds": ready, "weight_bytes": weight_bytes(model)}}
+    result["rounds"] = round_rows(fast, options.batches, options.contexts, options.sizes, speeds, model)
+    for nodes in sorted({1, 16, max(options.sizes)} & set(options.sizes)) if options.families else []:
         rounds(fast, 1024, 1, [nodes], 3)
         spent, kernels = families(fast, nodes)
-        result.setdefault("families", {})[nodes] = {"kernels": kernels, **spent}
+        result.setdefault("families", []).append({"nodes": nodes, "kernels": kernels, "microseconds": spent})
         print(f"  N={nodes}: {kernels} kernels; " + ", ".join(f"{f} {us:.0f} us" for f, us in spent.items()))
-    ids = text_tokens(1024, config.vocab_size)[None].cuda()
-    result["loop"] = loop(fast, ids, 64)
-    print("  loop: " + ", ".join(f"{k} {v:.2f}" for k, v in result["loop"].items()))
-    result["peak_bytes"] = torch.cuda.max_memory_allocated()
+    if options.baselines:
+        plain = spec_compile.speculate(model, num_draft_tokens=1, max_cache_len=2048, check=False)
+        plain.speculation.warmup()
+        result["loop"] = loop(plain, text_tokens(1024, model.config.vocab_size)[None].to(model.device), LENGTHS[1])
+        result["steps"] = step_rows(model, fast, plain, options, speeds)
+        del plain
+    result["memory"] = {"peak_bytes": torch.cuda.max_memory_allocated()}
     if options.prompts:
         result["prompts"] = prompts(fast, model, options.prompts)
     if options.drafts and name in drafts.DRAFTS:
-        read = weights + token_bytes * 1024
-        result["drafts"] = drafts.measure(name, model, SHAPES[DRAFT_MODEL][1], read, speeds["copy"], rounds)
-    if options.baselines:
-        result["baselines"] = baselines(model, ids, 64)
-        print("  " + ", ".join(f"{k} {v:.2f}" for k, v in result["baselines"].items()), flush=True)
+        read = weight_bytes(model) + token_bytes(model) * 1024
+        result["drafts"] = drafts.measure(name, model, SHAPES[DRAFT_MODEL][1], read, speeds, rounds)
     return result
 
 
-def demo(options) -> dict:
-    """Real acceptance: the demo model on code editing prompts, in float32."""
+def demo_loop() -> dict:
+    """The loop of rounds with n-gram drafts, of the demo model: its text, an answer to a question, hardly repeats."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).cuda().eval()
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.bfloat16).cuda().eval()
     fast = spec_compile.speculate(model)
     fast.speculation.warmup()
-    fixed = dict(do_sample=False, max_new_tokens=128, pad_token_id=0)
-    lookup = dict(prompt_lookup_num_tokens=10)
-    systems = {"HF greedy": (model, {}), "HF prompt lookup": (model, lookup), "ours": (fast, {})}
-    seconds, same, tokens = defaultdict(float), 0, 0
-    texts = read_prompts(HERE / "prompts" / "code_editing.jsonl", 10)
-    for text in texts:
-        ids = tokenizer(text, return_tensors="pt").input_ids[:, -1900:].cuda()
-        outputs = {}
-        for name, (system, more) in systems.items():
-            system.generate(ids, **{**fixed, "max_new_tokens": 4}, **more)
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            outputs[name] = system.generate(ids, **fixed, **more)
-            torch.cuda.synchronize()
-            seconds[name] += time.perf_counter() - begin
-        tokens += outputs["ours"].shape[1] - ids.shape[1]
-        same += torch.equal(outputs["ours"], outputs["HF greedy"])
-    stats = fast.speculation.stats
-    result = {name: tokens / s for name, s in seconds.items()}
-    result |= {"identical": [same, len(texts)], "accept_length": stats.accept_length, "nodes": stats.nodes}
-    print("\ndemo model, code editing, tokens/s:", result)
-    return result
+    return loop(fast, prompts_of("chat", HERE / "prompts", 1, tokenizer, 1024)[0].cuda(), LENGTHS[1])
+
+
+KEYS = {
+    "rounds": ("batch", "context", "nodes"),
+    "steps": ("system",),
+    "families": ("nodes",),
+    "prompts": ("tokens",),
+    "drafts": ("name",),
+}
+"""Parts that are lists of rows, and what a row is known by."""
+
+
+def merged(before: dict, result: dict, stamped: dict) -> dict:
+    """The parts of a shape after a run: its own with the stamp, and those of earlier runs that it did not measure."""
+    after = dict(before)
+    for part, rows in result.items():
+        if part in KEYS:
+            rows = [{**row, "stamp": stamped} for row in rows]
+            after[part] = merge_rows(before.get(part, []), rows, KEYS[part])
+        else:
+            after[part] = {**rows, "stamp": stamped}
+    return after
 
 
 def main() -> None:
@@ -309,28 +286,25 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--prompts", type=int, nargs="+", default=[], help="also the speed of prompts of these lengths")
-    parser.add_argument("--baselines", action="store_true", help="also transformers' own ways, which take a while")
+    parser.add_argument("--baselines", action="store_true", help="also a token of generate(), transformers' and ours")
+    parser.add_argument("--repeats", type=int, default=3, help="of each length of --baselines, in turn")
+    parser.add_argument("--families", action="store_true", help="also what each family of kernels takes in a round")
     parser.add_argument("--drafts", action="store_true", help="also draft heads and models (see drafts.py)")
     parser.add_argument("--warm", action="store_true", help="only the seconds until ready, in a second process")
-    parser.add_argument("--demo", action="store_true", help="also the demo model, with real acceptance")
-    parser.add_argument("--json", type=Path, default=HERE / "results" / "gpu.json")
+    parser.add_argument("--demo", action="store_true", help="also the loop of the demo model's rounds")
+    parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json")
     options = parser.parse_args()
-    speeds = bandwidth()
+    speeds, stamped = bandwidth(), stamp(torch.device("cuda"))
     print(torch.cuda.get_device_name(), ", ".join(f"{k} {v / 1e12:.2f} TB/s" for k, v in speeds.items()))
-    report = json.loads(options.json.read_text()) if options.json.exists() else {"shapes": {}}
-    report |= {"machine": machine(torch.device("cuda")), "bandwidth": speeds}
+    report = json.loads(options.json.read_text()) if options.json.exists() else {}
+    report["bandwidth"] = {**speeds, "stamp": stamped}
+    shapes = report.setdefault("shapes", {})
     for name in options.shapes:
-        found = measure(name, options, speeds)
-        known = report["shapes"].get(name, {})
-        if "rounds" in found:  # those of other contexts are kept
-            rows = {(r["batch"], r["context"], r["nodes"]): r for r in known.get("rounds", []) + found["rounds"]}
-            found["rounds"] = list(rows.values())
-        commands = known.get("commands", {}) | dict.fromkeys(found, " ".join(sys.argv))
-        report["shapes"][name] = {**known, **found, "commands": commands}  # parts not run: kept
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        shapes[name] = merged(shapes.get(name, {}), measure(name, options, speeds), stamped)
+        write_json(options.json, report)
     if options.demo:
-        report["demo"] = demo(options)
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
+        report["demo_loop"] = {**demo_loop(), "stamp": stamped}
+    write_json(options.json, report)
 
 
 if __name__ == "__main__":

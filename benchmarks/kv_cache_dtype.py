@@ -7,13 +7,12 @@ tokens agree before they first do is counted over all sets of benchmarks/prompts
 """
 
 import argparse
-import json
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
 import torch
-from common import DEMO_MODEL, HERE, answer_in_turn, machine, prompts_of
+from common import DEMO_MODEL, HERE, RESULTS, answer_in_turn, prompts_of, stamp, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
@@ -26,7 +25,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--prompts", type=int, default=10, help="of each set, the first ones")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--json", type=Path, default=HERE / "results" / "kv_cache_dtype.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "kv_cache_dtype.json")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).cuda().eval()
@@ -35,7 +34,7 @@ def main() -> None:
     ours = {kind: spec_compile.speculate(model, kv_cache_dtype=kind, max_cache_len=longest) for kind in KINDS}
     fixed = dict(do_sample=False, max_new_tokens=new, pad_token_id=tokenizer.pad_token_id)
     systems = {kind: partial(fast.generate, **fixed) for kind, fast in ours.items()}
-    results = {}
+    results, facts = {}, {**stamp(torch.device("cuda")), "new_tokens": new}
     for path in sorted((HERE / "prompts").glob("*.jsonl")):
         prompts = prompts_of(path.stem, path.parent, options.prompts, tokenizer, longest - new)
         answers, _ = answer_in_turn(systems, ours, [ids.cuda() for ids in prompts], repeats=1)
@@ -46,12 +45,12 @@ def main() -> None:
             lengths.append(max(map(len, pair)))
         accept = {kind: fast.speculation.stats.accept_length for kind, fast in ours.items()}
         same, share = sum(map(int.__eq__, agreed, lengths)), sum(agreed) / sum(lengths)
-        results[path.stem] = {"accept_length": accept, "same": same, "of": len(agreed), "tokens_before": share}
+        row = {"accept_length": accept, "same": same, "of": len(agreed), "tokens_before": share}
+        results[path.stem] = {**row, "stamp": facts}
         said = ", ".join(f"{kind} {length:.2f}" for kind, length in accept.items())
         print(f"{path.stem}: accept length {said}; {same} of {len(agreed)} answers the same, {share:.0%} of all tokens "
               "before the first difference", flush=True)  # fmt: skip
-    report = {"machine": machine(torch.device("cuda")), "new_tokens": new, "sets": results}
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.json, {"sets": results})
 
 
 if __name__ == "__main__":

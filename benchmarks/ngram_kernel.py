@@ -10,13 +10,13 @@ swept before every proposal, as by a model's weights. `nodes` and `match` are me
 
 import argparse
 import itertools
-import json
 import random
 import sysconfig
 import time
 from pathlib import Path
 
 import torch
+from common import stamp, write_json
 from torch import Tensor
 
 from spec_compile.kernels.ngram_match import MatchOptions, join_documents, propose
@@ -142,7 +142,8 @@ def main():
                     results.append(result)
                     print(*(f"{result[name]:>10}" for name in columns), flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"device": device, "text": kind, "results": results}, indent=1) + "\n")
+        facts = {**stamp(torch.device("cuda")), "text": kind}
+        write_json(args.json, [{**row, "stamp": facts} for row in results])
 
 
 if __name__ == "__main__":

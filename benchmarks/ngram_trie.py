@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+from common import stamp, write_json
 
 from spec_compile.runtime.ngram import NgramTrie
 
@@ -149,7 +150,8 @@ def main():
         cells = ((name, f"{cell:,}" if isinstance(cell, int) else cell) for name, cell in cells)
         print(*(f"{cell:>{max(11, len(name))}}" for name, cell in cells))
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+        facts = stamp()
+        write_json(args.json, [{**row, "stamp": facts} for row in results])
 
 
 if __name__ == "__main__":

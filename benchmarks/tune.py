@@ -9,13 +9,12 @@ prompts' processing included. Answers that differ from plain decoding's are coun
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from common import DEMO_MODEL, HERE, read_prompts
+from common import DEMO_MODEL, HERE, read_prompts, stamp, write_json
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -89,7 +88,8 @@ def main() -> None:
     console.print(table)
     console.print(f"best: {rows[0]['setting']}")
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        facts = stamp(torch.device(device))
+        write_json(options.json, [{**row, "stamp": facts} for row in rows])
 
 
 if __name__ == "__main__":

@@ -2,54 +2,64 @@
 ``python -m spec_compile train --model MODEL --data FILE --output FOLDER``."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from . import audit, speculate
+from .audit import check_samples
+from .audit_report import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
+from .command_line import add_model, at_least, json_object, load_model, one_line, read_prompts
 from .training import cli
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command; returns the exit status: that of the command, or 2 with one line on stderr for a user's error."""
     parser = argparse.ArgumentParser(prog="python -m spec_compile")
+    parser.add_argument("--traceback", action="store_true", help="show where in the program an error was raised")
     commands = parser.add_subparsers(dest="command", required=True)
-    auditing = commands.add_parser(
-        "audit",
-        help="compare speculative with plain decoding, token for token and draw for draw",
-        description="Prints the tables; exits with 0 if nothing but near-ties differs, and with 1 otherwise.",
-    )
-    auditing.add_argument("--model", required=True, help="a directory, or a name on the model hub")
-    auditing.add_argument("--algo", default="ngram")
-    auditing.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
-    auditing.add_argument("--prompts", type=Path, help='a file of JSON lines with "prompt", or of one prompt a line')
-    auditing.add_argument("--limit", type=int, default=10, help="prompts read from the file at most")
-    auditing.add_argument("--max-new-tokens", type=int, default=64)
-    auditing.add_argument("--samples", type=int, default=0, help="draws a prompt for the test of sampling")
-    auditing.add_argument("--dtype", default="auto")
-    auditing.add_argument("--device", default="cpu")
-    auditing.add_argument("--generate", type=json.loads, default={}, help='JSON, such as \'{"temperature": 0.7}\'')
-    auditing.add_argument("--options", type=json.loads, default={}, help='JSON, such as \'{"num_draft_tokens": 8}\'')
+    _add_audit(commands)
     cli.add_command(commands)
     given = parser.parse_args(arguments)
-    if given.command == "train":
-        return cli.run(given)
-    prompts = list(given.prompt)
-    if given.prompts is not None:
-        lines = [line for line in given.prompts.read_text().splitlines() if line.strip()][: given.limit]
-        prompts += [json.loads(line)["prompt"] if line.startswith("{") else line for line in lines]
+    try:
+        return given.run(given)
+    except (ValueError, TypeError, OSError) as error:
+        if given.traceback:
+            raise
+        print(f"{parser.prog} {given.command}: error: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _add_audit(commands) -> None:
+    command = commands.add_parser(
+        "audit",
+        help="compare speculative with plain decoding, token for token and draw for draw",
+        description="Prints the tables; exits with 0 if nothing but near-ties differs, with 1 if something else does, "
+        "with 2 if an argument is wrong, and with 3 if too little was generated to tell.",
+    )
+    add_model(command)
+    command.add_argument("--algo", default="ngram")
+    command.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
+    command.add_argument("--prompts", type=Path, help='a file of JSON lines with "prompt", or of one prompt a line')
+    command.add_argument("--limit", type=at_least(1), default=10, help="prompts read from the file at most")
+    command.add_argument("--max-new-tokens", type=at_least(1), default=64)
+    command.add_argument("--samples", type=at_least(0), default=0, help="draws a prompt for the test of sampling")
+    command.add_argument("--generate", type=json_object, default={}, help='JSON, such as \'{"temperature": 0.7}\'')
+    command.add_argument("--options", type=json_object, default={}, help='JSON, such as \'{"num_draft_tokens": 8}\'')
+    command.set_defaults(run=_audit, refuse=command.error)
+
+
+def _audit(given: argparse.Namespace) -> int:
+    check_samples(given.samples)
+    prompts = [*given.prompt, *([] if given.prompts is None else read_prompts(given.prompts, given.limit))]
     if not prompts:
-        auditing.error("give at least one --prompt, or --prompts")
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=given.dtype).to(given.device).eval()
+        given.refuse("give at least one --prompt, or --prompts")
+    model, tokenizer = load_model(given)
     fast = speculate(model, given.algo, **given.options)
     report = audit(
         fast, prompts, tokenizer, max_new_tokens=given.max_new_tokens, samples=given.samples, **given.generate
     )
     print(report)
-    return 0 if report.lossless else 1
+    return {LOSSLESS: 0, NOT_LOSSLESS: 1, NOT_TESTED: 3}[report.verdict]
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ def admit(model: nn.Module) -> None:
         _refuse(model, "is an encoder-decoder; only decoder-only causal language models can be speculated")
     if not isinstance(model, GenerationMixin) or not model.can_generate() or model.get_output_embeddings() is None:
         _refuse(model, "is not a causal language model; load it with AutoModelForCausalLM")
+    if not hasattr(model.get_output_embeddings(), "weight"):
+        _refuse(model, "has several output heads; only models with one head, over one vocabulary, can be speculated")
     if getattr(model, "_is_stateful", False):
         _refuse(model, "keeps a recurrent state that cannot be rolled back when drafted tokens are rejected")
     foreign = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)

@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -16,12 +16,15 @@ from transformers import PreTrainedModel
 from . import adapters, kernels, report
 from .admit import admit
 from .capture import capture
+from .check_generation import check_generation
 from .checks import check_capture, check_tree
+from .compat import check_compiler
 from .config import Options, parse_options
 from .drafters import ALGORITHMS, parse_algorithm
 from .drafters.base import Algorithm
+from .errors import check_int
 from .explain import explain
-from .runtime import forks
+from .runtime import forks, past
 from .runtime.engine import Engine, Request
 from .runtime.generate import SpeculativeMixin
 from .runtime.session import Session
@@ -52,6 +55,8 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
         return adapters.wrap_alike(model, speculate(adapters.base_of(model), algo, **options))
     name = parse_algorithm(algo)
     parsed = parse_options(ALGORITHMS[name].options, options)
+    if parsed.compile and model.device.type == "cpu":
+        check_compiler()
     admit(model)
     if model.device.type == "cuda":
         kernels.load(model.device)
@@ -64,13 +69,20 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
 class Speculation:
     """What is behind ``model.speculation``: statistics, reports and control of one speculative model."""
 
+    fork_order = 2
+
     def __init__(self, model: PreTrainedModel, fast: nn.Module, name: str, options: Options, algorithm: Algorithm):
         self.algorithm, self.options = name, options
         self._model, self._lock, self._references, self._said = model, threading.RLock(), [], set()
+        self._share_text = True
         with config_reads(model) as reads:
             graph = capture(model)
         if options.check:
             check_capture(model, graph)
+        self.serves_padding = not options.check or check_generation(model, graph)
+        """Whether batches padded on the left are served: the model's own positions follow the padding."""
+        self.looped = False
+        """Whether a decoding loop of transformers, or ours, ran in the last generate()."""
         self._engine = Engine(
             graph,
             algorithm,
@@ -100,10 +112,10 @@ class Speculation:
         """With algo="ngram" its `NgramTrie`, on a GPU its `NgramCorpus`."""
         return self._engine.algorithm.store
 
-    @property
-    def layers(self) -> int:
-        """Attention layers of the model."""
-        return len(self._engine.verify.layers)
+    @cached_property
+    def caches_alike(self) -> bool:
+        """Whether transformers' cache of this model holds what ours does (see `past.is_alike`)."""
+        return past.is_alike(self._model, self._engine.verify.layers)
 
     @property
     def stats(self) -> Stats:
@@ -127,6 +139,7 @@ class Speculation:
     def report(self, path, tokenizer=None) -> Path:
         """Write a page (HTML in one file, for any browser, without a network) about the last generate() that was
         recorded: its text by rounds, accept lengths, times, and every tree with what was accepted; returns its path.
+        With algo="ngram" the trees show pieces of other calls' texts, unless these ran with ``share_text=False``.
 
         tokenizer: of the model, to show text in place of token ids. Raises RuntimeError if nothing was recorded,
         TypeError if `tokenizer` cannot decode.
@@ -142,8 +155,14 @@ class Speculation:
     ) -> None:
         """Compile all for a batch size now, not in the first ``generate()``; `progress` is given a line a step.
 
-        do_sample: for sampling and logits processors, too, whose rounds come in two halves.
+        do_sample: for sampling and logits processors, too, whose rounds come in two halves. TypeError or ValueError,
+        naming the argument, if one is of another kind or out of range.
         """
+        check_int("batch_size", batch_size, 1, 1 << 16)
+        if not isinstance(do_sample, bool):
+            raise TypeError(f"do_sample must be True or False, not {type(do_sample).__name__}")
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress must be a function of a line, not {type(progress).__name__}")
         with self._lock, torch.inference_mode(False), torch.no_grad(), self.reporting(progress):
             session = self._engine.session(batch_size)
             session.build_prefill()
@@ -190,20 +209,23 @@ class Speculation:
             self._engine.report = before
 
     @contextmanager
-    def generating(self, reference) -> Iterator[None]:
-        """One call of generate() at a time: it owns the state until it ends. `reference`: see `generate`."""
+    def generating(self, reference, share_text: bool | None = None) -> Iterator[None]:
+        """One call of generate() at a time: it owns the state until it ends. Arguments: see `generate`."""
+        if share_text is not None and not isinstance(share_text, bool):
+            raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._is_forked:
                 self._adopt()
             if changes := self._watch.changes():
                 raise RuntimeError(describe(changes))
-            before = self._references
+            before = self._references, self._share_text
             self._references = [] if reference is None else self._engine.algorithm.documents(reference)
+            self._share_text = getattr(self.options, "share_text", True) if share_text is None else share_text
             self._calls += 1
             try:
                 yield
             finally:
-                self._references = before
+                self._references, self._share_text = before
                 self._calls -= 1
 
     def step_aside(self, argument: str) -> None:
@@ -231,7 +253,7 @@ class Speculation:
 
     def run(self, request: Request) -> Iterator[list[list[int]]]:
         """See `Engine.run`."""
-        request.references = self._references
+        request.references, request.share_text = self._references, self._share_text
         request.eos = [token for token in request.eos if 0 <= token < self._engine.verify.vocab_size]
         return self._engine.run(request)
 
@@ -270,4 +292,5 @@ def _shadow(model: PreTrainedModel) -> PreTrainedModel:
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     shadow = adapters.shallow(model, type(cls.__name__, (SpeculativeMixin, cls), names))
     shadow.generation_config = copy.deepcopy(model.generation_config)
+    shadow.__dict__.pop("generate", None)  # one set on the object is run by `SpeculativeMixin.generate`
     return shadow

@@ -1,4 +1,4 @@
-"""Is it lossless here? `audit` compares speculative with plain decoding, token for token and draw for draw.
+"""Is it lossless here? `audit` compares speculative with plain decoding: tokens, logits, and draws.
 
 ``python -m spec_compile audit`` does it from the command line.
 """
@@ -6,92 +6,16 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .api import speculate
-
-SIGNIFICANCE = 1e-3
-"""Sampling fails the audit if its frequencies would be so unlikely, or less likely, of the target."""
-EXPECTED = 5.0
-"""Tokens expected more rarely than this are counted together, as the chi-square test needs."""
-
-
-@dataclass
-class Greedy:
-    """One prompt decoded greedily by both.
-
-    compared: tokens compared. place: how many generated tokens agree before the first difference (None: all do).
-    plain, speculative: the tokens there (None: the output had ended). logits: the target's for the two. noise: how far
-    two ways of running the target itself, over the whole text and with a cache, differ there.
-    """
-
-    compared: int
-    place: int | None = None
-    plain: int | None = None
-    speculative: int | None = None
-    logits: tuple[float, float] = (math.nan, math.nan)
-    noise: float = 0.0
-
-    @property
-    def verdict(self) -> str:
-        """"same", "near-tie" (the two logits are as close as the target's own noise) or "DIFFERENT"."""
-        if self.place is None:
-            return "same"
-        return "near-tie" if abs(self.logits[0] - self.logits[1]) <= 2 * self.noise else "DIFFERENT"
-
-
-@dataclass
-class Sampled:
-    """Draws after one prompt: chi-square of the next tokens' frequencies against the target's probabilities."""
-
-    draws: int
-    contexts: int
-    chi_square: float
-    freedom: int
-
-    @property
-    def p_value(self) -> float:
-        """The probability of frequencies at least as far off, if the target was sampled exactly."""
-        half = torch.tensor([self.freedom / 2, self.chi_square / 2], dtype=torch.float64)
-        return float(torch.special.gammaincc(half[0], half[1])) if self.freedom else 1.0
-
-
-@dataclass
-class Report:
-    """What `audit` found. ``print(report)`` shows the tables."""
-
-    greedy: list[Greedy] = field(default_factory=list)
-    sampled: list[Sampled] = field(default_factory=list)
-    accept_length: float = 0.0
-
-    @property
-    def lossless(self) -> bool:
-        """Nothing but near-ties differs, and the draws are the target's."""
-        unlikely = any(row.p_value < SIGNIFICANCE / len(self.sampled) for row in self.sampled)
-        return not unlikely and all(row.verdict != "DIFFERENT" for row in self.greedy)
-
-    def __str__(self) -> str:
-        lines = []
-        if self.greedy:
-            lines.append(f"{'prompt':>6} {'tokens':>7}  {'first difference':<30} {'logits of the two':<24} verdict")
-            for number, row in enumerate(self.greedy):
-                where = tie = ""
-                if row.place is not None:
-                    where = f"token {row.place}: {row.plain} | {row.speculative}"
-                    tie = f"{row.logits[0]:.4f} | {row.logits[1]:.4f} (±{row.noise:.4f})"
-                lines.append(f"{number:6} {row.compared:7}  {where:<30} {tie:<24} {row.verdict}")
-        if self.sampled:
-            lines.append(f"{'prompt':>6} {'draws':>7} {'contexts':>9} {'chi-square':>11} {'freedom':>8} {'p':>8}")
-            for number, row in enumerate(self.sampled):
-                counts = f"{number:6} {row.draws:7} {row.contexts:9}"
-                lines.append(f"{counts} {row.chi_square:11.1f} {row.freedom:8} {row.p_value:8.4f}")
-        same = sum(row.verdict == "same" for row in self.greedy)
-        counts = f"{same} of {len(self.greedy)} answers identical; " if self.greedy else ""
-        verdict = "lossless" if self.lossless else "NOT LOSSLESS"
-        return "\n".join([*lines, f"{verdict}: {counts}accept length {self.accept_length:.2f}"])
+from .audit_report import EXPECTED, MIN_DRAWS, Greedy, Logits, Report, Sampled
+from .graph import ModelGraph
+from .noise import Reference, gap_noise
+from .runtime.session import SPAN
+from .runtime.state import Cache
 
 
 @torch.no_grad()
@@ -103,6 +27,7 @@ def audit(
     max_new_tokens: int = 64,
     samples: int = 0,
     sample_tokens: int = 3,
+    logits: bool = True,
     **generate_options,
 ) -> Report:
     """Decode `prompts` plainly and speculatively, and compare.
@@ -110,26 +35,47 @@ def audit(
     model: a result of `speculate` (or a transformers model, audited with the n-gram algorithm). prompts: texts (with
     `tokenizer`) or token ids. generate_options: given to both ``generate()``.
 
-    Greedily, `max_new_tokens` a prompt. With `samples` > 0 also so many draws of `sample_tokens` tokens a prompt, whose
-    frequencies, in every context that was drawn often enough, are held against the target's probabilities after the
-    same logits processors.
+    Greedily, `max_new_tokens` a prompt; and the logits behind the speculative answers are held against a copy of the
+    model in float32, from which they may be as far as the target's own. The rewritten graph is held against it in the
+    same way without the compiler, whose fusions round less and would hide an error that small. With `logits` False only
+    tokens are compared. With `samples` > 0 also so many draws of `sample_tokens` tokens a prompt, whose frequencies,
+    in every context that was drawn often enough, are held against the target's probabilities after the same logits
+    processors.
 
-    Raises TypeError or ValueError for bad prompts before anything is decoded.
+    Raises TypeError or ValueError for bad prompts or too few samples before anything is decoded.
     """
+    check_samples(samples, sample_tokens)
     fast = model if hasattr(model, "speculation") else speculate(model)
     plain = fast.speculation.original
     rows = [_ids(number, prompt, tokenizer, plain) for number, prompt in enumerate(prompts)]
     if not rows:
         raise ValueError("prompts: expected at least one")
     options = {"pad_token_id": _pad(plain), **generate_options}
-    report = Report()
+    report, limit = Report(), {"max_new_tokens": max_new_tokens}
+    answers = []
     for ids in rows:
-        report.greedy.append(_greedy(plain, fast, ids, {"max_new_tokens": max_new_tokens, **options}))
-    if samples:
-        for ids in rows:
-            report.sampled.append(_sampled(plain, fast, ids, samples, sample_tokens, options))
+        row, answer = _greedy(plain, fast, ids, {**limit, **options})
+        report.greedy.append(row)
+        answers.append(answer)
+    _weigh(report, plain, fast, rows, answers, {**limit, **options} if logits else None)
+    for ids in rows if samples else []:
+        report.sampled.append(_sampled(plain, fast, ids, samples, sample_tokens, options))
     report.accept_length = fast.speculation.stats.accept_length
     return report
+
+
+def check_samples(samples: int, sample_tokens: int = 1) -> None:
+    """Raise TypeError or ValueError if so many draws of so many tokens cannot be tested."""
+    for name, value in (("samples", samples), ("sample_tokens", sample_tokens)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected an integer, got {value!r}")
+    if samples != 0 and samples < MIN_DRAWS:
+        raise ValueError(
+            f"samples: expected 0 or at least {MIN_DRAWS}, got {samples}; a context that is drawn fewer than "
+            f"{MIN_DRAWS} times (20 times the {EXPECTED:g} draws that each count needs) is not tested"
+        )
+    if sample_tokens < 1:
+        raise ValueError(f"sample_tokens: expected at least 1, got {sample_tokens}")
 
 
 def _ids(number: int, prompt, tokenizer, model) -> Tensor:
@@ -149,25 +95,65 @@ def _pad(model) -> int:
     return next((token for token in (config.pad_token_id, eos) if token is not None), 0)
 
 
-def _greedy(plain, fast, ids: Tensor, options: dict) -> Greedy:
-    options = {**options, "do_sample": False}
-    want, got = (model.generate(ids, **options)[0, ids.shape[1] :].tolist() for model in (plain, fast))
-    compared = min(len(want), len(got))
-    place = next((place for place in range(compared) if want[place] != got[place]), None)
-    if place is None:
-        if len(want) == len(got):
-            return Greedy(compared)
-        longer, place = (want, compared) if len(want) > compared else (got, compared)
-        tokens = (longer[place], None) if longer is want else (None, longer[place])
-        return Greedy(compared, place, *tokens)
-    prefix = torch.cat([ids, ids.new_tensor([want[:place]])], dim=1)
-    whole = plain(prefix).logits[0, -1].double()
-    past = plain(prefix[:, :-1], use_cache=True).past_key_values if prefix.shape[1] > 1 else None
-    step = plain(prefix[:, -1:], past_key_values=past).logits[0, -1].double()
-    rounding = torch.finfo(plain.dtype).eps * whole.abs().max()
-    noise = float(torch.maximum((whole - step).abs().max(), rounding))
-    tokens = want[place], got[place]
-    return Greedy(compared, place, *tokens, (float(whole[tokens[0]]), float(whole[tokens[1]])), noise)
+def _greedy(plain, fast, ids: Tensor, options: dict) -> tuple[Greedy, list[int]]:
+    """The comparison of tokens, and plain decoding's answer."""
+    options, stats = {**options, "do_sample": False}, fast.speculation.stats
+    want = plain.generate(ids, **options)[0, ids.shape[1] :].tolist()
+    before = stats.steps
+    got = fast.generate(ids, **options)[0, ids.shape[1] :].tolist()
+    compared = min(len(want), len(got)) if stats.steps > before else 0  # no steps: transformers' own loop ran
+    place = next((place for place, pair in enumerate(zip(want, got)) if pair[0] != pair[1]), None)
+    if place is not None:
+        return Greedy(compared, place, want[place], got[place]), want
+    if len(want) == len(got):
+        return Greedy(compared), want
+    place = min(len(want), len(got))
+    tokens = (want[place], None) if len(want) > place else (None, got[place])
+    return Greedy(compared, place, *tokens), want
+
+
+def _weigh(report: Report, plain, fast, rows: list[Tensor], answers: list[list[int]], options: dict | None) -> None:
+    """Fill in ``report.logits`` (unless `options` is None), and logits and noise of the differing tokens."""
+    tested = [ids for ids, row in zip(rows, report.greedy) if row.compared]
+    differing = [
+        (ids, row, answer) for ids, row, answer in zip(rows, report.greedy, answers)
+        if row.plain is not None and row.speculative is not None
+    ]  # fmt: skip
+    if not differing and (options is None or not tested):
+        return
+    reference, gaps, excesses = Reference(plain), [], []
+    for ids in tested if options is not None else []:
+        text, logits = _speculative_logits(fast, ids, options)
+        scatter = reference.scatter(text, len(logits))
+        gaps.append(scatter.gaps)
+        graph = _graph_logits(fast.speculation._engine.verify, text, len(logits))
+        excesses.append((scatter.excess(logits), scatter.excess(graph)))
+    if excesses:
+        report.logits, report.graph = (Logits.of(torch.cat(some)) for some in zip(*excesses))
+    nearby = []
+    for ids, row, answer in differing:
+        prefix = torch.cat([ids, ids.new_tensor([answer[: row.place]])], dim=1)
+        scatter = reference.scatter(prefix, row.place + 1, (row.plain, row.speculative))
+        row.logits = float(scatter.exact[-1, row.plain]), float(scatter.exact[-1, row.speculative])
+        row.noise = gap_noise(scatter.gaps[:, -1:], scatter.floor)
+        nearby.append(scatter.gaps)
+    for _, row, _ in differing:
+        row.noise = max(row.noise, gap_noise(torch.cat(gaps or nearby, dim=1)))
+
+
+def _speculative_logits(fast, ids: Tensor, options: dict) -> tuple[Tensor, Tensor]:
+    """A speculative answer [1, T] behind its prompt, less the last token; the logits [places, V] it was chosen by."""
+    options = {**options, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    output = fast.generate(ids, **options)
+    return output.sequences[:, :-1], torch.cat(output.logits)
+
+
+def _graph_logits(verify: ModelGraph, text: Tensor, places: int) -> Tensor:
+    """Logits [places, V] of the rewritten graph, not compiled, at the last places of `text` [1, T]."""
+    length = text.shape[1]
+    cache = Cache(verify, 1, -(-length // SPAN) * SPAN).tensors  # of whole pages, as a session's
+    positions = torch.arange(length, device=text.device)[None]
+    return verify.gm(text, positions, text.new_zeros(1), None, cache, length)[0][0, -places:]
 
 
 def _sampled(plain, fast, ids: Tensor, samples: int, tokens: int, options: dict) -> Sampled:
@@ -183,10 +169,11 @@ def _sampled(plain, fast, ids: Tensor, samples: int, tokens: int, options: dict)
                 if row[place] in ends:
                     break
         drawn += count
-    chi_square, freedom, contexts = 0.0, 0, 0
+    chi_square, freedom, contexts, untested = 0.0, 0, 0, 0
     for context, counts in followers.items():
         total = counts.total()
-        if total < 20 * EXPECTED:
+        if total < MIN_DRAWS:
+            untested += 1
             continue
         prefix = torch.cat([ids, ids.new_tensor(context, dtype=torch.int64)[None]], dim=1)
         step = plain.generate(prefix, **options, max_new_tokens=1, return_dict_in_generate=True, output_scores=True)
@@ -204,7 +191,7 @@ def _sampled(plain, fast, ids: Tensor, samples: int, tokens: int, options: dict)
         chi_square += sum((hits - mean) ** 2 / mean for mean, hits in cells)
         freedom += len(cells) - 1
         contexts += 1
-    return Sampled(samples, contexts, chi_square, freedom)
+    return Sampled(samples, contexts, chi_square, freedom, untested)
 
 
 def _ends(model, options: dict) -> list[int]:

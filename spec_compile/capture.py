@@ -17,6 +17,7 @@ HARMLESS = {
     "output_router_logits",
     "output_attentions",
     "output_hidden_states",
+    "logits_to_keep",
     "is_causal",
 }
 
@@ -123,6 +124,9 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:
         for node in calls(gm, torch.ops.aten.embedding.default)
         if _depends_on(node.args[1], "positions")
     ]
+    gathers = [n for n in calls(gm, torch.ops.aten.gather.default) if _depends_on(n.args[2], "positions")]
+    sizes = [node.args[0].meta["val"].shape[node.args[1]] for node in gathers]
+    tables += [size for size in sizes if isinstance(size, int)]
     return ModelGraph(
         gm=gm,
         layers=tuple(_layer(node) for node in markers),
@@ -143,9 +147,9 @@ def _depends_on(node: fx.Node, placeholder: str) -> bool:
             return True
         if node not in seen:
             seen.add(node)
-            todo += [
-                n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)
-            ]  # sizes are no data
+            gathers = node.target is torch.ops.aten.gather.default  # its values are those of what it gathers from
+            inputs = node.args[:1] if gathers else node.all_input_nodes
+            todo += [n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]  # sizes are no data
     return False
 
 

@@ -61,6 +61,19 @@ def compile_step(function: Callable, name: str, device: str = "cpu", dynamic: bo
     )
 
 
+def check_compiler() -> None:
+    """ValueError if Inductor has no C++ compiler, which it needs to compile for a CPU."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, OSError) as error:
+        raise ValueError(
+            f"compile: rounds on a CPU are compiled with a C++ compiler, and there is none ({error}); install one, "
+            "such as g++, name it in the environment variable CXX, or pass compile=False, which runs them eagerly"
+        ) from error
+
+
 EXAMPLE = 37
 """How many nodes or tokens a piece is first called with: a number that no size of a model has."""
 

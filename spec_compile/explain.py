@@ -40,6 +40,8 @@ def dump(model, directory) -> list[Path]:
     if speculation is None:
         raise TypeError(f"model: expected the result of spec_compile.speculate, got {type(model).__name__}")
     directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"directory: {directory} is a file; expected a folder, which is made where there is none")
     directory.mkdir(parents=True, exist_ok=True)
     files = []
     for kind in ("verify", "prefill"):

@@ -112,7 +112,7 @@ def _randomise(model, g, std=0.25, embed=0.25, head=0.5, final=0.0):
 
     tables = {id(m.weight): embed for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     out = model.get_output_embeddings()
-    if out is not None and id(out.weight) not in tables:
+    if hasattr(out, "weight") and id(out.weight) not in tables:
         tables[id(out.weight)] = head
     for name, p in model.named_parameters():
         leaf = name.rsplit(".", 1)[-1]

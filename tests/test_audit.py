@@ -2,16 +2,24 @@
 
 import functools
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from models import ADMITTED, prompts
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
 from spec_compile.__main__ import main
-from spec_compile.audit import Greedy, Sampled
+from spec_compile.audit_report import Greedy, Logits, Report, Sampled
+from spec_compile.noise import Reference
+from spec_compile.runtime import sampling, walk
 from spec_compile.runtime.walk import Walk
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from common import DEMO_MODEL, HERE, prompts_of
 
 MORE = ["--dtype", "float32", "--options", json.dumps({"compile": False})]
 PROMPTS = [row[0] for row in prompts()[0][:2]]
@@ -27,7 +35,8 @@ def test_lossless():
     assert report.lossless and [row.verdict for row in report.greedy] == ["same", "same"]
     assert all(row.compared == 24 for row in report.greedy)
     assert all(row.contexts >= 1 and row.freedom >= 1 and row.p_value > 1e-3 for row in report.sampled)
-    assert "lossless: 2 of 2 answers identical" in str(report)
+    assert report.logits.places == 48 and report.logits.verdict == "same"
+    assert str(report).count("lossless") == 1 and "\nlossless: 2 of 2 answers identical" in str(report)
 
 
 def test_a_wrong_token_is_found_with_the_targets_logits(monkeypatch):
@@ -48,9 +57,134 @@ def test_wrong_frequencies_are_found(monkeypatch):
     assert report.greedy[0].verdict == "same" and report.sampled[0].p_value < 1e-6 and not report.lossless
 
 
-@pytest.mark.parametrize("gap, verdict", [(0.01, "near-tie"), (0.5, "DIFFERENT")])
-def test_a_near_tie_is_no_fault(gap, verdict):
+@pytest.mark.parametrize("gap, verdict", [(0.01, "near-tie"), (0.059, "near-tie"), (0.061, "DIFFERENT")])
+def test_a_near_tie_is_within_three_standard_deviations(gap, verdict):
     assert Greedy(5, 3, 7, 8, (1.0, 1.0 - gap), noise=0.02).verdict == verdict
+
+
+def test_an_answer_that_ends_early_is_no_near_tie():
+    assert Greedy(5, 5, 7, None, noise=1e9).verdict == "DIFFERENT"
+
+
+def test_in_float32_near_ties_are_1e_5_apart():
+    model = ADMITTED["llama"]()
+    scatter = Reference(model).scatter(PROMPTS[0].view(1, -1), 5)
+    assert scatter.exact.shape == (5, model.config.vocab_size) and scatter.gaps.shape == (4, 5)
+    largest = float(scatter.exact.abs().max())
+    assert 5e-6 * largest < 3 * scatter.floor < 2e-5 * largest
+    assert float(scatter.gaps.abs().max()) < 3 * scatter.floor
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe"])
+def test_the_float32_copy_of_a_bfloat16_model(name):
+    model = ADMITTED[name]().bfloat16()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    reference = Reference(model)
+    ids = PROMPTS[0].view(1, -1)
+    assert reference.exact.dtype == torch.float32 and model.dtype == torch.bfloat16
+    wide = ADMITTED[name]().bfloat16().float()
+    assert torch.equal(reference.scatter(ids, 3).exact, wide(ids).logits[0, -3:].detach())
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_logits_beyond_the_noise_are_found():
+    places = torch.randn(300, generator=torch.Generator().manual_seed(0)) * 0.1
+    assert Logits.of(places).verdict == "same"
+    assert Logits.of(places + 0.02).verdict == "same"
+    assert Logits.of(places + 0.11).verdict == "DIFFERENT"
+    assert Logits.of(torch.tensor([0.2])).verdict == "same"  # one place says nothing
+    report = Report(greedy=[Greedy(8)], logits=Logits.of(places + 0.11))
+    assert report.verdict == "NOT LOSSLESS" and "DIFFERENT" in str(report)
+    assert Report(greedy=[Greedy(8)], graph=Logits.of(places + 0.11)).verdict == "NOT LOSSLESS"
+
+
+@functools.cache
+def coder() -> tuple:
+    """The demo model in bfloat16 and some prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.bfloat16).eval()
+    some = [prompts_of(name, HERE / "prompts", 2, tokenizer, 150) for name in ("code_completion", "maths")]
+    return model, [ids for pair in some for ids in pair]
+
+
+def scaled(model, factor: float):
+    """A speculative copy whose attention has a scale `factor` times too large in every layer."""
+    fast = spec_compile.speculate(model, compile=False, check=False)
+    gm = fast.speculation._engine.verify.gm
+    edited = 0
+    for node in gm.graph.nodes:
+        if getattr(node.target, "__name__", "") == "tree_attention":
+            (place,) = (place for place, value in enumerate(node.args) if isinstance(value, float))
+            node.update_arg(place, node.args[place] * factor)
+            edited += 1
+    gm.recompile()
+    assert edited == model.config.num_hidden_layers
+    return fast
+
+
+def test_attention_scaled_by_a_hundredth_is_not_lossless():
+    model, texts = coder()
+    report = spec_compile.audit(scaled(model, 1.01), texts, max_new_tokens=48, pad_token_id=0)
+    assert report.verdict == "NOT LOSSLESS", str(report)
+    assert report.logits.verdict == report.graph.verdict == "DIFFERENT"
+
+
+def test_bfloat16_is_lossless():
+    model, texts = coder()
+    fast = spec_compile.speculate(model, compile=False)
+    report = spec_compile.audit(fast, texts, max_new_tokens=48, pad_token_id=0)
+    assert report.lossless and report.logits.places > 100, str(report)
+    assert abs(report.logits.excess) < 0.05 and abs(report.graph.excess) < 0.05
+
+
+@pytest.mark.parametrize("samples", [1, 50, 99, -5])
+def test_too_few_samples(samples):
+    with pytest.raises(ValueError, match=r"samples: expected 0 or at least 100, got .* is not tested"):
+        spec_compile.audit(fast(), PROMPTS, samples=samples)
+    with pytest.raises(ValueError, match="sample_tokens: expected at least 1"):
+        spec_compile.audit(fast(), PROMPTS, samples=100, sample_tokens=0)
+    with pytest.raises(TypeError, match="samples: expected an integer"):
+        spec_compile.audit(fast(), PROMPTS, samples=100.5)
+
+
+def test_contexts_that_were_drawn_too_rarely_are_counted():
+    report = spec_compile.audit(fast(), PROMPTS[:1], max_new_tokens=4, samples=100, sample_tokens=2)
+    (row,) = report.sampled
+    assert row.contexts == 1 and row.untested > 3 and report.lossless
+    assert f"{row.untested:9}" in str(report).splitlines()[-2] and "too rare" in str(report)
+
+
+def test_nothing_tested_is_not_lossless():
+    assert Report().verdict == "NOT TESTED" and not Report().lossless
+    assert Report(greedy=[Greedy(8), Greedy(0)]).verdict == "NOT TESTED"
+    report = Report(greedy=[Greedy(8)], sampled=[Sampled(400, 0, 0.0, 0, untested=400)])
+    assert report.verdict == "NOT TESTED" and "NOT TESTED" in str(report) and "lossless" not in str(report)
+    assert Report(greedy=[Greedy(0), Greedy(2, 1, 5, None)]).verdict == "NOT LOSSLESS"
+
+
+@pytest.mark.filterwarnings("ignore:num_beams")
+def test_transformers_own_loop_is_no_evidence():
+    report = spec_compile.audit(fast(), PROMPTS[:1], max_new_tokens=4, num_beams=2)
+    assert report.verdict == "NOT TESTED" and report.greedy[0].compared == 0
+
+
+def test_a_token_that_the_target_never_gives():
+    assert Sampled(100, 1, float("inf"), 0).p_value == 0.0  # of a target with one choice
+    assert Sampled(100, 1, 0.0, 0).p_value == 1.0
+
+
+BROKEN_SAMPLERS = {
+    "temperature ignored": (walk, "probabilities", lambda scores: sampling.probabilities(scores * 0.6)),
+    "the same number every time": (walk, "uniform", lambda seed, rows, places: torch.full(rows.shape, 0.3).double()),
+    "numbers that ignore the row": (walk, "uniform", lambda seed, rows, places: sampling.uniform(0, rows * 0, places)),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_SAMPLERS)
+def test_broken_samplers_are_found(monkeypatch, broken):
+    monkeypatch.setattr(*BROKEN_SAMPLERS[broken])
+    report = spec_compile.audit(fast(), PROMPTS[:1], max_new_tokens=4, samples=600, temperature=0.6)
+    assert report.verdict == "NOT LOSSLESS", str(report)
 
 
 def test_p_values_are_those_of_the_chi_square_distribution():
@@ -73,13 +207,22 @@ def test_bad_prompts(error, given):
         spec_compile.audit(fast(), given)
 
 
-def test_command_line(tmp_path, capsys):
+def test_command_line(tmp_path, capsys, monkeypatch):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "def add(a, b):\n"}) + "\n")
-    model = str(Path(__file__).parent.parent / "examples" / "tiny_coder")
-    status = main(
-        ["audit", "--model", model, "--prompts", str(path), "--max-new-tokens", "8", *MORE]
-    )
-    assert status == 0 and "lossless: 1 of 1" in capsys.readouterr().out
+    command = ["audit", "--model", str(DEMO_MODEL), "--prompts", str(path), "--max-new-tokens", "8", *MORE]
+    assert main(command) == 0
+    assert "lossless: 1 of 1" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["audit", "--model", model])
+        main(["audit", "--model", str(DEMO_MODEL)])
+    for report, status in ((Report(), 3), (Report(greedy=[Greedy(8, 2, 5, None)]), 1)):
+        monkeypatch.setattr("spec_compile.__main__.audit", lambda *a, report=report, **k: report)
+        assert main(command) == status
+
+
+def test_command_line_with_too_few_samples(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["audit", "--model", "no such model", "--prompt", "a", "--samples", "50"])
+    assert exit.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "samples: expected 0 or at least 100, got 50" in line

@@ -347,8 +347,44 @@ def test_variants_are_refused_by_name(write, flags, message):
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("causal_head", True), ("fc_layernorm", True), ("gating", "per-head"), ("aux_hidden_stream", "attn_res"),
+        ("pure_draft_prefix_len", 2), ("dflash_context_residual", True), ("residual_multiplier", 0.2),
+    ],
+)  # fmt: skip
+def test_unknown_keys_are_refused_by_name(write, key, value):
+    inner = {"target_layer_ids": [1, 3, 6], "mask_token_id": MASK, key: value}
+    layers = {**write("dflash_speculators").config["transformer_layer_config"], key: value}
+    for name, path, changes in (
+        ("dflash", f"dflash_config.{key}", {"dflash_config": inner}),
+        ("dflash_sliding", key, {key: value}),
+        ("dflash_deepspec", key, {key: value}),
+        ("dflash_speculators", f"transformer_layer_config.{key}", {"transformer_layer_config": layers}),
+    ):
+        written = write(name, **changes)
+        with pytest.raises(ValueError, match=re.escape(f"its config has {path} {value!r}, which is not known here")):
+            read(written)
+
+
+def test_keys_without_effect(write):
+    """What is off, of a training, or the size of a part that is off."""
+    inner = {
+        "target_layer_ids": [1, 3, 6], "mask_token_id": MASK, "causal_head": False, "emb_dim": 256,
+        "conv_kernel_size": 0, "conv_group_size": 16, "target_hidden_size": 64, "output_multiplier": 1.0,
+        "num_target_layers": drafts.LAYERS,
+    }  # fmt: skip
+    more = {"dflash2_selector_top_k": 16, "dflash2_dynamic_conv": False, "dflash2_selector_loss_weight": 1.0}
+    draft = read(write("dflash", dflash_config=inner, eagle_aux_hidden_state_layer_ids=[2, 4, 7], **more))
+    assert draft.report[1:] == read(write("dflash")).report[1:]
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"target_hidden_size": 128}, "made for a model with hidden_size 128, LlamaForCausalLM has 64"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, r"_layer_ids \[1, 3, 6\], inputs .* states 2, 4, 7 other"),
+        ({"rope_theta": 0}, "config is not valid: rope_theta must be a positive, finite number, not 0"),
         ({"block_size": None}, "must have a block_size of 2 or more, it has None"),
         ({"block_size": 1}, "must have a block_size of 2 or more, it has 1"),
         ({"mask": None}, "must have a mask_token_id of 0 or more, it has None"),
@@ -474,6 +510,12 @@ def test_drafts_made_elsewhere(load):
         small = drafts.llama()
         small.resize_token_embeddings(80)
         load_dflash(draft, small)
+
+
+@pytest.mark.parametrize("value", [0, -1e4, float("nan"), float("inf")])
+def test_bases_of_rope_are_positive_and_finite(write, value):
+    with pytest.raises(ValueError, match=f"rope_theta must be a positive, finite number, not {value}"):
+        read(write("dflash"), rope_theta=value)
 
 
 def test_another_rope_theta(write):

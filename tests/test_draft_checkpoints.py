@@ -414,6 +414,53 @@ def test_configs_that_cannot_be_built(write):
         load(written)
 
 
+EXPORTED = {
+    "eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 4], "use_aux_hidden_state": True, "use_last_layernorm": True,
+        "use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False, "next_layer_regular": True,
+        "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None,
+    },
+    "target_model_type": "gemma3_text", "num_local_experts": 16, "experts_per_token": 4, "do_sample": False,
+    "attention_dropout": 0.1, "max_window_layers": 48, "initializer_range": 0.02, "pretraining_tp": 1,
+    "embedding_multiplier": 1.0, "loss_decay_gamma": 4.0, "attn_logit_softcapping": None,
+}  # fmt: skip
+"""What the exporters of published heads write besides, all of it without effect."""
+
+
+def test_keys_without_effect(write):
+    plain, exported = load(write("eagle3_sglang")), load(write("eagle3_sglang", **EXPORTED))
+    assert plain.report[1:4] == exported.report[1:4]
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), exported.parameters()))
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3_sglang", "eagle3_speculators", "eagle_vllm"])
+def test_unknown_keys_are_refused_by_name(write, name):
+    """At the top of a config and in each object within it."""
+    config = write(name).config
+    sections = [section for section in ("eagle_config", "transformer_layer_config", "model") if section in config]
+    for key, value in (
+        ("embedding_multiplier", 12.0), ("attn_logit_softcapping", 50.0), ("causal_head", True), ("feature_shift", 1),
+        ("rope_interleave", True), ("gating", "per-head"), ("parallel_draft_step", 4), ("use_mtp_layernorm", True),
+    ):  # fmt: skip
+        for section in ("", *sections):
+            changes = {section: {**config[section], key: value}} if section else {key: value}
+            path = f"{section}.{key}" if section else key
+            with pytest.raises(ValueError, match=re.escape(f"its config has {path} {value!r}, which is not")):
+                load(write(name, **changes))
+
+
+@pytest.mark.parametrize("value", [0, -1e4, float("nan"), float("inf")])
+def test_bases_of_rope_are_positive_and_finite(write, value):
+    for name in ("eagle", "eagle3", "eagle3_speculators"):
+        with pytest.raises(ValueError, match=f"rope_theta must be a positive, finite number, not {value}"):
+            load(write(name), rope_theta=value)
+    with pytest.raises(ValueError, match=f"config is not valid: rope_theta must be a positive, finite .* {value}"):
+        load(write("eagle3", rope_theta=float(value)))
+    for wrong in (True, "1e6"):
+        with pytest.raises(TypeError, match="rope_theta must be a positive number, not"):
+            load(write("eagle"), rope_theta=wrong)
+
+
 def test_flags_ask_for_tensors(write):
     with pytest.raises(ValueError, match=r"has no fc.bias"):
         load(write("eagle_no_bias", bias=True))

@@ -310,7 +310,7 @@ def test_sampled_tokens_do_not_depend_on_the_draft(algorithm, schedule):
         ("eagle", dict(), "draft"),
         ("eagle", dict(draft="/no/such/folder"), "draft"),
         ("eagle", dict(draft="head", score_temperature=0.0), "score_temperature"),
-        ("eagle", dict(draft="head", tree_choices=[[0, 0]]), "choices"),
+        ("eagle", dict(draft="head", tree_choices=[[0, 0]]), "tree_choices"),
         ("eagle", dict(draft="head", token_map=[96]), "token_map"),
         ("mtp", dict(), "draft|multi-token"),
     ],

@@ -1,6 +1,7 @@
 """The drop-in: what a user sees of `speculate`, and that its generate() answers as transformers' does."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 import spec_compile
 from spec_compile import UnsupportedModelError, speculate
+from spec_compile.drafters.ngram import MatchingDrafter
+from spec_compile.kernels.ngram_match import MatchOptions
+from spec_compile.runtime.ngram_corpus import NgramCorpus
 
 NEW = 40
 
@@ -181,6 +185,58 @@ def test_corpora_are_added_saved_and_loaded(model, tmp_path):
     assert lengths[0] == lengths[1] > 4
 
 
+def test_private_texts_are_forgotten(model):
+    """Prompt, answer and reference of a call with share_text=False: the trie is as if it had never been, and so are
+    later drafts; the call itself drafts from its own texts and from what is held."""
+    kwargs = dict(do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
+    answer, other = model.generate(row(), **kwargs), model.generate(row(1), **kwargs)
+    fast, fresh = speculate(model, compile=False), speculate(model, compile=False)
+    for one in (fast, fresh):
+        one.speculation.ngram.add(other[0])
+    before = fast.speculation.ngram.stats()
+    assert torch.equal(fast.generate(row(), reference=answer[0], share_text=False, **kwargs), answer)
+    assert fast.speculation.stats.accept_length > 4  # from its reference
+    fast.speculation.stats.reset()
+    assert torch.equal(fast.generate(row(1), share_text=False, **kwargs), other)
+    assert fast.speculation.stats.accept_length > 4  # from the corpus
+    assert {**fast.speculation.ngram.stats(), "bytes": 0} == {**before, "bytes": 0}
+    for ids in (row(), row(1)):
+        for one in (fast, fresh):
+            one.speculation.stats.reset()
+            one.generate(ids, **kwargs)
+        assert fast.speculation.stats.accept_length == fresh.speculation.stats.accept_length
+    assert fast.speculation.ngram.stats()["tokens"] > before["tokens"]
+
+
+def test_share_text_has_a_default_and_is_checked(model):
+    fast = speculate(model, compile=False, share_text=False)
+    for share_text, grows in ((None, False), (False, False), (True, True), (None, False)):
+        before = len(fast.speculation.ngram)
+        fast.generate(row(), do_sample=False, max_new_tokens=4, share_text=share_text)
+        assert (len(fast.speculation.ngram) > before) == grows
+    with pytest.raises(TypeError, match="share_text must be True, False or None, not str"):
+        fast.generate(row(), share_text="no")
+    with pytest.raises(TypeError, match="share_text: expected bool"):
+        speculate(model, share_text=1)
+    other = speculate(model, "draft_model", draft=model, compile=False)  # it holds no texts
+    kwargs = dict(do_sample=False, max_new_tokens=4)
+    assert torch.equal(other.generate(row(), share_text=False, **kwargs), model.generate(row(), **kwargs))
+
+
+def test_private_texts_are_forgotten_on_a_gpu(model):
+    """The same with the store of a GPU: references leave, and the answer is never added."""
+    corpus = NgramCorpus(1000, 96, torch.device("cpu"))
+    corpus.add([1, 2, 3])
+    drafter = MatchingDrafter(corpus, MatchOptions(), 4)
+    state = SimpleNamespace(tokens=torch.tensor([[7, 8, 9, 10, 0, 0]]))
+    for share_text, added in ((False, []), (True, [5, 6, -1, 7, 8, 9, -1]), (False, [])):
+        before = corpus.text[: len(corpus)].tolist()
+        drafter.begin(state, [[7, 8]], [torch.tensor([5, 6])], share_text)
+        assert corpus.text[: len(corpus)].tolist() == [*before, 5, 6, -1]
+        drafter.end([2])
+        assert corpus.text[: len(corpus)].tolist() == [*before, *added] and int(corpus.length) == len(corpus)
+
+
 def test_stats_add_up(model):
     fast = speculate(model, compile=False)
     out = fast.generate(row(), do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
@@ -296,7 +352,7 @@ def test_what_the_memory_cannot_hold_is_refused(model, fast):
     with pytest.raises(ValueError, match=r"max_new_tokens: .* GB are missing"):
         fast.generate(row(), max_new_tokens=10**11)
     with pytest.raises(ValueError, match=r"max_cache_len: .* GB are missing"):
-        speculate(model, compile=False, max_cache_len=10**12).generate(row(), max_new_tokens=4)
+        speculate(model, compile=False, max_cache_len=10**12)
     learned = speculate(ADMITTED["gpt2"](), compile=False)
     with pytest.raises(ValueError, match=r"max_new_tokens: .* learned positions for 512"):
         learned.generate(row(), max_new_tokens=600)

@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import os
 
 import models
 import pytest
 import test_draft_rounds as drafts
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation import LogitsProcessor
 
 from spec_compile import UnsupportedModelError, audit, speculate
 from spec_compile.drafters.dflash_block import DFlashDraft
@@ -374,3 +376,72 @@ def test_refresh_under_captured_graphs(algorithm):
     assert torch.equal(generated(system, ids), drafts.generated(on_cpu, ids, NEW))
     steps = [step for session in system.speculation._engine.sessions.values() for step in session.steps.values()]
     assert all(step is before for step, before in zip(steps, captured))
+
+
+class Nested(LogitsProcessor):
+    """A streamer and a logits processor that calls generate() in the midst of an answer."""
+
+    def __init__(self, system, ids):
+        self.system, self.ids, self.calls, self.answers = system, ids, 0, []
+
+    def put(self, value):
+        self.calls += 1
+        if self.calls in (3, 9):
+            self.answers.append(drafts.generated(self.system, self.ids, 12).cpu())
+
+    def end(self):
+        pass
+
+    def __call__(self, input_ids, scores):
+        self.put(None)
+        return scores
+
+
+@pytest.mark.parametrize("mode", ["graphs", "eager graphs"])
+@pytest.mark.parametrize("algorithm", ["ngram", "eagle3", "draft_model"])
+def test_calls_inside_a_call(algorithm, mode):
+    target = drafts_target("llama")
+    options = dict(max_cache_len=200, **MODES[mode])
+    system = speculate(target, **options) if algorithm == "ngram" else with_draft(algorithm, "tree", mode)
+    ids, inner = drafts.prompts(1), drafts.prompts(2)[:1, 4:]
+    want = drafts.generated(drafts.target("llama"), inner, 12)
+    for more in (lambda nested: dict(streamer=nested), lambda nested: dict(logits_processor=[nested])):
+        nested = Nested(system, inner.cuda())
+        assert torch.equal(drafts.generated(system, ids.cuda(), **more(nested)).cpu(), drafts.plain("llama", 1))
+        assert len(nested.answers) == 2 and all(torch.equal(answer, want) for answer in nested.answers)
+
+
+@pytest.mark.parametrize("algorithm", ["ngram", "eagle3", "draft_model"])
+def test_a_cache_grows_when_a_call_needs_more(algorithm, caplog):
+    target = drafts_target("llama")
+    if algorithm == "ngram":
+        system = speculate(target, max_cache_len=40)
+    else:
+        draft = copy.deepcopy(drafts.draft_of(algorithm, "llama")).to("cuda")
+        if algorithm == "eagle3":
+            draft.embedding, draft.head_weight = target.model.embed_tokens.weight, target.lm_head.weight
+        system = speculate(target, algorithm, draft=draft, max_cache_len=40, num_steps=3)
+    ids = drafts.prompts(2)
+    for new in (8, 100):
+        want = drafts.generated(drafts.target("llama"), ids, new)
+        assert torch.equal(drafts.generated(system, ids.cuda(), new).cpu(), want)
+    said = [record.getMessage() for record in caplog.records if record.name == "spec_compile"]
+    assert sum("grows to 123" in line for line in said) == 1
+
+
+def test_a_forked_process_is_told_to_spawn():
+    system, (read, write) = fast(), os.pipe()
+    generated(system, random_ids(20))
+    child = os.fork()
+    if child == 0:
+        try:
+            system.generate(torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2)
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        assert "spawn" in pipe.read()
+    os.waitpid(child, 0)
+    assert torch.equal(generated(system, random_ids(20)), plain("llama", 20, 1))

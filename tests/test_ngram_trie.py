@@ -1,6 +1,7 @@
 """The n-gram trie: golden trees, and random operations against a model made of plain dictionaries."""
 
 import heapq
+import os
 import random
 import struct
 import threading
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spec_compile.runtime.ngram import NgramTrie
+from spec_compile.runtime.ngram_corpus import NgramCorpus
 
 
 class Model:
@@ -76,7 +78,7 @@ class Model:
     def followers(self, path, by_count=False):
         return sorted(self.children.get(path, ()), key=lambda p: (-self.count[p] * by_count, -self.touched[p]))
 
-    def propose(self, stream, n):
+    def propose(self, stream, n, base=None):
         tokens = self.streams[stream][0]
         tree, parents = [tokens[-1]], [-1]
 
@@ -92,19 +94,20 @@ class Model:
 
         low, high = self.window
         lengths = range(min(high, len(tokens), self.D - 1), low - 1, -1)
-        anchors = [p for p in (tuple(tokens[-w:]) for w in lengths) if self.children.get(p)]
+        paths, models = [tuple(tokens[-w:]) for w in lengths], [self] if base is None else [self, base]
+        anchors = [(model, path) for path in paths for model in models if model.children.get(path)]
         (self.grow_prob if self.match_type == "PROB" else self.grow_bfs)(anchors, add, lambda: len(tree) == n)
         pad = n - len(tree)
-        return tree + [0] * pad, parents + [0] * pad, len(tree), len(anchors[0]) if anchors else 0
+        return tree + [0] * pad, parents + [0] * pad, len(tree), len(anchors[0][1]) if anchors else 0
 
     def grow_bfs(self, anchors, add, full):
         low, high = self.breadth
-        for anchor in anchors:
+        for model, anchor in anchors:
             queue = [(anchor, 0)]
             while queue:
                 path, node = queue.pop(0)
                 breadth = max(1, low + (self.D - 1 - len(path)) * (high - low) // (self.D - 1))
-                for child in self.followers(path)[:breadth]:
+                for child in model.followers(path)[:breadth]:
                     if full():
                         return
                     queue.append((child, add(node, child[-1])))
@@ -112,18 +115,19 @@ class Model:
     def grow_prob(self, anchors, add, full):
         heap, order = [], 0
 
-        def offer(path, node, score, match):
+        def offer(model, path, node, score, match):
             nonlocal order
-            total = sum(self.count[c] for c in self.children.get(path, ()))
-            for child in self.followers(path, by_count=True)[: self.breadth[1]]:
-                heapq.heappush(heap, (-(score * self.count[child] / total), -match, order, child, node))
+            total = sum(model.count[c] for c in model.children.get(path, ()))
+            for child in model.followers(path, by_count=True)[: self.breadth[1]]:
+                heapq.heappush(heap, (-(score * model.count[child] / total), -match, order, child, node, model))
                 order += 1
 
-        for i, anchor in enumerate(anchors):
-            offer(anchor, 0, 0.5**i, len(anchor))
+        depths = sorted({len(path) for _, path in anchors}, reverse=True)
+        for model, anchor in anchors:
+            offer(model, anchor, 0, 0.5 ** depths.index(len(anchor)), len(anchor))
         while heap and not full():
-            score, match, _, path, parent = heapq.heappop(heap)
-            offer(path, add(parent, path[-1]), -score, -match)
+            score, match, _, path, parent, model = heapq.heappop(heap)
+            offer(model, path, add(parent, path[-1]), -score, -match)
 
 
 def make(D=18, window=(1, 12), breadth=(1, 10), capacity=10_000_000, match_type="BFS", **extra):
@@ -456,6 +460,71 @@ def run_against_model(params, steps, path):
     return proposals, grew
 
 
+# ---- overlays -----------------------------------------------------------------------------------------------
+
+texts = st.lists(st.integers(0, 3), max_size=12)
+turns = st.lists(
+    st.one_of(
+        st.tuples(st.just("shared"), texts),
+        st.tuples(st.just("private"), st.integers(0, 1), texts),
+        st.tuples(st.just("private"), st.integers(0, 1), texts),
+        st.tuples(st.just("renew"), st.integers(0, 1)),
+    ),
+    min_size=5,
+    max_size=30,
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(parameters(), turns, st.integers(2, 64))
+def test_overlays_draft_from_both_and_leave_no_trace(params, steps, n):
+    """What is read into overlays changes no draft of the trie that they lie on: the model never sees it."""
+    trie, model = make(**params), Model(**params)
+    shared = trie.open(), model.open()
+
+    def overlay():
+        above, slow = trie.overlay(), Model(**params)
+        return above, slow, above.open(), slow.open()
+
+    overlays = [overlay(), overlay()]
+    for kind, *args in steps:
+        if kind == "renew":
+            overlays[args[0]] = overlay()
+        elif kind == "shared":
+            trie.extend(shared[0], args[0])
+            model.extend(shared[1], args[0])
+        else:
+            above, slow, ours, theirs = overlays[args[0]]
+            above.extend(ours, args[1])
+            slow.extend(theirs, args[1])
+            if slow.streams[theirs][0]:
+                got = plain(above.propose(ours, n))
+                assert got == slow.propose(theirs, n, base=model)
+                check_tree(*got[:3])
+        if model.streams[shared[1]][0]:
+            assert plain(trie.propose(shared[0], n)) == model.propose(shared[1], n)
+        assert trie.stats()["nodes"] == len(model.count) and trie.stats()["evicted"] == model.evicted
+
+
+@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
+def test_an_overlay(match_type):
+    trie = make(match_type=match_type)
+    trie.add([1, 2, 3, 4, 5])
+    above = trie.overlay()
+    above.add([1, 2, 30, 40])
+    stream = grown(above, [1, 2])
+    draft = above.propose(stream, 6)
+    children = [token for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist()) if parent == 0]
+    assert set(children) == {3, 30} and draft.match == 2
+    assert plain(trie.propose(grown(trie, [1, 2]), 6))[2] == 4
+    with pytest.raises(ValueError, match="an overlay is not made of another overlay"):
+        above.overlay()
+    del trie  # the overlay keeps what it lies on
+    assert plain(above.propose(stream, 6)) == plain(draft)
+    above.reset()
+    assert plain(above.propose(grown(above, [1, 2]), 6))[0] == [2, 3, 4, 5, 0, 0]
+
+
 # ---- batches ------------------------------------------------------------------------------------------------
 
 
@@ -601,6 +670,133 @@ def test_damaged_files(tmp_path):
         target.load(tmp_path / "absent")
     target.load(good)
     assert len(target) == len(trie)
+
+
+# ---- corpora, the stores of a GPU, and their files ------------------------------------------------------------
+
+
+def corpus_of(*texts, capacity=1000, vocab_size=100):
+    corpus = NgramCorpus(capacity, vocab_size, torch.device("cpu"))
+    corpus.add([list(text) for text in texts])
+    return corpus
+
+
+def held(corpus):
+    return corpus.text[: int(corpus.length)].tolist()
+
+
+def interleaved(*texts):
+    """A trie whose log has the texts token by token in turn."""
+    trie = make(D=4)
+    streams = [trie.open() for _ in texts]
+    for place in range(max(map(len, texts))):
+        for stream, text in zip(streams, texts):
+            trie.extend(stream, text[place : place + 1])
+    return trie
+
+
+TEXTS = ([1, 2, 3, 4], [9], [5, 6, 7, 1, 2, 8])
+
+
+def test_corpora_and_tries_read_each_others_files(tmp_path):
+    ended = [token for text in TEXTS for token in (*text, -1)]
+    stores = {"corpus": corpus_of(*TEXTS), "trie": make(D=4), "interleaved": interleaved(*TEXTS)}
+    stores["trie"].add([list(text) for text in TEXTS])
+    for name, store in stores.items():
+        store.save(tmp_path / name)
+        corpus = corpus_of([50, 51])
+        corpus.load(tmp_path / name)
+        assert held(corpus) == ended and len(corpus) == len(ended)
+        corpus.add([60])
+        assert held(corpus) == [*ended, 60, -1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(stores)
+
+    trie = make(D=4, vocab_size=100)
+    trie.add([50, 51])
+    trie.load(tmp_path / "corpus")
+    for text in ([1, 2], [6, 7], [3]):
+        ours, theirs = (plain(one.propose(grown(one, text), 9)) for one in (trie, stores["trie"]))
+        assert ours == theirs
+    assert trie.propose(grown(trie, [50]), 9).count == 1
+
+
+def test_empty_stores_are_saved_and_loaded(tmp_path):
+    for store in (corpus_of(), make(D=4)):
+        store.save(tmp_path / "file")
+        for other in (corpus_of([1, 2]), make(D=4)):
+            other.load(tmp_path / "file")
+            assert other.stats()["tokens"] == 0
+
+
+def test_damaged_corpora(tmp_path):
+    path = tmp_path / "corpus"
+    corpus_of(*TEXTS).save(path)
+    good = path.read_bytes()
+    damaged = [good[:n] for n in range(0, len(good), 3)] + [good + b"x", b"", b"PK\x03\x04" + good[4:]]
+    damaged += [good[:i] + bytes([good[i] ^ 1 << i % 8]) + good[i + 1 :] for i in range(len(good))]
+    for data in damaged:
+        path.write_bytes(data)
+        for store in (corpus_of([1, 2]), make(D=4)):
+            before = store.stats()
+            with pytest.raises(ValueError, match=f"{path}: cannot load this n-gram (corpus|trie): "):
+                store.load(path)
+            assert store.stats() == before
+
+
+def test_corpora_that_do_not_fit(tmp_path):
+    path = tmp_path / "corpus"
+    corpus_of(*TEXTS).save(path)
+    with pytest.raises(ValueError, match=r"its texts take 14 tokens, this corpus holds 13: pass capacity=14 or more"):
+        corpus_of(capacity=13).load(path)
+    for store in (corpus_of(vocab_size=9), make(D=4, vocab_size=9)):
+        with pytest.raises(ValueError, match="holds token id 9, outside the vocabulary"):
+            store.load(path)
+    with pytest.raises(ValueError, match="capacity must be from 2"):
+        corpus_of(capacity=1)
+
+
+def test_a_corpus_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "corpus"
+    corpus_of([1, 2]).save(path)
+    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        corpus_of(*TEXTS).save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["corpus"]
+    corpus = corpus_of()
+    corpus.load(path)
+    assert held(corpus) == [1, 2, -1]
+
+
+def test_texts_leave_a_corpus_again():
+    corpus = corpus_of([1, 2], capacity=20)
+    places = corpus.append(torch.tensor([3, 4, 5]))
+    corpus.add([6])
+    corpus.remove(places)
+    assert held(corpus) == [1, 2, -1, 6, -1]
+    places = corpus.append(torch.tensor([7] * 4))
+    corpus.add([8] * 6)  # the oldest half leaves
+    corpus.add([9] * 3)
+    before = held(corpus)
+    corpus.remove(places)
+    assert 7 in before and 7 not in held(corpus) and held(corpus)[-4:] == [9, 9, 9, -1]
+    corpus.reset()
+    corpus.add([1])
+    corpus.remove(places)  # it has left long since
+    assert held(corpus) == [1, -1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 9), max_size=9)), max_size=30))
+def test_corpora_without_what_was_removed(steps):
+    """As long as nothing has to leave, a corpus is one that never had the removed texts."""
+    corpus, other = corpus_of(), corpus_of()
+    for private, ids in steps:
+        places = corpus.append(torch.tensor(ids, dtype=torch.int64))
+        if private:
+            corpus.remove(places)
+        else:
+            other.add(ids)
+        assert held(corpus) == held(other) and len(corpus) == len(other)
 
 
 def test_files_that_do_not_fit(tmp_path):

@@ -282,13 +282,13 @@ def test_refused_types(options):
 @pytest.mark.parametrize(
     "choices, words",
     [
-        ([], "choices must be from 1 to 63"),
+        ([], "tree_choices must be from 1 to 63"),
         ([[0], [0]], "once"),
         ([[], [0]], "once"),
         ([[0], [1, 0]], r"add \[1\], of \[1, 0\]"),
-        ([[0], [16]], "ranks must be from 0 to 15"),
-        ([[-1]], "ranks must be from 0 to 15"),
-        ([[i] for i in range(16)] + [[i, j] for i in range(16) for j in range(3)], "choices must be from 1 to 63"),
+        ([[0], [16]], "a rank in tree_choices must be from 0 to 15"),
+        ([[-1]], "a rank in tree_choices must be from 0 to 15"),
+        ([[i] for i in range(16)] + [[i, j] for i in range(16) for j in range(3)], "tree_choices must be from 1 to 63"),
     ],
 )
 def test_refused_choices(choices, words):

@@ -39,8 +39,11 @@ class Drafter(nn.Module):
     def mute(self) -> None:
         """The rounds that follow are warm-up: leave no trace outside `small_buffers`."""
 
-    def begin(self, state: State, prompts: list[list[int]], references: list[Tensor]) -> None:
-        """A new call of generate(): `prompts`, one a row, and `references` that the output may copy from."""
+    def begin(
+        self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True
+    ) -> None:
+        """A new call of generate(): `prompts`, one a row, and `references` that the output may copy from. share_text:
+        whether later calls may draft from what this one reads and writes."""
 
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
         """[graph] A chunk of the prompts: tokens and positions [B, T] at slots ``state.lengths`` onwards, and the

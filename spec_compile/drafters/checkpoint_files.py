@@ -58,8 +58,12 @@ def load_pickled(path: Path):
     """What ``torch.save`` wrote, without running code from it; ValueError if it cannot be read."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or ["empty"])[0]
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # of damaged files torch raises errors of a dozen types
+        reason = (str(error).strip().splitlines() or ["it is empty"])[0]
+        if isinstance(error, pickle.UnpicklingError) or "weights_only" in reason:
+            reason = "it holds more than tensors, or it is damaged"
         raise ValueError(f"draft: {path} cannot be read ({reason}); is it complete?") from error
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ..errors import did_you_mean
 from .checkpoint_files import Checkpoint, fetcher, indexed_names, load_pickled, read_json
+from .config_keys import check_rope_theta
 from .dflash_checkpoints import is_dflash
 from .draft_block import Head
 from .draft_target import Target
@@ -43,6 +44,8 @@ def load_head(
     of another shape, all before weights are read; and then if one holds NaN or infinity.
     """
     target = Target.of(model)
+    if "rope_theta" in overrides:
+        overrides["rope_theta"] = check_rope_theta("rope_theta", overrides["rope_theta"])
     ids = None if token_map is None else read_token_map(token_map, target.vocab_size)
     if isinstance(draft, nn.Module):
         head = _given(draft, target, overrides)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .checkpoint_files import Checkpoint, Fetch, fetcher, load_pickled, read_json
+from .config_keys import VARIANTS, check_rope_theta, refuse_unknown_keys
 from .dflash_block import DFlashDraft
 from .draft_block import LayerKnobs
 from .draft_target import Target, likeness
@@ -16,19 +17,6 @@ from .eagle_config import DraftConfig
 
 MASK_FILE = "mask_embedding.pt"
 SLIDING, FULL = "sliding_attention", "full_attention"
-HARMLESS = {
-    "projector_type": ("dflash",),
-    "markov_rank": (0,),
-    "conv_kernel_size": (0,),
-    "selector_rank": (0,),
-    "selector_top_k": (0,),
-    "attention_sink_bias": (False,),
-    "add_swa_attention_sink_bias": (False,),
-    "attention_value_scale": (1,),
-    "attention_mode": ("gqa", "mha"),
-    "use_aux_hidden_state": (True,),
-}
-"""Fields of which any other value asks for what is not built here: Domino, DSpark, DFlash 2, MiMo's attention."""
 
 
 def is_dflash(raw: dict) -> bool:
@@ -70,10 +58,11 @@ class DFlashConfig(DraftConfig):
 
     def refuse_variants(self) -> None:
         """ValueError, naming the field, if a block computes what is not built here."""
-        for name, values in HARMLESS.items():
+        for name, values in VARIANTS.items():
             value = self.get(name)
             if value is not None and value not in values:
                 raise ValueError(f"draft: its config has {name} {value!r}, a variant of DFlash that is not built here")
+        refuse_unknown_keys(self.raw, dflash=True)
 
     def layer_knobs(self, names: dict[str, str]) -> LayerKnobs:
         """Knobs of the layers. Of biases, the tensors there decide, and the config may ask for more."""
@@ -127,6 +116,8 @@ def load_dflash(draft, model: PreTrainedModel, rope_theta: float | None = None) 
     missing, unknown or of another shape, all before weights are read; and then if one holds NaN or infinity.
     """
     target = Target.of(model)
+    if rope_theta is not None:
+        rope_theta = check_rope_theta("rope_theta", rope_theta)
     if isinstance(draft, nn.Module):
         return _given(draft, target, rope_theta)
     if draft is None:
@@ -166,6 +157,7 @@ def _read(
     config.refuse_variants()
     names = our_names(checkpoint.shapes)
     target.check(config.layer.get("hidden_size"), config.layer.get("vocab_size"))
+    target.check(config.get("target_hidden_size"), None)
     taps, why = _taps(config, target, _count_states(checkpoint, names, target.hidden_size))
     block_size, mask_token_id = config.whole("block_size", 2), _mask_token(config, target)
     knobs, causal = config.layer_knobs(names), config.causal
@@ -174,7 +166,7 @@ def _read(
             raise ValueError(f"draft: its window of {window} is shorter than its blocks of {block_size}, both ways")
     llama = config.llama()
     if rope_theta is not None:
-        llama = config.with_rope({**llama.rope_parameters, "rope_theta": float(rope_theta)}).llama()
+        llama = config.with_rope({**llama.rope_parameters, "rope_theta": rope_theta}).llama()
     output, rows = _output(checkpoint, config, names, target)
     with torch.device("meta"):
         draft = DFlashDraft(
@@ -262,6 +254,12 @@ def _taps(config: DFlashConfig, target: Target, count: int) -> tuple[tuple[int, 
         raise ValueError(
             f"draft: it reads states {_listed(taps)} of its target (0: the embeddings), this model has {layers} "
             "layers; take the draft of this model"
+        )
+    said = config.get("eagle_aux_hidden_state_layer_ids", list(taps))
+    if said != list(taps):
+        raise ValueError(
+            f"draft: its config has eagle_aux_hidden_state_layer_ids {said}, inputs of layers, and names the states "
+            f"{_listed(taps)} otherwise"
         )
     return taps, f"{name or 'the default'} {ids}, {'inputs of layers' if inputs else 'outputs of layers: one more'}"
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from .checkpoint_files import Checkpoint, Part
+from .config_keys import refuse_unknown_keys
 from .draft_block import Eagle3Head, EagleHead, Head, LayerKnobs, rotary
 from .draft_target import Target, likeness
 from .eagle_config import DraftConfig, find_taps, override_taps
@@ -53,6 +54,7 @@ def our_names(names: Iterable[str]) -> dict[str, str]:
 
 def read_eagle(checkpoint: Checkpoint, raw: dict, target: Target, overrides: dict) -> EagleHead:
     """An EAGLE-1 or EAGLE-2 head. overrides: rope_theta. ValueError if anything does not fit."""
+    refuse_unknown_keys(raw)
     config = _override_rope(DraftConfig(raw), overrides)
     names = our_names(checkpoint.shapes)
     target.check(config.layer.get("hidden_size"), config.layer.get("vocab_size"))
@@ -82,6 +84,7 @@ def read_eagle3(checkpoint: Checkpoint, raw: dict, target: Target, overrides: di
 
     ValueError if anything does not fit.
     """
+    refuse_unknown_keys(raw)
     config = _override_rope(DraftConfig(raw), overrides)
     names = our_names(checkpoint.shapes)
     feature_size = config.get("target_hidden_size", config.layer.get("hidden_size"))
@@ -226,7 +229,7 @@ def _other_rope(config: DraftConfig, device: torch.device) -> list[tuple[str, di
 def _override_rope(config: DraftConfig, overrides: dict) -> DraftConfig:
     if "rope_theta" not in overrides:
         return config
-    return config.with_rope({**config.llama().rope_parameters, "rope_theta": float(overrides["rope_theta"])})
+    return config.with_rope({**config.llama().rope_parameters, "rope_theta": overrides["rope_theta"]})
 
 
 def _fill(head: Head, checkpoint: Checkpoint, names: dict[str, str], target: Target) -> None:

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 
 from ..admit import GROWING_ROPE
+from .config_keys import SPECULATORS, check_rope_theta
 from .draft_block import FINAL, LayerKnobs, rotary
 
 FIELDS = (
@@ -22,7 +23,7 @@ class DraftConfig:
     """A draft's ``config.json``: nested (speculators, vLLM) or flat, with the flags that some put into eagle_config."""
 
     def __init__(self, raw: dict):
-        self.speculators = "speculators_model_type" in raw
+        self.speculators = SPECULATORS in raw
         nested = raw.get("transformer_layer_config") if self.speculators else raw.get("model")
         self.nested = isinstance(nested, dict)
         self.layer = dict(nested) if self.nested else dict(raw)
@@ -54,6 +55,7 @@ class DraftConfig:
             raise ValueError(f"draft: its config has no {', '.join(missing)}; it has {', '.join(sorted(self.layer))}")
         try:
             config = LlamaConfig(**{name: self.layer[name] for name in FIELDS if self.layer.get(name) is not None})
+            check_rope_theta("rope_theta", config.rope_parameters["rope_theta"])
             rotary(config, torch.device("cpu"))
             ACT2FN[config.hidden_act]
         except (KeyError, TypeError, ValueError, StrictDataclassError) as error:

@@ -91,7 +91,9 @@ class HeadDrafter(Drafter):
     def small_buffers(self) -> list[Tensor]:
         return [self.hidden, self.normed]
 
-    def begin(self, state: State, prompts: list[list[int]], references: list[Tensor]) -> None:
+    def begin(
+        self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True
+    ) -> None:
         self.hidden.zero_()  # a prompt of one token has no slot to draft from: these drafts are rejected
         self.normed.zero_()
 

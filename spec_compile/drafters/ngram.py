@@ -29,7 +29,8 @@ class NgramOptions(Options):
     verified. branch_length: tokens of a stored path, match and continuation together. min_match_window_size,
     max_match_window_size: lengths of suffix that are matched. min_bfs_breadth, max_bfs_breadth: children taken of a
     node, narrow for long matches and wide for short ones. match_type: "BFS" (most recent first) or "PROB" (most
-    frequent first). capacity: nodes held at most.
+    frequent first). capacity: nodes held at most, on a GPU tokens. share_text: whether later calls may draft from the
+    prompts, answers and references of a call that does not say (see `generate`).
     """
 
     adaptive: bool = True
@@ -40,12 +41,13 @@ class NgramOptions(Options):
     max_bfs_breadth: int = 10
     match_type: str = "BFS"
     capacity: int = 10_000_000
+    share_text: bool = True
 
     @property
     def ngram(self) -> dict:
         """The options that `NgramTrie` takes."""
-        own = {field.name for field in fields(self)} - {field.name for field in fields(Options)} - {"adaptive"}
-        return {name: getattr(self, name) for name in own}
+        others = {field.name for field in fields(Options)} | {"adaptive", "share_text"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
 
 
 class NgramDrafter(Drafter):
@@ -53,7 +55,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, trie: NgramTrie, num_draft_tokens: int, batch: int):
         super().__init__()
-        self.trie, self.num_draft_tokens = trie, num_draft_tokens
+        self.trie, self.reading, self.num_draft_tokens = trie, trie, num_draft_tokens
         self.open_streams: list[int] = []
         self.register_buffer("streams", torch.zeros(batch, dtype=torch.int64), persistent=False)
         self.register_buffer("handle", torch.tensor([next(_handles)]), persistent=False)
@@ -66,10 +68,13 @@ class NgramDrafter(Drafter):
     def mute(self) -> None:
         self.streams.fill_(-1)
 
-    def begin(self, state: State, prompts: list[list[int]], references: list[Tensor]) -> None:
+    def begin(
+        self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True
+    ) -> None:
+        self.reading = self.trie if share_text else self.trie.overlay()
         for reference in references:
-            self.trie.add(reference)
-        self.open_streams = [self.trie.open() for _ in prompts]
+            self.reading.add(reference)
+        self.open_streams = [self.reading.open() for _ in prompts]
         self.streams.copy_(torch.tensor(self.open_streams))
 
     def propose(self, state: State, span: int) -> None:
@@ -83,12 +88,13 @@ class NgramDrafter(Drafter):
     def advance(self, *tensors: Tensor) -> None:
         """What `ops.ngram_propose` runs on the host."""
         begin = time.perf_counter()
-        self.trie.advance(*tensors)
+        self.reading.advance(*tensors)
         self.seconds += time.perf_counter() - begin
 
     def end(self, lengths: list[int]) -> None:
         while self.open_streams:
-            self.trie.close(self.open_streams.pop())
+            self.reading.close(self.open_streams.pop())
+        self.reading = self.trie
 
 
 class MatchingDrafter(Drafter):
@@ -98,11 +104,13 @@ class MatchingDrafter(Drafter):
         super().__init__()
         self.corpus, self.options, self.num_draft_tokens = corpus, options, num_draft_tokens
         self.state: State | None = None
+        self.share_text, self.references = True, []
 
-    def begin(self, state: State, prompts: list[list[int]], references: list[Tensor]) -> None:
-        for reference in references:
-            self.corpus.append(reference)
-        self.state = state
+    def begin(
+        self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True
+    ) -> None:
+        self.references = [self.corpus.append(reference) for reference in references]
+        self.state, self.share_text = state, share_text
 
     def propose(self, state: State, span: int) -> None:
         if self.num_draft_tokens == 1:
@@ -111,6 +119,10 @@ class MatchingDrafter(Drafter):
         state.propose(*match(state.tokens, state.lengths + 1, text, length, self.num_draft_tokens, self.options))
 
     def end(self, lengths: list[int]) -> None:
+        if not self.share_text:
+            while self.references:
+                self.corpus.remove(self.references.pop())
+            return
         for row, length in enumerate(lengths):
             self.corpus.append(self.state.tokens[row, : length + 1])
 

@@ -98,6 +98,24 @@ EAGLE1_CHOICES = [(*path, rank) for path, count in EAGLE1_CHILDREN.items() for r
 """The tree of 25 drafts, 26 nodes, of EAGLE-1 (Li et al. 2024, arXiv:2401.15077): paths of child ranks."""
 
 
+def _sorted_paths(choices: Collection[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Of every node below the root its path of child ranks, shortest first, (0, 2) being the third likeliest child of
+    the root's likeliest. TypeError or ValueError unless each of `choices` is there once, and its parent too."""
+    if not isinstance(choices, Collection) or any(isinstance(p, str) or not isinstance(p, Sequence) for p in choices):
+        raise TypeError(f'tree_choices must be paths of child ranks ([[0], [0, 1]]) or "eagle1", not {choices!r}')
+    for rank in (rank for path in choices for rank in path):
+        check_int("a rank in tree_choices", rank, 0, MAX_K - 1)
+    paths = sorted(map(tuple, choices), key=lambda path: (len(path), path))
+    check_int("the number of tree_choices", len(paths), 1, MAX_NODES - 1, "paths of a static tree")
+    known = {(), *paths}
+    if len(known) != len(paths) + 1:
+        raise ValueError("tree_choices must hold every path once, and no empty path (the root)")
+    for path in paths:
+        if path[:-1] not in known:
+            raise ValueError(f"tree_choices must hold the parent of every path: add {list(path[:-1])}, of {list(path)}")
+    return paths
+
+
 class StaticTree(nn.Module):
     """A tree of one shape, as EAGLE-1 grows it: a node's children are its likeliest tokens, of the ranks chosen.
 
@@ -105,18 +123,9 @@ class StaticTree(nn.Module):
     """
 
     def __init__(self, choices: Collection[Sequence[int]] = tuple(EAGLE1_CHOICES)):
-        """`choices`: of every node below the root its path of child ranks, (0, 2) being the third likeliest child of
-        the root's likeliest; in any order. ValueError unless each is there once, and its parent too."""
+        """`choices`: see `_sorted_paths`."""
         super().__init__()
-        paths = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
-        check_int("choices", len(paths), 1, MAX_NODES - 1, "paths of a static tree")
-        known = {(), *paths}
-        if len(known) != len(paths) + 1:
-            raise ValueError("choices must hold every path once, and no empty path (the root)")
-        for path in paths:
-            check_int("choices' ranks", path[-1], 0, MAX_K - 1)
-            if path[:-1] not in known:
-                raise ValueError(f"choices must hold the parent of every path: add {list(path[:-1])}, of {list(path)}")
+        paths = _sorted_paths(choices)
         number = {path: place for place, path in enumerate([(), *paths])}
         self.num_draft_tokens, self.num_steps = len(number), len(paths[-1])
         self._table("parents", [-1, *(number[path[:-1]] for path in paths)])

@@ -1,4 +1,4 @@
-"""tidy: drop what tracing leaves behind and inference never needs."""
+"""tidy: drop what tracing leaves behind and inference never needs, and what it took for granted of strides."""
 
 import torch
 from torch import fx
@@ -18,9 +18,22 @@ DROPOUTS = {aten.dropout.default, aten.feature_dropout.default}
 
 
 def tidy(graph: ModelGraph, settings) -> str:
-    """Erase run-time assertions, aliases, casts to the dtype a tensor already has, and dropout of inference."""
+    """Erase run-time assertions, aliases, casts to the dtype a tensor already has, and dropout of inference.
+
+    A view becomes a reshape, and a view as complex numbers is one of a contiguous tensor: attention and linear layers
+    of later passes may return other strides than those of the trace, on which a view depends.
+    """
     erased = 0
     for node in calls(graph.gm):
+        if node.target is aten.view.default:
+            node.target = aten.reshape.default
+            continue
+        if node.target is aten.view_as_complex.default:
+            with graph.gm.graph.inserting_before(node):
+                contiguous = graph.gm.graph.call_function(aten.contiguous.default, (node.args[0],))
+            contiguous.meta = dict(node.args[0].meta)
+            node.args = (contiguous,)
+            continue
         if node.target in CHECKS:
             graph.gm.graph.erase_node(node)
         elif node.target in FORWARDS or _is_idle_cast(node) or (node.target in DROPOUTS and not node.args[2]):

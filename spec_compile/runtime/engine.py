@@ -41,11 +41,12 @@ AHEAD = 2
 class Request:
     """What one generate() asks for. Lengths count a row's own tokens, prompt included and padding not.
 
-    past: keys and values that exist already; unknown: of tokens that are not in `prompts`. first_logits [B, V]: of the
-    token after the prompts, if they are known; then `past` covers the whole prompts. choose: makes an `Accepted` of
-    verified trees and their logits [B, N, V], in place of greedy acceptance inside the round. sampler, seed: draws
-    inside the round. temperature: at which drafts are drawn, if the drafter draws (0: the likeliest ones). stopped:
-    rows that the caller has ended; it may add to them. state: what `Engine.run` ran it on, for whoever reads its cache.
+    share_text: whether later calls may draft from this one's texts. past: keys and values that exist already;
+    unknown: of tokens that are not in `prompts`. first_logits [B, V]: of the token after the prompts, if they are
+    known; then `past` covers the whole prompts. choose: makes an `Accepted` of verified trees and their logits
+    [B, N, V], in place of greedy acceptance inside the round. sampler, seed: draws inside the round. temperature: at
+    which drafts are drawn, if the drafter draws (0: the likeliest ones). stopped: rows that the caller has ended; it
+    may add to them. state: what `Engine.run` ran it on, for whoever reads its cache.
     """
 
     prompts: list[list[int]]
@@ -53,6 +54,7 @@ class Request:
     max_lengths: list[int]
     eos: list[int] = field(default_factory=list)
     references: list[Tensor] = field(default_factory=list)
+    share_text: bool = True
     past: Past | None = None
     unknown: bool = False
     first_logits: Tensor | None = None
@@ -91,6 +93,8 @@ class Engine:
         """By nesting depth and batch size."""
         self.running: list[tuple[Session, Clock]] = []
         """Calls of `run` under way: the outermost first, then those that its streamer, criteria or processors made."""
+        if options.max_cache_len is not None:
+            self.check_memory(1, options.max_cache_len)
 
     def capacity(self, batch: int) -> int:
         """Tokens a sequence may hold in a batch of this size, until a call needs more."""
@@ -172,7 +176,7 @@ class Engine:
             if not self._draft_has(session, request):
                 state.lengths.zero_()
         texts = session.texts = [list(prompt) for prompt in request.prompts]
-        drafter.begin(state, request.prompts, request.references)
+        drafter.begin(state, request.prompts, request.references, request.share_text)
         lengths: list[int] = []
         try:
             if not self.algorithm.varies:  # made later they would run over drafts that the drafter's cache holds

@@ -12,7 +12,9 @@ from ..compat import COMPILE_LOCK
 
 
 class Forks(Protocol):
-    """What `register` takes."""
+    """What `register` takes. fork_order: locks are taken in this order, as threads take them."""
+
+    fork_order: int
 
     def before_fork(self) -> None:
         """Wait until no other thread is changing it, and keep them away."""
@@ -33,7 +35,7 @@ def register(one: Forks) -> None:
 def _before() -> None:
     if _registered:
         COMPILE_LOCK.acquire()  # a compilation in another thread ends first
-        _waiting.extend(_registered)
+        _waiting.extend(sorted(_registered, key=lambda one: one.fork_order))
         for one in _waiting:
             one.before_fork()
 

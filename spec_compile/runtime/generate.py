@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from . import hooks
 from . import past as pasts
 from .answer import Answer
 from .engine import Request
@@ -27,11 +28,16 @@ LENGTHS = {"MaxLengthCriteria", "EosTokenCriteria"}
 class SpeculativeMixin:
     """Put in front of a model's own class, replaces the decoding loops of ``generate()`` and nothing before them."""
 
-    def generate(self, *args, reference=None, **kwargs):
+    def generate(self, *args, reference=None, share_text=None, **kwargs):
         """transformers' ``generate()``: same arguments, same answer, fewer steps.
 
         Additional argument `reference`: token ids (a list or 1-D tensor, or a list of such) of texts that the output
         may copy from, such as the document to be edited ("predicted output").
+
+        Additional argument `share_text`: with algo="ngram" the prompt, the answer and the reference of a call stay, and
+        later calls of any user draft from them, so that the trees in their `report()` show pieces of them; no answer
+        changes by it. False: this call's texts are forgotten when it ends; it drafts from its own and from what is
+        held. None: what `speculate(..., share_text=...)` says (default: True). Other algorithms hold no texts.
 
         What only transformers' own loops can do (beam search, attentions and hidden states as outputs, an assistant
         model and the like) they do, unaccelerated, with one warning that names it.
@@ -39,8 +45,17 @@ class SpeculativeMixin:
         kwargs.pop("prompt_lookup_num_tokens", None)  # asks for n-gram drafts, which are there anyway
         if kwargs.get("custom_generate") is not None:
             self.speculation.step_aside("custom_generate")
-        with self.speculation.generating(reference):
-            return super().generate(*args, **kwargs)
+        replaced = vars(self.speculation.original).get("generate")  # by a repository's custom_generate, or by a user
+        if replaced is not None:
+            self.speculation.step_aside(f"generate (set on the {type(self).__name__} object)")
+            return replaced(*args, **kwargs)
+        with self.speculation.generating(reference, share_text):
+            self.speculation.looped = False
+            output = super().generate(*args, **kwargs)
+            own = None if self.speculation.looped else hooks.overridden(self, ("generate",))
+            if own is not None:
+                self.speculation.step_aside(f"{own}, with a loop of its own")
+            return output
 
     def init_continuous_batching(self, *args, **kwargs):
         """transformers' continuous batching, also that of ``generate_batch()``: unaccelerated, with one warning."""
@@ -56,8 +71,9 @@ class SpeculativeMixin:
         synced_gpus=False, streamer=None, **model_kwargs,
     ):  # fmt: skip
         speculation = self.speculation
+        speculation.looped = True
         prompt = _Prompt.of(input_ids, generation_config, model_kwargs)
-        foreign = _foreign(prompt, generation_config, model_kwargs, speculation.layers)
+        foreign = _foreign(speculation, prompt, generation_config, model_kwargs) or hooks.overridden(self)
         if foreign or synced_gpus:
             speculation.step_aside(foreign or "synced_gpus")
             return super()._sample(
@@ -116,17 +132,22 @@ class SpeculativeMixin:
         """Bring a cache to where plain decoding leaves it: all places but the last."""
         length = prompt.width + answer.columns - 1
         shortest = prompt.width + min(answer.gained(row) for row in range(answer.batch)) - 1
-        pasts.extend(past, request.state, prompt.padding, shortest)
+        if self.speculation.caches_alike:
+            pasts.extend(past, request.state, prompt.padding, shortest)
+        else:
+            shortest = int(past.get_seq_length())  # the model itself fills a cache of another form
         if shortest < length:  # plain decoding goes on with padding behind rows that end early
             ids = answer.sequences()
             places = torch.arange(length, device=ids.device) - ids.new_tensor(prompt.padding)[:, None]
             before = prompt.width - answer.prompt_width
             self(
                 ids[:, shortest - before : length - before], attention_mask=(places >= 0).long(),
-                position_ids=places[:, shortest:], past_key_values=past, use_cache=True,
+                position_ids=places[:, shortest:].clamp(min=0), past_key_values=past, use_cache=True,
+                **({"logits_to_keep": 1} if self._supports_logits_to_keep() else {}),
             )  # fmt: skip
 
     def _beam_search(self, *args, **kwargs):
+        self.speculation.looped = True
         self.speculation.step_aside("num_beams")
         return super()._beam_search(*args, **kwargs)
 
@@ -140,6 +161,7 @@ class SpeculativeMixin:
             for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
                 kwargs.pop(name, None)
             return self._sample(*args, **kwargs)
+        self.speculation.looped = True
         self.speculation.step_aside(asked)
         return super()._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
 
@@ -199,7 +221,7 @@ class _Prompt:
         return cls(tokens, pads, width, regular, embeds is not None, given < width)
 
 
-def _foreign(prompt: _Prompt, generation_config, model_kwargs: dict, layers: int) -> str | None:
+def _foreign(speculation, prompt: _Prompt, generation_config, model_kwargs: dict) -> str | None:
     """The first thing asked for that only transformers' own loop does, if there is one."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "torch.autocast"
@@ -209,10 +231,18 @@ def _foreign(prompt: _Prompt, generation_config, model_kwargs: dict, layers: int
                 return name
     if not prompt.regular:
         return "attention_mask / position_ids (anything but padding on the left)"
+    if any(prompt.padding) and not speculation.serves_padding:
+        return "attention_mask (padding on the left, which the model's own positions do not follow)"
     cache = model_kwargs.get("past_key_values")
-    if cache is not None and not pasts.is_plain(cache, layers):
+    if cache is not None and not pasts.is_plain(cache):
         return f"past_key_values / cache_implementation ({type(cache).__name__})"
-    return next((name for name, value in model_kwargs.items() if name not in HANDLED and value is not None), None)
+    filled = cache is not None and cache.get_seq_length() > 0
+    if (filled or prompt.embedded) and not speculation.caches_alike:
+        name = "past_key_values" if filled else "inputs_embeds"
+        return f"{name} (the model's own cache holds something else than the keys and values of each layer)"
+    nothing = {"mm_encoder_outputs": {}}  # what a model that could read images is told if there are none
+    others = ((name, value) for name, value in model_kwargs.items() if name not in HANDLED and value is not None)
+    return next((name for name, value in others if name not in nothing or value != nothing[name]), None)
 
 
 def _minimum(processor) -> int:

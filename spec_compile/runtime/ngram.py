@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
-import struct
-import threading
-import zlib
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ..errors import check_int
-from . import forks
+from . import forks, ngram_file
 
 try:
     from ._ngram_trie import Core
@@ -23,12 +20,6 @@ except ImportError as error:
     ) from error
 
 MAX_DRAFT_TOKENS = 64
-
-_MAGIC = b"SPECTRIE"
-_VERSION = 1
-_PREFIX = struct.Struct("<8sII")  # magic, version, crc32 of all that follows
-# branch_length, windows, breadths, match_type is PROB; capacity, vocab_size, nodes, tokens, length of sibling order
-_HEADER = struct.Struct("<6I5Q")
 
 
 class Draft(NamedTuple):
@@ -103,6 +94,7 @@ class NgramTrie:
         self.match_type = match_type.upper()
         self.vocab_size = vocab_size
         self._limit = vocab_size or 2**31
+        self.fork_order = 1
         self._core = Core(
             branch_length,
             min_match_window_size,
@@ -114,6 +106,18 @@ class NgramTrie:
             self._limit,
         )
         forks.register(self)
+
+    def overlay(self) -> NgramTrie:
+        """An empty trie of the same parameters whose drafts come from what this one holds, too.
+
+        It adds nothing to this one, so what it reads leaves with it. Of matches of one length its own come first.
+        Raises ValueError if this trie is an overlay itself.
+        """
+        other = copy.copy(self)
+        other._core = self._core.overlay()
+        other.fork_order = 0  # its calls take the lock of this one after their own
+        forks.register(other)
+        return other
 
     def add(self, ids) -> None:
         """Insert one document, or a list of documents: each a 1-D tensor, array or list of token ids.
@@ -206,7 +210,7 @@ class NgramTrie:
     def save(self, path: str | os.PathLike) -> None:
         """Write the held texts to a file, all or nothing. Open streams are saved as far as they have come."""
         nodes, tokens, links, order = self._core.snapshot()
-        header = _HEADER.pack(
+        settings = (
             self.branch_length,
             self.min_match_window_size,
             self.max_match_window_size,
@@ -215,70 +219,41 @@ class NgramTrie:
             self.match_type == "PROB",
             self.capacity,
             self.vocab_size or 0,
-            nodes,
-            len(tokens) // 4,
-            len(order) // 4,
         )
-        parts = (header, tokens, links, order)
-        checksum = 0
-        for part in parts:
-            checksum = zlib.crc32(part, checksum)
-        path = Path(path)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-        try:
-            with open(temporary, "xb") as file:
-                file.write(_PREFIX.pack(_MAGIC, _VERSION, checksum))
-                for part in parts:
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        ngram_file.write(path, ngram_file.Contents(settings, nodes, tokens, links, order))
 
     def load(self, path: str | os.PathLike) -> None:
         """Replace what is held by a saved file's texts; open streams end, as with `reset`.
 
-        Afterwards drafts are those of the saved trie (under this trie's own windows, breadths and match type).
+        Afterwards drafts are those of the saved trie (under this trie's own windows, breadths and match type). Of a
+        saved `NgramCorpus` the texts are added in their order; where they exceed the capacity the oldest leave.
         Raises ValueError, naming the file and the reason, and leaves the trie as it was, if the file is
         truncated, damaged or no trie, if its branch_length differs, if it holds more than this trie's capacity,
         or if it holds ids outside this trie's vocabulary.
         """
-        data = memoryview(Path(path).read_bytes())
-
-        def refuse(reason: str):
-            return ValueError(f"{os.fspath(path)}: cannot load this n-gram trie: {reason}")
-
-        if bytes(data[:8]) != _MAGIC:
-            raise refuse("the file was not written by NgramTrie.save")
-        start = _PREFIX.size + _HEADER.size
-        if len(data) < start:
-            raise refuse(f"it is truncated ({len(data)} bytes)")
-        _, version, checksum = _PREFIX.unpack_from(data)
-        if version != _VERSION:
-            raise refuse(f"its format version is {version}, this release reads version {_VERSION}")
-        branch_length, *_, nodes, num_tokens, num_order = _HEADER.unpack_from(data, _PREFIX.size)
-        expected = start + 8 * num_tokens + 4 * num_order
-        if len(data) != expected:
-            raise refuse(f"it has {len(data)} bytes where its header announces {expected}: truncated or damaged")
-        if zlib.crc32(data[_PREFIX.size :]) != checksum:
-            raise refuse("its checksum does not match: it is damaged")
-        if branch_length != self.branch_length:
-            raise refuse(
-                f"its branch_length is {branch_length}, this trie's {self.branch_length}: "
-                f"make the trie with branch_length={branch_length}"
-            )
-        if max(nodes, num_tokens) > self.capacity:
-            raise refuse(
-                f"it holds {nodes} nodes and {num_tokens} tokens, more than this trie's capacity of {self.capacity}: "
-                f"make the trie with capacity={max(nodes, num_tokens)} or more"
-            )
-        links, order = start + 4 * num_tokens, start + 8 * num_tokens
         try:
-            self._core.restore(nodes, bytes(data[start:links]), bytes(data[links:order]), bytes(data[order:]))
+            self._load(ngram_file.read(path))
         except ValueError as error:
-            raise refuse(str(error)) from None
+            raise ngram_file.refusal(path, "trie", error) from None
+
+    def _load(self, saved: ngram_file.Contents) -> None:
+        if saved.branch_length == 0:
+            texts = [check_ids(torch.from_numpy(text.copy()), "it", self._limit) for text in saved.texts()]
+            self.reset()
+            self.add(texts)
+            return
+        if saved.branch_length != self.branch_length:
+            raise ValueError(
+                f"its branch_length is {saved.branch_length}, this trie's {self.branch_length}: "
+                f"make the trie with branch_length={saved.branch_length}"
+            )
+        most = max(saved.nodes, saved.num_tokens)
+        if most > self.capacity:
+            raise ValueError(
+                f"it holds {saved.nodes} nodes and {saved.num_tokens} tokens, more than this trie's capacity of "
+                f"{self.capacity}: make the trie with capacity={most} or more"
+            )
+        self._core.restore(saved.nodes, saved.tokens, saved.links, saved.order)
 
     def reset(self) -> None:
         """Forget everything; open streams end."""

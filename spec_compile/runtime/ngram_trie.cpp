@@ -23,7 +23,8 @@ template <class T> std::vector<T> from_bytes(const nb::bytes& bytes) {
     return values;
 }
 
-// One trie and the lock around it. Every method may be called from any thread.
+// One trie and the lock around it. Every method may be called from any thread. An overlay reads a base, too, whose
+// lock it takes after its own.
 class Core {
 public:
     using Guard = std::lock_guard<FairMutex>;
@@ -32,6 +33,9 @@ public:
          bool by_frequency, int64_t vocab_size)
         : params_{branch_length, min_window, max_window, min_breadth, max_breadth, capacity, by_frequency, vocab_size},
           trie_(std::make_unique<Trie>(checked(params_))) {}
+    explicit Core(Core* base) : params_(base->params_), base_(base), trie_(std::make_unique<Trie>(params_)) {
+        if (base->base_) throw std::invalid_argument("an overlay is not made of another overlay");
+    }
 
     int64_t open() { Guard guard(mutex_); return trie_->open(); }
     void close(int64_t stream) { Guard guard(mutex_); trie_->close(stream); }
@@ -53,7 +57,7 @@ public:
             nb::gil_scoped_release release;
             check_budget(n);
             Guard guard(mutex_);
-            result = trie_->propose(stream, n, pointer<int64_t>(tokens), pointer<int64_t>(parents));
+            result = propose_locked(stream, n, pointer<int64_t>(tokens), pointer<int64_t>(parents));
         }
         return nb::make_tuple(result.first, result.second);
     }
@@ -87,7 +91,7 @@ public:
             }
             const int64_t seen = trie_->length(streams[b]);
             trie_->extend(streams[b], row + seen, committed[b] - seen);
-            std::tie(out_count[b], out_match[b]) = trie_->propose(streams[b], n, out_tokens + b * n, out_parents + b * n);
+            std::tie(out_count[b], out_match[b]) = propose_locked(streams[b], n, out_tokens + b * n, out_parents + b * n);
         }
     }
 
@@ -139,6 +143,11 @@ public:
     }
 
 private:
+    std::pair<int, int> propose_locked(int64_t stream, int n, int64_t* tokens, int64_t* parents) {
+        if (!base_) return trie_->propose(stream, n, tokens, parents);
+        Guard guard(base_->mutex_);
+        return trie_->propose(stream, n, tokens, parents, base_->trie_.get());
+    }
     void replace(std::unique_ptr<Trie> fresh) {  // the old trie is freed outside the lock
         Guard guard(mutex_);
         fresh->continue_numbering(trie_->last_stream());
@@ -160,6 +169,7 @@ private:
     }
 
     TrieParams params_;
+    Core* base_ = nullptr;
     FairMutex mutex_;
     std::unique_ptr<Trie> trie_;
 };
@@ -172,6 +182,7 @@ NB_MODULE(_ngram_trie, m) {
         .def(nb::init<int, int, int, int, int, int64_t, bool, int64_t>(), nb::arg("branch_length"), nb::arg("min_w"),
              nb::arg("max_w"), nb::arg("min_b"), nb::arg("max_b"), nb::arg("capacity"), nb::arg("match_type_is_prob"),
              nb::arg("vocab_size") = int64_t(1) << 31)
+        .def("overlay", [](Core& base) { return new Core(&base); }, nb::keep_alive<0, 1>())
         .def("open", &Core::open, Release())
         .def("close", &Core::close, nb::arg("stream"), Release())
         .def("length", &Core::length, nb::arg("stream"), Release())

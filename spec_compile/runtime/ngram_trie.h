@@ -78,14 +78,15 @@ public:
     }
 
     // Writes a draft tree of at most n nodes: node 0 is the stream's last token, parents come before children,
-    // siblings are distinct. Returns {nodes, longest match}.
-    std::pair<int, int> propose(int64_t stream, int n, int64_t* tokens, int64_t* parents) {
+    // siblings are distinct. Returns {nodes, longest match}. `base`: another trie of the same parameters that is
+    // matched, too, and not changed; of matches of one length this trie's comes first.
+    std::pair<int, int> propose(int64_t stream, int n, int64_t* tokens, int64_t* parents, Trie* base = nullptr) {
         Stream& s = at(stream);
         if (s.length == 0) throw std::invalid_argument("stream " + std::to_string(stream) + " holds no token yet: extend it first");
         Draft draft(tokens, parents, n, s.newest()->token);
-        find_anchors(s);
+        find_anchors(s, base);
         if (params_.by_frequency) grow_by_frequency(draft); else grow_by_recency(draft);
-        return {draft.count, anchors_.empty() ? 0 : anchors_.front().depth};
+        return {draft.count, anchors_.empty() ? 0 : anchors_.front().place.depth};
     }
 
     int64_t nodes() const { return nodes_; }
@@ -174,6 +175,7 @@ private:
 
     // A place in the trie: an inner node, or (inside a leaf) the token at log position `pos`.
     struct Place { int32_t node; uint32_t pos; int depth; };
+    struct Anchor { Trie* trie; Place place; };
 
     struct Draft {
         Draft(int64_t* tokens, int64_t* parents, int n, int64_t root) : tokens(tokens), parents(parents), n(n) {
@@ -388,21 +390,23 @@ private:
         return any;
     }
 
-    // The places of the stream's last w tokens that have children, longest first.
-    void find_anchors(Stream& s) {
+    // The places of the stream's last w tokens that have children, longest first, here and in `base`.
+    void find_anchors(Stream& s, Trie* base) {
         anchors_.clear();
         Start* newest = s.newest();
         const int held = growing(s);
         for (int w = int(std::min<int64_t>({params_.max_window, s.length, depth_ - 1})); w >= params_.min_window; --w) {
             Place place{kRoot, 0, 0};
-            if (w <= held) {
-                if (!settle(newest[w - 1], newest, w)) continue;  // alone in its leaf: nothing follows
-                place = {newest[w - 1].at, 0, w};
-            } else if (!descend(place, newest, w)) {  // this stream's own occurrence was evicted
-                continue;
-            }
-            if (has_children(place)) anchors_.push_back(place);
+            if (locate(place, newest, held, w) && has_children(place)) anchors_.push_back({this, place});
+            place = {kRoot, 0, 0};
+            if (base && base->descend(place, newest, w) && base->has_children(place)) anchors_.push_back({base, place});
         }
+    }
+    bool locate(Place& place, Start* newest, int held, int w) {
+        if (w > held) return descend(place, newest, w);  // this stream's own occurrence was evicted
+        if (!settle(newest[w - 1], newest, w)) return false;  // alone in its leaf: nothing follows
+        place = {newest[w - 1].at, 0, w};
+        return true;
     }
     bool descend(Place& place, const Start* newest, int w) {
         while (place.depth < w) {
@@ -422,13 +426,13 @@ private:
 
     void grow_by_recency(Draft& draft) {
         std::array<std::pair<Place, int>, kMaxDraftTokens> queue;  // an anchor reaches a draft node once
-        for (const Place& anchor : anchors_) {
+        for (const auto& [trie, anchor] : anchors_) {
             int head = 0, tail = 0;
             queue[tail++] = {anchor, 0};
             while (head < tail && !draft.full()) {
                 const auto [place, parent] = queue[head++];
                 int breadth = place.depth < depth_ ? breadth_[place.depth] : 0;
-                for_children(place, [&, parent = parent](int32_t token, const Place& child) {
+                trie->for_children(place, [&, parent = parent](int32_t token, const Place& child) {
                     const int i = draft.add(parent, token);
                     if (i < 0) return false;
                     queue[tail++] = {child, i};
@@ -438,7 +442,7 @@ private:
         }
     }
 
-    struct Candidate { double score; int match; uint32_t order; int32_t token; int parent; Place place; };
+    struct Candidate { double score; int match; uint32_t order; int32_t token; int parent; Trie* trie; Place place; };
     static bool worse(const Candidate& a, const Candidate& b) {
         if (a.score != b.score) return a.score < b.score;
         if (a.match != b.match) return a.match < b.match;
@@ -449,9 +453,11 @@ private:
         heap_.clear();
         uint32_t order = 0;
         double start = 1.0;
-        for (const Place& anchor : anchors_) {  // a source (parent -1): worth as much as its best child could be
-            heap_.push_back({start, anchor.depth, order++, 0, -1, anchor});
-            start /= 2;
+        int match = anchors_.empty() ? 0 : anchors_.front().place.depth;
+        for (const auto& [trie, anchor] : anchors_) {  // a source (parent -1): worth as much as its best child could be
+            if (anchor.depth < match) start /= 2;
+            match = anchor.depth;
+            heap_.push_back({start, match, order++, 0, -1, trie, anchor});
         }
         while (!heap_.empty() && !draft.full()) {
             std::pop_heap(heap_.begin(), heap_.end(), worse);
@@ -459,18 +465,19 @@ private:
             heap_.pop_back();
             const int i = best.parent < 0 ? 0 : draft.add(best.parent, best.token);
             const Place& place = best.place;
+            Trie& trie = *best.trie;
             auto offer = [&](double score, int32_t token, const Place& child) {
-                heap_.push_back({score, best.match, order++, token, i, child});
+                heap_.push_back({score, best.match, order++, token, i, &trie, child});
                 std::push_heap(heap_.begin(), heap_.end(), worse);
             };
-            if (place.depth == depth_ || is_leaf(place.node)) {
-                for_children(place, [&](int32_t token, const Place& child) { offer(best.score, token, child); return false; });
+            if (place.depth == depth_ || trie.is_leaf(place.node)) {
+                trie.for_children(place, [&](int32_t token, const Place& child) { offer(best.score, token, child); return false; });
                 continue;
             }
-            const double sum = node(place.node).child_sum;
-            const auto& children = most_frequent(place.node);
+            const double sum = trie.node(place.node).child_sum;
+            const auto& children = trie.most_frequent(place.node);
             for (size_t k = 0; k < children.size() && k < size_t(params_.max_breadth); ++k) {
-                const Node& c = node(children[k].node);
+                const Node& c = trie.node(children[k].node);
                 offer(best.score * c.count / sum, c.token, {children[k].node, uint32_t(c.child), place.depth + 1});
             }
         }
@@ -552,7 +559,7 @@ private:
     std::unordered_map<int64_t, Stream> streams_;
     std::unordered_map<int32_t, std::vector<Ranked>> ranked_;
     uint64_t clock_ = uint64_t(1) << 40;
-    std::vector<Place> anchors_;
+    std::vector<Anchor> anchors_;
     std::vector<Candidate> heap_;
     std::vector<Ranked> scratch_;
 };

@@ -1,8 +1,11 @@
 """Keys and values to and from transformers' caches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
@@ -11,7 +14,11 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from ..graph import LayerSpec
+
 READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
+EMPTY = {getattr(cache_utils, "DummyLayer", DynamicLayer)}
+"""Of layers that read another layer's keys and values."""
 
 
 @dataclass
@@ -27,14 +34,28 @@ class Past:
     padding: list[int]
 
 
-def is_plain(cache, layers: int) -> bool:
-    """Whether `cache` is one of transformers' that hold keys and values as they are, for so many layers or none yet."""
+def is_plain(cache) -> bool:
+    """Whether `cache` is one of transformers' that hold what they are given as it is."""
     return (
         isinstance(cache, Cache)
         and not cache.offloading
-        and len(cache.layers) in (0, layers)
-        and all(type(layer) in READABLE for layer in cache.layers)
+        and all(type(layer) in READABLE | EMPTY for layer in cache.layers)
         and getattr(cache, "layer_class_to_replicate", None) in (None, *READABLE)
+    )
+
+
+def is_alike(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> bool:
+    """Whether the model's own cache holds keys and values of `layers` as ours does: not latents of them (MLA), and none
+    shared between layers. A forward over two tokens shows it."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
+    if not isinstance(cache, Cache) or not is_plain(cache) or len(cache.layers) != len(layers):
+        return False
+    return all(
+        getattr(layer, "keys", None) is not None
+        and (layer.keys.shape[1], layer.keys.shape[3]) == (spec.kv_heads, spec.key_dim)
+        and (layer.values.shape[1], layer.values.shape[3]) == (spec.kv_heads, spec.value_dim)
+        for layer, spec in zip(cache.layers, layers)
     )
 
 

@@ -1,10 +1,8 @@
 """The command line of training: ``python -m spec_compile train --model MODEL --data FILE --output FOLDER``."""
 
 import argparse
-import json
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
+from ..command_line import add_model, json_object, load_model
 from .progress import bars_on_terminals
 from .train import TRAINERS, train_draft
 
@@ -16,7 +14,7 @@ def add_command(commands) -> None:
         help="train a draft head for a model",
         description="Writes the head, its card and a state to go on from; the same command goes on after a stop.",
     )
-    command.add_argument("--model", required=True, help="a directory, or a name on the model hub")
+    add_model(command)
     command.add_argument("--algo", default="eagle3", help=", ".join(TRAINERS))
     command.add_argument("--data", required=True, help="a .txt or .jsonl file")
     command.add_argument("--output", required=True, help="the folder to write")
@@ -24,16 +22,14 @@ def add_command(commands) -> None:
     command.add_argument("--on-policy", action="store_true", help="train on answers that the model writes")
     command.add_argument("--steps", type=int)
     command.add_argument("--minutes", type=float, help="give this or --steps (default: 30)")
-    command.add_argument("--dtype", default="auto")
-    command.add_argument("--device", default="cpu")
-    command.add_argument("--options", type=json.loads, default={}, help="JSON, such as '{\"batch_size\": 16}'")
+    command.add_argument("--options", type=json_object, default={}, help="JSON, such as '{\"batch_size\": 16}'")
+    command.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
     """Run it; returns the exit status."""
     with bars_on_terminals():
-        tokenizer = AutoTokenizer.from_pretrained(given.model)
-        model = AutoModelForCausalLM.from_pretrained(given.model, dtype=given.dtype).to(given.device).eval()
+        model, tokenizer = load_model(given)
     result = train_draft(
         model, given.algo, data=given.data, output=given.output, tokenizer=tokenizer,
         validation=_share_or_file(given.validation), on_policy=given.on_policy,

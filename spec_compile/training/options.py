@@ -1,6 +1,7 @@
 """Options of `train_draft`, checked before any work starts."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import check_int
@@ -77,6 +78,10 @@ class TrainingOptions:
             if getattr(self, name) != 0:
                 _check_number(name, getattr(self, name), 0.0, most, wanted)
         if self.taps is not None:
+            if isinstance(self.taps, str) or not isinstance(self.taps, Sequence):
+                raise TypeError(f"taps must be a list of numbers of layers, not {type(self.taps).__name__}")
+            for tap in self.taps:
+                check_int("a number in taps", tap, 0, LARGEST)
             object.__setattr__(self, "taps", tuple(self.taps))
 
 

@@ -105,6 +105,13 @@ def train_draft(
     target = Target.of(model)
     if not isinstance(on_policy, bool | dict):
         raise TypeError(f"on_policy: expected True, False or options for generate(), got {type(on_policy).__name__}")
+    for name, value, fits, wanted in (
+        ("output", output, isinstance(output, str | Path), "the path of a folder"),
+        ("resume", resume, isinstance(resume, bool), "True or False"),
+        ("progress", progress, progress is None or callable(progress), "a function of a `Progress`"),
+    ):
+        if not fits:
+            raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}")
     documents, held_out = _read(data, validation, tokenizer, target, chosen.seed, on_policy is not False)
     length, folder = _length(chosen, target), Path(output).expanduser()
     with torch.inference_mode(False), torch.enable_grad():

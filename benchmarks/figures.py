@@ -1,0 +1,65 @@
+"""Results read back, and cells of tables made of them."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from common import RESULTS
+
+NONE = "not measured"
+
+
+class Results:
+    """Rows of the results, and the stamps of those that were looked up."""
+
+    def __init__(self, folder: Path = RESULTS):
+        self.folder, self.stamps = folder, []
+
+    def get(self, file: str, *keys: str) -> dict | list:
+        """What is under these keys ({} if it was never measured)."""
+        path = self.folder / f"{file}.json"
+        value = json.loads(path.read_text()) if path.exists() else {}
+        for key in keys:
+            value = value.get(key, {})
+        return self.seen(value)
+
+    def row(self, file: str, *keys: str, **values) -> dict:
+        """The first row of a list that has these values ({} if none has)."""
+        rows = [row for row in self.all(file, *keys) if all(row.get(key) == value for key, value in values.items())]
+        return self.seen(rows[0]) if rows else {}
+
+    def all(self, file: str, *keys: str) -> list[dict]:
+        """The rows of a list; their stamps are not noted."""
+        value = Results(self.folder).get(file, *keys)
+        return list(value) if isinstance(value, list) else []
+
+    def seen(self, value):
+        """`value`, whose stamp is noted if it has one."""
+        if isinstance(value, dict) and "stamp" in value and value["stamp"] not in self.stamps:
+            self.stamps.append(value["stamp"])
+        return value
+
+    def caption(self) -> str:
+        """The stamps of what was looked up, a clause for each commit, day and machine."""
+        parts = []
+        for facts in self.stamps:
+            where = facts.get("gpu") or f"{facts['cpu']}, {facts['threads']} threads"
+            versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
+            parts.append(f"commit {facts['commit']}, {facts['date'][:10]}, {where}, {versions}")
+        return "Measured at: " + "; ".join(sorted(set(parts))) + "." if parts else "Nothing here has been measured."
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Markdown."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def number(row: dict, key: str, form: str = "{:.2f}") -> str:
+    return form.format(row[key]) if row.get(key) is not None else NONE
+
+
+def floors(row: dict) -> str:
+    """How many times the floor of a copy, and of a read."""
+    return f"{row['over_copy']:.2f}×, {row['over_read']:.2f}×" if "over_copy" in row else ""

@@ -1,0 +1,58 @@
+"""Model shapes with random weights, and text for them."""
+
+import torch
+from common import DEMO_MODEL, HERE, read_prompts
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+LLAMA_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                  original_max_position_embeddings=8192)  # fmt: skip
+SHAPES = {
+    "llama-8b": ("llama", dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128256,
+                               num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072,
+                               rope_parameters=dict(rope_theta=500000.0, **LLAMA_ROPE))),
+    "qwen3-8b": ("qwen3", dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, vocab_size=151936,
+                               num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+                               max_position_embeddings=40960,
+                               rope_parameters=dict(rope_type="default", rope_theta=1000000.0))),
+    "llama-1b": ("llama", dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, vocab_size=128256,
+                               num_attention_heads=32, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
+                               max_position_embeddings=131072,
+                               rope_parameters=dict(rope_theta=500000.0, **{**LLAMA_ROPE, "factor": 32.0}))),
+    "qwen3-0.6b": ("qwen3", dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, vocab_size=151936,
+                                 num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+                                 tie_word_embeddings=True, max_position_embeddings=40960,
+                                 rope_parameters=dict(rope_type="default", rope_theta=1000000.0))),
+}  # fmt: skip
+
+
+def build(name: str, device: str = "cuda") -> PreTrainedModel:
+    """A model of the named shape with small random weights, in bfloat16."""
+    kind, sizes = SHAPES[name]
+    config = AutoConfig.for_model(kind, **sizes)
+    config.eos_token_id = config.bos_token_id = config.pad_token_id = None
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def text_tokens(count: int, vocab: int) -> torch.Tensor:
+    """Tokens of the benchmark's own prompts, by the demo model's tokenizer, end to end."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    texts = "\n".join(text for file in sorted((HERE / "prompts").glob("*.jsonl")) for text in read_prompts(file, 100))
+    ids = torch.tensor(tokenizer(texts, verbose=False).input_ids)
+    return ids.repeat(-(-count // len(ids)))[:count] % vocab
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the weights that a step reads: all but those of an embedding of its own, of which rows are read."""
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    table = model.get_input_embeddings().weight
+    return total if model.config.tie_word_embeddings else total - table.numel() * table.element_size()
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the keys and values of one token."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers * config.num_key_value_heads * head_dim * 2 * model.dtype.itemsize

@@ -1,0 +1,282 @@
+"""The tables of README.md and benchmarks/README.md, from benchmarks/results/*.json alone.
+
+    python benchmarks/tables.py [--write]
+
+Without --write, says which tables are not what the results say, and exits with 1 if any is not. A table stands between
+``<!-- figures: NAME -->`` and ``<!-- end of figures -->``; under it are the stamps of its rows.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from common import HERE, LOOKUP, RESULTS
+from figures import NONE, Results, floors, number, table
+from steps import EAGER, PLAIN, SPECULATIVE, STATIC
+
+FILES = (HERE.parent / "README.md", HERE / "README.md")
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+SHAPES = {
+    "llama-8b": "Llama-3.1-8B",
+    "qwen3-8b": "Qwen3-8B",
+    "llama-1b": "Llama-3.2-1B",
+    "qwen3-0.6b": "Qwen3-0.6B",
+}
+WORKLOADS = {
+    "code_editing": "code editing (EditEval)",
+    "bug_fixing": "bug fixing (HumanEvalFix)",
+    "code_completion": "code completion (HumanEval)",
+    "maths": "maths (GSM8K)",
+    "chat": "chat (MT-bench)",
+    "docstrings": "docstrings",
+    "random": "random tokens",
+}
+BEST = (LOOKUP, STATIC, EAGER, "HF greedy", "HF assistant")
+"""Transformers' own ways."""
+
+
+def best_step(results: Results, shape: str) -> dict:
+    """The fastest of transformers' own ways."""
+    rows = [row for row in results.all("gpu", "shapes", shape, "steps") if row["system"] in BEST]
+    return results.seen(min(rows, key=lambda row: row["ms"])) if rows else {}
+
+
+def step_cells(results: Results, shape: str) -> tuple[str, str, str]:
+    """Transformers' best way, ours by plain steps, and the ratio."""
+    best, plain = best_step(results, shape), results.row("gpu", "shapes", shape, "steps", system=PLAIN)
+    if not best or not plain:
+        return NONE, NONE, ""
+    name = best["system"].removeprefix("HF ")
+    return f"{best['ms']:.2f} ms ({name})", f"{plain['ms']:.2f} ms", f"{best['ms'] / plain['ms']:.1f}×"
+
+
+def rates(results: Results, file: str, workload: str) -> dict[str, float]:
+    """Tokens a second of each system."""
+    systems = results.get(file, "workloads", workload, "systems")
+    return {name: results.seen(row)["tokens_per_second"] for name, row in systems.items()}
+
+
+def rate_cells(results: Results, file: str, workload: str, names: list[str]) -> tuple[str, str, str]:
+    """Transformers' best way, some of ours, and their ratios."""
+    systems = rates(results, file, workload)
+    if LOOKUP not in systems or not all(name in systems for name in names):
+        return NONE, NONE, ""
+    name = max((name for name in systems if name in BEST), key=systems.get)
+    ours = ", ".join(f"{systems[own]:,.0f}" for own in names)
+    ratios = ", ".join(f"{systems[own] / systems[name]:.1f}×" for own in names)
+    return f"{systems[name]:,.0f} tokens/s ({name.removeprefix('HF ')})", f"{ours} tokens/s", ratios
+
+
+def summary(results: Results) -> str:
+    """The figures of README.md."""
+
+    def rounds(*wanted: tuple[int, int]) -> tuple[str, str, str]:
+        rows = [
+            results.row("gpu", "shapes", "llama-8b", "rounds", batch=1, context=context, nodes=nodes)
+            for context, nodes in wanted
+        ]
+        return "", ", ".join(number(row, "ms") for row in rows) + " ms", "; ".join(map(floors, rows)) + " the floor"
+
+    def drafts(*names: str) -> tuple[str, str, str]:
+        rows = [results.row("gpu", "shapes", "llama-8b", "drafts", name=name) for name in names]
+        return "", ", ".join(number(row, "ms") for row in rows) + " ms", "; ".join(map(floors, rows)) + " the floor"
+
+    def prompts(*lengths: int) -> tuple[str, str, str]:
+        rows = [results.row("gpu", "shapes", "llama-8b", "prompts", tokens=length) for length in lengths]
+        cells = (", ".join(number(row, name, "{:,.0f}") for row in rows) + " tokens/s" for name in ("HF", "ours"))
+        return *cells, ", ".join(f"{row['ours'] / row['HF']:.2f}×" if row else NONE for row in rows)
+
+    def cpu(workload: str) -> tuple[str, str, str]:
+        row = results.get("cpu", "workloads", workload)
+        speeds = row.get("tokens_per_second", {})
+        if LOOKUP not in speeds:
+            return NONE, NONE, ""
+        best, ours = max(speeds[LOOKUP], speeds["HF greedy"]), speeds["ours, n-gram"]
+        return f"{best:,.0f} tokens/s", f"{ours:,.0f} tokens/s", f"{ours / best:.1f}×"
+
+    completion = "acceptance_gpu", "code_completion"
+    rows = [
+        ("**generate(), a GPU**, random weights: a token of plain decoding, Llama-3.1-8B shape, context 1,024",
+         *step_cells(results, "llama-8b"), "`gpu.py --baselines`"),
+        ("the same of Qwen3-0.6B", *step_cells(results, "qwen3-0.6b"), ""),
+        ("**a captured round alone**, without the host, same GPU: 8B shape, context 1,024, 1 node", *rounds((1024, 1)),
+         "`gpu.py`"),
+        ("16 nodes, 64 nodes", *rounds((1024, 16), (1024, 64)), ""),
+        ("16 nodes behind 32,768 tokens, 131,072 tokens", *rounds((32768, 16), (131072, 16)), ""),
+        ("with an EAGLE-3 head: chain of 3, tree of 16", *drafts("EAGLE-3, chain of 3",
+         "EAGLE-3, tree of 16 in 5 steps"), "`gpu.py --drafts`"),
+        ("a prompt of 8,192 tokens, 32,768, 131,072", *prompts(8192, 32768, 131072), "`gpu.py --prompts …`"),
+        ("**demo model, same GPU**, completion: n-grams", *rate_cells(results, *completion, ["n-gram, 16 nodes"]),
+         "`acceptance.py --device cuda`"),
+        ("EAGLE-3 tree, DFlash tree", *rate_cells(results, *completion, ["EAGLE-3, tree of 16", "DFlash, tree of 16"]),
+         ""),
+        ("**demo model, two CPU cores**, n-grams: code editing", *cpu("code_editing"), "`cpu.py`"),
+        *((name, *cpu(name.replace(" ", "_")), "") for name in ("code completion", "maths", "chat")),
+    ]  # fmt: skip
+    return table(("", "transformers' best way", "here", "", "`python benchmarks/`"), rows)
+
+
+def cpu_workloads(results: Results) -> str:
+    names = ("HF greedy", LOOKUP, "ours, no drafts", "ours, n-gram")
+    rows = []
+    for workload, title in WORKLOADS.items():
+        row = results.get("cpu", "workloads", workload)
+        if row:
+            speeds = row["tokens_per_second"]
+            ours = speeds["ours, n-gram"]
+            ratios = (f"{ours / speeds[name]:.1f}×" if name in speeds else "" for name in names[:2])
+            cells = (number(speeds, name, "{:.0f}") for name in names)
+            rows.append((title, *cells, f"{row['accept_length']:.2f}", *ratios))
+    return table(("workload", *names, "accept length", "vs greedy", "vs lookup"), rows)
+
+
+def cpu_batches(results: Results) -> str:
+    rows = []
+    for size, row in results.get("cpu", "batches").items():
+        results.seen(row)
+        rows.append((size, *(f"{row[name]:.0f}" for name in ("HF greedy", "ours, n-gram"))))
+    row = results.get("cpu", "sampling")
+    if row:
+        rows.append(("1, sampled", f"{row['HF sampling']:.0f}", f"{row['ours, n-gram']:.0f}"))
+    return table(("rows", "transformers", "ours, n-gram"), rows)
+
+
+def acceptance(results: Results, file: str) -> str:
+    """A row for each system, two columns for each workload."""
+    workloads = [name for name in WORKLOADS if results.get(file, "workloads", name)]
+    systems = {name: results.get(file, "workloads", name, "systems") for name in workloads}
+    rows = []
+    for name in dict.fromkeys(name for some in systems.values() for name in some):
+        cells = []
+        for workload in workloads:
+            row = results.seen(systems[workload].get(name, {}))
+            cells += [f"{row['accept_length']:.2f}" if "accept_length" in row else ""]
+            cells += [number(row, "tokens_per_second", "{:,.0f}")]
+            cells += [f"{row['identical']}/{row['prompts']}" if row else ""]
+        rows.append((name, *cells))
+    columns = [column for name in workloads for column in (name.replace("_", " "), "tokens/s", "same")]
+    return table(("", *columns), rows)
+
+
+def gpu_steps(results: Results) -> str:
+    rows = []
+    for shape, title in SHAPES.items():
+        for row in results.all("gpu", "shapes", shape, "steps"):
+            results.seen(row)
+            runs = f"{min(row['runs']):.2f} to {max(row['runs']):.2f} in {len(row['runs'])}"
+            note = ", ".join(f"{key} {value}" for key, value in row.get("lookup", {}).items())
+            if row["system"] == SPECULATIVE:
+                note = f"accept length {row['accept_length']:.2f}, which random weights make meaningless"
+            rows.append((title, row["system"], f"{row['ms']:.2f}", runs, floors(row), note))
+    return table(("shape", "generate()", "ms a token", "runs", "times the floor (copy, read)", ""), rows)
+
+
+def gpu_rounds(results: Results) -> str:
+    """A row for each shape, batch and context, a column for each size."""
+    sizes, rows = (1, 4, 16, 64), []
+    for shape, title in SHAPES.items():
+        every = results.all("gpu", "shapes", shape, "rounds")
+        for batch, context in sorted({(row["batch"], row["context"]) for row in every}):
+            key = dict(batch=batch, context=context)
+            some = [results.row("gpu", "shapes", shape, "rounds", **key, nodes=nodes) for nodes in sizes]
+            any_row = next(row for row in every if (row["batch"], row["context"]) == (batch, context))
+            cells = (f"{row['ms']:.2f} ({floors(row)})" if row else "" for row in some)
+            bounds = f"{any_row['floor_copy_ms']:.2f}, {any_row['floor_read_ms']:.2f}"
+            rows.append((f"{title}, {batch}, {context:,}", bounds, *cells))
+    return table(("shape, batch, context", "floor (copy, read)", *(f"N={size}" for size in sizes)), rows)
+
+
+def gpu_drafts(results: Results) -> str:
+    rows = []
+    for shape, title in SHAPES.items():
+        for row in results.all("gpu", "shapes", shape, "drafts"):
+            results.seen(row)
+            cells = (f"{row['ms']:.2f} ({floors(row)})", f"{row['separate_ms']:.2f}")
+            rows.append((f"{title}, {row['name']}", str(row["nodes"]), f"{row['floor_copy_ms']:.2f}", *cells))
+    return table(("target, draft", "nodes", "floor (copy)", "a round", "two graphs, acceptance on the host"), rows)
+
+
+def gpu_prompts(results: Results) -> str:
+    rows = []
+    for shape, title in SHAPES.items():
+        for row in results.all("gpu", "shapes", shape, "prompts"):
+            results.seen(row)
+            rows.append((title, f"{row['tokens']:,}", f"{row['HF']:,.0f}", f"{row['ours']:,.0f}"))
+    return table(("shape", "tokens", "transformers, tokens/s", "ours, tokens/s"), rows)
+
+
+def attention(results: Results) -> str:
+    names, rows = ("floor", "triton", "flex", "flashinfer", "sdpa"), []
+    for row in results.all("attention", "models", "llama-3.1-8b", "trees"):
+        if row["nodes"] == 16:
+            results.seen(row)
+            rows.append((f"{row['context']:,}", *(number(row, name, "{:.1f}") for name in names)))
+    return table(("context", *names), rows)
+
+
+def attention_prompts(results: Results) -> str:
+    every = results.all("attention", "models", "llama-3.1-8b", "prompts")
+    ways = list(dict.fromkeys(row["way"] for row in every))
+    rows = []
+    for tokens in sorted({row["tokens"] for row in every}):
+        some = [results.row("attention", "models", "llama-3.1-8b", "prompts", tokens=tokens, way=way) for way in ways]
+        rows.append((f"{tokens:,}", *(f"{row['tokens_per_second'] / 1e6:.2f}" if row else NONE for row in some)))
+    return table(("tokens", *ways), rows)
+
+
+def kv_cache_dtype(results: Results) -> str:
+    rows = []
+    for name, row in results.get("kv_cache_dtype", "sets").items():
+        results.seen(row)
+        lengths = (f"{row['accept_length'][dtype]:.2f}" for dtype in ("auto", "fp8"))
+        rows.append((name.replace("_", " "), *lengths, f"{row['same']} of {row['of']}"))
+    return table(("prompts", "accept length, 16 bits", "fp8", "same answer"), rows)
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "summary": summary,
+    "cpu_workloads": cpu_workloads,
+    "cpu_batches": cpu_batches,
+    "cpu_acceptance": lambda results: acceptance(results, "acceptance_cpu"),
+    "gpu_steps": gpu_steps,
+    "gpu_rounds": gpu_rounds,
+    "gpu_drafts": gpu_drafts,
+    "gpu_prompts": gpu_prompts,
+    "gpu_acceptance": lambda results: acceptance(results, "acceptance_gpu"),
+    "attention": attention,
+    "attention_prompts": attention_prompts,
+    "kv_cache_dtype": kv_cache_dtype,
+}
+
+
+def render(text: str, folder: Path = RESULTS) -> str:
+    """`text` with the tables that the results of `folder` give. KeyError for a table that does not exist."""
+
+    def fill(match: re.Match) -> str:
+        results = Results(folder)
+        body = TABLES[match[2]](results)
+        return f"{match[1]}\n{body}\n\n{results.caption()}\n{match[3]}"
+
+    return BLOCK.sub(fill, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="rewrite the files")
+    options = parser.parse_args()
+    stale = []
+    for path in FILES:
+        text = path.read_text()
+        new = render(text)
+        if new != text:
+            stale.append(path.name)
+            if options.write:
+                path.write_text(new)
+    if stale and not options.write:
+        sys.exit(f"{', '.join(stale)}: not what the results say; run python benchmarks/tables.py --write")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Arithmetic in float32 for models of 16 bits, without a copy of their weights: the reference that checks need."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
+SELECTIONS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
+"""Ops that copy chosen elements, of tables that are best not widened as a whole."""
+
+
+@contextmanager
+def in_float32() -> Iterator[None]:
+    """While inside, PyTorch computes in float32 what it would compute in 16 bits.
+
+    Every op gets its operands of 16 bits as float32, one op's at a time, and a cast to 16 bits stays in float32.
+    Nothing is rounded to TF32, and nothing is compiled. An op that has no float32 form raises what it raises; one
+    that would write to a tensor of 16 bits raises RuntimeError.
+    """
+    with full_precision(), torch.compiler.set_stance("force_eager"), _Float32():
+        yield
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """While inside, matrix products of float32 are not rounded to TF32 or bfloat16, whatever the user allows."""
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        legacy = torch.get_float32_matmul_precision()
+    except RuntimeError:  # PyTorch has two switches, and the user has set the new one alone
+        legacy = None
+    try:
+        _set_precision(legacy and "highest", ["ieee"] * len(backends))
+        yield
+    finally:
+        _set_precision(legacy, before)
+
+
+def _set_precision(legacy: str | None, precisions: list[str]) -> None:
+    if legacy is not None:  # sets the new switches, too
+        torch.set_float32_matmul_precision(legacy)
+    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = precisions
+
+
+class _Float32(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        aliases = [argument.alias_info for argument in func._schema.arguments]
+        if any(alias is not None and not alias.is_write for alias in aliases):  # a view: widened when it is used
+            return func(*args, **kwargs)
+        if func in SELECTIONS:
+            return tree_map(_widened, func(*args, **kwargs))
+        for value, alias in zip(args, aliases):
+            if alias is not None and isinstance(value, torch.Tensor) and value.dtype in HALF:
+                raise RuntimeError(f"{func} writes to a tensor of {value.dtype}, which cannot be followed in float32")
+        return func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
+
+
+def _widened(value):
+    """A tensor of 16 bits as float32, the name of a dtype of 16 bits as float32's; all else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in HALF else value
+    return torch.float32 if isinstance(value, torch.dtype) and value in HALF else value

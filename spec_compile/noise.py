@@ -1,0 +1,147 @@
+"""How much a model's logits move when the same sums are done in another order: the noise that `audit` allows for.
+
+In 16 bits every order of computation (the text at once, in pieces behind a cache, in a padded batch, token by token)
+rounds differently, and each is legitimate. What all of them approximate is the model in float32, so the distance of an
+order from a float32 copy of the same weights is the model's noise. A speculative model that computes the same thing is
+as far from the copy as the orders are. One that computes something else is farther, at every place a little.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+PADDING = 7
+"""Places of padding on the left of the padded batch."""
+FLOOR = {torch.float32: 3.3e-6, torch.float64: 1e-12}
+"""The noise in these dtypes is at least this share of the logits, because libraries differ in sums and in exp."""
+
+
+@dataclass
+class Scatter:
+    """The target's logits at the last places of a text, and how far its orders of computation are from them.
+
+    exact: float32 [places, vocabulary], of the float32 copy. distance: float32 [places], root mean square over the
+    vocabulary of an order's distance from `exact`, of the median order. gaps: float32 [orders, places], by how much
+    each order has the difference of two logits wrong. floor: the least distance that counts.
+    """
+
+    exact: Tensor
+    distance: Tensor
+    gaps: Tensor
+    floor: float
+
+    def excess(self, logits: Tensor) -> Tensor:
+        """Logarithm, at each place, of the distance of `logits` [places, vocabulary] divided by that of the orders."""
+        return (_rms(logits.float() - self.exact).clamp(min=self.floor) / self.distance).log()
+
+
+class Reference:
+    """A model beside a copy of it in float32, if it has 16 bits; otherwise the model itself is the reference.
+
+    The copy takes 4 bytes a parameter, on the model's device if that has room, otherwise on the CPU. `model` itself is
+    not changed.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.exact = model, model
+        if model.dtype.itemsize == 2:
+            self.exact = _float32_copy(model, _roomy_device(model))
+
+    @torch.no_grad()
+    def scatter(self, text: Tensor, places: int, pair: tuple[int, int] | None = None) -> Scatter:
+        """Measure the last `places` places of `text` [1, T].
+
+        The two logits of ``gaps`` are the largest ones; at the last place they are those of the tokens `pair`.
+        """
+        exact = _logits(self.exact, text.to(self.exact.device), places)[0].to(text.device)
+        two = exact.topk(2, dim=-1).indices
+        if pair is not None:
+            two[-1] = two.new_tensor(pair)
+        distances, gaps = [], []
+        for logits in _orders(self.model, text, places):
+            error = logits - exact
+            distances.append(_rms(error))
+            gaps.append(error.gather(-1, two).diff(dim=-1)[:, 0])
+        floor = max(FLOOR.get(self.model.dtype, 0.0) * float(exact.abs().max()), 1e-30)
+        distance = torch.stack(distances).quantile(0.5, dim=0).clamp(min=floor)
+        return Scatter(exact, distance, torch.stack(gaps), floor)
+
+
+def gap_noise(gaps: Tensor, floor: float = 0.0) -> float:
+    """Root mean square of `gaps` [orders, places] over the places, of the median order."""
+    return max(float(_rms(gaps).quantile(0.5)), floor)
+
+
+def _rms(values: Tensor) -> Tensor:
+    return values.square().mean(dim=-1).sqrt()
+
+
+def _logits(model: PreTrainedModel, ids: Tensor, places: int, **arguments) -> Tensor:
+    """Logits of the last `places` places, float32 [batch, places, vocabulary]."""
+    return _forward(model, ids, places, **arguments).logits[:, -places:].float()
+
+
+def _forward(model: PreTrainedModel, ids: Tensor, places: int, **arguments):
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        arguments["logits_to_keep"] = places
+    return model(ids, **arguments)
+
+
+def _orders(model: PreTrainedModel, text: Tensor, places: int) -> Iterator[Tensor]:
+    """Logits [places, vocabulary] of the last places of `text` [1, T], by one legitimate order after the other."""
+    length = text.shape[1]
+    yield _logits(model, text, places)[0]
+    third = -(-length // 3)
+    yield _in_pieces(model, text, places, [*range(third, length, third), length])
+    yield _padded(model, text, places)
+    yield _in_pieces(model, text, places, range(length - places + 1, length + 1))
+
+
+def _in_pieces(model: PreTrainedModel, text: Tensor, places: int, ends) -> Tensor:
+    """Logits of the last places, with the text put through a cache in pieces that end at `ends`."""
+    cache, begin, logits = None, 0, []
+    for end in ends:
+        output = _forward(model, text[:, begin:end], min(end - begin, places), past_key_values=cache, use_cache=True)
+        cache, begin = output.past_key_values, end
+        logits.append(output.logits[0, -places:].float())
+    return torch.cat(logits)[-places:]
+
+
+def _padded(model: PreTrainedModel, text: Tensor, places: int) -> Tensor:
+    """Logits of the last places, with the text in a batch of two rows and padding on its left."""
+    longer = F.pad(text, (PADDING, 0))
+    mask = F.pad(torch.ones_like(text), (PADDING, 0))
+    mask = torch.cat([mask, torch.ones_like(mask)])
+    arguments = {"attention_mask": mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    return _logits(model, torch.cat([longer, longer.roll(1, dims=1)]), places, **arguments)[0]
+
+
+def _float32_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """The same modules with every tensor of 16 bits in float32."""
+    memo = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        narrow = tensor.is_floating_point() and tensor.dtype.itemsize == 2
+        wide = tensor.detach().to(device, torch.float32 if narrow else tensor.dtype)
+        memo[id(tensor)] = nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
+    exact = copy.deepcopy(model, memo)
+    if exact.config._attn_implementation not in ("sdpa", "eager"):
+        exact.set_attn_implementation("eager")  # others do not all take float32
+    return exact
+
+
+def _roomy_device(model: PreTrainedModel) -> torch.device:
+    """The model's device, or the CPU if that has no room for the float32 copy."""
+    if model.device.type == "cuda":
+        needed = 5 * sum(parameter.numel() for parameter in model.parameters())
+        unused = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+        if torch.cuda.mem_get_info(model.device)[0] + unused < needed:
+            return torch.device("cpu")
+    return model.device

@@ -1,0 +1,123 @@
+"""The file that n-gram stores are saved in: one format for `NgramTrie` and `NgramCorpus`, written all or nothing.
+
+Little-endian: magic, version and the crc32 of all that follows; a header (see `HEADER`); then the held tokens as int32,
+for each the distance to the next token of its text as uint32 (0: the text ends), and the order of siblings as int32,
+which only a trie has.
+"""
+
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+MAGIC = b"SPECTRIE"
+VERSION = 1
+PREFIX = struct.Struct("<8sII")
+HEADER = struct.Struct("<6I5Q")
+"""branch_length (0: texts alone, no trie), windows, breadths, match_type is PROB; capacity, vocab_size, nodes, tokens,
+length of sibling order."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds. settings: the first eight fields of `HEADER`; tokens, links, order: their bytes."""
+
+    settings: tuple[int, ...]
+    nodes: int
+    tokens: bytes
+    links: bytes
+    order: bytes = b""
+
+    @property
+    def branch_length(self) -> int:
+        """Of the trie; 0 where texts alone are held."""
+        return self.settings[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return len(self.tokens) // 4
+
+    def texts(self) -> list[np.ndarray]:
+        """The texts, each [n] int32, by their first tokens; ValueError where links contradict themselves."""
+        tokens = np.frombuffer(self.tokens, "<i4")
+        links = np.frombuffer(self.links, "<u4").astype(np.int64)
+        places = np.arange(len(tokens))
+        sources = np.flatnonzero(links)
+        targets = sources + links[sources]
+        if len(targets) and (int(targets.max()) >= len(tokens) or len(np.unique(targets)) < len(targets)):
+            raise ValueError("its links are broken")
+        first = places.copy()
+        first[targets] = sources
+        while not np.array_equal(first, further := first[first]):
+            first = further
+        grouped = np.argsort(first, kind="stable")
+        starts = np.flatnonzero(np.diff(first[grouped], prepend=-1))
+        return np.split(tokens[grouped], starts[1:]) if len(tokens) else []
+
+
+def from_text(text: np.ndarray, end: int, capacity: int, vocab_size: int) -> Contents:
+    """The contents of a corpus: `text` [n] int32, whose documents each end with `end`."""
+    kept = text != end
+    links = np.append(kept[1:], False)[kept]
+    settings = (0, 0, 0, 0, 0, 0, capacity, vocab_size)
+    return Contents(settings, 0, text[kept].astype("<i4").tobytes(), links.astype("<u4").tobytes())
+
+
+def write(path: str | os.PathLike, contents: Contents) -> None:
+    """Write a file in place of `path`, at once and only when it is on the disk."""
+    counts = (contents.nodes, contents.num_tokens, len(contents.order) // 4)
+    parts = (HEADER.pack(*contents.settings, *counts), contents.tokens, contents.links, contents.order)
+    _replace(Path(path), (PREFIX.pack(MAGIC, VERSION, _checksum(parts)), *parts))
+
+
+def read(path: str | os.PathLike) -> Contents:
+    """What a file holds; ValueError, with the reason alone, if it is none, truncated, damaged or of another version."""
+    data = memoryview(Path(path).read_bytes())
+    if bytes(data[:8]) != MAGIC:
+        raise ValueError("the file was not written by NgramTrie.save or NgramCorpus.save")
+    start = PREFIX.size + HEADER.size
+    if len(data) < start:
+        raise ValueError(f"it is truncated ({len(data)} bytes)")
+    _, version, checksum = PREFIX.unpack_from(data)
+    if version != VERSION:
+        raise ValueError(f"its format version is {version}, this release reads version {VERSION}")
+    *settings, nodes, num_tokens, num_order = HEADER.unpack_from(data, PREFIX.size)
+    expected = start + 8 * num_tokens + 4 * num_order
+    if len(data) != expected:
+        raise ValueError(f"it has {len(data)} bytes where its header announces {expected}: truncated or damaged")
+    if _checksum([data[PREFIX.size :]]) != checksum:
+        raise ValueError("its checksum does not match: it is damaged")
+    links, order = start + 4 * num_tokens, start + 8 * num_tokens
+    return Contents(tuple(settings), nodes, bytes(data[start:links]), bytes(data[links:order]), bytes(data[order:]))
+
+
+def refusal(path: str | os.PathLike, store: str, reason) -> ValueError:
+    """The error of `store`, "trie" or "corpus", that cannot load a file."""
+    return ValueError(f"{os.fspath(path)}: cannot load this n-gram {store}: {reason}")
+
+
+def _checksum(parts: Iterable) -> int:
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def _replace(path: Path, parts: Iterable[bytes]) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,196 @@
+"""The benchmarks' own arithmetic, and one tiny run of what they measure."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import ADMITTED, prompts
+
+from spec_compile import speculate
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import acceptance  # noqa: E402
+import common  # noqa: E402
+import cpu  # noqa: E402
+import gpu  # noqa: E402
+import steps  # noqa: E402
+import tables  # noqa: E402
+
+FACTS = {"commit", "date", "command", "cpu", "threads", "python", "torch", "transformers"}
+
+
+def test_a_token_costs_the_difference_of_two_lengths():
+    pairs = [((16, 1.016), (144, 1.144)), ((16, 5.0), (144, 5.256)), ((16, 2.0), (144, 2.384))]
+    result = common.median_difference(pairs)  # what both lengths cost cancels
+    assert result["ms"] == pytest.approx(2.0) and result["runs"] == pytest.approx([1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match="gave 16 tokens, the shorter 16"):
+        common.median_difference([((16, 1.0), (16, 1.1))])
+
+
+def test_systems_take_turns_and_are_warm():
+    calls = []
+
+    def system(name):
+        def generate(ids, max_new_tokens):
+            calls.append((name, max_new_tokens))
+            return torch.zeros(1, ids.shape[1] + max_new_tokens)
+
+        return generate
+
+    result = steps.step_times({"a": system("a"), "b": system("b")}, torch.zeros(1, 3), (2, 5), repeats=3)
+    assert calls[:4] == [("a", 5), ("a", 2), ("b", 5), ("b", 2)]  # the longer one first, untimed
+    assert calls[4:] == [("a", 2), ("a", 5), ("b", 2), ("b", 5)] * 3
+    assert [len(row["runs"]) for row in result.values()] == [3, 3]
+
+
+def test_prompt_lookup_is_tuned():
+    assert {tuple(setting.values()) for setting in common.LOOKUPS} == {(t, n) for t in (10, 16, 24) for n in (2, 3)}
+    tried = [{**setting, "tokens_per_second": rate} for setting, rate in zip(common.LOOKUPS, (3, 1, 4, 1, 5, 2))]
+    assert common.fastest(tried) == {"prompt_lookup_num_tokens": 24, "max_matching_ngram_size": 2}
+
+
+def test_prompts_for_tuning_are_not_measured():
+    class Words:
+        def __call__(self, text, return_tensors):
+            return type("Ids", (), {"input_ids": torch.tensor([[hash(text) % 1000]])})
+
+    some, tuning = common.split_prompts("chat", BENCHMARKS / "prompts", 10, 2, Words(), 100)
+    assert len(some) == 10 and len(tuning) == 2
+    with pytest.raises(ValueError, match="chat: 12 prompts; 11 are measured and 2 more are for tuning"):
+        common.split_prompts("chat", BENCHMARKS / "prompts", 11, 2, Words(), 100)
+
+
+def test_floors_of_a_copy_and_of_a_read():
+    result = common.floors(8e9, {"copy": 4e12, "read": 5e12}, 3.0)
+    expected = {"floor_copy_ms": 2.0, "over_copy": 1.5, "floor_read_ms": 1.6, "over_read": 1.875}
+    assert result == pytest.approx(expected)
+
+
+def test_stamps(monkeypatch):
+    facts = common.stamp()
+    assert FACTS <= set(facts) and facts["torch"] == torch.__version__ and all(facts.values())
+    answers = {"rev-parse": "abc1234\n", "status": ""}
+    monkeypatch.setattr(
+        common.subprocess, "run", lambda command, **_: type("Done", (), {"stdout": answers[command[1]]})
+    )
+    assert common.commit() == "abc1234"
+    answers["status"] = " M spec_compile/api.py\n"
+    assert common.commit() == "abc1234+dirty"
+
+
+def test_the_commit_where_git_is_not(monkeypatch):
+    def fail(*arguments, **options):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(common.subprocess, "run", fail)
+    monkeypatch.setenv("BENCHMARK_COMMIT", "abc1234")
+    assert common.commit() == "abc1234"
+    monkeypatch.delenv("BENCHMARK_COMMIT")
+    assert common.commit() == "unknown"
+
+
+def test_results_are_a_row_a_line(tmp_path):
+    report = {"shapes": {"a": {"rounds": [{"ms": 1.5, "stamp": {"commit": "x"}}] * 2, "empty": [], "runs": [1, 2]}}}
+    path = tmp_path / "results" / "file.json"
+    common.write_json(path, report)
+    assert json.loads(path.read_text()) == report
+    assert sum("commit" in line for line in path.read_text().splitlines()) == 2
+
+
+def test_rows_of_earlier_runs_stay():
+    before = [dict(nodes=1, ms=1.0), dict(nodes=4, ms=2.0)]
+    rows = common.merge_rows(before, [dict(nodes=4, ms=3.0), dict(nodes=16, ms=4.0)], ("nodes",))
+    assert [(row["nodes"], row["ms"]) for row in rows] == [(1, 1.0), (4, 3.0), (16, 4.0)]
+
+
+def test_saved_acceptance_keeps_other_systems(tmp_path):
+    path = tmp_path / "acceptance.json"
+    acceptance.save(path, {"chat": {"systems": {"a": {"identical": 1}, "b": {"identical": 2}}}}, {"commit": "1"})
+    acceptance.save(path, {"chat": {"systems": {"b": {"identical": 3}}}}, {"commit": "2"})
+    rows = json.loads(path.read_text())["workloads"]["chat"]["systems"]
+    assert rows["a"] == {"identical": 1, "stamp": {"commit": "1"}}
+    assert rows["b"] == {"identical": 3, "stamp": {"commit": "2"}}
+
+
+def test_parts_that_a_gpu_run_leaves_out_stay():
+    old, new = {"commit": "1"}, {"commit": "2"}
+    before = {"rounds": [dict(batch=1, context=8, nodes=1, ms=1.0, stamp=old)], "loop": {"gap_us": 1.0, "stamp": old}}
+    after = gpu.merged(before, {"rounds": [dict(batch=1, context=8, nodes=4, ms=2.0)], "ready": {"seconds": 3.0}}, new)
+    assert [row["stamp"] for row in after["rounds"]] == [old, new]
+    assert after["loop"]["stamp"] == old and after["ready"] == {"seconds": 3.0, "stamp": new}
+
+
+def test_the_tables_are_what_the_results_say():
+    for path in tables.FILES:
+        text = path.read_text()
+        assert "<!-- figures: " in text and tables.render(text) == text, f"{path}: run benchmarks/tables.py --write"
+
+
+def test_tables_from_made_up_results(tmp_path):
+    facts = dict(commit="abc", date="2026-01-02 03:04", gpu="GPU X", torch="2", transformers="5")
+    systems = {steps.EAGER: 20.0, common.LOOKUP: 8.0, steps.STATIC: 9.0, steps.PLAIN: 4.0}
+    rows = [dict(system=name, ms=ms, runs=[ms], stamp=facts) for name, ms in systems.items()]
+    common.write_json(tmp_path / "gpu.json", {"shapes": {"llama-8b": {"steps": rows}}})
+    marks = "<!-- figures: {} -->\nold\n<!-- end of figures -->"
+    text = tables.render("a\n" + marks.format("summary") + "\nb\n" + marks.format("gpu_steps"), tmp_path)
+    assert "| 8.00 ms (prompt lookup) | 4.00 ms | 2.0× |" in text  # the fastest of theirs by plain steps of ours
+    assert "Measured at: commit abc, 2026-01-02, GPU X, torch 2, transformers 5." in text
+    assert "not measured" in text and "old" not in text and "| Llama-3.1-8B | HF eager | 20.00 |" in text
+    assert tables.render(text, tmp_path) == text
+    with pytest.raises(KeyError, match="nothing"):
+        tables.render(marks.format("nothing"))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model = ADMITTED["llama"]()
+    return model, speculate(model, num_draft_tokens=1, compile=False), speculate(model, compile=False)
+
+
+def test_gpu_steps_on_a_tiny_model(tiny):
+    model, plain, fast = tiny
+    model.generation_config.eos_token_id = plain.generation_config.eos_token_id = None
+    fast.generation_config.eos_token_id = None
+    ids, tuning = (row for row in prompts()[0][:2])
+    rows = {row["system"]: row for row in steps.steps(model, plain, fast, ids, [tuning], 2, (2, 6))}
+    assert list(rows) == [steps.EAGER, common.LOOKUP, steps.STATIC, steps.PLAIN, steps.SPECULATIVE]
+    assert all(len(row["runs"]) == 2 and row["new_tokens"] == [2, 6] for row in rows.values())
+    assert rows[common.LOOKUP]["lookup"] in common.LOOKUPS and len(rows[common.LOOKUP]["tried"]) == 6
+    assert rows[steps.SPECULATIVE]["accept_length"] >= 1
+    assert set(plain.speculation.stats.nodes) == {1}  # nothing was drafted
+
+
+def test_gpu_rounds_and_loop_on_a_tiny_model(tiny, monkeypatch):
+    model, plain, fast = tiny
+    monkeypatch.setattr(gpu, "text_tokens", lambda count, vocab: torch.arange(count) % vocab)
+    (row,) = gpu.round_rows(fast, [1], [100], [16], {"copy": 1e9, "read": 2e9}, model)
+    assert row["nodes"] == 16 and row["ms"] > 0 and row["over_read"] == pytest.approx(2 * row["over_copy"])
+    bytes_read = gpu.weight_bytes(model) + 100 * gpu.token_bytes(model)
+    assert row["floor_copy_ms"] == pytest.approx(bytes_read / 1e9 * 1e3)
+    result = gpu.loop(plain, prompts()[0][0], 12)
+    assert result["rounds"] == 12 and result["accept_length"] == 1.0  # one round a token
+    (row,) = gpu.prompts(fast, model, [40])
+    assert row["tokens"] == 40 and row["repeats"] == 3 and row["ours"] > 0 and row["HF"] > 0
+
+
+def test_acceptance_and_cpu_on_a_tiny_model(tiny):
+    model, plain, fast = tiny
+    ours = {"ours, no drafts": plain, "ours, n-gram": fast}
+    fixed = dict(do_sample=False, max_new_tokens=6, pad_token_id=0)
+    some, tuning = [prompts()[0][0]], [prompts()[0][1]]
+    row, identical = cpu.workload_rows(model, ours, (some, tuning), fixed, 1)
+    assert identical == row["identical"] == 1 and row["lookup"] in common.LOOKUPS
+    assert set(row["tokens_per_second"]) == {"HF greedy", common.LOOKUP, *ours}
+    systems = acceptance.hf_systems(model, None, fixed) | {name: wrapped.generate for name, wrapped in ours.items()}
+    systems = {name: (lambda ids, call=call: call(ids, **fixed)) for name, call in systems.items()}
+    result = acceptance.measure(systems, ours, model, (some, tuning), 1, fixed)
+    rows = result["systems"]
+    assert rows[common.LOOKUP]["lookup"] in common.LOOKUPS and rows["ours, n-gram"]["identical"] == 1
+    best = max(rows["HF greedy"]["tokens_per_second"], rows[common.LOOKUP]["tokens_per_second"])
+    assert rows["ours, n-gram"]["over_best_of_hf"] == pytest.approx(
+        rows["ours, n-gram"]["tokens_per_second"] / best
+    )

@@ -1,0 +1,77 @@
+"""What pyproject.toml declares: all that is imported, the versions of torch that work, one version number."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import spec_compile
+
+ROOT = Path(spec_compile.__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DISTRIBUTIONS = {"cuda": "cuda-bindings", "flashinfer": "flashinfer-python"}
+"""Of packages that are called otherwise than what they are installed by."""
+
+
+def names(requirements) -> set[str]:
+    return {canonicalize_name(Requirement(requirement).name) for requirement in requirements}
+
+
+def imports(folder: str, everywhere: bool):
+    """(file, distribution) of each import of what is neither ours nor Python's own; everywhere: in functions, too."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree) if everywhere else tree.body:
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            else:
+                modules = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            for module in (module.split(".")[0] for module in modules):
+                local = any((path.parent / f"{module}{end}").exists() for end in (".py", "/__init__.py"))
+                if not local and module not in sys.stdlib_module_names and module != "spec_compile":
+                    yield str(path.relative_to(ROOT)), canonicalize_name(DISTRIBUTIONS.get(module, module))
+
+
+def test_all_that_is_imported_is_declared():
+    needed, extras = names(PROJECT["dependencies"]), PROJECT["optional-dependencies"]
+    undeclared = [
+        (file, name)
+        for file, name in imports("spec_compile", everywhere=False)
+        if name not in needed and not (name == "triton" and file.startswith("spec_compile/kernels/"))
+    ]
+    assert undeclared == []
+    optional = needed.union(*map(names, extras.values()))
+    assert [pair for pair in imports("spec_compile", everywhere=True) if pair[1] not in optional] == []
+    assert [pair for pair in imports("examples", everywhere=True) if pair[1] not in needed] == []
+    assert {name for _, name in imports("spec_compile", everywhere=True)} >= {"safetensors", "huggingface-hub"}
+
+
+def test_nothing_is_declared_in_vain():
+    used = {name for folder in ("spec_compile", "examples") for _, name in imports(folder, everywhere=True)}
+    assert names(PROJECT["dependencies"]) <= used
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0", "2.14.1", "2.15.0", torch.__version__.split("+")[0]])
+def test_versions_of_torch(version):
+    wanted = next(Requirement(text) for text in PROJECT["dependencies"] if text.startswith("torch"))
+    assert wanted.specifier.contains(version) and not wanted.specifier.contains("2.16.0")
+
+
+def test_there_is_one_version_number():
+    """scikit-build-core takes it from the package by this pattern."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    assert "version" not in PROJECT and PROJECT["dynamic"] == ["version"]
+    source = (ROOT / settings["metadata"]["version"]["input"]).read_text()
+    assert re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE) == [spec_compile.__version__]
+
+
+def test_the_wheels_tag_is_that_of_its_extension():
+    """From Python 3.12 on the trie is compiled for the stable ABI of 3.12, before for the one Python that builds it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    assert settings["wheel"]["py-api"] == "cp312" and "STABLE_ABI" in (ROOT / "CMakeLists.txt").read_text()
