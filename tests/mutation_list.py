@@ -270,6 +270,10 @@ OTHERS = [
         "if not error <= limit:", "if not error <= limit + 1e9:", "tests/test_checks.py",
     ),
     Mutation(
+        "the checks never refuse in 16 bits", "spec_compile/checks.py",
+        "if not error <= NOISE * noise:", "if not error <= NOISE * noise + 1e9:", "tests/test_checks.py",
+    ),
+    Mutation(
         "the captured graph is never checked", "spec_compile/api.py",
         "check_capture(model, graph)", "model, graph", "tests/test_checks.py",
     ),
@@ -283,7 +287,19 @@ TOLERANCES = [
         f"the checks allow a hundred times more in {dtype}", "spec_compile/checks.py",
         f"torch.{dtype}: {value}", f"torch.{dtype}: 1e2 * {value}", "tests/test_checks.py",
     )
-    for dtype, value in (("float64", "1e-4"), ("float32", "1e-3"), ("float16", "3e-2"), ("bfloat16", "1.5e-1"))
+    for dtype, value in (("float64", "1e-4"), ("float32", "1e-3"))
+] + [
+    Mutation(
+        f"{name} is a hundred times as lenient", f"spec_compile/{file}.py",
+        f"{name} = {value}", f"{name} = {lenient}", tests,
+    )
+    for file, name, value, lenient, tests in (
+        ("checks", "NOISE", "3.0", "300.0", "tests/test_checks.py"),
+        ("audit_report", "NEAR_TIE", "3.0", "300.0", "tests/test_audit.py -k near_tie"),
+        ("audit_report", "MORE_NOISE", "0.03", "3.0", "tests/test_audit.py -k beyond_the_noise"),
+        ("audit_report", "DEVIATIONS", "3.0", "300.0", "tests/test_audit.py -k beyond_the_noise"),
+        ("audit_report", "SIGNIFICANCE", "1e-3", "1e-5", "tests/test_audit.py -k one_in_a_thousand"),
+    )
 ] + [
     Mutation(
         f"{file} allows a hundred times more in {dtype}", f"tests/{file}",

@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from mutation_list import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = "spec_compile.runtime._ngram_trie"
+CORE = "_ngram_trie.*"
 """The compiled module, which is copied as it is."""
 SECONDS = 600
 """After so long the tests of one mutation are stopped; they have noticed it then, too."""
@@ -62,7 +62,8 @@ def copy_tree(folder: Path) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    core = Path(importlib.util.find_spec(CORE).origin)
+    places = importlib.util.find_spec("spec_compile").submodule_search_locations  # which imports nothing
+    core = next(path for place in places for path in Path(place, "runtime").glob(CORE))
     shutil.copy2(core, folder / "spec_compile" / "runtime" / core.name)
     return folder
 

@@ -198,6 +198,14 @@ def test_p_values_are_those_of_the_chi_square_distribution():
     assert Sampled(100, 1, 18.307, 10).p_value == pytest.approx(0.05, abs=1e-4)
 
 
+@pytest.mark.parametrize("chi_square, rows, verdict", [(9.6, 1, "lossless"), (12.2, 1, "NOT LOSSLESS"),
+                                                       (12.2, 3, "lossless"), (15.2, 3, "NOT LOSSLESS")])  # fmt: skip
+def test_unlikely_frequencies_are_one_in_a_thousand(chi_square, rows, verdict):
+    """For all prompts together: chi-squares of one degree of freedom, of probability 2e-3, 5e-4 and 1e-4."""
+    sampled = [Sampled(400, 1, chi_square, 1), *[Sampled(400, 1, 1.0, 1)] * (rows - 1)]
+    assert Report(greedy=[Greedy(8)], sampled=sampled).verdict == verdict
+
+
 @pytest.mark.parametrize(
     "error, given",
     [

@@ -94,7 +94,7 @@ def test_every_row_ends_on_its_own(model, fast, batch):
     plain = model.generate(**batch, do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
     width = batch["input_ids"].shape[1]
     eos = [plain[0, width + 3].item(), plain[1, width + 17].item()]
-    expected, got = both(model, fast, **batch, max_new_tokens=NEW, eos_token_id=eos)
+    expected, got = both(model, fast, **batch, max_new_tokens=NEW, eos_token_id=eos, pad_token_id=3)
     assert torch.equal(got, expected)
 
 
