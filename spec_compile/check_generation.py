@@ -25,7 +25,7 @@ STEPS = 4
 """Tokens that are generated: the first from the prompt, the others over the cache."""
 PADDING = 7
 """On the left of the second of two rows."""
-GENERATE = "transformers' own generate(), over its cache,"
+GENERATE = "the model's own generate(), over its cache,"
 
 
 @torch.no_grad()
