@@ -11,7 +11,7 @@ from spec_compile import UnsupportedModelError, checks, passes
 from spec_compile.capture import capture
 from spec_compile.checks import check_capture, check_tree
 from spec_compile.float32 import full_precision, in_float32
-from spec_compile.graph import calls
+from spec_compile.graph import ModelGraph, calls
 from spec_compile.kernels import ops
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -180,3 +180,18 @@ def test_the_precision_of_matrix_products_is_restored():
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_graph_for_a_gpu_on_a_cpu(name, dtype, monkeypatch):
+    """Fused norms and attention that rotates, in float32 and as they round, by what their ops mean on a CPU."""
+    for kernel in ("tree_attention", "add_rms_norm", "skinny_matmul"):
+        pytest.importorskip(f"spec_compile.kernels.{kernel}", exc_type=ImportError)
+    _, graph, _ = graphs(name, dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
+        verify = passes.run(graph, passes.Settings())
+    assert calls(verify.gm, torch.ops.spec_compile.add_rms_norm.default) and attentions(verify)
+    check_tree(name, graph, verify)
+    refused(check_tree, name, graph, scaled(verify, 1.01))
