@@ -30,8 +30,8 @@ GROUPS = {
     "recurrent state": "recurrent state",
     "has layers of type": "other layer types (linear, indexed, chunked or hybrid attention, convolutions)",
     "attention through": "attention outside transformers' interface",
-    "the captured graph differs": "positions that the class counts for itself",
-    "the tree attention": "positions that the class counts for itself",
+    "the captured graph differs": "other logits in one graph, mostly because the class counts positions for itself",
+    "the tree attention": "other logits in one graph, mostly because the class counts positions for itself",
     "generate(), which uses a cache": "a cache that forgets what the mask shows",
     "could not be captured": "control flow that depends on the data or the length",
     "attention mask of its own": "masks or arguments of attention of their own",
@@ -40,6 +40,24 @@ GROUPS = {
     "RoPE of type": "RoPE that changes with the length",
 }
 """What a reason for a refusal contains, and how the table of the README says it."""
+NOT_CLASSES = [
+    (
+        "also refused",
+        "encoder-decoders (T5), RoPE that changes with the length, models on several devices or in training mode",
+    ),
+    (
+        "left to transformers' own loop, with a warning",
+        "classes outside transformers with their own `_sample`, `prepare_inputs_for_generation`, "
+        "`_update_model_kwargs_for_generation` or loop in `generate`",
+    ),
+    (
+        "any other causal LM",
+        "admitted if the captured graph, a small token tree and a few steps of its own `generate()`, padding included, "
+        "give the same logits, refused otherwise",
+    ),
+    ("one CUDA GPU", "see below"),
+]  # fmt: skip
+"""Rows of that table that no sweep decides."""
 
 
 class Worker:
@@ -134,7 +152,7 @@ def line_of(outcome: dict) -> str:
 
 
 def table(outcomes: list[dict], version: str) -> str:
-    """The README's table of what is supported: its rows that the outcomes of a sweep decide."""
+    """The README's table of what is supported and what is refused."""
     by_verdict: dict[str, list[dict]] = {}
     for outcome in outcomes:
         by_verdict.setdefault(outcome["verdict"], []).append(outcome)
@@ -145,7 +163,8 @@ def table(outcomes: list[dict], version: str) -> str:
     for outcome in by_verdict.get("refused", []):
         reason = next((text for key, text in GROUPS.items() if key in outcome["reason"]), "other reasons")
         groups.setdefault(reason, []).append(outcome["name"])
-    rows = [(f"the same tokens, of transformers {version} ({len(everywhere)} classes)", _short(everywhere))]
+    equal = f"the same tokens as `generate()` of transformers {version} ({len(everywhere)} classes)"
+    rows = [(equal, _short(everywhere))]
     if alone:
         rows.append(("the same tokens; batches with padding by transformers' own loop, with a warning", _short(alone)))
     refused = "; ".join(f"**{reason}**: {_short(names)}" for reason, names in sorted(groups.items()))
@@ -156,6 +175,7 @@ def table(outcomes: list[dict], version: str) -> str:
     if "not built" in by_verdict:
         names = [outcome["name"] for outcome in by_verdict["not built"]]
         rows.append(("not tried: no tiny model runs in transformers itself", _short(names)))
+    rows += NOT_CLASSES
     return "\n".join(["| | |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows)])
 
 

@@ -1,6 +1,7 @@
 """Classes of models: those that were hard, methods of a model's own, padding that positions ignore, other caches."""
 
 import functools
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -86,6 +87,13 @@ def test_the_table_has_every_class_once():
     table = architectures.table(outcomes, "5.0")
     assert [table.count(name) for name in ("Llama", "Whisper", "Mamba", "Odd")] == [1] * 4
     assert "(1 classes) | Llama |" in table and "**recurrent state**: Mamba" in table and "| broken | Odd |" in table
+
+
+def test_the_readme_shows_the_table_of_the_last_sweep():
+    record = json.loads((architectures.HERE / "results" / "architectures.json").read_text())
+    table = architectures.table(record["outcomes"], record["machine"]["transformers"])
+    assert not set(record["counts"]) & set(architectures.BAD)
+    assert table in (architectures.HERE.parent / "README.md").read_text()
 
 
 def test_a_difference_counts_unless_it_is_a_near_tie():
