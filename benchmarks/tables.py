@@ -52,15 +52,16 @@ def step_cells(results: Results, shape: str) -> tuple[str, str, str]:
     return f"{best['ms']:.2f} ms ({name})", f"{plain['ms']:.2f} ms", f"{best['ms'] / plain['ms']:.1f}×"
 
 
-def rates(results: Results, file: str, workload: str) -> dict[str, float]:
-    """Tokens a second of each system."""
+def rates(results: Results, file: str, workload: str, name: str) -> dict[str, float]:
+    """Tokens a second of the system `name` and of all that ran beside it."""
     systems = results.get(file, "workloads", workload, "systems")
-    return {name: results.seen(row)["tokens_per_second"] for name, row in systems.items()}
+    stamp = results.seen(systems.get(name, {})).get("stamp")
+    return {other: row["tokens_per_second"] for other, row in systems.items() if row["stamp"] == stamp}
 
 
 def rate_cells(results: Results, file: str, workload: str, names: list[str]) -> tuple[str, str, str]:
-    """Transformers' best way, some of ours, and their ratios."""
-    systems = rates(results, file, workload)
+    """Transformers' best way, some of ours, and their ratios; all of one run."""
+    systems = rates(results, file, workload, names[0])
     if LOOKUP not in systems or not all(name in systems for name in names):
         return NONE, NONE, ""
     name = max((name for name in systems if name in BEST), key=systems.get)

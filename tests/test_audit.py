@@ -143,6 +143,15 @@ def test_bfloat16_is_lossless():
     assert abs(report.logits.excess) < 0.05 and abs(report.graph.excess) < 0.05
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_bfloat16_is_lossless_on_a_gpu():
+    _, texts = coder()
+    fast = spec_compile.speculate(AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.bfloat16).cuda().eval())
+    report = spec_compile.audit(fast, texts, max_new_tokens=96, pad_token_id=0, samples=400, temperature=0.8)
+    assert report.lossless, str(report)
+
+
 @pytest.mark.parametrize("samples", [1, 50, 99, -5])
 def test_too_few_samples(samples):
     with pytest.raises(ValueError, match=r"samples: expected 0 or at least 100, got .* is not tested"):

@@ -139,6 +139,13 @@ def test_tables_from_made_up_results(tmp_path):
     text = tables.render("a\n" + marks.format("summary") + "\nb\n" + marks.format("gpu_steps"), tmp_path)
     assert "| 8.00 ms (prompt lookup) | 4.00 ms | 2.0× |" in text  # the fastest of theirs by plain steps of ours
     assert "Measured at: commit abc, 2026-01-02, GPU X, torch 2, transformers 5." in text
+    rows = {"HF greedy": 10.0, common.LOOKUP: 40.0, "n-gram, 16 nodes": 100.0}
+    rows = {name: {"tokens_per_second": rate, "stamp": facts} for name, rate in rows.items()}
+    rows["HF assistant"] = {"tokens_per_second": 80.0, "stamp": {**facts, "commit": "another run's"}}
+    report = {"workloads": {"code_completion": {"systems": rows}}}
+    common.write_json(tmp_path / "acceptance_gpu.json", report)
+    text = tables.render(text, tmp_path)
+    assert "| 40 tokens/s (prompt lookup) | 100 tokens/s | 2.5× |" in text
     assert "not measured" in text and "old" not in text and "| Llama-3.1-8B | HF eager | 20.00 |" in text
     assert tables.render(text, tmp_path) == text
     with pytest.raises(KeyError, match="nothing"):
