@@ -104,7 +104,7 @@ def test_every_row_ends_on_its_own(model, fast, batch):
         ("input_ids", dict(input_ids=torch.zeros(1, 0, dtype=torch.int64))),
         ("input_ids", dict(input_ids=torch.tensor([[1, 96]]))),
         ("input_ids", dict(input_ids=torch.tensor([[1, -3]]))),
-        ("max_length", dict(input_ids=row(), max_new_tokens=100_000)),
+        ("max_new_tokens", dict(input_ids=row(), max_new_tokens=10**11)),
         ("reference", dict(input_ids=row(), reference=[3, 4, 1000])),
         ("reference", dict(input_ids=row(), reference=[[3, 4], [-1]])),
     ],
