@@ -1,6 +1,6 @@
 """How long ``speculation.refresh()`` takes: for the demo model on a CPU and, with a GPU, for a large shape.
 
-    python benchmarks/refresh.py [--shape llama-8b] [--threads 2] [--repeats 5] [--json FILE]
+    python benchmarks/refresh.py [--shape llama-8b] [--threads 1] [--repeats 5] [--json FILE]
 
 Before each refresh() every parameter is replaced by a copy of it, as ``load_state_dict(assign=True)`` does. "nothing
 moved" is a refresh() after which nothing had to be copied. The floor is the time in which the bytes of the parameters
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> None:
     """Measure, print and store."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-8b")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
