@@ -79,8 +79,6 @@ class Speculation:
             graph = capture(model)
         if options.check:
             check_capture(model, graph)
-        self.serves_padding = not options.check or check_generation(model, graph)
-        """Whether batches padded on the left are served: the model's own positions follow the padding."""
         self.looped = False
         """Whether a decoding loop of transformers, or ours, ran in the last generate()."""
         self._engine = Engine(
@@ -92,6 +90,8 @@ class Speculation:
         )
         if options.check:
             check_tree(type(model).__name__, graph, self._engine.verify)
+        self.serves_padding = not options.check or check_generation(model, graph)
+        """Whether batches padded on the left are served: the model's own positions follow the padding."""
         self._weights = SharedWeights(model, algorithm.draft_module)
         self._watch = Watch(model, fast, self._weights.slots, reads)
         self._calls, self._is_forked = 0, False
