@@ -159,6 +159,17 @@ def test_models_that_cannot_be():
         speculate(ADMITTED["llama"]().train())
 
 
+@pytest.mark.parametrize("check", ["check_capture", "check_tree", "check_generation"])
+def test_every_check_is_run(check, model, monkeypatch):
+    def refuse(*arguments):
+        raise UnsupportedModelError(check)
+
+    monkeypatch.setattr(f"spec_compile.api.{check}", refuse)
+    with pytest.raises(UnsupportedModelError, match=check):
+        speculate(model, compile=False)
+    speculate(model, compile=False, check=False)
+
+
 def test_reference_text_is_copied_from(model):
     fast = speculate(model, compile=False)
     answer = model.generate(row(), do_sample=False, max_new_tokens=NEW, eos_token_id=None)
