@@ -236,7 +236,7 @@ ANSWERS = [
         "the minimum of new tokens is one too small", f"{RUNTIME}generate.py",
         "processor.prompt_length_to_skip + processor.min_new_tokens",
         "processor.prompt_length_to_skip + processor.min_new_tokens - 1",
-        f"{GENERATE} -k 'test_answers_as_transformers'",
+        f"{GENERATE} -k 'test_a_minimum_of_new_tokens'",
     ),
     Mutation(
         "a report's text is not escaped", "spec_compile/report.py",
