@@ -234,8 +234,7 @@ ANSWERS = [
     ),
     Mutation(
         "the minimum of new tokens is one too small", f"{RUNTIME}generate.py",
-        "processor.prompt_length_to_skip + processor.min_new_tokens",
-        "processor.prompt_length_to_skip + processor.min_new_tokens - 1",
+        "max(0, shortest + more)", "max(0, shortest + more - 1)",
         f"{GENERATE} -k 'test_a_minimum_of_new_tokens'",
     ),
     Mutation(
