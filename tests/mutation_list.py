@@ -234,9 +234,8 @@ ANSWERS = [
     ),
     Mutation(
         "the minimum of new tokens is one too small", f"{RUNTIME}generate.py",
-        "processor.prompt_length_to_skip + processor.min_new_tokens",
-        "processor.prompt_length_to_skip + processor.min_new_tokens - 1",
-        f"{GENERATE} -k 'test_answers_as_transformers'",
+        "max(0, shortest + more)", "max(0, shortest + more - 1)",
+        f"{GENERATE} -k 'test_a_minimum_of_new_tokens'",
     ),
     Mutation(
         "a report's text is not escaped", "spec_compile/report.py",
@@ -275,11 +274,12 @@ OTHERS = [
     ),
     Mutation(
         "the captured graph is never checked", "spec_compile/api.py",
-        "check_capture(model, graph)", "model, graph", "tests/test_checks.py",
+        "check_capture(model, graph)", "model, graph", f"{GENERATE} -k test_every_check_is_run",
     ),
     Mutation(
         "the tree attention is never checked", "spec_compile/api.py",
-        "check_tree(type(model).__name__, graph, self._engine.verify)", "self._engine.verify", "tests/test_checks.py",
+        "check_tree(type(model).__name__, graph, self._engine.verify)", "self._engine.verify",
+        f"{GENERATE} -k test_every_check_is_run",
     ),
 ]  # fmt: skip
 TOLERANCES = [

@@ -1,11 +1,11 @@
 """Whether the tests notice faults: each mutation of `mutation_list.py` is made in a copy of the tree, where the tests
 that should catch it are run.
 
-    python tests/mutations.py [NAME ...] [--workers 2] [--list] [--unmutated]
+    python tests/mutations.py [NAME ...] [--workers 2] [--list] [--no-unmutated]
 
 NAME: parts of the names of mutations, or of the files that they change. Prints "caught" or "SURVIVED" for each, and
 exits with 1 if one survived or its tests could not be run. A mutation's text must occur exactly once in its file.
---unmutated first runs the same tests in a copy without a fault, where they must pass.
+First the same tests run in a copy without a fault, where they must pass; --no-unmutated leaves that out.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="print the mutations and try none")
-    parser.add_argument("--unmutated", action="store_true", help="first run the tests without a mutation")
+    parser.add_argument("--unmutated", action=argparse.BooleanOptionalAction, default=True, help="test that first")
     args = parser.parse_args()
     mutations = [m for m in MUTATIONS if not args.names or any(name in f"{m.file} {m.name}" for name in args.names)]
     if not mutations:

@@ -159,6 +159,26 @@ def test_models_that_cannot_be():
         speculate(ADMITTED["llama"]().train())
 
 
+def test_a_minimum_of_new_tokens_holds_to_the_token(model, fast):
+    """The model would end at the last place where it may not."""
+    ids = row()
+    said = model.generate(ids, do_sample=False, max_new_tokens=NEW, eos_token_id=None)[0, ids.shape[1] :].tolist()
+    least = next(n for n in range(3, NEW) if said[n - 1] not in said[: n - 1])
+    expected, got = both(model, fast, ids, max_new_tokens=NEW, eos_token_id=said[least - 1], min_new_tokens=least)
+    assert torch.equal(got, expected) and got.shape[1] > ids.shape[1] + least
+
+
+@pytest.mark.parametrize("check", ["check_capture", "check_tree", "check_generation"])
+def test_every_check_is_run(check, model, monkeypatch):
+    def refuse(*arguments):
+        raise UnsupportedModelError(check)
+
+    monkeypatch.setattr(f"spec_compile.api.{check}", refuse)
+    with pytest.raises(UnsupportedModelError, match=check):
+        speculate(model, compile=False)
+    speculate(model, compile=False, check=False)
+
+
 def test_reference_text_is_copied_from(model):
     fast = speculate(model, compile=False)
     answer = model.generate(row(), do_sample=False, max_new_tokens=NEW, eos_token_id=None)
