@@ -1,10 +1,12 @@
-"""How long ``speculation.refresh()`` takes: for the demo model on a CPU and, with a GPU, for a large shape.
+"""How long ``speculation.refresh()`` takes, for the demo model on a CPU and, with a GPU, for a large shape, and the look
+for changes that every generate() begins with.
 
     python benchmarks/refresh.py [--shape llama-8b] [--threads 1] [--repeats 5] [--json FILE]
 
 Before each refresh() every parameter is replaced by a copy of it, as ``load_state_dict(assign=True)`` does. "nothing
 moved" is a refresh() after which nothing had to be copied. The floor is the time in which the bytes of the parameters
-are copied once, tensor by tensor, into memory that was written before. Medians of the repeats, in milliseconds.
+are copied once, tensor by tensor, into memory that was written before. "look" is that at a model of 32 layers (hidden
+32, on the CPU), which has as many modules as one of any size. Medians of the repeats, in milliseconds.
 """
 
 import argparse
@@ -12,13 +14,14 @@ import json
 import statistics
 import sys
 import time
+import timeit
 from functools import partial
 from pathlib import Path
 
 import torch
 from common import DEMO_MODEL, machine, pin, synchronize
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import spec_compile
 
@@ -50,6 +53,17 @@ def measure(model: PreTrainedModel, repeats: int) -> dict[str, float]:
     return {name: round(statistics.median(times[1:]), 3) for name, times in milliseconds.items()}
 
 
+def look(repeats: int) -> dict[str, float]:
+    """Milliseconds of a look for changes in a model of 32 layers."""
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=32, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64,
+    )  # fmt: skip
+    fast = spec_compile.speculate(LlamaForCausalLM(config).eval(), compile=False, check=False)
+    seconds = timeit.repeat(fast.speculation._watch.changes, number=20, repeat=10 * repeats)
+    return {"look": round(statistics.median(seconds) / 20 * 1e3, 3)}
+
+
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each tensor into another."""
     for target, source in zip(targets, sources):
@@ -76,13 +90,14 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     pin(options.threads)
     results = {"demo model, CPU": measure(AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval(), options.repeats)}
+    results["32 layers"] = look(options.repeats)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         from gpu import build  # needs a GPU
 
         results[options.shape] = measure(build(options.shape), options.repeats)
     for name, times in results.items():
-        print(f"{name}: " + ", ".join(f"{what} {value:.1f} ms" for what, value in times.items()))
+        print(f"{name}: " + ", ".join(f"{what} {value:.2f} ms" for what, value in times.items()))
     if options.json:
         options.json.write_text(json.dumps({**machine(device), "milliseconds": results}, indent=1) + "\n")
 

@@ -18,7 +18,7 @@ from .admit import admit
 from .capture import capture
 from .check_generation import check_generation
 from .checks import check_capture, check_tree
-from .compat import check_compiler
+from .compat import COMPILE_LOCK, check_compiler
 from .config import Options, parse_options
 from .drafters import ALGORITHMS, parse_algorithm
 from .drafters.base import Algorithm
@@ -55,14 +55,15 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
         return adapters.wrap_alike(model, speculate(adapters.base_of(model), algo, **options))
     name = parse_algorithm(algo)
     parsed = parse_options(ALGORITHMS[name].options, options)
-    if parsed.compile and model.device.type == "cpu":
-        check_compiler()
     admit(model)
     if model.device.type == "cuda":
         kernels.load(model.device)
-    algorithm = ALGORITHMS[name].build(model, parsed)
-    fast = _shadow(model)
-    fast.__dict__["speculation"] = Speculation(model, fast, name, parsed, algorithm)
+    elif parsed.compile:
+        check_compiler()
+    with COMPILE_LOCK:  # tracing and checking change settings of the process
+        algorithm = ALGORITHMS[name].build(model, parsed)
+        fast = _shadow(model)
+        fast.__dict__["speculation"] = Speculation(model, fast, name, parsed, algorithm)
     return fast
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from .adapters import twin
-from .compat import COMPILE_LOCK, attention_implementation
+from .compat import attention_implementation
 from .errors import UnsupportedModelError
 from .graph import LayerSpec, ModelGraph, attribute, calls
 from .kernels import ops
@@ -99,7 +99,7 @@ def _example(device: torch.device) -> tuple[Tensor, Tensor]:
 def _trace(module: nn.Module, *arguments: Tensor) -> fx.GraphModule:
     """One graph of ATen calls for any B and T; the arguments are [B, T, ...]."""
     dims = {0: torch.export.Dim("B", min=1, max=4096), 1: torch.export.Dim("T", min=2, max=1 << 20)}
-    with torch.no_grad(), COMPILE_LOCK:
+    with torch.no_grad():
         program = torch.export.export(module, arguments, dynamic_shapes=(dims,) * len(arguments), strict=False)
     gm = program.module(check_guards=False)
     gm.graph._codegen = fx.graph.CodeGen()  # plain arguments, and none of the exporter's input checks

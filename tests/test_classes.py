@@ -246,7 +246,7 @@ def test_padding_that_positions_ignore_is_left_to_transformers():
     assert len(messages) == 1 and messages[0].startswith("attention_mask (padding on the left")
 
 
-REFUSED = {OtherWithCache: "the model's own generate(), which uses a cache", CannotGenerate: "NotImplementedError: no"}
+REFUSED = {OtherWithCache: "the model's own generate(), over its cache", CannotGenerate: "NotImplementedError: no"}
 
 
 @pytest.mark.parametrize("cls, reason", REFUSED.items())

@@ -103,12 +103,12 @@ def test_reports_and_dumps(fast, model, tmp_path):
 
 def test_no_compiler(model, monkeypatch):
     """Said at once, not in the first generate(); without compilation none is needed."""
-    monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
     monkeypatch.delenv("TORCH_INDUCTOR_INSTALL_GXX", raising=False)
     from torch._inductor import cpp_builder
 
     getattr(cpp_builder.cpp_compiler_search, "cache_clear", lambda: None)()
-    with pytest.raises(ValueError, match=r"compile: .* C\+\+ compiler, and there is none .*pass compile=False"):
+    refused = pytest.raises(ValueError, match=r"compile: .* C\+\+ compiler, and there is none .*pass compile=False")
+    with inductor.patch({"cpp.cxx": (None, "no-such-compiler")}), refused:
         speculate(model)
     assert speculate(model, compile=False).generate(torch.ones(1, 3).long(), max_new_tokens=2).shape == (1, 5)
     getattr(cpp_builder.cpp_compiler_search, "cache_clear", lambda: None)()

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import os
 import pickle
 import signal
@@ -303,6 +304,7 @@ def test_another_merge_linears_leaves_an_earlier_one_as_it_is():
     assert answer(apart, OUTER_IDS) == answer(merged, OUTER_IDS) == want
     assert "stay apart for an earlier speculate(merge_linears=False)" in merged.speculation.explain()
     del apart
+    gc.collect()
     assert "stay apart" not in speculate(model, compile=False).speculation.explain()
 
 

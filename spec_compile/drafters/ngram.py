@@ -103,14 +103,14 @@ class MatchingDrafter(Drafter):
     def __init__(self, corpus: NgramCorpus, options: MatchOptions, num_draft_tokens: int):
         super().__init__()
         self.corpus, self.options, self.num_draft_tokens = corpus, options, num_draft_tokens
-        self.state: State | None = None
+        self.state = lambda: None
         self.share_text, self.references = True, []
 
     def begin(
         self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True
     ) -> None:
         self.references = [self.corpus.append(reference) for reference in references]
-        self.state, self.share_text = state, share_text
+        self.state, self.share_text = weakref.ref(state), share_text  # a reference would make it a part of this module
 
     def propose(self, state: State, span: int) -> None:
         if self.num_draft_tokens == 1:
@@ -124,7 +124,7 @@ class MatchingDrafter(Drafter):
                 self.corpus.remove(self.references.pop())
             return
         for row, length in enumerate(lengths):
-            self.corpus.append(self.state.tokens[row, : length + 1])
+            self.corpus.append(self.state().tokens[row, : length + 1])
 
 
 class Ngram(Algorithm):
