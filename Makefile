@@ -7,12 +7,16 @@ WORKERS ?= 2
 READY := $(VENV)/.ready
 CORE := CMakeLists.txt $(wildcard spec_compile/runtime/*.h spec_compile/runtime/*.cpp)
 
-.PHONY: demo test mutations lint bench setup clean
+.PHONY: demo test test-all mutations lint bench setup clean
 
 demo: setup
 	$(VENV)/bin/python examples/demo.py
 
 test: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/python -m pytest -m "not gpu and not slow" -n $(WORKERS)
+
+test-all: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/python -m pytest -m "not gpu" -n $(WORKERS)
 

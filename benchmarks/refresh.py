@@ -1,5 +1,5 @@
-"""How long ``speculation.refresh()`` takes, for the demo model on a CPU and, with a GPU, for a large shape, and the look
-for changes that every generate() begins with.
+"""How long ``speculation.refresh()`` takes, for the demo model on a CPU and, with a GPU, for a large shape; and the
+look for changes that every generate() begins with.
 
     python benchmarks/refresh.py [--shape llama-8b] [--threads 1] [--repeats 5] [--json FILE]
 
