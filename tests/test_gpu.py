@@ -472,3 +472,16 @@ def test_a_forked_process_is_told_to_spawn():
         assert "spawn" in pipe.read()
     os.waitpid(child, 0)
     assert torch.equal(generated(system, random_ids(20)), plain("llama", 20, 1))
+
+
+def test_graphs_have_workspaces_of_their_own():
+    """``torch.compile(mode="reduce-overhead")`` frees those of cuBLAS, whose memory then is anyone's."""
+    system = speculate(model(), max_cache_len=700)
+    system.speculation.warmup()
+    product = torch.compile(lambda x: x @ x, mode="reduce-overhead")
+    for _ in range(4):
+        product(torch.ones(512, 512, device="cuda"))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    for length in (200, 33):
+        assert torch.equal(generated(system, random_ids(length)), plain("llama", length, 1))

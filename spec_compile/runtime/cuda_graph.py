@@ -2,7 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class Captured:
                 function(*arguments)
         torch.cuda.current_stream().wait_stream(stream)
         try:
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+            with _workspaces_of_the_pool(), torch.cuda.graph(self._graph, pool=pool, stream=stream):
                 self.output = function(*arguments)
         except Exception as error:
             torch.cuda.synchronize()
@@ -48,6 +49,17 @@ class Captured:
                 held.copy_(given, non_blocking=True)
         self._graph.replay()
         return self.output
+
+
+@contextmanager
+def _workspaces_of_the_pool() -> Iterator[None]:
+    """Around a capture: cuBLAS takes its workspaces from the graph's pool. It keeps those it has had of a stream, until
+    someone frees all (``torch.compile(mode="reduce-overhead")`` does) and replays would write to memory of others."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 class Ring:
