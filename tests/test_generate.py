@@ -1,7 +1,6 @@
 """The drop-in: what a user sees of `speculate`, and that its generate() answers as transformers' does."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,7 +247,8 @@ def test_private_texts_are_forgotten_on_a_gpu(model):
     corpus = NgramCorpus(1000, 96, torch.device("cpu"))
     corpus.add([1, 2, 3])
     drafter = MatchingDrafter(corpus, MatchOptions(), 4)
-    state = SimpleNamespace(tokens=torch.tensor([[7, 8, 9, 10, 0, 0]]))
+    state = torch.nn.Module()
+    state.tokens = torch.tensor([[7, 8, 9, 10, 0, 0]])
     for share_text, added in ((False, []), (True, [5, 6, -1, 7, 8, 9, -1]), (False, [])):
         before = corpus.text[: len(corpus)].tolist()
         drafter.begin(state, [[7, 8]], [torch.tensor([5, 6])], share_text)
