@@ -73,7 +73,8 @@ def run_tests(tree: Path, selections: list[str]) -> tuple[int, str]:
     command = [sys.executable, "-c", RUN, str(tree), "-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header"]
     command += ["--show-capture=no", "-m", "not gpu"]
     command += [part for selection in selections for part in shlex.split(selection)]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # a mutation may be as long and as old as the original
+    environment = {"TRITON_INTERPRET": "1", **os.environ}  # looked at when Triton is imported, with spec_compile here
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a mutation may be as long and as old as the original
     try:
         done = subprocess.run(
             command, cwd=tree, env=environment, timeout=SECONDS, text=True, stdout=subprocess.PIPE,
