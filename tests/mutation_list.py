@@ -262,7 +262,7 @@ OTHERS = [
         "calls of several threads do not wait for each other", "spec_compile/api.py",
         "self._references, self._said = model, threading.RLock(), [], set()",
         "self._references, self._said = model, __import__('contextlib').nullcontext(), [], set()",
-        f"{GENERATE} -k test_calls_from_threads_wait_for_each_other",
+        "tests/test_reentry.py -k another_thread_waits",
     ),
     Mutation(
         "the checks never refuse", "spec_compile/checks.py",

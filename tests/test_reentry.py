@@ -212,6 +212,23 @@ def test_both_sides_of_a_fork_while_another_thread_generates(algorithm, compile)
     assert answer(fast, INNER_IDS) == expected("inner")
 
 
+def test_a_call_of_another_thread_waits():
+    fast, answers = system("ngram"), []
+    answer(fast, INNER_IDS)
+    paused = Paused(fast)
+    first = threading.Thread(target=lambda: answers.append(answer(fast, OUTER_IDS, streamer=paused)))
+    second = threading.Thread(target=lambda: answers.append(answer(fast, INNER_IDS)))
+    first.start()
+    assert paused.reached.wait(120)
+    second.start()
+    second.join(1.0)
+    assert second.is_alive() and not answers
+    paused.go_on.set()
+    first.join()
+    second.join()
+    assert answers == [expected("outer"), expected("inner")]
+
+
 def test_a_child_does_not_write_into_its_parents_cache():
     fast = system("ngram")
 

@@ -124,12 +124,13 @@ class Engine:
         return self.sessions[key]
 
     def forget_running(self) -> None:
-        """In a forked process: drop what threads that it does not have were in the midst of."""
-        busy = [session for session, _ in self.running]
-        self.sessions = OrderedDict((key, session) for key, session in self.sessions.items() if session not in busy)
-        self.running.clear()
-        for session in busy:
+        """In a forked process: end what threads that it does not have were in the midst of. Their sessions, with all
+        that is compiled, serve again; a call begins by setting every buffer that is read."""
+        for session, _ in self.running:
             session.drafter.end([])
+            session.texts = []
+        self.sessions = OrderedDict((key, one) for key, one in self.sessions.items() if not one.is_growing)
+        self.running.clear()
 
     def refresh(self) -> None:
         """The weights have changed: compute anew what the drafter copied from them, and use no keys and values of

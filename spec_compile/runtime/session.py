@@ -47,6 +47,7 @@ class Session:
         self._pieces: dict[tuple[bool, bool], Prefill | Round] = {}
         self._called: list[Callable] = []
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
+        self.is_growing = False
 
     def _slots(self, tokens: int) -> int:
         """Slots for so many tokens and for what a step writes behind them."""
@@ -61,7 +62,7 @@ class Session:
         if self.on_gpu:
             torch.cuda.synchronize(self.engine.device)
         self.steps.clear(), self._pieces.clear(), self._called.clear()
-        self.capacity = tokens
+        self.capacity, self.is_growing = tokens, True
         caches = [self.state.kv, *(module for module in self.drafter.modules() if isinstance(module, Cache))]
         before = [cache.resize(slots) for cache in caches]
         self.state.resize(slots)
@@ -72,6 +73,7 @@ class Session:
         for cache, tensors in zip(caches, before):
             for new, old in zip(cache.tensors, tensors):
                 new[:, :, :used] = old[:, :, :used]
+        self.is_growing = False
 
     def step(self, part: str, nodes: int = 0) -> Callable:
         """A function, made on first use: "prefill" of (size, span), `nodes` being the size or 0 for all; "round" or
