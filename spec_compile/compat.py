@@ -1,5 +1,6 @@
 """Everything that differs between the supported versions of torch and transformers, in one place."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -21,6 +22,14 @@ CPU_OPTIONS = {**INDUCTOR_OPTIONS, "realize_reads_threshold": 0}
 """What layers share is computed once, and their kernels come out alike."""
 GPU_OPTIONS = {"triton.cudagraphs": False}
 """Rounds are captured here, not by Inductor."""
+
+
+def renew_compile_threads() -> None:
+    """In a forked process: forget Inductor's pool of threads, which the process does not have, so that it makes another
+    (it forgets its pools of processes by itself)."""
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    if inductor is not None:
+        inductor.AsyncCompile.pool.cache_clear()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import os
 import weakref
 from typing import Protocol
 
-from ..compat import COMPILE_LOCK
+from ..compat import COMPILE_LOCK, renew_compile_threads
 
 
 class Forks(Protocol):
@@ -45,6 +45,8 @@ def _after(in_child: bool) -> None:
         for one in _waiting:
             one.after_fork(in_child)
         _waiting.clear()
+        if in_child:
+            renew_compile_threads()
         COMPILE_LOCK.release()
 
 
