@@ -32,7 +32,7 @@ GROUPS = {
     "attention through": "attention outside transformers' interface",
     "the captured graph differs": "other logits in one graph, mostly because the class counts positions for itself",
     "the tree attention": "other logits in one graph, mostly because the class counts positions for itself",
-    "generate(), which uses a cache": "a cache that forgets what the mask shows",
+    "generate(), over its cache": "a cache that forgets what the mask shows",
     "could not be captured": "control flow that depends on the data or the length",
     "attention mask of its own": "masks or arguments of attention of their own",
     "to attention, which is unknown": "masks or arguments of attention of their own",
