@@ -250,7 +250,7 @@ class Speculation:
                 f"max_new_tokens: prompt and new tokens make {tokens} tokens, the model has learned positions for "
                 f"{positions}; ask for at most {positions - max(map(len, prompts))}"
             )
-        if tokens > self._engine.capacity(len(prompts)):  # then the cache will grow
+        if tokens > self._engine.room(len(prompts)):  # then the cache will grow
             self._engine.check_memory(len(prompts), tokens, "max_new_tokens")
 
     def run(self, request: Request) -> Iterator[list[list[int]]]:

@@ -1,6 +1,7 @@
 """The drop-in: what a user sees of `speculate`, and that its generate() answers as transformers' does."""
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from spec_compile import UnsupportedModelError, speculate
 from spec_compile.drafters.ngram import MatchingDrafter
 from spec_compile.kernels.ngram_match import MatchOptions
 from spec_compile.runtime.ngram_corpus import NgramCorpus
+from spec_compile.runtime.state import State
 
 NEW = 40
 
@@ -358,8 +360,19 @@ def test_a_cache_grows_once_when_a_call_needs_more(algorithm, model, caplog):
     assert torch.equal(got, expected)
     assert len(said()) == 1 and "the cache of 40 tokens a sequence is full and grows to 150" in said()[0]
     assert fast.speculation._engine.session(2).capacity == 150
+    with mock.patch.object(type(fast.speculation._engine), "check_memory", side_effect=AssertionError):
+        expected, got = both(model, fast, ids, max_new_tokens=120, eos_token_id=None)
+    assert torch.equal(got, expected), "what a cache holds already need not be free"
     expected, got = both(model, fast, ids.repeat(1, 8), max_new_tokens=30, eos_token_id=None)
     assert torch.equal(got, expected), "a prompt that does not fit"
+
+
+def test_a_growth_that_fails_leaves_the_next_call_unharmed(model):
+    fast = speculate(model, compile=False, max_cache_len=40)
+    with mock.patch.object(State, "resize", side_effect=MemoryError), pytest.raises(MemoryError):
+        fast.generate(row(), do_sample=False, max_new_tokens=60, eos_token_id=None)
+    expected, got = both(model, fast, row(), max_new_tokens=60, eos_token_id=None)
+    assert torch.equal(got, expected)
 
 
 def test_a_compiled_cache_grows(model):

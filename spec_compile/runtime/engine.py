@@ -105,6 +105,11 @@ class Engine:
         memory = psutil.virtual_memory().total
         return min(self.max_positions, max(memory // 4 // (self.token_bytes * batch), 1024))
 
+    def room(self, batch: int) -> int:
+        """Tokens a sequence may hold in the next call of this batch size before its cache has to grow."""
+        session = self.sessions.get((len(self.running), batch))
+        return self.capacity(batch) if session is None else session.capacity
+
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token, the draft's included."""
@@ -114,7 +119,7 @@ class Engine:
         """The session for a batch size and the present nesting depth: a call made inside another has buffers of its
         own. The least recently used ones beyond a few are dropped."""
         key = len(self.running), batch
-        if key not in self.sessions:
+        if key not in self.sessions or self.sessions[key].is_growing:  # a growth that failed, or that a fork cut off
             self.sessions[key] = Session(self, batch)
         self.sessions.move_to_end(key)
         busy = [session for session, _ in self.running]
@@ -129,7 +134,6 @@ class Engine:
         for session, _ in self.running:
             session.drafter.end([])
             session.texts = []
-        self.sessions = OrderedDict((key, one) for key, one in self.sessions.items() if not one.is_growing)
         self.running.clear()
 
     def refresh(self) -> None:

@@ -33,9 +33,10 @@ def register(one: Forks) -> None:
 
 
 def _before() -> None:
-    if _registered:
+    alive = sorted(_registered, key=lambda one: one.fork_order)
+    if alive:
         COMPILE_LOCK.acquire()  # a compilation in another thread ends first
-        _waiting.extend(sorted(_registered, key=lambda one: one.fork_order))
+        _waiting.extend(alive)
         for one in _waiting:
             one.before_fork()
 
