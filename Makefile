@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 READY := $(VENV)/.ready
-CORE := CMakeLists.txt $(wildcard spec_compile/runtime/*.h spec_compile/runtime/*.cpp)
+CORE := CMakeLists.txt $(wildcard spec_compile/ngram/*.h spec_compile/ngram/*.cpp)
 
 .PHONY: demo test test-all mutations lint bench setup clean
 

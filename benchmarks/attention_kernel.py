@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spec_compile.kernels.attention import BACKENDS, Use
 from spec_compile.kernels.compact import compact
-from spec_compile.runtime.tree import ancestry
+from spec_compile.tree import ancestry
 
 MODELS = {"llama-3.1-8b": (32, 8, 128), "llama-3.2-1b": (32, 8, 64), "qwen3-0.6b": (16, 8, 128)}
 """Query heads, KV heads, head size."""

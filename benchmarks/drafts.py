@@ -13,10 +13,10 @@ from common import floors
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import spec_compile
-from spec_compile.drafters.dflash_block import DFlashDraft
-from spec_compile.drafters.draft_block import Eagle3Head, EagleHead, LayerKnobs
-from spec_compile.drafters.draft_target import Target
-from spec_compile.drafters.mtp_block import MtpHead, block_config
+from spec_compile.drafters.checkpoints.target import Target
+from spec_compile.drafters.modules.dflash import DFlashDraft
+from spec_compile.drafters.modules.heads import Eagle3Head, EagleHead, LayerKnobs
+from spec_compile.drafters.modules.mtp import MtpHead, block_config
 from spec_compile.training.options import TrainingOptions
 from spec_compile.training.sizes import draft_config
 

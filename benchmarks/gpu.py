@@ -35,7 +35,7 @@ from steps import LENGTHS, PLAIN, steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
-from spec_compile.runtime.chunks import FIXED, chunks
+from spec_compile.runtime.prefill_chunks import FIXED, chunks
 
 FAMILIES = {
     "norms": ("rsqrt", "rms_norm"),

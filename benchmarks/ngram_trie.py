@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from common import stamp, write_json
 
-from spec_compile.runtime.ngram import NgramTrie
+from spec_compile.ngram.trie import NgramTrie
 
 SPLIT = re.compile(r"\w+|[^\w\s]|\n *| +")
 

@@ -197,7 +197,7 @@ def main() -> None:
     first = time.perf_counter() - START
     console.print(f"first token after {first:.1f} s (loading, capture, compilation; later runs find a warm cache)\n")
 
-    from spec_compile.runtime.sizes import SizePolicy
+    from spec_compile.runtime.draft_length import SizePolicy
 
     method = inspect.cleandoc("    " + inspect.getsource(SizePolicy.learn)) + "\n"
     prompts = {"edit a method": EDIT.format(source=method), "complete a class": COMPLETE, "write more tests": TESTS}

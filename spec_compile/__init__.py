@@ -3,8 +3,8 @@
 from .api import Speculation, speculate
 from .audit import audit
 from .errors import UnsupportedModelError
-from .explain import dump
-from .runtime.ngram import NgramTrie
+from .ngram.trie import NgramTrie
+from .report.explain import dump
 from .stats import Stats
 from .training import train_draft
 

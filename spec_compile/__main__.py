@@ -7,8 +7,8 @@ from pathlib import Path
 
 from . import audit, speculate
 from .audit import check_samples
-from .audit_report import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
 from .command_line import add_model, at_least, json_object, load_model, one_line, read_prompts
+from .report.audit import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
 from .training import cli
 
 

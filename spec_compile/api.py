@@ -13,24 +13,26 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import adapters, kernels, report
-from .admit import admit
-from .capture import capture
-from .check_generation import check_generation
-from .checks import check_capture, check_tree
+from . import forks, kernels
+from .capture import adapters
+from .capture.admit import admit
+from .capture.check_generation import check_generation
+from .capture.checks import check_capture, check_tree
+from .capture.trace import capture
+from .capture.watch import Watch, config_reads, describe
+from .capture.weights import SharedWeights
 from .compat import COMPILE_LOCK, check_compiler
 from .config import Options, parse_options
 from .drafters import ALGORITHMS, parse_algorithm
-from .drafters.base import Algorithm
+from .drafting import Algorithm
 from .errors import check_int
-from .explain import explain
-from .runtime import forks, past
+from .report import html as report
+from .report.explain import explain
+from .runtime import past
 from .runtime.engine import Engine, Request
 from .runtime.generate import SpeculativeMixin
 from .runtime.session import Session
 from .stats import Stats
-from .watch import Watch, config_reads, describe
-from .weights import SharedWeights
 
 
 def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrainedModel:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from .api import speculate
-from .audit_report import EXPECTED, MIN_DRAWS, Greedy, Logits, Report, Sampled
+from .cache import PAGE, Cache
 from .graph import ModelGraph
-from .noise import Reference, gap_noise
-from .runtime.session import SPAN
-from .runtime.state import Cache
+from .report.audit import EXPECTED, MIN_DRAWS, Greedy, Logits, Report, Sampled
+from .report.noise import Reference, gap_noise
 
 
 @torch.no_grad()
@@ -151,7 +150,7 @@ def _speculative_logits(fast, ids: Tensor, options: dict) -> tuple[Tensor, Tenso
 def _graph_logits(verify: ModelGraph, text: Tensor, places: int) -> Tensor:
     """Logits [places, V] of the rewritten graph, not compiled, at the last places of `text` [1, T]."""
     length = text.shape[1]
-    cache = Cache(verify, 1, -(-length // SPAN) * SPAN).tensors  # of whole pages, as a session's
+    cache = Cache(verify, 1, -(-length // PAGE) * PAGE).tensors  # of whole pages, as a session's
     positions = torch.arange(length, device=text.device)[None]
     return verify.gm(text, positions, text.new_zeros(1), None, cache, length)[0][0, -places:]
 

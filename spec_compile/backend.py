@@ -15,11 +15,11 @@ from torch._inductor.compile_fx import compile_fx
 
 from .compat import INDUCTOR_OPTIONS, backend_of
 from .config import parse_options
-from .forward_graph import ForwardGraph
 from .graph import PassReport, calls
-from .passes.grouped_attention import grouped_attention
-from .passes.join_linears import JoinedWeights, join_linears
-from .passes.tidy_forward import tidy_forward
+from .passes.forward.graph import ForwardGraph
+from .passes.forward.grouped_attention import grouped_attention
+from .passes.forward.join_linears import JoinedWeights, join_linears
+from .passes.forward.tidy_forward import tidy_forward
 
 PIPELINE = [tidy_forward, join_linears, grouped_attention]
 GENERATE = (

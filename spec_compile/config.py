@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 from .errors import did_you_mean
 from .kernels import attention
-from .runtime.tree import MAX_NODES
+from .tree import MAX_NODES
 
 CACHE_DTYPES = ("auto", "fp8")
 

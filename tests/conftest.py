@@ -13,8 +13,8 @@ import models
 import pytest
 import transformers
 
-from spec_compile.admit import admit
-from spec_compile.capture import capture
+from spec_compile.capture.admit import admit
+from spec_compile.capture.trace import capture
 
 torch.set_num_threads(1)  # a second thread on a busy core makes OpenMP wait, up to 50 times longer
 transformers.logging.set_verbosity_error()

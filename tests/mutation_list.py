@@ -104,33 +104,33 @@ CACHES = [
 ]  # fmt: skip
 TREES = [
     Mutation(
-        "a drafted token is accepted below a wrong one", f"{RUNTIME}accept.py",
+        "a drafted token is accepted below a wrong one", f"{RUNTIME}accept/greedy.py",
         "whole = (ancestors & bits) == ancestors",
         "whole = (torch.ones_like(ancestors) << number) & bits != 0",
         f"{TREE} -k accept_greedy",
     ),
     Mutation(
-        "an accepted run is one token too long", f"{RUNTIME}accept.py",
+        "an accepted run is one token too long", f"{RUNTIME}accept/greedy.py",
         "count = torch.where(whole, depth, -1).amax(dim=1) + 1",
         "count = torch.where(whole, depth, -1).amax(dim=1) + 2",
         f"{TREE} -k accept_greedy",
     ),
     Mutation(
-        "an accepted run is one token too short", f"{RUNTIME}accept.py",
+        "an accepted run is one token too short", f"{RUNTIME}accept/greedy.py",
         "count = torch.where(whole, depth, -1).amax(dim=1) + 1",
         "count = torch.where(whole, depth, -1).amax(dim=1).clamp(min=1)",
         f"{TREE} -k accept_greedy",
     ),
     Mutation(
-        "slots that are not in use are accepted", f"{RUNTIME}accept.py",
+        "slots that are not in use are accepted", f"{RUNTIME}accept/greedy.py",
         "chosen = tree.real & (choice", "chosen = (choice", f"{TREE} -k accept_greedy",
     ),
     Mutation(
-        "the tree's depth ends at half of its nodes", f"{RUNTIME}tree.py",
+        "the tree's depth ends at half of its nodes", "spec_compile/tree.py",
         "- 1).bit_length())", "- 1).bit_length() - 1)", f"{TREE} -k ancestry",
     ),
     Mutation(
-        "children of the root are as deep as the root", f"{RUNTIME}tree.py",
+        "children of the root are as deep as the root", "spec_compile/tree.py",
         "depth = (parents >= 0)", "depth = (parents > 0)",
         f"{TREE} -k ancestry",
     ),
@@ -158,60 +158,60 @@ TREES = [
 ]  # fmt: skip
 DRAWS = [
     Mutation(
-        "random numbers ignore the row", f"{RUNTIME}sampling.py",
+        "random numbers ignore the row", f"{RUNTIME}accept/random.py",
         "for counter in (sequence, position, stream):", "for counter in (sequence * 0, position, stream):",
         f"{SAMPLING} -k test_every_row_has_numbers_of_its_own",
     ),
     Mutation(
-        "random numbers ignore the place", f"{RUNTIME}sampling.py",
+        "random numbers ignore the place", f"{RUNTIME}accept/random.py",
         "for counter in (sequence, position, stream):", "for counter in (sequence, position * 0, stream):",
         f"{SAMPLING} -k 'uniform'",
     ),
     Mutation(
-        "random numbers ignore the stream", f"{RUNTIME}sampling.py",
+        "random numbers ignore the stream", f"{RUNTIME}accept/random.py",
         "for counter in (sequence, position, stream):", "for counter in (sequence, position, 0):",
         f"{SAMPLING} -k 'uniform'",
     ),
     Mutation(
-        "random numbers ignore the seed", f"{RUNTIME}walk.py",
+        "random numbers ignore the seed", f"{RUNTIME}accept/walk.py",
         "draw(weights, uniform(self.seed, rows, places)", "draw(weights, uniform(0, rows, places)",
         f"{SAMPLING} -k test_the_seed_decides",
     ),
     Mutation(
-        "a token that is excluded can be drawn", f"{RUNTIME}sampling.py",
+        "a token that is excluded can be drawn", f"{RUNTIME}accept/random.py",
         "[:, None], right=True)", "[:, None], right=False)", f"{SAMPLING} -k test_ends_of_a_draw",
     ),
     Mutation(
-        "a rejected draft leaves the target as it was", f"{RUNTIME}sampling.py",
+        "a rejected draft leaves the target as it was", f"{RUNTIME}accept/random.py",
         "            target = residual / residual.sum()", "            target = target / target.sum()",
         f"{SAMPLING} -k 'test_drawn_drafts_leave_the_target'",
     ),
     Mutation(
-        "drafts that were drawn are accepted always", f"{RUNTIME}sampling.py",
+        "drafts that were drawn are accepted always", f"{RUNTIME}accept/random.py",
         "if number * draft[token] < target[token]:", "if True:", f"{SAMPLING} -k 'test_drawn_drafts_leave_the_target'",
     ),
     Mutation(
-        "in a captured chain, drafts that were drawn are accepted always", f"{RUNTIME}accept_chain.py",
+        "in a captured chain, drafts that were drawn are accepted always", f"{RUNTIME}accept/chain.py",
         "passes = exists & (u[:, :, 0] * (q / draft.sum(dim=2, dtype=torch.float64)) < p)", "passes = exists",
         "tests/test_schedule.py -k chain",
     ),
     Mutation(
-        "the walk goes to slots that are not in use", f"{RUNTIME}walk.py",
+        "the walk goes to slots that are not in use", f"{RUNTIME}accept/walk.py",
         "follows = follows & tree.real[rows]", "follows = follows & tree.real[rows].any()",
         f"{SAMPLING} -k 'test_walk'",
     ),
     Mutation(
-        "processors see a prefix that lacks its last token", f"{RUNTIME}processors.py",
+        "processors see a prefix that lacks its last token", f"{RUNTIME}accept/processors.py",
         "ids if every else ids[rows])[:, :length]", "ids if every else ids[rows])[:, : length - 1]",
         f"{SAMPLING} -k 'test_drafts_do_not_change_the_answer or test_walk'",
     ),
     Mutation(
-        "processors of some rows see the first rows", f"{RUNTIME}processors.py",
+        "processors of some rows see the first rows", f"{RUNTIME}accept/processors.py",
         "ids if every else ids[rows])[:, :length]", "ids if every else ids[: len(rows)])[:, :length]",
         f"{SAMPLING} -k 'test_walk'",
     ),
     Mutation(
-        "a processor that holds rows is given those of others", f"{RUNTIME}processors.py",
+        "a processor that holds rows is given those of others", f"{RUNTIME}accept/processors.py",
         "held = {name: value[rows] for", "held = {name: value[: len(rows)] for",
         f"{DROP_IN} -k 'test_features and encoder_repetition and llama'",
     ),
@@ -238,7 +238,7 @@ ANSWERS = [
         f"{GENERATE} -k 'test_a_minimum_of_new_tokens'",
     ),
     Mutation(
-        "a report's text is not escaped", "spec_compile/report.py",
+        "a report's text is not escaped", "spec_compile/report/html.py",
         '.replace("<", "\\\\u003c")', "", f"{REPORT} -k test_no_token_breaks_the_page",
     ),
     Mutation(
@@ -265,11 +265,11 @@ OTHERS = [
         "tests/test_reentry.py -k another_thread_waits",
     ),
     Mutation(
-        "the checks never refuse", "spec_compile/checks.py",
+        "the checks never refuse", "spec_compile/capture/checks.py",
         "if not error <= limit:", "if not error <= limit + 1e9:", "tests/test_checks.py",
     ),
     Mutation(
-        "the checks never refuse in 16 bits", "spec_compile/checks.py",
+        "the checks never refuse in 16 bits", "spec_compile/capture/checks.py",
         "if not error <= NOISE * noise:", "if not error <= NOISE * noise + 1e9:", "tests/test_checks.py",
     ),
     Mutation(
@@ -284,7 +284,7 @@ OTHERS = [
 ]  # fmt: skip
 TOLERANCES = [
     Mutation(
-        f"the checks allow a hundred times more in {dtype}", "spec_compile/checks.py",
+        f"the checks allow a hundred times more in {dtype}", "spec_compile/capture/checks.py",
         f"torch.{dtype}: {value}", f"torch.{dtype}: 1e2 * {value}", "tests/test_checks.py",
     )
     for dtype, value in (("float64", "1e-4"), ("float32", "1e-3"))

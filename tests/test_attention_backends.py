@@ -21,16 +21,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
-from spec_compile.capture import capture
-from spec_compile.checks import check_tree
+from spec_compile.capture.checks import check_tree
+from spec_compile.capture.trace import capture
 from spec_compile.compat import EXAMPLE
 from spec_compile.config import Options
 from spec_compile.graph import LayerSpec, ModelGraph, calls
 from spec_compile.kernels import attention, ops
-from spec_compile.kernels import tree_attention as kernels
 from spec_compile.kernels.attention import BACKENDS, Use, flex, measure, xqa
+from spec_compile.kernels.attention import tree_attention as kernels
 from spec_compile.kernels.attention.merge import add_sinks, merge
-from spec_compile.passes.regions import cut
+from spec_compile.runtime.steps.regions import cut
 
 pytestmark = [single.pytestmark, pytest.mark.filterwarnings("ignore:flex_attention called without")]
 
@@ -353,7 +353,7 @@ def test_explain_says_what_runs_what():
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Called, it makes passes take every graph for one on a GPU."""
-    for module in ("tree_attention", "add_rms_norm"):
+    for module in ("attention.tree_attention", "norm"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     return lambda: monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
 
@@ -398,7 +398,7 @@ def test_pass_puts_the_op_into_the_graph(on_gpu, captured, tiny, name, model):
     on_gpu()
     ours = rewritten(graph, name, "verify", False)
     assert len(calls(ours.gm, BACKENDS[name].load(Use(captured=False)))) == len(graph.layers)
-    assert f"by {name})" in next(report.summary for report in ours.log if report.name == "tree_attention")
+    assert f"by {name})" in next(report.summary for report in ours.log if report.name == "use_tree_attention")
     want = prefix_then_tree(plain.gm, graph)
     for function in (ours.gm, *([cut(ours)] if model == "llama" else [])):
         for got, expected in zip(prefix_then_tree(function, graph), want, strict=True):

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
 from spec_compile.__main__ import main
-from spec_compile.audit_report import Greedy, Logits, Report, Sampled
-from spec_compile.noise import Reference
-from spec_compile.runtime import sampling, walk
-from spec_compile.runtime.walk import Walk
+from spec_compile.report.audit import Greedy, Logits, Report, Sampled
+from spec_compile.report.noise import Reference
+from spec_compile.runtime.accept import random as sampling
+from spec_compile.runtime.accept import walk
+from spec_compile.runtime.accept.walk import Walk
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from spec_compile import backend
 from spec_compile.backend import BackendOptions, rewrite, spec
 from spec_compile.compat import TORCH
-from spec_compile.forward_graph import ForwardGraph, changes_something
 from spec_compile.graph import calls
-from spec_compile.passes.grouped_attention import grouped_attention
-from spec_compile.passes.join_linears import JoinedWeights, join, join_linears
-from spec_compile.passes.tidy_forward import tidy_forward
+from spec_compile.passes.forward.graph import ForwardGraph, changes_something
+from spec_compile.passes.forward.grouped_attention import grouped_attention
+from spec_compile.passes.forward.join_linears import JoinedWeights, join, join_linears
+from spec_compile.passes.forward.tidy_forward import tidy_forward
 
 TOLERANCE = 1e-4  # of the spread of the logits
 

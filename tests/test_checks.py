@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import spec_compile
-from spec_compile import UnsupportedModelError, checks, passes
-from spec_compile.capture import capture
-from spec_compile.checks import check_capture, check_tree
-from spec_compile.float32 import full_precision, in_float32
+from spec_compile import UnsupportedModelError, passes
+from spec_compile.capture import checks
+from spec_compile.capture.checks import check_capture, check_tree
+from spec_compile.capture.float32 import full_precision, in_float32
+from spec_compile.capture.trace import capture
 from spec_compile.graph import ModelGraph, calls
 from spec_compile.kernels import ops
 
@@ -186,7 +187,7 @@ def test_the_precision_of_matrix_products_is_restored():
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_a_graph_for_a_gpu_on_a_cpu(name, dtype, monkeypatch):
     """Fused norms and attention that rotates, in float32 and as they round, by what their ops mean on a CPU."""
-    for kernel in ("tree_attention", "add_rms_norm", "skinny_matmul"):
+    for kernel in ("attention.tree_attention", "norm", "linear.small_m"):
         pytest.importorskip(f"spec_compile.kernels.{kernel}", exc_type=ImportError)
     _, graph, _ = graphs(name, dtype)
     with monkeypatch.context() as patch:

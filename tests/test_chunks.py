@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_compile.runtime.chunks import FIXED, SIZES, chunks
+from spec_compile.runtime.prefill_chunks import FIXED, SIZES, chunks
 
 
 def without_waste(tokens, sizes):

@@ -13,9 +13,10 @@ import torch
 from transformers import DynamicCache, GPT2LMHeadModel, LlamaForCausalLM, Phi3ForCausalLM
 
 import spec_compile
-from spec_compile import UnsupportedModelError, check_generation
-from spec_compile.capture import capture
-from spec_compile.runtime import hooks, past
+from spec_compile import UnsupportedModelError
+from spec_compile.capture import check_generation, hooks
+from spec_compile.capture.trace import capture
+from spec_compile.runtime import past
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import architectures

@@ -24,13 +24,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from spec_compile import speculate
-from spec_compile.drafters.checkpoints import load_head
+from spec_compile.drafters.checkpoints.dflash import load_dflash, spread_layers
+from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.dflash import DFlash, DFlashOptions, accepted_of_own_text
-from spec_compile.drafters.dflash_block import DFlashDraft
-from spec_compile.drafters.dflash_checkpoints import load_dflash, spread_layers
-from spec_compile.drafters.dflash_tree import BlockTree
-from spec_compile.drafters.draft_block import LayerKnobs
+from spec_compile.drafters.modules.dflash import DFlashDraft
+from spec_compile.drafters.modules.heads import LayerKnobs
 from spec_compile.drafters.self_check import STRIDE, states
+from spec_compile.drafters.trees.block import BlockTree
 from spec_compile.kernels import ops
 
 BLOCK, MASK, H = drafts.BLOCK, drafts.MASK, drafts.H

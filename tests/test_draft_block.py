@@ -12,9 +12,9 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from spec_compile.capture import capture_head
-from spec_compile.drafters.checkpoints import load_head
-from spec_compile.drafters.draft_block import Eagle3Head, LayerKnobs, rotary
+from spec_compile.capture.trace import capture_head
+from spec_compile.drafters.checkpoints.load import load_head
+from spec_compile.drafters.modules.heads import Eagle3Head, LayerKnobs, rotary
 
 HEADS, KV, D, H = drafts.HEADS, drafts.KV, drafts.D, drafts.H
 

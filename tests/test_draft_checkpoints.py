@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from spec_compile.drafters import self_check
-from spec_compile.drafters.checkpoints import load_head, read_token_map
-from spec_compile.drafters.draft_block import FINAL, Head
+from spec_compile.drafters.checkpoints.load import load_head, read_token_map
+from spec_compile.drafters.modules.heads import FINAL, Head
 from spec_compile.drafters.self_check import calibrate, first_position_acceptance
 from spec_compile.errors import UnsupportedModelError
 

@@ -13,7 +13,7 @@ from torch._inductor import config as inductor
 
 from spec_compile import NgramTrie, dump, speculate, train_draft
 from spec_compile.__main__ import main
-from spec_compile.drafters.checkpoint_files import load_pickled
+from spec_compile.drafters.checkpoints.files import load_pickled
 
 CODER = "examples/tiny_coder"
 

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import LogitsProcessor
 
 from spec_compile import NgramTrie, UnsupportedModelError, audit, speculate
-from spec_compile.drafters.dflash_block import DFlashDraft
-from spec_compile.drafters.draft_block import Eagle3Head, LayerKnobs
+from spec_compile.drafters.modules.dflash import DFlashDraft
+from spec_compile.drafters.modules.heads import Eagle3Head, LayerKnobs
 from spec_compile.kernels.attention import BACKENDS, measure
 from spec_compile.runtime.engine import AHEAD
 

@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from spec_compile.kernels import compact as compaction
 from spec_compile.kernels import ops
-from spec_compile.kernels import tree_attention as attention
-from spec_compile.runtime.tree import ancestry
+from spec_compile.kernels.attention import tree_attention as attention
+from spec_compile.tree import ancestry
 
 PLACES = places(torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # rows that fill up a tile, in NumPy

@@ -20,7 +20,8 @@ import json, sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from spec_compile.kernels import dependent_launch, tree_attention
+from spec_compile.kernels import dependent_launch
+from spec_compile.kernels.attention import tree_attention
 
 
 class Hopper:

@@ -10,8 +10,8 @@ import torch
 from places import GPU, places, triton
 from torch.nn import functional as F
 
-from spec_compile.kernels import skinny_matmul as kernel
-from spec_compile.kernels.skinny_matmul import Plan
+from spec_compile.kernels.linear import small_m as kernel
+from spec_compile.kernels.linear.small_m import Plan
 
 HOPPER = GPU and torch.cuda.get_device_capability() >= (9, 0)
 PLACES = places(torch.bfloat16, torch.float16)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_compile.kernels import ngram_match
-from spec_compile.kernels.ngram_match import MatchOptions, Shape, join_documents, propose, propose_plainly
-from spec_compile.runtime.ngram import NgramTrie
+from spec_compile.ngram import match as ngram_match
+from spec_compile.ngram.match import MatchOptions, Shape, join_documents, propose, propose_plainly
+from spec_compile.ngram.trie import NgramTrie
 
 try:
     from hypothesis import HealthCheck, given, settings

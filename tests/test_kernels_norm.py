@@ -13,8 +13,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from spec_compile.kernels import add_rms_norm as kernel
-from spec_compile.kernels import skinny_matmul
+from spec_compile.kernels import norm as kernel
+from spec_compile.kernels.linear import small_m as skinny_matmul
 
 ops = torch.ops.spec_compile
 PLACES = places(torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GPU, ON_GPU, places
 
-from spec_compile.kernels import skinny_matmul, top_logits
+from spec_compile.kernels import top_logits
+from spec_compile.kernels.linear import small_m as skinny_matmul
 
 PLACES = places(torch.float32, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered")  # in NumPy

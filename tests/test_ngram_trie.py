@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spec_compile.runtime.ngram import NgramTrie
-from spec_compile.runtime.ngram_corpus import NgramCorpus
+from spec_compile.ngram.corpus import NgramCorpus
+from spec_compile.ngram.trie import NgramTrie
 
 
 class Model:

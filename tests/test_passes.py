@@ -11,21 +11,21 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from spec_compile import kernels, passes
-from spec_compile.capture import capture
+from spec_compile.capture.trace import capture
 from spec_compile.graph import LayerSpec, ModelGraph, attribute, calls
 from spec_compile.kernels import ops
 from spec_compile.passes import Settings
-from spec_compile.passes.fused_norms import fused_norms
-from spec_compile.passes.logits_rows import logits_rows
+from spec_compile.passes.fuse_norms import fuse_norms
+from spec_compile.passes.fuse_qk_norms import fuse_qk_norms
+from spec_compile.passes.fuse_rotary import fuse_rotary
 from spec_compile.passes.merge_linears import merge_linears
-from spec_compile.passes.qk_norms import qk_norms
-from spec_compile.passes.regions import cut
-from spec_compile.passes.rotary import rotary
-from spec_compile.passes.skinny_linears import skinny_linears
-from spec_compile.passes.taps import taps
+from spec_compile.passes.select_logits import select_logits
+from spec_compile.passes.tap_hidden_states import tap_hidden_states
 from spec_compile.passes.tidy import tidy
-from spec_compile.passes.tree_attention import tree_attention
-from spec_compile.runtime.tree import ancestry
+from spec_compile.passes.use_small_m_linears import use_small_m_linears
+from spec_compile.passes.use_tree_attention import use_tree_attention
+from spec_compile.runtime.steps.regions import cut
+from spec_compile.tree import ancestry
 
 aten = torch.ops.aten
 VOCAB, HIDDEN, HEADS, KV, SIZE = 32, 16, 4, 2, 4
@@ -410,14 +410,14 @@ def test_a_model_with_merged_weights_is_saved_whole(tmp_path, captured):
     assert (tmp_path / "model.safetensors").stat().st_size < 1.1 * sum(weights.values()) + 10_000
 
 
-# --- taps
+# --- tap_hidden_states
 
 
 @pytest.mark.parametrize("wanted", [(0,), (3,), (0, 1, 2, 3), (2, 0)])
 def test_taps_of_a_toy(wanted):
     model, graph = toy({}, {}, {})
     ids, positions = example(3, 6)
-    result = Rewritten(graph, taps, taps=wanted)
+    result = Rewritten(graph, tap_hidden_states, taps=wanted)
     assert result.log.nodes_before == result.log.nodes_after, str(result)
     logits, *states = result.gm(ids, positions)
     want_logits, want = model.states(ids, positions)
@@ -429,7 +429,7 @@ def test_taps_of_a_toy(wanted):
 
 def test_no_taps_wanted():
     _, graph = toy({})
-    result = Rewritten(graph, taps)
+    result = Rewritten(graph, tap_hidden_states)
     assert result.log.summary == "none wanted"
     result.same(*example(1, 4))
 
@@ -438,7 +438,7 @@ def test_no_taps_wanted():
 def test_taps_out_of_range_are_refused(wanted):
     _, graph = toy({}, {})
     with pytest.raises(ValueError, match=r"taps: expected 0 to 2 .*got \["):
-        Rewritten(graph, taps, taps=wanted)
+        Rewritten(graph, tap_hidden_states, taps=wanted)
 
 
 @pytest.mark.parametrize(
@@ -457,19 +457,19 @@ def test_taps_of_real_architectures(name, captured):
     with torch.no_grad():
         own = model(ids, output_hidden_states=True, use_cache=False)
         hook.remove()
-        result = Rewritten(graph, taps, taps=tuple(range(layers + 1)))
+        result = Rewritten(graph, tap_hidden_states, taps=tuple(range(layers + 1)))
         logits, *states = result.gm(ids, torch.arange(12).expand(2, -1))
     torch.testing.assert_close(logits, own.logits, rtol=1e-4, atol=1e-4)
     for number, (got, want) in enumerate(zip(states, [*own.hidden_states[:layers], last[0]], strict=True)):
         assert torch.allclose(got, want, rtol=1e-4, atol=1e-4), f"hidden state {number}\n{result}"
 
 
-# --- logits_rows
+# --- select_logits
 
 
 def test_logits_of_all_rows():
     _, graph = toy({})
-    result = Rewritten(graph, logits_rows)
+    result = Rewritten(graph, select_logits)
     assert result.log.nodes_before == result.log.nodes_after, str(result)
     result.same(*example(2, 5))
 
@@ -478,7 +478,7 @@ def test_logits_of_all_rows():
 def test_logits_of_chosen_rows(rows):
     _, graph = toy({}, {})
     inputs, rows = example(2, 5), torch.tensor(rows)
-    result = Rewritten(graph, logits_rows, logits="rows")
+    result = Rewritten(graph, select_logits, logits="rows")
     assert result.count(ops.gather_rows) == (0, 1) and result.count(LINEAR)[0] == result.count(LINEAR)[1], str(result)
     assert [n.name for n in result.gm.graph.nodes if n.op == "placeholder"][-1] == "rows", str(result)
     (got,) = result.gm(*inputs, rows)
@@ -490,11 +490,11 @@ def test_no_logits():
     """The head and the norm before it are dropped; what was tapped stays."""
     model, graph = toy({}, {})
     inputs = example(2, 5)
-    result = Rewritten(graph, logits_rows, logits="none")
+    result = Rewritten(graph, select_logits, logits="none")
     assert result.gm(*inputs) == (), str(result)
     assert result.count(aten.layer_norm.default) == (1, 0), str(result)
     assert result.count(LINEAR)[1] == 0, str(result)
-    tapped = passes.run(graph, Settings(taps=(1,), logits="none"), [taps, logits_rows])
+    tapped = passes.run(graph, Settings(taps=(1,), logits="none"), [tap_hidden_states, select_logits])
     (state,) = tapped.gm(*inputs)
     torch.testing.assert_close(state, model.states(*inputs)[1][1])
     assert not calls(tapped.gm, aten.layer_norm.default)
@@ -519,10 +519,10 @@ def test_logits_rows_needs_one_head():
 
     graph = trace(TwoHeads({}), *example(2, 7))
     with pytest.raises(ValueError, match="expected one output head, found 2"):
-        Rewritten(graph, logits_rows, logits="rows")
+        Rewritten(graph, select_logits, logits="rows")
 
 
-# --- tree_attention
+# --- use_tree_attention
 
 
 def new_cache(layers, batch, slots):
@@ -541,7 +541,7 @@ KINDS = {
 def test_tree_attention_replaces_every_marker(kind, masks):
     _, graph = toy(*KINDS[kind])
     layers = len(KINDS[kind])
-    result = Rewritten(graph, tree_attention)
+    result = Rewritten(graph, use_tree_attention)
     assert result.count(MARKER) == (layers, 0), str(result)
     assert result.count(ops.tree_attention) == (0, layers), str(result)
     assert result.count(ops.tree_mask) == (0, masks), str(result)
@@ -553,7 +553,7 @@ def test_tree_attention_replaces_every_marker(kind, masks):
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_in_chunks_and_a_chain_equal_the_captured_forward(kind):
     _, graph = toy(*KINDS[kind])
-    result = Rewritten(graph, tree_attention)
+    result = Rewritten(graph, use_tree_attention)
     ids, positions = example(2, 14)
     cache = new_cache(len(KINDS[kind]), 2, 20)
     got = []
@@ -569,7 +569,7 @@ def test_prefill_in_chunks_and_a_chain_equal_the_captured_forward(kind):
 def test_tree_attention_equals_a_forward_over_every_path(kind, spare):
     """Rows of different lengths; caches full of garbage where nothing is committed; a span larger than needed."""
     _, graph = toy(*KINDS[kind])
-    result = Rewritten(graph, tree_attention)
+    result = Rewritten(graph, use_tree_attention)
     lengths, parents = [3, 9], [[-1, 0, 0, 1, 1, 2, 4], [-1, 0, 1, 2, 3, 4, 0]]
     nodes, span = 7, 16 + spare
     texts, trees = torch.randint(0, VOCAB, (2, 9)), torch.randint(0, VOCAB, (2, nodes))
@@ -633,19 +633,19 @@ def test_a_graph_that_is_not_a_model_has_no_markers_to_replace():
     ids, positions = graph.placeholder("ids"), graph.placeholder("positions")
     graph.output((graph.call_function(torch.add, (ids, positions)),))
     graph = ModelGraph(fx.GraphModule({}, graph), (), VOCAB, HIDDEN, torch.float32, None, "")
-    result = Rewritten(graph, tree_attention)
+    result = Rewritten(graph, use_tree_attention)
     assert result.count(torch.add) == (1, 1), str(result)
     assert result.log.summary.startswith("0 layers")
 
 
-# skinny_linears -----------------------------------------------------------------------------------------------------
+# use_small_m_linears ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [2, 4, 5, 9])
 @pytest.mark.parametrize("bias", [False, True])
 def test_skinny_linears_multiply_transposed(length, bias):
     _, graph = toy(dict(bias=bias), dict(bias=bias))
-    result = Rewritten(graph, skinny_linears)
+    result = Rewritten(graph, use_small_m_linears)
     (before, left), (_, skinny) = result.count(LINEAR), result.count(ops.skinny_linear)
     assert (left, skinny) == (0, before) and before > 0, result
     result.close(*example(2, length))
@@ -661,18 +661,18 @@ def test_skinny_linear_is_linear(rows):
 def test_skinny_linears_leave_other_dtypes_alone():
     _, graph = toy({})
     graph.gm.to(torch.bfloat16)
-    result = Rewritten(graph, skinny_linears)
+    result = Rewritten(graph, use_small_m_linears)
     assert result.count(LINEAR)[0] == result.count(LINEAR)[1] > 0, result
 
-# rotary, qk_norms, fused_norms: graphs of 16 bits that verify on a GPU; the ops' plain meanings run here -------------
+# fuse_rotary, fuse_qk_norms, fuse_norms: graphs of 16 bits that verify on a GPU; the ops' plain meanings run here
 
-JOINED = (rotary, qk_norms, fused_norms)
+JOINED = (fuse_rotary, fuse_qk_norms, fuse_norms)
 
 
 @pytest.fixture
 def half_on_gpu(monkeypatch):
     """A function: name of a tiny model -> its graph in bfloat16, which passes take for one on a GPU."""
-    for module in ("tree_attention", "add_rms_norm"):
+    for module in ("attention.tree_attention", "norm"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
     return lambda name: capture(models.ADMITTED[name]().to(torch.bfloat16))
@@ -795,7 +795,7 @@ def turning(**how):
 @pytest.mark.parametrize("turn, fits", TURNS.values(), ids=TURNS)
 def test_rotary_takes_rotations_by_halves_only(half_on_gpu, turn, fits):
     graph = turning(turn=turn)
-    plain, ours = rewritten(graph, [rotary]), rewritten(graph)
+    plain, ours = rewritten(graph, [fuse_rotary]), rewritten(graph)
     (node,) = calls(ours.gm, torch.ops.spec_compile.tree_attention.default)
     assert (len(node.args) > 12) == fits
     for got, want in zip(prefix_then_chunk(ours.gm, graph), prefix_then_chunk(plain.gm, graph), strict=True):
@@ -850,7 +850,7 @@ def test_fused_norms_takes_norms_only(half_on_gpu, norm):
     how, offset = NORMS.get(norm) or (OTHERS[norm], None)
     graph = trace(Normed(how).to(torch.bfloat16), *example(2, 7), dynamic=True)
     tidied = passes.run(dataclasses.replace(graph, dtype=torch.bfloat16), Settings(), [tidy])
-    result = Rewritten(tidied, fused_norms)
+    result = Rewritten(tidied, fuse_norms)
     own = torch.ops.spec_compile
     fused = [node for op in (own.rms_norm, own.add_rms_norm) for node in calls(result.gm, op.default)]
     assert len(fused) == (2 if norm in NORMS else 0), str(result)
@@ -869,7 +869,7 @@ def test_fused_norms_around_additions(half_on_gpu, kind):
         model.norm = lambda x, w: NORMS["rounded first"][0](sums[kind](x), w)
     graph = trace(model.to(torch.bfloat16), *example(2, 7), dynamic=True)
     tidied = passes.run(dataclasses.replace(graph, dtype=torch.bfloat16), Settings(), [tidy])
-    result, own = Rewritten(tidied, fused_norms), torch.ops.spec_compile
+    result, own = Rewritten(tidied, fuse_norms), torch.ops.spec_compile
     norms, sums = (len(calls(result.gm, op.default)) for op in (own.rms_norm, own.add_rms_norm))
     assert (norms, sums) == ((1, 1) if kind == "one weight" else (2, 0)), str(result)
     with torch.no_grad():

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import LlamaConfig
 
 from spec_compile import speculate
-from spec_compile.drafters.dflash_block import DFlashDraft
-from spec_compile.drafters.draft_block import FINAL, LayerKnobs
+from spec_compile.drafters.modules.dflash import DFlashDraft
+from spec_compile.drafters.modules.heads import FINAL, LayerKnobs
 
 NEW = 20
 OPTIONS = dict(do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)

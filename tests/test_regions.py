@@ -6,9 +6,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_compile import passes
-from spec_compile.capture import capture
-from spec_compile.passes.regions import cut
+from spec_compile.capture.trace import capture
 from spec_compile.runtime.state import State
+from spec_compile.runtime.steps.regions import cut
 
 
 def run(function, graph, ids, prefix):

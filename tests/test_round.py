@@ -9,9 +9,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from spec_compile.config import Options
-from spec_compile.drafters.base import Algorithm, Drafter
+from spec_compile.drafting import Algorithm, Drafter
 from spec_compile.runtime.engine import Engine, Request
-from spec_compile.runtime.tree import ancestry
+from spec_compile.tree import ancestry
 
 NEW = 48
 LENGTHS = {1: (24,), 3: (24, 9, 15), 4: (70, 33, 1, 128)}  # prompts of several chunks, and of a single token
@@ -351,7 +351,7 @@ def long_prompts(lengths):
 @pytest.fixture(scope="module")
 def llama():
     """The model, its graph, and a compiled engine whose drafter replays trees recorded from an eager run."""
-    from spec_compile.capture import capture
+    from spec_compile.capture.trace import capture
 
     model = models.ADMITTED["llama"]()
     graph = capture(model)

@@ -23,14 +23,15 @@ from transformers.generation import (
 )
 
 from spec_compile import speculate
-from spec_compile.drafters.base import Algorithm, Drafter
-from spec_compile.runtime import generate, walk
+from spec_compile.drafting import Algorithm, Drafter
+from spec_compile.runtime import generate
+from spec_compile.runtime.accept import walk
+from spec_compile.runtime.accept.draw import Sampler
+from spec_compile.runtime.accept.random import accept_drawn, draw, probabilities, uniform
+from spec_compile.runtime.accept.walk import Walk
 from spec_compile.runtime.answer import Answer
 from spec_compile.runtime.engine import Request
-from spec_compile.runtime.sampler import Sampler
-from spec_compile.runtime.sampling import accept_drawn, draw, probabilities, uniform
-from spec_compile.runtime.tree import Tree
-from spec_compile.runtime.walk import Walk
+from spec_compile.tree import Tree
 
 LAST = 1 - 2.0**-52
 """The largest number that `uniform` gives."""

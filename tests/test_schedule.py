@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 from spec_compile import compat
-from spec_compile.drafters import schedule as schedules
-from spec_compile.drafters.schedule import EAGLE1_CHOICES, Schedule, StaticTree, draw_chain, grow
+from spec_compile.drafters.trees import schedule as schedules
+from spec_compile.drafters.trees.schedule import EAGLE1_CHOICES, Schedule, StaticTree, draw_chain, grow
 from spec_compile.kernels.top_logits import top_logits
-from spec_compile.runtime.accept_chain import accept_chain, chain_numbers
+from spec_compile.runtime.accept.chain import accept_chain, chain_numbers
+from spec_compile.runtime.accept.random import accept_drawn, probabilities
+from spec_compile.runtime.accept.walk import Walk
 from spec_compile.runtime.answer import Answer
-from spec_compile.runtime.sampling import accept_drawn, probabilities
-from spec_compile.runtime.tree import Tree
-from spec_compile.runtime.walk import Walk
+from spec_compile.tree import Tree
 
 INF = math.inf
 GPU = torch.cuda.is_available()

@@ -4,7 +4,7 @@ from statistics import mode
 
 import pytest
 
-from spec_compile.runtime.sizes import SizePolicy
+from spec_compile.runtime.draft_length import SizePolicy
 
 SIZES = (1, 4, 16)
 CPU = {1: 1.0, 4: 1.5, 16: 2.8}

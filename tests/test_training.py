@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_compile import speculate, train_draft
 from spec_compile.__main__ import main
-from spec_compile.drafters.checkpoints import load_head
-from spec_compile.drafters.dflash_checkpoints import load_dflash
-from spec_compile.drafters.draft_block import FINAL
-from spec_compile.drafters.draft_target import Target
+from spec_compile.drafters.checkpoints.dflash import load_dflash
+from spec_compile.drafters.checkpoints.load import load_head
+from spec_compile.drafters.checkpoints.target import Target
+from spec_compile.drafters.modules.heads import FINAL
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.kernels import ops
 from spec_compile.runtime.generate import SpeculativeMixin

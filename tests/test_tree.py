@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_compile.kernels.ops import tree_mask
-from spec_compile.runtime.accept import accept_greedy
-from spec_compile.runtime.tree import MAX_NODES, Tree, ancestry
+from spec_compile.runtime.accept.greedy import accept_greedy
+from spec_compile.tree import MAX_NODES, Tree, ancestry
 
 VOCAB = 96
 

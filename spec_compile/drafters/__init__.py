@@ -7,9 +7,9 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from ..config import Options
+from ..drafting import Algorithm, DraftOptions
 from ..errors import did_you_mean
 from . import dflash, draft_model, heads, ngram
-from .base import Algorithm, DraftOptions
 
 
 class Entry(NamedTuple):

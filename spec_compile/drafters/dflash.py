@@ -13,22 +13,22 @@ from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from .. import passes
-from ..capture import capture_head
+from ..cache import Cache
+from ..capture.trace import capture_head
 from ..config import Options
+from ..drafting import Algorithm, Drafter, propose_grown
 from ..errors import check_int
 from ..graph import ModelGraph
 from ..kernels import ops
 from ..kernels.top_logits import MAX_K, best_tokens
-from ..passes.regions import compiled_regions
-from ..runtime.accept import Accepted
-from ..runtime.state import Cache, State
-from ..runtime.tree import MAX_NODES
-from .base import Algorithm, Drafter, propose_grown
-from .dflash_block import Context, DFlashDraft
-from .dflash_checkpoints import load_dflash
-from .dflash_tree import BlockTree
-from .schedule import Schedule
+from ..runtime.state import State
+from ..runtime.steps.regions import compiled_regions
+from ..tree import MAX_NODES, Accepted
+from .checkpoints.dflash import load_dflash
+from .modules.dflash import Context, DFlashDraft
 from .self_check import STRIDE, own_text, states
+from .trees.block import BlockTree
+from .trees.schedule import Schedule
 
 LOOKED_AT = 8
 """Drafts of a block that the self-check looks at."""

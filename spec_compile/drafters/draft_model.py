@@ -13,14 +13,15 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .. import passes
-from ..admit import admit
-from ..capture import capture
-from ..checks import check_capture
+from ..cache import Cache
+from ..capture.admit import admit
+from ..capture.checks import check_capture
+from ..capture.trace import capture
 from ..compat import EXAMPLE
+from ..drafting import Algorithm, Drafter, DraftOptions, propose_grown
 from ..graph import ModelGraph
-from ..passes.regions import compiled_regions
-from ..runtime.state import Cache, State
-from .base import Algorithm, Drafter, DraftOptions, propose_grown
+from ..runtime.state import State
+from ..runtime.steps.regions import compiled_regions
 
 
 class DraftModel(Algorithm):

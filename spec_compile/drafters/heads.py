@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import passes
-from ..capture import capture_head
+from ..cache import Cache
+from ..capture.trace import capture_head
+from ..drafting import Algorithm, Drafter, DraftOptions, propose_grown
 from ..kernels.ops import few_rows_linear, gather_rows
-from ..runtime.accept import Accepted
-from ..runtime.state import Cache, State
-from .base import Algorithm, Drafter, DraftOptions, propose_grown
-from .checkpoints import load_head
-from .draft_block import Head
-from .schedule import Schedule, StaticTree
+from ..runtime.state import State
+from ..tree import Accepted
+from .checkpoints.load import load_head
+from .modules.heads import Head
 from .self_check import calibrate
+from .trees.schedule import Schedule, StaticTree
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import Options
+from ..drafting import Algorithm, Drafter
 from ..kernels import ops
-from ..kernels.ngram_match import MatchOptions
-from ..kernels.ngram_match import propose as match
-from ..runtime.ngram import NgramTrie
-from ..runtime.ngram_corpus import NgramCorpus
+from ..ngram.corpus import NgramCorpus
+from ..ngram.match import MatchOptions
+from ..ngram.match import propose as match
+from ..ngram.trie import NgramTrie
 from ..runtime.state import State
-from .base import Algorithm, Drafter
 
 _handles = count()
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..adapters import twin
-from .draft_block import FINAL, Head
+from ..capture.adapters import twin
+from .modules.heads import FINAL, Head
 
 TOKENS = 64
 """Length of each text, its two starting tokens included."""

@@ -8,6 +8,8 @@ import torch
 
 def load(device: torch.device) -> None:
     """Register the ops that have kernels, and make ready what they share on a GPU; needs triton."""
-    from . import add_rms_norm, compact, skinny_matmul, tree_attention  # noqa: F401
+    from . import compact, norm  # noqa: F401
+    from .attention import tree_attention  # noqa: F401
+    from .linear import small_m
 
-    skinny_matmul.prepare(device)
+    small_m.prepare(device)

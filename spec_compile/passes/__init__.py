@@ -4,16 +4,16 @@ from dataclasses import dataclass, field
 
 from ..graph import ModelGraph, PassReport, calls
 from ..kernels.attention import Use
-from .fused_norms import fused_norms
-from .logits_rows import logits_rows
+from .fuse_norms import fuse_norms
+from .fuse_qk_norms import fuse_qk_norms
+from .fuse_rotary import fuse_rotary
+from .fuse_swiglu import fuse_swiglu
 from .merge_linears import merge_linears
-from .qk_norms import qk_norms
-from .rotary import rotary
-from .skinny_linears import skinny_linears
-from .swiglu import swiglu
-from .taps import taps
+from .select_logits import select_logits
+from .tap_hidden_states import tap_hidden_states
 from .tidy import tidy
-from .tree_attention import tree_attention
+from .use_small_m_linears import use_small_m_linears
+from .use_tree_attention import use_tree_attention
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Settings:
 
 
 PIPELINE = [
-    tidy, merge_linears, taps, tree_attention, logits_rows, skinny_linears, swiglu, rotary, qk_norms, fused_norms,
+    tidy, merge_linears, tap_hidden_states, use_tree_attention, select_logits,
+    use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_norms,
 ]  # fmt: skip
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
 

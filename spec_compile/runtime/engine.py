@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from .. import passes
+from ..cache import PAGE
 from ..config import Options
-from ..drafters.base import Algorithm
+from ..drafting import Algorithm
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
-from ..report import Recording
+from ..recording import Recording
 from ..stats import Clock, Stats
-from .accept import Accepted
-from .chunks import FIXED, chunks
+from ..tree import MAX_NODES, Accepted, Tree
+from .accept.draw import Sampler
+from .accept.random import NO_PROBABILITIES
 from .past import Past
-from .sampler import Sampler
-from .sampling import NO_PROBABILITIES
-from .session import SPAN, Session
+from .prefill_chunks import FIXED, chunks
+from .session import Session
 from .state import State
-from .tree import MAX_NODES, Tree
 
 log = logging.getLogger("spec_compile")
 
@@ -297,7 +297,7 @@ class Engine:
 
     def _span(self, state: State, slots: int) -> int:
         """Slots of the cache for a step to look at, that needs the first `slots` and those that a drafter may use."""
-        return min(-(-(slots + self.algorithm.reach) // SPAN) * SPAN, state.capacity)
+        return min(-(-(slots + self.algorithm.reach) // PAGE) * PAGE, state.capacity)
 
     def _prefill(self, session: Session, request: Request) -> None:
         """Keys and values of every prompt token but the last, beyond those that the state has."""

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from . import hooks
+from ..capture import hooks
 from . import past as pasts
+from .accept.draw import Sampler
+from .accept.processors import MINIMA, is_known
+from .accept.walk import Walk
 from .answer import Answer
 from .engine import Request
-from .processors import MINIMA, is_known
-from .sampler import Sampler
-from .walk import Walk
 
 HANDLED = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from ..graph import ModelGraph
-from .accept import Accepted, accept_greedy
+from ..tree import MAX_NODES, Accepted, Tree, ancestry
+from .accept.greedy import accept_greedy
 from .state import State
-from .tree import MAX_NODES, Tree, ancestry
 
 
 class Round(nn.Module):

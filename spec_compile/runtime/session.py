@@ -8,19 +8,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..cache import PAGE, Cache
 from ..compat import EXAMPLE, compile_piece, compile_step
 from ..kernels.attention import BACKENDS
-from ..passes.regions import compiled_regions
-from . import chunks
-from .cuda_graph import Captured, Ring
+from ..tree import MAX_NODES, ancestry
+from . import prefill_chunks as chunks
+from .accept.draw import Sampler
+from .draft_length import SizePolicy
 from .round import Prefill, Round
-from .sampler import Sampler
-from .sizes import SizePolicy
-from .state import Cache, State
-from .tree import MAX_NODES, ancestry
+from .state import State
+from .steps.capture import Captured, Ring
+from .steps.regions import compiled_regions
 
-SPAN = 128
-"""The part of the cache that is looked at on a CPU grows by this many slots."""
 SAMPLERS = 32
 """Captured rounds that draw, kept for the settings used last."""
 CAPTURED_TOKENS = 2048
@@ -51,7 +50,7 @@ class Session:
 
     def _slots(self, tokens: int) -> int:
         """Slots for so many tokens and for what a step writes behind them."""
-        return -(-(tokens + MAX_NODES + self.prefill_sizes[0]) // SPAN) * SPAN
+        return -(-(tokens + MAX_NODES + self.prefill_sizes[0]) // PAGE) * PAGE
 
     @contextmanager
     def growing(self, tokens: int, used: int) -> Iterator[None]:
@@ -149,8 +148,8 @@ class Session:
             sampled = self.ring.publishing(sampled) if self.on_gpu else sampled
             captures = self.on_gpu and self.engine.options.cuda_graphs
             with torch.no_grad(), self._untouched():
-                self.steps[key] = self._capture(sampled, (SPAN,)) if captures else sampled
-                self.policies["look"].cost[nodes] = self._seconds(self.steps[key], (SPAN,))
+                self.steps[key] = self._capture(sampled, (PAGE,)) if captures else sampled
+                self.policies["look"].cost[nodes] = self._seconds(self.steps[key], (PAGE,))
             forgotten = [k for k in self.steps if k[0].startswith("sampled")][:-SAMPLERS]
             for old in forgotten:
                 del self.steps[old]
@@ -207,16 +206,16 @@ class Session:
                 setattr(whole, name, compile_piece(getattr(whole, name), f"{name}_{tag}"))
             self.drafter.compile(tag)
         size = 1 if single else EXAMPLE
-        whole.forward(*((size, SPAN) if prefill else (SPAN, size)))  # sizes that are EXAMPLE now may vary later
+        whole.forward(*((size, PAGE) if prefill else (PAGE, size)))  # sizes that are EXAMPLE now may vary later
 
     def _arguments(self, part: str, nodes: int) -> tuple:
         """Arguments to try a step with."""
         if part != "finish":
-            return (nodes or self.prefill_sizes[-1], SPAN) if part == "prefill" else (SPAN,)
+            return (nodes or self.prefill_sizes[-1], PAGE) if part == "prefill" else (PAGE,)
         look = self._function("look", nodes) if self.on_gpu else self.step("look", nodes)
-        _, *features = look(SPAN)
+        _, *features = look(PAGE)
         path = torch.zeros(self.batch, nodes, dtype=torch.int64, device=self.engine.device)
-        return path, path.clone(), torch.ones_like(path[:, 0]), features, SPAN
+        return path, path.clone(), torch.ones_like(path[:, 0]), features, PAGE
 
     def _seconds(self, step: Callable, arguments: tuple) -> float:
         """How long a step takes that has run before."""

@@ -1,40 +1,13 @@
 """State: every buffer that outlives a round, at fixed addresses, for B sequences."""
 
-import mmap
-
 import torch
 from torch import Tensor, nn
 
+from ..cache import Cache
 from ..graph import ModelGraph
 from ..kernels.ops import stored
-from .accept import Accepted
+from ..tree import MAX_NODES, Accepted, Tree
 from .past import Past
-from .tree import MAX_NODES, Tree
-
-
-class Cache(nn.Module):
-    """Keys and values of B sequences of up to `slots` tokens, in every attention layer of a graph."""
-
-    def __init__(self, graph: ModelGraph, batch: int, slots: int):
-        super().__init__()
-        self.layers = len(graph.layers)
-        for number, layer in enumerate(graph.layers):
-            for name, size in (("keys", layer.key_dim), ("values", layer.value_dim)):
-                empty = _zeros((batch, layer.kv_heads, slots, size), graph.cache_dtype or graph.dtype, graph.device)
-                self.register_buffer(f"{name}_{number}", empty, persistent=False)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Keys and values of each layer in turn, each [B, Hkv, slots, D]."""
-        return [getattr(self, f"{name}_{layer}") for layer in range(self.layers) for name in ("keys", "values")]
-
-    def resize(self, slots: int) -> list[Tensor]:
-        """Put empty tensors of `slots` slots in place of the present `tensors`, and return the latter."""
-        before = self.tensors
-        for name, tensor in list(self.named_buffers()):
-            batch, heads, _, size = tensor.shape
-            setattr(self, name, _zeros((batch, heads, slots, size), tensor.dtype, tensor.device))
-        return before
 
 
 class State(nn.Module):
@@ -183,12 +156,3 @@ class State(nn.Module):
         self.finished.logical_or_((gained == until_end) | (self.lengths + 1 >= self.max_lengths))
         self.root()
         return gained
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros whose memory is taken only where it is written: on a CPU anonymous pages, which a fork does not share."""
-    size = torch.Size(shape).numel() * dtype.itemsize
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from ..drafters.dflash_block import DFlashDraft
-from ..drafters.draft_block import FINAL, LayerKnobs
-from ..drafters.draft_target import Target
+from ..drafters.checkpoints.target import Target
+from ..drafters.modules.dflash import DFlashDraft
+from ..drafters.modules.heads import FINAL, LayerKnobs
 from .attention import Causal
 from .data import Batch, move
 from .features import Features

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..drafters.draft_block import EagleHead, LayerKnobs
-from ..drafters.draft_target import Target
+from ..drafters.checkpoints.target import Target
+from ..drafters.modules.heads import EagleHead, LayerKnobs
 from .attention import Causal
 from .data import Batch, move
 from .features import Features

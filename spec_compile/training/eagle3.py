@@ -4,8 +4,8 @@ own output for several tokens, as it will when it drafts."""
 import torch
 from torch import Tensor, nn
 
-from ..drafters.draft_block import Eagle3Head, LayerKnobs
-from ..drafters.draft_target import Target
+from ..drafters.checkpoints.target import Target
+from ..drafters.modules.heads import Eagle3Head, LayerKnobs
 from .attention import Rollout
 from .data import Batch, move
 from .features import Features

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..drafters.draft_block import FINAL
+from ..drafters.modules.heads import FINAL
 from ..drafters.self_check import _decoder_layers
 
 LOGITS = 1 << 30

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..drafters.draft_target import Target
-from ..drafters.mtp_block import MtpHead, block_config
-from ..drafters.mtp_checkpoints import FAMILIES, Block
+from ..drafters.checkpoints.mtp import FAMILIES, Block
+from ..drafters.checkpoints.target import Target
+from ..drafters.modules.mtp import MtpHead, block_config
 from ..errors import UnsupportedModelError
 from .attention import Causal, Rollout
 from .data import Batch, move

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from ..api import speculate
 from ..errors import UnsupportedModelError
-from ..runtime import chunks
-from ..runtime.tree import MAX_NODES
+from ..runtime import prefill_chunks as chunks
+from ..tree import MAX_NODES
 from .data import Document
 from .progress import say_nothing
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import check_int
-from ..runtime.tree import MAX_NODES
+from ..tree import MAX_NODES
 
 LARGEST = 1 << 31
 ABOUT_THE_DRAFT = (

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..drafters.checkpoint_files import load_pickled
+from ..drafters.checkpoints.files import load_pickled
 
 STATE = "training.pt"
 TEXTS = "continuations.pt"

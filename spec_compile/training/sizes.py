@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig
 
-from ..drafters.draft_target import Target
+from ..drafters.checkpoints.target import Target
 from .options import TrainingOptions
 
 WHOLE_VOCABULARY = 40_000

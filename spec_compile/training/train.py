@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from .. import adapters
-from ..admit import admit
+from ..capture import adapters
+from ..capture.admit import admit
 from ..config import parse_options
-from ..drafters.checkpoint_files import load_pickled
-from ..drafters.draft_target import Target
+from ..drafters.checkpoints.files import load_pickled
+from ..drafters.checkpoints.target import Target
 from ..errors import did_you_mean
 from ..runtime.generate import SpeculativeMixin
 from . import data as texts

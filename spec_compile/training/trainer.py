@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..drafters.draft_block import Head
-from ..drafters.draft_target import Target
+from ..drafters.checkpoints.target import Target
+from ..drafters.modules.heads import Head
 from .attention import Causal, Rollout
 from .data import Batch, move
 from .features import Features

@@ -14,7 +14,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from ...graph import LayerSpec
-from ...runtime.tree import MAX_NODES
+from ...tree import MAX_NODES
 from ..ops import append
 from . import xqa
 from .base import HALF, Backend, Use

@@ -11,7 +11,7 @@ OLDEST = (8, 9)
 
 
 def load(use: Use) -> Callable:
-    from .. import tree_attention  # noqa: F401
+    from . import tree_attention  # noqa: F401
 
     if use.fp8 and (here := torch.cuda.get_device_capability()) < OLDEST:
         numbers = "{}.{}, got {}.{}".format(*OLDEST, *here)

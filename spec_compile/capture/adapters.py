@@ -1,0 +1,66 @@
+"""PEFT: adapters that are part of the captured model, and models wrapped by peft (which need not be installed)."""
+
+import copy
+
+from torch import nn
+
+from ..errors import UnsupportedModelError
+
+
+def is_wrapped(model) -> bool:
+    """Whether `model` is a peft ``PeftModel`` around a transformers model, or what `wrap_alike` made of one."""
+    return isinstance(model, nn.Module) and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def base_of(wrapped: nn.Module) -> nn.Module:
+    """The transformers model inside, with its adapters; UnsupportedModelError if they are not part of its layers."""
+    for name, config in wrapped.peft_config.items():
+        kind = f"model: the adapter {name!r} ({type(config).__name__})"
+        if config.is_prompt_learning:
+            raise UnsupportedModelError(f"{kind} adds virtual tokens to each step; only adapters of layers are exact")
+        if getattr(config, "alora_invocation_tokens", None):
+            raise UnsupportedModelError(f"{kind} starts inside the text; only adapters that always act are exact")
+    return wrapped.get_base_model()
+
+
+def wrap_alike(wrapped: nn.Module, fast: nn.Module) -> nn.Module:
+    """Another object like `wrapped` around `fast`, a speculative version of its base model."""
+    wrapped = wrapped.__dict__.get("_original", wrapped)
+    tuner = shallow(wrapped.base_model)
+    tuner._modules["model"] = fast
+    cls = type(wrapped)
+    outer = shallow(wrapped, type(cls.__name__, (_Generates, cls), {"__module__": cls.__module__}))
+    outer._modules["base_model"] = tuner
+    outer.__dict__["_original"] = wrapped
+    if hasattr(wrapped, "generation_config"):
+        outer.generation_config = copy.deepcopy(wrapped.generation_config)
+    return outer
+
+
+class _Generates:
+    def generate(self, *args, **kwargs):
+        if kwargs.get("adapter_names") is not None:
+            raise NotImplementedError(
+                "adapter_names: the adapters were captured by speculate(); call the original model's generate() for "
+                "a batch of several adapters"
+            )
+        return super().generate(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol):
+        return self.speculation.rebuilds(self.__dict__["_original"])
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy of all modules and configurations over the same tensors: to be traced, or to have hooks, while other
+    threads run `model`."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def shallow(module: nn.Module, cls: type | None = None) -> nn.Module:
+    """Another object over the same state, whose modules can be replaced without touching the first."""
+    other = object.__new__(cls or type(module))
+    other.__dict__.update(module.__dict__)
+    for name in ("_parameters", "_buffers", "_modules"):
+        other.__dict__[name] = dict(module.__dict__[name])
+    return other

@@ -1,0 +1,84 @@
+"""Admission: what cannot be right is refused before any work, by name and with the reason."""
+
+import importlib.util
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
+
+from ..errors import UnsupportedModelError
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+OLDEST_GPU = (8, 0)
+GROWING_ROPE = {"dynamic", "longrope"}
+
+
+def admit(model: nn.Module) -> None:
+    """Raise TypeError, ValueError or UnsupportedModelError if `model` is not a causal LM that can be captured."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model: expected a transformers causal language model (PreTrainedModel), got {type(model).__name__}"
+        )
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        _refuse(model, "is an encoder-decoder; only decoder-only causal language models can be speculated")
+    if not isinstance(model, GenerationMixin) or not model.can_generate() or model.get_output_embeddings() is None:
+        _refuse(model, "is not a causal language model; load it with AutoModelForCausalLM")
+    if not hasattr(model.get_output_embeddings(), "weight"):
+        _refuse(model, "has several output heads; only models with one head, over one vocabulary, can be speculated")
+    if getattr(model, "_is_stateful", False):
+        _refuse(model, "keeps a recurrent state that cannot be rolled back when drafted tokens are rejected")
+    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    if foreign:
+        _refuse(model, f"has layers of type {', '.join(foreign)}; only full and sliding-window attention is exact")
+    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
+        _refuse(model, "uses ALiBi position biases, which a token tree cannot express yet")
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [r for r in rope.values() if isinstance(r, dict)] if rope else []
+    for kind in {r.get("rope_type", "default") for r in (nested or [rope])} & GROWING_ROPE:
+        _refuse(model, f"uses RoPE of type {kind!r}, whose frequencies change with the length of the text")
+    _admit_tensors(model)
+    if model.training:
+        raise ValueError(f"model: {type(model).__name__} is in training mode; call model.eval() first")
+
+
+def _admit_tensors(model: PreTrainedModel) -> None:
+    devices = sorted({str(p.device) for p in model.parameters()})
+    if len(devices) != 1:
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} is spread over {', '.join(devices)}; load it on a single device"
+        )
+    if getattr(model, "hf_device_map", None) and {str(d) for d in model.hf_device_map.values()} & {"cpu", "disk"}:
+        if devices != ["cpu"]:
+            _refuse(model, "is partly offloaded (hf_device_map); load it whole onto one device")
+    _admit_device(model, torch.device(devices[0]))
+    foreign = sorted({str(p.dtype) for p in model.parameters()} - {str(d) for d in DTYPES})
+    if foreign:
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} has parameters of dtype {', '.join(foreign)}; expected float32, bfloat16 "
+            "or float16"
+        )
+
+
+def _admit_device(model: PreTrainedModel, device: torch.device) -> None:
+    if device.type not in ("cpu", "cuda"):
+        _refuse(model, f"is on {device}; it runs on a CPU or on a CUDA GPU: model.to('cuda')")
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST_GPU:
+            name = torch.cuda.get_device_name(device)
+            _refuse(
+                model,
+                f"is on {name} (compute capability {capability[0]}.{capability[1]}); the kernels need "
+                f"{OLDEST_GPU[0]}.{OLDEST_GPU[1]} or later: move it to another GPU, or model.to('cpu')",
+            )
+        if importlib.util.find_spec("triton") is None:
+            _refuse(model, "is on a GPU, whose kernels need triton: pip install triton, or model.to('cpu')")
+        if next(model.parameters()).dtype == torch.float64:
+            _refuse(model, "is in float64, which the GPU kernels do not take: model.to(torch.float32)")
+
+
+def _refuse(model: PreTrainedModel, reason: str) -> None:
+    raise UnsupportedModelError(f"model: {type(model).__name__} {reason}")

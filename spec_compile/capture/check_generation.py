@@ -1,0 +1,107 @@
+"""The check of generation: the captured graph at our positions must give the logits of the model's own `generate`."""
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMixin
+
+from ..errors import UnsupportedModelError
+from ..graph import ModelGraph
+from . import adapters, hooks
+from .checks import (
+    LONGEST,
+    announced_window,
+    compare_logits,
+    compare_rounding,
+    exact_logits,
+    has_half,
+    in_float32_if_possible,
+    on_some_text,
+    random_ids,
+)
+
+STEPS = 4
+"""Tokens that are generated: the first from the prompt, the others over the cache."""
+PADDING = 7
+"""On the left of the second of two rows."""
+GENERATE = "the model's own generate(), over its cache,"
+
+
+@torch.no_grad()
+def check_generation(model: PreTrainedModel, graph: ModelGraph) -> bool:
+    """Compare a few steps of transformers' own `generate` with the captured graph; whether padded batches are equal.
+
+    A forward over a whole text cannot show what a model does with its cache, or with the mask of a batch that is padded
+    on the left. Raises UnsupportedModelError if rows without padding differ. True without a comparison for a model
+    whose own methods a round does not call: transformers' loop runs for it.
+    """
+    if hooks.overridden(model):
+        return True
+    windows = [layer.window for layer in graph.layers if layer.window is not None]
+    limit = LONGEST if graph.position_limit is None else min(LONGEST, graph.position_limit - STEPS)
+    length = min(max([24, announced_window(model), *windows]) + PADDING + 2, limit)
+
+    def check(*padding: int) -> None:
+        on_some_text(graph, lambda seed: _compare_steps(model, graph, random_ids(graph, 2, length, seed), padding))
+
+    if length > PADDING + 1:
+        try:
+            check(0, PADDING)
+            return True
+        except UnsupportedModelError:
+            pass  # it may be for the padding alone
+    check(0, 0)
+    return False
+
+
+def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, padding: tuple[int, ...]) -> None:
+    """UnsupportedModelError if `generate` fails or differs. ids [B, T]: the first `padding[b]` of row b are masked."""
+    name, ids = type(model).__name__, ids.to(model.device)
+
+    def steps() -> tuple[Tensor, Tensor]:
+        return _generated_logits(model, ids, padding)
+
+    if not has_half(graph):
+        own, texts = steps()
+        expected = _captured_logits(graph, texts, padding, own.shape[1])
+        return compare_logits(name, GENERATE, own.to(expected.dtype), expected)
+    wide = in_float32_if_possible(GENERATE, steps)
+    own, texts = wide or steps()
+    exact = exact_logits(name, lambda: _captured_logits(graph, texts, padding, own.shape[1]))
+    if wide:
+        compare_logits(name, GENERATE, own, exact)
+    else:
+        compare_rounding(name, GENERATE, own, _captured_logits(graph, texts, padding, own.shape[1]), exact)
+
+
+def _generated_logits(model: PreTrainedModel, ids: Tensor, padding: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Logits [B, steps, V] by `generate`, and the texts [B, T + steps - 1] behind them, their padding on the right."""
+    pads = torch.tensor(padding, device=ids.device)[:, None]
+    mask = (torch.arange(ids.shape[1], device=ids.device) >= pads).long()
+    try:
+        output = _generate(model, ids, mask)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} fails in transformers' own generate() ({type(error).__name__}: {reason})"
+        ) from error
+    texts = torch.stack([row.roll(-pad) for row, pad in zip(output.sequences[:, :-1], padding)])
+    return torch.stack(output.logits, dim=1), texts
+
+
+def _captured_logits(graph: ModelGraph, texts: Tensor, padding: tuple[int, ...], steps: int) -> Tensor:
+    """Logits [B, steps, V] of the captured graph at the places that `generate` chose tokens at."""
+    rows = torch.arange(len(texts), device=texts.device)[:, None]
+    last = texts.shape[1] - 1 - torch.tensor(padding, device=texts.device)[:, None]
+    logits = graph.gm(texts, torch.arange(texts.shape[1], device=texts.device).expand_as(texts))[0]
+    return logits[rows, last + torch.arange(1 - steps, 1, device=texts.device)]
+
+
+def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor):
+    """Greedy tokens by transformers' `generate`, with the raw logits of each; no settings of the model's take part."""
+    other = adapters.shallow(model)
+    other.generation_config = GenerationConfig(pad_token_id=0)
+    return GenerationMixin.generate(
+        other, ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, num_beams=1, use_cache=True,
+        return_dict_in_generate=True, output_logits=True, disable_compile=True,
+    )  # fmt: skip

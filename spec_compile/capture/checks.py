@@ -1,0 +1,221 @@
+"""The checks after capture: the graphs must compute what the model computes, or the model is refused.
+
+Rounding to 16 bits hides small faults, so two questions are asked. **What is computed?** Both sides run in float32 with
+the same weights (`in_float32`), where rounding is a millionth of the logits' spread: a scale, mask, position, window or
+eps that is off shows there. **How is it rounded?** Both sides run in the model's own 16 bits, as they will run: the
+distance to the float32 result may be a few times that of a plain forward of the same text, so that the limit is the
+model's own noise.
+
+Where rounding may send a token to other experts, a difference on one text is no evidence: such a model is refused if it
+differs on each of several texts.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache import PAGE, Cache
+from ..errors import UnsupportedModelError
+from ..graph import ModelGraph, calls
+from ..tree import ancestry
+from .float32 import HALF, full_precision, in_float32
+
+log = logging.getLogger("spec_compile")
+
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""Largest accepted difference of any logit between runs in this dtype, relative to the logits' spread."""
+NOISE = 3.0
+"""Largest accepted distance of 16-bit logits to the float32 result, in those of a plain forward: of the position that
+is farthest off, root mean square over the vocabulary."""
+TEXTS = 4
+"""Random texts that a model with routed experts may be checked on."""
+LONGEST = 1024
+"""Longest text that is run for a check; of longer windows it is checked that attention is told of them."""
+CAPTURE = "the captured graph"
+TREE = "the tree attention of the rewritten graph"
+
+
+@torch.no_grad()
+def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
+    """Compare the captured graph with the model's own forward on random ids, longer than any window.
+
+    A model of 16 bits whose own forward does not run in float32 (FlashAttention does not) is compared in 16 bits alone.
+    Raises UnsupportedModelError if they differ.
+    """
+    name = type(model).__name__
+    windows = [layer.window for layer in graph.layers if layer.window is not None]
+    announced = announced_window(model)
+    if announced > LONGEST and announced not in windows:
+        raise UnsupportedModelError(
+            f"model: {name} has a sliding window of {announced} that its attention is not told of"
+        )
+    length = min(max([24, announced, *windows]) + 17, LONGEST, graph.position_limit or LONGEST)
+
+    def check(seed: int) -> None:
+        ids = random_ids(graph, 2, length, seed).to(model.device)
+        positions = torch.arange(length, device=ids.device).expand_as(ids)
+
+        def own() -> Tensor:
+            return model(input_ids=ids, use_cache=False).logits
+
+        def captured() -> Tensor:
+            return graph.gm(ids, positions)[0]
+
+        if not has_half(graph):
+            with full_precision():
+                return compare_logits(name, CAPTURE, captured(), own())
+        exact, wide = exact_logits(name, captured), in_float32_if_possible("the model's own forward", own)
+        plain, ours = own(), captured()
+        if wide is None:
+            compare_rounding(name, CAPTURE, plain, ours, exact)
+        else:
+            compare_logits(name, CAPTURE, exact, wide)
+        compare_rounding(name, CAPTURE, ours, plain, exact)
+
+    on_some_text(graph, check)
+
+
+@torch.no_grad()
+def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
+    """Compare a small tree behind a prefix with plain forwards of the captured graph over each of its paths.
+
+    An attention backend for 16 bits alone is compared in 16 bits alone. Raises UnsupportedModelError if they differ.
+    """
+    windows = [layer.window for layer in graph.layers if layer.window is not None]
+    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 6, 7, 8, 8, 12, 14]  # 16 nodes behind 16: sizes of rounds
+    prefix = min(max([13, *windows]) + 3, LONGEST, (graph.position_limit or LONGEST) - len(parents))
+    ancestors, depth = ancestry(torch.tensor([parents], device=graph.device))
+
+    def check(seed: int) -> None:
+        ids = random_ids(graph, 1, prefix + len(parents), seed).to(graph.device)
+
+        def linear() -> Tensor:
+            return _linear_logits(graph, ids, prefix, ancestors[0].tolist())
+
+        def tree(dtype: torch.dtype) -> Tensor:
+            return _tree_logits(verify, replace(graph, dtype=dtype), ids, prefix, ancestors, depth)
+
+        if not has_half(graph):
+            with full_precision():
+                return compare_logits(name, TREE, tree(graph.dtype), linear())
+        exact, wide = exact_logits(name, linear), in_float32_if_possible(TREE, lambda: tree(torch.float32))
+        if wide is not None:
+            compare_logits(name, TREE, wide, exact)
+        compare_rounding(name, TREE, tree(graph.dtype), linear(), exact)
+
+    on_some_text(graph, check)
+
+
+def compare_logits(name: str, what: str, got: Tensor, expected: Tensor) -> None:
+    """UnsupportedModelError if logits [..., V] in float32 or float64 differ by more than `TOLERANCE`.
+
+    name: of the model's class. what: it is that has computed `got`.
+    """
+    spread = expected.std().clamp(min=1e-6)
+    error = ((got - expected).abs().max() / spread).item()
+    limit = TOLERANCE[expected.dtype]
+    if not error <= limit:
+        raise UnsupportedModelError(
+            f"model: {name}: {what} differs from the model's own forward by {error:.1e} of the logits' spread "
+            f"(allowed: {limit:.0e}); it would change the answer"
+        )
+
+
+def compare_rounding(name: str, what: str, got: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """UnsupportedModelError if logits [..., V] of 16 bits are more than `NOISE` times as far from `exact`, the float32
+    result, as `plain`, those of a plain forward in 16 bits.
+
+    name, what: as for `compare_logits`.
+    """
+    error, noise = ((x.float() - exact).square().mean(dim=-1).sqrt().max().item() for x in (got, plain))
+    if not error <= NOISE * noise:
+        raise UnsupportedModelError(
+            f"model: {name}: {what} differs from the model's own forward: its logits are {error:.1e} away from those "
+            f"in float32, a plain forward's {noise:.1e} (allowed: {NOISE:g} times that); it would change the answer"
+        )
+
+
+def _tree_logits(
+    verify: ModelGraph, graph: ModelGraph, ids: Tensor, prefix: int, ancestors: Tensor, depth: Tensor
+) -> Tensor:
+    """Logits [N, V] of the tree's nodes by `verify`, with a cache of `graph`'s dtype."""
+    slots = ids.shape[1]
+    cache = Cache(graph, 1, -(-slots // PAGE) * PAGE).tensors  # of as whole pages as a session's
+    start = torch.zeros(1, dtype=torch.int64, device=ids.device)
+    verify.gm(ids[:, :prefix], torch.arange(prefix, device=ids.device)[None], start, None, cache, prefix)
+    return verify.gm(ids[:, prefix:], prefix + depth, start + prefix, ancestors, cache, slots)[0][0]
+
+
+def _linear_logits(graph: ModelGraph, ids: Tensor, prefix: int, ancestors: list[int]) -> Tensor:
+    """Logits [N, V] at the end of each node's path, run as a text of its own."""
+    nodes, slots = len(ancestors), ids.shape[1]
+    paths = [[j for j in range(nodes) if bits >> j & 1] for bits in ancestors]
+    texts = ids.repeat(nodes, 1)  # what follows a path's end is not seen by it
+    for node, path in enumerate(paths):
+        texts[node, prefix : prefix + len(path)] = ids[0, prefix:][path]
+    logits = graph.gm(texts, torch.arange(slots, device=ids.device).expand_as(texts))[0]
+    ends = torch.tensor([prefix + len(path) - 1 for path in paths], device=ids.device)
+    return logits[torch.arange(nodes, device=ids.device), ends]
+
+
+def on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
+    """Run ``check(seed)``; where experts are chosen, until it passes, at most `TEXTS` times."""
+    last = TEXTS - 1 if calls(graph.gm, torch.ops.aten.topk.default) else 0
+    for seed in range(last + 1):
+        try:
+            return check(seed)
+        except UnsupportedModelError:
+            if seed == last:
+                raise
+
+
+def has_half(graph: ModelGraph) -> bool:
+    """Whether some weights are of 16 bits."""
+    return any(parameter.dtype in HALF for parameter in graph.gm.parameters())
+
+
+def exact_logits(name: str, run: Callable[[], Tensor]) -> Tensor:
+    """Logits of the captured graph in float32."""
+    logits, reason = _in_float32(run)
+    if logits is None:
+        raise UnsupportedModelError(
+            f"model: {name} cannot be checked, for its graph does not run in float32 ({reason}); check=False omits the "
+            "check"
+        )
+    return logits
+
+
+def in_float32_if_possible(what: str, run: Callable[[], Tensor]) -> Tensor | None:
+    """Logits in float32; None, and a line in the log, where something has no float32 form."""
+    logits, reason = _in_float32(run)
+    if logits is None:
+        log.info("%s is checked in 16 bits alone, for it does not run in float32 (%s)", what, reason)
+    return logits
+
+
+def _in_float32(run: Callable[[], Tensor]) -> tuple[Tensor | None, str]:
+    """The result of `run` in float32, or None and the reason."""
+    try:
+        with in_float32():
+            return run(), ""
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return None, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def announced_window(model: PreTrainedModel) -> int:
+    """The sliding window that the configuration says some layer has (0: none)."""
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None)
+    if getattr(config, "use_sliding_window", True) is False or (types and "sliding_attention" not in types):
+        return 0
+    return getattr(config, "sliding_window", None) or 0
+
+
+def random_ids(graph: ModelGraph, batch: int, length: int, seed: int) -> Tensor:
+    return torch.randint(0, graph.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,162 @@
+"""Capture: one cache-free trace of a Hugging Face causal LM, with one marker node per attention layer."""
+
+import torch
+from torch import Tensor, fx, nn
+from transformers import PreTrainedModel
+
+from ..compat import attention_implementation
+from ..errors import UnsupportedModelError
+from ..graph import LayerSpec, ModelGraph, attribute, calls
+from ..kernels import ops
+from .adapters import twin
+
+IMPLEMENTATION = "spec_compile"
+HARMLESS = {
+    "position_ids",
+    "use_cache",
+    "output_router_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "logits_to_keep",
+    "is_causal",
+}
+
+
+class _Attention:
+    """The attention function given to transformers during the trace: it numbers the layers and emits markers."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.count = model, 0
+        self.ignores_softcap = model.config._attn_implementation == "sdpa"  # as transformers' SDPA function does
+
+    def __call__(
+        self, module, query, key, value, attention_mask,
+        scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **extra,
+    ):  # fmt: skip
+        unknown = sorted(name for name, value in extra.items() if value is not None and name not in HARMLESS)
+        if unknown:
+            raise UnsupportedModelError(
+                f"model: {type(self.model).__name__} passes {', '.join(unknown)} to attention, which is unknown here"
+            )
+        if attention_mask is not None:
+            raise UnsupportedModelError(f"model: {type(self.model).__name__} builds an attention mask of its own")
+        if self.ignores_softcap:
+            softcap = None
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        layer, self.count = self.count, self.count + 1
+        return ops.attention(query, key, value, s_aux, scale, sliding_window, softcap, layer), None
+
+
+class _Forward(nn.Module):
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, positions):
+        return self.model(input_ids=input_ids, position_ids=positions, use_cache=False).logits
+
+
+def capture(model: PreTrainedModel) -> ModelGraph:
+    """Trace `model` (already admitted) into a `ModelGraph` that shares its parameters.
+
+    Raises UnsupportedModelError if the trace fails, or does not show exactly one attention call per layer.
+    """
+    name = type(model).__name__
+    model = twin(model)
+    attention = _Attention(model)
+    try:
+        with attention_implementation(model, IMPLEMENTATION, attention):
+            gm = _trace(_Forward(model), *_example(model.device))
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        problem = "could not be captured as one graph"
+        if attention.count == 0:
+            problem = "does not call its attention through transformers' AttentionInterface, so it cannot be rewritten"
+        raise UnsupportedModelError(f"model: {name} {problem} ({type(error).__name__}: {reason})") from error
+    return _describe(model, gm)
+
+
+def capture_head(head: nn.Module, width: int | None = None) -> ModelGraph:
+    """Trace a draft head, ``forward(input_ids [B, T], positions [B, T], state [B, T, width])``, that calls the marker
+    op itself; the graph shares its parameters. width: None for a head that takes no state."""
+    parameter = next(head.parameters())
+    arguments = _example(parameter.device)
+    if width is not None:
+        arguments = (*arguments, parameter.new_zeros(2, 7, width))
+    gm = _trace(head, *arguments)
+    markers = calls(gm, torch.ops.spec_compile.attention.default)
+    layers = tuple(_layer(node) for node in markers)
+    return ModelGraph(gm, layers, 0, head.hidden_size, parameter.dtype, position_limit=None, head_weight="")
+
+
+def _example(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and positions [2, 7] to trace with."""
+    return torch.zeros(2, 7, dtype=torch.int64, device=device), torch.arange(7, device=device).expand(2, 7)
+
+
+def _trace(module: nn.Module, *arguments: Tensor) -> fx.GraphModule:
+    """One graph of ATen calls for any B and T; the arguments are [B, T, ...]."""
+    dims = {0: torch.export.Dim("B", min=1, max=4096), 1: torch.export.Dim("T", min=2, max=1 << 20)}
+    with torch.no_grad():
+        program = torch.export.export(module, arguments, dynamic_shapes=(dims,) * len(arguments), strict=False)
+    gm = program.module(check_guards=False)
+    gm.graph._codegen = fx.graph.CodeGen()  # plain arguments, and none of the exporter's input checks
+    return fx.GraphModule(gm, gm.graph)
+
+
+def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:
+    config = model.config.get_text_config(decoder=True)
+    markers = calls(gm, torch.ops.spec_compile.attention.default)
+    if len(markers) != config.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} called attention through transformers' interface {len(markers)} times in "
+            f"{config.num_hidden_layers} layers; every layer must, or its own mask or state would be lost"
+        )
+    head = model.get_output_embeddings().weight
+    names = [n.target for n in gm.graph.nodes if n.op == "get_attr" and attribute(gm, n.target) is head]
+    names = names or [
+        n.target for n in gm.graph.nodes if n.op == "get_attr" and attribute(gm, n.target).data_ptr() == head.data_ptr()
+    ]
+    tables = [
+        attribute(gm, node.args[0].target).shape[0]
+        for node in calls(gm, torch.ops.aten.embedding.default)
+        if _depends_on(node.args[1], "positions")
+    ]
+    gathers = [n for n in calls(gm, torch.ops.aten.gather.default) if _depends_on(n.args[2], "positions")]
+    sizes = [node.args[0].meta["val"].shape[node.args[1]] for node in gathers]
+    tables += [size for size in sizes if isinstance(size, int)]
+    return ModelGraph(
+        gm=gm,
+        layers=tuple(_layer(node) for node in markers),
+        vocab_size=head.shape[0],
+        hidden_size=head.shape[1],
+        dtype=head.dtype,
+        position_limit=min(config.max_position_embeddings, *tables) if tables else None,
+        head_weight=names[0] if names else "",
+    )
+
+
+def _depends_on(node: fx.Node, placeholder: str) -> bool:
+    """Whether the values of a tensor are computed from those of an input."""
+    seen, todo = set(), [node]
+    while todo:
+        node = todo.pop()
+        if node.op == "placeholder" and node.target == placeholder:
+            return True
+        if node not in seen:
+            seen.add(node)
+            gathers = node.target is torch.ops.aten.gather.default  # its values are those of what it gathers from
+            inputs = node.args[:1] if gathers else node.all_input_nodes
+            todo += [n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]  # sizes are no data
+    return False
+
+
+def _layer(node: fx.Node) -> LayerSpec:
+    q, k, v, sinks, scale, window, softcap, _ = node.args
+    q, k, v = (t.meta["val"] for t in (q, k, v))
+    return LayerSpec(
+        heads=q.shape[1], kv_heads=k.shape[1], key_dim=q.shape[3], value_dim=v.shape[3],
+        scale=scale, window=window, softcap=softcap, sinks=sinks is not None,
+    )  # fmt: skip

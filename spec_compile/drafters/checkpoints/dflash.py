@@ -1,0 +1,312 @@
+"""`load_dflash`: the DFlash draft in a folder or on the hub, whoever published it, read strictly."""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..modules.dflash import DFlashDraft
+from ..modules.heads import LayerKnobs
+from .config_keys import VARIANTS, check_rope_theta, refuse_unknown_keys
+from .eagle import _fill, _hot_ids, _listed, _rope_line, our_names
+from .eagle_config import DraftConfig
+from .files import Checkpoint, Fetch, fetcher, load_pickled, read_json
+from .target import Target, likeness
+
+MASK_FILE = "mask_embedding.pt"
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def is_dflash(raw: dict) -> bool:
+    """Whether a config is that of a DFlash draft, or of one of its variants."""
+    architectures = " ".join(raw.get("architectures") or [])
+    said = raw.get("speculators_model_type") in ("dflash", "dspark")
+    return "dflash_config" in raw or said or re.search("DFlash|DSpark|Domino", architectures) is not None
+
+
+class DFlashConfig(DraftConfig):
+    """The ``config.json`` of a draft, whose flags may lie in dflash_config."""
+
+    def __init__(self, raw: dict):
+        super().__init__(raw)
+        inner = raw.get("dflash_config")
+        self.flags = inner if isinstance(inner, dict) else {}
+        self.deepspec = not self.speculators and any("DSpark" in name for name in self.architectures)
+        self.count = self.layer.get("num_hidden_layers") or 1
+
+    def get(self, name: str, default=None):
+        """A flag, from dflash_config, the config itself, or that of its layers."""
+        places = (self.flags, self.raw, self.layer)
+        return next((place[name] for place in places if place.get(name) is not None), default)
+
+    def whole(self, name: str, least: int) -> int:
+        """A flag that must be there; ValueError unless it is a number of at least so much."""
+        value = self.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"draft: its config must have a {name} of {least} or more, it has {value!r}")
+        return value
+
+    @property
+    def sample_from_anchor(self) -> bool:
+        """Whether the first slot of a block drafts, too: DSpark's way, and so DeepSpec's."""
+        for name in ("sample_from_anchor", "shift_label"):
+            if self.get(name) is not None:
+                return bool(self.get(name))
+        return any("DSpark" in name for name in self.architectures) and not self.get("dspark_bonus_anchor")
+
+    def refuse_variants(self) -> None:
+        """ValueError, naming the field, if a block computes what is not built here."""
+        for name, values in VARIANTS.items():
+            value = self.get(name)
+            if value is not None and value not in values:
+                raise ValueError(f"draft: its config has {name} {value!r}, a variant of DFlash that is not built here")
+        refuse_unknown_keys(self.raw, dflash=True)
+
+    def layer_knobs(self, names: dict[str, str]) -> LayerKnobs:
+        """Knobs of the layers. Of biases, the tensors there decide, and the config may ask for more."""
+        biased = bool(self.get("attention_bias"))
+        return LayerKnobs(
+            num_layers=self.count,
+            qkv_bias=biased or "blocks.0.self_attn.q_proj.bias" in names,
+            output_bias=biased or "blocks.0.self_attn.o_proj.bias" in names,
+            qk_norm=True,
+            windows=self.windows,
+        )
+
+    @property
+    def types(self) -> list[str]:
+        """What layer_types says of each layer; ValueError unless it says it of each."""
+        types = self.get("layer_types")
+        if types is None and self.get("use_sliding_window") and not self.get("use_swa"):
+            raise ValueError("draft: its config has use_sliding_window, and no layer_types to say which layers slide")
+        types = types or [FULL] * self.count
+        if len(types) != self.count or not set(types) <= {SLIDING, FULL}:
+            raise ValueError(f"draft: its config must name {SLIDING} or {FULL} for each layer, it has {types}")
+        return types
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer. Of use_swa alone (MiMo) all have one."""
+        sliding = [kind == SLIDING for kind in self.types]
+        if self.get("use_swa") and not any(sliding):
+            sliding = [True] * self.count
+        window = self.get("swa_window_size", self.get("sliding_window"))
+        if any(sliding) and not window:
+            raise ValueError("draft: its config has sliding layers, and neither sliding_window nor swa_window_size")
+        return tuple(window if slides else None for slides in sliding)
+
+    @property
+    def causal(self) -> tuple[bool, ...]:
+        """Whether each layer sees its block causally. Unless the config says, those that layer_types lets slide do."""
+        told = self.raw.get("is_causal")
+        told = self.get("causal") if told is None else told
+        if told is not None:
+            return (bool(told),) * self.count
+        return tuple(kind == SLIDING and not self.get("sliding_window_non_causal") for kind in self.types)
+
+
+def load_dflash(draft, model: PreTrainedModel, rope_theta: float | None = None) -> DFlashDraft:
+    """The DFlash draft that `draft` holds, on the device and in the dtype of `model`, its target.
+
+    draft: a folder, a repository of the hub, or a `DFlashDraft`. rope_theta: in place of the config's.
+
+    ValueError or TypeError if it is none, a variant that is not built here, or for another target, or if a tensor is
+    missing, unknown or of another shape, all before weights are read; and then if one holds NaN or infinity.
+    """
+    target = Target.of(model)
+    if rope_theta is not None:
+        rope_theta = check_rope_theta("rope_theta", rope_theta)
+    if isinstance(draft, nn.Module):
+        return _given(draft, target, rope_theta)
+    if draft is None:
+        raise ValueError("draft: algo='dflash' needs a draft: pass draft=, a folder or a repository of the hub")
+    if not isinstance(draft, (str, Path)):
+        raise TypeError(f"draft: expected a path, a repository of the hub or a DFlashDraft, got {type(draft).__name__}")
+    fetch = fetcher(draft)
+    path = fetch("config.json")
+    if path is None:
+        raise ValueError(f"draft: {draft} has no config.json")
+    raw = read_json(path)
+    if not is_dflash(raw):
+        raise ValueError(
+            f"draft: {draft} holds no DFlash draft: architectures {_listed(raw.get('architectures') or ['none'])}, "
+            f"model_type {raw.get('model_type')!r}; heads of the EAGLE family go with algo='eagle' or 'eagle3', whole "
+            "models with algo='draft_model'"
+        )
+    return _read(Checkpoint(draft, fetch), DFlashConfig(raw), target, fetch, rope_theta)
+
+
+def _given(draft: nn.Module, target: Target, rope_theta: float | None) -> DFlashDraft:
+    """A draft made elsewhere, if it fits the target."""
+    if not isinstance(draft, DFlashDraft):
+        raise TypeError(f"draft: expected a path, a repository of the hub or a DFlashDraft, got {type(draft).__name__}")
+    if rope_theta is not None:
+        raise TypeError("rope_theta: a draft that is already loaded is read as it is")
+    target.check(draft.hidden_size, draft.head_weight.shape[0] if draft.hot_ids is None else None)
+    ours, theirs = ((weight.device, weight.dtype) for weight in (target.embedding, draft.fc.weight))
+    if ours != theirs:
+        raise ValueError(f"draft: it is on {theirs[0]} in {theirs[1]}, the model on {ours[0]} in {ours[1]}")
+    return draft.eval()
+
+
+def _read(
+    checkpoint: Checkpoint, config: DFlashConfig, target: Target, fetch: Fetch, rope_theta: float | None
+) -> DFlashDraft:
+    config.refuse_variants()
+    names = our_names(checkpoint.shapes)
+    target.check(config.layer.get("hidden_size"), config.layer.get("vocab_size"))
+    target.check(config.get("target_hidden_size"), None)
+    taps, why = _taps(config, target, _count_states(checkpoint, names, target.hidden_size))
+    block_size, mask_token_id = config.whole("block_size", 2), _mask_token(config, target)
+    knobs, causal = config.layer_knobs(names), config.causal
+    for window, sees_before in zip(knobs.windows, causal):
+        if window is not None and window < block_size and not sees_before:
+            raise ValueError(f"draft: its window of {window} is shorter than its blocks of {block_size}, both ways")
+    llama = config.llama()
+    if rope_theta is not None:
+        llama = config.with_rope({**llama.rope_parameters, "rope_theta": rope_theta}).llama()
+    output, rows = _output(checkpoint, config, names, target)
+    with torch.device("meta"):
+        draft = DFlashDraft(
+            llama, target.embedding, nn.Parameter(torch.zeros(rows, llama.hidden_size)) if output is None else output,
+            taps, block_size, mask_token_id, knobs, config.sample_from_anchor, causal,
+            embedding_scale=float(config.get("input_embedding_scale", 1)),
+            output_scale=float(config.get("output_multiplier", 1)),
+            softcap=float(config.get("final_logit_softcapping", 0)) or None,
+        )  # fmt: skip
+    _ignore_others(checkpoint, names, target)
+    hot_ids = _hot_ids(checkpoint, names, rows, target.vocab_size)
+    mask = _mask_embedding(checkpoint, fetch, draft)
+    _fill(draft, checkpoint, names, target)
+    ours = target.embedding
+    draft.hot_ids = None if hot_ids is None else hot_ids.to(ours.device)
+    draft.mask_embedding = None if mask is None else nn.Parameter(mask.to(ours.device, ours.dtype), requires_grad=False)
+    draft.flavour += " (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else ""
+    draft.report = [
+        f"{draft.flavour} draft from {checkpoint.source}",
+        f"reads states {_listed(taps)} ({why})",
+        f"blocks of {block_size}, masked by token {mask_token_id}{'' if mask is None else ', embedded on its own'}; "
+        f"slot j drafts the token {'behind' if draft.sample_from_anchor else 'of'} its own place",
+        f"{_rope_line(llama, knobs)}, {sum(causal)} of them causal",
+        "embedding: the target's; output matrix: "
+        + ("the target's" if output is not None else f"its own, {rows} of {target.vocab_size} tokens"),
+        *checkpoint.ignored,
+    ]
+    return draft.eval()
+
+
+def _mask_token(config: DFlashConfig, target: Target) -> int:
+    token, rows = config.whole("mask_token_id", 0), target.embedding.shape[0]
+    if token >= rows:
+        raise ValueError(
+            f"draft: its mask token {token} is outside the {rows} rows of the model's embedding; take the draft of "
+            "this model"
+        )
+    return token
+
+
+def _ignore_others(checkpoint: Checkpoint, names: dict[str, str], target: Target) -> None:
+    """Leave out what changes no draft: copies of the target's tensors, and foretelling of acceptance."""
+    target.skip_copy(checkpoint, names.get("embedding", ""), target.embedding)
+    for name in checkpoint.shapes:
+        if name.startswith("confidence_head."):
+            checkpoint.ignore(name, "it foretells acceptance")
+        elif name.startswith("verifier_"):
+            checkpoint.ignore(name, "a copy of the target's")
+
+
+def _count_states(checkpoint: Checkpoint, names: dict[str, str], size: int) -> int:
+    """How many states of `size` numbers fc joins."""
+    if "fc.weight" not in names:
+        raise ValueError(f"draft: {checkpoint.source} has no fc.weight")
+    width = checkpoint.shapes[names["fc.weight"]][-1]
+    if width % size:
+        raise ValueError(
+            f"draft: fc.weight reads {width} numbers, which is no multiple of the target's hidden size {size}; take "
+            "the draft of this model"
+        )
+    return width // size
+
+
+def _taps(config: DFlashConfig, target: Target, count: int) -> tuple[tuple[int, ...], str]:
+    """The `count` states that a draft reads, and how that was found out.
+
+    target_layer_ids are layers whose outputs it reads (-1: the embeddings), aux_hidden_state_layer_ids layers whose
+    inputs; without either see `spread_layers`.
+    """
+    layers = config.get("num_target_layers", target.num_layers)
+    if layers != target.num_layers:
+        raise ValueError(
+            f"draft: it was made for a model of {layers} layers, {type(target.model).__name__} has "
+            f"{target.num_layers}; take the draft of this model"
+        )
+    name = next((n for n in ("target_layer_ids", "aux_hidden_state_layer_ids") if config.get(n) is not None), None)
+    ids = spread_layers(layers, config.count) if name is None else config.get(name)
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise ValueError(f"draft: its config must have a list of layers as {name}, it has {ids!r}")
+    inputs = name == "aux_hidden_state_layer_ids"
+    taps = tuple(i if inputs else i + 1 for i in ids)
+    if len(taps) != count:
+        raise ValueError(f"draft: its fc reads {count} states of the target, its config names {len(taps)}")
+    if not all(0 <= tap <= layers for tap in taps):
+        raise ValueError(
+            f"draft: it reads states {_listed(taps)} of its target (0: the embeddings), this model has {layers} "
+            "layers; take the draft of this model"
+        )
+    said = config.get("eagle_aux_hidden_state_layer_ids", list(taps))
+    if said != list(taps):
+        raise ValueError(
+            f"draft: its config has eagle_aux_hidden_state_layer_ids {said}, inputs of layers, and names the states "
+            f"{_listed(taps)} otherwise"
+        )
+    return taps, f"{name or 'the default'} {ids}, {'inputs of layers' if inputs else 'outputs of layers: one more'}"
+
+
+def spread_layers(target_layers: int, layers: int) -> list[int]:
+    """The layers whose outputs a draft of `layers` layers reads if its config does not say: as many, evenly from the
+    second to the last but two; a single one in the middle."""
+    if layers == 1:
+        return [target_layers // 2]
+    return [round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers)]
+
+
+def _output(
+    checkpoint: Checkpoint, config: DFlashConfig, names: dict[str, str], target: Target
+) -> tuple[Tensor | None, int]:
+    """The output matrix, if it is the target's, and its rows. A draft has its own unless that is a copy."""
+    said, name = config.get("draft_vocab_size"), names.get("head_weight")
+    if name is None:
+        if said not in (None, target.vocab_size):
+            raise ValueError(f"draft: {checkpoint.source} has no lm_head.weight for its {said} tokens")
+        return target.head_weight, target.vocab_size
+    rows = checkpoint.shapes[name][0]
+    if said is not None and rows != said:
+        raise ValueError(f"draft: {name} has {rows} rows, its config says draft_vocab_size {said}")
+    if likeness(checkpoint, name, target.head_weight) > 0.99:
+        target.skip_copy(checkpoint, name, target.head_weight)
+        return target.head_weight, rows
+    return None, rows
+
+
+def _mask_embedding(checkpoint: Checkpoint, fetch: Fetch, draft: DFlashDraft) -> Tensor | None:
+    """The embedding [h] that stands for the mask, if it lies beside the target's embedding (MiMo)."""
+    if "mask_embedding" in checkpoint:
+        value = checkpoint.take_weight("mask_embedding")
+    else:
+        path = fetch(MASK_FILE)
+        if path is None:
+            return None
+        value = load_pickled(path)
+        if isinstance(value, dict):
+            if value.get("mask_token_id", draft.mask_token_id) != draft.mask_token_id:
+                raise ValueError(
+                    f"draft: {MASK_FILE} is for token {value['mask_token_id']}, its config says mask_token_id "
+                    f"{draft.mask_token_id}"
+                )
+            value = value.get("embedding")
+    if not isinstance(value, Tensor) or value.numel() != draft.hidden_size or not value.isfinite().all():
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"draft: the mask's embedding must be {draft.hidden_size} finite numbers, it is {found}")
+    return value.reshape(-1)

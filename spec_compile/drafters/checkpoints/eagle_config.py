@@ -1,0 +1,150 @@
+"""What the configs of published EAGLE heads say, in one form: sizes, RoPE, layer knobs and taps."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+
+from ...capture.admit import GROWING_ROPE
+from ..modules.heads import FINAL, LayerKnobs, rotary
+from .config_keys import SPECULATORS, check_rope_theta
+
+FIELDS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "rms_norm_eps", "max_position_embeddings", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters",
+)  # fmt: skip
+"""Of a draft's config, those that its layers are built from."""
+
+
+class DraftConfig:
+    """A draft's ``config.json``: nested (speculators, vLLM) or flat, with the flags that some put into eagle_config."""
+
+    def __init__(self, raw: dict):
+        self.speculators = SPECULATORS in raw
+        nested = raw.get("transformer_layer_config") if self.speculators else raw.get("model")
+        self.nested = isinstance(nested, dict)
+        self.layer = dict(nested) if self.nested else dict(raw)
+        self.raw = raw
+        self.architectures = raw.get("architectures") or []
+        self.deepspec = "Qwen3Eagle3Model" in self.architectures
+
+    def get(self, name: str, default=None):
+        """A flag, from the config itself or its eagle_config."""
+        inner = self.raw.get("eagle_config")
+        for place in (self.raw, inner if isinstance(inner, dict) else {}):
+            if place.get(name) is not None:
+                return place[name]
+        return default
+
+    def with_rope(self, parameters: dict) -> "DraftConfig":
+        """The same with other `parameters` of RoPE, as transformers names them."""
+        other = DraftConfig(self.raw)
+        rope = {"rope_theta": None, "rope_scaling": None, "rope_parameters": parameters}
+        other.layer = {**self.layer, **rope}
+        return other
+
+    def llama(self) -> LlamaConfig:
+        """Sizes, activation and RoPE of the draft's layers; ValueError if they cannot be built from it."""
+        missing = [
+            name for name in ("hidden_size", "intermediate_size", "num_attention_heads") if name not in self.layer
+        ]
+        if missing:
+            raise ValueError(f"draft: its config has no {', '.join(missing)}; it has {', '.join(sorted(self.layer))}")
+        try:
+            config = LlamaConfig(**{name: self.layer[name] for name in FIELDS if self.layer.get(name) is not None})
+            check_rope_theta("rope_theta", config.rope_parameters["rope_theta"])
+            rotary(config, torch.device("cpu"))
+            ACT2FN[config.hidden_act]
+        except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
+            raise ValueError(f"draft: its config is not valid: {' '.join(str(error).split())}") from error
+        rope = config.rope_parameters
+        partial = self.layer.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+        interleaved = False in (self.get("is_neox_style"), self.get("rope_is_neox_style"))
+        for problem, found in (
+            (f"RoPE of type {rope['rope_type']!r}, which changes with the length", rope["rope_type"] in GROWING_ROPE),
+            ("multimodal RoPE", "mrope_section" in rope),
+            (f"RoPE of a part of each head ({partial})", partial != 1.0),
+            ("interleaved RoPE", interleaved),
+        ):
+            if found:
+                raise ValueError(f"draft: its config asks for {problem}, which draft heads are not built with here")
+        return config
+
+    def layer_knobs(self, names: dict[str, str]) -> LayerKnobs:
+        """Knobs of the layers; the tensors there are decide, and the config may ask for more."""
+        count, window = self.layer.get("num_hidden_layers") or 1, self.layer.get("sliding_window")
+        types = self.layer.get("layer_types") or []
+        if not types and self.layer.get("use_sliding_window"):
+            types = ["sliding_attention"] * count
+        qwen3 = self.deepspec or (self.nested and self.layer.get("model_type") == "qwen3")
+        return LayerKnobs(
+            num_layers=count,
+            qkv_bias=bool(self.get("qkv_bias") or self.layer.get("qkv_bias"))
+            or any(f"blocks.0.self_attn.{part}_proj.bias" in names for part in "qkv"),
+            output_bias="blocks.0.self_attn.o_proj.bias" in names,
+            qk_norm=qwen3 or any(f"blocks.0.self_attn.{part}_norm.weight" in names for part in "qk"),
+            windows=tuple(window if kind == "sliding_attention" else None for kind in types[:count]),
+        )
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Which states an EAGLE-3 head reads, how that was found out, and the other meanings its list may have."""
+
+    taps: tuple[int, ...]
+    why: str
+    others: list[tuple[int, ...]] = field(default_factory=list)
+
+
+def find_taps(config: DraftConfig, num_layers: int, count: int) -> Taps:
+    """The `count` states that a draft of a target with `num_layers` layers reads.
+
+    Published lists number states in two ways: by the layer whose output it is (SpecForge, DeepSpec: tap = id + 1) or
+    by the layer whose input it is (speculators, vLLM: tap = id). SGLang takes a list that starts with 1 as the former.
+    ValueError if the list does not fit the target or the head.
+    """
+    if config.get("use_aux_hidden_state", True) is False:
+        return Taps((FINAL,), "the state after the final norm (use_aux_hidden_state: false)")
+    after, before = config.get("target_layer_ids"), config.get("eagle_aux_hidden_state_layer_ids")
+    if after is not None:
+        found = Taps(tuple(i + 1 for i in after), f"target_layer_ids {after}, outputs of layers: one more")
+    elif before is None:
+        found = Taps((2, num_layers // 2, num_layers - 3), "the default")
+    elif config.speculators:
+        found = Taps(tuple(before), f"eagle_aux_hidden_state_layer_ids {before}, inputs of layers")
+    else:
+        inputs, outputs = tuple(before), tuple(i + 1 for i in before)
+        listed = f"eagle_aux_hidden_state_layer_ids {before}"
+        if before[:1] == [1]:
+            found = Taps(outputs, f"{listed}, which starts with 1, as outputs of layers: one more", [inputs])
+        else:
+            found = Taps(inputs, f"{listed}, which does not start with 1, as inputs of layers", [outputs])
+    if len(found.taps) != count:
+        raise ValueError(f"draft: its fc reads {count} states of the target, its config names {len(found.taps)}")
+    if not _has(found.taps, num_layers):
+        raise _foreign(found.taps, num_layers)
+    return Taps(found.taps, found.why, [other for other in found.others if _has(other, num_layers)])
+
+
+def override_taps(overrides: dict, found: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """The taps that `overrides` ask for, or else those that were found; ValueError if the target has them not."""
+    taps = tuple(overrides.get("taps", found))
+    if len(taps) != len(found):
+        raise ValueError(f"taps: this head reads {len(found)} state(s), got {len(taps)}")
+    if not _has([tap for tap in taps if tap != FINAL], num_layers):
+        raise _foreign(taps, num_layers)
+    return taps
+
+
+def _has(taps: Iterable[int], num_layers: int) -> bool:
+    return all(0 <= tap <= num_layers for tap in taps)
+
+
+def _foreign(taps: tuple[int, ...], num_layers: int) -> ValueError:
+    return ValueError(
+        f"draft: it reads states {', '.join(map(str, taps))} of its target (0: the embeddings), this model has "
+        f"{num_layers} layers; take the head of this model"
+    )

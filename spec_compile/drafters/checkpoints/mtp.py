@@ -1,0 +1,170 @@
+"""Blocks of multi-token prediction inside checkpoints: transformers does not load them, so they are read here."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import UnsupportedModelError
+from ..modules.heads import FINAL
+from ..modules.mtp import MtpHead, block_config
+from .eagle_config import override_taps
+from .files import Checkpoint, Fetch, Part
+from .target import Target
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family of models names the tensors of a block, and how its forward differs.
+
+    sign: pattern of a name that every block has; its group is what the block's names begin with. inner: then come the
+    decoder layer's. outer: the others, and ours. embedding_first, zero_first: see `MtpHead`.
+    """
+
+    name: str
+    sign: str
+    outer: dict[str, str]
+    inner: str = ""
+    embedding_first: bool = True
+    zero_first: bool = True
+
+
+FAMILIES = (
+    Family(
+        "DeepSeek, GLM",
+        r"(.*\blayers\.\d+\.)eh_proj\.weight$",
+        {
+            "enorm.": "embedding_norm.",
+            "hnorm.": "state_norm.",
+            "eh_proj.": "fc.",
+            "shared_head.norm.": "norm.",
+            "shared_head.head.weight": "head_weight",
+            "embed_tokens.weight": "embedding",
+        },
+    ),
+    Family(
+        "MiMo",
+        r"(.*\bmtp_layers\.\d+\.)input_proj\.weight$",
+        {
+            "token_layernorm.": "embedding_norm.",
+            "hidden_layernorm.": "state_norm.",
+            "input_proj.": "fc.",
+            "final_layernorm.": "norm.",
+        },
+        embedding_first=False,
+    ),
+    Family(
+        "Qwen",
+        r"((?:.*\.)?mtp\.)fc\.weight$",
+        {
+            "pre_fc_norm_embedding.": "embedding_norm.",
+            "pre_fc_norm_hidden.": "state_norm.",
+            "fc.": "fc.",
+            "norm.": "norm.",
+        },
+        inner="layers.0.",
+        zero_first=False,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The first block of multi-token prediction in a checkpoint: its family, and what its names begin with."""
+
+    family: Family
+    prefix: str
+    further: int
+    """Blocks after it."""
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor belongs to this block."""
+        inner = self.family.inner and re.match(r"layers\.(\d+)\.", name[len(self.prefix) :])
+        return name.startswith(self.prefix) and not (inner and inner[1] != "0")
+
+    def ours(self, name: str) -> str:
+        """Our name of a tensor of the block."""
+        rest = name[len(self.prefix) :]
+        for theirs, ours in self.family.outer.items():
+            if rest.startswith(theirs):
+                return ours + rest[len(theirs) :]
+        return "block." + rest.removeprefix(self.family.inner)
+
+    def theirs(self, name: str) -> str:
+        """The checkpoint's name of one of ours."""
+        for theirs, ours in self.family.outer.items():
+            if name.startswith(ours):
+                return self.prefix + theirs + name[len(ours) :]
+        return self.prefix + self.family.inner + name.removeprefix("block.")
+
+
+def find_block(names: Iterable[str]) -> Block | None:
+    """The first block of multi-token prediction among the tensors of a checkpoint."""
+    names = list(names)
+    for family in FAMILIES:
+        found = {sign[1] for name in names if (sign := re.match(family.sign, name))}
+        if found:
+            first = min(found, key=_numbers)
+            inside = re.compile(re.escape(first) + r"layers\.(\d+)\.")
+            layers = {layer[1] for name in names if (layer := inside.match(name))}
+            return Block(family, first, len(layers if family.inner else found) - 1)
+    return None
+
+
+def read_mtp(source, fetch: Fetch, block: Block, target: Target, overrides: dict) -> MtpHead:
+    """The head that `block` is. overrides: taps, recycle_normed.
+
+    ValueError if anything does not fit, UnsupportedModelError if no layer like the target's can be built.
+    """
+    checkpoint = Checkpoint(source, fetch, block.holds)
+    names = {block.ours(name): name for name in checkpoint.shapes}
+    taps = override_taps(overrides, (FINAL,), target.num_layers)
+    decoder = target.model.get_decoder()
+    if not hasattr(decoder, "layers") or not hasattr(decoder, "rotary_emb"):
+        raise UnsupportedModelError(
+            f"draft: {type(decoder).__name__} is not built of decoder layers and one rotary embedding, so no block of "
+            "multi-token prediction can be made like it"
+        )
+    sparse = any(name.startswith("block.mlp.experts.") for name in names)
+    with torch.device("meta"):
+        head = MtpHead(
+            decoder, block_config(target.config, sparse), target.embedding, target.head_weight, taps[0],
+            embedding_first=block.family.embedding_first,
+            zero_first=block.family.zero_first,
+            recycle_normed=overrides.get("recycle_normed", True),
+        )  # fmt: skip
+    head.flavour = f"MTP ({block.family.name})"
+    target.skip_copy(checkpoint, names.get("embedding", ""), target.embedding)
+    target.skip_copy(checkpoint, names.get("head_weight", ""), target.head_weight)
+    empty = {name: tuple(value.shape) for name, value in head.state_dict().items() if value.is_meta}
+    plan = {name: _part(name, shape, names, block) for name, shape in empty.items()}
+    checkpoint.fill(head, plan, target.embedding.dtype, target.embedding.device)
+    if "taps" not in overrides:
+        last = (target.num_layers,)
+        head.open_knobs["taps"] = [(f"taps {last[0]}, the state before the final norm", {"taps": last})]
+    order = "[embedding; state]" if head.embedding_first else "[state; embedding]"
+    where = "after the target's final norm" if taps == (FINAL,) else f"number {taps[0]}"
+    head.report = [
+        f"{head.flavour} head from {source}, {block.prefix}*",
+        f"reads the state {where}; fc of {order}; zero_first={head.zero_first}, recycle_normed={head.recycle_normed}",
+        f"one {type(head.block).__name__}, {'with a mixture of experts' if sparse else 'dense'}",
+        "embedding and output matrix: the target's",
+        *checkpoint.ignored,
+        *([f"not read: {block.further} further block(s); the first drafts every token"] if block.further else []),
+    ]
+    return head.eval()
+
+
+def _part(ours: str, shape: tuple[int, ...], names: dict[str, str], block: Block) -> Part:
+    """Where a parameter comes from: experts are stored one by one, and joined in transformers' layers."""
+    stem, _, kind = ours.rpartition(".")
+    if ours in names or not stem.endswith(".experts"):
+        return Part([names.get(ours) or block.theirs(ours)], shape)
+    kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    sources = [block.theirs(f"{stem}.{expert}.{one}.weight") for expert in range(shape[0]) for one in kinds]
+    return Part(sources, (shape[1] // len(kinds), shape[2]), lambda tensors: torch.cat(tensors).view(shape))
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]

@@ -1,0 +1,72 @@
+"""What a draft head shares with the model it drafts for, and must agree with."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .files import Checkpoint
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target's embedding [V, h], output matrix [V, h] and text config."""
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    embedding: nn.Parameter
+    head_weight: nn.Parameter
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Target":
+        """ValueError if no head can share the output layer of `model`."""
+        output = model.get_output_embeddings()
+        if output is None or getattr(output, "bias", None) is not None:
+            problem = "has no output layer" if output is None else "has an output layer with a bias"
+            raise ValueError(f"draft: {type(model).__name__} {problem}, which draft heads share")
+        return cls(
+            model, model.config.get_text_config(decoder=True), model.get_input_embeddings().weight, output.weight
+        )
+
+    @property
+    def hidden_size(self) -> int:
+        """h, the size of the states that heads read."""
+        return self.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.config.num_hidden_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the output matrix."""
+        return self.head_weight.shape[0]
+
+    def check(self, hidden_size: int, vocab_size: int | None) -> None:
+        """ValueError if a head was made for a model of other sizes."""
+        for name, theirs, ours in (
+            ("hidden_size", hidden_size, self.hidden_size),
+            ("vocab_size", vocab_size, self.vocab_size),
+        ):
+            if theirs is not None and theirs != ours:
+                raise ValueError(
+                    f"draft: it was made for a model with {name} {theirs}, {type(self.model).__name__} has {ours}; "
+                    "take the head of this model"
+                )
+
+    def skip_copy(self, checkpoint: Checkpoint, name: str, shared: Tensor) -> None:
+        """Leave out the checkpoint's copy of a tensor that is shared with the target, and say if it is another."""
+        if name in checkpoint:
+            same = likeness(checkpoint, name, shared) > 0.99
+            checkpoint.ignore(name, "a copy of the target's" if same else "the target's is used, though it is another")
+
+
+def likeness(checkpoint: Checkpoint, name: str, ours: Tensor) -> float:
+    """Correlation of some rows of a tensor with the same rows of `ours`; 0 if their shapes differ."""
+    if checkpoint.shapes[name] != tuple(ours.shape):
+        return 0.0
+    rows = torch.arange(0, ours.shape[0], max(1, ours.shape[0] // 64))
+    pair = [checkpoint.rows(name, rows), ours.detach()[rows.to(ours.device)].cpu()]
+    return float(torch.corrcoef(torch.stack([values.flatten().float() for values in pair])).nan_to_num()[0, 1])

@@ -1,0 +1,122 @@
+"""fuse_norms: on a GPU an RMSNorm, with the addition before it, becomes one small kernel."""
+
+import operator
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from ..graph import ModelGraph, attribute, calls
+from .use_small_m_linears import HALF
+
+aten = torch.ops.aten
+CASTS = {aten.to.dtype, aten.type_as.default}
+
+
+class Norm(NamedTuple):
+    """An RMSNorm of the graph, as `kernels.rms_norm` takes it; out: its last node."""
+
+    x: fx.Node
+    weight: fx.Node
+    eps: float
+    offset: float | None
+    out: fx.Node
+
+
+def fuse_norms(graph: ModelGraph, settings) -> str:
+    """Replace each RMSNorm of x [B, T, C] by `kernels.rms_norm`, and if x is a sum, both by `kernels.add_rms_norm`.
+
+    Only in a graph of 16 bits that verifies.
+    """
+    fused = sums = 0
+    if settings.logits != "none" and graph.dtype in HALF and graph.device.type == "cuda":
+        for node in calls(graph.gm, aten.rsqrt.default):
+            norm = match_norm(graph, node)
+            if norm is not None and norm.x.meta["val"].dim() == 3:
+                fused += 1
+                sums += _fuse(graph, norm)
+    return f"{fused} norms fused, {sums} of them with the addition before"
+
+
+def match_norm(graph: ModelGraph, root: fx.Node) -> Norm | None:
+    """The RMSNorm over the last dimension whose reciprocal root mean square this is, if it is one in 16 bits."""
+    shifted = root.args[0]
+    mean, eps = shifted.args if _is(shifted, aten.add.Tensor) else (None, None)
+    square = mean.args[0] if _is(mean, aten.mean.dim) and mean.args[1:] == ([-1], True) else None
+    if not isinstance(eps, float) or not _is(square, aten.pow.Tensor_Scalar) or square.args[1] != 2:
+        return None
+    wide, scaled = square.args[0], _user(root)
+    if not _is_cast(wide, torch.float32) or not _is(scaled, aten.mul.Tensor) or wide not in scaled.args:
+        return None
+    x, then = wide.args[0], _user(scaled)
+    if _is_cast(then, graph.dtype):
+        out = _user(then)
+        weight, offset = _other(out, then), None
+    else:
+        out = _user(then)
+        weight, offset = _shifted(_other(then, scaled))
+    fits = _is_rows(graph, x) and _is_rows(graph, out) and _is_weight(graph, weight, x.meta["val"].shape[-1])
+    return Norm(x, weight, eps, offset, out) if fits else None
+
+
+def _shifted(factor) -> tuple[fx.Node | None, float]:
+    """Weight and offset of a factor ``weight.float() + offset``."""
+    weight, offset = factor, 0.0
+    if _is(factor, aten.add.Tensor) and isinstance(factor.args[1], float):
+        weight, offset = factor.args
+    return (weight.args[0] if _is_cast(weight, torch.float32) else weight), offset
+
+
+def _fuse(graph: ModelGraph, norm: Norm) -> bool:
+    """Put the kernel's op in the norm's place; whether it also adds."""
+    x, weight, eps, offset, out = norm
+    new, ops = graph.gm.graph.call_function, torch.ops.spec_compile
+    adds = _is(x, aten.add.Tensor) and not x.kwargs and all(_is_rows(graph, part, x.meta["val"]) for part in x.args)
+    with graph.gm.graph.inserting_before(x if adds else out):
+        if adds:
+            weight = graph.gm.graph.get_attr(weight.target)  # the norm's own node may come later
+            both = new(ops.add_rms_norm.default, (*x.args, weight, eps, offset))
+            total, normed = (new(operator.getitem, (both, place)) for place in (0, 1))
+            total.meta = dict(x.meta)
+            x.replace_all_uses_with(total)
+        else:
+            normed = new(ops.rms_norm.default, (x, weight, eps, offset))
+    normed.meta = dict(out.meta)
+    out.replace_all_uses_with(normed)
+    return adds
+
+
+def _user(node) -> fx.Node | None:
+    """The one user of a node."""
+    return next(iter(node.users)) if isinstance(node, fx.Node) and len(node.users) == 1 else None
+
+
+def _other(product, factor: fx.Node):
+    """By what a product multiplies `factor`."""
+    if not _is(product, aten.mul.Tensor):
+        return None
+    a, b = product.args
+    return b if a is factor else a
+
+
+def _is(node, target) -> bool:
+    return isinstance(node, fx.Node) and node.target == target
+
+
+def _is_cast(node, dtype: torch.dtype) -> bool:
+    return isinstance(node, fx.Node) and node.target in CASTS and node.meta["val"].dtype == dtype
+
+
+def _is_rows(graph: ModelGraph, node, like: torch.Tensor | None = None) -> bool:
+    """A tensor of the graph's dtype, as large as `like`."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or value.dtype != graph.dtype:
+        return False
+    return like is None or value.shape == like.shape
+
+
+def _is_weight(graph: ModelGraph, node, size: int) -> bool:
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return False
+    weight = attribute(graph.gm, node.target)
+    return weight.shape == (size,) and weight.dtype == graph.dtype

@@ -1,0 +1,43 @@
+"""fuse_qk_norms: on a GPU the RMSNorm of every query and key head joins tree attention, as its rotation did before."""
+
+import torch
+from torch import fx
+
+from ..graph import ModelGraph, calls
+from .fuse_norms import Norm, match_norm
+from .fuse_rotary import rotating
+
+aten = torch.ops.aten
+
+
+def fuse_qk_norms(graph: ModelGraph, settings) -> str:
+    """Hand q and k that tree attention rotates to it as they were before their norms, with the norms' weights."""
+    joined = 0
+    norms = {norm.out: norm for root in calls(graph.gm, aten.rsqrt.default) if (norm := match_norm(graph, root))}
+    for node in rotating(graph, settings) if norms else ():
+        q, k = (_norm_of(x, norms) for x in node.args[:2])
+        if len(node.args) == 14 and q and k and (q.eps, q.offset) == (k.eps, k.offset):
+            with graph.gm.graph.inserting_before(node):
+                raw = [_before(x, norm) for x, norm in zip(node.args, (q, k))]
+                weights = [graph.gm.graph.get_attr(norm.weight.target) for norm in (q, k)]
+            node.args = (*raw, *node.args[2:], *weights, q.eps, q.offset)
+            joined += 1
+    return f"{joined} layers norm queries and keys where they attend"
+
+
+def _norm_of(x: fx.Node, norms: dict[fx.Node, Norm]) -> Norm | None:
+    """The norm over the last dimension that x [B, H, T, D] comes out of, maybe before heads and tokens were swapped."""
+    return norms.get(x.args[0] if _is_swap(x) else x)
+
+
+def _before(x: fx.Node, norm: Norm) -> fx.Node:
+    """x as it would be without the norm."""
+    if not _is_swap(x):
+        return norm.x
+    swap = x.graph.call_function(x.target, (norm.x, *x.args[1:]))
+    swap.meta = dict(x.meta)
+    return swap
+
+
+def _is_swap(x: fx.Node) -> bool:
+    return x.target == aten.transpose.int and {dim % 4 for dim in x.args[1:]} == {1, 2}

@@ -1,0 +1,68 @@
+"""fuse_rotary: on a GPU the rotation of queries and keys by their positions joins tree attention."""
+
+import torch
+from torch import fx
+
+from ..graph import ModelGraph, calls
+from ..kernels import attention
+from .use_small_m_linears import HALF
+
+aten = torch.ops.aten
+
+
+def fuse_rotary(graph: ModelGraph, settings) -> str:
+    """Hand q and k to a backend that rotates as they were before their rotation, with its cos and sin.
+
+    Only in a graph of 16 bits that verifies, and where all of q and of k is rotated, by halves as in Llama.
+    """
+    joined = 0
+    for node in rotating(graph, settings):
+        turned = [_rotation(x) for x in node.args[:2]]
+        if None not in turned and turned[0][1:] == turned[1][1:]:
+            (q, *angles), (k, *_) = turned
+            node.args = (q, k, *node.args[2:], *angles)
+            joined += 1
+    return f"{joined} layers rotate queries and keys where they attend"
+
+
+def rotating(graph: ModelGraph, settings) -> list[fx.Node]:
+    """The attention that could rotate: of a graph of 16 bits that verifies, with a backend that can."""
+    if settings.logits == "none" or graph.dtype not in HALF or not graph.backend:
+        return []
+    backend = attention.BACKENDS[graph.backend]
+    return calls(graph.gm, backend.load(settings.attention)) if backend.rotates else []
+
+
+def _rotation(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """x [B, H, T, D], cos and sin [B, T, D] of ``x * cos[:, None] + cat([-x2, x1], -1) * sin[:, None]``, if it is that
+    and all are of one dtype."""
+    if node.target != aten.add.Tensor or not all(_is(part, aten.mul.Tensor) for part in node.args):
+        return None
+    straight, turned = node.args
+    (x, cos), (halves, sin) = straight.args, turned.args
+    if not (_is(cos, aten.unsqueeze.default) and _is(sin, aten.unsqueeze.default) and _is(halves, aten.cat.default)):
+        return None
+    if cos.args[1] != 1 or sin.args[1] != 1 or not _are_halves(x, halves):
+        return None
+    x_value, *values = (part.meta["val"] for part in (x, cos.args[0], sin.args[0]))
+    batch, _, steps, size = x_value.shape
+    if any(value.shape != (batch, steps, size) or value.dtype != x_value.dtype for value in values):
+        return None
+    return x, cos.args[0], sin.args[0]
+
+
+def _are_halves(x: fx.Node, cat: fx.Node) -> bool:
+    """Whether `cat` is x with its halves swapped, the second, now first, negated."""
+    parts, dim = (*cat.args, 0)[:2]
+    half = x.meta["val"].shape[3] // 2
+    if dim not in (-1, 3) or len(parts) != 2 or not _is(parts[0], aten.neg.default):
+        return False
+    ends = parts[0].args[0], parts[1]
+    if not all(_is(end, aten.slice.Tensor) and end.args[0] is x and end.args[1] in (-1, 3) for end in ends):
+        return False
+    (_, _, begin, _), (_, _, start, stop) = (end.args for end in ends)
+    return (begin, start, stop) == (half, 0, half) and ends[0].meta["val"].shape[3] == half
+
+
+def _is(node, target) -> bool:
+    return isinstance(node, fx.Node) and node.target == target

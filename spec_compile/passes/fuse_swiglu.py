@@ -1,0 +1,48 @@
+"""fuse_swiglu: on a GPU the activation of a gated MLP joins the merged product of gate and up."""
+
+import operator
+
+import torch
+
+from ..graph import ModelGraph, calls
+
+aten = torch.ops.aten
+
+
+def fuse_swiglu(graph: ModelGraph, settings) -> str:
+    """Replace ``silu(a) * b``, with a and b the halves of one `skinny_matmul`, by `skinny_swiglu`."""
+    joined = 0
+    for product in calls(graph.gm, aten.mul.Tensor):
+        for activated, up in (product.args, product.args[::-1]):
+            source = _halves(activated, up)
+            if source is not None:
+                with graph.gm.graph.inserting_before(product):
+                    x, weight, _ = source.args
+                    fused = graph.gm.graph.call_function(
+                        torch.ops.spec_compile.skinny_swiglu.default, (x, weight)
+                    )
+                fused.meta = dict(source.meta)
+                product.replace_all_uses_with(fused)
+                graph.gm.graph.erase_node(product)
+                joined += 1
+                break
+    return f"{joined} activations joined to the product before them"
+
+
+def _halves(activated, up):
+    """The `skinny_matmul` without bias whose halves these are, the first through silu, if there is one."""
+    if not all(isinstance(node, torch.fx.Node) for node in (activated, up)) or activated.target != aten.silu.default:
+        return None
+    gate = activated.args[0]
+    if gate.target is not operator.getitem or up.target is not operator.getitem or gate.args[0] is not up.args[0]:
+        return None
+    split = gate.args[0]
+    if (gate.args[1], up.args[1]) != (0, 1) or split.target != aten.split_with_sizes.default:
+        return None
+    source, sizes = split.args[0], split.args[1]
+    if len(sizes) != 2 or sizes[0] != sizes[1] or len(activated.users) > 1 or len(split.users) > 2:
+        return None
+    skinny = getattr(source.target, "_schema", None)
+    if skinny is None or skinny.name != "spec_compile::skinny_matmul" or source.args[2] is not None:
+        return None
+    return source

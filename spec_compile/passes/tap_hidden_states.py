@@ -1,0 +1,61 @@
+"""tap_hidden_states: hidden states that a draft model reads become outputs of the graph."""
+
+import re
+
+from torch import fx
+
+from ..graph import ModelGraph, head_products
+
+FINAL = -1
+"""The tap of what the output head multiplies: the hidden state behind the final norm."""
+LAYER = re.compile(r"\.(?:layers|h|blocks|decoder_layers)\.(\d+)(?:\.|$)")
+
+
+def tap_hidden_states(graph: ModelGraph, settings) -> str:
+    """Append the residual stream after each layer in `settings.taps` (0: the embeddings; or `FINAL`) to the outputs.
+
+    The residual stream after layer i is the one tensor of hidden size that crosses from layer i to what follows it.
+    """
+    if not settings.taps:
+        return "none wanted"
+    layers = len(graph.layers)
+    outside = [tap for tap in settings.taps if not FINAL <= tap <= layers]
+    if outside:
+        raise ValueError(f"taps: expected 0 to {layers} for a model of {layers} layers, got {outside}")
+    states = _residual_stream(graph)
+    if FINAL in settings.taps:
+        states[FINAL] = head_products(graph)[-1].args[0]
+    output = next(node for node in graph.gm.graph.nodes if node.op == "output")
+    output.args = ((*output.args[0], *(states[tap] for tap in settings.taps)),)
+    return f"returns hidden states {', '.join(map(str, settings.taps))}"
+
+
+def _residual_stream(graph: ModelGraph) -> dict[int, fx.Node]:
+    """Hidden state number -> the node that holds it."""
+    nodes = list(graph.gm.graph.nodes)
+    layer = {node: _layer_of(node) for node in nodes}
+    states: dict[int, fx.Node] = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        if (
+            node.op == "get_attr"
+            or not hasattr(value, "shape")
+            or value.dim() != 3
+            or value.shape[2] != graph.hidden_size
+        ):
+            continue
+        following = [layer[user] for user in node.users if layer[user] != layer[node]]
+        if layer[node] is None:  # embeddings, scaled or normed: the last one that enters layer 0
+            if 0 in following:
+                states[0] = node
+        elif any(then is None or then > layer[node] for then in following):
+            states[layer[node] + 1] = node
+    return states
+
+
+def _layer_of(node: fx.Node) -> int | None:
+    for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values()):
+        match = LAYER.search(path)
+        if match:
+            return int(match[1])
+    return None

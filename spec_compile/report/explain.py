@@ -1,0 +1,58 @@
+"""What was rewritten, for people: `explain` and `dump`."""
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+from ..kernels import attention
+
+
+def explain(speculation) -> str:
+    """A readable account of the captured model, the passes and the round."""
+    engine = speculation._engine
+    graph = engine.verify
+    layer = graph.layers[0]
+    lines = [
+        f"{type(speculation._model).__name__}: {len(graph.layers)} layers, {layer.heads} query and {layer.kv_heads} "
+        f"key-value heads of {layer.key_dim}, vocabulary {graph.vocab_size}, {graph.dtype}".replace("torch.", ""),
+        f"algorithm {speculation.algorithm}, rounds over {', '.join(map(str, engine.sizes))} nodes",
+        f"attention: {_backends(engine)}",
+        "passes (call nodes before -> after):",
+    ]
+    for report in graph.log:
+        lines.append(f"  {report.name:16} {report.nodes_before:5} -> {report.nodes_after:5}  {report.summary}")
+    return "\n".join([*lines, *engine.algorithm.explain()])
+
+
+def _backends(engine) -> str:
+    """Which attention backend runs what."""
+    graphs = zip(attention.ROLES, (engine.prefill, engine.verify, engine.algorithm.graph))
+    return ", ".join(f"{role} by {graph.backend}" for role, graph in graphs if graph is not None)
+
+
+def dump(model, directory) -> list[Path]:
+    """Write the readable graph after every pass of a speculative `model` to `directory`; returns the files.
+
+    With depyf installed, its view of the compiled round (decompiled bytecode, graphs, kernels) is written beside them.
+    """
+    speculation = getattr(model, "speculation", None)
+    if speculation is None:
+        raise TypeError(f"model: expected the result of spec_compile.speculate, got {type(model).__name__}")
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"directory: {directory} is a file; expected a folder, which is made where there is none")
+    directory.mkdir(parents=True, exist_ok=True)
+    files = []
+    for kind in ("verify", "prefill"):
+        for number, report in enumerate(getattr(speculation._engine, kind).log):
+            path = directory / f"{kind}_{number}_{report.name}.py"
+            path.write_text(f"# {report.summary}\n{report.code}\n")
+            files.append(path)
+    if importlib.util.find_spec("depyf") is not None:
+        import depyf  # patches private parts of torch while it looks, so it is loaded here and nowhere else
+
+        with depyf.prepare_debug(str(directory / "depyf")), torch.no_grad():
+            speculation.compile_anew()
+        files += sorted(path for path in (directory / "depyf").rglob("*") if path.is_file())
+    return files

@@ -1,0 +1,147 @@
+"""regions: cut the graph behind each decoder layer, so that layers alike are compiled once."""
+
+import operator
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...compat import compile_piece
+from ...graph import ModelGraph, attribute, owner
+
+PRODUCTS = {
+    "aten::linear", "aten::addmm", "skinny_linear", "spec_compile::skinny_matmul", "spec_compile::skinny_swiglu",
+}  # fmt: skip
+
+
+@dataclass
+class Region:
+    """A stretch of the graph. inputs, outputs: nodes of the whole graph; alike: its key among those that compute the
+    same; body: a module of the inputs' values, the same object for regions alike."""
+
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    alike: str
+    body: fx.GraphModule
+
+
+class Regions(nn.Module):
+    """The same computation as the graph it was cut from, one region after the other. `bodies` has a function for each
+    region that is different, which may be replaced by a compiled one."""
+
+    def __init__(self, gm: fx.GraphModule, regions: list[Region]):
+        super().__init__()
+        self.gm, self.regions = gm, regions
+        self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self.results = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+        self.bodies = {region.alike: region.body.forward for region in regions}
+
+    def forward(self, *arguments):
+        values = dict(zip(self.placeholders, arguments))
+
+        def value(node: fx.Node):
+            if node not in values:
+                if node.op == "get_attr":
+                    values[node] = attribute(self.gm, node.target)
+                else:  # an element of the cache
+                    values[node] = values[node.args[0]][node.args[1]]
+            return values[node]
+
+        for region in self.regions:
+            out = self.bodies[region.alike](*map(value, region.inputs))
+            values.update(zip(region.outputs, out))
+        return tuple(value(node) for node in self.results)
+
+
+def compiled_regions(graph: ModelGraph, tag: str) -> Regions:
+    """`cut`, each different region compiled as a piece, whose name ends in `tag`."""
+    regions = cut(graph)
+    for number, (alike, body) in enumerate(regions.bodies.items()):
+        regions.bodies[alike] = compile_piece(body, f"region_{number}_{tag}")
+    return regions
+
+
+def cut(graph: ModelGraph) -> Regions:
+    """Cut `graph`, already rewritten, behind the last matrix product of each decoder layer.
+
+    There nothing can be fused across the cut: the product's output is written anyway. Graphs whose layers cannot be
+    told apart come as one region.
+    """
+    nodes = [node for node in graph.gm.graph.nodes if not _is_given(node) and node.op != "output"]
+    ends = {}
+    for place, node in enumerate(nodes):
+        schema = getattr(node.target, "_schema", None)
+        name = getattr(node.target, "__name__", "") if schema is None else schema.name
+        layer = re.match(r".*?\.\d+(?=\.)", owner(node))
+        if name in PRODUCTS and layer:
+            ends[layer.group()] = place
+    regions, begin = [], 0
+    for end in [*sorted(ends.values()), len(nodes) - 1]:
+        if begin <= end:
+            regions.append(_region(graph.gm, nodes[begin : end + 1]))
+        begin = end + 1
+    shared: dict[str, fx.GraphModule] = {}
+    for region in regions:
+        region.body = shared.setdefault(region.alike, region.body)
+    return Regions(graph.gm, regions)
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a region gets this value from outside: inputs, parameters, and the caches of layers."""
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    return node.target is operator.getitem and node.args[0].op == "placeholder"
+
+
+def _sizes_for(nodes: list[fx.Node]) -> list[fx.Node]:
+    """`nodes` with the sizes that they need from before: a size is computed again in each region, for as an input of a
+    compiled function an integer would be a constant."""
+    inside, sizes = set(nodes), []
+
+    def need(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source not in inside and not _is_given(source) and isinstance(source.meta.get("val"), torch.SymInt):
+                inside.add(source)
+                need(source)
+                sizes.append(source)
+
+    for node in nodes:
+        need(node)
+    return [*sizes, *nodes]
+
+
+def _region(gm: fx.GraphModule, nodes: list[fx.Node]) -> Region:
+    nodes = _sizes_for(nodes)
+    inside = set(nodes)
+    inputs = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    outputs = [node for node in outputs if not isinstance(node.meta.get("val"), torch.SymInt)]
+    body = fx.Graph()
+    copies = {}
+    for number, node in enumerate(inputs):
+        copies[node] = body.placeholder(f"v{number}")
+        copies[node].meta = dict(node.meta)
+    for number, node in enumerate(nodes):
+        copies[node] = body.node_copy(node, copies.__getitem__)
+        copies[node].name = f"n{number}"
+    body.output(tuple(copies[node] for node in outputs))
+    shapes = [
+        (tuple(t.shape), t.stride(), t.dtype)
+        for t in (attribute(gm, node.target) for node in inputs if node.op == "get_attr")
+        if isinstance(t, Tensor)
+    ]
+    kinds = [node.op if _is_given(node) else "value" for node in inputs]
+    text = [(node.target, _plain(node.args, copies), _plain(node.kwargs, copies)) for node in nodes]
+    alike = repr((kinds, shapes, [copies[node].name for node in outputs], text))
+    return Region(inputs, outputs, alike, fx.GraphModule(nn.Module(), body))
+
+
+def _plain(value, copies: dict):
+    """Arguments with the names that nodes have inside their region."""
+    return torch.fx.node.map_arg(value, lambda node: _Name(copies[node].name))
+
+
+class _Name(str):
+    def __repr__(self) -> str:
+        return str(self)
