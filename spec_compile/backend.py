@@ -16,6 +16,7 @@ from torch._inductor.compile_fx import compile_fx
 from .compat import INDUCTOR_OPTIONS, backend_of
 from .config import parse_options
 from .graph import PassReport, calls
+from .passes.apply import apply
 from .passes.forward.graph import ForwardGraph
 from .passes.forward.grouped_attention import grouped_attention
 from .passes.forward.join_linears import JoinedWeights, join_linears
@@ -75,15 +76,17 @@ def spec(gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, o
 
 def rewrite(graph: ForwardGraph, settings: BackendOptions, pipeline=None) -> ForwardGraph:
     """Run the passes on `graph`, in place; its ``log`` says what each changed."""
-    _dump(graph, settings, len(_graphs), 0, "given")
-    for number, run in enumerate(PIPELINE if pipeline is None else pipeline, 1):
-        before = len(calls(graph.gm))
-        summary = run(graph, settings)
-        graph.gm.graph.lint()
-        graph.gm.recompile()
-        code = _dump(graph, settings, len(_graphs), number, run.__name__)
-        graph.log.append(PassReport(run.__name__, summary, before, len(calls(graph.gm)), code))
-        log.info("spec: graph %d: %s: %s", len(_graphs), run.__name__, summary)
+    index = len(_graphs)
+    dumps = settings.dump is not None
+    if dumps:
+        _dump(settings.dump, f"forward{index}_0_before", graph.gm.print_readable(print_output=False))
+
+    def on_report(report: PassReport) -> None:
+        log.info("spec: graph %d: %s: %s", index, report.name, report.summary)
+        if dumps:
+            _dump(settings.dump, f"forward{index}_{len(graph.log)}_{report.name}", report.code)
+
+    apply(graph, settings, PIPELINE if pipeline is None else pipeline, keep_code=dumps, on_report=on_report)
     return graph
 
 
@@ -105,14 +108,10 @@ def _wants_gradients(gm: fx.GraphModule, inputs: list) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
 
 
-def _dump(graph: ForwardGraph, settings: BackendOptions, index: int, number: int, name: str) -> str:
-    if settings.dump is None:
-        return ""
-    code = graph.gm.print_readable(print_output=False)
-    directory = Path(settings.dump)
+def _dump(directory: str | Path, name: str, code: str) -> None:
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"forward{index}_{number}_{name}.py").write_text(code + "\n")
-    return code
+    (directory / f"{name}.py").write_text(code + "\n")
 
 
 class _Generate:

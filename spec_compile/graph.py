@@ -51,6 +51,8 @@ class ModelGraph:
     log: list[PassReport] = field(default_factory=list)
     cache_dtype: torch.dtype | None = None
     """Of the keys and values that are kept (None: `dtype`)."""
+    is_functional = True
+    """Whether a call whose result nobody reads can be dropped."""
     backend: str = ""
     """Name of the attention backend that was chosen for it ("": its layers have no cache yet)."""
 

@@ -392,7 +392,7 @@ def test_dump_and_reports(tmp_path, interpreted):
     with torch.no_grad():
         torch.compile(Linears(), backend=spec, options={"dump": str(tmp_path / "graphs")})(torch.randn(2, 8))
     names = sorted(path.name for path in (tmp_path / "graphs").iterdir())
-    passes = ("0_given", "1_tidy_forward", "2_join_linears", "3_grouped_attention")
+    passes = ("0_before", "1_tidy_forward", "2_join_linears", "3_grouped_attention")
     assert names == [f"forward0_{name}.py" for name in passes]
     assert "split(" in (tmp_path / "graphs" / names[2]).read_text()
     (log,) = backend.reports()

@@ -141,7 +141,7 @@ class Rewritten:
 def test_the_pipeline_reports_each_pass_and_leaves_the_captured_graph_alone():
     _, graph = toy({}, {})
     before = graph.gm.print_readable(print_output=False)
-    result = passes.run(graph, Settings())
+    result = passes.run(graph, Settings(), keep_code=True)
     assert graph.gm.print_readable(print_output=False) == before
     assert graph.log == []
     assert [report.name for report in result.log] == [rewrite.__name__ for rewrite in passes.PIPELINE]

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from ..graph import ModelGraph, PassReport, calls
+from ..graph import ModelGraph
 from ..kernels.attention import Use
+from .apply import apply
 from .fuse_norms import fuse_norms
 from .fuse_qk_norms import fuse_qk_norms
 from .fuse_rotary import fuse_rotary
@@ -39,16 +40,11 @@ PIPELINE = [
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
 
 
-def run(graph: ModelGraph, settings: Settings, pipeline=None) -> ModelGraph:
-    """Apply the pipeline to a copy of `graph`; the result's ``log`` says what each pass changed."""
+def run(graph: ModelGraph, settings: Settings, pipeline=None, keep_code: bool = False) -> ModelGraph:
+    """Apply the pipeline to a copy of `graph`; the result's ``log`` says what each pass changed.
+
+    keep_code: the log also holds the readable graph after each pass, which takes longer to print than to rewrite.
+    """
     graph = graph.copy()
-    graph.log.clear()
-    for rewrite in PIPELINE if pipeline is None else pipeline:
-        before = len(calls(graph.gm))
-        summary = rewrite(graph, settings)
-        graph.gm.graph.eliminate_dead_code()
-        graph.gm.graph.lint()
-        graph.gm.recompile()
-        code = graph.gm.print_readable(print_output=False)
-        graph.log.append(PassReport(rewrite.__name__, summary, before, len(calls(graph.gm)), code))
+    apply(graph, settings, PIPELINE if pipeline is None else pipeline, keep_code)
     return graph

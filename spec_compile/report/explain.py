@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from .. import passes
 from ..kernels import attention
 
 
@@ -44,9 +45,10 @@ def dump(model, directory) -> list[Path]:
         raise ValueError(f"directory: {directory} is a file; expected a folder, which is made where there is none")
     directory.mkdir(parents=True, exist_ok=True)
     files = []
-    for kind in ("verify", "prefill"):
-        for number, report in enumerate(getattr(speculation._engine, kind).log):
-            path = directory / f"{kind}_{number}_{report.name}.py"
+    for purpose, settings in speculation._engine.settings.items():
+        rewritten = passes.run(speculation._engine.captured, settings, keep_code=True)
+        for number, report in enumerate(rewritten.log):
+            path = directory / f"{purpose}_{number}_{report.name}.py"
             path.write_text(f"# {report.summary}\n{report.code}\n")
             files.append(path)
     if importlib.util.find_spec("depyf") is not None:

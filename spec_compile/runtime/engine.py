@@ -79,9 +79,12 @@ class Engine:
         max_positions: int,
     ):
         taps, merge, most = algorithm.taps, options.merge_linears, options.num_draft_tokens
-        self.verify = passes.run(graph, passes.Settings(merge, taps, attention=options.attention("verify")))
-        filling = passes.Settings(merge, taps, "none", options.attention("prefill"))
-        self.prefill = passes.run(graph, filling)
+        self.captured = graph
+        self.settings = {
+            "verify": passes.Settings(merge, taps, attention=options.attention("verify")),
+            "prefill": passes.Settings(merge, taps, "none", options.attention("prefill")),
+        }
+        self.verify, self.prefill = (passes.run(graph, settings) for settings in self.settings.values())
         self.algorithm, self.options, self.device, self.max_positions = algorithm, options, device, max_positions
         self.sizes = (*(n for n in SIZES[device.type] if n < most and algorithm.varies), most)
         self.stats = Stats()

@@ -31,6 +31,8 @@ class ForwardGraph:
     inputs: list
     joined: list[tuple[int, ...]] = field(default_factory=list)
     log: list[PassReport] = field(default_factory=list)
+    is_functional = False
+    """Calls may write to tensors that exist."""
 
 
 def value(node) -> torch.Tensor | None:

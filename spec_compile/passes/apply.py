@@ -1,0 +1,29 @@
+"""`apply`: runs passes over a graph in their order, and notes what each changed."""
+
+from collections.abc import Callable, Iterable
+
+from ..graph import PassReport, calls
+
+
+def apply(graph, settings, pipeline: Iterable[Callable], keep_code: bool = False, on_report: Callable | None = None):
+    """Run every pass ``fn(graph, settings) -> summary`` on ``graph.gm``, in place, and fill ``graph.log`` anew.
+
+    graph: a `ModelGraph` or a `passes.forward.graph.ForwardGraph`. keep_code: whether reports hold the readable graph.
+    on_report: is given each report.
+    """
+    graph.log.clear()
+    for rewrite in pipeline:
+        before = len(calls(graph.gm))
+        summary = rewrite(graph, settings)
+        if graph.is_functional:
+            graph.gm.graph.eliminate_dead_code()
+        graph.gm.graph.lint()
+        code = ""
+        if keep_code:
+            graph.gm.recompile()
+            code = graph.gm.print_readable(print_output=False)
+        report = PassReport(rewrite.__name__, summary, before, len(calls(graph.gm)), code)
+        graph.log.append(report)
+        if on_report is not None:
+            on_report(report)
+    graph.gm.recompile()
