@@ -87,7 +87,7 @@ def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) 
     engine = speculation._engine
     session = engine.session(batch)
     state = session.state
-    ids = text_tokens(context, engine.verify.vocab_size).tolist()
+    ids = text_tokens(context, engine.runtime.verify.vocab_size).tolist()
     out = {}
     for nodes in sizes:
         with torch.no_grad():
@@ -140,7 +140,7 @@ def loop(fast, ids: torch.Tensor, new: int) -> dict[str, float]:
 
     generate()
     stats = fast.speculation.stats
-    alone = rounds(fast, ids.shape[1] + new // 2, 1, list(fast.speculation._engine.sizes))
+    alone = rounds(fast, ids.shape[1] + new // 2, 1, list(fast.speculation._engine.runtime.sizes))
     gap = []
     for _ in range(5):
         stats.reset()

@@ -92,7 +92,7 @@ class Speculation:
             _max_positions(model, graph.position_limit, options),
         )
         if options.check:
-            check_tree(type(model).__name__, graph, self._engine.verify)
+            check_tree(type(model).__name__, graph, self._engine.runtime.verify)
         self.serves_padding = not options.check or check_generation(model, graph)
         """Whether batches padded on the left are served: the model's own positions follow the padding."""
         self._weights = SharedWeights(model, algorithm.draft_module)
@@ -113,17 +113,17 @@ class Speculation:
     @property
     def ngram(self):
         """With algo="ngram" its `NgramTrie`, on a GPU its `NgramCorpus`."""
-        return self._engine.algorithm.store
+        return self._engine.runtime.algorithm.store
 
     @cached_property
     def caches_alike(self) -> bool:
         """Whether transformers' cache of this model holds what ours does (see `past.is_alike`)."""
-        return past.is_alike(self._model, self._engine.verify.layers)
+        return past.is_alike(self._model, self._engine.runtime.verify.layers)
 
     @property
     def stats(self) -> Stats:
         """Counters since the start or ``stats.reset()``."""
-        return self._engine.stats
+        return self._engine.runtime.stats
 
     def explain(self) -> str:
         """What each pass changed, and what a round does."""
@@ -169,14 +169,14 @@ class Speculation:
         with self._lock, torch.inference_mode(False), torch.no_grad(), self.reporting(progress):
             session = self._engine.session(batch_size)
             session.build_prefill()
-            for nodes in self._engine.sizes:
+            for nodes in self._engine.runtime.sizes:
                 for part in ("round", "look", "finish") if do_sample else ("round",):
                     session.step(part, nodes)
 
     def compile_anew(self) -> None:
         """Compile one round for a single sequence again, for tools that watch compilation."""
         with self._lock:
-            Session(self._engine, 1).step("round", self._engine.sizes[-1])
+            Session(self._engine.runtime, 1).step("round", self._engine.runtime.sizes[-1])
 
     def refresh(self) -> None:
         """Take over new weights, without capturing or compiling anew.
@@ -205,12 +205,12 @@ class Speculation:
     @contextmanager
     def reporting(self, progress: Callable[[str], None] | None) -> Iterator[None]:
         """While inside, `progress` is given a line when something begins or ends to compile."""
-        before = self._engine.report
-        self._engine.report = progress or before
+        before = self._engine.runtime.say
+        self._engine.runtime.say = progress or before
         try:
             yield
         finally:
-            self._engine.report = before
+            self._engine.runtime.say = before
 
     @contextmanager
     def generating(self, reference, share_text: bool | None = None) -> Iterator[None]:
@@ -223,7 +223,7 @@ class Speculation:
             if changes := self._watch.changes():
                 raise RuntimeError(describe(changes))
             before = self._references, self._share_text
-            self._references = [] if reference is None else self._engine.algorithm.documents(reference)
+            self._references = [] if reference is None else self._engine.runtime.algorithm.documents(reference)
             self._share_text = getattr(self.options, "share_text", True) if share_text is None else share_text
             self._calls += 1
             try:
@@ -242,7 +242,7 @@ class Speculation:
 
     def admit_request(self, prompts: list[list[int]], room: int) -> None:
         """ValueError if the model or the memory cannot take `prompts` and `room` more tokens a row."""
-        vocab, positions = self._engine.verify.vocab_size, self._engine.verify.position_limit
+        vocab, positions = self._engine.runtime.verify.vocab_size, self._engine.runtime.verify.position_limit
         foreign = next((token for prompt in prompts for token in prompt if not 0 <= token < vocab), None)
         if foreign is not None:
             raise ValueError(f"input_ids: token id {foreign} is outside the vocabulary of {vocab} tokens")
@@ -253,17 +253,17 @@ class Speculation:
                 f"{positions}; ask for at most {positions - max(map(len, prompts))}"
             )
         if tokens > self._engine.room(len(prompts)):  # then the cache will grow
-            self._engine.check_memory(len(prompts), tokens, "max_new_tokens")
+            self._engine.runtime.check_memory(len(prompts), tokens, "max_new_tokens")
 
     def run(self, request: Request) -> Iterator[list[list[int]]]:
         """See `Engine.run`."""
         request.references, request.share_text = self._references, self._share_text
-        request.eos = [token for token in request.eos if 0 <= token < self._engine.verify.vocab_size]
+        request.eos = [token for token in request.eos if 0 <= token < self._engine.runtime.verify.vocab_size]
         return self._engine.run(request)
 
     def _adopt(self) -> None:
         """The first call in a forked process."""
-        if self._engine.device.type == "cuda":
+        if self._engine.runtime.device.type == "cuda":
             raise RuntimeError(
                 "a process that was forked cannot use the GPU of its parent; start it by 'spawn', and call speculate() "
                 "there"

@@ -125,7 +125,7 @@ def _weigh(report: Report, plain, fast, rows: list[Tensor], answers: list[list[i
         text, logits = _speculative_logits(fast, ids, options)
         scatter = reference.scatter(text, len(logits))
         gaps.append(scatter.gaps)
-        graph = _graph_logits(fast.speculation._engine.verify, text, len(logits))
+        graph = _graph_logits(fast.speculation._engine.runtime.verify, text, len(logits))
         excesses.append((scatter.excess(logits), scatter.excess(graph)))
     if excesses:
         report.logits, report.graph = (Logits.of(torch.cat(some)) for some in zip(*excesses))

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
 
 import torch
 import torch._dynamo
@@ -51,25 +50,6 @@ def attention_implementation(model: nn.Module, name: str, function: Callable) ->
         AttentionInterface._global_mapping.pop(name, None)
 
 
-def compile_step(function: Callable, name: str, device: str = "cpu", dynamic: bool | None = True) -> Callable:
-    """Compile a method of no tensor arguments into one graph by Inductor, as its own entry in Dynamo's cache.
-
-    Integer arguments become symbolic sizes; they must be at least 2 (0 and 1 would be specialised). Guards are
-    dropped: everything the step reads lives in buffers of fixed shape that the step's owner never replaces.
-    """
-    code = function.__code__.replace(co_name=name)
-    own = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
-    return torch.compile(
-        own.__get__(function.__self__),
-        fullgraph=True,
-        dynamic=dynamic,
-        options={
-            "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-            **(CPU_OPTIONS if device == "cpu" else GPU_OPTIONS),
-        },
-    )
-
-
 def check_compiler() -> None:
     """ValueError if Inductor has no C++ compiler, which it needs to compile for a CPU."""
     from torch._inductor import cpp_builder, exc
@@ -81,29 +61,6 @@ def check_compiler() -> None:
             f"compile: rounds on a CPU are compiled with a C++ compiler, and there is none ({error}); install one, "
             "such as g++, name it in the environment variable CXX, or pass compile=False, which runs them eagerly"
         ) from error
-
-
-EXAMPLE = 37
-"""How many nodes or tokens a piece is first called with: a number that no size of a model has."""
-
-
-def compile_piece(function: Callable, name: str) -> Callable:
-    """Compile a function of tensors, some of whose sizes are the number of nodes, as its own entry in Dynamo's cache.
-
-    The sizes that are `EXAMPLE` in the first call may differ in later ones; all others must stay, for guards are
-    dropped as in `compile_step`.
-    """
-    compiled, called = compile_step(function, name, "cuda", dynamic=None), False
-
-    def call(*arguments):
-        nonlocal called
-        for tensor in [] if called else tensors_in(arguments):
-            for dim in (dim for dim, size in enumerate(tensor.shape) if size == EXAMPLE):
-                torch._dynamo.mark_dynamic(tensor, dim)
-        called = True
-        return compiled(*arguments)
-
-    return call
 
 
 def tensors_in(value) -> list[Tensor]:

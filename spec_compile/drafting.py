@@ -30,8 +30,8 @@ class Drafter(nn.Module):
         """The buffers that a round changes and that must be put back after a round of warm-up."""
         return list(self.buffers())
 
-    def compile(self, tag: str) -> None:
-        """Compile the parts of `propose`, in pieces whose names end in `tag`."""
+    def compile(self, compiler) -> None:
+        """Compile the parts of `propose` by `compiler`, a `runtime.steps.compile.PartCompiler`."""
 
     def resized(self, slots: int) -> None:
         """Its caches have so many slots now: what was compiled for others is of no use."""

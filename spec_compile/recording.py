@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from .outcome import Outcome
+
 
 @dataclass
 class Verified:
@@ -36,13 +38,12 @@ class Recording:
     rounds: list[RecordedRound] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def add(self, nodes: int, seconds: float, counts: dict[int, int], outcome: list[list[int]]) -> None:
-        """A round over `nodes` nodes. counts: real nodes of unfinished rows; outcome: see `Round.forward`."""
+    def add(self, nodes: int, seconds: float, counts: dict[int, int], outcomes: list[Outcome]) -> None:
+        """A round over `nodes` nodes. counts: real nodes of each unfinished row. outcomes: of all rows."""
         rows: list[Verified | None] = [None] * len(self.prompts)
         for row, count in counts.items():
-            gained, columns = outcome[row][0], outcome[row][5:]
-            chosen, path, tokens, parents = (columns[part * nodes : (part + 1) * nodes] for part in range(4))
-            rows[row] = Verified(tokens[:count], parents[:count], path[:gained], chosen[:gained])
+            outcome = outcomes[row]
+            rows[row] = Verified(outcome.tokens[:count], outcome.parents[:count], outcome.path, outcome.gained)
         self.rounds.append(RecordedRound(nodes, seconds, rows))
 
     def output(self, row: int) -> list[int]:

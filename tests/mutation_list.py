@@ -92,8 +92,8 @@ CACHES = [
         f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and returned'",
     ),
     Mutation(
-        "attention looks at too few slots", f"{RUNTIME}engine.py",
-        "span = self._span(state, max(lengths) + nodes)", "span = self._span(state, min(lengths))",
+        "attention looks at too few slots", f"{RUNTIME}call.py",
+        "span = self._span(max(self.lengths) + nodes)", "span = self._span(min(self.lengths))",
         f"{DROP_IN} -k 'test_each_row_of_a_batch_is_its_own_run and llama'",
     ),
     Mutation(
@@ -278,7 +278,7 @@ OTHERS = [
     ),
     Mutation(
         "the tree attention is never checked", "spec_compile/api.py",
-        "check_tree(type(model).__name__, graph, self._engine.verify)", "self._engine.verify",
+        "check_tree(type(model).__name__, graph, self._engine.runtime.verify)", "self._engine.runtime.verify",
         f"{GENERATE} -k test_every_check_is_run",
     ),
 ]  # fmt: skip

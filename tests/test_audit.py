@@ -117,7 +117,7 @@ def coder() -> tuple:
 def scaled(model, factor: float):
     """A speculative copy whose attention has a scale `factor` times too large in every layer."""
     fast = spec_compile.speculate(model, compile=False, check=False)
-    gm = fast.speculation._engine.verify.gm
+    gm = fast.speculation._engine.runtime.verify.gm
     edited = 0
     for node in gm.graph.nodes:
         if getattr(node.target, "__name__", "") == "tree_attention":

@@ -163,8 +163,8 @@ def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
     system = fast(algorithm, "llama", schedule)
     engine, stats = system.speculation._engine, system.speculation.stats
     run, checked = engine.run, 0
-    draft = draft_of(algorithm, "llama") if algorithm == "draft_model" else engine.algorithm.head
-    model, plan = target("llama"), engine.algorithm.schedule
+    draft = draft_of(algorithm, "llama") if algorithm == "draft_model" else engine.runtime.algorithm.head
+    model, plan = target("llama"), engine.runtime.algorithm.schedule
 
     def watched(request):
         nonlocal checked

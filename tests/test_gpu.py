@@ -164,7 +164,7 @@ def test_auto_measures_prompts_once(monkeypatch):
     """FlashInfer's kernels against ours, where they are compiled."""
     pytest.importorskip("flashinfer")
     monkeypatch.setattr(measure, "FOUND", {})
-    graph = in_16_bits("ngram", 128, attention_backend={"verify": "triton"}).speculation._engine.prefill
+    graph = in_16_bits("ngram", 128, attention_backend={"verify": "triton"}).speculation._engine.runtime.prefill
     if not BACKENDS["flashinfer"].ready(graph.layers[0], graph.dtype):
         pytest.skip("FlashInfer's kernels are not compiled")
     (found,) = measure.FOUND.values()

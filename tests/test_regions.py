@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spec_compile import passes
 from spec_compile.capture.trace import capture
 from spec_compile.runtime.state import State
+from spec_compile.runtime.steps.compile import PRIMES, PartCompiler, example_size
 from spec_compile.runtime.steps.regions import cut
 
 
@@ -39,3 +40,21 @@ def test_layers_alike_have_one_body():
     regions = cut(passes.run(capture(model), passes.Settings()))
     assert len(regions.regions) == 7 and len(regions.bodies) == 3  # the first layer, the others, and the head
     assert len({id(region.body) for region in regions.regions}) == 3
+
+
+def test_an_example_size_divides_no_static_size():
+    assert example_size([1, 64, 128, 0]) == PRIMES[0]
+    assert example_size([2 * PRIMES[0], PRIMES[1], 64]) == PRIMES[2]
+    assert example_size([], at_most=64) <= 64
+
+
+def test_dimensions_of_an_example_size_vary_and_others_do_not():
+    """A batch as large as the first prime: which dimensions vary is known from the size that the caller chose."""
+    batch = PRIMES[0]
+    nodes = example_size([batch, 8])
+    compiler = PartCompiler(torch.device("cpu"), "test", (nodes,), nodes, 1, exact=False)
+    double = compiler(lambda x, y: (x * 2, y.sum()), "double")
+    for size in (nodes, 2, 5):
+        x, y = torch.randn(batch, size, 8), torch.randn(batch, 2 * size)
+        got, total = double(x, y)
+        assert torch.equal(got, x * 2) and torch.allclose(total, y.sum())

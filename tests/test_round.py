@@ -127,11 +127,11 @@ def fresh_cache(engine, text):
     ids = torch.tensor([text])
     cache = [
         torch.zeros(1, layer.kv_heads, len(text), size)
-        for layer in engine.prefill.layers
+        for layer in engine.runtime.prefill.layers
         for size in (layer.key_dim, layer.value_dim)
     ]
     steps = torch.arange(len(text))[None]
-    engine.prefill.gm(ids, steps, torch.zeros(1, dtype=torch.int64), None, cache, len(text))
+    engine.runtime.prefill.gm(ids, steps, torch.zeros(1, dtype=torch.int64), None, cache, len(text))
     return [slots[0] for slots in cache]
 
 
@@ -151,7 +151,8 @@ def check_logits(model, run, nodes):
     state, tree = run.state, run.state.tree(nodes)
     ancestors, depth = ancestry(tree.parents)
     positions = state.positions(depth)
-    got, *_ = run.engine.verify.gm(tree.tokens, positions, state.lengths, ancestors, state.cache, run.span(nodes))
+    verify = run.engine.runtime.verify.gm
+    got, *_ = verify(tree.tokens, positions, state.lengths, ancestors, state.cache, run.span(nodes))
     texts, places = [], []
     for row, length in enumerate(state.lengths.tolist()):
         for node in range(int(state.tree_count[row].clamp(max=nodes))):
@@ -270,8 +271,8 @@ def test_limits_inside_an_accepted_run(new, nodes, captured):
     engine = make_engine(graph, lambda rows: Oracle(nodes, rows, luck=1.0, full=True), nodes)
     want = [text[len(prompt) :][:new] for prompt, text in zip(prompts, texts)]
     assert generated(engine, prompts, texts, new) == want
-    assert engine.stats.tokens == 3 * new
-    assert engine.stats.rounds == -(-new // nodes)
+    assert engine.runtime.stats.tokens == 3 * new
+    assert engine.runtime.stats.rounds == -(-new // nodes)
 
 
 @pytest.mark.parametrize("nodes", [1, 4, 16, 64])

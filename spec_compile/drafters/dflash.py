@@ -22,7 +22,8 @@ from ..graph import ModelGraph
 from ..kernels import ops
 from ..kernels.top_logits import MAX_K, best_tokens
 from ..runtime.state import State
-from ..runtime.steps.regions import compiled_regions
+from ..runtime.steps.compile import PartCompiler
+from ..runtime.steps.regions import cut
 from ..tree import MAX_NODES, Accepted
 from .checkpoints.dflash import load_dflash
 from .modules.dflash import Context, DFlashDraft
@@ -163,9 +164,9 @@ class DFlashDrafter(Drafter):
     def small_buffers(self) -> list[Tensor]:
         return []
 
-    def compile(self, tag: str) -> None:
+    def compile(self, compiler: PartCompiler) -> None:
         if self.block is self.graph.gm:
-            self.block = compiled_regions(self.graph, f"block_b{len(self.cache.tensors[0])}")
+            self.block = cut(self.graph).compile_bodies(compiler, "block")
 
     def resized(self, slots: int) -> None:
         self.block = self.graph.gm

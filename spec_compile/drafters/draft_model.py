@@ -8,7 +8,7 @@ import math
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -17,11 +17,11 @@ from ..cache import Cache
 from ..capture.admit import admit
 from ..capture.checks import check_capture
 from ..capture.trace import capture
-from ..compat import EXAMPLE
 from ..drafting import Algorithm, Drafter, DraftOptions, propose_grown
 from ..graph import ModelGraph
 from ..runtime.state import State
-from ..runtime.steps.regions import compiled_regions
+from ..runtime.steps.compile import PartCompiler
+from ..runtime.steps.regions import cut
 
 
 class DraftModel(Algorithm):
@@ -58,18 +58,27 @@ class ModelDrafter(Drafter):
         return []
 
     def resized(self, slots: int) -> None:
-        self.slots = slots
-        self.models = dict.fromkeys((True, False), self.graph.gm)  # for single rows, and for more
+        self.slots, self.compiler = slots, None
+        self.models: dict[int, nn.Module] = {}
 
-    def compile(self, tag: str) -> None:
-        if self.models[True] is not self.graph.gm:
+    def compile(self, compiler: PartCompiler) -> None:
+        if self.compiler is not None:
             return
-        batch, topk = len(self.cache.tensors[0]), self.schedule.topk
-        for single, size in ((True, 1), (False, EXAMPLE)):  # sizes that are EXAMPLE now may vary later
-            self.models[single] = compiled_regions(self.graph, f"draft_b{batch}" + "_single" * single)
-            ids = torch.zeros(batch, size, dtype=torch.int64, device=self.graph.device)
-            last = ids[:, 0] + self.slots - EXAMPLE  # slots that are never committed
-            self._run(ids, ids, last, ids + 1, self.slots, ids.new_zeros(batch, topk))
+        self.compiler = compiler
+        if not compiler.exact:  # one compilation for all numbers of rows above one
+            batch, topk = len(self.cache.tensors[0]), self.schedule.topk
+            ids = torch.zeros(batch, compiler.nodes, dtype=torch.int64, device=self.graph.device)
+            last = ids[:, 0] + self.slots - compiler.nodes  # slots that are never committed
+            self._run(ids, ids, last, ids + 1, compiler.slots, ids.new_zeros(batch, topk))
+
+    def _model(self, rows: int) -> nn.Module:
+        """What runs the draft model over blocks of `rows` rows."""
+        if self.compiler is None:
+            return self.graph.gm
+        code = rows if self.compiler.exact else min(rows, 2)
+        if code not in self.models:
+            self.models[code] = cut(self.graph).compile_bodies(self.compiler, f"draft_{code}")
+        return self.models[code]
 
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
         ids, positions = ids.clamp(max=self.known - 1), self._inside(positions)
@@ -93,7 +102,7 @@ class ModelDrafter(Drafter):
 
     def _run(self, ids, positions, lengths, ancestors, span, rows) -> Tensor:
         """Logits [B, R, V] of the target's vocabulary, after the chosen rows of a block at slots `lengths` onwards."""
-        model, ids = self.models[ids.shape[1] == 1], ids.clamp(max=self.known - 1)
+        model, ids = self._model(ids.shape[1]), ids.clamp(max=self.known - 1)
         ids, positions, ancestors, rows = (x.contiguous() for x in (ids, self._inside(positions), ancestors, rows))
         logits = model(ids, positions, lengths, ancestors, self.cache.tensors, span, rows)[0][..., : self.known]
         return F.pad(logits, (0, self.vocab_size - self.known), value=-math.inf)

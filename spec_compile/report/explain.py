@@ -12,23 +12,23 @@ from ..kernels import attention
 def explain(speculation) -> str:
     """A readable account of the captured model, the passes and the round."""
     engine = speculation._engine
-    graph = engine.verify
+    graph = engine.runtime.verify
     layer = graph.layers[0]
     lines = [
         f"{type(speculation._model).__name__}: {len(graph.layers)} layers, {layer.heads} query and {layer.kv_heads} "
         f"key-value heads of {layer.key_dim}, vocabulary {graph.vocab_size}, {graph.dtype}".replace("torch.", ""),
-        f"algorithm {speculation.algorithm}, rounds over {', '.join(map(str, engine.sizes))} nodes",
+        f"algorithm {speculation.algorithm}, rounds over {', '.join(map(str, engine.runtime.sizes))} nodes",
         f"attention: {_backends(engine)}",
         "passes (call nodes before -> after):",
     ]
     for report in graph.log:
         lines.append(f"  {report.name:16} {report.nodes_before:5} -> {report.nodes_after:5}  {report.summary}")
-    return "\n".join([*lines, *engine.algorithm.explain()])
+    return "\n".join([*lines, *engine.runtime.algorithm.explain()])
 
 
 def _backends(engine) -> str:
     """Which attention backend runs what."""
-    graphs = zip(attention.ROLES, (engine.prefill, engine.verify, engine.algorithm.graph))
+    graphs = zip(attention.ROLES, (engine.runtime.prefill, engine.runtime.verify, engine.runtime.algorithm.graph))
     return ", ".join(f"{role} by {graph.backend}" for role, graph in graphs if graph is not None)
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graph import ModelGraph
+from ..outcome import pack
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .accept.greedy import accept_greedy
 from .state import State
@@ -83,8 +84,9 @@ class Round(nn.Module):
         """What `forward` returns."""
         state, (drafted, parents, real) = self.state, tree
         deepest = torch.where(real, depth, 0).amax(dim=1)
-        columns = [gained, state.finished.to(torch.int64), state.tree_count, state.tree_hint, deepest]
-        return torch.cat([torch.stack(columns, dim=1), tokens, path, drafted, parents], dim=1)
+        return pack(
+            gained, state.finished, state.tree_count, state.tree_hint, deepest, tokens, path, drafted, parents
+        )
 
 
 class Prefill(nn.Module):
@@ -99,6 +101,11 @@ class Prefill(nn.Module):
         state = self.state
         ids, positions = self.prepare(size)
         features = self.model(ids, positions, state.lengths, None, state.cache, span)
+        self.conclude(size, ids, positions, features, span)
+
+    def conclude(self, size: int, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
+        """Tell the drafter, and count the tokens as committed."""
+        state = self.state
         self.drafter.prefill(state, ids, positions, features, span)
         ends = torch.maximum(state.prompt_lengths - 1, state.lengths)  # without a prompt, in warm-up: here
         state.lengths.copy_(torch.minimum(state.lengths + size, ends))

@@ -62,7 +62,7 @@ def _workspaces_of_the_pool() -> Iterator[None]:
         torch._C._cuda_clearCublasWorkspaces()
 
 
-class Ring:
+class OutcomeRing:
     """Outcomes on their way to the host: rounds write them to pinned memory, each in a slot of its own."""
 
     def __init__(self, width: int, device: torch.device):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from ...compat import compile_piece
 from ...graph import ModelGraph, attribute, owner
+from .compile import PartCompiler
 
 PRODUCTS = {
     "aten::linear", "aten::addmm", "skinny_linear", "spec_compile::skinny_matmul", "spec_compile::skinny_swiglu",
@@ -27,39 +27,58 @@ class Region:
 
 
 class Regions(nn.Module):
-    """The same computation as the graph it was cut from, one region after the other. `bodies` has a function for each
-    region that is different, which may be replaced by a compiled one."""
+    """Computes what the graph computes that it was cut from, one region after the other.
+
+    `bodies` has a function for each region that differs from the others; `compile` replaces them by compiled ones.
+    Values that pass between regions are numbered: the graph's inputs first, then its parameters, then what each region
+    returns. A value is dropped behind the last region that reads it.
+    """
 
     def __init__(self, gm: fx.GraphModule, regions: list[Region]):
         super().__init__()
-        self.gm, self.regions = gm, regions
-        self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        self.results = next(node for node in gm.graph.nodes if node.op == "output").args[0]
-        self.bodies = {region.alike: region.body.forward for region in regions}
+        self.regions, self.bodies = regions, {region.alike: region.body.forward for region in regions}
+        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        results = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+        number = {node: place for place, node in enumerate(inputs)}
+        self._constants: dict[int, Tensor] = {}
+        self._elements: dict[int, tuple[int, int]] = {}
+        """Values that are elements of an input: keys and values of a layer are elements of ``cache``."""
+        for node in dict.fromkeys(node for region in regions for node in region.inputs):
+            if node.op == "get_attr":
+                self._constants[number.setdefault(node, len(number))] = attribute(gm, node.target)
+            elif node not in number and _is_given(node):
+                self._elements[number.setdefault(node, len(number))] = number[node.args[0]], node.args[1]
+        for region in regions:
+            for node in region.outputs:
+                number.setdefault(node, len(number))
+        self._results = [number[node] for node in results]
+        self._size, kept, self._plan = len(number), {*self._results}, []
+        for region in reversed(regions):
+            reads = [number[node] for node in region.inputs]
+            last_reads = [place for place in dict.fromkeys(reads) if place not in kept]
+            kept.update(last_reads)
+            self._plan.insert(0, (region.alike, reads, [number[node] for node in region.outputs], last_reads))
+
+    def compile_bodies(self, compiler: PartCompiler, name: str) -> "Regions":
+        """Compile every different region, in its first call; returns itself."""
+        for place, (alike, body) in enumerate(self.bodies.items()):
+            self.bodies[alike] = compiler(body, f"{name}_{place}")
+        return self
 
     def forward(self, *arguments):
-        values = dict(zip(self.placeholders, arguments))
-
-        def value(node: fx.Node):
-            if node not in values:
-                if node.op == "get_attr":
-                    values[node] = attribute(self.gm, node.target)
-                else:  # an element of the cache
-                    values[node] = values[node.args[0]][node.args[1]]
-            return values[node]
-
-        for region in self.regions:
-            out = self.bodies[region.alike](*map(value, region.inputs))
-            values.update(zip(region.outputs, out))
-        return tuple(value(node) for node in self.results)
-
-
-def compiled_regions(graph: ModelGraph, tag: str) -> Regions:
-    """`cut`, each different region compiled as a piece, whose name ends in `tag`."""
-    regions = cut(graph)
-    for number, (alike, body) in enumerate(regions.bodies.items()):
-        regions.bodies[alike] = compile_piece(body, f"region_{number}_{tag}")
-    return regions
+        values = [*arguments, *[None] * (self._size - len(arguments))]
+        for place, parameter in self._constants.items():
+            values[place] = parameter
+        for place, (source, index) in self._elements.items():
+            values[place] = arguments[source][index]
+        bodies = self.bodies
+        for alike, reads, writes, last_reads in self._plan:
+            out = bodies[alike](*[values[place] for place in reads])
+            for place in last_reads:
+                values[place] = None
+            for place, value in zip(writes, out):
+                values[place] = value
+        return tuple([values[place] for place in self._results])
 
 
 def cut(graph: ModelGraph) -> Regions:

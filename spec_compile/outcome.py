@@ -1,0 +1,54 @@
+"""`Outcome`: what a round tells the host, packed into one tensor of integers so that one copy brings it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .tree import MAX_NODES
+
+HEADER = 5
+PER_NODE = 4
+WIDEST = HEADER + PER_NODE * MAX_NODES
+"""Most numbers of a row's outcome."""
+
+
+class Outcome(NamedTuple):
+    """One row's part in a round over N nodes.
+
+    gained: the tokens that the row gained.
+    finished: whether the row has ended.
+    next_count: real nodes of the tree that is verified next.
+    next_hint: the drafter's confidence in that tree.
+    depth: of the tree that was verified.
+    path: its accepted nodes from the root down, as many as tokens were gained.
+    tokens, parents: of its N nodes.
+    """
+
+    gained: list[int]
+    finished: bool
+    next_count: int
+    next_hint: int
+    depth: int
+    path: list[int]
+    tokens: list[int]
+    parents: list[int]
+
+
+def pack(
+    gained: Tensor, finished: Tensor, next_count: Tensor, next_hint: Tensor, depth: Tensor,
+    tokens: Tensor, path: Tensor, tree_tokens: Tensor, tree_parents: Tensor,
+) -> Tensor:  # fmt: skip
+    """Int64 [B, 5 + 4 N] of what every row [B], and every node [B, N], has to tell; `unpack` reads it."""
+    header = torch.stack([gained, finished.to(torch.int64), next_count, next_hint, depth], dim=1)
+    return torch.cat([header, tokens, path, tree_tokens, tree_parents], dim=1)
+
+
+def unpack(row: list[int]) -> Outcome:
+    """One row that `pack` made."""
+    gained, finished, next_count, next_hint, depth, *columns = row
+    nodes = len(columns) // PER_NODE
+    tokens, path, tree_tokens, tree_parents = (columns[part * nodes :][:nodes] for part in range(PER_NODE))
+    return Outcome(
+        tokens[:gained], bool(finished), next_count, next_hint, depth, path[:gained], tree_tokens, tree_parents
+    )

@@ -1,0 +1,186 @@
+"""`Call`: one generate() on a session, round by round."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from ..cache import PAGE
+from ..outcome import Outcome, unpack
+from ..tree import MAX_NODES
+from .accept.random import NO_PROBABILITIES
+from .prefill_chunks import FIXED, chunks
+from .request import Request
+from .runtime import Runtime
+from .session import Session
+
+log = logging.getLogger("spec_compile")
+
+AHEAD = 2
+"""Rounds in flight on a GPU."""
+
+
+class Call:
+    """What the host knows of one generate(): how long its rows are, and which trees are to be verified next.
+
+    On a GPU the next round is launched before the outcome of the last is there, unless its tokens are chosen on the
+    host. lengths: tokens of each row less one, as `State.lengths` has them; empty before `start`.
+    """
+
+    def __init__(self, runtime: Runtime, session: Session, request: Request):
+        self.runtime, self.session, self.request = runtime, session, request
+        self.lengths: list[int] = []
+        self._policy = session.policies["look" if request.choose or request.sampler else "round"]
+        self._ahead = 1 if request.choose or not runtime.on_gpu else AHEAD
+        self._longest = max(request.max_lengths)
+        self._flying: deque[tuple[int, Callable[[], list[list[int]]]]] = deque()
+        """Rounds that were launched: the number of nodes, and what waits for the outcome."""
+        self._gains: list[list[int]] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every row has finished."""
+        return all(self._finished)
+
+    @property
+    def active(self) -> list[int]:
+        """The rows that have not finished."""
+        return [row for row, done in enumerate(self._finished) if not done]
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Real nodes of the pending tree of each unfinished row."""
+        return {row: self._counts[row] for row in self.active}
+
+    def start(self) -> None:
+        """Process the prompts, and propose the first trees."""
+        session, request, state, drafter = self.session, self.request, self.session.state, self.session.drafter
+        if max(map(len, request.prompts)) >= session.capacity:
+            self._grow(0)
+        if session.ring is not None:
+            session.ring.begin()
+        state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos)
+        state.seed.fill_(request.seed)
+        state.temperature.fill_(request.temperature)
+        if request.past is not None:
+            state.fill(request.past)
+            if not self._draft_remembers():
+                state.lengths.zero_()
+        session.texts = [list(prompt) for prompt in request.prompts]
+        drafter.begin(state, request.prompts, request.references, request.share_text)
+        self._build_rounds()
+        self._prefill()
+        state.root()
+        if request.first_logits is None:
+            drafter.propose(state, self._span(max(map(len, request.prompts))))
+        self._counts, self._hints = state.tree_count.tolist(), state.tree_hint.tolist()
+        self.lengths = [len(prompt) - 1 for prompt in request.prompts]
+        self._finished = [length + 1 >= limit for length, limit in zip(self.lengths, request.max_lengths)]
+
+    def launch(self) -> None:
+        """Begin as many rounds as may be in flight."""
+        request, session, active = self.request, self.session, self.active
+        room = max(request.max_lengths[row] - self.lengths[row] - 1 for row in active)
+        while len(self._flying) < min(self._ahead, room):
+            if self._longest > session.capacity <= max(self.lengths) + 1 + sum(nodes for nodes, _ in self._flying):
+                if self._flying:
+                    break  # what is on its way first
+                self._grow(max(self.lengths) + MAX_NODES + self.runtime.algorithm.reach)
+            if request.first_logits is not None:
+                nodes = 1
+            elif self._flying:
+                nodes = self._policy.choose_ahead()
+            else:
+                nodes = self._policy.choose([self._counts[row] for row in active], [self._hints[row] for row in active])
+            span = self._span(max(self.lengths) + nodes)
+            if request.choose is None:
+                self._flying.append((nodes, session.launch(request.sampler, nodes, span)))
+            else:
+                self._flying.append((nodes, self._chosen(nodes, span)))
+
+    def collect(self) -> tuple[int, list[Outcome]]:
+        """Wait for the round that was launched first: its number of nodes, and what came of each row."""
+        nodes, read = self._flying.popleft()
+        return nodes, [unpack(row) for row in read()]
+
+    def learn(self, nodes: int, outcomes: list[Outcome], seconds: float) -> list[list[int]]:
+        """Take a round's outcomes in; returns the tokens that each row gained."""
+        active, stats = self.active, self.runtime.stats
+        offered = [self._counts[row] for row in active], [self._hints[row] for row in active]
+        gains, paths = [[] for _ in outcomes], []
+        for row in active:
+            outcome = outcomes[row]
+            if -1 in outcome.gained:
+                raise RuntimeError(NO_PROBABILITIES)
+            gains[row] = outcome.gained
+            paths.append(outcome.path[1:])
+            self.session.texts[row] += outcome.gained
+            self.lengths[row] += len(outcome.gained)
+            self._finished[row], self._counts[row], self._hints[row] = outcome[1:4]
+            stats.count_depths(outcome.depth, len(outcome.path) - 1)
+        self._policy.learn(nodes, *offered, paths, None if self.runtime.on_gpu else seconds)
+        stats.trace = self._gains  # a call inside this one has put its own there
+        stats.count_round(nodes, [len(tokens) for tokens in gains], len(active))
+        return gains
+
+    def stop_rows(self) -> None:
+        """Finish the rows that the caller has ended."""
+        for row in self.request.stopped:
+            if not self._finished[row]:
+                self._finished[row] = True
+                self.session.state.finished[row : row + 1].fill_(True)
+
+    def _build_rounds(self) -> None:
+        """Make the rounds of an algorithm that has one size: made later, they would run over drafts that the drafter's
+        cache holds."""
+        if not self.runtime.algorithm.varies:
+            self.session.build(self.runtime.sizes[-1], self.request.sampler, chosen=self.request.choose is not None)
+
+    def _grow(self, used: int) -> None:
+        """Make room for the longest row that was asked for; the first `used` slots of the caches are in use."""
+        session, tokens = self.session, self._longest
+        log.warning(
+            "the cache of %d tokens a sequence is full and grows to %d, whose rounds are compiled anew; with "
+            "speculate(model, max_cache_len=%d) it has the room from the start", session.capacity, tokens, tokens,
+        )  # fmt: skip
+        with session.growing(tokens, used):
+            self._build_rounds()
+
+    def _draft_remembers(self) -> bool:
+        """Whether a drafter's own cache has, from the call before, what `request.past` has of the target's, or cannot
+        have it because nobody knows the tokens. Else the prompts are processed again."""
+        if self.runtime.algorithm.graph is None or self.request.unknown:
+            return True
+        lengths, texts = self.session.state.lengths.tolist(), self.session.texts
+        if len(texts) != len(lengths):
+            return False
+        return all(text[: n + 1] == prompt[: n + 1] for n, text, prompt in zip(lengths, texts, self.request.prompts))
+
+    def _chosen(self, nodes: int, span: int) -> Callable[[], list[list[int]]]:
+        """A round whose tokens the request chooses; the first logits may be known already."""
+        session, request = self.session, self.request
+        look, finish = session.step("look", nodes), session.step("finish", nodes)  # building them runs them
+        logits, features, request.first_logits = request.first_logits, [], None
+        if logits is None:
+            logits, *features = look(span)
+        else:
+            target = self.runtime.verify
+            unseen = logits.new_zeros(len(logits), 1, target.hidden_size, dtype=target.dtype)
+            logits, features = logits[:, None], [unseen] * len(self.runtime.algorithm.taps)
+        accepted = request.choose(session.state.tree(nodes), logits)
+        outcome = finish(accepted.path, accepted.tokens, accepted.count, features, span)
+        return outcome.tolist
+
+    def _span(self, slots: int) -> int:
+        """Slots of the cache for a step to look at, that needs the first `slots` and those that a drafter may use."""
+        return min(-(-(slots + self.runtime.algorithm.reach) // PAGE) * PAGE, self.session.state.capacity)
+
+    def _prefill(self) -> None:
+        """Keys and values of every prompt token but the last, beyond those that the state has."""
+        session, limit = self.session, self.request.prefill_chunk_size
+        sizes = [n for n in session.prefill_sizes if n <= (limit or n)] or session.prefill_sizes[-1:]
+        begins = session.state.lengths.tolist()
+        done = max(begins)
+        missing = max(len(prompt) - 1 - begin for prompt, begin in zip(self.request.prompts, begins))
+        for size in chunks(missing, sizes, FIXED[self.runtime.device.type]):
+            session.prefill(size, self._span(done + size))
+            done += size

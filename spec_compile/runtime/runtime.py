@@ -1,0 +1,73 @@
+"""`Runtime`: what every session of an engine shares."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from ..config import Options
+from ..drafting import Algorithm
+from ..errors import UnsupportedModelError
+from ..graph import ModelGraph
+from ..stats import Stats
+
+log = logging.getLogger("spec_compile")
+
+GPU_CACHE = 8192
+"""Tokens a sequence may have on a GPU, where memory is taken at once, unless the user says how many."""
+
+
+@dataclass
+class Runtime:
+    """The rewritten graphs of a model, how it drafts, and where it runs.
+
+    sizes: numbers of nodes that a round may verify, ascending. max_positions: tokens a sequence may have by the model.
+    say: is given a line when something begins or ends to compile.
+    """
+
+    verify: ModelGraph
+    prefill: ModelGraph
+    algorithm: Algorithm
+    options: Options
+    device: torch.device
+    sizes: tuple[int, ...]
+    max_positions: int
+    stats: Stats = field(default_factory=Stats)
+    say: Callable[[str], None] = log.info
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token, the draft's included."""
+        return self.verify.token_bytes + self.algorithm.token_bytes
+
+    def capacity(self, batch: int) -> int:
+        """Tokens a sequence may hold in a batch of this size, until a call needs more."""
+        if self.options.max_cache_len is not None:
+            return self.options.max_cache_len
+        if self.on_gpu:
+            return min(self.max_positions, GPU_CACHE)
+        memory = psutil.virtual_memory().total
+        return min(self.max_positions, max(memory // 4 // (self.token_bytes * batch), 1024))
+
+    def check_memory(self, batch: int, tokens: int, argument: str = "max_cache_len") -> None:
+        """Say what caches of `tokens` tokens for `batch` sequences take; UnsupportedModelError, naming the argument
+        that asks for them, if the memory cannot hold them."""
+        needed, memory = tokens * self.token_bytes * batch, "the machine has"
+        free = psutil.virtual_memory().total  # on a CPU, where pages are taken as they are written
+        if self.on_gpu:
+            free, memory = torch.cuda.mem_get_info(self.device)[0], "free on the GPU are"
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        takes = f"a cache of {tokens} tokens for {batch} sequences takes {needed / 1e9:.2f} GB, {memory}"
+        if needed > free:
+            raise UnsupportedModelError(
+                f"{argument}: {takes} {free / 1e9:.2f} GB, so {(needed - free) / 1e9:.2f} GB are missing; ask for "
+                "fewer tokens or fewer sequences"
+            )
+        if self.on_gpu:
+            self.say(f"{takes} {free / 1e9:.2f} GB")

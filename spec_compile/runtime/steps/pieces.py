@@ -1,0 +1,97 @@
+"""Rounds and prefills whose parts are compiled, each part by itself.
+
+Layers alike share one compiled function, so that a deep model compiles nearly as fast as a shallow one. On a GPU one
+compilation serves every number of nodes above one, because nodes cost little there. On a CPU, where they cost
+arithmetic, every number of nodes has its own.
+"""
+
+import torch
+from torch import Tensor
+
+from ...drafting import Drafter
+from ...tree import MAX_NODES
+from ..round import Prefill, Round
+from ..runtime import Runtime
+from ..state import State
+from .compile import PartCompiler, compile_function, example_size
+from .regions import cut
+
+
+class Pieces:
+    """The rounds and the prefill of one batch size, made on first use. Those that need the same code share it."""
+
+    def __init__(self, runtime: Runtime, state: State, drafter: Drafter):
+        self.runtime, self.state, self.drafter = runtime, state, drafter
+        self._rounds: dict[int, Round] = {}
+        self._finishes: set[int] = set()
+        self._prefill: Prefill | None = None
+
+    def clear(self) -> None:
+        """Forget everything: the buffers have other sizes now."""
+        self._rounds.clear(), self._finishes.clear()
+        self._prefill = None
+
+    def round(self, nodes: int) -> Round:
+        """The round over `nodes` nodes: its `forward` and `look` take the number again."""
+        code = min(nodes, 2) if self.runtime.on_gpu else nodes
+        if code not in self._rounds:
+            whole = Round(self.runtime.verify, self.drafter, self.state, None if self.runtime.on_gpu else nodes)
+            if self.runtime.options.compile:
+                self._compile_round(whole, nodes)
+            self._rounds[code] = whole
+        return self._rounds[code]
+
+    def finish(self, nodes: int) -> Round:
+        """The same round, whose `finish` is compiled as well."""
+        whole, code = self.round(nodes), min(nodes, 2) if self.runtime.on_gpu else nodes
+        if self.runtime.options.compile and code not in self._finishes:
+            compiler = self._compiler(nodes, "finish")
+            whole.finish(*self.accepted(whole, compiler.nodes, compiler.slots))
+            self._finishes.add(code)
+        return whole
+
+    def accepted(self, whole: Round, nodes: int, slots: int) -> tuple:
+        """Arguments to try `Round.finish` with: the root alone was accepted, of `nodes` nodes."""
+        _, *features = whole.look(slots, nodes)
+        path = torch.zeros(self.state.batch, nodes, dtype=torch.int64, device=self.runtime.device)
+        return path, path.clone(), torch.ones_like(path[:, 0]), features, slots
+
+    def prefill(self) -> Prefill:
+        """The prefill, for chunks of any size above one."""
+        if self._prefill is None:
+            self._prefill = whole = Prefill(self.runtime.prefill, self.drafter, self.state)
+            if self.runtime.options.compile:
+                compiler = self._compiler(None, "prefill")
+                whole.prepare = compile_function(whole.prepare, f"prepare_{compiler.tag}", compiler.device.type)
+                whole.model = cut(self.runtime.prefill).compile_bodies(compiler, "model")
+                if self.drafter.fuses and not self.runtime.on_gpu:
+                    whole.conclude = compiler(whole.conclude, "conclude")
+                whole.forward(compiler.nodes, compiler.slots)
+        return self._prefill
+
+    def _compile_round(self, whole: Round, nodes: int) -> None:
+        compiler = self._compiler(nodes, f"n{nodes}" if nodes == 1 or not self.runtime.on_gpu else "any")
+        whole.prepare = compile_function(whole.prepare, f"prepare_{compiler.tag}", compiler.device.type)
+        whole.verify = cut(self.runtime.verify).compile_bodies(compiler, "verify")
+        for name in ("conclude", "finish") if self.drafter.fuses else ("accept", "settle", "outcome"):
+            setattr(whole, name, compiler(getattr(whole, name), name))
+        self.drafter.compile(compiler)
+        whole.forward(compiler.slots, compiler.nodes)
+
+    def _compiler(self, nodes: int | None, tag: str) -> PartCompiler:
+        """For parts over `nodes` nodes, or (None) over chunks of a prompt."""
+        static = self._static_sizes()
+        exact = nodes == 1 or (nodes is not None and not self.runtime.on_gpu)
+        example = nodes if exact else example_size(static, MAX_NODES)
+        slots = example_size({*static, *(example * size for size in static)})
+        varying = (slots,) if exact else (slots, example)
+        return PartCompiler(self.runtime.device, f"b{self.state.batch}_{tag}", varying, example, slots, exact)
+
+    def _static_sizes(self) -> set[int]:
+        """Every size of a tensor that two parts hand each other, but the numbers of nodes and of slots."""
+        graphs = [self.runtime.verify, self.runtime.prefill, self.runtime.algorithm.graph]
+        modules = [graph.gm for graph in graphs if graph is not None] + [self.state, self.drafter]
+        tensors: list[Tensor] = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        sizes = {size for tensor in tensors for size in tensor.shape}
+        groups = {layer.heads // layer.kv_heads for graph in graphs if graph is not None for layer in graph.layers}
+        return {*sizes, *groups, self.state.batch, self.runtime.algorithm.reach}
