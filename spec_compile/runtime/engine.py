@@ -3,11 +3,9 @@
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import psutil
 import torch
-from torch import Tensor
 
 from .. import passes
 from ..cache import PAGE
@@ -17,11 +15,10 @@ from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from ..recording import Recording
 from ..stats import Clock, Stats
-from ..tree import MAX_NODES, Accepted, Tree
-from .accept.draw import Sampler
-from .accept.random import NO_PROBABILITIES
-from .past import Past
+from ..tree import MAX_NODES
+from .accept.random_numbers import NO_PROBABILITIES
 from .prefill_chunks import FIXED, chunks
+from .request import Request
 from .session import Session
 from .state import State
 
@@ -35,36 +32,6 @@ GPU_CACHE = 8192
 """Tokens a sequence may have on a GPU, where memory is taken at once, unless the user says how many."""
 AHEAD = 2
 """Rounds in flight on a GPU."""
-
-
-@dataclass
-class Request:
-    """What one generate() asks for. Lengths count a row's own tokens, prompt included and padding not.
-
-    share_text: whether later calls may draft from this one's texts. past: keys and values that exist already;
-    unknown: of tokens that are not in `prompts`. first_logits [B, V]: of the token after the prompts, if they are
-    known; then `past` covers the whole prompts. choose: makes an `Accepted` of verified trees and their logits
-    [B, N, V], in place of greedy acceptance inside the round. sampler, seed: draws inside the round. temperature: at
-    which drafts are drawn, if the drafter draws (0: the likeliest ones). stopped: rows that the caller has ended; it
-    may add to them. state: what `Engine.run` ran it on, for whoever reads its cache.
-    """
-
-    prompts: list[list[int]]
-    min_lengths: list[int]
-    max_lengths: list[int]
-    eos: list[int] = field(default_factory=list)
-    references: list[Tensor] = field(default_factory=list)
-    share_text: bool = True
-    past: Past | None = None
-    unknown: bool = False
-    first_logits: Tensor | None = None
-    choose: Callable[[Tree, Tensor], Accepted] | None = None
-    sampler: Sampler | None = None
-    seed: int = 0
-    temperature: float = 0.0
-    prefill_chunk_size: int | None = None
-    stopped: set[int] = field(default_factory=set)
-    state: State | None = None
 
 
 class Engine:
@@ -168,8 +135,8 @@ class Engine:
         """On a GPU the next round is launched before the outcome of the last is there, unless its tokens are chosen
         outside the round."""
         state, drafter, stats = session.state, session.drafter, self.stats
-        policy = session.policies["look" if request.choose or request.sampler else "round"]
-        ahead = 1 if request.choose or not session.on_gpu else AHEAD
+        policy = session.policies["look" if request.acceptor else "round"]
+        ahead = 1 if request.host_acceptor or not session.on_gpu else AHEAD
         trace, begun, longest = [], dict(stats.seconds), max(request.max_lengths)
         recording = Recording(request.prompts) if self.records else None
         if max(map(len, request.prompts)) >= session.capacity:
@@ -188,7 +155,7 @@ class Engine:
         lengths: list[int] = []
         try:
             if not self.algorithm.varies:  # made later they would run over drafts that the drafter's cache holds
-                session.build(self.sizes[-1], request.sampler, chosen=request.choose is not None)
+                session.build(self.sizes[-1], request.draw_in_round, chosen=request.host_acceptor is not None)
             self._prefill(session, request)
             state.root()
             if request.first_logits is None:
@@ -211,8 +178,8 @@ class Engine:
                     nodes = policy.choose(*zip(*seen)) if seen else policy.choose_ahead()
                     nodes = 1 if request.first_logits is not None else nodes
                     span = self._span(state, max(lengths) + nodes)
-                    if request.choose is None:
-                        flying.append((nodes, session.launch(request.sampler, nodes, span)))
+                    if request.host_acceptor is None:
+                        flying.append((nodes, session.launch(request.draw_in_round, nodes, span)))
                     else:
                         flying.append((nodes, self._chosen(session, request, nodes, span)))
                 nodes, read = flying.popleft()
@@ -273,12 +240,12 @@ class Engine:
         )  # fmt: skip
         with session.growing(tokens, used):
             if not self.algorithm.varies:
-                session.build(self.sizes[-1], request.sampler, chosen=request.choose is not None)
+                session.build(self.sizes[-1], request.draw_in_round, chosen=request.host_acceptor is not None)
 
     def _draft_has(self, session: Session, request: Request) -> bool:
         """Whether a drafter's own cache holds what `request.past` does for the target, from the call before, or cannot,
         since nobody knows the tokens. Else the prompts are processed again."""
-        if self.algorithm.graph is None or request.unknown:
+        if self.algorithm.graph is None or request.has_unknown_tokens:
             return True
         held = session.state.lengths.tolist()
         if len(session.texts) != len(held):
@@ -294,7 +261,7 @@ class Engine:
         else:
             state = logits.new_zeros(len(logits), 1, self.verify.hidden_size, dtype=self.verify.dtype)
             logits, features = logits[:, None], [state] * len(self.algorithm.taps)  # nobody has seen them
-        accepted = request.choose(session.state.tree(nodes), logits)
+        accepted = request.host_acceptor(session.state.tree(nodes), logits)
         outcome = finish(accepted.path, accepted.tokens, accepted.count, features, span)
         return outcome.tolist
 
