@@ -29,8 +29,9 @@ from .errors import check_int
 from .report import html as report
 from .report.explain import explain
 from .runtime import past
-from .runtime.engine import Engine, Request
+from .runtime.engine import Engine
 from .runtime.generate import SpeculativeMixin
+from .runtime.request import Request
 from .runtime.session import Session
 from .stats import Stats
 

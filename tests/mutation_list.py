@@ -82,8 +82,8 @@ STATE = [
 CACHES = [
     Mutation(
         "a cache that goes out lies a place off", f"{RUNTIME}past.py",
-        "held[row, :, first - pad : length - pad]",
-        "held[row, :, first - pad + (pad > 0) : length - pad + (pad > 0)]",
+        "slots[row, :, first - pad : length - pad]",
+        "slots[row, :, first - pad + (pad > 0) : length - pad + (pad > 0)]",
         f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and DynamicCache'",
     ),
     Mutation(
@@ -105,25 +105,25 @@ CACHES = [
 TREES = [
     Mutation(
         "a drafted token is accepted below a wrong one", f"{RUNTIME}accept/greedy.py",
-        "whole = (ancestors & bits) == ancestors",
-        "whole = (torch.ones_like(ancestors) << number) & bits != 0",
+        "on_path = (ancestors & chosen_bits) == ancestors",
+        "on_path = (torch.ones_like(ancestors) << number) & chosen_bits != 0",
         f"{TREE} -k accept_greedy",
     ),
     Mutation(
         "an accepted run is one token too long", f"{RUNTIME}accept/greedy.py",
-        "count = torch.where(whole, depth, -1).amax(dim=1) + 1",
-        "count = torch.where(whole, depth, -1).amax(dim=1) + 2",
+        "count = torch.where(on_path, depth, -1).amax(dim=1) + 1",
+        "count = torch.where(on_path, depth, -1).amax(dim=1) + 2",
         f"{TREE} -k accept_greedy",
     ),
     Mutation(
         "an accepted run is one token too short", f"{RUNTIME}accept/greedy.py",
-        "count = torch.where(whole, depth, -1).amax(dim=1) + 1",
-        "count = torch.where(whole, depth, -1).amax(dim=1).clamp(min=1)",
+        "count = torch.where(on_path, depth, -1).amax(dim=1) + 1",
+        "count = torch.where(on_path, depth, -1).amax(dim=1).clamp(min=1)",
         f"{TREE} -k accept_greedy",
     ),
     Mutation(
         "slots that are not in use are accepted", f"{RUNTIME}accept/greedy.py",
-        "chosen = tree.real & (choice", "chosen = (choice", f"{TREE} -k accept_greedy",
+        "is_chosen = tree.real & (choice", "is_chosen = (choice", f"{TREE} -k accept_greedy",
     ),
     Mutation(
         "the tree's depth ends at half of its nodes", "spec_compile/tree.py",
@@ -158,68 +158,69 @@ TREES = [
 ]  # fmt: skip
 DRAWS = [
     Mutation(
-        "random numbers ignore the row", f"{RUNTIME}accept/random.py",
-        "for counter in (sequence, position, stream):", "for counter in (sequence * 0, position, stream):",
+        "random numbers ignore the row", f"{RUNTIME}accept/random_numbers.py",
+        "for counter in (row, position, stream):", "for counter in (row * 0, position, stream):",
         f"{SAMPLING} -k test_every_row_has_numbers_of_its_own",
     ),
     Mutation(
-        "random numbers ignore the place", f"{RUNTIME}accept/random.py",
-        "for counter in (sequence, position, stream):", "for counter in (sequence, position * 0, stream):",
+        "random numbers ignore the place", f"{RUNTIME}accept/random_numbers.py",
+        "for counter in (row, position, stream):", "for counter in (row, position * 0, stream):",
         f"{SAMPLING} -k 'uniform'",
     ),
     Mutation(
-        "random numbers ignore the stream", f"{RUNTIME}accept/random.py",
-        "for counter in (sequence, position, stream):", "for counter in (sequence, position, 0):",
+        "random numbers ignore the stream", f"{RUNTIME}accept/random_numbers.py",
+        "for counter in (row, position, stream):", "for counter in (row, position, 0):",
         f"{SAMPLING} -k 'uniform'",
     ),
     Mutation(
-        "random numbers ignore the seed", f"{RUNTIME}accept/walk.py",
-        "draw(weights, uniform(self.seed, rows, places)", "draw(weights, uniform(0, rows, places)",
+        "random numbers ignore the seed", f"{RUNTIME}accept/host.py",
+        "draw(weights, uniform(self.seed, rows, gained)", "draw(weights, uniform(0, rows, gained)",
         f"{SAMPLING} -k test_the_seed_decides",
     ),
     Mutation(
-        "a token that is excluded can be drawn", f"{RUNTIME}accept/random.py",
+        "a token that is excluded can be drawn", f"{RUNTIME}accept/random_numbers.py",
         "[:, None], right=True)", "[:, None], right=False)", f"{SAMPLING} -k test_ends_of_a_draw",
     ),
     Mutation(
-        "a rejected draft leaves the target as it was", f"{RUNTIME}accept/random.py",
-        "            target = residual / residual.sum()", "            target = target / target.sum()",
+        "a rejected draft leaves the target as it was", f"{RUNTIME}accept/rejection.py",
+        "torch.where(total > 0, difference / total, target)", "target",
         f"{SAMPLING} -k 'test_drawn_drafts_leave_the_target'",
     ),
     Mutation(
-        "drafts that were drawn are accepted always", f"{RUNTIME}accept/random.py",
-        "if number * draft[token] < target[token]:", "if True:", f"{SAMPLING} -k 'test_drawn_drafts_leave_the_target'",
+        "drafts that were drawn are accepted always", f"{RUNTIME}accept/rejection.py",
+        "return u * q < p", "return u == u", f"{SAMPLING} -k 'test_drawn_drafts_leave_the_target'",
     ),
     Mutation(
         "in a captured chain, drafts that were drawn are accepted always", f"{RUNTIME}accept/chain.py",
-        "passes = exists & (u[:, :, 0] * (q / draft.sum(dim=2, dtype=torch.float64)) < p)", "passes = exists",
+        "passes = has_child & is_accepted(u[:, :, 0], p, q / draft.sum(dim=2, dtype=torch.float64))",
+        "passes = has_child",
         "tests/test_schedule.py -k chain",
     ),
     Mutation(
-        "the walk goes to slots that are not in use", f"{RUNTIME}accept/walk.py",
+        "the walk goes to slots that are not in use", f"{RUNTIME}accept/host.py",
         "follows = follows & tree.real[rows]", "follows = follows & tree.real[rows].any()",
         f"{SAMPLING} -k 'test_walk'",
     ),
     Mutation(
         "processors see a prefix that lacks its last token", f"{RUNTIME}accept/processors.py",
-        "ids if every else ids[rows])[:, :length]", "ids if every else ids[rows])[:, : length - 1]",
+        "ids if has_all_rows else ids[rows])[:, :length]", "ids if has_all_rows else ids[rows])[:, : length - 1]",
         f"{SAMPLING} -k 'test_drafts_do_not_change_the_answer or test_walk'",
     ),
     Mutation(
         "processors of some rows see the first rows", f"{RUNTIME}accept/processors.py",
-        "ids if every else ids[rows])[:, :length]", "ids if every else ids[: len(rows)])[:, :length]",
+        "ids if has_all_rows else ids[rows])[:, :length]", "ids if has_all_rows else ids[: len(rows)])[:, :length]",
         f"{SAMPLING} -k 'test_walk'",
     ),
     Mutation(
         "a processor that holds rows is given those of others", f"{RUNTIME}accept/processors.py",
-        "held = {name: value[rows] for", "held = {name: value[: len(rows)] for",
+        "values = {name: value[rows] for", "values = {name: value[: len(rows)] for",
         f"{DROP_IN} -k 'test_features and encoder_repetition and llama'",
     ),
 ]  # fmt: skip
 ANSWERS = [
     Mutation(
         "stopping criteria are called once less", f"{RUNTIME}answer.py",
-        "len(own) > self.columns for own, ended", "len(own) > self.columns + 1 for own, ended",
+        "len(tokens) > self.columns for tokens, ended", "len(tokens) > self.columns + 1 for tokens, ended",
         f"{DROP_IN} -k 'test_everything_is_called_as_in_plain_decoding and llama'",
     ),
     Mutation(
@@ -234,7 +235,7 @@ ANSWERS = [
     ),
     Mutation(
         "the minimum of new tokens is one too small", f"{RUNTIME}generate.py",
-        "max(0, shortest + more)", "max(0, shortest + more - 1)",
+        "max(0, shortest + difference)", "max(0, shortest + difference - 1)",
         f"{GENERATE} -k 'test_a_minimum_of_new_tokens'",
     ),
     Mutation(

@@ -14,9 +14,9 @@ import spec_compile
 from spec_compile.__main__ import main
 from spec_compile.report.audit import Greedy, Logits, Report, Sampled
 from spec_compile.report.noise import Reference
-from spec_compile.runtime.accept import random as sampling
-from spec_compile.runtime.accept import walk
-from spec_compile.runtime.accept.walk import Walk
+from spec_compile.runtime.accept import host
+from spec_compile.runtime.accept.host import HostAcceptor
+from spec_compile.runtime.accept.random_numbers import probabilities, uniform
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -41,8 +41,8 @@ def test_lossless():
 
 
 def test_a_wrong_token_is_found_with_the_targets_logits(monkeypatch):
-    choose = Walk._choose
-    monkeypatch.setattr(Walk, "_choose", lambda *a: (choose(*a) + 1) % 96)
+    choose = HostAcceptor._choose
+    monkeypatch.setattr(HostAcceptor, "_choose", lambda *a: (choose(*a) + 1) % 96)
     report = spec_compile.audit(fast(), PROMPTS[:1], max_new_tokens=8, repetition_penalty=1.01)
     (row,) = report.greedy
     assert not report.lossless and row.verdict == "DIFFERENT" and row.place == 0
@@ -52,8 +52,8 @@ def test_a_wrong_token_is_found_with_the_targets_logits(monkeypatch):
 
 
 def test_wrong_frequencies_are_found(monkeypatch):
-    choose = Walk._choose
-    monkeypatch.setattr(Walk, "_choose", lambda self, *a: choose(self, *a[:-1], a[-1] * 0.5))
+    choose = HostAcceptor._choose
+    monkeypatch.setattr(HostAcceptor, "_choose", lambda self, *a: choose(self, *a[:-1], a[-1] * 0.5))
     report = spec_compile.audit(fast(), PROMPTS[:1], max_new_tokens=8, samples=400, temperature=0.8)
     assert report.greedy[0].verdict == "same" and report.sampled[0].p_value < 1e-6 and not report.lossless
 
@@ -190,9 +190,9 @@ def test_a_token_that_the_target_never_gives():
 
 
 BROKEN_SAMPLERS = {
-    "temperature ignored": (walk, "probabilities", lambda scores: sampling.probabilities(scores * 0.6)),
-    "the same number every time": (walk, "uniform", lambda seed, rows, places: torch.full(rows.shape, 0.3).double()),
-    "numbers that ignore the row": (walk, "uniform", lambda seed, rows, places: sampling.uniform(0, rows * 0, places)),
+    "temperature ignored": (host, "probabilities", lambda scores: probabilities(scores * 0.6)),
+    "the same number every time": (host, "uniform", lambda seed, rows, gained: torch.full(rows.shape, 0.3).double()),
+    "numbers that ignore the row": (host, "uniform", lambda seed, rows, gained: uniform(0, rows * 0, gained)),
 }
 
 

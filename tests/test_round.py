@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 
 from spec_compile.config import Options
 from spec_compile.drafting import Algorithm, Drafter
-from spec_compile.runtime.engine import Engine, Request
+from spec_compile.runtime.engine import Engine
+from spec_compile.runtime.request import Request
 from spec_compile.tree import ancestry
 
 NEW = 48

@@ -24,13 +24,14 @@ from transformers.generation import (
 
 from spec_compile import speculate
 from spec_compile.drafting import Algorithm, Drafter
-from spec_compile.runtime import generate
-from spec_compile.runtime.accept import walk
-from spec_compile.runtime.accept.draw import Sampler
-from spec_compile.runtime.accept.random import accept_drawn, draw, probabilities, uniform
-from spec_compile.runtime.accept.walk import Walk
+from spec_compile.runtime import accept
+from spec_compile.runtime.accept import host
+from spec_compile.runtime.accept.draw import DrawInRound
+from spec_compile.runtime.accept.host import HostAcceptor
+from spec_compile.runtime.accept.random_numbers import draw, probabilities, uniform
+from spec_compile.runtime.accept.rejection import accept_drawn
 from spec_compile.runtime.answer import Answer
-from spec_compile.runtime.engine import Request
+from spec_compile.runtime.request import Request
 from spec_compile.tree import Tree
 
 LAST = 1 - 2.0**-52
@@ -344,7 +345,7 @@ class Halved(LogitsProcessor):
         return scores.scatter_add(1, input_ids[:, -2:-1], torch.full((len(scores), 1), -math.log(2)))
 
 
-def walked(parents=FULL, fill=(8, 8), processors=(), q=None, rows=50_000, walk=Walk):
+def walked(parents=FULL, fill=(8, 8), processors=(), q=None, rows=50_000, walk=HostAcceptor):
     """PLACES tokens [1, R, PLACES] of every row, and how many were gained at a time.
 
     Down trees with so many real nodes (from, to) of likely tokens, or whose tokens were drawn from `q`.
@@ -397,7 +398,7 @@ def test_walk(parents, fill, processors, gains):
     assert walk_fits(samples, processors) > FITS
 
 
-class Partial(Walk):
+class Partial(HostAcceptor):
     """Wrong: tokens that were drafted are a little more likely."""
 
     def _choose(self, tree, rows, node, places, scores):
@@ -405,7 +406,7 @@ class Partial(Walk):
         return super()._choose(tree, rows, node, places, scores.scatter_add(1, tree.tokens[rows], drafted * 0.3))
 
 
-class Careless(Walk):
+class Careless(HostAcceptor):
     """Wrong: goes on to nodes that are not in use."""
 
     def __call__(self, tree, logits):
@@ -413,7 +414,7 @@ class Careless(Walk):
         return super().__call__(tree, logits)
 
 
-class Monotonous(Walk):
+class Monotonous(HostAcceptor):
     """Wrong: draws with the same number at every place."""
 
     def _choose(self, tree, rows, node, places, scores):
@@ -436,9 +437,9 @@ def test_walk_with_drawn_drafts():
 @pytest.mark.parametrize("wrong", ["accepts always", "siblings meet the first target", "siblings share a number"])
 def test_wrong_walks_with_drawn_drafts_are_found(wrong, monkeypatch):
     if wrong in WRONG:
-        monkeypatch.setattr(walk, "accept_drawn", functools.partial(rejection, wrong=wrong))
+        monkeypatch.setattr(host, "accept_drawn", functools.partial(rejection, wrong=wrong))
     else:
-        monkeypatch.setattr(walk, "accept_drawn", lambda p, q, children, u: accept_drawn(p, q, children, [u[0]] * 9))
+        monkeypatch.setattr(host, "accept_drawn", lambda p, q, children, u: accept_drawn(p, q, children, [u[0]] * 9))
     assert walk_fits(walked(q=Q, rows=2_000)[0]) < FAILS
 
 
@@ -512,13 +513,13 @@ def fills(monkeypatch):
     """The numbers of real nodes of all trees that are walked down from now on."""
     numbers = []
 
-    class Watched(Walk):
+    class Watched(HostAcceptor):
         def __call__(self, tree, logits):
             going = [row for row in range(self.answer.batch) if self.answer.needs(row) and not self.answer.full(row)]
             numbers.extend(tree.real[going].sum(dim=1).tolist())
             return super().__call__(tree, logits)
 
-    monkeypatch.setattr(generate, "Walk", Watched)
+    monkeypatch.setattr(accept, "HostAcceptor", Watched)
     return numbers
 
 
@@ -555,7 +556,7 @@ def test_generate(nodes, options, fills):
 
 
 def test_wrong_answers_of_generate_are_found(monkeypatch):
-    monkeypatch.setattr(generate, "Walk", Partial)
+    monkeypatch.setattr(accept, "HostAcceptor", Partial)
     assert generate_fits(samples(speculative(**TREES[8]), 3000)) < FAILS
 
 
@@ -707,10 +708,10 @@ def ran(processors, sampler, eos=(), least=0):
     inputs = padded(0, 1, 2)["input_ids"]
     request = Request(PROMPTS, [len(p) + least for p in PROMPTS], [len(p) + 20 for p in PROMPTS], list(eos), seed=9)
     if sampler:
-        request.sampler = Sampler(processors)
+        request.acceptor = DrawInRound(processors)
     else:
         answer = Answer(inputs, inputs.shape[1] + 20, list(eos), PAD)
-        request.choose = Walk(answer, LogitsProcessorList(processors), seed=9)
+        request.acceptor = HostAcceptor(answer, LogitsProcessorList(processors), seed=9)
     rows = [[] for _ in PROMPTS]
     for gained in speculative(**TREES[8]).speculation.run(request):
         for row, tokens in zip(rows, gained):

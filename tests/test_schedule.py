@@ -15,8 +15,9 @@ from spec_compile.drafters.trees import schedule as schedules
 from spec_compile.drafters.trees.schedule import EAGLE1_CHOICES, Schedule, StaticTree, draw_chain, grow
 from spec_compile.kernels.top_logits import top_logits
 from spec_compile.runtime.accept.chain import accept_chain, chain_numbers
-from spec_compile.runtime.accept.random import accept_drawn, probabilities
-from spec_compile.runtime.accept.walk import Walk
+from spec_compile.runtime.accept.host import HostAcceptor
+from spec_compile.runtime.accept.random_numbers import probabilities
+from spec_compile.runtime.accept.rejection import accept_drawn
 from spec_compile.runtime.answer import Answer
 from spec_compile.tree import Tree
 
@@ -426,7 +427,7 @@ def test_accept_chain_is_the_walk():
     answer.take([[1, 2] if row % 2 else [] for row in range(rows)])
     place = torch.tensor([len(row) for row in answer.rows])
     tree = Tree(tokens, torch.arange(-1, nodes - 1).expand(rows, -1), real, draft)
-    expected = Walk(answer, LogitsProcessorList(), seed=77)(tree, logits)
+    expected = HostAcceptor(answer, LogitsProcessorList(), seed=77)(tree, logits)
     target = probabilities(logits.flatten(0, 1)).view(rows, nodes, vocab)
     accepted = accept_chain(target, draft, tokens, real, chain_numbers(77, place, nodes))
     assert torch.equal(accepted.count, expected.count)

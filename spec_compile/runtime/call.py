@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ..cache import PAGE
 from ..outcome import Outcome, unpack
 from ..tree import MAX_NODES
-from .accept.random import NO_PROBABILITIES
+from .accept.random_numbers import NO_PROBABILITIES
 from .prefill_chunks import FIXED, chunks
 from .request import Request
 from .runtime import Runtime
@@ -29,8 +29,8 @@ class Call:
     def __init__(self, runtime: Runtime, session: Session, request: Request):
         self.runtime, self.session, self.request = runtime, session, request
         self.lengths: list[int] = []
-        self._policy = session.policies["look" if request.choose or request.sampler else "round"]
-        self._ahead = 1 if request.choose or not runtime.on_gpu else AHEAD
+        self._policy = session.policies["look" if request.acceptor else "round"]
+        self._ahead = 1 if request.host_acceptor or not runtime.on_gpu else AHEAD
         self._longest = max(request.max_lengths)
         self._flying: deque[tuple[int, Callable[[], list[list[int]]]]] = deque()
         """Rounds that were launched: the number of nodes, and what waits for the outcome."""
@@ -92,8 +92,8 @@ class Call:
             else:
                 nodes = self._policy.choose([self._counts[row] for row in active], [self._hints[row] for row in active])
             span = self._span(max(self.lengths) + nodes)
-            if request.choose is None:
-                self._flying.append((nodes, session.launch(request.sampler, nodes, span)))
+            if request.host_acceptor is None:
+                self._flying.append((nodes, session.launch(request.draw_in_round, nodes, span)))
             else:
                 self._flying.append((nodes, self._chosen(nodes, span)))
 
@@ -133,7 +133,9 @@ class Call:
         """Make the rounds of an algorithm that has one size: made later, they would run over drafts that the drafter's
         cache holds."""
         if not self.runtime.algorithm.varies:
-            self.session.build(self.runtime.sizes[-1], self.request.sampler, chosen=self.request.choose is not None)
+            self.session.build(
+                self.runtime.sizes[-1], self.request.draw_in_round, chosen=self.request.host_acceptor is not None
+            )
 
     def _grow(self, used: int) -> None:
         """Make room for the longest row that was asked for; the first `used` slots of the caches are in use."""
@@ -148,7 +150,7 @@ class Call:
     def _draft_remembers(self) -> bool:
         """Whether a drafter's own cache has, from the call before, what `request.past` has of the target's, or cannot
         have it because nobody knows the tokens. Else the prompts are processed again."""
-        if self.runtime.algorithm.graph is None or self.request.unknown:
+        if self.runtime.algorithm.graph is None or self.request.has_unknown_tokens:
             return True
         lengths, texts = self.session.state.lengths.tolist(), self.session.texts
         if len(texts) != len(lengths):
@@ -166,7 +168,7 @@ class Call:
             target = self.runtime.verify
             unseen = logits.new_zeros(len(logits), 1, target.hidden_size, dtype=target.dtype)
             logits, features = logits[:, None], [unseen] * len(self.runtime.algorithm.taps)
-        accepted = request.choose(session.state.tree(nodes), logits)
+        accepted = request.host_acceptor(session.state.tree(nodes), logits)
         outcome = finish(accepted.path, accepted.tokens, accepted.count, features, span)
         return outcome.tolist
 

@@ -2,47 +2,46 @@
 
 import math
 from contextlib import closing
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..capture import hooks
 from . import past as pasts
-from .accept.draw import Sampler
+from .accept import Route, choose_route, make_acceptor
 from .accept.processors import MINIMA, is_known
-from .accept.walk import Walk
 from .answer import Answer
-from .engine import Request
+from .prompt import Prompt
+from .request import Request
 
-HANDLED = {
+SERVED_ARGUMENTS = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
     "inputs_embeds", "tokenizer", "assistant_tokenizer",
 }  # fmt: skip
 """Arguments of the model's forward that the loop understands."""
-LENGTHS = {"MaxLengthCriteria", "EosTokenCriteria"}
-"""Criteria that a round checks by itself."""
+CRITERIA_IN_ROUND = {"MaxLengthCriteria", "EosTokenCriteria"}
+"""Stopping criteria that a round checks by itself."""
 
 
 class SpeculativeMixin:
     """Put in front of a model's own class, replaces the decoding loops of ``generate()`` and nothing before them."""
 
     def generate(self, *args, reference=None, share_text=None, **kwargs):
-        """transformers' ``generate()``: same arguments, same answer, fewer steps.
+        """transformers' ``generate()`` with the same arguments and the same answer, in fewer steps.
 
-        Additional argument `reference`: token ids (a list or 1-D tensor, or a list of such) of texts that the output
-        may copy from, such as the document to be edited ("predicted output").
-
-        Additional argument `share_text`: with algo="ngram" the prompt, the answer and the reference of a call stay, and
-        later calls of any user draft from them, so that the trees in their `report()` show pieces of them; no answer
-        changes by it. False: this call's texts are forgotten when it ends; it drafts from its own and from what is
-        held. None: what `speculate(..., share_text=...)` says (default: True). Other algorithms hold no texts.
+        reference: token ids (a list or 1-D tensor, or a list of such) of texts from which the output may copy, such as
+            the document to be edited ("predicted output").
+        share_text: with algo="ngram", whether the prompt, the answer and the reference of this call stay, so that later
+            calls of any user draft from them, and the trees in their `report()` show pieces of them. No answer changes
+            by it. False forgets the texts of this call when it ends. None does what `speculate(..., share_text=...)`
+            says, which is True by default. Other algorithms keep no texts.
 
         What only transformers' own loops can do (beam search, attentions and hidden states as outputs, an assistant
         model and the like) they do, unaccelerated, with one warning that names it.
         """
-        kwargs.pop("prompt_lookup_num_tokens", None)  # asks for n-gram drafts, which are there anyway
+        kwargs.pop("prompt_lookup_num_tokens", None)  # asks for n-gram drafts, which it gets anyway
         if kwargs.get("custom_generate") is not None:
             self.speculation.step_aside("custom_generate")
         replaced = vars(self.speculation.original).get("generate")  # by a repository's custom_generate, or by a user
@@ -52,9 +51,9 @@ class SpeculativeMixin:
         with self.speculation.generating(reference, share_text):
             self.speculation.looped = False
             output = super().generate(*args, **kwargs)
-            own = None if self.speculation.looped else hooks.overridden(self, ("generate",))
-            if own is not None:
-                self.speculation.step_aside(f"{own}, with a loop of its own")
+            override = None if self.speculation.looped else hooks.overridden(self, ("generate",))
+            if override is not None:
+                self.speculation.step_aside(f"{override}, with a loop of its own")
             return output
 
     def init_continuous_batching(self, *args, **kwargs):
@@ -70,158 +69,92 @@ class SpeculativeMixin:
         self, input_ids, logits_processor, stopping_criteria, generation_config,
         synced_gpus=False, streamer=None, **model_kwargs,
     ):  # fmt: skip
-        speculation = self.speculation
+        """transformers' loop for greedy decoding and sampling: its arguments, and what it returns."""
+        speculation, config = self.speculation, generation_config
         speculation.looped = True
-        prompt = _Prompt.of(input_ids, generation_config, model_kwargs)
-        foreign = _foreign(speculation, prompt, generation_config, model_kwargs) or hooks.overridden(self)
-        if foreign or synced_gpus:
-            speculation.step_aside(foreign or "synced_gpus")
+        prompt = Prompt.of(input_ids, config, model_kwargs)
+        unserved = _unserved(speculation, prompt, config, model_kwargs) or hooks.overridden(self)
+        if unserved or synced_gpus:
+            speculation.step_aside(unserved or "synced_gpus")
             return super()._sample(
-                input_ids, logits_processor, stopping_criteria, generation_config,
+                input_ids, logits_processor, stopping_criteria, config,
                 synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
             )  # fmt: skip
-        chunk = generation_config.prefill_chunk_size
-        if chunk is not None and chunk < 1:
-            raise RuntimeError(f"prefill_chunk_size: expected at least 1, got {chunk}")
-        past, first = model_kwargs.get("past_key_values"), None
-        dictionary = generation_config.return_dict_in_generate
-        longest = _longest(input_ids, stopping_criteria, generation_config)
+
+        # Read what is asked for.
+        if config.prefill_chunk_size is not None and config.prefill_chunk_size < 1:
+            raise RuntimeError(f"prefill_chunk_size: expected at least 1, got {config.prefill_chunk_size}")
+        longest = _longest(input_ids, stopping_criteria, config)
         speculation.admit_request(prompt.tokens, longest - input_ids.shape[1])
-        answer = _answer(input_ids, longest, stopping_criteria, generation_config, streamer)
-        if prompt.embedded:
-            output = self._prefill(input_ids, generation_config, model_kwargs)
-            past, first = output.past_key_values, output.logits[:, -1].float()
-        plain = not answer.keeps and first is None
-        direct = plain and not generation_config.do_sample and all(is_known(p, MINIMA) for p in logits_processor)
-        drawn = (  # on a CPU the walk is faster: it processes the nodes that are reached, and no others
-            plain and generation_config.do_sample and self.device.type == "cuda" and Sampler.takes(logits_processor)
+        answer = _answer(input_ids, longest, stopping_criteria, config, streamer)
+        cache, first_logits = model_kwargs.get("past_key_values"), None
+        if prompt.is_embedded:
+            output = self._prefill(input_ids, config, model_kwargs)
+            cache, first_logits = output.past_key_values, output.logits[:, -1].float()
+
+        # Choose how tokens are accepted, and run rounds until every row has ended.
+        route = choose_route(
+            config, logits_processor, self.device, answer.keeps_scores, has_first_logits=first_logits is not None
         )
-        seed = int(torch.randint((1 << 63) - 1, ())) if generation_config.do_sample else None
-        shortest = max((_minimum(p) for p in logits_processor if is_known(p, MINIMA)), default=0)
-        own = [len(tokens) - input_ids.shape[1] for tokens in prompt.tokens]  # a row's tokens less the width
-        request = Request(
-            prompts=prompt.tokens,
-            min_lengths=[max(0, shortest + more) for more in own],
-            max_lengths=[answer.longest + more for more in own],
-            eos=sorted(answer.eos),
-            past=pasts.read(past, prompt.padding) if past is not None and past.get_seq_length() > 0 else None,
-            unknown=prompt.unknown,
-            first_logits=first,
-            choose=None if direct or drawn else Walk(answer, logits_processor, seed),
-            sampler=Sampler(logits_processor) if drawn else None,
-            seed=seed or 0,
-            temperature=(generation_config.temperature or 1.0) if generation_config.do_sample else 0.0,
-            prefill_chunk_size=generation_config.prefill_chunk_size,
-        )
+        request = _request(prompt, answer, route, logits_processor, config, cache, first_logits)
         with closing(speculation.run(request)) as rounds:
             for gained in rounds:
-                if request.choose is None:
+                if route is not Route.ON_HOST:  # there the acceptor has given them to the answer
                     answer.take(gained)
                 request.stopped.update(row for row in range(answer.batch) if not answer.needs(row))
         if streamer is not None:
             streamer.end()
-        if past is not None and (dictionary or getattr(past, "_is_user_defined", False)):
-            self._bring_up(past, request, prompt, answer)
-        if not dictionary:
+
+        # Return what transformers returns.
+        if cache is not None and (config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)):
+            self._extend_cache(cache, request, prompt, answer)
+        if not config.return_dict_in_generate:
             return answer.sequences()
         return GenerateDecoderOnlyOutput(
-            sequences=answer.sequences(), scores=answer.scores, logits=answer.logits, past_key_values=past
+            sequences=answer.sequences(), scores=answer.scores, logits=answer.logits, past_key_values=cache
         )
 
-    def _bring_up(self, past, request: Request, prompt: "_Prompt", answer: Answer) -> None:
-        """Bring a cache to where plain decoding leaves it: all places but the last."""
+    def _extend_cache(self, cache: Cache, request: Request, prompt: Prompt, answer: Answer) -> None:
+        """Bring a cache to where plain decoding leaves it, which is all positions but the last."""
         length = prompt.width + answer.columns - 1
-        shortest = prompt.width + min(answer.gained(row) for row in range(answer.batch)) - 1
+        filled = prompt.width + min(answer.gained(row) for row in range(answer.batch)) - 1  # that every row has
         if self.speculation.caches_alike:
-            pasts.extend(past, request.state, prompt.padding, shortest)
+            pasts.extend(cache, request.state, prompt.padding, filled)
         else:
-            shortest = int(past.get_seq_length())  # the model itself fills a cache of another form
-        if shortest < length:  # plain decoding goes on with padding behind rows that end early
+            filled = int(cache.get_seq_length())  # the model itself fills a cache of another form
+        if filled < length:  # plain decoding goes on with padding behind rows that end early
             ids = answer.sequences()
-            places = torch.arange(length, device=ids.device) - ids.new_tensor(prompt.padding)[:, None]
+            positions = torch.arange(length, device=ids.device) - ids.new_tensor(prompt.padding)[:, None]
             before = prompt.width - answer.prompt_width
             self(
-                ids[:, shortest - before : length - before], attention_mask=(places >= 0).long(),
-                position_ids=places[:, shortest:].clamp(min=0), past_key_values=past, use_cache=True,
+                ids[:, filled - before : length - before], attention_mask=(positions >= 0).long(),
+                position_ids=positions[:, filled:].clamp(min=0), past_key_values=cache, use_cache=True,
                 **({"logits_to_keep": 1} if self._supports_logits_to_keep() else {}),
             )  # fmt: skip
 
     def _beam_search(self, *args, **kwargs):
+        """transformers' own."""
         self.speculation.looped = True
         self.speculation.step_aside("num_beams")
         return super()._beam_search(*args, **kwargs)
 
     def _assisted_decoding(self, *args, assistant_model=None, **kwargs):
+        """`_sample` for prompt lookup, because n-gram drafts are drafts like others; else transformers' own."""
         config = kwargs["generation_config"]
-        others = {"assistant_model": assistant_model} | {
+        assistants = {"assistant_model": assistant_model} | {
             name: getattr(config, name, None) for name in ("assistant_early_exit", "use_mtp", "speculation_type")
         }
-        asked = next((name for name, value in others.items() if value), None)
-        if asked is None:  # prompt_lookup_num_tokens
+        requested = next((name for name, value in assistants.items() if value), None)
+        if requested is None:  # prompt_lookup_num_tokens
             for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
                 kwargs.pop(name, None)
             return self._sample(*args, **kwargs)
         self.speculation.looped = True
-        self.speculation.step_aside(asked)
+        self.speculation.step_aside(requested)
         return super()._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
 
 
-@dataclass
-class _Prompt:
-    """The rows to continue. tokens: of each row without padding (0 where they are not known: a cache or embeddings came
-    in their place). padding: on the left of each row. width: places of the prompt, padding and cached ones included.
-    regular: nothing but padding on the left is masked. embedded: its embeddings are given. unknown: some tokens are not
-    known."""
-
-    tokens: list[list[int]]
-    padding: list[int]
-    width: int
-    regular: bool
-    embedded: bool
-    unknown: bool
-
-    @classmethod
-    def of(cls, input_ids: Tensor, generation_config, model_kwargs: dict) -> "_Prompt":
-        embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
-        if input_ids.dim() == 2 and (input_ids.shape[0] == 0 or input_ids.is_floating_point()):
-            raise RuntimeError(f"input_ids: expected rows of integers, got {input_ids.dtype} {tuple(input_ids.shape)}")
-        if input_ids.dim() != 2 or (input_ids.shape[1] == 0 and embeds is None):
-            raise ValueError(f"input_ids: expected [batch, at least one token], got shape {tuple(input_ids.shape)}")
-        batch, given = input_ids.shape
-        cache = model_kwargs.get("past_key_values")
-        held = int(cache.get_seq_length()) if cache is not None else 0
-        healed = bool(generation_config.token_healing) and not held  # ids may have come in place of the masked ones
-        if healed and (mask is None or mask.shape[-1] != given):
-            width = given
-        elif mask is not None:
-            width = mask.shape[-1]
-        else:
-            width = getattr(generation_config, "_mask_length", None) or max(given, held)
-        if embeds is not None:
-            width = embeds.shape[1]
-        elif held >= width or (not healed and width not in (given, held + given)):
-            raise ValueError(
-                f"attention_mask, past_key_values: {held} cached and {given} given tokens do not make the mask's "
-                f"{width}; pass all tokens, or those behind the cache and a mask over both"
-            )
-        pads, regular = [0] * batch, True
-        if mask is not None:
-            regular = mask.dim() == 2 and mask.shape == (batch, width)
-            if regular:
-                seen = mask.to(torch.int64)
-                regular = not bool((seen.diff(dim=1) < 0).any()) and bool(seen.any(dim=1).all())
-                pads = (seen == 0).sum(dim=1).tolist()
-        positions = model_kwargs.get("position_ids")
-        if positions is not None and regular:
-            own = torch.arange(width, device=positions.device) - torch.tensor(pads, device=positions.device)[:, None]
-            own = own[:, width - positions.shape[-1] :]
-            regular = positions.shape[-1] <= width and not bool(((positions != own) & (own >= 0)).any())
-        unknown = [0] * (width - given)
-        tokens = [(unknown + row if given < width else row)[pad:] for row, pad in zip(input_ids.tolist(), pads)]
-        return cls(tokens, pads, width, regular, embeds is not None, given < width)
-
-
-def _foreign(speculation, prompt: _Prompt, generation_config, model_kwargs: dict) -> str | None:
+def _unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict) -> str | None:
     """The first thing asked for that only transformers' own loop does, if there is one."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "torch.autocast"
@@ -229,20 +162,46 @@ def _foreign(speculation, prompt: _Prompt, generation_config, model_kwargs: dict
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(generation_config, name, None):
                 return name
-    if not prompt.regular:
+    if not prompt.is_left_padded:
         return "attention_mask / position_ids (anything but padding on the left)"
     if any(prompt.padding) and not speculation.serves_padding:
         return "attention_mask (padding on the left, which the model's own positions do not follow)"
     cache = model_kwargs.get("past_key_values")
     if cache is not None and not pasts.is_plain(cache):
         return f"past_key_values / cache_implementation ({type(cache).__name__})"
-    filled = cache is not None and cache.get_seq_length() > 0
-    if (filled or prompt.embedded) and not speculation.caches_alike:
-        name = "past_key_values" if filled else "inputs_embeds"
+    is_filled = cache is not None and cache.get_seq_length() > 0
+    if (is_filled or prompt.is_embedded) and not speculation.caches_alike:
+        name = "past_key_values" if is_filled else "inputs_embeds"
         return f"{name} (the model's own cache holds something else than the keys and values of each layer)"
-    nothing = {"mm_encoder_outputs": {}}  # what a model that could read images is told if there are none
-    others = ((name, value) for name, value in model_kwargs.items() if name not in HANDLED and value is not None)
-    return next((name for name, value in others if name not in nothing or value != nothing[name]), None)
+    no_images = {"mm_encoder_outputs": {}}  # what a model that could read images is told if there are none
+    others = ((name, value) for name, value in model_kwargs.items() if name not in SERVED_ARGUMENTS)
+    others = ((name, value) for name, value in others if value is not None)
+    return next((name for name, value in others if name not in no_images or value != no_images[name]), None)
+
+
+def _request(
+    prompt: Prompt, answer: Answer, route: Route, processors: list, generation_config, cache: Cache | None,
+    first_logits: Tensor | None,
+) -> Request:  # fmt: skip
+    """The request for the rounds of one call. Widths of the answer become lengths of each row without its padding."""
+    seed, temperature = None, 0.0
+    if generation_config.do_sample:
+        seed, temperature = int(torch.randint((1 << 63) - 1, ())), generation_config.temperature or 1.0
+    shortest = max((_minimum(processor) for processor in processors if is_known(processor, MINIMA)), default=0)
+    differences = [len(tokens) - answer.prompt_width for tokens in prompt.tokens]  # a row's length less its width
+    return Request(
+        prompts=prompt.tokens,
+        min_lengths=[max(0, shortest + difference) for difference in differences],
+        max_lengths=[answer.longest + difference for difference in differences],
+        eos=sorted(answer.eos),
+        past=pasts.read(cache, prompt.padding) if cache is not None and cache.get_seq_length() > 0 else None,
+        has_unknown_tokens=prompt.has_unknown_tokens,
+        first_logits=first_logits,
+        acceptor=make_acceptor(route, answer, processors, seed),
+        seed=seed or 0,
+        temperature=temperature,
+        prefill_chunk_size=generation_config.prefill_chunk_size,
+    )
 
 
 def _minimum(processor) -> int:
@@ -260,18 +219,19 @@ def _longest(input_ids: Tensor, stopping_criteria, generation_config) -> int:
 
 
 def _answer(input_ids: Tensor, longest: int, stopping_criteria, generation_config, streamer) -> Answer:
-    kinds = {type(criterion).__name__ for criterion in stopping_criteria}
+    """The answer of one call, still without tokens; ValueError if rows may end before others and no padding is set."""
+    names = {type(criterion).__name__ for criterion in stopping_criteria}
     eos = next((c.eos_token_id.tolist() for c in stopping_criteria if type(c).__name__ == "EosTokenCriteria"), [])
-    ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    pad = generation_config._pad_token_tensor if ends else None
-    if pad is None and ends:
+    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    pad = generation_config._pad_token_tensor if has_eos else None
+    if pad is None and has_eos:
         raise ValueError("If `eos_token_id` is defined, make sure that `pad_token_id` is defined.")
     return Answer(
         input_ids,
         longest,
         eos,
         None if pad is None else int(pad),
-        criteria=None if kinds <= LENGTHS else stopping_criteria,
+        criteria=None if names <= CRITERIA_IN_ROUND else stopping_criteria,
         streamer=streamer,
         keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
         keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),

@@ -1,4 +1,4 @@
-"""Keys and values to and from transformers' caches."""
+"""Keys and values from transformers' caches, and to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,15 +18,17 @@ from ..graph import LayerSpec
 
 READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
 EMPTY = {getattr(cache_utils, "DummyLayer", DynamicLayer)}
-"""Of layers that read another layer's keys and values."""
+"""The cache of a layer that reads another layer's keys and values."""
 
 
 @dataclass
 class Past:
-    """Keys and values of the first `length` places of left-padded prompts.
+    """Keys and values of the first `length` positions of left-padded prompts.
 
-    layers: keys and values of each layer, [B, Hkv, up to `length`, D]: the last places, if not all. padding: how many
-    of the places of each row are padding.
+    layers: the keys and the values of each layer, both [B, Hkv, L, D]. L is `length`, or less where the layer holds the
+        last L positions alone.
+    length: positions, those of padding included.
+    padding: positions of padding of each row [B].
     """
 
     layers: list[tuple[Tensor, Tensor]]
@@ -35,7 +37,7 @@ class Past:
 
 
 def is_plain(cache) -> bool:
-    """Whether `cache` is one of transformers' that hold what they are given as it is."""
+    """Whether `cache` is one of transformers' that hold keys and values as they were given."""
     return (
         isinstance(cache, Cache)
         and not cache.offloading
@@ -45,8 +47,10 @@ def is_plain(cache) -> bool:
 
 
 def is_alike(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> bool:
-    """Whether the model's own cache holds keys and values of `layers` as ours does: not latents of them (MLA), and none
-    shared between layers. A forward over two tokens shows it."""
+    """Whether the model's own cache holds the keys and values of each of `layers`, as ours does.
+
+    It does not if it holds latents of them (MLA), or if layers share them. A forward over two tokens shows it.
+    """
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
     if not isinstance(cache, Cache) or not is_plain(cache) or len(cache.layers) != len(layers):
@@ -60,32 +64,35 @@ def is_alike(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> bool:
 
 
 def read(cache: Cache, padding: list[int]) -> Past:
-    """What `cache` holds; ValueError if it is for another batch size."""
+    """The keys and values in `cache`, whose rows have `padding` positions [B] on the left.
+
+    Raises ValueError if the cache is for another batch size.
+    """
     length = int(cache.get_seq_length())
     batch = cache.layers[0].keys.shape[0]
     if batch != len(padding):
         raise ValueError(f"past_key_values: expected a cache of batch size {len(padding)}, got {batch}")
     layers = []
     for layer in cache.layers:
-        held = min(length, layer.keys.shape[2])
-        layers.append((layer.keys[:, :, :held], layer.values[:, :, :held]))
+        cached = min(length, layer.keys.shape[2])  # a static cache has room for more
+        layers.append((layer.keys[:, :, :cached], layer.values[:, :, :cached]))
     return Past(layers, length, padding)
 
 
 def extend(cache: Cache, state, padding: list[int], length: int) -> None:
-    """Add to `cache` what it lacks of the places before `length`, from the slots of `state`.
+    """Add to `cache` the positions before `length` that it lacks, from the slots of `state`.
 
-    Row b lies `padding[b]` places further right in the cache than in the state; its padding is zero.
+    Row b lies ``padding[b]`` positions further right in the cache than in the state, and its padding is zero.
     """
     begin = int(cache.get_seq_length())
     if length <= begin:
         return
     for layer in range(len(state.cache) // 2):
-        new = []
-        for held in state.cache[2 * layer :][:2]:
-            block = held.new_zeros(held.shape[0], held.shape[1], length - begin, held.shape[3], dtype=state.dtype)
+        added = []
+        for slots in state.cache[2 * layer :][:2]:  # keys, values
+            block = slots.new_zeros(slots.shape[0], slots.shape[1], length - begin, slots.shape[3], dtype=state.dtype)
             for row, pad in enumerate(padding):
                 first = max(begin, pad)
-                block[row, :, first - begin :] = held[row, :, first - pad : length - pad]
-            new.append(block)
-        cache.update(*new, layer)
+                block[row, :, first - begin :] = slots[row, :, first - pad : length - pad]
+            added.append(block)
+        cache.update(*added, layer)

@@ -1,26 +1,37 @@
 """What one ``generate()`` asks of the engine."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..tree import Accepted, Tree
-from .accept.draw import Sampler
+from .accept.draw import DrawInRound
+from .accept.host import HostAcceptor
 from .past import Past
 from .state import State
 
 
 @dataclass
 class Request:
-    """What one generate() asks for. Lengths count a row's own tokens, prompt included and padding not.
+    """What one ``generate()`` asks of the engine, for B rows.
 
-    share_text: whether later calls may draft from this one's texts. past: keys and values that exist already;
-    unknown: of tokens that are not in `prompts`. first_logits [B, V]: of the token after the prompts, if they are
-    known; then `past` covers the whole prompts. choose: makes an `Accepted` of verified trees and their logits
-    [B, N, V], in place of greedy acceptance inside the round. sampler, seed: draws inside the round. temperature: at
-    which drafts are drawn, if the drafter draws (0: the likeliest ones). stopped: rows that the caller has ended; it
-    may add to them. state: what `Engine.run` ran it on, for whoever reads its cache.
+    Lengths count the tokens of a row, its prompt included and its padding not.
+
+    prompts: token ids of each row [B lists], without padding.
+    min_lengths: tokens of each row [B] before which it may not end.
+    max_lengths: tokens of each row [B] at which it ends.
+    eos: ids of the tokens that end a row.
+    references: 1-D tensors of token ids from which drafts may be copied.
+    share_text: whether later calls may draft from the texts of this one.
+    past: keys and values that exist already of the first prompt tokens.
+    has_unknown_tokens: whether `prompts` holds 0 in place of tokens whose keys and values alone are known.
+    first_logits: [B, V] float, the target's logits behind the prompts if they are known; `past` then covers the whole
+        prompts, and `acceptor` is a `HostAcceptor`.
+    acceptor: what accepts tokens; None accepts greedily inside the round (see `accept.Route`).
+    seed: of the random numbers of `DrawInRound` and of drafters that draw, in [0, 2**63).
+    temperature: at which such drafters draw; 0 takes the likeliest token.
+    prefill_chunk_size: tokens of each row that a step of the prefill may take at most; None leaves it to the engine.
+    stopped: indices of rows that the caller has ended; the caller may add to them between two rounds.
+    state: what `Engine.run` ran the request on, so that the caller can read its cache.
     """
 
     prompts: list[list[int]]
@@ -30,12 +41,21 @@ class Request:
     references: list[Tensor] = field(default_factory=list)
     share_text: bool = True
     past: Past | None = None
-    unknown: bool = False
+    has_unknown_tokens: bool = False
     first_logits: Tensor | None = None
-    choose: Callable[[Tree, Tensor], Accepted] | None = None
-    sampler: Sampler | None = None
+    acceptor: HostAcceptor | DrawInRound | None = None
     seed: int = 0
     temperature: float = 0.0
     prefill_chunk_size: int | None = None
     stopped: set[int] = field(default_factory=set)
     state: State | None = None
+
+    @property
+    def host_acceptor(self) -> HostAcceptor | None:
+        """The acceptor, if tokens are accepted on the host, between the two halves of a round."""
+        return self.acceptor if isinstance(self.acceptor, HostAcceptor) else None
+
+    @property
+    def draw_in_round(self) -> DrawInRound | None:
+        """The acceptor, if tokens are drawn inside the round."""
+        return self.acceptor if isinstance(self.acceptor, DrawInRound) else None

@@ -13,7 +13,7 @@ from ..kernels.attention import BACKENDS
 from ..outcome import WIDEST
 from ..tree import MAX_NODES, ancestry
 from . import prefill_chunks
-from .accept.draw import Sampler
+from .accept.draw import DrawInRound
 from .draft_length import SizePolicy
 from .runtime import Runtime
 from .state import State
@@ -96,17 +96,17 @@ class Session:
         captured = self.captures and size * self.batch <= CAPTURED_TOKENS
         return size if captured and BACKENDS[self.runtime.prefill.backend].prompts_captured else 0
 
-    def build(self, nodes: int, sampler: Sampler | None, chosen: bool) -> None:
+    def build(self, nodes: int, sampler: DrawInRound | None, chosen: bool) -> None:
         """Make the steps of a round over `nodes` nodes; chosen: whose tokens are chosen outside."""
         if chosen:
             self.step("look", nodes), self.step("finish", nodes)
         else:
             self._round(nodes, sampler)
 
-    def _round(self, nodes: int, sampler: Sampler | None) -> Callable:
+    def _round(self, nodes: int, sampler: DrawInRound | None) -> Callable:
         return self.step("round", nodes) if sampler is None else self._sampled(sampler, nodes)
 
-    def launch(self, sampler: Sampler | None, nodes: int, span: int) -> Callable[[], list[list[int]]]:
+    def launch(self, sampler: DrawInRound | None, nodes: int, span: int) -> Callable[[], list[list[int]]]:
         """Begin a round, greedy or drawing; what is returned waits for it and gives its outcome. On a GPU nothing here
         waits."""
         outcome = self._round(nodes, sampler)(span)
@@ -132,7 +132,7 @@ class Session:
         runtime.say(f"compiled {name} in {seconds:.1f} s")
         return step
 
-    def _sampled(self, sampler: Sampler, nodes: int) -> Callable:
+    def _sampled(self, sampler: DrawInRound, nodes: int) -> Callable:
         """The round over `nodes` nodes that draws, a function of span; on a GPU captured for these processors."""
         key = f"sampled {sampler.key}", nodes
         if key not in self.steps:

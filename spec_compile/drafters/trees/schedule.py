@@ -18,12 +18,11 @@ from ...compat import argmax
 from ...errors import check_int
 from ...kernels.ops import gather_rows
 from ...kernels.top_logits import MAX_K, best_tokens
-from ...runtime.accept.chain import counter
-from ...runtime.accept.random import draw, uniform
+from ...runtime.accept.random_numbers import counter, draw, uniform
 from ...tree import MAX_NODES
 
 DRAFT_STREAM = MAX_NODES
-"""The number of `sampling.uniform` that draws a draft's token: verification takes those below, one a child and one."""
+"""The number of `uniform` that draws a draft's token: verification takes those below, one a child and one."""
 
 
 class Step(Protocol):
@@ -296,7 +295,7 @@ def draw_chain(
     """A chain whose tokens are drawn from the draft: tokens, parents [B, N] int64, and probs [B, N, vocab_size].
 
     temperature [B]: of the draft's softmax; where it is 0, the likeliest token has all the probability. seed, place
-    [B]: of `sampling.uniform`, place counting the tokens of a row between its prompt and the root's child. vocab_size:
+    [B]: of `uniform`, place counting the tokens of a row between its prompt and the root's child. vocab_size:
     the target's. Row i of the float32 probs is what node i's child was drawn from; the last is zeros. The rest is as
     in `grow`.
 

@@ -1,0 +1,72 @@
+"""Which tokens of a verified tree are accepted. `Route` says what decides it when."""
+
+from enum import Enum
+
+import torch
+
+from ..answer import Answer
+from .draw import DrawInRound
+from .host import HostAcceptor
+from .processors import MINIMA, is_known
+
+
+class Route(Enum):
+    """Where and how the tokens of a round are accepted. The first row that fits is taken.
+
+    =============== ========================================== ===================== ========================
+    Route           Taken if                                   Drafts are tested by  Drafts that were drawn
+    =============== ========================================== ===================== ========================
+    ON_HOST         scores or logits are returned, or the      `host.HostAcceptor`   `rejection.accept_drawn`
+                    first logits are known already
+    GREEDY_IN_ROUND do_sample=False, and the processors do     `accept_greedy`       `accept_greedy`
+                    no more than set a minimum length
+    DRAW_IN_ROUND   do_sample=True on a GPU, and               `draw.DrawInRound`    `chain.accept_chain`
+                    `DrawInRound.takes` the processors
+    ON_HOST         anything else                              `host.HostAcceptor`   `rejection.accept_drawn`
+    =============== ========================================== ===================== ========================
+
+    On a CPU the host is faster than drawing in the round, because it processes no node that is not reached. All routes
+    that draw give the same tokens for a seed, whatever the route.
+
+    A new route is a file beside this one, a row above, a branch of `choose_route` and one of `make_acceptor`.
+    """
+
+    GREEDY_IN_ROUND = "greedy in the round"
+    DRAW_IN_ROUND = "drawn in the round"
+    ON_HOST = "on the host"
+
+
+def choose_route(
+    generation_config, processors: list, device: torch.device, keeps_scores: bool, has_first_logits: bool
+) -> Route:
+    """The route that serves one ``generate()``.
+
+    generation_config: transformers' GenerationConfig, of which `do_sample` is read.
+    processors: the logits processors.
+    device: of the model.
+    keeps_scores: whether scores or logits of every token are returned.
+    has_first_logits: whether the target's logits behind the prompts are known before the first round.
+    """
+    if keeps_scores or has_first_logits:
+        return Route.ON_HOST
+    if not generation_config.do_sample and all(is_known(processor, MINIMA) for processor in processors):
+        return Route.GREEDY_IN_ROUND
+    if generation_config.do_sample and device.type == "cuda" and DrawInRound.takes(processors):
+        return Route.DRAW_IN_ROUND
+    return Route.ON_HOST
+
+
+def make_acceptor(
+    route: Route, answer: Answer, processors: list, seed: int | None
+) -> HostAcceptor | DrawInRound | None:
+    """What accepts tokens on a route; None for GREEDY_IN_ROUND, which is a part of every round.
+
+    answer, processors, seed: see `HostAcceptor`.
+    """
+    match route:
+        case Route.GREEDY_IN_ROUND:
+            return None
+        case Route.DRAW_IN_ROUND:
+            return DrawInRound(processors)
+        case Route.ON_HOST:
+            return HostAcceptor(answer, processors, seed)

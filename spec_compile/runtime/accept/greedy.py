@@ -1,4 +1,4 @@
-"""Accept: which drafted tokens the target would have chosen itself."""
+"""Greedy acceptance inside a round, and the way down a tree along tokens that are chosen at all nodes at once."""
 
 import torch
 from torch import Tensor
@@ -8,24 +8,28 @@ from ...tree import Accepted, Tree
 
 
 def accept_greedy(tree: Tree, ancestors: Tensor, depth: Tensor, logits: Tensor) -> Accepted:
-    """Follow the target's own argmax down the tree: the deepest node all of whose ancestors it would have chosen.
+    """Follow the target's likeliest tokens down each tree.
 
-    Siblings are distinct, so at most one path matches. logits [B, N, V].
+    ancestors, depth: [B, N] int64, see `tree.ancestry`. logits: [B, N, V] of the target after every node.
     """
     return follow(tree, ancestors, depth, argmax(logits))
 
 
 def follow(tree: Tree, ancestors: Tensor, depth: Tensor, choice: Tensor) -> Accepted:
-    """Go down the tree from the root along the tokens chosen at its nodes: choice [B, N] follows each node."""
+    """The path from the root to the deepest node all of whose ancestors were chosen.
+
+    ancestors, depth: [B, N] int64, see `tree.ancestry`. choice: [B, N] int64, the token chosen to follow each node.
+    Siblings are distinct, so at most one path matches.
+    """
     nodes = tree.tokens.shape[1]
     if nodes == 1:
         return Accepted(torch.zeros_like(choice), choice, torch.ones_like(choice[:, 0]))
     number = torch.arange(nodes, device=choice.device)
-    chosen = tree.real & (choice.gather(1, tree.parents.clamp(min=0)) == tree.tokens)
-    chosen = chosen | (number == 0)
-    bits = (chosen.to(torch.int64) << number).sum(dim=1, keepdim=True)
-    whole = (ancestors & bits) == ancestors
-    count = torch.where(whole, depth, -1).amax(dim=1) + 1
-    at_depth = whole[:, None, :] & (depth[:, None, :] == number[:, None])  # one node a depth, as siblings are distinct
+    is_chosen = tree.real & (choice.gather(1, tree.parents.clamp(min=0)) == tree.tokens)
+    is_chosen = is_chosen | (number == 0)  # the root is committed already
+    chosen_bits = (is_chosen.to(torch.int64) << number).sum(dim=1, keepdim=True)
+    on_path = (ancestors & chosen_bits) == ancestors
+    count = torch.where(on_path, depth, -1).amax(dim=1) + 1
+    at_depth = on_path[:, None, :] & (depth[:, None, :] == number[:, None])  # [B, depth, node], one node a depth
     path = torch.where(at_depth, number, 0).sum(dim=2)
     return Accepted(path, choice.gather(1, path), count)

@@ -1,0 +1,66 @@
+"""Random numbers by counter, and the token that is drawn with one."""
+
+import torch
+from torch import Tensor
+
+NO_PROBABILITIES = (
+    "cannot sample: the scores of the next token contain NaN or +inf, or every token is -inf; look at the logits "
+    "processors, or pass remove_invalid_values=True"
+)
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
+
+
+def uniform(seed: int | Tensor, row: Tensor, position: Tensor, stream: int | Tensor = 0) -> Tensor:
+    """Random numbers in [0, 1), float64, that depend on nothing but (seed, row, position, stream).
+
+    seed: an int, or [1] int64.
+    row, position, stream: int64 that broadcast to the shape of the result. They are the row of the batch, the tokens
+        that the row had generated, and which one of the numbers for that position it is.
+
+    The counters go one after the other through the finaliser of SplitMix64 (Steele, Lea and Flood 2014, section 3), in
+    arithmetic modulo 2**64.
+    """
+    bits = _mix(seed + _GOLDEN if isinstance(seed, Tensor) else torch.full_like(row, seed) + _GOLDEN)
+    for counter in (row, position, stream):
+        counter = counter if isinstance(counter, Tensor) else torch.full_like(row, counter)
+        bits = _mix(bits + (counter + 1) * _GOLDEN)
+    return _shift(bits, 12).to(torch.float64) * 2.0**-52  # 52 bits: below 1 even times any total
+
+
+def counter(count: int, device: torch.device) -> Tensor:
+    """0 .. count - 1 as int64 [count], to be given to `uniform` in a compiled graph.
+
+    Inductor would turn a plain arange into an index, whose product with the constants of `uniform` overflows.
+    """
+    return torch.arange(count, device=device) | 0
+
+
+def _mix(bits: Tensor) -> Tensor:
+    bits = (bits ^ _shift(bits, 30)) * _FIRST
+    bits = (bits ^ _shift(bits, 27)) * _SECOND
+    return bits ^ _shift(bits, 31)
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    """Logical shift to the right of int64."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def probabilities(scores: Tensor) -> Tensor:
+    """The softmax of scores [R, V] in float64; RuntimeError where there is none (NaN, or every token excluded)."""
+    weights = scores.double().softmax(dim=-1)
+    if not weights.isfinite().all():
+        raise RuntimeError(NO_PROBABILITIES)
+    return weights
+
+
+def draw(weights: Tensor, u: Tensor) -> Tensor:
+    """The token [R] int64 at which the running sum of `weights` first exceeds `u` times their total.
+
+    weights: [R, V] float64, not negative; a token of weight 0 is never drawn. u: [R] float64 in [0, 1).
+    """
+    sums = weights.cumsum(dim=1)
+    return torch.searchsorted(sums, (u * sums[:, -1])[:, None], right=True)[:, 0]

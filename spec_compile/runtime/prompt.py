@@ -1,0 +1,92 @@
+"""The prompts of one ``generate()``, read from what transformers gives to its decoding loop."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Prompt:
+    """The B rows to be continued.
+
+    tokens: token ids of each row [B lists] without padding; 0 where a token is not known.
+    padding: positions of padding on the left of each row [B].
+    width: positions of every row, those of padding and of cached tokens included.
+    is_left_padded: whether nothing is masked but padding on the left, and positions count from each row's first token.
+    is_embedded: whether embeddings came in place of token ids.
+    has_unknown_tokens: whether a cache or embeddings came in place of some tokens.
+    """
+
+    tokens: list[list[int]]
+    padding: list[int]
+    width: int
+    is_left_padded: bool
+    is_embedded: bool
+    has_unknown_tokens: bool
+
+    @classmethod
+    def of(cls, input_ids: Tensor, generation_config, model_kwargs: dict) -> "Prompt":
+        """The prompts of a call of ``_sample``.
+
+        input_ids: [B, W] integers; W is 0 if embeddings came in their place, and the tokens behind the cache alone may
+            come with a cache.
+        generation_config, model_kwargs: as transformers gives them to ``_sample``.
+        Raises RuntimeError or ValueError, as transformers does, if `input_ids` are no rows of integers, or if they
+        and the cache do not make up the attention mask's width.
+        """
+        embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+        _check_ids(input_ids, embeds)
+        batch, id_width = input_ids.shape
+        width = _width(id_width, generation_config, model_kwargs) if embeds is None else embeds.shape[1]
+        padding, is_left_padded = [0] * batch, True
+        if mask is not None:
+            is_left_padded = mask.dim() == 2 and mask.shape == (batch, width)
+            if is_left_padded:
+                seen = mask.to(torch.int64)
+                is_left_padded = not bool((seen.diff(dim=1) < 0).any()) and bool(seen.any(dim=1).all())
+                padding = (seen == 0).sum(dim=1).tolist()
+        positions = model_kwargs.get("position_ids")
+        if positions is not None and is_left_padded:
+            is_left_padded = _count_from_first_token(positions, padding, width)
+        unknown = [0] * (width - id_width)
+        tokens = [(unknown + row if unknown else row)[pad:] for row, pad in zip(input_ids.tolist(), padding)]
+        return cls(tokens, padding, width, is_left_padded, embeds is not None, bool(unknown))
+
+
+def _check_ids(input_ids: Tensor, embeds: Tensor | None) -> None:
+    """Refuse, as transformers does, what is no batch of token ids."""
+    if input_ids.dim() == 2 and (input_ids.shape[0] == 0 or input_ids.is_floating_point()):
+        raise RuntimeError(f"input_ids: expected rows of integers, got {input_ids.dtype} {tuple(input_ids.shape)}")
+    if input_ids.dim() != 2 or (input_ids.shape[1] == 0 and embeds is None):
+        raise ValueError(f"input_ids: expected [batch, at least one token], got shape {tuple(input_ids.shape)}")
+
+
+def _width(id_width: int, generation_config, model_kwargs: dict) -> int:
+    """Positions of every row: those of the mask, or without one of the ids or the cache.
+
+    The ids are either all tokens, or those behind the cache; else ValueError.
+    """
+    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    cached = int(cache.get_seq_length()) if cache is not None else 0
+    is_healed = bool(generation_config.token_healing) and not cached  # other ids may have replaced the masked ones
+    if is_healed and (mask is None or mask.shape[-1] != id_width):
+        return id_width
+    if mask is not None:
+        width = mask.shape[-1]
+    else:
+        width = getattr(generation_config, "_mask_length", None) or max(id_width, cached)
+    if cached >= width or (not is_healed and width not in (id_width, cached + id_width)):
+        raise ValueError(
+            f"attention_mask, past_key_values: {cached} cached and {id_width} given tokens do not make the mask's "
+            f"{width}; pass all tokens, or those behind the cache and a mask over both"
+        )
+    return width
+
+
+def _count_from_first_token(positions: Tensor, padding: list[int], width: int) -> bool:
+    """Whether positions [1 or B, up to W], those of the last columns, are 0, 1, 2, … from each row's first token on."""
+    device = positions.device
+    expected = torch.arange(width, device=device) - torch.tensor(padding, device=device)[:, None]
+    expected = expected[:, width - positions.shape[-1] :]
+    return positions.shape[-1] <= width and not bool(((positions != expected) & (expected >= 0)).any())
