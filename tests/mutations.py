@@ -63,8 +63,8 @@ def copy_tree(folder: Path) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     places = importlib.util.find_spec("spec_compile").submodule_search_locations  # which imports nothing
-    core = next(path for place in places for path in Path(place, "runtime").glob(CORE))
-    shutil.copy2(core, folder / "spec_compile" / "runtime" / core.name)
+    core = next(path for place in places for path in Path(place, "ngram").glob(CORE))
+    shutil.copy2(core, folder / "spec_compile" / "ngram" / core.name)
     return folder
 
 
