@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
 from spec_compile.__main__ import main
+from spec_compile.kernels.attention import attention_calls
 from spec_compile.report.audit import Greedy, Logits, Report, Sampled
 from spec_compile.report.noise import Reference
 from spec_compile.runtime.accept import host
@@ -117,15 +118,12 @@ def coder() -> tuple:
 def scaled(model, factor: float):
     """A speculative copy whose attention has a scale `factor` times too large in every layer."""
     fast = spec_compile.speculate(model, compile=False, check=False)
-    gm = fast.speculation._engine.runtime.verify.gm
-    edited = 0
-    for node in gm.graph.nodes:
-        if getattr(node.target, "__name__", "") == "tree_attention":
-            (place,) = (place for place, value in enumerate(node.args) if isinstance(value, float))
-            node.update_arg(place, node.args[place] * factor)
-            edited += 1
-    gm.recompile()
-    assert edited == model.config.num_hidden_layers
+    graph = fast.speculation._engine.runtime.verify
+    attention = attention_calls(graph)
+    for node in attention:
+        node.update_kwarg("scale", node.kwargs["scale"] * factor)
+    graph.gm.recompile()
+    assert len(attention) == model.config.num_hidden_layers
     return fast
 
 

@@ -13,7 +13,7 @@ from spec_compile.capture.checks import check_capture, check_tree
 from spec_compile.capture.float32 import full_precision, in_float32
 from spec_compile.capture.trace import capture
 from spec_compile.graph import ModelGraph, calls
-from spec_compile.kernels import ops
+from spec_compile.kernels.attention import attention_calls
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -35,17 +35,17 @@ def graphs(name, dtype, device="cpu"):
 
 def attentions(graph):
     """The attention calls of a graph, captured or rewritten for a CPU or a GPU."""
-    gpu = getattr(torch.ops.spec_compile, "tree_attention", None)
-    targets = {MARKER, ops.tree_attention, *([gpu.default, gpu] if gpu else [])}
-    return [node for node in calls(graph.gm) if node.target in targets]
+    return calls(graph.gm, MARKER) or attention_calls(graph)
 
 
 def scaled(graph, factor):
     """The graph with the softmax scale of every layer multiplied by `factor`."""
     faulty = graph.copy()
     for node in attentions(faulty):
-        scales = [place for place, value in enumerate(node.args) if isinstance(value, float)]
-        node.update_arg(scales[0], node.args[scales[0]] * factor)
+        if "scale" in node.kwargs:
+            node.update_kwarg("scale", node.kwargs["scale"] * factor)
+        else:
+            node.update_arg(4, node.args[4] * factor)
     faulty.gm.recompile()
     return faulty
 

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from spec_compile.kernels import compact as compaction
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention import tree_attention as attention
+from spec_compile.kernels.attention.call import CACHES, Call
 from spec_compile.tree import ancestry
 
 PLACES = places(torch.float32, torch.bfloat16)
@@ -120,7 +121,7 @@ class Case:
         span = int(self.lengths.max()) + q.shape[2]
         mask = ops.tree_mask(self.positions, self.lengths, self.ancestors, span, window, group, q.dtype)
         sinks = None if self.sinks is None else self.sinks.double()
-        return ops.tree_attention(q, k, v, *caches, self.lengths, mask, sinks, scale, softcap)
+        return ops.append_and_attend(q, k, v, *caches, self.lengths, mask, sinks, scale, softcap)
 
     def new_keys(self):
         """The block's keys as the cache is to hold them."""
@@ -138,13 +139,13 @@ class Case:
     def inputs(self):
         tensors = self.q, self.k, self.v, *self.caches, self.lengths, self.ancestors, self.positions, self.sinks
         turning = (move(x, self.device) for x in (*self.angles, *self.norms))
-        return [*(move(x, self.device) for x in tensors), *self.rest, *turning, EPS, self.offset]
+        return Call(*(move(x, self.device) for x in tensors), *self.rest, *turning, EPS, self.offset)
 
     def check(self, config=SMALL):
         inputs = self.inputs()
         if config is not None and self.dtype == torch.float32:
             config = config._replace(block_m=16, block_n=16)  # larger blocks of float32 take long to compile
-        self.compare(attention.launch(*inputs, config=config), inputs[3:5])
+        self.compare(attention.launch(inputs, config), inputs[3:5])
 
     def compare(self, out, caches):
         tolerance = TOLERANCE[self.dtype]
@@ -269,8 +270,8 @@ def test_chunk_that_fills_the_cache(place):
     """What lies behind the last slot is not kept, and those before it do not see it."""
     case = Case(place, [30, 0], 70, causal=True)
     inputs = case.inputs()
-    inputs[3:5] = [cache[:, :, :80].contiguous() for cache in inputs[3:5]]
-    out = attention.launch(*inputs, config=SMALL).cpu().double()
+    caches = {name: getattr(inputs, name)[:, :, :80].contiguous() for name in CACHES}
+    out = attention.launch(inputs._replace(**caches), SMALL).cpu().double()
     tolerance = TOLERANCE[case.dtype]
     expected = case.expected()
     torch.testing.assert_close(out[0, :50], expected[0, :50], atol=tolerance, rtol=tolerance)
@@ -374,21 +375,21 @@ def test_norms_that_do_not_fit(place):
     case = Case(place, [5], 3, rotary=True, norms=True)
     case.norms = tuple(weight[:8] for weight in case.norms)
     with pytest.raises(ValueError, match=r"q_norm, k_norm: expected weights \[16\].*got \[8\]"):
-        attention.launch(*case.inputs(), config=SMALL)
+        attention.launch(case.inputs(), SMALL)
 
 
 def test_angles_that_do_not_fit(place):
     case = Case(place, [5], 3, rotary=True)
     case.angles = tuple(x[:, :2] for x in case.angles)
     with pytest.raises(ValueError, match=r"cos, sin: expected \[1, 3, 16\].*got \[1, 2, 16\]"):
-        attention.launch(*case.inputs(), config=SMALL)
+        attention.launch(case.inputs(), SMALL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotated_is_transformers(dtype):
     q, k = torch.randn(2, 4, 7, 16).to(dtype), torch.randn(2, 2, 7, 16).to(dtype)
     cos, sin = torch.randn(2, 2, 7, 16).to(dtype)
-    for got, want in zip((attention.rotated(x, cos, sin) for x in (q, k)), apply_rotary_pos_emb(q, k, cos, sin)):
+    for got, want in zip((ops.rotated(x, cos, sin) for x in (q, k)), apply_rotary_pos_emb(q, k, cos, sin)):
         assert torch.equal(got, want)
 
 

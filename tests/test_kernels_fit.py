@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from spec_compile.kernels import dependent_launch
 from spec_compile.kernels.attention import tree_attention
+from spec_compile.kernels.attention.call import Call
 
 
 class Hopper:
@@ -64,7 +65,7 @@ for heads, kv_heads, size in ((32, 8, 64), (32, 8, 128), (8, 1, 256)):
                 turning = [*torch.zeros(2, 1, nodes, size, dtype=torch.bfloat16), *torch.ones(2, size).bfloat16()]
             found = []
             inputs = q, k, v, *caches, lengths, None if causal else places, places
-            tree_attention.launch(*inputs, None, 0.1, None, window, *turning, 1e-6)
+            tree_attention.launch(Call(*inputs, None, 0.1, None, window, *turning, 1e-6))
             results[f"{nodes} nodes, heads of {size}, turned {turned}, window {window}"] = max(found)
 print(json.dumps(results))
 """

@@ -14,6 +14,7 @@ from spec_compile import kernels, passes
 from spec_compile.capture.trace import capture
 from spec_compile.graph import LayerSpec, ModelGraph, attribute, calls
 from spec_compile.kernels import ops
+from spec_compile.kernels.attention import attention_calls, sdpa
 from spec_compile.passes import Settings
 from spec_compile.passes.fuse_norms import fuse_norms
 from spec_compile.passes.fuse_qk_norms import fuse_qk_norms
@@ -508,7 +509,7 @@ def test_no_logits_still_writes_every_layer_of_the_cache():
     cache = new_cache(2, 1, 8)
     graph.gm(ids, positions, torch.zeros(1, dtype=torch.int64), None, cache, 5)
     assert all(slots[:, :, :5].abs().amin() > 0 for slots in cache)
-    assert len(calls(graph.gm, ops.tree_attention)) == 2
+    assert len(attention_calls(graph)) == 2
 
 
 def test_logits_rows_needs_one_head():
@@ -543,7 +544,7 @@ def test_tree_attention_replaces_every_marker(kind, masks):
     layers = len(KINDS[kind])
     result = Rewritten(graph, use_tree_attention)
     assert result.count(MARKER) == (layers, 0), str(result)
-    assert result.count(ops.tree_attention) == (0, layers), str(result)
+    assert result.count(sdpa.attention) == (0, layers), str(result)
     assert result.count(ops.tree_mask) == (0, masks), str(result)
     inputs = [n.name for n in result.gm.graph.nodes if n.op == "placeholder"]
     assert inputs[2:] == ["lengths", "ancestors", "cache", "span"], str(result)
@@ -600,7 +601,7 @@ def test_keys_and_values_are_written_in_place_at_their_slots():
     keys, values = torch.full((2, KV, 10, SIZE), 7.0), torch.full((2, KV, 10, SIZE), 7.0)
     lengths = torch.tensor([0, 6])
     mask = ops.tree_mask(lengths[:, None] + torch.arange(3), lengths, None, 9, None, HEADS // KV, torch.float32)
-    out = ops.tree_attention(q, k, v, keys, values, lengths, mask, None, 0.5, None)
+    out = ops.append_and_attend(q, k, v, keys, values, lengths, mask, None, 0.5, None)
     assert out.shape == (2, 3, HEADS, SIZE)
     for cache, new in ((keys, k), (values, v)):
         for row, length in enumerate(lengths.tolist()):
@@ -724,8 +725,8 @@ def test_rotary_and_fused_norms_of_real_architectures(half_on_gpu, name, turned,
     plain, ours = rewritten(graph, JOINED, **wanted), rewritten(graph, **wanted)
     own = torch.ops.spec_compile
     attention = calls(ours.gm, own.tree_attention.default)
-    assert sum(len(node.args) > 12 for node in attention) == turned
-    normed = sum(len(node.args) > 14 for node in attention)
+    assert sum("cos" in node.kwargs for node in attention) == turned
+    normed = sum("q_norm" in node.kwargs for node in attention)
     assert normed == (turned if name in ("qwen3", "gemma3") else 0)
     counts = [len(calls(ours.gm, op.default)) for op in (own.add_rms_norm, own.rms_norm)]
     assert counts == [sums, norms - sums]
@@ -797,7 +798,7 @@ def test_rotary_takes_rotations_by_halves_only(half_on_gpu, turn, fits):
     graph = turning(turn=turn)
     plain, ours = rewritten(graph, [fuse_rotary]), rewritten(graph)
     (node,) = calls(ours.gm, torch.ops.spec_compile.tree_attention.default)
-    assert (len(node.args) > 12) == fits
+    assert ("cos" in node.kwargs) == fits
     for got, want in zip(prefix_then_chunk(ours.gm, graph), prefix_then_chunk(plain.gm, graph), strict=True):
         assert torch.equal(got, want)
 
@@ -806,7 +807,7 @@ def test_rotary_takes_rotations_by_halves_only(half_on_gpu, turn, fits):
 def test_rotary_wants_queries_and_keys_turned_alike(half_on_gpu, other):
     graph = turning(turn=TURNS["llama"][0], **other)
     (node,) = calls(rewritten(graph).gm, torch.ops.spec_compile.tree_attention.default)
-    assert len(node.args) == 12
+    assert "cos" not in node.kwargs
 
 
 NORMS = {  # of x by a weight, and the offset with which `rms_norm` does the same, or None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import passes
@@ -19,7 +19,7 @@ from ..config import Options
 from ..drafting import Algorithm, Drafter, propose_grown
 from ..errors import check_int
 from ..graph import ModelGraph
-from ..kernels import ops
+from ..kernels import attention, ops
 from ..kernels.top_logits import MAX_K, best_tokens
 from ..runtime.state import State
 from ..runtime.steps.compile import PartCompiler
@@ -126,26 +126,13 @@ class DFlash(Algorithm):
 
 
 def restrict_to_causal(graph: ModelGraph, causal: tuple[bool, ...]) -> str:
-    """Behind `passes.tree_attention`: the layers marked see of the block what lies before, whatever ``ancestors`` says.
-
-    On a GPU attention takes the ancestors themselves, else a mask made of them, both in one place of its arguments.
-    """
-    nodes, on_gpu, masks = graph.gm.graph.nodes, graph.device.type == "cuda", {}
-    ancestors = next(node for node in nodes if node.op == "placeholder" and node.target == "ancestors")
-    attention = [node for node in nodes if (ancestors in node.args if on_gpu else node.target is ops.tree_attention)]
-    for node, restricted in zip(attention, causal):
+    """After `passes.use_tree_attention`: the layers marked see of the block what comes before, whatever ``ancestors``
+    says."""
+    for node, restricted in zip(attention.attention_calls(graph), causal):
         if restricted:
-            seen = None if on_gpu else _causal_mask(node.args[6], masks)
-            node.args = (*node.args[:6], seen, *node.args[7:])
+            node.update_kwarg("ancestors", None)
+    attention.prepare(graph)
     return f"{sum(causal)} layers see the block causally, {len(causal) - sum(causal)} all of it"
-
-
-def _causal_mask(mask: fx.Node, masks: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The mask of a causal chain in place of a call of `ops.tree_mask`; one for each."""
-    if mask not in masks:
-        with mask.graph.inserting_after(mask):
-            masks[mask] = mask.graph.call_function(ops.tree_mask, (*mask.args[:2], None, *mask.args[3:]))
-    return masks[mask]
 
 
 class DFlashDrafter(Drafter):

@@ -103,8 +103,7 @@ def _additive(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     return mask[:, None].expand(batch, group, nodes, span).reshape(batch, 1, group * nodes, span)
 
 
-@torch.fx.node.has_side_effect
-def tree_attention(
+def append_and_attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -116,10 +115,9 @@ def tree_attention(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Append a block of keys and values to the cache and attend from the block to the cache and to itself.
+    """`append` a block of keys and values to the caches, and `masked_attention` of its queries to the caches.
 
-    q [B, H, N, Dk], k [B, Hkv, N, Dk], v [B, Hkv, N, Dv]; caches [B, Hkv, S, D*], written in place at slots
-    lengths[b] .. lengths[b] + N; mask [B, 1, G * N, span] from `tree_mask`: slots beyond span are not read.
+    As in `attention.call.Call`, but for mask [B, 1, G * N, span] from `tree_mask`: slots beyond span are not read.
     -> [B, N, H, Dv].
     """
     span = mask.shape[3]
@@ -135,6 +133,15 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
     row = torch.arange(batch, device=new.device)[:, None, None]
     head = torch.arange(heads, device=new.device)[None, :, None]
     cache.index_put_((row, head, slots[:, None, :]), new)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, eq. 34) of halves, as Llama has it, in x's dtype.
+
+    x [B, H, N, D], D even; cos, sin [B, N, D] -> [B, H, N, D].
+    """
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
 
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max

@@ -15,12 +15,14 @@ def fuse_qk_norms(graph: ModelGraph, settings) -> str:
     joined = 0
     norms = {norm.out: norm for root in calls(graph.gm, aten.rsqrt.default) if (norm := match_norm(graph, root))}
     for node in rotating(graph, settings) if norms else ():
-        q, k = (_norm_of(x, norms) for x in node.args[:2])
-        if len(node.args) == 14 and q and k and (q.eps, q.offset) == (k.eps, k.offset):
+        q, k = (_norm_of(node.kwargs[name], norms) for name in ("q", "k"))
+        if "cos" in node.kwargs and q and k and (q.eps, q.offset) == (k.eps, k.offset):
+            edits = {"eps": q.eps, "offset": q.offset}
             with graph.gm.graph.inserting_before(node):
-                raw = [_before(x, norm) for x, norm in zip(node.args, (q, k))]
-                weights = [graph.gm.graph.get_attr(norm.weight.target) for norm in (q, k)]
-            node.args = (*raw, *node.args[2:], *weights, q.eps, q.offset)
+                for name, norm in (("q", q), ("k", k)):
+                    edits[name] = _before(node.kwargs[name], norm)
+                    edits[f"{name}_norm"] = graph.gm.graph.get_attr(norm.weight.target)
+            node.kwargs = {**node.kwargs, **edits}
             joined += 1
     return f"{joined} layers norm queries and keys where they attend"
 

@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from ..graph import ModelGraph, calls
+from ..graph import ModelGraph
 from ..kernels import attention
 from .use_small_m_linears import HALF
 
@@ -17,20 +17,19 @@ def fuse_rotary(graph: ModelGraph, settings) -> str:
     """
     joined = 0
     for node in rotating(graph, settings):
-        turned = [_rotation(x) for x in node.args[:2]]
+        turned = [_rotation(node.kwargs[name]) for name in ("q", "k")]
         if None not in turned and turned[0][1:] == turned[1][1:]:
-            (q, *angles), (k, *_) = turned
-            node.args = (q, k, *node.args[2:], *angles)
+            (q, cos, sin), (k, *_) = turned
+            node.kwargs = {**node.kwargs, "q": q, "k": k, "cos": cos, "sin": sin}
             joined += 1
     return f"{joined} layers rotate queries and keys where they attend"
 
 
 def rotating(graph: ModelGraph, settings) -> list[fx.Node]:
-    """The attention that could rotate: of a graph of 16 bits that verifies, with a backend that can."""
+    """The attention calls that could rotate: of a graph of 16 bits that verifies, with a backend that can."""
     if settings.logits == "none" or graph.dtype not in HALF or not graph.backend:
         return []
-    backend = attention.BACKENDS[graph.backend]
-    return calls(graph.gm, backend.load(settings.attention)) if backend.rotates else []
+    return attention.attention_calls(graph) if attention.BACKENDS[graph.backend].rotates else []
 
 
 def _rotation(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:

@@ -7,10 +7,12 @@ from ...errors import UnsupportedModelError, did_you_mean
 from ...graph import ModelGraph
 from . import flashinfer, flex, sdpa, triton
 from .base import Backend, Use
+from .call import attention_calls
 from .measure import fastest
 
 BACKENDS = {each.name: each for each in (triton.BACKEND, sdpa.BACKEND, flex.BACKEND, flashinfer.BACKEND)}
 ROLES = ("prefill", "verify", "draft")
+__all__ = ["BACKENDS", "ROLES", "Backend", "Use", "attention_calls", "choose", "parse", "prepare"]
 
 
 def parse(option) -> dict[str, str]:
@@ -69,6 +71,12 @@ def choose(use: Use, graph: ModelGraph) -> Backend:
                 f"have {lack}. {_advice(use, able)}"
             )
     return backend
+
+
+def prepare(graph: ModelGraph) -> str:
+    """Compute once what the attention calls of `graph` share, after they were edited; what to say of it."""
+    backend = BACKENDS.get(graph.backend)
+    return backend.prepare(graph) if backend and backend.prepare else ""
 
 
 def _able(use: Use, graph: ModelGraph) -> list[Backend]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...graph import LayerSpec
+from ...graph import LayerSpec, ModelGraph
 
 HALF = frozenset({torch.bfloat16, torch.float16})
 FEATURES = {
@@ -33,19 +33,16 @@ class Use:
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to run attention. ``load(use)`` gives its op, or raises ImportError that says what to install.
-
-    Every op has one signature and one meaning, those of `kernels.tree_attention.tree_attention`:
-    ``op(q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window)`` appends the
-    block k, v to the caches at the slots `lengths` onwards, and attends from its queries to what was committed and, by
-    the bits of `ancestors` or (None) causally, to the block. One that `rotates` takes ``cos, sin`` and
-    ``q_norm, k_norm, eps, offset``, too.
+    """A way to run attention. ``load(use)`` gives its op, which takes the arguments of `call.Call` and means what they
+    mean, or raises ImportError that says what to install.
 
     devices, dtypes: of the tensors. causal, trees, captured: the `FEATURES` it has with causal chunks, with trees, and
     with trees inside a CUDA graph, where it reads lengths on the device alone. uncompiled: whether a CUDA graph can
     hold it as it is, without Inductor. sizes: the head sizes it has (None: all). ready: whether "auto" may measure it
     with a layer (None: it may not), for its kernels need no long compilation. fp8: it takes caches of float8_e4m3fn.
-    prompts_captured: inside a CUDA graph it takes chunks of any size, too, as fast as outside.
+    prompts_captured: inside a CUDA graph it takes chunks of any size, too, as fast as outside. rotates: it takes the
+    arguments `call.ROTATION`, too. prepare: computes once what several calls of a graph share, each time that they were
+    edited, and returns what to say of it.
     """
 
     name: str
@@ -61,6 +58,7 @@ class Backend:
     ready: Callable[[LayerSpec, torch.dtype], bool] | None = None
     fp8: bool = False
     prompts_captured: bool = False
+    prepare: Callable[[ModelGraph], str] | None = None
 
     def lack(self, layer: LayerSpec, dtype: torch.dtype, use: Use) -> str | None:
         """What the layer needs, used so, and the backend does not have; None if it has all."""

@@ -18,29 +18,17 @@ from ...tree import MAX_NODES
 from ..ops import append
 from . import xqa
 from .base import HALF, Backend, Use
+from .call import Call, attention_op
 from .merge import add_sinks, merge
 
 OLDEST = "0.6.1"
 """The first version whose XQA takes trees."""
-CACHES = ("key_cache", "value_cache")
 
 
-@torch.library.custom_op("spec_compile::flashinfer_attention", mutates_args=CACHES)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None,
-    positions: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> Tensor:
-    """See `base.Backend`. Reads the lengths on the host. -> [B, N, H, Dv]."""
+@attention_op("spec_compile::flashinfer_attention")
+def attention(call: Call) -> Tensor:
+    """The call, with the lengths read on the host. -> [B, N, H, Dv]."""
+    q, k, v, key_cache, value_cache, lengths, ancestors, _, sinks, scale, softcap, window, *_ = call
     append(key_cache, k, lengths)
     append(value_cache, v, lengths)
     rows = []
@@ -57,34 +45,16 @@ def attention(
     return torch.stack(rows).to(q.dtype)
 
 
-@torch.library.custom_op("spec_compile::flashinfer_tree_attention", mutates_args=CACHES)
-def tree_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None,
-    positions: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> Tensor:
-    """See `base.Backend`. Reads nothing on the host but for chunks of more than 64. -> [B, N, H, D]."""
-    if q.shape[2] > MAX_NODES:
-        inputs = q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window
-        return torch.ops.spec_compile.flashinfer_attention(*inputs)
-    append(key_cache, k, lengths)
-    append(value_cache, v, lengths)
-    return xqa.attention(q, key_cache, value_cache, lengths, ancestors, sinks, scale)
-
-
-@attention.register_fake
-@tree_attention.register_fake
-def _(q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window):
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+@attention_op("spec_compile::flashinfer_tree_attention")
+def tree_attention(call: Call) -> Tensor:
+    """The call, with nothing read on the host but for chunks of more than 64. -> [B, N, H, D]."""
+    if call.q.shape[2] > MAX_NODES:
+        return torch.ops.spec_compile.flashinfer_attention(*call[:12])
+    append(call.key_cache, call.k, call.lengths)
+    append(call.value_cache, call.v, call.lengths)
+    return xqa.attention(
+        call.q, call.key_cache, call.value_cache, call.lengths, call.ancestors, call.sinks, call.scale
+    )
 
 
 def part(

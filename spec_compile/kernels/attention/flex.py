@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from ..ops import append
 from .base import HALF, Backend
+from .call import Call, attention_function
 from .merge import add_sinks
 
 BLOCK = 128
@@ -20,31 +21,19 @@ OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 """One kernel for all numbers of queries: that for few is chosen for the number at compilation."""
 
 
-@torch.fx.node.has_side_effect
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None,
-    positions: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> Tensor:
-    """See `base.Backend`. What lies in unseen slots of a block that is computed must be finite. -> [B, N, H, Dv]."""
+@attention_function
+def attention(call: Call) -> Tensor:
+    """The call. What lies in unseen slots of a block that is computed must be finite. -> [B, N, H, Dv]."""
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *_ = call
     append(key_cache, k, lengths)
     append(value_cache, v, lengths)
 
     def cap(score, batch, head, node, slot):
         return torch.tanh(score / softcap) * softcap
 
-    mask = block_mask(key_cache.shape[2], lengths, ancestors, positions, window)
+    blocks = block_mask(key_cache.shape[2], lengths, ancestors, positions, window)
     out = flex_attention(
-        q, key_cache, value_cache, None if softcap is None else cap, mask, scale, q.shape[1] != k.shape[1],
+        q, key_cache, value_cache, None if softcap is None else cap, blocks, scale, q.shape[1] != k.shape[1],
         kernel_options=OPTIONS, return_aux=None if sinks is None else AuxRequest(lse=True),
     )  # fmt: skip
     if sinks is None:

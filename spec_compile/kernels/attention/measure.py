@@ -58,8 +58,8 @@ def _timed(backend: Backend, inputs: list) -> tuple[float, Tensor]:
     return min(times[1:]), out
 
 
-def chunk(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> list[Tensor | float | int | None]:
-    """An op's arguments for a chunk of a prompt."""
+def chunk(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> list:
+    """An op's arguments, as in `call.Call`, for a chunk of a prompt."""
     kv, made = layer.kv_heads, dict(dtype=dtype, device=device)
     block = [torch.randn(1, CHUNK, heads, size, **made).transpose(1, 2)
              for heads, size in ((layer.heads, layer.key_dim), (kv, layer.key_dim), (kv, layer.value_dim))]  # fmt: skip

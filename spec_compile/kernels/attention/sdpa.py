@@ -1,32 +1,46 @@
 """Backend "sdpa": plain PyTorch, the reference. On a GPU it looks at the whole capacity of the cache."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from ...graph import ModelGraph
 from .. import ops
 from .base import HALF, Backend
+from .call import Call, attention_calls, attention_function
 
 
-@torch.fx.node.has_side_effect
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None,
-    positions: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> Tensor:
-    """See `base.Backend`. Shapes depend on no value, so that a CUDA graph can hold it; what lies in unseen slots is
-    multiplied by 0 and must be finite. -> [B, N, H, Dv]."""
-    group = q.shape[1] // k.shape[1]
-    mask = ops.tree_mask(positions, lengths, ancestors, key_cache.shape[2], window, group, q.dtype)
-    return ops.tree_attention(q, k, v, key_cache, value_cache, lengths, mask, sinks, scale, softcap)
+@attention_function
+def attention(call: Call, mask: Tensor | None = None) -> Tensor:
+    """The call. Shapes depend on no value, so that a CUDA graph can hold it; what lies in unseen slots is multiplied by
+    0 and must be finite.
+
+    mask: an `ops.tree_mask` of the slots to look at; None: the call makes one of all slots. -> [B, N, H, Dv].
+    """
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *_ = call
+    if mask is None:
+        group = q.shape[1] // k.shape[1]
+        mask = ops.tree_mask(positions, lengths, ancestors, key_cache.shape[2], window, group, q.dtype)
+    return ops.append_and_attend(q, k, v, key_cache, value_cache, lengths, mask, sinks, scale, softcap)
 
 
-BACKEND = Backend("sdpa", lambda use: attention, frozenset({"cpu", "cuda"}), HALF | {torch.float32, torch.float64})
+def prepare(graph: ModelGraph) -> str:
+    """On a CPU, hoist the masks: one `ops.tree_mask` of `span` slots for all layers that see the same. On a GPU every
+    call makes its own of all slots, because no shape may depend on a value there."""
+    if graph.device.type != "cpu":
+        return ""
+    (span,) = (node for node in graph.gm.graph.nodes if node.op == "placeholder" and node.target == "span")
+    masks: dict[tuple, fx.Node] = {}
+    for node, layer in zip(attention_calls(graph), graph.layers):
+        seen, group = (node.kwargs["ancestors"], layer.window), layer.heads // layer.kv_heads
+        if (seen, group) not in masks:
+            block = (node.kwargs[name] for name in ("positions", "lengths", "ancestors"))
+            with graph.gm.graph.inserting_before(node):
+                mask = graph.gm.graph.call_function(ops.tree_mask, (*block, span, layer.window, group, graph.dtype))
+            masks[seen, group] = mask
+        node.update_kwarg("mask", masks[seen, group])
+    return f", {len(masks)} masks"
+
+
+BACKEND = Backend(
+    "sdpa", lambda use: attention, frozenset({"cpu", "cuda"}), HALF | {torch.float32, torch.float64}, prepare=prepare
+)

@@ -21,72 +21,30 @@ from ...tree import MAX_NODES
 from .. import dependent_launch, ops
 from ..linear.small_m import _prefetch
 from ..norm import rms_norm
+from .call import Call, attention_op, from_arguments
 
 LOG2E = math.log2(math.e)
 
 
-@torch.library.custom_op("spec_compile::tree_attention", mutates_args=("key_cache", "value_cache"), device_types="cpu")
-def tree_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None,
-    positions: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    offset: float | None = None,
-) -> Tensor:
-    """`ops.tree_mask` and `ops.tree_attention` in one: what they mean, and what this does on a CPU.
-
-    q [B, H, N, Dk], k [B, Hkv, N, Dk], v [B, Hkv, N, Dv], any strides; caches [B, Hkv, S, D*] contiguous, written at
-    slots lengths[b] .. lengths[b] + N, of q's dtype or of float8_e4m3fn, to which keys and values are then rounded
-    before anyone sees them (`ops.stored`); lengths [B], positions [B, N] int64, ascending in a causal chunk; ancestors
-    [B, N] int64 (bit j of node i: i sees j; N <= 64) or None for a causal chunk of any N; sinks [H]; scale > 0; cos,
-    sin [B, N, Dk] of q's dtype or both None: with them q and k are `rotated` first; with them and weights q_norm,
-    k_norm [Dk] every query and key head goes through an `rms_norm` of eps and offset before that. -> [B, N, H, Dv].
-    """
-    if q_norm is not None:
-        q, k = rms_norm(q, q_norm, eps, offset), rms_norm(k, k_norm, eps, offset)
-    if cos is not None:
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+@attention_op("spec_compile::tree_attention", rotates=True, device_types="cpu")
+def tree_attention(call: Call) -> Tensor:
+    """The call in plain PyTorch, which is what the op does on a CPU. -> [B, N, H, Dv]."""
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *_ = call
+    if call.q_norm is not None:
+        q, k = (rms_norm(x, w, call.eps, call.offset) for x, w in ((q, call.q_norm), (k, call.k_norm)))
+    if call.cos is not None:
+        q, k = (ops.rotated(x, call.cos, call.sin) for x in (q, k))
     span = int(lengths.max()) + q.shape[2]
     mask = ops.tree_mask(positions, lengths, ancestors, span, window, q.shape[1] // k.shape[1], q.dtype)
     caches = key_cache, value_cache
     if key_cache.dtype != q.dtype:
         k, v = (ops.stored(x, key_cache.dtype).to(q.dtype) for x in (k, v))
         caches = [cache.to(q.dtype) for cache in caches]
-    out = ops.tree_attention(q, k, v, *caches, lengths, mask, sinks, scale, softcap).contiguous()
+    out = ops.append_and_attend(q, k, v, *caches, lengths, mask, sinks, scale, softcap).contiguous()
     if key_cache.dtype != q.dtype:
         key_cache.copy_(caches[0])
         value_cache.copy_(caches[1])
     return out
-
-
-@tree_attention.register_fake
-def _(
-    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, cos=None, sin=None,
-    q_norm=None, k_norm=None, eps=0.0, offset=None,
-):  # fmt: skip
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021, eq. 34) of halves, as Llama has it, in x's dtype.
-
-    x [B, H, N, D], D even; cos, sin [B, N, D] -> [B, H, N, D].
-    """
-    first, second = x.chunk(2, -1)
-    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
 
 class Tuning(NamedTuple):
@@ -126,15 +84,13 @@ def tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, 
     return Tuning(block_m, block_n, splits, 256 if block_m == 128 else 64, warps, stages)
 
 
-@tree_attention.register_kernel("cuda")
-def launch(
-    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, cos=None, sin=None,
-    q_norm=None, k_norm=None, eps=0.0, offset=None, config=None,
-) -> Tensor:  # fmt: skip
-    """`tree_attention` by the kernels, as `config` (a `Tuning`) says.
+def launch(call: Call, config: Tuning | None = None) -> Tensor:
+    """`tree_attention` by the kernels, as `config` says (None: as `tuning` does).
 
     The kernels for a tree are launched early (see `dependent_launch`), those for a causal chunk as ever.
     """
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *turning = call
+    cos, sin, q_norm, k_norm, eps, offset = turning
     batch, heads, nodes, key_dim = q.shape
     kv_heads, capacity, value_dim = k.shape[1], key_cache.shape[2], v.shape[3]
     group = heads // kv_heads
@@ -153,7 +109,7 @@ def launch(
     q, k, v, positions = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, positions))
     ancestors, cos, sin = (x if x is None else x.contiguous() for x in (ancestors, cos, sin))
 
-    out = q.new_empty(batch, nodes, heads, value_dim)
+    out = call.empty_output()
     parts, sums = out, lengths  # never touched where there is one split
     if splits > 1:
         parts = q.new_empty(batch * kv_heads * tiles, splits, block_m, value_dim, dtype=torch.float32)
@@ -188,6 +144,9 @@ def launch(
             HEADS=heads, CHUNK=min(triton.next_power_of_2(splits), 16), **shared, **values, num_warps=1, **options,
         )  # fmt: skip
     return out
+
+
+tree_attention.register_kernel("cuda")(from_arguments(launch))
 
 
 @triton.jit
