@@ -40,7 +40,7 @@ from spec_compile.runtime.prefill_chunks import FIXED, chunks
 FAMILIES = {
     "norms": ("rsqrt", "rms_norm"),
     "attention": ("_attention", "_merge"),
-    "matrix products": ("skinny", "gemm", "cutlass", "nvjet", "splitk", "gemv", "cublas"),
+    "matrix products": ("small_m", "gemm", "cutlass", "nvjet", "splitk", "gemv", "cublas"),
     "rotary embedding, activations": ("triton_poi", "triton_red", "triton_per"),
     "n-gram": ("ngram",),
     "compaction": ("compact",),

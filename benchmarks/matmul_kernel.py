@@ -9,24 +9,18 @@ products. --tune tries plans, in a stack of a few layers, and prints the best.
 
 import argparse
 import functools
-import importlib.util
 import itertools
 import multiprocessing
 import os
-import sys
 import time
-from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-SOURCE = Path(__file__).parent.parent / "spec_compile" / "kernels" / "skinny_matmul.py"
-spec = importlib.util.spec_from_file_location("skinny_matmul", SOURCE)  # without the package, which is to be compiled
-kernel = sys.modules["skinny_matmul"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(kernel)
-Plan = kernel.Plan
+from spec_compile.kernels.linear import small_m as kernel
+from spec_compile.kernels.linear.plans import Plan
 
 PARTS = ("qkv", "o", "gate_up", "down", "lm_head")
 MODELS = {  # layers, and of each part the shape of the weights
@@ -128,7 +122,7 @@ def cublas(name, x, weight):
 
 
 def ours(name, x, weight):
-    return kernel.skinny_matmul(x, weight, None)
+    return kernel.small_m_matmul(x, weight, None)
 
 
 def planned(plans: dict):
@@ -255,7 +249,7 @@ def plans(rows: int, outputs: int, inputs: int):
             grids.add(tiles)
         for programs in sorted(grids):
             total = -(-inputs // block_k) * tiles
-            if programs <= total and kernel._parts(total // tiles, total, programs) <= 8:
+            if programs <= total and kernel.shared_by(total // tiles, total, programs) <= 8:
                 yield Plan(block_o, block_k, programs, warps, stages, dot, late=1)
 
 
@@ -277,8 +271,8 @@ class _Warm:
 
 def _compile(job) -> None:
     rows, shape, plan = job
-    if not isinstance(kernel._skinny, _Warm):
-        kernel._skinny = _Warm(kernel._skinny)
+    if not isinstance(kernel.small_m_kernel, _Warm):
+        kernel.small_m_kernel = _Warm(kernel.small_m_kernel)
     x, weight, out = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((rows, shape[1]), shape, (rows, 1)))
     try:
         kernel.launch(x, weight, None, out, plan)
@@ -292,7 +286,7 @@ def compile_all(jobs) -> None:
     for rows, (outputs, inputs), plan in jobs:
         width = max(16, triton.next_power_of_2(rows)) if plan.dot else rows
         steps, tiles = -(-inputs // plan.block_k), -(-outputs // plan.block_o)
-        parts = kernel._parts(steps, steps * tiles, min(plan.programs, steps * tiles))
+        parts = kernel.shared_by(steps, steps * tiles, min(plan.programs, steps * tiles))
         key = width, parts, plan._replace(programs=0, late=0, prefetch=0)
         unique.setdefault(key, (rows, (outputs, inputs), plan))
     begin = time.perf_counter()

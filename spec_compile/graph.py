@@ -81,13 +81,6 @@ def calls(gm: fx.GraphModule, target=None) -> list[fx.Node]:
     return [node for node in nodes if target is None or node.target == target]
 
 
-def head_products(graph: ModelGraph) -> list[fx.Node]:
-    """The matrix products with the output embedding."""
-    address = attribute(graph.gm, graph.head_weight).data_ptr()
-    products = calls(graph.gm, torch.ops.aten.linear.default)
-    return [node for node in products if attribute(graph.gm, node.args[1].target).data_ptr() == address]
-
-
 def owner(node: fx.Node) -> str:
     """Path of the innermost module that issued a node ('' if unknown)."""
     stack = node.meta.get("nn_module_stack")

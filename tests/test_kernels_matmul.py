@@ -10,8 +10,9 @@ import torch
 from places import GPU, places, triton
 from torch.nn import functional as F
 
+from spec_compile.kernels import counters
 from spec_compile.kernels.linear import small_m as kernel
-from spec_compile.kernels.linear.small_m import Plan
+from spec_compile.kernels.linear.plans import Plan
 
 HOPPER = GPU and torch.cuda.get_device_capability() >= (9, 0)
 PLACES = places(torch.bfloat16, torch.float16)
@@ -44,7 +45,7 @@ def launch(x, weight, bias, plan, gated=False):
     """The kernel's answer, checked to be whole and to leave its counters zero."""
     out = x.new_full((x.shape[0], weight.shape[0] // (2 if gated else 1)), torch.nan)
     kernel.launch(x, weight, bias, out, plan._replace(pdl=HOPPER), gated)
-    assert all(not counters.any() for counters in kernel._counters.values())
+    assert counters.all_zero()
     return out
 
 
@@ -100,11 +101,11 @@ def test_rows_apart(place):
 def test_ops_on_a_cpu(dtype):
     x, weight, bias = draw(("cpu", dtype), 6, 24, 16)
     for y in (x, x.view(2, 3, 16), x.t().contiguous().t(), x[:0]):
-        assert torch.equal(torch.ops.spec_compile.skinny_matmul(y, weight, bias), F.linear(y, weight, bias))
+        assert torch.equal(torch.ops.spec_compile.small_m_matmul(y, weight, bias), F.linear(y, weight, bias))
         gate, up = F.linear(y, weight).chunk(2, -1)
-        assert torch.equal(torch.ops.spec_compile.skinny_swiglu(y, weight), F.silu(gate) * up)
-    torch.library.opcheck(kernel.skinny_matmul, (x.view(2, 3, 16), weight, bias))
-    torch.library.opcheck(kernel.skinny_swiglu, (x.view(2, 3, 16), weight))
+        assert torch.equal(torch.ops.spec_compile.small_m_swiglu(y, weight), F.silu(gate) * up)
+    torch.library.opcheck(kernel.small_m_matmul, (x.view(2, 3, 16), weight, bias))
+    torch.library.opcheck(kernel.small_m_swiglu, (x.view(2, 3, 16), weight))
 
 
 def test_plans_fit():
@@ -134,7 +135,7 @@ LARGE = {  # of the size that models need; "op": the one that `plan` chooses
 def multiplier(plan):
     """A function of x [..., I], weight and bias that multiplies by a plan."""
     if plan is None:
-        return torch.ops.spec_compile.skinny_matmul
+        return torch.ops.spec_compile.small_m_matmul
 
     def multiply(x, weight, bias):
         out = x.new_empty(*x.shape[:-1], weight.shape[0])
@@ -155,9 +156,9 @@ def test_op_on_a_gpu(rows, dtype):
         tolerance = {**TOLERANCE, torch.float32: 2e-3}[dtype]  # TF32 may be allowed
         tolerance *= 3 if kernel.plan(rows, outputs, inputs) is None else 1  # cuBLAS may add partial sums in 16 bits
         for b in (None, bias):
-            assert error(kernel.skinny_matmul(x, weight, b), x, weight, b) < tolerance
+            assert error(kernel.small_m_matmul(x, weight, b), x, weight, b) < tolerance
         if outputs % 2 == 0:
-            assert error(kernel.skinny_swiglu(x, weight), x, weight, gated=True) < 3 * tolerance
+            assert error(kernel.small_m_swiglu(x, weight), x, weight, gated=True) < 3 * tolerance
 
 
 @pytest.mark.gpu

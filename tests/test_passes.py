@@ -15,6 +15,7 @@ from spec_compile.capture.trace import capture
 from spec_compile.graph import LayerSpec, ModelGraph, attribute, calls
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention import attention_calls, sdpa
+from spec_compile.kernels.linear.transposed import transposed_linear
 from spec_compile.passes import Settings
 from spec_compile.passes.fuse_norms import fuse_norms
 from spec_compile.passes.fuse_qk_norms import fuse_qk_norms
@@ -644,22 +645,22 @@ def test_a_graph_that_is_not_a_model_has_no_markers_to_replace():
 
 @pytest.mark.parametrize("length", [2, 4, 5, 9])
 @pytest.mark.parametrize("bias", [False, True])
-def test_skinny_linears_multiply_transposed(length, bias):
+def test_few_rows_multiply_transposed(length, bias):
     _, graph = toy(dict(bias=bias), dict(bias=bias))
     result = Rewritten(graph, use_small_m_linears)
-    (before, left), (_, skinny) = result.count(LINEAR), result.count(ops.skinny_linear)
-    assert (left, skinny) == (0, before) and before > 0, result
+    (before, left), (_, changed) = result.count(LINEAR), result.count(transposed_linear)
+    assert (left, changed) == (0, before) and before > 0, result
     result.close(*example(2, length))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 40])
-def test_skinny_linear_is_linear(rows):
+def test_transposed_linear_is_linear(rows):
     x, weight, bias = torch.randn(rows, 1, 24), torch.randn(10, 24), torch.randn(10)
     for b in (None, bias):
-        torch.testing.assert_close(ops.skinny_linear(x, weight, b), F.linear(x, weight, b))
+        torch.testing.assert_close(transposed_linear(x, weight, b), F.linear(x, weight, b))
 
 
-def test_skinny_linears_leave_other_dtypes_alone():
+def test_few_rows_leave_other_dtypes_alone():
     _, graph = toy({})
     graph.gm.to(torch.bfloat16)
     result = Rewritten(graph, use_small_m_linears)

@@ -16,7 +16,8 @@ from .. import passes
 from ..cache import Cache
 from ..capture.trace import capture_head
 from ..drafting import Algorithm, Drafter, DraftOptions, propose_grown
-from ..kernels.ops import few_rows_linear, gather_rows
+from ..kernels.linear import few_rows_linear
+from ..kernels.ops import gather_rows
 from ..runtime.state import State
 from ..tree import Accepted
 from .checkpoints.load import load_head

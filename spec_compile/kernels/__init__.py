@@ -5,11 +5,12 @@ Whose attention runs is a choice: attention/ has the backends.
 
 import torch
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 def load(device: torch.device) -> None:
     """Register the ops that have kernels, and make ready what they share on a GPU; needs triton."""
-    from . import compact, norm  # noqa: F401
+    from . import compact, counters, linear, norm  # noqa: F401
     from .attention import tree_attention  # noqa: F401
-    from .linear import small_m
 
-    small_m.prepare(device)
+    counters.prepare(device)

@@ -152,32 +152,6 @@ def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.clamp(-LARGEST_FP8, LARGEST_FP8) if dtype == torch.float8_e4m3fn else x).to(dtype)
 
 
-SKINNY_ROWS = 8
-"""Up to so many rows `skinny_linear` multiplies transposed."""
-
-
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` (x [..., I], weight [O, I], bias [O] -> [..., O]) in the form fastest for few rows on a CPU.
-
-    BLAS reads the weights nearly twice as fast for ``weight @ x.T`` as for ``x @ weight.T``, and faster for two columns
-    than for one, of which the second is then a copy.
-    """
-    rows = x.numel() // x.shape[-1]
-    if rows > SKINNY_ROWS:
-        return F.linear(x, weight, bias)
-    columns = x.reshape(rows, x.shape[-1])
-    columns = torch.cat([columns, columns]) if rows == 1 else columns
-    out = (weight @ columns.t())[:, :rows].t().reshape(*x.shape[:-1], weight.shape[0])
-    return out if bias is None else out + bias
-
-
-def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``F.linear(x, weight)`` in the form fastest for few rows, wherever they are."""
-    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
-        return torch.ops.spec_compile.skinny_matmul(x, weight, None)
-    return skinny_linear(x, weight)
-
-
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """x [B, T, C], rows [B, R] -> [B, R, C]: the chosen rows of each batch row."""
     return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[2]))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..compat import argmax
-from .linear import small_m as skinny_matmul
+from .counters import zero_counters
 
 try:
     import triton
@@ -93,7 +93,7 @@ def launch(logits: Tensor, k: int, temperature: float, block: int = BLOCK, warps
     _top_logits[(rows * parts,)](
         logits, logprobs, ids,
         logits.new_empty((rows, parts, k), dtype=torch.int64), logits.new_empty((rows, parts, 2), dtype=torch.float32),
-        skinny_matmul._zeros(logits.device, rows),
+        zero_counters(logits.device, rows),
         *logits.stride(), vocab, parts, 1 / temperature, math.log2(math.e) / temperature,
         K=k, BLOCK=block, BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK_BEST=triton.next_power_of_2(parts * k),
         num_warps=warps,

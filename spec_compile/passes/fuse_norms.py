@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph, attribute, calls
-from .use_small_m_linears import HALF
+from ..kernels import HALF
 
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.type_as.default}

@@ -4,8 +4,7 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph
-from ..kernels import attention
-from .use_small_m_linears import HALF
+from ..kernels import HALF, attention
 
 aten = torch.ops.aten
 

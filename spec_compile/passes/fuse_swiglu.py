@@ -5,22 +5,20 @@ import operator
 import torch
 
 from ..graph import ModelGraph, calls
+from ..kernels.linear import gated_op
 
 aten = torch.ops.aten
 
 
 def fuse_swiglu(graph: ModelGraph, settings) -> str:
-    """Replace ``silu(a) * b``, with a and b the halves of one `skinny_matmul`, by `skinny_swiglu`."""
+    """Replace ``silu(a) * b``, with a and b the halves of one product, by the op of its form that takes the gate."""
     joined = 0
     for product in calls(graph.gm, aten.mul.Tensor):
         for activated, up in (product.args, product.args[::-1]):
             source = _halves(activated, up)
             if source is not None:
                 with graph.gm.graph.inserting_before(product):
-                    x, weight, _ = source.args
-                    fused = graph.gm.graph.call_function(
-                        torch.ops.spec_compile.skinny_swiglu.default, (x, weight)
-                    )
+                    fused = graph.gm.graph.call_function(gated_op(source), source.args[:2])
                 fused.meta = dict(source.meta)
                 product.replace_all_uses_with(fused)
                 graph.gm.graph.erase_node(product)
@@ -30,7 +28,7 @@ def fuse_swiglu(graph: ModelGraph, settings) -> str:
 
 
 def _halves(activated, up):
-    """The `skinny_matmul` without bias whose halves these are, the first through silu, if there is one."""
+    """The product whose halves these are, the first through silu, if there is one and its form takes the gate."""
     if not all(isinstance(node, torch.fx.Node) for node in (activated, up)) or activated.target != aten.silu.default:
         return None
     gate = activated.args[0]
@@ -42,7 +40,4 @@ def _halves(activated, up):
     source, sizes = split.args[0], split.args[1]
     if len(sizes) != 2 or sizes[0] != sizes[1] or len(activated.users) > 1 or len(split.users) > 2:
         return None
-    skinny = getattr(source.target, "_schema", None)
-    if skinny is None or skinny.name != "spec_compile::skinny_matmul" or source.args[2] is not None:
-        return None
-    return source
+    return source if gated_op(source) else None

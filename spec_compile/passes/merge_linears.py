@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..graph import ModelGraph, attribute, calls
+from ..graph import ModelGraph, attribute
+from ..kernels.linear import linear_layers
 
 aten = torch.ops.aten
 
@@ -20,7 +21,7 @@ def merge_linears(graph: ModelGraph, settings) -> str:
     so that later in-place updates of either are seen by both. Only plain parameters that nothing else uses take part,
     and none that a graph which is still there reads where it lies.
     """
-    linears = calls(graph.gm, aten.linear.default)
+    linears = linear_layers(graph)
     if not settings.merge_linears:
         for node in linears:
             for operand in node.args[1:]:

@@ -1,7 +1,8 @@
 """select_logits: the output head runs on the wanted rows only, or not at all."""
 
-from ..graph import ModelGraph, head_products
+from ..graph import ModelGraph
 from ..kernels import ops
+from ..kernels.linear import head_products
 
 
 def select_logits(graph: ModelGraph, settings) -> str:

@@ -4,7 +4,8 @@ import re
 
 from torch import fx
 
-from ..graph import ModelGraph, head_products
+from ..graph import ModelGraph
+from ..kernels.linear import head_products
 
 FINAL = -1
 """The tap of what the output head multiplies: the hidden state behind the final norm."""

@@ -7,7 +7,6 @@ import torch
 
 from ...graph import LayerSpec, ModelGraph
 
-HALF = frozenset({torch.bfloat16, torch.float16})
 FEATURES = {
     "window": "sliding windows",
     "softcap": "capped scores",

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ...graph import LayerSpec
 from ...tree import MAX_NODES
+from .. import HALF
 from ..ops import append
 from . import xqa
-from .base import HALF, Backend, Use
+from .base import Backend, Use
 from .call import Call, attention_op
 from .merge import add_sinks, merge
 
@@ -121,7 +122,7 @@ BACKEND = Backend(
     "flashinfer",
     load,
     frozenset({"cuda"}),
-    HALF,
+    frozenset(HALF),
     causal=frozenset({"window", "softcap", "sinks"}),
     trees=frozenset({"softcap", "sinks"}),
     captured=frozenset({"sinks"}),

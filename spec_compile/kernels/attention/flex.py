@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from .. import HALF
 from ..ops import append
-from .base import HALF, Backend
+from .base import Backend
 from .call import Call, attention_function
 from .merge import add_sinks
 
@@ -97,7 +98,7 @@ BACKEND = Backend(
     "flex",
     lambda use: attention,
     frozenset({"cuda"}),
-    HALF | {torch.float32},
+    frozenset({*HALF, torch.float32}),
     uncompiled=False,  # it makes scalars on the host
     sizes=SIZES,
 )

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, fx
 
 from ...graph import ModelGraph
-from .. import ops
-from .base import HALF, Backend
+from .. import HALF, ops
+from .base import Backend
 from .call import Call, attention_calls, attention_function
 
 
@@ -42,5 +42,9 @@ def prepare(graph: ModelGraph) -> str:
 
 
 BACKEND = Backend(
-    "sdpa", lambda use: attention, frozenset({"cpu", "cuda"}), HALF | {torch.float32, torch.float64}, prepare=prepare
+    "sdpa",
+    lambda use: attention,
+    frozenset({"cpu", "cuda"}),
+    frozenset({*HALF, torch.float32, torch.float64}),
+    prepare=prepare,
 )

@@ -19,8 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...tree import MAX_NODES
 from .. import dependent_launch, ops
-from ..linear.small_m import _prefetch
 from ..norm import rms_norm
+from ..ptx import prefetch_l2
 from .call import Call, attention_op, from_arguments
 
 LOG2E = math.log2(math.e)
@@ -207,7 +207,7 @@ def _prefetch_slots(cache, begin, end, D: tl.constexpr, BLOCK_D: tl.constexpr, B
     LINES: tl.constexpr = BLOCK_D // LINE if BLOCK_D > LINE else 1
     slot = tl.maximum(tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1), 0)
     column = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
-    _prefetch((cache + slot[:, None] * D + column[None, :]).to(tl.int64))
+    prefetch_l2((cache + slot[:, None] * D + column[None, :]).to(tl.int64))
 
 
 @triton.jit

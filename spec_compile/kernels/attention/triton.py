@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from .base import HALF, Backend, Use
+from .. import HALF
+from .base import Backend, Use
 
 OLDEST = (8, 9)
 """The first compute capability with float8_e4m3fn."""
@@ -20,6 +21,6 @@ def load(use: Use) -> Callable:
 
 
 BACKEND = Backend(
-    "triton", load, frozenset({"cuda"}), HALF | {torch.float32}, rotates=True, ready=lambda *_: True, fp8=True,
-    prompts_captured=True,
+    "triton", load, frozenset({"cuda"}), frozenset({*HALF, torch.float32}), rotates=True, ready=lambda *_: True,
+    fp8=True, prompts_captured=True,
 )  # fmt: skip

@@ -1,0 +1,85 @@
+"""Linear layers: the forms in which a graph computes ``F.linear``, one entry each in `FORMS`.
+
+Passes, regions and drafters ask here which form serves a weight, which nodes are products, and which op takes a gate. A
+new sort of weight is one more form and its kernel.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from ...graph import ModelGraph, attribute, calls
+from .. import HALF
+from .small_m import small_m_matmul, small_m_swiglu  # noqa: F401
+from .transposed import transposed_linear
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to compute a linear layer.
+
+    op: ``op(x, weight, bias)`` as `F.linear`. device, dtypes: of the weights that it serves. few_rows: whether it
+    serves only products of few rows, those of a round. swiglu: ``swiglu(x, weight)`` is ``silu(gate) * up`` of the
+    halves of the product (None: there is no such op).
+    """
+
+    op: Callable
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    few_rows: bool
+    swiglu: Callable | None = None
+
+
+SMALL_M = Form(
+    torch.ops.spec_compile.small_m_matmul.default, "cuda", HALF, True, torch.ops.spec_compile.small_m_swiglu.default
+)
+TRANSPOSED = Form(transposed_linear, "cpu", (torch.float32,), False)
+FORMS = (SMALL_M, TRANSPOSED)
+PLAIN = aten.linear.default
+"""The op of a captured linear layer, and of every one that no form serves."""
+PRODUCTS = {PLAIN, aten.addmm.default} | {op for form in FORMS for op in (form.op, form.swiglu) if op}
+
+
+def choose(weight: Tensor, few_rows: bool) -> Form | None:
+    """The form that serves a weight [O, I], in products of few rows or of any number; None: `PLAIN` does."""
+    for form in FORMS:
+        if weight.device.type == form.device and weight.dtype in form.dtypes and (few_rows or not form.few_rows):
+            return form
+    return None
+
+
+def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``F.linear(x, weight)`` of few rows: x [..., I], weight [O, I] -> [..., O]."""
+    form = choose(weight, few_rows=True)
+    return torch.nn.functional.linear(x, weight) if form is None else form.op(x, weight, None)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a node is a matrix product with a weight."""
+    return node.target in PRODUCTS
+
+
+def gated_op(node: fx.Node) -> Callable | None:
+    """The op that joins the SwiGLU of its halves to this product without a bias, if there is one."""
+    form = next((form for form in FORMS if node.target == form.op), None)
+    return None if form is None or bias_of(node) is not None else form.swiglu
+
+
+def bias_of(node: fx.Node) -> fx.Node | None:
+    """The bias of a linear layer."""
+    return node.args[2] if len(node.args) > 2 else None
+
+
+def linear_layers(graph: ModelGraph) -> list[fx.Node]:
+    """The captured linear layers, ``linear(x, weight, bias)`` of a parameter, which have no other form yet."""
+    return [node for node in calls(graph.gm, PLAIN) if node.args[1].op == "get_attr"]
+
+
+def head_products(graph: ModelGraph) -> list[fx.Node]:
+    """The `linear_layers` that multiply by the output embedding."""
+    address = attribute(graph.gm, graph.head_weight).data_ptr()
+    return [node for node in linear_layers(graph) if attribute(graph.gm, node.args[1].target).data_ptr() == address]

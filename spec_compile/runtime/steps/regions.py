@@ -8,11 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...graph import ModelGraph, attribute, owner
+from ...kernels.linear import is_product
 from .compile import PartCompiler
-
-PRODUCTS = {
-    "aten::linear", "aten::addmm", "skinny_linear", "spec_compile::skinny_matmul", "spec_compile::skinny_swiglu",
-}  # fmt: skip
 
 
 @dataclass
@@ -90,10 +87,8 @@ def cut(graph: ModelGraph) -> Regions:
     nodes = [node for node in graph.gm.graph.nodes if not _is_given(node) and node.op != "output"]
     ends = {}
     for place, node in enumerate(nodes):
-        schema = getattr(node.target, "_schema", None)
-        name = getattr(node.target, "__name__", "") if schema is None else schema.name
         layer = re.match(r".*?\.\d+(?=\.)", owner(node))
-        if name in PRODUCTS and layer:
+        if is_product(node) and layer:
             ends[layer.group()] = place
     regions, begin = [], 0
     for end in [*sorted(ends.values()), len(nodes) - 1]:

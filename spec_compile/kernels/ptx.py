@@ -1,0 +1,33 @@
+"""Instructions of Hopper that Triton has no words for. Import this module only where Triton is installed."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_kernel_before():
+    """Wait until the kernel before this one is done -> 0. A load that must come later adds this to its address."""
+    return tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def let_next_kernel_begin(left, late):
+    """Let the next kernel begin if left <= late."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.le.s32 p, $1, $2; @p griddepcontrol.launch_dependents; mov.u32 $0, 0;}",
+        "=r,r,r",
+        [left, late],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_l2(address):
+    """Fetch the line of the L2 cache at each address, an int64."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
