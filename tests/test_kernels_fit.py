@@ -50,7 +50,7 @@ driver.set_active(Hopper())
 memory = int(sys.argv[1])
 tree_attention._device = lambda index: (132, memory)
 dependent_launch.available = lambda tensor: True
-for name in ("_append", "_attention", "_merge"):
+for name in ("append_kernel", "attention_kernel", "merge_kernel"):
     setattr(tree_attention, name, Compiled(getattr(tree_attention, name)))
 results = {}
 for heads, kv_heads, size in ((32, 8, 64), (32, 8, 128), (8, 1, 256)):
