@@ -13,8 +13,8 @@ from ..config import Options
 from ..drafting import Algorithm, Drafter
 from ..kernels import ops
 from ..ngram.corpus import NgramCorpus
-from ..ngram.match import MatchOptions
 from ..ngram.match import propose as match
+from ..ngram.match_options import MatchOptions
 from ..ngram.trie import NgramTrie
 from ..runtime.state import State
 
