@@ -7,7 +7,6 @@ import ctypes
 import random
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -367,14 +366,13 @@ def emulated(tmp_path_factory):
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("emulator")
     (folder / "emulator.cpp").write_text(EMULATOR)
-    source = Path(match_gpu.__file__).with_name("match.cu")
     libraries = {}
 
     def library(shape: Shape):
         if shape not in libraries:
             path = folder / f"emulator{len(libraries)}.so"
             macros = [f"-D{name}={value}" for name, value in shape.macros().items()]
-            macros.append(f'-DSOURCE="{source}"')
+            macros.append(f'-DSOURCE="{match_gpu.SOURCE}"')
             flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas"]
             subprocess.run([compiler, *flags, *macros, "-o", path, folder / "emulator.cpp"], check=True)
             libraries[shape] = ctypes.CDLL(str(path))

@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import spec_compile
+from spec_compile.ngram import match_gpu
 
 ROOT = Path(spec_compile.__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -69,6 +70,13 @@ def test_there_is_one_version_number():
     assert "version" not in PROJECT and PROJECT["dynamic"] == ["version"]
     source = (ROOT / settings["metadata"]["version"]["input"]).read_text()
     assert re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE) == [spec_compile.__version__]
+
+
+def test_the_kernels_source_lies_in_the_package():
+    """The n-gram kernels are compiled on first use, from a file that the wheel has."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    assert settings["wheel"]["packages"] == ["spec_compile"] and "exclude" not in settings["wheel"]
+    assert match_gpu.SOURCE.is_file() and match_gpu.SOURCE.is_relative_to(ROOT / "spec_compile")
 
 
 def test_the_wheels_tag_is_that_of_its_extension():

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .match_options import MAX_DRAFT_TOKENS, MatchOptions, empty_trees
 
+SOURCE = Path(__file__).with_name("match.cu")
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -170,8 +172,7 @@ def _compiled(shape: Shape, device: int):
     major, minor = torch.cuda.get_device_capability(device)
     flags = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
     flags += [f"-D{name}={value}" for name, value in shape.macros().items()]
-    source = Path(__file__).with_name("match.cu").read_bytes()
-    program = check(nvrtc.nvrtcCreateProgram(source, b"match.cu", 0, [], []))
+    program = check(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), b"match.cu", 0, [], []))
     status, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
     if int(status) != 0:
         log = bytes(check(nvrtc.nvrtcGetProgramLogSize(program)))

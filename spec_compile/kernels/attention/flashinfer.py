@@ -29,6 +29,10 @@ OLDEST = "0.6.1"
 @attention_op("spec_compile::flashinfer_attention")
 def attention(call: Call) -> Tensor:
     """The call, with the lengths read on the host. -> [B, N, H, Dv]."""
+    return _with_lengths_on_host(call)
+
+
+def _with_lengths_on_host(call: Call) -> Tensor:
     q, k, v, key_cache, value_cache, lengths, ancestors, _, sinks, scale, softcap, window, *_ = call
     append(key_cache, k, lengths)
     append(value_cache, v, lengths)
@@ -50,7 +54,7 @@ def attention(call: Call) -> Tensor:
 def tree_attention(call: Call) -> Tensor:
     """The call, with nothing read on the host but for chunks of more than 64. -> [B, N, H, D]."""
     if call.q.shape[2] > MAX_NODES:
-        return torch.ops.spec_compile.flashinfer_attention(*call[:12])
+        return _with_lengths_on_host(call)
     append(call.key_cache, call.k, call.lengths)
     append(call.value_cache, call.v, call.lengths)
     return xqa.attention(
