@@ -47,7 +47,7 @@ def make(kind: str, model: PreTrainedModel, small: LlamaConfig) -> torch.nn.Modu
             middle = config.num_hidden_layers // 2
             taps = (2, middle, config.num_hidden_layers - 3)
             head = Eagle3Head(config, embedding, taps, config.hidden_size, draft_vocab_size=32000)
-            head.hot_ids = torch.arange(32000)
+            head.draft_to_target = torch.arange(32000)
         elif kind == "dflash":
             five, knobs = (2, 10, 18, 26, 34), LayerKnobs(num_layers=5, qk_norm=True)
             sizes = draft_config(Target.of(model), TrainingOptions(), layers=5)

@@ -113,17 +113,18 @@ def propose_grown(
     logits: Tensor,
     hidden: Tensor,
     step: Step,
-    hot_ids: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
 ) -> None:
     """Grow trees (see `grow`), or chains that are drawn, below the last committed tokens and propose them."""
     root, probs = state.tree_tokens[:, 0].clone(), None
     if draws:
         place = state.lengths + 1 - state.prompt_lengths
         tokens, parents, probs = draw_chain(
-            schedule, root, logits, hidden, step, state.temperature, state.seed, place, state.is_eos.shape[0], hot_ids
-        )
+            schedule, root, logits, hidden, step, state.temperature, state.seed, place, state.is_eos.shape[0],
+            draft_to_target,
+        )  # fmt: skip
     else:
-        tokens, parents, _ = grow(schedule, root, logits, hidden, step, hot_ids)
+        tokens, parents, _ = grow(schedule, root, logits, hidden, step, draft_to_target)
     count = torch.full_like(root, tokens.shape[1])
     state.propose(tokens, parents, count, torch.zeros_like(count), probs)
 

@@ -182,7 +182,7 @@ def test_blocks_are_their_formulas(load, name):
     assert (draft.taps, draft.sample_from_anchor, draft.causal) == (meaning.taps, meaning.anchor, meaning.causal)
     assert (draft.block_size, draft.mask_token_id) == (BLOCK, MASK)
     assert difference(logits, right) < 1e-5
-    ids = drafts.hot_ids().numpy() if name.endswith("kept") else np.arange(drafts.V)
+    ids = drafts.draft_to_target().numpy() if name.endswith("kept") else np.arange(drafts.V)
     chosen = ids[np.stack(right).argmax(-1)][:, 0 if meaning.anchor else 1 :]
     assert tokens[:, 0].tolist() == [5, MASK, 40] and tokens[:, 1:].tolist() == chosen.tolist()
     assert parents.tolist() == [list(range(-1, chosen.shape[1]))] * 3 and count.tolist() == [tokens.shape[1]] * 3
@@ -270,8 +270,8 @@ def test_a_flavour_loads(load, name):
     target, kept = written.target, name == "dflash_speculators_kept"
     assert draft.embedding is target.get_input_embeddings().weight
     assert (draft.head_weight is target.get_output_embeddings().weight) != kept
-    assert draft.hot_ids is None or torch.equal(draft.hot_ids, drafts.hot_ids())
-    assert (draft.hot_ids is not None) == kept
+    assert draft.draft_to_target is None or torch.equal(draft.draft_to_target, drafts.draft_to_target())
+    assert (draft.draft_to_target is not None) == kept
     shared = {id(p) for p in target.parameters()}
     assert all(not p.requires_grad for p in draft.parameters() if id(p) not in shared)
     assert all(p.requires_grad for p in target.parameters()) and not draft.training
@@ -463,7 +463,7 @@ def test_output_matrices(write):
     flipped = lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].flip(0)})  # noqa: E731
     written = write("dflash_deepspec", flipped)
     draft = read(written)
-    assert torch.equal(draft.head_weight, written.tensors["lm_head.weight"]) and draft.hot_ids is None
+    assert torch.equal(draft.head_weight, written.tensors["lm_head.weight"]) and draft.draft_to_target is None
     assert "its own, 96 of 96 tokens" in draft.report[4]
     with pytest.raises(ValueError, match="40 rows, its config says draft_vocab_size 48"):
         read(write("dflash_speculators_kept", draft_vocab_size=48))

@@ -68,9 +68,10 @@ def test_a_flavour_loads(write, name):
     assert head.layers == (2 if "layers" in name else 1)
     assert head.hidden_size == (48 if name == "eagle3_wide" else drafts.H)
     kept = name.startswith("eagle3") and name not in WHOLE
-    assert (head.hot_ids is not None) == kept
+    assert (head.draft_to_target is not None) == kept
     if kept:
-        assert torch.equal(head.hot_ids, drafts.hot_ids()) and head.head_weight.shape == (drafts.VD, drafts.H)
+        assert torch.equal(head.draft_to_target, drafts.draft_to_target())
+        assert head.head_weight.shape == (drafts.VD, drafts.H)
     own_embedding = name in ("eagle3_wide", "eagle3_speculators_31")
     assert (head.embedding is target.get_input_embeddings().weight) != own_embedding
     own_output = name.startswith("eagle3") and name != "eagle3_borrowed"
@@ -375,7 +376,7 @@ def test_no_block_of_multi_token_prediction(tmp_path):
 
 def test_kept_tokens_must_make_sense(write):
     def absolute(tensors):
-        tensors["d2t"] = drafts.hot_ids()
+        tensors["d2t"] = drafts.draft_to_target()
 
     with pytest.raises(ValueError, match=r"d2t .* token of its own below 96 when the row's number is added"):
         load(write("eagle3", absolute))
@@ -390,7 +391,7 @@ def test_kept_tokens_must_make_sense(write):
     with pytest.raises(ValueError, match="40 rows, its config says draft_vocab_size 48"):
         load(write("eagle3", draft_vocab_size=48))
     head = load(write("eagle3", lambda tensors: tensors.pop("d2t")))
-    assert torch.equal(head.hot_ids, drafts.hot_ids())
+    assert torch.equal(head.draft_to_target, drafts.draft_to_target())
 
 
 def test_configs_that_cannot_be_built(write):
@@ -514,10 +515,10 @@ def test_token_map(write, tmp_path, name):
     written = write(name)
     whole = load(written)
     head = load(written, token_map=tmp_path / "freq_4.pt")
-    assert head.hot_ids.tolist() == [17, 3, 90, 5] and head.hot_ids.dtype == torch.int64
+    assert head.draft_to_target.tolist() == [17, 3, 90, 5] and head.draft_to_target.dtype == torch.int64
     assert torch.equal(head.head_weight, whole.head_weight[[17, 3, 90, 5]]) and not head.head_weight.requires_grad
     for given in (listed, torch.tensor(listed)):
-        assert torch.equal(load(written, token_map=given).hot_ids, head.hot_ids)
+        assert torch.equal(load(written, token_map=given).draft_to_target, head.draft_to_target)
 
 
 def test_token_maps_that_cannot_be_used(write, tmp_path):
@@ -635,7 +636,7 @@ def test_acceptance_counts_the_targets_next_tokens():
     assert first_position_acceptance(model, Oracle(choices, first=0.5), ids) == 0.5
     assert first_position_acceptance(model, Oracle(choices.roll(1, 1)), ids) < 0.3
     mapped = Oracle(choices)
-    mapped.hot_ids = torch.arange(drafts.V).flip(0)
+    mapped.draft_to_target = torch.arange(drafts.V).flip(0)
     mapped.head_weight = nn.Parameter(torch.eye(drafts.V).flip(0))
     assert first_position_acceptance(model, mapped, ids) == 1
 

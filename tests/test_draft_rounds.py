@@ -147,7 +147,7 @@ def drafted(algorithm, draft, model, schedule, text):
         return torch.stack([h for h, _ in rows])[None], torch.stack([logits for _, logits in rows[-wanted:]])[None]
 
     hidden, logits = output([])
-    return grow(schedule, ids[:, -1], logits[None], hidden[None], step, getattr(draft, "hot_ids", None))[:2]
+    return grow(schedule, ids[:, -1], logits[None], hidden[None], step, getattr(draft, "draft_to_target", None))[:2]
 
 
 @pytest.mark.parametrize(

@@ -70,19 +70,19 @@ def logits_after(table, path):
     return table[(state + carried + total) % len(table)] if path else table[1 % len(table)]
 
 
-def children(table, path, ranks, temperature, hot_ids):
+def children(table, path, ranks, temperature, draft_to_target):
     """[(log-probability, token)] of the likeliest children."""
     logprobs, ids = top_logits(logits_after(table, path)[None], ranks, temperature)
-    return list(zip(logprobs[0].numpy(), (int(hot_ids[i]) for i in ids[0])))
+    return list(zip(logprobs[0].numpy(), (int(draft_to_target[i]) for i in ids[0])))
 
 
-def slow_tree(schedule, table, hot_ids):
+def slow_tree(schedule, table, draft_to_target):
     """[(path, score)] of the nodes of an EAGLE-2 tree, or of a chain, best first."""
     candidates, frontier = {(): numpy.float32(0)}, [()]
     for _ in range(schedule.num_steps):
         found = {}
         for path in frontier:
-            for logprob, token in children(table, path, schedule.topk, schedule.score_temperature, hot_ids):
+            for logprob, token in children(table, path, schedule.topk, schedule.score_temperature, draft_to_target):
                 found[*path, token] = candidates[path] + logprob
         candidates |= found
         frontier = sorted(found, key=lambda path: -found[path])[: schedule.topk]
@@ -90,12 +90,12 @@ def slow_tree(schedule, table, hot_ids):
     return [(path, candidates[path]) for path in best[: schedule.num_draft_tokens]]
 
 
-def slow_static(choices, table, hot_ids):
+def slow_static(choices, table, draft_to_target):
     """[(path, score)] of a static tree, level by level."""
     nodes = {(): ((), numpy.float32(0))}
     for ranks in sorted(choices, key=lambda ranks: (len(ranks), ranks)):
         path, score = nodes[tuple(ranks[:-1])]
-        logprob, token = children(table, path, ranks[-1] + 1, 1.0, hot_ids)[-1]
+        logprob, token = children(table, path, ranks[-1] + 1, 1.0, draft_to_target)[-1]
         nodes[tuple(ranks)] = (*path, token), score + logprob
     return list(nodes.values())
 
@@ -112,16 +112,16 @@ def read(tokens, parents, scores):
     return list(zip(paths, scores.numpy()))
 
 
-def check(schedule, table, hot_ids=None):
+def check(schedule, table, draft_to_target=None):
     batch, _, vocab = table.shape
     root = torch.arange(batch) + 50
     draft = Draft(table)
-    tokens, parents, scores = grow(schedule, root, *draft.begin(), draft, hot_ids)
+    tokens, parents, scores = grow(schedule, root, *draft.begin(), draft, draft_to_target)
     assert tokens.shape == parents.shape == scores.shape == (batch, schedule.num_draft_tokens)
     assert tokens.dtype == parents.dtype == torch.int64 and scores.dtype == torch.float32
     assert torch.equal(tokens[:, 0], root)
     for row in range(batch):
-        ids = range(vocab) if hot_ids is None else hot_ids.tolist()
+        ids = range(vocab) if draft_to_target is None else draft_to_target.tolist()
         if isinstance(schedule, Schedule):
             expected = slow_tree(schedule, table[row], ids)
         else:
@@ -345,7 +345,7 @@ def test_chains_are_drawn_from_the_draft(temperature):
     table = torch.randn(1, 97, 4)
     table[0, ::3, 2] = -INF
     rows = 40_000
-    tokens, parents, probs = drawn(table, temperature, Schedule(3, 1), rows, vocab_size=VOCAB, hot_ids=DRAFTED)
+    tokens, parents, probs = drawn(table, temperature, Schedule(3, 1), rows, vocab_size=VOCAB, draft_to_target=DRAFTED)
     assert probs.shape == (rows, 4, VOCAB) and probs.dtype == torch.float32
     assert parents[0].tolist() == [-1, 0, 1, 2] and (tokens[:, 0] == 3).all() and not probs[:, 3].any()
     assert len({tuple(row) for row in tokens.tolist()}) > 20
@@ -373,7 +373,7 @@ def test_temperature_0_is_the_argmax():
     assert probs.isfinite().all() and (probs[1, :-1].amax(dim=1) < 1).any()
 
 
-def test_a_chain_without_hot_ids():
+def test_a_chain_without_draft_to_target():
     table = torch.randn(1, 97, VOCAB)
     tokens, _, probs = drawn(table, 1.0, Schedule(4, 1, 3), 100, vocab_size=VOCAB)
     assert tokens.shape == (100, 3)

@@ -300,7 +300,7 @@ def test_acceptance_is_of_drafts_from_every_slot(algo):
                     if not document.supervised[slot + 2 : slot + 3 + step].all():
                         break
                     row = int((trainer.module.head_weight @ normed).argmax())
-                    token = row if trainer.module.hot_ids is None else int(trainer.module.hot_ids[row])
+                    token = row if trainer.module.draft_to_target is None else int(trainer.module.draft_to_target[row])
                     alive = alive and token == int(choices[slot + 1 + step])
                     reached[step] += 1
                     right[step] += alive
@@ -679,7 +679,7 @@ def test_published_eagle3(tmp_path):
     assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 2], "use_aux_hidden_state": True}
     assert config["tie_word_embeddings"] is False and config["torch_dtype"] == "float32"
     head = load_head(tmp_path / "head", target(), "eagle3")
-    assert head.taps == (0, 2) and torch.equal(head.hot_ids, kept)
+    assert head.taps == (0, 2) and torch.equal(head.draft_to_target, kept)
 
 
 def test_published_eagle3_of_several_layers(tmp_path):

@@ -197,9 +197,9 @@ class DFlashDrafter(Drafter):
         logits = self.logits(root, state.lengths.clone(), span)
         if self.chain is not None:
             return self._draw(state, logits[:, first:])
-        topk, hot_ids = self.options.topk, self.draft.hot_ids
+        topk, draft_to_target = self.options.topk, self.draft.draft_to_target
         scores, tokens = best_tokens(logits.flatten(0, 1), topk, self.options.score_temperature)
-        tokens = tokens if hot_ids is None else hot_ids[tokens]
+        tokens = tokens if draft_to_target is None else draft_to_target[tokens]
         scores, tokens = (x.view(len(root), self.slots, topk)[:, first:] for x in (scores, tokens))
         if self.tree is None:
             tokens = torch.cat([root[:, None], tokens[:, : self.nodes - 1, 0]], dim=1)
@@ -215,7 +215,7 @@ class DFlashDrafter(Drafter):
         def step(tokens, hidden, ancestors, depth, offset, wanted):
             return hidden, logits[:, offset + 1 : offset + 2]
 
-        propose_grown(state, self.chain, True, logits[:, 0], logits[:, 0, :1], step, self.draft.hot_ids)
+        propose_grown(state, self.chain, True, logits[:, 0], logits[:, 0, :1], step, self.draft.draft_to_target)
 
 
 @torch.no_grad()
@@ -229,7 +229,7 @@ def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[flo
     looked_at, found = min(algorithm.slots - draft.first, LOOKED_AT), []
     for p in range(length - 1 - looked_at, 1, -STRIDE):  # backwards, for a block overwrites what lies behind its root
         tokens = drafter.logits(text[:, p], torch.full_like(text[:, 0], p), span).argmax(dim=-1)
-        tokens = tokens if draft.hot_ids is None else draft.hot_ids[tokens]
+        tokens = tokens if draft.draft_to_target is None else draft.draft_to_target[tokens]
         right = tokens[:, draft.first :][:, :looked_at] == text[:, p + 1 : p + 1 + looked_at]
         found.append(right.to(torch.int64).cumprod(dim=1).sum(dim=1))
     return float(torch.cat(found).float().mean()), looked_at

@@ -50,7 +50,7 @@ class ModelDrafter(Drafter):
         self.schedule, self.draws, self.vocab_size = algorithm.schedule, algorithm.draws, algorithm.vocab_size
         self.known = min(algorithm.graph.vocab_size, self.vocab_size)  # the rest of either vocabulary is padding
         self.graph, self.filling = algorithm.graph, algorithm.prefill.gm
-        self.behind = 1 if self.schedule.topk == 1 else self.schedule.num_steps + 1  # tokens fed again before the root
+        self.refill = 1 if self.schedule.topk == 1 else self.schedule.num_steps + 1  # tokens fed again before the root
         self.cache = Cache(algorithm.graph, batch, slots)
         self.resized(slots)
 
@@ -85,11 +85,11 @@ class ModelDrafter(Drafter):
         self.filling(ids, positions, state.lengths, None, self.cache.tensors, span)
 
     def propose(self, state: State, span: int) -> None:
-        begin = (state.lengths - self.behind).clamp(min=0)
-        places = begin[:, None] + torch.arange(self.behind + 1, device=begin.device)
+        begin = (state.lengths - self.refill).clamp(min=0)
+        places = begin[:, None] + torch.arange(self.refill + 1, device=begin.device)
         ids = state.tokens.gather(1, places)
         rows = (state.lengths - begin)[:, None].expand(-1, self.schedule.topk)  # as many as `_step` wants, all alike
-        chain = (torch.ones_like(places) << torch.arange(1, self.behind + 2, device=begin.device)) - 1
+        chain = (torch.ones_like(places) << torch.arange(1, self.refill + 2, device=begin.device)) - 1
         logits = self._run(ids, places, begin, chain, span, rows)[:, 0]
         step = partial(self._step, state.lengths.clone(), span)
         propose_grown(state, self.schedule, self.draws, logits, logits[:, :1], step)

@@ -124,8 +124,8 @@ class HeadDrafter(Drafter):
     def propose(self, state: State, span: int) -> None:
         logits = few_rows_linear(self.normed.clone(), self.head.head_weight)
         step = partial(self._step, state.lengths.clone(), span)
-        hidden, hot_ids = self.hidden.clone(), self.head.hot_ids
-        propose_grown(state, self.schedule, self.draws, logits, hidden, step, hot_ids)
+        hidden, draft_to_target = self.hidden.clone(), self.head.draft_to_target
+        propose_grown(state, self.schedule, self.draws, logits, hidden, step, draft_to_target)
 
     def _step(self, lengths, span, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
         """See `schedule.grow`. A node at depth d is the token of the pair at position lengths + d - 1."""

@@ -72,7 +72,7 @@ def _two_positions(head: Head, features: list[Tensor], choices: Tensor, ids: Ten
 
 def _share(head: Head, normed: Tensor, choices: Tensor) -> float:
     drafts = F.linear(normed, head.head_weight).argmax(dim=-1)
-    drafts = drafts if head.hot_ids is None else head.hot_ids[drafts]
+    drafts = drafts if head.draft_to_target is None else head.draft_to_target[drafts]
     return float((drafts == choices).float().mean())
 
 

@@ -40,9 +40,9 @@ class Eagle3Trainer(HeadTrainer):
         knobs = LayerKnobs(num_layers=self.config.num_hidden_layers)
         with seeded(options.seed):
             head = Eagle3Head(self.config, target.embedding.detach(), taps, target.hidden_size, output, layer=knobs)
-        head.hot_ids = kept
+        head.draft_to_target = kept
         super().__init__(target, as_master(head, target.embedding), options.ttt_steps or 7)
-        self.kept = self.module.hot_ids
+        self.kept = self.module.draft_to_target
         self._is_kept = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, kept, True).to(self.device)
 
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:

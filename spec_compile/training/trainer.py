@@ -98,7 +98,7 @@ class HeadTrainer(Trainer):
 
     def _drafts(self, normed: Tensor) -> Tensor:
         """The tokens [R] that are drafted from the rows [R, H]."""
-        weight, ids = self.module.head_weight, self.module.hot_ids
+        weight, ids = self.module.head_weight, self.module.draft_to_target
         drafts = torch.cat([F.linear(normed[here], weight).argmax(-1) for here in blocks(len(normed), len(weight))])
         return drafts if ids is None else ids[drafts]
 

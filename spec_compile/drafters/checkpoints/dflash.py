@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..modules.dflash import DFlashDraft
 from ..modules.heads import LayerKnobs
 from .config_keys import VARIANTS, check_rope_theta, refuse_unknown_keys
-from .eagle import _fill, _hot_ids, _listed, _rope_line, our_names
+from .eagle import _draft_to_target, _fill, _listed, _rope_line, our_names
 from .eagle_config import DraftConfig
 from .files import Checkpoint, Fetch, fetcher, load_pickled, read_json
 from .target import Target, likeness
@@ -144,7 +144,7 @@ def _given(draft: nn.Module, target: Target, rope_theta: float | None) -> DFlash
         raise TypeError(f"draft: expected a path, a repository of the hub or a DFlashDraft, got {type(draft).__name__}")
     if rope_theta is not None:
         raise TypeError("rope_theta: a draft that is already loaded is read as it is")
-    target.check(draft.hidden_size, draft.head_weight.shape[0] if draft.hot_ids is None else None)
+    target.check(draft.hidden_size, draft.head_weight.shape[0] if draft.draft_to_target is None else None)
     ours, theirs = ((weight.device, weight.dtype) for weight in (target.embedding, draft.fc.weight))
     if ours != theirs:
         raise ValueError(f"draft: it is on {theirs[0]} in {theirs[1]}, the model on {ours[0]} in {ours[1]}")
@@ -177,11 +177,11 @@ def _read(
             softcap=float(config.get("final_logit_softcapping", 0)) or None,
         )  # fmt: skip
     _ignore_others(checkpoint, names, target)
-    hot_ids = _hot_ids(checkpoint, names, rows, target.vocab_size)
+    draft_to_target = _draft_to_target(checkpoint, names, rows, target.vocab_size)
     mask = _mask_embedding(checkpoint, fetch, draft)
     _fill(draft, checkpoint, names, target)
     ours = target.embedding
-    draft.hot_ids = None if hot_ids is None else hot_ids.to(ours.device)
+    draft.draft_to_target = None if draft_to_target is None else draft_to_target.to(ours.device)
     draft.mask_embedding = None if mask is None else nn.Parameter(mask.to(ours.device, ours.dtype), requires_grad=False)
     draft.flavour += " (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else ""
     draft.report = [

@@ -98,9 +98,9 @@ def read_eagle3(checkpoint: Checkpoint, raw: dict, target: Target, overrides: di
     head_weight, rows = _output(checkpoint, config, names, target)
     with torch.device("meta"):
         head = Eagle3Head(llama, embedding, taps, feature_size, head_weight, rows, knobs, **flags)
-    hot_ids = _hot_ids(checkpoint, names, head.head_weight.shape[0], target.vocab_size)
+    draft_to_target = _draft_to_target(checkpoint, names, head.head_weight.shape[0], target.vocab_size)
     _fill(head, checkpoint, names, target)
-    head.hot_ids = None if hot_ids is None else hot_ids.to(embedding.device)
+    head.draft_to_target = None if draft_to_target is None else draft_to_target.to(embedding.device)
     head.open_knobs = {
         "taps": [(f"taps {_listed(other)}", {"taps": other}) for other in found.others],
         "recycle_normed": _other_recycling(config, flags["recycle_normed"]),
@@ -192,7 +192,7 @@ def _output(
     return target.head_weight, None
 
 
-def _hot_ids(checkpoint: Checkpoint, names: dict[str, str], rows: int, vocab_size: int) -> Tensor | None:
+def _draft_to_target(checkpoint: Checkpoint, names: dict[str, str], rows: int, vocab_size: int) -> Tensor | None:
     """The target's id of each row of the output matrix: row + d2t[row], and where the mask t2d is set."""
     ids = torch.arange(rows)
     if "d2t" in names:

@@ -69,8 +69,8 @@ def _given(head: nn.Module, target: Target, overrides: dict) -> Head:
     if overrides:
         raise TypeError(f"{next(iter(overrides))}: a head that is already loaded is read as it is")
     size = target.vocab_size
-    rows = head.head_weight.shape[0] if head.hot_ids is None else size
-    if rows != size or (head.hot_ids is not None and int(head.hot_ids.max()) >= size):
+    rows = head.head_weight.shape[0] if head.draft_to_target is None else size
+    if rows != size or (head.draft_to_target is not None and int(head.draft_to_target.max()) >= size):
         raise ValueError(f"draft: it drafts tokens that are not the {size} of {type(target.model).__name__}")
     ours, theirs = ((weight.device, weight.dtype) for weight in (target.embedding, head.head_weight))
     if ours != theirs:
@@ -173,8 +173,9 @@ def _load_token_map(name: str | Path):
 
 def _restrict(head: Head, ids: Tensor) -> Head:
     """`head` with the rows `ids` of its output matrix alone."""
-    if head.hot_ids is not None:
+    if head.draft_to_target is not None:
         raise ValueError(
-            f"token_map: this head drafts {len(head.hot_ids)} tokens of its own choice already; leave token_map out"
+            f"token_map: this head drafts {len(head.draft_to_target)} tokens of its own choice already; leave "
+            "token_map out"
         )
     return head.restrict(ids.to(head.head_weight.device))

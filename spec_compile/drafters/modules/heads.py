@@ -31,7 +31,7 @@ class Head(nn.Module):
     """A draft head: ``project`` target states once, then ``forward`` for each drafted token.
 
     embedding [V, H] and head_weight [Vd, H] may be the target's own parameters: moving or casting the head would move
-    or cast the target. hot_ids [Vd] int64: the target's id of each row of head_weight (None: row i is token i).
+    or cast the target. draft_to_target [Vd] int64: the target's id of each row of head_weight (None: row i is token i).
     """
 
     flavour = ""
@@ -49,7 +49,7 @@ class Head(nn.Module):
     def __init__(self, embedding: Tensor, head_weight: Tensor, hidden_size: int, taps: tuple[int, ...], layers: int):
         super().__init__()
         self.embedding, self.head_weight = embedding, head_weight
-        self.register_buffer("hot_ids", None, persistent=False)
+        self.register_buffer("draft_to_target", None, persistent=False)
         self.hidden_size, self.taps, self.layers = hidden_size, tuple(taps), layers
         self.report: list[str] = []
         self.open_knobs: dict[str, list[tuple[str, dict]]] = {}
@@ -57,7 +57,7 @@ class Head(nn.Module):
     def restrict(self, ids: Tensor) -> "Head":
         """Another head of the same weights that drafts the tokens `ids` [Vd] alone."""
         head = shallow(self)
-        head.all_rows, head.hot_ids = (self.head_weight,), ids
+        head.all_rows, head.draft_to_target = (self.head_weight,), ids
         head.head_weight = nn.Parameter(self.head_weight.detach()[ids], requires_grad=False)
         head.report = [*self.report, f"token_map: drafts {len(ids)} tokens"]
         return head
@@ -65,7 +65,7 @@ class Head(nn.Module):
     def refresh(self) -> None:
         """Take the rows of a restricted output matrix anew from the whole one."""
         for weight in self.all_rows:
-            self.head_weight.data.copy_(weight.detach()[self.hot_ids])
+            self.head_weight.data.copy_(weight.detach()[self.draft_to_target])
 
     def project(self, features: list[Tensor]) -> Tensor:
         """The tapped states, each [B, T, h], in the order of `taps` -> what `forward` takes as its state [B, T, H]."""

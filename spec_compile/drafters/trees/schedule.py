@@ -153,7 +153,7 @@ class StaticTree(nn.Module):
         self.register_buffer(name, torch.tensor(values, dtype=torch.int64), persistent=False)
 
     def forward(
-        self, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, hot_ids: Tensor | None = None
+        self, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, draft_to_target: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `grow`. Scores are at temperature 1."""
         batch, device = root.shape[0], root.device
@@ -162,7 +162,7 @@ class StaticTree(nn.Module):
         above, hidden, logits = scores[0], hidden[:, None], logits[:, None]
         for level, (width, ranks) in enumerate(zip(self.widths, self.ranks), 1):
             inner, picked = getattr(self, f"inner_{level}"), getattr(self, f"picked_{level}")
-            below, ids = (x.index_select(1, picked) for x in _children(above, logits, ranks, 1.0, hot_ids))
+            below, ids = (x.index_select(1, picked) for x in _children(above, logits, ranks, 1.0, draft_to_target))
             tokens.append(ids)
             scores.append(below)
             if width:
@@ -182,29 +182,29 @@ def grow(
     logits: Tensor,
     hidden: Tensor,
     step: Step,
-    hot_ids: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The trees to be verified: tokens, parents [B, N] int64 and scores [B, N] float32.
 
     root [B]: the last committed tokens; logits [B, Vd], hidden [B, C]: the draft's output at the last committed slot;
-    hot_ids [Vd]: the target's id of each of the draft's, all different (None: they are the same). A score is the sum
-    of log-probabilities down from the root, whose own is 0: no child has a higher one than its parent. Parents come
-    before children and siblings differ. Of an EAGLE-2 tree the nodes go from the best score down, so that its first n
-    are the tree of n nodes. ValueError if Vd is less than topk, or the highest rank of a static tree.
+    draft_to_target [Vd]: the target's id of each of the draft's, all different (None: they are the same). A score is
+    the sum of log-probabilities down from the root, whose own is 0: no child has a higher one than its parent. Parents
+    come before children and siblings differ. Of an EAGLE-2 tree the nodes go from the best score down, so that its
+    first n are the tree of n nodes. ValueError if Vd is less than topk, or the highest rank of a static tree.
     """
     if isinstance(schedule, StaticTree):
-        return schedule(root, logits, hidden, step, hot_ids)
-    return (_grow_chain if schedule.topk == 1 else _grow_tree)(schedule, root, logits, hidden, step, hot_ids)
+        return schedule(root, logits, hidden, step, draft_to_target)
+    return (_grow_chain if schedule.topk == 1 else _grow_tree)(schedule, root, logits, hidden, step, draft_to_target)
 
 
 def _children(
-    above: Tensor, logits: Tensor, ranks: int, temperature: float, hot_ids: Tensor | None
+    above: Tensor, logits: Tensor, ranks: int, temperature: float, draft_to_target: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Scores and tokens [B, P * ranks] of the likeliest children of P nodes with scores [B, P], logits [B, P, Vd]."""
     batch, nodes, vocab = logits.shape
     scores, ids = best_tokens(logits.reshape(batch * nodes, vocab), ranks, temperature)
     scores = above[:, :, None] + scores.view(batch, nodes, ranks)
-    tokens = ids if hot_ids is None else hot_ids[ids]
+    tokens = ids if draft_to_target is None else draft_to_target[ids]
     return scores.view(batch, nodes * ranks), tokens.view(batch, nodes * ranks)
 
 
@@ -214,13 +214,13 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def _grow_chain(
-    schedule: Schedule, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, hot_ids: Tensor | None
+    schedule: Schedule, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, draft_to_target: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, scores = [root[:, None]], [torch.zeros(root.shape[0], 1, device=root.device)]
     for level in range(1, schedule.num_draft_tokens):
         if level > 1:
             hidden, logits = _feed(step, tokens[-1], hidden, level - 1)
-        score, token = _children(scores[-1], logits[:, None], 1, schedule.score_temperature, hot_ids)
+        score, token = _children(scores[-1], logits[:, None], 1, schedule.score_temperature, draft_to_target)
         tokens.append(token)
         scores.append(score)
     return torch.cat(tokens, dim=1), _chain(root, len(tokens)), torch.cat(scores, dim=1)
@@ -239,7 +239,7 @@ def _chain(root: Tensor, nodes: int) -> Tensor:
 
 
 def _grow_tree(
-    schedule: Schedule, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, hot_ids: Tensor | None
+    schedule: Schedule, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, draft_to_target: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Candidates are numbered as they are found, the root being 0: a parent's number is below its children's, and its
     score not, so that with the lower number first among equals no node comes before its parent."""
@@ -254,7 +254,7 @@ def _grow_tree(
     ancestors = seen = root.new_empty(batch, 0)
     first = 1  # candidate of the level
     for level in range(1, schedule.num_steps + 1):
-        below, ids = _children(frontier_scores, logits, topk, schedule.score_temperature, hot_ids)
+        below, ids = _children(frontier_scores, logits, topk, schedule.score_temperature, draft_to_target)
         tokens.append(ids)
         scores.append(below)
         above.append(frontier.repeat_interleave(topk, dim=1))
@@ -290,7 +290,7 @@ def draw_chain(
     seed: int | Tensor,
     place: Tensor,
     vocab_size: int,
-    hot_ids: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A chain whose tokens are drawn from the draft: tokens, parents [B, N] int64, and probs [B, N, vocab_size].
 
@@ -304,8 +304,10 @@ def draw_chain(
     """
     if schedule.topk != 1:
         raise ValueError(f"topk must be 1 (a chain) for drafts that are drawn, not {schedule.topk}")
-    if hot_ids is None and logits.shape[1] != vocab_size:
-        raise ValueError(f"logits must have vocab_size = {vocab_size} columns without hot_ids, not {logits.shape[1]}")
+    if draft_to_target is None and logits.shape[1] != vocab_size:
+        raise ValueError(
+            f"logits must have vocab_size = {vocab_size} columns without draft_to_target, not {logits.shape[1]}"
+        )
     tokens, probs = [root[:, None]], []
     sequence = counter(root.shape[0], root.device)
     for level in range(1, schedule.num_draft_tokens):
@@ -313,9 +315,9 @@ def draw_chain(
             hidden, logits = _feed(step, tokens[-1], hidden, level - 1)
         own = _distribution(logits, temperature)
         token = draw(own.double(), uniform(seed, sequence, place + level - 1, DRAFT_STREAM))[:, None]
-        if hot_ids is not None:
-            own = own.new_zeros(own.shape[0], vocab_size).index_copy(1, hot_ids, own)
-            token = hot_ids[token]
+        if draft_to_target is not None:
+            own = own.new_zeros(own.shape[0], vocab_size).index_copy(1, draft_to_target, own)
+            token = draft_to_target[token]
         tokens.append(token)
         probs.append(own)
     probs.append(torch.zeros_like(probs[0]))
