@@ -7,7 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from .config import Options
-from .drafters.trees.schedule import Schedule, StaticTree, Step, draw_chain, grow
+from .drafters.trees.draw import draw_chain
+from .drafters.trees.grow import grow
+from .drafters.trees.schedule import Schedule
+from .drafters.trees.static import StaticTree
+from .drafters.trees.step import Step
 from .graph import ModelGraph
 from .runtime.state import State
 from .tree import Accepted
@@ -155,7 +159,7 @@ class DraftOptions(Options):
             )
         if self.draws and self.topk != 1:
             raise ValueError(f"topk: drafts that are drawn ('probabilistic') are chains: it must be 1, not {self.topk}")
-        object.__setattr__(self, "num_draft_tokens", self.schedule.num_draft_tokens)
+        object.__setattr__(self, "num_draft_tokens", self.schedule.nodes)
 
     @property
     def draws(self) -> bool:

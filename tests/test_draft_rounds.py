@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spec_compile import speculate
 from spec_compile.drafters.modules.heads import FINAL, Eagle3Head, EagleHead
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
-from spec_compile.drafters.trees.schedule import grow
+from spec_compile.drafters.trees.grow import grow
 from spec_compile.kernels import ops
 
 TARGETS = ("llama", "qwen3", "mixtral", "deepseek_v3")

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 from spec_compile import compat
-from spec_compile.drafters.trees import schedule as schedules
-from spec_compile.drafters.trees.schedule import EAGLE1_CHOICES, Schedule, StaticTree, draw_chain, grow
+from spec_compile.drafters.trees import draw as drawing
+from spec_compile.drafters.trees.draw import draw_chain
+from spec_compile.drafters.trees.grow import grow
+from spec_compile.drafters.trees.schedule import Schedule
+from spec_compile.drafters.trees.static import EAGLE1_CHOICES, StaticTree
 from spec_compile.kernels.top_logits import top_logits
 from spec_compile.runtime.accept.chain import accept_chain, chain_numbers
 from spec_compile.runtime.accept.host import HostAcceptor
@@ -87,7 +90,7 @@ def slow_tree(schedule, table, draft_to_target):
         candidates |= found
         frontier = sorted(found, key=lambda path: -found[path])[: schedule.topk]
     best = sorted(candidates, key=lambda path: -candidates[path])
-    return [(path, candidates[path]) for path in best[: schedule.num_draft_tokens]]
+    return [(path, candidates[path]) for path in best[: schedule.nodes]]
 
 
 def slow_static(choices, table, draft_to_target):
@@ -117,7 +120,7 @@ def check(schedule, table, draft_to_target=None):
     root = torch.arange(batch) + 50
     draft = Draft(table)
     tokens, parents, scores = grow(schedule, root, *draft.begin(), draft, draft_to_target)
-    assert tokens.shape == parents.shape == scores.shape == (batch, schedule.num_draft_tokens)
+    assert tokens.shape == parents.shape == scores.shape == (batch, schedule.nodes)
     assert tokens.dtype == parents.dtype == torch.int64 and scores.dtype == torch.float32
     assert torch.equal(tokens[:, 0], root)
     for row in range(batch):
@@ -204,7 +207,7 @@ def test_static_trees(choices, values):
 def test_the_tree_of_eagle_1():
     """The widths of the levels, and that the default is it."""
     tree = StaticTree()
-    assert tree.num_draft_tokens == 26 and tree.num_steps == 5
+    assert tree.nodes == 26 and tree.num_steps == 5
     assert [sum(len(path) == level for path in EAGLE1_CHOICES) for level in range(1, 6)] == [4, 8, 8, 3, 2]
     assert EAGLE1_CHOICES[:4] == [(0,), (1,), (2,), (3,)] and (1, 0, 0) in EAGLE1_CHOICES
     assert tree.parents.tolist()[:13] == [-1, 0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4]
@@ -247,10 +250,10 @@ def test_the_scores_temperature_changes_the_shape():
 
 
 def test_defaults():
-    assert Schedule(5, 1).num_draft_tokens == 6
-    assert Schedule(1, 3).num_draft_tokens == 4
-    assert Schedule(2, 2).num_draft_tokens == 7
-    assert Schedule(5, 4).num_draft_tokens == 64
+    assert Schedule(5, 1).nodes == 6
+    assert Schedule(1, 3).nodes == 4
+    assert Schedule(2, 2).nodes == 7
+    assert Schedule(5, 4).nodes == 64
 
 
 @pytest.mark.parametrize(
@@ -517,7 +520,7 @@ def test_drawn_chains_leave_the_target(nodes, temperature):
 
 
 def test_numbers_shared_with_verification_would_show(monkeypatch):
-    monkeypatch.setattr(schedules, "DRAFT_STREAM", 0)
+    monkeypatch.setattr(drawing, "DRAFT_STREAM", 0)
     samples, target, _ = chained(60_000, 4)
     assert fit(samples, joint(target)) < FAILS
 

@@ -95,7 +95,7 @@ class ModelDrafter(Drafter):
         propose_grown(state, self.schedule, self.draws, logits, logits[:, :1], step)
 
     def _step(self, lengths, span, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
-        """See `schedule.grow`."""
+        """See `trees.step.Step`."""
         rows = torch.arange(tokens.shape[1] - wanted, tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
         positions = lengths[:, None] + depth
         return hidden, self._run(tokens, positions, lengths + 1 + offset, ancestors, span, rows)

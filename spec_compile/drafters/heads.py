@@ -22,7 +22,8 @@ from ..tree import Accepted
 from .checkpoints.load import load_head
 from .modules.heads import Head
 from .self_check import calibrate
-from .trees.schedule import Schedule, StaticTree
+from .trees.schedule import Schedule
+from .trees.static import StaticTree
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class HeadDrafter(Drafter):
         super().__init__()
         self.head, self.block, self.draws = algorithm.head, algorithm.graph.gm, algorithm.draws
         self.schedule = schedule = algorithm.schedule
-        self.longest = min(schedule.num_draft_tokens, schedule.num_steps + 1)  # nodes of a path
+        self.longest = min(schedule.nodes, schedule.num_steps + 1)  # nodes of a path
         self.cache = Cache(algorithm.graph, batch, slots)
         like = self.head.head_weight
         self.register_buffer("hidden", like.new_zeros(batch, self.head.hidden_size), persistent=False)
@@ -128,7 +129,7 @@ class HeadDrafter(Drafter):
         propose_grown(state, self.schedule, self.draws, logits, hidden, step, draft_to_target)
 
     def _step(self, lengths, span, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
-        """See `schedule.grow`. A node at depth d is the token of the pair at position lengths + d - 1."""
+        """See `trees.step.Step`. A node at depth d is the token of the pair at position lengths + d - 1."""
         positions = lengths[:, None] + depth - 1
         hidden, normed = self.block(tokens, positions, hidden, lengths + offset, ancestors, self.cache.tensors, span)
         return hidden, few_rows_linear(normed[:, -wanted:], self.head.head_weight)
