@@ -117,7 +117,7 @@ def measure(
         draft = make(kind, model, AutoConfig.for_model("llama", **small))
         begin = time.perf_counter()
         fast = spec_compile.speculate(model, algorithm, draft=draft, max_cache_len=2048, check=False, **options)
-        nodes = fast.speculation.options.num_draft_tokens
+        nodes = fast.speculation._engine.runtime.algorithm.plan.nodes
         ms = rounds(fast, 1024, 1, [nodes])[nodes]
         ready = time.perf_counter() - begin
         own = draft_bytes(draft, options.get("num_steps", 1))

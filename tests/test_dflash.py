@@ -564,9 +564,9 @@ def test_what_was_loaded_is_told(load):
         "of 5 drafts are the target's own next tokens, on average",
     ):  # fmt: skip
         assert part in told
-    assert fast.speculation.options.num_draft_tokens == 6 and fast.speculation._engine.runtime.sizes == (6,)
-    graph = fast.speculation._engine.runtime.algorithm.graph
-    assert "1 layers see the block causally, 1 all of it" in graph.log[-1].summary
+    runtime = fast.speculation._engine.runtime
+    assert runtime.algorithm.plan.nodes == 6 and runtime.sizes == (6,)
+    assert "1 layers see the block causally, 1 all of it" in runtime.algorithm.graph.log[-1].summary
 
 
 def test_the_self_check_counts_what_would_be_accepted():
@@ -686,7 +686,7 @@ def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
     system, options, draft = fast("llama", schedule), SCHEDULES[schedule], trained("llama")
     engine, stats = system.speculation._engine, system.speculation.stats
     run, checked = engine.run, 0
-    nodes, size = engine.runtime.options.num_draft_tokens, options.get("block_size", 5)
+    nodes, size = engine.runtime.algorithm.plan.nodes, options.get("block_size", 5)
 
     def watched(request):
         nonlocal checked

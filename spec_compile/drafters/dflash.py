@@ -16,7 +16,7 @@ from .. import passes
 from ..cache import Cache
 from ..capture.trace import capture_head
 from ..config import Options
-from ..drafting import Algorithm, Drafter, propose_grown
+from ..drafting import Algorithm, Drafter, DraftPlan
 from ..errors import check_int
 from ..graph import ModelGraph
 from ..kernels import ops
@@ -27,8 +27,10 @@ from ..runtime.steps.regions import cut
 from ..tree import MAX_NODES, Accepted
 from .checkpoints.dflash import load_dflash
 from .modules.dflash import Context, DFlashDraft
+from .options import check_sample_method
 from .self_check import STRIDE, own_text, states
 from .trees.block import BlockTree
+from .trees.propose import propose_grown
 from .trees.schedule import Schedule
 
 LOOKED_AT = 8
@@ -63,16 +65,11 @@ class DFlashOptions(Options):
             check_int("num_draft_tokens", self.num_draft_tokens, 2, MAX_NODES, "nodes verified, the root included")
         if not 0 < self.score_temperature < math.inf:
             raise ValueError(f"score_temperature must be positive and finite, not {self.score_temperature}")
-        if self.draft_sample_method not in ("greedy", "probabilistic"):
-            raise ValueError(
-                f"draft_sample_method: expected 'greedy' or 'probabilistic', got {self.draft_sample_method!r}"
-            )
-        if self.draws and self.topk != 1:
-            raise ValueError(f"topk: drafts that are drawn ('probabilistic') are chains: it must be 1, not {self.topk}")
+        check_sample_method(self.draft_sample_method, self.topk)
 
     @property
     def draws(self) -> bool:
-        """See `Algorithm.draws`."""
+        """See `DraftPlan.draws`."""
         return self.draft_sample_method == "probabilistic"
 
     def fit(self, draft: DFlashDraft) -> tuple[int, int]:
@@ -98,13 +95,14 @@ class DFlash(Algorithm):
     """Chains or trees of one `draft`."""
 
     def __init__(self, draft: DFlashDraft, options: DFlashOptions):
-        self.draft, self.options, self.taps, self.draws = draft, options, draft.taps, options.draws
+        self.draft, self.options = draft, options
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else draft
-        self.slots, self.nodes = options.fit(draft)
-        self.chain = Schedule(self.nodes - 1, 1, self.nodes) if self.draws else None
+        self.block_size, nodes = options.fit(draft)
+        self.plan = DraftPlan(nodes, draft.taps, self.block_size, options.draws)
+        self.chain = Schedule(nodes - 1, 1, nodes) if options.draws else None
         self.tree = None
         if options.topk > 1:
-            self.tree = BlockTree(self.slots - draft.first, options.topk, self.nodes).to(draft.embedding.device)
+            self.tree = BlockTree(self.block_size - draft.first, options.topk, nodes).to(draft.embedding.device)
         self.context, self.checked = Context(draft), []
 
         def causal_layers(graph: ModelGraph, settings: passes.Settings) -> str:
@@ -113,7 +111,6 @@ class DFlash(Algorithm):
         pipeline = [*passes.PIPELINE, causal_layers]
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
         self.graph = passes.run(capture_head(draft), settings, pipeline)
-        self.reach = self.slots
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return DFlashDrafter(self, batch, slots)
@@ -157,19 +154,14 @@ class DFlashDrafter(Drafter):
         super().__init__()
         self.draft, self.context, self.tree = algorithm.draft, algorithm.context, algorithm.tree
         self.graph, self.block, self.chain = algorithm.graph, algorithm.graph.gm, algorithm.chain
-        self.slots, self.nodes, self.options = algorithm.slots, algorithm.nodes, algorithm.options
-        self.longest = min(self.nodes, self.slots - self.draft.first + 1)  # nodes of a path
-        self.cache = Cache(algorithm.graph, batch, slots)
-
-    def small_buffers(self) -> list[Tensor]:
-        return []
+        self.block_size, self.nodes, self.options = algorithm.block_size, algorithm.plan.nodes, algorithm.options
+        self.longest = min(self.nodes, self.block_size - self.draft.first + 1)  # nodes of a path
+        self.cache, self.compiled_slots = Cache(algorithm.graph, batch, slots), 0
 
     def compile(self, compiler: PartCompiler) -> None:
-        if self.block is self.graph.gm:
+        if self.compiled_slots != self.cache.slots:
             self.block = cut(self.graph).compile_bodies(compiler, "block")
-
-    def resized(self, slots: int) -> None:
-        self.block = self.graph.gm
+            self.compiled_slots = self.cache.slots
 
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
         self.write(features, state.lengths)
@@ -186,9 +178,9 @@ class DFlashDrafter(Drafter):
 
     def logits(self, root: Tensor, lengths: Tensor, span: int) -> Tensor:
         """Of the slots of a block behind the committed ones: [B, slots, Vd]. root, lengths [B]."""
-        masks = root.new_full((len(root), self.slots - 1), self.draft.mask_token_id)
+        masks = root.new_full((len(root), self.block_size - 1), self.draft.mask_token_id)
         ids = torch.cat([root[:, None], masks], dim=1)
-        positions = lengths[:, None] + torch.arange(self.slots, device=root.device)
+        positions = lengths[:, None] + torch.arange(self.block_size, device=root.device)
         everything = torch.full_like(ids, -1)  # of the block
         return self.block(ids, positions, lengths, everything, self.cache.tensors, span)[0]
 
@@ -200,7 +192,7 @@ class DFlashDrafter(Drafter):
         topk, draft_to_target = self.options.topk, self.draft.draft_to_target
         scores, tokens = best_tokens(logits.flatten(0, 1), topk, self.options.score_temperature)
         tokens = tokens if draft_to_target is None else draft_to_target[tokens]
-        scores, tokens = (x.view(len(root), self.slots, topk)[:, first:] for x in (scores, tokens))
+        scores, tokens = (x.view(len(root), self.block_size, topk)[:, first:] for x in (scores, tokens))
         if self.tree is None:
             tokens = torch.cat([root[:, None], tokens[:, : self.nodes - 1, 0]], dim=1)
             parents = torch.arange(-1, self.nodes - 1, device=root.device).expand_as(tokens)
@@ -224,9 +216,9 @@ def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[flo
     text, draft = own_text(model), algorithm.draft
     features, _ = states(model, draft.taps, text)
     batch, length = text.shape
-    drafter, span = algorithm.drafter(batch, length + algorithm.slots), length + algorithm.slots
+    drafter, span = algorithm.drafter(batch, length + algorithm.block_size), length + algorithm.block_size
     drafter.write(features, torch.zeros_like(text[:, 0]))
-    looked_at, found = min(algorithm.slots - draft.first, LOOKED_AT), []
+    looked_at, found = min(algorithm.block_size - draft.first, LOOKED_AT), []
     for p in range(length - 1 - looked_at, 1, -STRIDE):  # backwards, for a block overwrites what lies behind its root
         tokens = drafter.logits(text[:, p], torch.full_like(text[:, 0], p), span).argmax(dim=-1)
         tokens = tokens if draft.draft_to_target is None else draft.draft_to_target[tokens]
@@ -238,7 +230,6 @@ def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[flo
 def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:
     """The algorithm with the draft that `options` names."""
     algorithm = DFlash(load_dflash(options.draft, model, options.rope_theta), options)
-    object.__setattr__(options, "num_draft_tokens", algorithm.nodes)  # as in all `Options`, now that it is known
     if options.check:
         accepted, of = accepted_of_own_text(model, algorithm)
         algorithm.checked = [f"self-check: {accepted:.1f} of {of} drafts are the target's own next tokens, on average"]

@@ -15,13 +15,15 @@ from transformers import PreTrainedModel
 from .. import passes
 from ..cache import Cache
 from ..capture.trace import capture_head
-from ..drafting import Algorithm, Drafter, DraftOptions, propose_grown
+from ..drafting import Algorithm, Drafter, DraftPlan
 from ..kernels.ops import few_rows_linear, gather_rows
 from ..runtime.state import State
 from ..tree import Accepted
 from .checkpoints.load import load_head
 from .modules.heads import Head
+from .options import DraftOptions
 from .self_check import calibrate
+from .trees.propose import propose_grown
 from .trees.schedule import Schedule
 from .trees.static import StaticTree
 
@@ -59,13 +61,13 @@ class Heads(Algorithm):
     """Drafts of one `head`, in trees as `schedule` says."""
 
     def __init__(self, head: Head, options: HeadOptions):
-        self.head, self.schedule, self.taps, self.draws = head, options.schedule, head.taps, options.draws
+        self.head, self.schedule = head, options.schedule
         if isinstance(self.schedule, StaticTree):
             self.schedule.to(head.head_weight.device)
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else head
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
         self.graph = passes.run(capture_head(head, head.hidden_size), settings)
-        self.reach = self.schedule.fed
+        self.plan = DraftPlan(self.schedule.nodes, head.taps, self.schedule.fed, options.draws)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return HeadDrafter(self, batch, slots)
@@ -82,7 +84,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, algorithm: Heads, batch: int, slots: int):
         super().__init__()
-        self.head, self.block, self.draws = algorithm.head, algorithm.graph.gm, algorithm.draws
+        self.head, self.block, self.draws = algorithm.head, algorithm.graph.gm, algorithm.plan.draws
         self.schedule = schedule = algorithm.schedule
         self.longest = min(schedule.nodes, schedule.num_steps + 1)  # nodes of a path
         self.cache = Cache(algorithm.graph, batch, slots)
@@ -90,10 +92,7 @@ class HeadDrafter(Drafter):
         self.register_buffer("hidden", like.new_zeros(batch, self.head.hidden_size), persistent=False)
         self.register_buffer("normed", like.new_zeros(batch, like.shape[1]), persistent=False)
 
-    def small_buffers(self) -> list[Tensor]:
-        return [self.hidden, self.normed]
-
-    def begin(
+    def start(
         self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True
     ) -> None:
         self.hidden.zero_()  # a prompt of one token has no slot to draft from: these drafts are rejected
