@@ -27,9 +27,10 @@ from spec_compile import speculate
 from spec_compile.drafters.checkpoints.dflash import load_dflash, spread_layers
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.dflash import DFlash, DFlashOptions, accepted_of_own_text
+from spec_compile.drafters.hidden_states import tapped_states
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.heads import LayerKnobs
-from spec_compile.drafters.self_check import STRIDE, states
+from spec_compile.drafters.self_check import STRIDE
 from spec_compile.drafters.trees.block import BlockTree
 from spec_compile.kernels import ops
 
@@ -615,7 +616,7 @@ def trained(name):
     shared = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     draft = DFlashDraft(config, *shared, MEANING.taps, 5, MASK, LAYERS, causal=MEANING.causal)
     with torch.no_grad():
-        features, _ = states(model, draft.taps, text)
+        features, _ = tapped_states(model, draft.taps, text)
     own = [p for p in draft.parameters() if p is not shared[0] and p is not shared[1]]
     optimizer = torch.optim.Adam(own, lr=5e-3)
     with torch.enable_grad():
@@ -656,7 +657,7 @@ def fast(name, schedule, compile=False):
 @torch.no_grad()
 def logits_after(draft, model, text, size):
     """Logits [size, V] of the block behind a text by the formulas, without any cache."""
-    features, _ = states(model, draft.taps, torch.tensor([text]))
+    features, _ = tapped_states(model, draft.taps, torch.tensor([text]))
     t = {n.replace("blocks.", "layers."): value for n, value in draft.state_dict().items()}
     shared = draft.embedding.detach(), draft.head_weight.detach()
     return block_logits(t, *shared, [f[0, :-1] for f in features], text[-1], size, MEANING, theta=10000.0)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from spec_compile.drafters import self_check
 from spec_compile.drafters.checkpoints.load import load_head, read_token_map
+from spec_compile.drafters.hidden_states import tapped_states
 from spec_compile.drafters.modules.heads import FINAL, Head
 from spec_compile.drafters.self_check import calibrate, first_position_acceptance
 from spec_compile.errors import UnsupportedModelError
@@ -599,11 +600,11 @@ def test_states_are_those_of_transformers(name):
     ids = torch.randint(3, drafts.V, (2, 6))
     out = model(input_ids=ids, output_hidden_states=True)
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    found, choices = self_check.states(model, (0, 1, FINAL), ids)
+    found, choices = tapped_states(model, (0, 1, FINAL), ids)
     for ours, theirs in zip(found, (out.hidden_states[0], out.hidden_states[1], out.hidden_states[-1])):
         torch.testing.assert_close(ours, theirs)
     assert torch.equal(choices, out.logits.argmax(-1))
-    last, _ = self_check.states(model, (2,), ids)
+    last, _ = tapped_states(model, (2,), ids)
     normed = model.get_decoder().norm(last[0]) if name == "llama" else None
     assert normed is None or torch.equal(normed, found[2])
     assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
@@ -631,7 +632,7 @@ class Oracle(Head):
 def test_acceptance_counts_the_targets_next_tokens():
     model = drafts.llama()
     ids = torch.randint(3, drafts.V, (2, 21))
-    _, choices = self_check.states(model, (), ids)
+    _, choices = tapped_states(model, (), ids)
     assert first_position_acceptance(model, Oracle(choices), ids) == 1
     assert first_position_acceptance(model, Oracle(choices, first=0.5), ids) == 0.5
     assert first_position_acceptance(model, Oracle(choices.roll(1, 1)), ids) < 0.3
@@ -644,7 +645,7 @@ def test_acceptance_counts_the_targets_next_tokens():
 @torch.no_grad()
 def test_the_best_reading_is_kept():
     model = drafts.llama()
-    _, choices = self_check.states(model, (), self_check.own_text(model))
+    _, choices = tapped_states(model, (), self_check.own_text(model))
     readings = [Oracle(choices, *shares) for shares in ((0.5, 0.2), (0.5, 0.9), (0.6, 0.1))]
     best = calibrate(model, readings)
     assert best is readings[1]
@@ -664,7 +665,7 @@ def test_calibration_finds_how_a_head_was_trained(write, monkeypatch):
     written = write("eagle3_full", **listed)
     true = load(written, taps=(3, 5, 7), rope_theta=10000.0)
     ids = self_check.own_text(written.target)
-    features, choices = self_check.states(written.target, true.taps, ids)
+    features, choices = tapped_states(written.target, true.taps, ids)
     _, _, normed = self_check._first(true, features, ids)
     wanted = F.one_hot(choices[:, 1:], drafts.V).float()
     fitted = torch.linalg.lstsq(normed.flatten(0, 1), wanted.flatten(0, 1)).solution.t().contiguous()

@@ -26,9 +26,10 @@ from ..runtime.steps.compile import PartCompiler
 from ..runtime.steps.regions import cut
 from ..tree import MAX_NODES, Accepted
 from .checkpoints.dflash import load_dflash
+from .hidden_states import tapped_states
 from .modules.dflash import Context, DFlashDraft
 from .options import check_sample_method
-from .self_check import STRIDE, own_text, states
+from .self_check import STRIDE, own_text
 from .trees.block import BlockTree
 from .trees.propose import propose_grown
 from .trees.schedule import Schedule
@@ -214,7 +215,7 @@ class DFlashDrafter(Drafter):
 def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[float, int]:
     """How many drafts of a block are what the target goes on with in texts of its own, on average, and of how many."""
     text, draft = own_text(model), algorithm.draft
-    features, _ = states(model, draft.taps, text)
+    features, _ = tapped_states(model, draft.taps, text)
     batch, length = text.shape
     drafter, span = algorithm.drafter(batch, length + algorithm.block_size), length + algorithm.block_size
     drafter.write(features, torch.zeros_like(text[:, 0]))

@@ -90,6 +90,13 @@ class DraftConfig:
         )
 
 
+def with_rope_theta(config: DraftConfig, overrides: dict) -> DraftConfig:
+    """`config` with the rope_theta that `overrides` ask for, if they do."""
+    if "rope_theta" not in overrides:
+        return config
+    return config.with_rope({**config.llama().rope_parameters, "rope_theta": overrides["rope_theta"]})
+
+
 @dataclass(frozen=True)
 class Taps:
     """Which states an EAGLE-3 head reads, how that was found out, and the other meanings its list may have."""

@@ -10,8 +10,11 @@ from ...errors import UnsupportedModelError
 from ..modules.heads import FINAL
 from ..modules.mtp import MtpHead, block_config
 from .eagle_config import override_taps
-from .files import Checkpoint, Fetch, Part
+from .files import Checkpoint, Part
+from .source import Source
 from .target import Target
+
+OVERRIDES = ("taps", "recycle_normed")
 
 
 @dataclass(frozen=True)
@@ -112,12 +115,18 @@ def find_block(names: Iterable[str]) -> Block | None:
     return None
 
 
-def read_mtp(source, fetch: Fetch, block: Block, target: Target, overrides: dict) -> MtpHead:
-    """The head that `block` is. overrides: taps, recycle_normed.
+def detect(source: Source) -> bool:
+    """Whether a block of multi-token prediction is among the tensors."""
+    return find_block(source.names) is not None
+
+
+def read(source: Source, target: Target, overrides: dict) -> MtpHead:
+    """The head that the first block is. overrides: taps, recycle_normed.
 
     ValueError if anything does not fit, UnsupportedModelError if no layer like the target's can be built.
     """
-    checkpoint = Checkpoint(source, fetch, block.holds)
+    block = find_block(source.names)
+    checkpoint = Checkpoint(source.draft, source.fetch, block.holds)
     names = {block.ours(name): name for name in checkpoint.shapes}
     taps = override_taps(overrides, (FINAL,), target.num_layers)
     decoder = target.model.get_decoder()
@@ -146,7 +155,7 @@ def read_mtp(source, fetch: Fetch, block: Block, target: Target, overrides: dict
     order = "[embedding; state]" if head.embedding_first else "[state; embedding]"
     where = "after the target's final norm" if taps == (FINAL,) else f"number {taps[0]}"
     head.report = [
-        f"{head.flavour} head from {source}, {block.prefix}*",
+        f"{head.flavour} head from {source.draft}, {block.prefix}*",
         f"reads the state {where}; fc of {order}; zero_first={head.zero_first}, recycle_normed={head.recycle_normed}",
         f"one {type(head.block).__name__}, {'with a mixture of experts' if sparse else 'dense'}",
         "embedding and output matrix: the target's",
