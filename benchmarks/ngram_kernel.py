@@ -19,7 +19,8 @@ import torch
 from common import stamp, write_json
 from torch import Tensor
 
-from spec_compile.ngram.match import MatchOptions, join_documents, propose
+from spec_compile.ngram.match import join_documents, propose
+from spec_compile.ngram.match_options import MatchOptions
 
 CONTEXTS, CORPORA, NODES, PLACES = (1_000, 8_000, 128_000), (0, 1_000_000, 10_000_000), (16, 64), 16
 

@@ -331,6 +331,11 @@ def test_bad_options_are_named(algorithm, options, names):
     assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
 
 
+def test_only_ngrams_have_a_store():
+    with pytest.raises(AttributeError, match=r"algo='eagle' keeps no n-grams; only .*algo='ngram'"):
+        _ = fast("eagle", "llama", "chain").speculation.ngram
+
+
 def test_only_ngrams_take_a_reference():
     with pytest.raises(ValueError, match="reference"):
         generated(fast("eagle", "llama", "chain"), prompts(1), reference=[1, 2, 3])

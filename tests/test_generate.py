@@ -12,7 +12,7 @@ import spec_compile
 from spec_compile import UnsupportedModelError, speculate
 from spec_compile.drafters.ngram import MatchingDrafter
 from spec_compile.ngram.corpus import NgramCorpus
-from spec_compile.ngram.match import MatchOptions
+from spec_compile.ngram.match_options import MatchOptions
 from spec_compile.runtime.state import State
 
 NEW = 40

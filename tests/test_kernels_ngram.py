@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_compile.ngram import match as ngram_match
-from spec_compile.ngram.match import MatchOptions, Shape, join_documents, propose, propose_plainly
+from spec_compile.ngram import match_gpu as ngram_match
+from spec_compile.ngram.match import join_documents, propose
+from spec_compile.ngram.match_gpu import Shape
+from spec_compile.ngram.match_options import MatchOptions, empty_outputs
+from spec_compile.ngram.match_plain import propose_plainly
 from spec_compile.ngram.trie import NgramTrie
 
 try:
@@ -364,7 +367,7 @@ def emulated(tmp_path_factory):
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("emulator")
     (folder / "emulator.cpp").write_text(EMULATOR)
-    source = Path(ngram_match.__file__).with_suffix(".cu")
+    source = Path(ngram_match.__file__).with_name("match.cu")
     libraries = {}
 
     def library(shape: Shape):
@@ -380,7 +383,7 @@ def emulated(tmp_path_factory):
     def run(inputs, num_nodes, options, multiprocessors):
         words = ngram_match.shape_for(options).words
         shape = Shape(words, scan_threads=128, scan_items=4, scan_blocks=2, build_threads=128, slack=256, min_span=32)
-        out = tuple(torch.full_like(tensor, 77) for tensor in ngram_match._outputs(inputs[0], num_nodes))
+        out = tuple(torch.full_like(tensor, 77) for tensor in empty_outputs(inputs[0], num_nodes))
         steps, _workspace = ngram_match.launches(shape, multiprocessors, *inputs, num_nodes, options, out)
         for step in steps:
             assert step.threads == 128

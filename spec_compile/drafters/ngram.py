@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from ..config import Options
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..kernels import ops
+from ..ngram import NgramStore
 from ..ngram.corpus import NgramCorpus
-from ..ngram.match import MatchOptions
 from ..ngram.match import propose as match
+from ..ngram.match_options import MatchOptions
 from ..ngram.trie import NgramTrie
 from ..runtime.state import State
 
@@ -130,7 +131,7 @@ class MatchingDrafter(Drafter):
 class Ngram(Algorithm):
     """N-gram drafts from one `store`, of whatever the model has read and written."""
 
-    def __init__(self, store: NgramTrie | NgramCorpus, options: NgramOptions):
+    def __init__(self, store: NgramStore, options: NgramOptions):
         self.store, self.options = store, options
         self.plan = DraftPlan(options.num_draft_tokens, sizes="adaptive" if options.adaptive else "tree")
 

@@ -1,0 +1,212 @@
+"""`match.propose` on a GPU: two kernels (match.cu, compiled on first use), and how they are launched."""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..tree import MAX_NODES
+from .match_options import MatchOptions, empty_outputs
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the kernels are laid out. `words`: of 64 bits in a set of matches, 1 or 2."""
+
+    words: int
+    scan_threads: int = 256
+    scan_items: int = 16  # positions that a thread reads at a time
+    scan_blocks: int = 4  # that a multiprocessor holds
+    build_threads: int = 512
+    slack: int = 1024
+    min_span: int = 1024  # positions that a block of the scan looks at, at least
+
+    def macros(self) -> dict[str, int]:
+        tile, warps, nodes = self.scan_items * self.scan_threads, self.build_threads // 32, MAX_NODES
+        entries, matches = (warps + 1) * nodes, 64 * self.words
+        build = (warps + 2) * (12 * nodes + 8) + warps * nodes * (8 * self.words + 2) + matches * (8 + 4 + 1)
+        build += entries * 2 + entries // 4 + 4 * (257 + 256 + self.build_threads + 2 * warps)
+        return dict(
+            WORDS=self.words,
+            SCAN_THREADS=self.scan_threads,
+            SCAN_ITEMS=self.scan_items,
+            SCAN_BLOCKS=self.scan_blocks,
+            BUILD_THREADS=self.build_threads,
+            SLACK=self.slack,
+            SCAN_BYTES=4 * (tile + self.slack) + 2 * tile + 4 * (256 + 257 + 24 + 2),
+            BUILD_BYTES=-(-build // 16) * 16,
+        )
+
+    def build_bytes(self, deepest: int) -> int:
+        matches = 64 * self.words
+        return self.macros()["BUILD_BYTES"] + deepest * (8 * self.words * matches + 4 * matches + 4 * (matches + 4))
+
+
+def shape_for(options: MatchOptions) -> Shape:
+    return Shape(words=-(-options.match_limit // 64))
+
+
+@dataclass
+class Launch:
+    kernel: str
+    grid: int
+    threads: int
+    shared_bytes: int
+    values: list[int]
+    types: list[type]
+
+
+def launches(
+    shape: Shape,
+    multiprocessors: int,
+    tokens: Tensor,
+    committed: Tensor,
+    corpus: Tensor,
+    corpus_length: Tensor,
+    num_nodes: int,
+    options: MatchOptions,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+    """The two kernel launches that fill `out`, and the workspace they need."""
+    batch, columns = tokens.shape
+    if (columns > 1 and tokens.stride(1) != 1) or not committed.is_contiguous() or not corpus.is_contiguous():
+        raise ValueError("rows of tokens, committed and corpus must be contiguous")
+    positions = columns + corpus.numel()
+    blocks = max(multiprocessors * shape.scan_blocks, positions >> 23)
+    blocks = max(1, min(blocks, -(-positions // shape.min_span), shape.build_threads))
+    best = tokens.new_empty((batch, blocks, options.match_limit))
+    at_least = tokens.new_empty((batch, options.max_match_window_size + 2, blocks), dtype=torch.int32)
+    deepest = min(options.branch_length - options.min_match_window_size, num_nodes - 1)
+    texts = (
+        tokens,
+        tokens.stride(0),
+        columns,
+        committed,
+        corpus,
+        int(corpus.dtype == torch.int64),
+        corpus_length,
+        corpus.numel(),
+    )
+    windows = options.min_match_window_size, options.max_match_window_size
+    breadths = options.min_bfs_breadth, options.max_bfs_breadth
+    limit, by_frequency = options.match_limit, int(options.match_type == "PROB")
+
+    def launch(kernel: str, grid: int, threads: int, shared_bytes: int, *arguments) -> Launch:
+        values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
+        types = [ctypes.c_void_p if isinstance(value, Tensor) else ctypes.c_int for value in arguments]
+        types[1] = ctypes.c_longlong  # the stride
+        return Launch(kernel, grid, threads, shared_bytes, values, types)
+
+    scan = launch(
+        "ngram_scan",
+        batch * blocks,
+        shape.scan_threads,
+        shape.macros()["SCAN_BYTES"],
+        *texts,
+        batch,
+        blocks,
+        shape.min_span,
+        *windows,
+        limit,
+        best,
+        at_least,
+    )
+    build = launch(
+        "ngram_build",
+        batch,
+        shape.build_threads,
+        shape.build_bytes(deepest),
+        *texts,
+        blocks,
+        best,
+        at_least,
+        options.branch_length,
+        *windows,
+        *breadths,
+        by_frequency,
+        limit,
+        deepest,
+        num_nodes,
+        *out,
+    )
+    return [scan, build], (best, at_least)
+
+
+def propose_on_gpu(
+    tokens: Tensor, committed: Tensor, corpus: Tensor, corpus_length: Tensor, num_nodes: int, options: MatchOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`propose` as two kernels on the tensors' device."""
+    inputs = (tokens, committed, corpus, corpus_length)
+    if any(tensor.device != tokens.device for tensor in inputs):
+        raise ValueError("tokens, committed, corpus and corpus_length must be on one device")
+    shape, out = shape_for(options), empty_outputs(tokens, num_nodes)
+    if tokens.shape[0] == 0:
+        return out
+    properties = torch.cuda.get_device_properties(tokens.device)
+    with torch.cuda.device(tokens.device):
+        kernels = _compiled(shape, tokens.device.index)
+        steps, _workspace = launches(shape, properties.multi_processor_count, *inputs, num_nodes, options, out)
+        for step in steps:
+            kernels[step.kernel](step, torch.cuda.current_stream().cuda_stream)
+    return out
+
+
+@functools.cache
+def _compiled(shape: Shape, device: int):
+    """The kernels on this device, by name: functions of a launch and a stream."""
+    try:
+        from cuda.bindings import driver, nvrtc
+    except ImportError as error:  # a dependency of torch's own CUDA packages
+        raise ImportError("the n-gram kernels need the package cuda-bindings: pip install cuda-bindings") from error
+
+    def check(result):
+        status, *values = result
+        if int(status) != 0:
+            raise RuntimeError(f"the n-gram kernels: {status!r}")
+        return values[0] if values else None
+
+    major, minor = torch.cuda.get_device_capability(device)
+    flags = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
+    flags += [f"-D{name}={value}" for name, value in shape.macros().items()]
+    source = Path(__file__).with_name("match.cu").read_bytes()
+    program = check(nvrtc.nvrtcCreateProgram(source, b"match.cu", 0, [], []))
+    status, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+    if int(status) != 0:
+        log = bytes(check(nvrtc.nvrtcGetProgramLogSize(program)))
+        check(nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(f"the n-gram kernels do not compile: {log.decode(errors='replace')}")
+    binary = bytes(check(nvrtc.nvrtcGetCUBINSize(program)))
+    check(nvrtc.nvrtcGetCUBIN(program, binary))
+    check(nvrtc.nvrtcDestroyProgram(program))
+    torch.cuda.current_stream().synchronize()  # the device's context is current
+    module = check(driver.cuModuleLoadData(binary))
+    most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+    def kernel(name: str):
+        function = check(driver.cuModuleGetFunction(module, name.encode()))
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(driver.cuFuncSetAttribute(function, attribute, most))
+
+        def run(step: Launch, stream: int) -> None:
+            if step.shared_bytes > most:
+                raise ValueError(
+                    f"these options need {step.shared_bytes} bytes of shared memory, this device has {most}: "
+                    "lower match_limit, branch_length or num_nodes"
+                )
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = step.grid, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = step.threads, 1, 1
+            config.sharedMemBytes, config.hStream = step.shared_bytes, stream
+            if name == "ngram_build" and major >= 9:  # may start while the scan still runs
+                early = driver.CUlaunchAttribute()
+                early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+                early.value.programmaticStreamSerializationAllowed = 1
+                config.attrs, config.numAttrs = [early], 1
+            check(driver.cuLaunchKernelEx(config, function, (tuple(step.values), tuple(step.types)), 0))
+
+        return run
+
+    return {name: kernel(name) for name in ("ngram_scan", "ngram_build")}
