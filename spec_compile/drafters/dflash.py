@@ -31,7 +31,7 @@ from .modules.dflash import Context, DFlashDraft
 from .options import check_sample_method
 from .self_check import STRIDE, own_text
 from .trees.block import BlockTree
-from .trees.propose import propose_grown
+from .trees.propose import propose_block, propose_grown
 from .trees.schedule import Schedule
 
 LOOKED_AT = 8
@@ -190,15 +190,14 @@ class DFlashDrafter(Drafter):
         logits = self.logits(root, state.lengths.clone(), span)
         if self.chain is not None:
             return self._draw(state, logits[:, first:])
-        topk, draft_to_target = self.options.topk, self.draft.draft_to_target
-        scores, tokens = best_tokens(logits.flatten(0, 1), topk, self.options.score_temperature)
+        temperature, draft_to_target = self.options.score_temperature, self.draft.draft_to_target
+        if self.tree is not None:
+            return propose_block(state, self.tree, logits, first, temperature, draft_to_target)
+        _, tokens = best_tokens(logits.flatten(0, 1), 1, temperature)
         tokens = tokens if draft_to_target is None else draft_to_target[tokens]
-        scores, tokens = (x.view(len(root), self.block_size, topk)[:, first:] for x in (scores, tokens))
-        if self.tree is None:
-            tokens = torch.cat([root[:, None], tokens[:, : self.nodes - 1, 0]], dim=1)
-            parents = torch.arange(-1, self.nodes - 1, device=root.device).expand_as(tokens)
-        else:
-            tokens, parents, _ = self.tree(root, scores, tokens)
+        tokens = tokens.view(len(root), self.block_size)[:, first:]
+        tokens = torch.cat([root[:, None], tokens[:, : self.nodes - 1]], dim=1)
+        parents = torch.arange(-1, self.nodes - 1, device=root.device).expand_as(tokens)
         count = torch.full_like(root, self.nodes)
         state.propose(tokens, parents, count, torch.zeros_like(count))
 

@@ -20,6 +20,7 @@ from ..kernels.ops import few_rows_linear, gather_rows
 from ..runtime.state import State
 from ..tree import Accepted
 from .checkpoints.load import load_head
+from .hidden_states import keep_row
 from .modules.heads import Head
 from .options import DraftOptions
 from .self_check import calibrate
@@ -115,11 +116,10 @@ class HeadDrafter(Drafter):
         gained = state.lengths - begin
         self._keep(out, gained - 1, gained > 0)
 
-    def _keep(self, out: tuple[Tensor, Tensor], row: Tensor, here: Tensor) -> None:
-        """Remember what the block gave at `row` [B], for those of the batch that have it `here` [B]."""
+    def _keep(self, out: tuple[Tensor, Tensor], row: Tensor, present: Tensor) -> None:
+        """Remember what the block gave at row [B], for the sequences that have it: present [B]."""
         for buffer, values in zip((self.hidden, self.normed), out):
-            index = row.clamp(0, values.shape[1] - 1)[:, None, None].expand(-1, 1, values.shape[2])
-            buffer.copy_(torch.where(here[:, None], values.gather(1, index)[:, 0], buffer.clone()))
+            keep_row(buffer, values, row, present)
 
     def propose(self, state: State, span: int) -> None:
         logits = few_rows_linear(self.normed.clone(), self.head.head_weight)

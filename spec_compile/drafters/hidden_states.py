@@ -1,5 +1,6 @@
-"""The target's hidden states at given tokens, as drafts are given them, by transformers' own forward."""
+"""The target's hidden states: all of a text by transformers' own forward, and the one that a drafter goes on from."""
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -36,3 +37,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     return next(layers for layers in lists if len(layers) == count)
+
+
+def keep_row(buffer: Tensor, states: Tensor, row: Tensor, present: Tensor) -> None:
+    """Copy of states [B, T, C] the one at row [B] to buffer [B, C], for the sequences that have it: present [B]."""
+    index = row.clamp(0, states.shape[1] - 1)[:, None, None].expand(-1, 1, states.shape[2])
+    buffer.copy_(torch.where(present[:, None], states.gather(1, index)[:, 0], buffer.clone()))
