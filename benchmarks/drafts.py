@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 import spec_compile
 from spec_compile.drafters.checkpoints.target import Target
 from spec_compile.drafters.modules.dflash import DFlashDraft
-from spec_compile.drafters.modules.heads import Eagle3Head, EagleHead, LayerKnobs
+from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
+from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
 from spec_compile.training.options import TrainingOptions
 from spec_compile.training.sizes import draft_config

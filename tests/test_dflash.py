@@ -29,7 +29,7 @@ from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.dflash import DFlash, DFlashOptions, accepted_of_own_text
 from spec_compile.drafters.hidden_states import tapped_states
 from spec_compile.drafters.modules.dflash import DFlashDraft
-from spec_compile.drafters.modules.heads import LayerKnobs
+from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.drafters.self_check import STRIDE
 from spec_compile.drafters.trees.block import BlockTree
 from spec_compile.kernels import ops

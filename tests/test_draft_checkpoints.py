@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 from spec_compile.drafters import self_check
 from spec_compile.drafters.checkpoints.load import load_head, read_token_map
 from spec_compile.drafters.hidden_states import tapped_states
-from spec_compile.drafters.modules.heads import FINAL, Head
+from spec_compile.drafters.modules.head import Head
 from spec_compile.drafters.self_check import calibrate, first_position_acceptance
 from spec_compile.errors import UnsupportedModelError
+from spec_compile.passes.tap_hidden_states import FINAL
 
 TAPS = {
     "eagle3": (2, 4, 5),

@@ -13,10 +13,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_compile import speculate
-from spec_compile.drafters.modules.heads import FINAL, Eagle3Head, EagleHead
+from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
 from spec_compile.drafters.trees.grow import grow
 from spec_compile.kernels import ops
+from spec_compile.passes.tap_hidden_states import FINAL
 
 TARGETS = ("llama", "qwen3", "mixtral", "deepseek_v3")
 SCHEDULES = {

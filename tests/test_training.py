@@ -25,9 +25,9 @@ from spec_compile.__main__ import main
 from spec_compile.drafters.checkpoints.dflash import load_dflash
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.checkpoints.target import Target
-from spec_compile.drafters.modules.heads import FINAL
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.kernels import ops
+from spec_compile.passes.tap_hidden_states import FINAL
 from spec_compile.runtime.generate import SpeculativeMixin
 from spec_compile.training import TRAINERS, loss, save
 from spec_compile.training import data as texts

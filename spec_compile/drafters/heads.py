@@ -21,7 +21,7 @@ from ..runtime.state import State
 from ..tree import Accepted
 from .checkpoints.load import load_head
 from .hidden_states import keep_row
-from .modules.heads import Head
+from .modules.head import Head
 from .options import DraftOptions
 from .self_check import calibrate
 from .trees.propose import propose_grown

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..capture.adapters import twin
-from .modules.heads import FINAL
+from ..passes.tap_hidden_states import FINAL
 
 
 def tapped_states(model: PreTrainedModel, taps: tuple[int, ...], ids: Tensor) -> tuple[list[Tensor], Tensor]:

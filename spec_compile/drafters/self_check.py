@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .hidden_states import tapped_states
-from .modules.heads import Head
+from .modules.head import Head
 
 TOKENS = 64
 """Length of each text, its two starting tokens included."""

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from ..drafters.checkpoints.target import Target
-from ..drafters.modules.heads import Eagle3Head, LayerKnobs
+from ..drafters.modules.eagle import Eagle3Head
+from ..drafters.modules.layers import LayerKnobs
 from .attention import Rollout
 from .data import Batch, move
 from .features import Features

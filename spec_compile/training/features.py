@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..drafters.hidden_states import decoder_layers
-from ..drafters.modules.heads import FINAL
+from ..passes.tap_hidden_states import FINAL
 
 LOGITS = 1 << 30
 """Bytes of the target's logits that are held at once, before what is wanted of them is kept."""

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..drafters.checkpoints.target import Target
-from ..drafters.modules.heads import Head
+from ..drafters.modules.head import Head
 from .attention import Causal, Rollout
 from .data import Batch, move
 from .features import Features

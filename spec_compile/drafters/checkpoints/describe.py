@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from transformers import LlamaConfig
 
-from ..modules.heads import LayerKnobs
+from ..modules.layers import LayerKnobs
 
 
 def describe_layers(llama: LlamaConfig, knobs: LayerKnobs) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..modules.dflash import DFlashDraft
-from ..modules.heads import LayerKnobs
+from ..modules.layers import LayerKnobs
 from .config_keys import SPECULATORS, VARIANTS, check_rope_theta, refuse_unknown_keys
 from .describe import comma_separated, describe_layers
 from .eagle_config import DraftConfig, with_rope_theta

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..modules.heads import EagleHead
+from ..modules.eagle import EagleHead
 from .config_keys import SPECULATORS, refuse_unknown_keys
 from .describe import describe_layers
 from .eagle_config import DraftConfig, with_rope_theta

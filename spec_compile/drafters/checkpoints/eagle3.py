@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ..modules.heads import Eagle3Head, rotary
+from ..modules.eagle import Eagle3Head
+from ..modules.layers import rotary
 from .config_keys import SPECULATORS, refuse_unknown_keys
 from .describe import comma_separated, describe_layers
 from .eagle_config import DraftConfig, find_taps, override_taps, with_rope_theta

@@ -9,7 +9,8 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 
 from ...capture.admit import GROWING_ROPE
-from ..modules.heads import FINAL, LayerKnobs, rotary
+from ...passes.tap_hidden_states import FINAL
+from ..modules.layers import LayerKnobs, rotary
 from .config_keys import SPECULATORS, check_rope_theta
 
 FIELDS = (

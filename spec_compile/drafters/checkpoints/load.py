@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...errors import did_you_mean
-from ..modules.heads import Head
+from ..modules.head import Head
 from . import dflash, eagle, eagle3, mtp
 from .config_keys import SPECULATORS, check_rope_theta
 from .files import fetcher

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import UnsupportedModelError
-from ..modules.heads import FINAL
+from ...passes.tap_hidden_states import FINAL
 from ..modules.mtp import MtpHead, block_config
 from .eagle_config import override_taps
 from .files import Checkpoint, Part
