@@ -218,13 +218,13 @@ def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[flo
     batch, length = text.shape
     drafter, span = algorithm.drafter(batch, length + algorithm.block_size), length + algorithm.block_size
     drafter.write(features, torch.zeros_like(text[:, 0]))
-    looked_at, found = min(algorithm.block_size - draft.first, LOOKED_AT), []
+    looked_at, accepted = min(algorithm.block_size - draft.first, LOOKED_AT), []
     for p in range(length - 1 - looked_at, 1, -STRIDE):  # backwards, for a block overwrites what lies behind its root
         tokens = drafter.logits(text[:, p], torch.full_like(text[:, 0], p), span).argmax(dim=-1)
         tokens = tokens if draft.draft_to_target is None else draft.draft_to_target[tokens]
         right = tokens[:, draft.first :][:, :looked_at] == text[:, p + 1 : p + 1 + looked_at]
-        found.append(right.to(torch.int64).cumprod(dim=1).sum(dim=1))
-    return float(torch.cat(found).float().mean()), looked_at
+        accepted.append(right.to(torch.int64).cumprod(dim=1).sum(dim=1))
+    return float(torch.cat(accepted).float().mean()), looked_at
 
 
 def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:

@@ -33,9 +33,9 @@ class DraftModel(Algorithm):
         """graph: of `draft`. vocab_size: of the target."""
         self.draft_module = draft
         self.schedule, self.vocab_size = options.schedule, vocab_size
-        chosen = passes.Settings(options.merge_linears, logits="rows", attention=options.attention("draft"))
-        filling = passes.Settings(options.merge_linears, logits="none", attention=options.attention("prefill"))
-        self.graph, self.prefill = passes.run(graph, chosen), passes.run(graph, filling)
+        drafting = passes.Settings(options.merge_linears, logits="rows", attention=options.attention("draft"))
+        prefilling = passes.Settings(options.merge_linears, logits="none", attention=options.attention("prefill"))
+        self.graph, self.prefill = passes.run(graph, drafting), passes.run(graph, prefilling)
         self.plan = DraftPlan(self.schedule.nodes, lookahead_slots=1 + self.schedule.fed, draws=options.draws)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
@@ -131,10 +131,11 @@ def build(model: PreTrainedModel, options: DraftOptions) -> DraftModel:
 def _check_fit(model: PreTrainedModel, draft: PreTrainedModel) -> None:
     if draft.device != model.device:
         raise ValueError(f"draft: it is on {draft.device}, the model on {model.device}; move it: draft.to(...)")
-    own, other = (m.get_output_embeddings().weight.shape[0] for m in (model, draft))
-    if abs(own - other) > PADDING * max(own, other):
+    target_vocab, draft_vocab = (m.get_output_embeddings().weight.shape[0] for m in (model, draft))
+    if abs(target_vocab - draft_vocab) > PADDING * max(target_vocab, draft_vocab):
         raise ValueError(
-            f"draft: its vocabulary of {other} tokens is not the model's ({own}); it must have the same tokenizer"
+            f"draft: its vocabulary of {draft_vocab} tokens is not the model's ({target_vocab}); it must have the same "
+            "tokenizer"
         )
 
 

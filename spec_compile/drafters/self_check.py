@@ -35,9 +35,9 @@ def calibrate(model: PreTrainedModel, readings: list[Head]) -> Head:
     A single one is returned as it is. The report tells the acceptance, and of which readings it was the best.
     """
     ids = own_text(model)
-    found = [_two_positions(head, *tapped_states(model, head.taps, ids), ids) for head in readings]
-    best = max(range(len(readings)), key=lambda i: sum(found[i]))
-    head, shares = readings[best], [f"{first:.0%} and {second:.0%}" for first, second in found]
+    acceptances = [_two_positions(head, *tapped_states(model, head.taps, ids), ids) for head in readings]
+    best = max(range(len(readings)), key=lambda i: sum(acceptances[i]))
+    head, shares = readings[best], [f"{first:.0%} and {second:.0%}" for first, second in acceptances]
     head.report.append(f"self-check: {shares[best]} of first and second drafts are the target's own tokens")
     if len(readings) > 1:
         others = "; ".join(share for i, share in enumerate(shares) if i != best)

@@ -69,10 +69,11 @@ def _best_matches(own: Tensor, corpus: Tensor, num_nodes: int, options: MatchOpt
         length += alive
     length[:-1][text[1:] < 0] = 0  # nothing follows
     length[-1] = 0
-    found = [(int(length[at]), at) for at in (length >= options.min_match_window_size).nonzero().flatten().tolist()]
-    found = heapq.nlargest(options.match_limit, found)
+    positions = (length >= options.min_match_window_size).nonzero().flatten().tolist()
+    candidates = [(int(length[at]), at) for at in positions]
+    candidates = heapq.nlargest(options.match_limit, candidates)
     matches = []
-    for size, at in sorted(found, key=lambda match: -match[1]):
+    for size, at in sorted(candidates, key=lambda match: -match[1]):
         following = text[at + 1 : at + 1 + options.branch_length - options.min_match_window_size].tolist()
         matches.append(_Match(size, following[: following.index(-1)] if -1 in following else following))
     return matches

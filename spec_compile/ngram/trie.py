@@ -280,10 +280,10 @@ class NgramTrie:
         return True  # an empty trie is still a trie
 
     def __repr__(self) -> str:
-        held = self.stats()
+        stats = self.stats()
         return (
-            f"NgramTrie({held['nodes']:,} of {self.capacity:,} nodes, {held['tokens']:,} tokens, "
-            f"{held['streams']} open streams, {held['bytes'] / 2**20:.1f} MiB; "
+            f"NgramTrie({stats['nodes']:,} of {self.capacity:,} nodes, {stats['tokens']:,} tokens, "
+            f"{stats['streams']} open streams, {stats['bytes'] / 2**20:.1f} MiB; "
             f"branch_length={self.branch_length}, match_type={self.match_type!r}, "
             f"match window {self.min_match_window_size}..{self.max_match_window_size}, "
             f"breadth {self.min_bfs_breadth}..{self.max_bfs_breadth}, vocab_size={self.vocab_size})"

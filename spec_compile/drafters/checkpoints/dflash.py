@@ -303,6 +303,6 @@ def _mask_embedding(checkpoint: Checkpoint, fetch: Fetch, draft: DFlashDraft) ->
                 )
             value = value.get("embedding")
     if not isinstance(value, Tensor) or value.numel() != draft.hidden_size or not value.isfinite().all():
-        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"draft: the mask's embedding must be {draft.hidden_size} finite numbers, it is {found}")
+        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"draft: the mask's embedding must be {draft.hidden_size} finite numbers, it is {got}")
     return value.reshape(-1)

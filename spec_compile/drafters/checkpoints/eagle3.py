@@ -41,8 +41,8 @@ def read(source: Source, target: Target, overrides: dict) -> Eagle3Head:
     target.check(feature_size, config.layer.get("vocab_size"))
     llama, knobs, flags = config.llama(), config.layer_knobs(names), _flags(config, names)
     count = _count_states(checkpoint, names, feature_size) if flags["fc"] else 1
-    found = find_taps(config, target.num_layers, count)
-    taps = override_taps(overrides, found.taps, target.num_layers)
+    reading = find_taps(config, target.num_layers, count)
+    taps = override_taps(overrides, reading.taps, target.num_layers)
     flags.update({name: bool(overrides[name]) for name in flags if name in overrides})
     embedding = _embedding(checkpoint, config, names, target)
     head_weight, rows = _output(checkpoint, config, names, target)
@@ -52,7 +52,7 @@ def read(source: Source, target: Target, overrides: dict) -> Eagle3Head:
     fill_module(head, checkpoint, names, target)
     head.draft_to_target = None if draft_to_target is None else draft_to_target.to(embedding.device)
     head.open_knobs = {
-        "taps": [(f"taps {comma_separated(other)}", {"taps": other}) for other in found.others],
+        "taps": [(f"taps {comma_separated(other)}", {"taps": other}) for other in reading.others],
         "recycle_normed": _other_recycling(config, flags["recycle_normed"]),
         "rope_theta": _other_rope(config, embedding.device),
     }
@@ -61,7 +61,7 @@ def read(source: Source, target: Target, overrides: dict) -> Eagle3Head:
     own = "the target's" if rows is None else f"its own, {rows} of {target.vocab_size} tokens"
     head.report = [
         f"{head.flavour} head from {checkpoint.source}",
-        f"reads states {comma_separated(taps)} ({'as told' if 'taps' in overrides else found.why})",
+        f"reads states {comma_separated(taps)} ({'as told' if 'taps' in overrides else reading.why})",
         ", ".join(f"{name}={value}" for name, value in flags.items()),
         describe_layers(llama, knobs),
         "embedding: " + ("the target's" if embedding is target.embedding else "its own"),

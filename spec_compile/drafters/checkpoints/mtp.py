@@ -106,12 +106,12 @@ def find_block(names: Iterable[str]) -> Block | None:
     """The first block of multi-token prediction among the tensors of a checkpoint."""
     names = list(names)
     for family in FAMILIES:
-        found = {sign[1] for name in names if (sign := re.match(family.sign, name))}
-        if found:
-            first = min(found, key=_numbers)
+        prefixes = {sign[1] for name in names if (sign := re.match(family.sign, name))}
+        if prefixes:
+            first = min(prefixes, key=_numbers)
             inside = re.compile(re.escape(first) + r"layers\.(\d+)\.")
             layers = {layer[1] for name in names if (layer := inside.match(name))}
-            return Block(family, first, len(layers if family.inner else found) - 1)
+            return Block(family, first, len(layers if family.inner else prefixes) - 1)
     return None
 
 
@@ -167,12 +167,12 @@ def read(source: Source, target: Target, overrides: dict) -> MtpHead:
 
 def _part(ours: str, shape: tuple[int, ...], names: dict[str, str], block: Block) -> Part:
     """Where a parameter comes from: experts are stored one by one, and joined in transformers' layers."""
-    stem, _, kind = ours.rpartition(".")
+    stem, _, projection = ours.rpartition(".")
     if ours in names or not stem.endswith(".experts"):
         return Part([names.get(ours) or block.theirs(ours)], shape)
-    kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-    sources = [block.theirs(f"{stem}.{expert}.{one}.weight") for expert in range(shape[0]) for one in kinds]
-    return Part(sources, (shape[1] // len(kinds), shape[2]), lambda tensors: torch.cat(tensors).view(shape))
+    projections = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+    sources = [block.theirs(f"{stem}.{expert}.{one}.weight") for expert in range(shape[0]) for one in projections]
+    return Part(sources, (shape[1] // len(projections), shape[2]), lambda tensors: torch.cat(tensors).view(shape))
 
 
 def _numbers(name: str) -> list[int]:

@@ -29,13 +29,13 @@ PUBLISHED = {
 
 def our_names(names: Iterable[str]) -> dict[str, str]:
     """Our name of each tensor of an EAGLE checkpoint -> its own."""
-    found = {}
+    renamed = {}
     for name in names:
         ours = name
         for pattern, replacement in RENAMES:
             ours = re.sub(pattern, replacement, ours)
-        found[ours] = name
-    return found
+        renamed[ours] = name
+    return renamed
 
 
 def published_name(ours: str, names: dict[str, str]) -> str:

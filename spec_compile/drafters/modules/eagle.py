@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...passes.tap_hidden_states import FINAL
 from .head import Head
-from .layers import JoinedLayer, Layer, LayerKnobs, rotary
+from .layers import ONE_LAYER, JoinedLayer, Layer, LayerKnobs, rotary
 
 
 class EagleHead(Head):
@@ -24,7 +24,7 @@ class EagleHead(Head):
         config: LlamaConfig,
         embedding: Tensor,
         head_weight: Tensor,
-        layer: LayerKnobs = LayerKnobs(),
+        layer: LayerKnobs = ONE_LAYER,
         fc_bias: bool = True,
         embedding_norm: bool = False,
         state_norm: bool = False,
@@ -70,7 +70,7 @@ class Eagle3Head(Head):
         feature_size: int,
         head_weight: Tensor | None = None,
         draft_vocab_size: int | None = None,
-        layer: LayerKnobs = LayerKnobs(),
+        layer: LayerKnobs = ONE_LAYER,
         fc: bool = True,
         fc_bias: bool = False,
         fc_norm: bool = False,

@@ -71,12 +71,12 @@ class Head(nn.Module):
 
         `open_knobs` maps a knob to its other meanings, each a name and the attributes that it changes.
         """
-        found = []
+        readings = []
         for choice in itertools.product(*([("", {}), *others] for others in self.open_knobs.values())):
             reading = shallow(self)
             reading.report = [*self.report, *(f"read as: {name}" for name, _ in choice if name)]
             for _, attributes in choice:
                 for name, value in attributes.items():
                     setattr(reading, name, value)
-            found.append(reading)
-        return found
+            readings.append(reading)
+        return readings

@@ -33,6 +33,9 @@ class LayerKnobs:
     windows: tuple[int | None, ...] = ()
 
 
+ONE_LAYER = LayerKnobs()
+
+
 class Attention(nn.Module):
     """Grouped-query attention of a draft layer. x [B, T, inputs] -> [B, T, H]."""
 

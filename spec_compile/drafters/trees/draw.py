@@ -48,13 +48,14 @@ def draw_chain(
     for level in range(1, schedule.nodes):
         if level > 1:
             hidden, logits = feed(step, tokens[-1], hidden, level - 1)
-        own = _distribution(logits, temperature)
-        token = draw(own.double(), uniform(seed, sequence, place + level - 1, DRAFT_STREAM))[:, None]
+        distribution = _distribution(logits, temperature)
+        token = draw(distribution.double(), uniform(seed, sequence, place + level - 1, DRAFT_STREAM))[:, None]
         if draft_to_target is not None:
-            own = own.new_zeros(own.shape[0], vocab_size).index_copy(1, draft_to_target, own)
+            everywhere = distribution.new_zeros(distribution.shape[0], vocab_size)
+            distribution = everywhere.index_copy(1, draft_to_target, distribution)
             token = draft_to_target[token]
         tokens.append(token)
-        probs.append(own)
+        probs.append(distribution)
     probs.append(torch.zeros_like(probs[0]))
     return torch.cat(tokens, dim=1), chain_parents(root, len(tokens)), torch.stack(probs, dim=1)
 

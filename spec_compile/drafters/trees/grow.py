@@ -75,14 +75,14 @@ def _grow_tree(
         above.append(frontier.repeat_interleave(topk, dim=1))
         if level == schedule.num_steps:
             break
-        chosen = _best(below, topk)
-        frontier, frontier_scores = first + chosen, below.gather(1, chosen)
+        best = _best(below, topk)
+        frontier, frontier_scores = first + best, below.gather(1, best)
         first += below.shape[1]
-        own = torch.ones_like(chosen) << number[fed_tokens.shape[1] :][:topk]
-        seen = own if level == 1 else own | seen.gather(1, chosen // topk)
+        itself = torch.ones_like(best) << number[fed_tokens.shape[1] :][:topk]
+        seen = itself if level == 1 else itself | seen.gather(1, best // topk)
         ancestors = torch.cat([ancestors, seen], dim=1)
-        fed_tokens = torch.cat([fed_tokens, ids.gather(1, chosen)], dim=1)
-        fed_hidden = torch.cat([fed_hidden, gather_rows(hidden, chosen // topk)], dim=1)
+        fed_tokens = torch.cat([fed_tokens, ids.gather(1, best)], dim=1)
+        fed_hidden = torch.cat([fed_hidden, gather_rows(hidden, best // topk)], dim=1)
         depth = number[: fed_tokens.shape[1]] // topk + 1
         hidden, logits = step(fed_tokens, fed_hidden, ancestors, depth, 0, topk)
         hidden = hidden[:, -topk:]

@@ -56,11 +56,11 @@ class StaticTree(nn.Module):
         fed = {}  # nodes that are fed to the draft, and their rows
         self.widths, self.ranks = [], []
         for level in range(1, self.num_steps + 1):
-            own = [path for path in paths if len(path) == level]
-            inner = [path for path in own if any(other[:-1] == path for other in paths)]
-            ranks = 1 + max(path[-1] for path in own)
-            self._table(f"picked_{level}", [parents.index(path[:-1]) * ranks + path[-1] for path in own])
-            self._table(f"inner_{level}", [own.index(path) for path in inner])
+            level_paths = [path for path in paths if len(path) == level]
+            inner = [path for path in level_paths if any(other[:-1] == path for other in paths)]
+            ranks = 1 + max(path[-1] for path in level_paths)
+            self._table(f"picked_{level}", [parents.index(path[:-1]) * ranks + path[-1] for path in level_paths])
+            self._table(f"inner_{level}", [level_paths.index(path) for path in inner])
             self._table(f"above_{level}", [parents.index(path[:-1]) for path in inner])
             self.widths.append(len(inner))
             self.ranks.append(ranks)
