@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 import spec_compile
 from spec_compile.drafters.checkpoints.target import Target
 from spec_compile.drafters.modules.dflash import DFlashDraft
-from spec_compile.drafters.modules.heads import Eagle3Head, EagleHead, LayerKnobs
+from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
+from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
 from spec_compile.training.options import TrainingOptions
 from spec_compile.training.sizes import draft_config
@@ -47,7 +48,7 @@ def make(kind: str, model: PreTrainedModel, small: LlamaConfig) -> torch.nn.Modu
             middle = config.num_hidden_layers // 2
             taps = (2, middle, config.num_hidden_layers - 3)
             head = Eagle3Head(config, embedding, taps, config.hidden_size, draft_vocab_size=32000)
-            head.hot_ids = torch.arange(32000)
+            head.draft_to_target = torch.arange(32000)
         elif kind == "dflash":
             five, knobs = (2, 10, 18, 26, 34), LayerKnobs(num_layers=5, qk_norm=True)
             sizes = draft_config(Target.of(model), TrainingOptions(), layers=5)
@@ -117,7 +118,7 @@ def measure(
         draft = make(kind, model, AutoConfig.for_model("llama", **small))
         begin = time.perf_counter()
         fast = spec_compile.speculate(model, algorithm, draft=draft, max_cache_len=2048, check=False, **options)
-        nodes = fast.speculation.options.num_draft_tokens
+        nodes = fast.speculation._engine.runtime.algorithm.plan.nodes
         ms = rounds(fast, 1024, 1, [nodes])[nodes]
         ready = time.perf_counter() - begin
         own = draft_bytes(draft, options.get("num_steps", 1))

@@ -93,12 +93,12 @@ def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) 
         with torch.no_grad():
             step = session.step("round", nodes)
             state.reset([ids] * batch, [0] * batch, [state.capacity - 1000] * batch, [])
-            session.drafter.begin(state, [ids] * batch, [])
+            session.drafter.start(state, [ids] * batch, [])
             state.lengths.copy_(state.prompt_lengths - 1)
             state.root()
             session.drafter.propose(state, 128)
             out[nodes] = median_ms(lambda step=step: step(128), repeats)
-            session.drafter.end([])
+            session.drafter.finish([])
     return out
 
 

@@ -24,8 +24,10 @@ from .capture.weights import SharedWeights
 from .compat import COMPILE_LOCK, check_compiler
 from .config import Options, parse_options
 from .drafters import ALGORITHMS, parse_algorithm
+from .drafters.ngram import Ngram
 from .drafting import Algorithm
 from .errors import check_int
+from .ngram import NgramStore
 from .report import html as report
 from .report.explain import explain
 from .runtime import past
@@ -112,9 +114,14 @@ class Speculation:
         return partial(speculate, algo=self.algorithm, **options), (original,)
 
     @property
-    def ngram(self):
-        """With algo="ngram" its `NgramTrie`, on a GPU its `NgramCorpus`."""
-        return self._engine.runtime.algorithm.store
+    def ngram(self) -> NgramStore:
+        """With algo="ngram" its `NgramTrie`, on a GPU its `NgramCorpus`; AttributeError with any other."""
+        algorithm = self._engine.runtime.algorithm
+        if not isinstance(algorithm, Ngram):
+            raise AttributeError(
+                f"algo={self.algorithm!r} keeps no n-grams; only speculate(model, algo='ngram') has speculation.ngram"
+            )
+        return algorithm.store
 
     @cached_property
     def caches_alike(self) -> bool:

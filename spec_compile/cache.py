@@ -27,6 +27,11 @@ class Cache(nn.Module):
         """Keys and values of each layer in turn, each [B, Hkv, slots, D]."""
         return [getattr(self, f"{name}_{layer}") for layer in range(self.layers) for name in ("keys", "values")]
 
+    @property
+    def slots(self) -> int:
+        """Tokens that each row has room for."""
+        return self.tensors[0].shape[2]
+
     def resize(self, slots: int) -> list[Tensor]:
         """Put empty tensors of `slots` slots in place of the present `tensors`, and return the latter."""
         before = self.tensors

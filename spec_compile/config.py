@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, get_args, get_type_hints
 
 from .errors import did_you_mean
@@ -55,13 +56,18 @@ class Options:
                 f"kv_cache_dtype: expected one of {', '.join(CACHE_DTYPES)}, got {self.kv_cache_dtype!r}."
                 + did_you_mean(self.kv_cache_dtype, CACHE_DTYPES)
             )
-        object.__setattr__(self, "attention_backend", attention.parse(self.attention_backend))
+        _ = self.attention_backends  # raises for a name that is none
+
+    @cached_property
+    def attention_backends(self) -> dict[str, str]:
+        """The name of a backend, or "auto", for each of `kernels.attention.ROLES`."""
+        return attention.parse(self.attention_backend)
 
     def attention(self, role: str) -> attention.Use:
         """What the graph of a role, one of `kernels.attention.ROLES`, wants of its attention backend."""
         captured = self.cuda_graphs and role != "prefill"
         fp8 = self.kv_cache_dtype == "fp8" and role != "draft"
-        return attention.Use(self.attention_backend[role], role, captured, self.compile, fp8)
+        return attention.Use(self.attention_backends[role], role, captured, self.compile, fp8)
 
 
 def parse_options(cls: Callable, options: dict):

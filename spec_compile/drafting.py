@@ -1,97 +1,115 @@
-"""What the runtime asks of those who propose trees: an `Algorithm` for a model, and its `Drafter` for a batch size."""
+"""The contract between the runtime and those who propose trees: an `Algorithm` for a model makes a `Drafter` for a
+batch size, and its `DraftPlan` says what rounds must be built for."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor, nn
 
-from .config import Options
-from .drafters.trees.schedule import Schedule, StaticTree, Step, draw_chain, grow
 from .graph import ModelGraph
-from .runtime.state import State
 from .tree import Accepted
+
+if TYPE_CHECKING:
+    from .runtime.state import State
+    from .runtime.steps.compile import PartCompiler
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What rounds are built for, computed from the options and the draft.
+
+    nodes: most nodes of a tree, the root included. taps: hidden states of the target that `Drafter.prefill` and
+    `Drafter.observe` are given, numbered as in `passes.Settings`. lookahead_slots: cache slots beyond the verified
+    nodes that a drafter writes. draws: whether tokens are drawn at random, and ``state.propose`` is given the
+    distributions that they were drawn from. sizes: how many nodes a round verifies: "fixed" (always `nodes`, and every
+    tree has as many), "tree" (as many as the trees have) or "adaptive" (fewer where that has paid).
+    """
+
+    nodes: int
+    taps: tuple[int, ...] = ()
+    lookahead_slots: int = 0
+    draws: bool = False
+    sizes: Literal["fixed", "tree", "adaptive"] = "fixed"
 
 
 class Drafter(nn.Module):
-    """What a round asks of a drafter. The methods marked [graph] run inside the compiled round.
+    """Proposes the trees of one batch. Each generate() calls `start`, `prefill` for each chunk of the prompts, then
+    `propose` and, after each verification, `observe` and `propose`; and `finish`.
 
-    `span`: slots of a cache to look at on a CPU, at least those that hold anything when the round ends.
+    The methods marked [graph] run inside the compiled round. Small tensors that they change are buffers registered on
+    the drafter itself, which are put back after a round of warm-up; keys and values are in a `cache.Cache`. span: slots
+    of a cache to look at on a CPU, which hold everything when the round ends.
     """
 
     fuses: bool = True
-    """Whether on a GPU `propose` is compiled in one piece with what comes before it. Else `compile` is called once for
-    each kind of round, and compiles parts of it."""
+    """Whether on a GPU `propose` is compiled in one piece with what comes before it. Otherwise `compile` does it."""
 
     seconds: float = 0.0
-    """Time spent proposing on the host, ever (0 where it is part of the graph)."""
+    """Time spent proposing on the host since the drafter was made (0 where it is part of the graph)."""
 
-    def small_buffers(self) -> list[Tensor]:
-        """The buffers that a round changes and that must be put back after a round of warm-up."""
-        return list(self.buffers())
-
-    def compile(self, compiler) -> None:
-        """Compile the parts of `propose` by `compiler`, a `runtime.steps.compile.PartCompiler`."""
-
-    def resized(self, slots: int) -> None:
-        """Its caches have so many slots now: what was compiled for others is of no use."""
+    def compile(self, compiler: "PartCompiler") -> None:
+        """Compile the parts of `propose` by `compiler`. It is called for each kind of round, and again when the caches
+        have grown."""
 
     def mute(self) -> None:
-        """The rounds that follow are warm-up: leave no trace outside `small_buffers`."""
+        """The rounds until the buffers are put back are warm-up, so leave no trace outside them."""
 
-    def begin(
-        self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True
+    def start(
+        self, state: "State", prompts: list[list[int]], references: list[Tensor], share_text: bool = True
     ) -> None:
-        """A new call of generate(): `prompts`, one a row, and `references` that the output may copy from. share_text:
-        whether later calls may draft from what this one reads and writes."""
+        """A call of generate() begins.
 
-    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
-        """[graph] A chunk of the prompts: tokens and positions [B, T] at slots ``state.lengths`` onwards, and the
-        hidden states [B, T, C] that were asked for."""
+        prompts: token ids, one list a row. references: texts [n] int64 that the output may copy from. share_text:
+        whether later calls may draft from what this one reads and writes.
+        """
 
-    def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, span: int) -> None:
-        """[graph] Hidden states [B, N, C] of the verified nodes, and which were accepted. begin [B]: ``state.lengths``
-        before they were committed."""
+    def prefill(self, state: "State", ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
+        """[graph] The target has processed a chunk of the prompts.
 
-    def propose(self, state: State, span: int) -> None:
-        """[graph] Call ``state.propose`` with the trees to verify next, siblings distinct, parents first."""
+        ids, positions [B, T] int64: tokens at slots ``state.lengths`` onwards. features: for each tap the hidden states
+        [B, T, C] of these tokens.
+        """
+
+    def observe(self, state: "State", features: list[Tensor], accepted: Accepted, begin: Tensor, span: int) -> None:
+        """[graph] The target has verified trees, and what was accepted is committed.
+
+        features: for each tap the hidden states [B, N, C] of the verified nodes. begin [B] int64: ``state.lengths``
+        before the commit.
+        """
+
+    def propose(self, state: "State", span: int) -> None:
+        """[graph] Call ``state.propose`` with the trees to verify next: siblings distinct, parents first."""
         raise NotImplementedError
 
-    def end(self, lengths: list[int]) -> None:
-        """The call of generate() is over, however it ended; `lengths`: tokens of each row less one, if it began."""
+    def finish(self, lengths: list[int]) -> None:
+        """The call of generate() is over, by an error, too. lengths: tokens of each row less one; empty if no round
+        had begun."""
 
 
 class Algorithm:
-    """A way of drafting for one model, ready to make drafters of any batch size."""
+    """A way of drafting for one model, ready to make drafters of any batch size. `plan` is set by each."""
 
-    taps: tuple[int, ...] = ()
-    """Hidden states of the target that `prefill` and `observe` are given, numbered as in `passes.Settings`."""
-
-    draws: bool = False
-    """Whether it draws its tokens at random, and gives ``state.propose`` the distributions they were drawn from."""
-
-    varies: bool = False
-    """Whether trees come in all sizes up to ``num_draft_tokens``, so that rounds of several sizes are compiled."""
-
-    adaptive: bool = False
-    """Whether fewer nodes may be verified than were proposed, if that has paid so far."""
-
-    reach: int = 0
-    """Slots beyond the verified nodes that its drafters use."""
+    plan: DraftPlan
 
     graph: ModelGraph | None = None
-    """The draft that runs in its rounds, with a cache of its own."""
+    """The draft, if it runs in rounds with a cache of its own."""
 
     draft_module: nn.Module | None = None
     """The draft whose weights ``speculation.refresh()`` takes over, as the user knows it."""
 
-    def refresh(self) -> None:
-        """Weights have changed in place: compute anew what was copied from them."""
+    @property
+    def remembers(self) -> bool:
+        """Whether its drafters hold keys and values of the text, so that a prompt whose keys and values the target has
+        must be processed again where theirs are of another text."""
+        return self.graph is not None
 
     @property
     def token_bytes(self) -> int:
         """Bytes that its own cache takes for each token of a sequence."""
-        return self.graph.token_bytes if self.graph else 0
+        return 0 if self.graph is None else self.graph.token_bytes
+
+    def refresh(self) -> None:
+        """Weights have changed in place: compute anew what was copied from them."""
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         """The drafter for `batch` sequences of up to `slots` tokens."""
@@ -104,64 +122,3 @@ class Algorithm:
     def explain(self) -> list[str]:
         """Lines about it for ``speculation.explain()``."""
         return []
-
-
-def propose_grown(
-    state: State,
-    schedule: Schedule | StaticTree,
-    draws: bool,
-    logits: Tensor,
-    hidden: Tensor,
-    step: Step,
-    hot_ids: Tensor | None = None,
-) -> None:
-    """Grow trees (see `grow`), or chains that are drawn, below the last committed tokens and propose them."""
-    root, probs = state.tree_tokens[:, 0].clone(), None
-    if draws:
-        place = state.lengths + 1 - state.prompt_lengths
-        tokens, parents, probs = draw_chain(
-            schedule, root, logits, hidden, step, state.temperature, state.seed, place, state.is_eos.shape[0], hot_ids
-        )
-    else:
-        tokens, parents, _ = grow(schedule, root, logits, hidden, step, hot_ids)
-    count = torch.full_like(root, tokens.shape[1])
-    state.propose(tokens, parents, count, torch.zeros_like(count), probs)
-
-
-@dataclass(frozen=True)
-class DraftOptions(Options):
-    """Options of the algorithms that have a draft model or head, with the engines' names and meaning.
-
-    draft: the draft: a path, a name on the hub, or a module. num_steps: levels of the tree. topk: children of a node
-    (1: a chain). num_draft_tokens: see `Options` (default: what `Schedule` says; for a chain num_steps + 1).
-    score_temperature: of the draft's probabilities by which the nodes of a tree are chosen. draft_sample_method:
-    "greedy", or "probabilistic": where tokens are sampled the drafts, a chain, are drawn too, at the same temperature,
-    and tested against what they were drawn from.
-    """
-
-    draft: Any = None
-    num_draft_tokens: int | None = None
-    num_steps: int = 3
-    topk: int = 1
-    score_temperature: float = 1.0
-    draft_sample_method: str = "greedy"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.draft_sample_method not in ("greedy", "probabilistic"):
-            raise ValueError(
-                f"draft_sample_method: expected 'greedy' or 'probabilistic', got {self.draft_sample_method!r}"
-            )
-        if self.draws and self.topk != 1:
-            raise ValueError(f"topk: drafts that are drawn ('probabilistic') are chains: it must be 1, not {self.topk}")
-        object.__setattr__(self, "num_draft_tokens", self.schedule.num_draft_tokens)
-
-    @property
-    def draws(self) -> bool:
-        """See `Algorithm.draws`."""
-        return self.draft_sample_method == "probabilistic"
-
-    @property
-    def schedule(self) -> Schedule | StaticTree:
-        """How the draft's trees grow; ValueError where the options contradict each other."""
-        return Schedule(self.num_steps, self.topk, self.num_draft_tokens, self.score_temperature)

@@ -170,14 +170,14 @@ def eagle_speculators(w: Weights, target) -> dict:
 # EAGLE-3
 
 
-def hot_ids(count: int = VD) -> Tensor:
+def draft_to_target(count: int = VD) -> Tensor:
     """The tokens that a head keeps, ascending."""
     return torch.randperm(V, generator=torch.Generator().manual_seed(7))[:count].sort().values
 
 
 def vocabulary(w: Weights, rows: int = VD) -> None:
     """An output matrix of `rows`, with d2t (offsets) and t2d (a mask)."""
-    ids = hot_ids(rows)
+    ids = draft_to_target(rows)
     w.linear("lm_head", rows, H)
     w["d2t"] = ids - torch.arange(rows)
     w["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)

@@ -319,10 +319,10 @@ def test_one_compilation_serves_all_sizes(name, causal):
 
 def test_option_is_a_name_or_names_by_role():
     roles = ("prefill", "verify", "draft")
-    assert Options().attention_backend == dict.fromkeys(roles, "auto")
-    assert Options(attention_backend="SDPA").attention_backend == dict.fromkeys(roles, "sdpa")
+    assert Options().attention_backends == dict.fromkeys(roles, "auto")
+    assert Options(attention_backend="SDPA").attention_backends == dict.fromkeys(roles, "sdpa")
     options = Options(attention_backend={"prefill": "FlashInfer"}, cuda_graphs=True)
-    assert options.attention_backend == {"prefill": "flashinfer", "verify": "auto", "draft": "auto"}
+    assert options.attention_backends == {"prefill": "flashinfer", "verify": "auto", "draft": "auto"}
     assert options.attention("prefill") == Use("flashinfer", "prefill", captured=False)
     assert options.attention("verify") == Use("auto", "verify", captured=True)
     assert Options(cuda_graphs=False).attention("draft") == Use("auto", "draft", captured=False)

@@ -27,9 +27,10 @@ from spec_compile import speculate
 from spec_compile.drafters.checkpoints.dflash import load_dflash, spread_layers
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.dflash import DFlash, DFlashOptions, accepted_of_own_text
+from spec_compile.drafters.hidden_states import tapped_states
 from spec_compile.drafters.modules.dflash import DFlashDraft
-from spec_compile.drafters.modules.heads import LayerKnobs
-from spec_compile.drafters.self_check import STRIDE, states
+from spec_compile.drafters.modules.layers import LayerKnobs
+from spec_compile.drafters.self_check import STRIDE
 from spec_compile.drafters.trees.block import BlockTree
 from spec_compile.kernels import ops
 
@@ -182,7 +183,7 @@ def test_blocks_are_their_formulas(load, name):
     assert (draft.taps, draft.sample_from_anchor, draft.causal) == (meaning.taps, meaning.anchor, meaning.causal)
     assert (draft.block_size, draft.mask_token_id) == (BLOCK, MASK)
     assert difference(logits, right) < 1e-5
-    ids = drafts.hot_ids().numpy() if name.endswith("kept") else np.arange(drafts.V)
+    ids = drafts.draft_to_target().numpy() if name.endswith("kept") else np.arange(drafts.V)
     chosen = ids[np.stack(right).argmax(-1)][:, 0 if meaning.anchor else 1 :]
     assert tokens[:, 0].tolist() == [5, MASK, 40] and tokens[:, 1:].tolist() == chosen.tolist()
     assert parents.tolist() == [list(range(-1, chosen.shape[1]))] * 3 and count.tolist() == [tokens.shape[1]] * 3
@@ -270,8 +271,8 @@ def test_a_flavour_loads(load, name):
     target, kept = written.target, name == "dflash_speculators_kept"
     assert draft.embedding is target.get_input_embeddings().weight
     assert (draft.head_weight is target.get_output_embeddings().weight) != kept
-    assert draft.hot_ids is None or torch.equal(draft.hot_ids, drafts.hot_ids())
-    assert (draft.hot_ids is not None) == kept
+    assert draft.draft_to_target is None or torch.equal(draft.draft_to_target, drafts.draft_to_target())
+    assert (draft.draft_to_target is not None) == kept
     shared = {id(p) for p in target.parameters()}
     assert all(not p.requires_grad for p in draft.parameters() if id(p) not in shared)
     assert all(p.requires_grad for p in target.parameters()) and not draft.training
@@ -463,7 +464,7 @@ def test_output_matrices(write):
     flipped = lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].flip(0)})  # noqa: E731
     written = write("dflash_deepspec", flipped)
     draft = read(written)
-    assert torch.equal(draft.head_weight, written.tensors["lm_head.weight"]) and draft.hot_ids is None
+    assert torch.equal(draft.head_weight, written.tensors["lm_head.weight"]) and draft.draft_to_target is None
     assert "its own, 96 of 96 tokens" in draft.report[4]
     with pytest.raises(ValueError, match="40 rows, its config says draft_vocab_size 48"):
         read(write("dflash_speculators_kept", draft_vocab_size=48))
@@ -564,9 +565,9 @@ def test_what_was_loaded_is_told(load):
         "of 5 drafts are the target's own next tokens, on average",
     ):  # fmt: skip
         assert part in told
-    assert fast.speculation.options.num_draft_tokens == 6 and fast.speculation._engine.runtime.sizes == (6,)
-    graph = fast.speculation._engine.runtime.algorithm.graph
-    assert "1 layers see the block causally, 1 all of it" in graph.log[-1].summary
+    runtime = fast.speculation._engine.runtime
+    assert runtime.algorithm.plan.nodes == 6 and runtime.sizes == (6,)
+    assert "1 layers see the block causally, 1 all of it" in runtime.algorithm.graph.log[-1].summary
 
 
 def test_the_self_check_counts_what_would_be_accepted():
@@ -615,7 +616,7 @@ def trained(name):
     shared = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     draft = DFlashDraft(config, *shared, MEANING.taps, 5, MASK, LAYERS, causal=MEANING.causal)
     with torch.no_grad():
-        features, _ = states(model, draft.taps, text)
+        features, _ = tapped_states(model, draft.taps, text)
     own = [p for p in draft.parameters() if p is not shared[0] and p is not shared[1]]
     optimizer = torch.optim.Adam(own, lr=5e-3)
     with torch.enable_grad():
@@ -656,7 +657,7 @@ def fast(name, schedule, compile=False):
 @torch.no_grad()
 def logits_after(draft, model, text, size):
     """Logits [size, V] of the block behind a text by the formulas, without any cache."""
-    features, _ = states(model, draft.taps, torch.tensor([text]))
+    features, _ = tapped_states(model, draft.taps, torch.tensor([text]))
     t = {n.replace("blocks.", "layers."): value for n, value in draft.state_dict().items()}
     shared = draft.embedding.detach(), draft.head_weight.detach()
     return block_logits(t, *shared, [f[0, :-1] for f in features], text[-1], size, MEANING, theta=10000.0)
@@ -686,7 +687,7 @@ def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
     system, options, draft = fast("llama", schedule), SCHEDULES[schedule], trained("llama")
     engine, stats = system.speculation._engine, system.speculation.stats
     run, checked = engine.run, 0
-    nodes, size = engine.runtime.options.num_draft_tokens, options.get("block_size", 5)
+    nodes, size = engine.runtime.algorithm.plan.nodes, options.get("block_size", 5)
 
     def watched(request):
         nonlocal checked

@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from spec_compile.capture.trace import capture_head
 from spec_compile.drafters.checkpoints.load import load_head
-from spec_compile.drafters.modules.heads import Eagle3Head, LayerKnobs, rotary
+from spec_compile.drafters.modules.eagle import Eagle3Head
+from spec_compile.drafters.modules.layers import LayerKnobs, rotary
 
 HEADS, KV, D, H = drafts.HEADS, drafts.KV, drafts.D, drafts.H
 

@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from spec_compile.drafters import self_check
 from spec_compile.drafters.checkpoints.load import load_head, read_token_map
-from spec_compile.drafters.modules.heads import FINAL, Head
+from spec_compile.drafters.hidden_states import tapped_states
+from spec_compile.drafters.modules.head import Head
 from spec_compile.drafters.self_check import calibrate, first_position_acceptance
 from spec_compile.errors import UnsupportedModelError
+from spec_compile.passes.tap_hidden_states import FINAL
 
 TAPS = {
     "eagle3": (2, 4, 5),
@@ -68,9 +70,10 @@ def test_a_flavour_loads(write, name):
     assert head.layers == (2 if "layers" in name else 1)
     assert head.hidden_size == (48 if name == "eagle3_wide" else drafts.H)
     kept = name.startswith("eagle3") and name not in WHOLE
-    assert (head.hot_ids is not None) == kept
+    assert (head.draft_to_target is not None) == kept
     if kept:
-        assert torch.equal(head.hot_ids, drafts.hot_ids()) and head.head_weight.shape == (drafts.VD, drafts.H)
+        assert torch.equal(head.draft_to_target, drafts.draft_to_target())
+        assert head.head_weight.shape == (drafts.VD, drafts.H)
     own_embedding = name in ("eagle3_wide", "eagle3_speculators_31")
     assert (head.embedding is target.get_input_embeddings().weight) != own_embedding
     own_output = name.startswith("eagle3") and name != "eagle3_borrowed"
@@ -375,7 +378,7 @@ def test_no_block_of_multi_token_prediction(tmp_path):
 
 def test_kept_tokens_must_make_sense(write):
     def absolute(tensors):
-        tensors["d2t"] = drafts.hot_ids()
+        tensors["d2t"] = drafts.draft_to_target()
 
     with pytest.raises(ValueError, match=r"d2t .* token of its own below 96 when the row's number is added"):
         load(write("eagle3", absolute))
@@ -390,7 +393,7 @@ def test_kept_tokens_must_make_sense(write):
     with pytest.raises(ValueError, match="40 rows, its config says draft_vocab_size 48"):
         load(write("eagle3", draft_vocab_size=48))
     head = load(write("eagle3", lambda tensors: tensors.pop("d2t")))
-    assert torch.equal(head.hot_ids, drafts.hot_ids())
+    assert torch.equal(head.draft_to_target, drafts.draft_to_target())
 
 
 def test_configs_that_cannot_be_built(write):
@@ -514,10 +517,10 @@ def test_token_map(write, tmp_path, name):
     written = write(name)
     whole = load(written)
     head = load(written, token_map=tmp_path / "freq_4.pt")
-    assert head.hot_ids.tolist() == [17, 3, 90, 5] and head.hot_ids.dtype == torch.int64
+    assert head.draft_to_target.tolist() == [17, 3, 90, 5] and head.draft_to_target.dtype == torch.int64
     assert torch.equal(head.head_weight, whole.head_weight[[17, 3, 90, 5]]) and not head.head_weight.requires_grad
     for given in (listed, torch.tensor(listed)):
-        assert torch.equal(load(written, token_map=given).hot_ids, head.hot_ids)
+        assert torch.equal(load(written, token_map=given).draft_to_target, head.draft_to_target)
 
 
 def test_token_maps_that_cannot_be_used(write, tmp_path):
@@ -598,11 +601,11 @@ def test_states_are_those_of_transformers(name):
     ids = torch.randint(3, drafts.V, (2, 6))
     out = model(input_ids=ids, output_hidden_states=True)
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    found, choices = self_check.states(model, (0, 1, FINAL), ids)
+    found, choices = tapped_states(model, (0, 1, FINAL), ids)
     for ours, theirs in zip(found, (out.hidden_states[0], out.hidden_states[1], out.hidden_states[-1])):
         torch.testing.assert_close(ours, theirs)
     assert torch.equal(choices, out.logits.argmax(-1))
-    last, _ = self_check.states(model, (2,), ids)
+    last, _ = tapped_states(model, (2,), ids)
     normed = model.get_decoder().norm(last[0]) if name == "llama" else None
     assert normed is None or torch.equal(normed, found[2])
     assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
@@ -630,12 +633,12 @@ class Oracle(Head):
 def test_acceptance_counts_the_targets_next_tokens():
     model = drafts.llama()
     ids = torch.randint(3, drafts.V, (2, 21))
-    _, choices = self_check.states(model, (), ids)
+    _, choices = tapped_states(model, (), ids)
     assert first_position_acceptance(model, Oracle(choices), ids) == 1
     assert first_position_acceptance(model, Oracle(choices, first=0.5), ids) == 0.5
     assert first_position_acceptance(model, Oracle(choices.roll(1, 1)), ids) < 0.3
     mapped = Oracle(choices)
-    mapped.hot_ids = torch.arange(drafts.V).flip(0)
+    mapped.draft_to_target = torch.arange(drafts.V).flip(0)
     mapped.head_weight = nn.Parameter(torch.eye(drafts.V).flip(0))
     assert first_position_acceptance(model, mapped, ids) == 1
 
@@ -643,7 +646,7 @@ def test_acceptance_counts_the_targets_next_tokens():
 @torch.no_grad()
 def test_the_best_reading_is_kept():
     model = drafts.llama()
-    _, choices = self_check.states(model, (), self_check.own_text(model))
+    _, choices = tapped_states(model, (), self_check.own_text(model))
     readings = [Oracle(choices, *shares) for shares in ((0.5, 0.2), (0.5, 0.9), (0.6, 0.1))]
     best = calibrate(model, readings)
     assert best is readings[1]
@@ -663,7 +666,7 @@ def test_calibration_finds_how_a_head_was_trained(write, monkeypatch):
     written = write("eagle3_full", **listed)
     true = load(written, taps=(3, 5, 7), rope_theta=10000.0)
     ids = self_check.own_text(written.target)
-    features, choices = self_check.states(written.target, true.taps, ids)
+    features, choices = tapped_states(written.target, true.taps, ids)
     _, _, normed = self_check._first(true, features, ids)
     wanted = F.one_hot(choices[:, 1:], drafts.V).float()
     fitted = torch.linalg.lstsq(normed.flatten(0, 1), wanted.flatten(0, 1)).solution.t().contiguous()

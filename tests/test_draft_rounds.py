@@ -13,10 +13,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_compile import speculate
-from spec_compile.drafters.modules.heads import FINAL, Eagle3Head, EagleHead
+from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
-from spec_compile.drafters.trees.schedule import grow
+from spec_compile.drafters.trees.grow import grow
 from spec_compile.kernels import ops
+from spec_compile.passes.tap_hidden_states import FINAL
 
 TARGETS = ("llama", "qwen3", "mixtral", "deepseek_v3")
 SCHEDULES = {
@@ -147,7 +148,7 @@ def drafted(algorithm, draft, model, schedule, text):
         return torch.stack([h for h, _ in rows])[None], torch.stack([logits for _, logits in rows[-wanted:]])[None]
 
     hidden, logits = output([])
-    return grow(schedule, ids[:, -1], logits[None], hidden[None], step, getattr(draft, "hot_ids", None))[:2]
+    return grow(schedule, ids[:, -1], logits[None], hidden[None], step, getattr(draft, "draft_to_target", None))[:2]
 
 
 @pytest.mark.parametrize(
@@ -329,6 +330,11 @@ def test_bad_options_are_named(algorithm, options, names):
     with pytest.raises((ValueError, TypeError), match=names):
         speculate(model, algorithm, compile=False, **options)
     assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+def test_only_ngrams_have_a_store():
+    with pytest.raises(AttributeError, match=r"algo='eagle' keeps no n-grams; only .*algo='ngram'"):
+        _ = fast("eagle", "llama", "chain").speculation.ngram
 
 
 def test_only_ngrams_take_a_reference():

@@ -253,9 +253,9 @@ def test_private_texts_are_forgotten_on_a_gpu(model):
     state.tokens = torch.tensor([[7, 8, 9, 10, 0, 0]])
     for share_text, added in ((False, []), (True, [5, 6, -1, 7, 8, 9, -1]), (False, [])):
         before = corpus.text[: len(corpus)].tolist()
-        drafter.begin(state, [[7, 8]], [torch.tensor([5, 6])], share_text)
+        drafter.start(state, [[7, 8]], [torch.tensor([5, 6])], share_text)
         assert corpus.text[: len(corpus)].tolist() == [*before, 5, 6, -1]
-        drafter.end([2])
+        drafter.finish([2])
         assert corpus.text[: len(corpus)].tolist() == [*before, *added] and int(corpus.length) == len(corpus)
 
 

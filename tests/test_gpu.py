@@ -13,7 +13,8 @@ from transformers.generation import LogitsProcessor
 
 from spec_compile import NgramTrie, UnsupportedModelError, audit, speculate
 from spec_compile.drafters.modules.dflash import DFlashDraft
-from spec_compile.drafters.modules.heads import Eagle3Head, LayerKnobs
+from spec_compile.drafters.modules.eagle import Eagle3Head
+from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.kernels.attention import BACKENDS, measure
 from spec_compile.runtime.engine import AHEAD
 

@@ -7,14 +7,15 @@ import ctypes
 import random
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
-from spec_compile.ngram import match_gpu
+from spec_compile.ngram import match_gpu as ngram_match
 from spec_compile.ngram.match import join_documents, propose
 from spec_compile.ngram.match_gpu import Shape
-from spec_compile.ngram.match_options import MatchOptions, empty_trees
+from spec_compile.ngram.match_options import MatchOptions, empty_outputs
 from spec_compile.ngram.match_plain import propose_plainly
 from spec_compile.ngram.trie import NgramTrie
 
@@ -366,23 +367,24 @@ def emulated(tmp_path_factory):
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("emulator")
     (folder / "emulator.cpp").write_text(EMULATOR)
+    source = Path(ngram_match.__file__).with_name("match.cu")
     libraries = {}
 
     def library(shape: Shape):
         if shape not in libraries:
             path = folder / f"emulator{len(libraries)}.so"
             macros = [f"-D{name}={value}" for name, value in shape.macros().items()]
-            macros.append(f'-DSOURCE="{match_gpu.SOURCE}"')
+            macros.append(f'-DSOURCE="{source}"')
             flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas"]
             subprocess.run([compiler, *flags, *macros, "-o", path, folder / "emulator.cpp"], check=True)
             libraries[shape] = ctypes.CDLL(str(path))
         return libraries[shape]
 
     def run(inputs, num_nodes, options, multiprocessors):
-        words = match_gpu.shape_for(options).words
+        words = ngram_match.shape_for(options).words
         shape = Shape(words, scan_threads=128, scan_items=4, scan_blocks=2, build_threads=128, slack=256, min_span=32)
-        out = tuple(torch.full_like(tensor, 77) for tensor in empty_trees(inputs[0], num_nodes))
-        steps, _workspace = match_gpu.launches(shape, multiprocessors, *inputs, num_nodes, options, out)
+        out = tuple(torch.full_like(tensor, 77) for tensor in empty_outputs(inputs[0], num_nodes))
+        steps, _workspace = ngram_match.launches(shape, multiprocessors, *inputs, num_nodes, options, out)
         for step in steps:
             assert step.threads == 128
             values = [type_(value) for type_, value in zip(step.types, step.values)]

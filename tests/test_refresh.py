@@ -13,7 +13,8 @@ from transformers import LlamaConfig
 
 from spec_compile import speculate
 from spec_compile.drafters.modules.dflash import DFlashDraft
-from spec_compile.drafters.modules.heads import FINAL, LayerKnobs
+from spec_compile.drafters.modules.layers import LayerKnobs
+from spec_compile.passes.tap_hidden_states import FINAL
 
 NEW = 20
 OPTIONS = dict(do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)

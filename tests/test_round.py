@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from spec_compile.config import Options
-from spec_compile.drafting import Algorithm, Drafter
+from spec_compile.drafting import Algorithm, Drafter, DraftPlan
 from spec_compile.runtime.engine import Engine
 from spec_compile.runtime.request import Request
 from spec_compile.tree import ancestry
@@ -77,10 +77,8 @@ class Replay(Drafter):
 class Given(Algorithm):
     """Drafters made by a function of the batch size."""
 
-    varies = True
-
-    def __init__(self, make):
-        self.make = make
+    def __init__(self, make, nodes):
+        self.make, self.plan = make, DraftPlan(nodes, sizes="tree")
 
     def drafter(self, batch, slots):
         return self.make(batch)
@@ -88,7 +86,7 @@ class Given(Algorithm):
 
 def make_engine(graph, make_drafter, nodes, compile=False):
     options = Options(num_draft_tokens=nodes, max_cache_len=320, compile=compile)
-    return Engine(graph, Given(make_drafter), options, torch.device("cpu"), 512)
+    return Engine(graph, Given(make_drafter, nodes), options, torch.device("cpu"), 512)
 
 
 class Run:
@@ -101,7 +99,7 @@ class Run:
             self.session.drafter.texts = texts
         limits = limits or [len(prompt) + NEW for prompt in prompts]
         self.state.reset(prompts, [0] * len(prompts), limits, list(eos))
-        self.session.drafter.begin(self.state, prompts, [])
+        self.session.drafter.start(self.state, prompts, [])
         for done in range(0, max(map(len, prompts)) - 1, 32):
             self.session.step("prefill")(32, -(-(done + 32) // 128) * 128)
         self.state.root()

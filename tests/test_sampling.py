@@ -23,7 +23,7 @@ from transformers.generation import (
 )
 
 from spec_compile import speculate
-from spec_compile.drafting import Algorithm, Drafter
+from spec_compile.drafting import Algorithm, Drafter, DraftPlan
 from spec_compile.runtime import accept
 from spec_compile.runtime.accept import host
 from spec_compile.runtime.accept.draw import DrawInRound
@@ -561,7 +561,7 @@ def test_wrong_answers_of_generate_are_found(monkeypatch):
 
 
 class DrawsFromTable(Algorithm):
-    draws = varies = True
+    plan = DraftPlan(8, draws=True, sizes="tree")
 
     def __init__(self, q):
         self.q = q

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 from spec_compile import compat
-from spec_compile.drafters.trees import schedule as schedules
-from spec_compile.drafters.trees.schedule import EAGLE1_CHOICES, Schedule, StaticTree, draw_chain, grow
+from spec_compile.drafters.trees import draw as drawing
+from spec_compile.drafters.trees.draw import draw_chain
+from spec_compile.drafters.trees.grow import grow
+from spec_compile.drafters.trees.schedule import Schedule
+from spec_compile.drafters.trees.static import EAGLE1_CHOICES, StaticTree
 from spec_compile.kernels.top_logits import top_logits
 from spec_compile.runtime.accept.chain import accept_chain, chain_numbers
 from spec_compile.runtime.accept.host import HostAcceptor
@@ -70,32 +73,32 @@ def logits_after(table, path):
     return table[(state + carried + total) % len(table)] if path else table[1 % len(table)]
 
 
-def children(table, path, ranks, temperature, hot_ids):
+def children(table, path, ranks, temperature, draft_to_target):
     """[(log-probability, token)] of the likeliest children."""
     logprobs, ids = top_logits(logits_after(table, path)[None], ranks, temperature)
-    return list(zip(logprobs[0].numpy(), (int(hot_ids[i]) for i in ids[0])))
+    return list(zip(logprobs[0].numpy(), (int(draft_to_target[i]) for i in ids[0])))
 
 
-def slow_tree(schedule, table, hot_ids):
+def slow_tree(schedule, table, draft_to_target):
     """[(path, score)] of the nodes of an EAGLE-2 tree, or of a chain, best first."""
     candidates, frontier = {(): numpy.float32(0)}, [()]
     for _ in range(schedule.num_steps):
         found = {}
         for path in frontier:
-            for logprob, token in children(table, path, schedule.topk, schedule.score_temperature, hot_ids):
+            for logprob, token in children(table, path, schedule.topk, schedule.score_temperature, draft_to_target):
                 found[*path, token] = candidates[path] + logprob
         candidates |= found
         frontier = sorted(found, key=lambda path: -found[path])[: schedule.topk]
     best = sorted(candidates, key=lambda path: -candidates[path])
-    return [(path, candidates[path]) for path in best[: schedule.num_draft_tokens]]
+    return [(path, candidates[path]) for path in best[: schedule.nodes]]
 
 
-def slow_static(choices, table, hot_ids):
+def slow_static(choices, table, draft_to_target):
     """[(path, score)] of a static tree, level by level."""
     nodes = {(): ((), numpy.float32(0))}
     for ranks in sorted(choices, key=lambda ranks: (len(ranks), ranks)):
         path, score = nodes[tuple(ranks[:-1])]
-        logprob, token = children(table, path, ranks[-1] + 1, 1.0, hot_ids)[-1]
+        logprob, token = children(table, path, ranks[-1] + 1, 1.0, draft_to_target)[-1]
         nodes[tuple(ranks)] = (*path, token), score + logprob
     return list(nodes.values())
 
@@ -112,16 +115,16 @@ def read(tokens, parents, scores):
     return list(zip(paths, scores.numpy()))
 
 
-def check(schedule, table, hot_ids=None):
+def check(schedule, table, draft_to_target=None):
     batch, _, vocab = table.shape
     root = torch.arange(batch) + 50
     draft = Draft(table)
-    tokens, parents, scores = grow(schedule, root, *draft.begin(), draft, hot_ids)
-    assert tokens.shape == parents.shape == scores.shape == (batch, schedule.num_draft_tokens)
+    tokens, parents, scores = grow(schedule, root, *draft.begin(), draft, draft_to_target)
+    assert tokens.shape == parents.shape == scores.shape == (batch, schedule.nodes)
     assert tokens.dtype == parents.dtype == torch.int64 and scores.dtype == torch.float32
     assert torch.equal(tokens[:, 0], root)
     for row in range(batch):
-        ids = range(vocab) if hot_ids is None else hot_ids.tolist()
+        ids = range(vocab) if draft_to_target is None else draft_to_target.tolist()
         if isinstance(schedule, Schedule):
             expected = slow_tree(schedule, table[row], ids)
         else:
@@ -204,7 +207,7 @@ def test_static_trees(choices, values):
 def test_the_tree_of_eagle_1():
     """The widths of the levels, and that the default is it."""
     tree = StaticTree()
-    assert tree.num_draft_tokens == 26 and tree.num_steps == 5
+    assert tree.nodes == 26 and tree.num_steps == 5
     assert [sum(len(path) == level for path in EAGLE1_CHOICES) for level in range(1, 6)] == [4, 8, 8, 3, 2]
     assert EAGLE1_CHOICES[:4] == [(0,), (1,), (2,), (3,)] and (1, 0, 0) in EAGLE1_CHOICES
     assert tree.parents.tolist()[:13] == [-1, 0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4]
@@ -247,10 +250,10 @@ def test_the_scores_temperature_changes_the_shape():
 
 
 def test_defaults():
-    assert Schedule(5, 1).num_draft_tokens == 6
-    assert Schedule(1, 3).num_draft_tokens == 4
-    assert Schedule(2, 2).num_draft_tokens == 7
-    assert Schedule(5, 4).num_draft_tokens == 64
+    assert Schedule(5, 1).nodes == 6
+    assert Schedule(1, 3).nodes == 4
+    assert Schedule(2, 2).nodes == 7
+    assert Schedule(5, 4).nodes == 64
 
 
 @pytest.mark.parametrize(
@@ -345,7 +348,7 @@ def test_chains_are_drawn_from_the_draft(temperature):
     table = torch.randn(1, 97, 4)
     table[0, ::3, 2] = -INF
     rows = 40_000
-    tokens, parents, probs = drawn(table, temperature, Schedule(3, 1), rows, vocab_size=VOCAB, hot_ids=DRAFTED)
+    tokens, parents, probs = drawn(table, temperature, Schedule(3, 1), rows, vocab_size=VOCAB, draft_to_target=DRAFTED)
     assert probs.shape == (rows, 4, VOCAB) and probs.dtype == torch.float32
     assert parents[0].tolist() == [-1, 0, 1, 2] and (tokens[:, 0] == 3).all() and not probs[:, 3].any()
     assert len({tuple(row) for row in tokens.tolist()}) > 20
@@ -373,7 +376,7 @@ def test_temperature_0_is_the_argmax():
     assert probs.isfinite().all() and (probs[1, :-1].amax(dim=1) < 1).any()
 
 
-def test_a_chain_without_hot_ids():
+def test_a_chain_without_draft_to_target():
     table = torch.randn(1, 97, VOCAB)
     tokens, _, probs = drawn(table, 1.0, Schedule(4, 1, 3), 100, vocab_size=VOCAB)
     assert tokens.shape == (100, 3)
@@ -517,7 +520,7 @@ def test_drawn_chains_leave_the_target(nodes, temperature):
 
 
 def test_numbers_shared_with_verification_would_show(monkeypatch):
-    monkeypatch.setattr(schedules, "DRAFT_STREAM", 0)
+    monkeypatch.setattr(drawing, "DRAFT_STREAM", 0)
     samples, target, _ = chained(60_000, 4)
     assert fit(samples, joint(target)) < FAILS
 

@@ -25,9 +25,9 @@ from spec_compile.__main__ import main
 from spec_compile.drafters.checkpoints.dflash import load_dflash
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.checkpoints.target import Target
-from spec_compile.drafters.modules.heads import FINAL
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.kernels import ops
+from spec_compile.passes.tap_hidden_states import FINAL
 from spec_compile.runtime.generate import SpeculativeMixin
 from spec_compile.training import TRAINERS, loss, save
 from spec_compile.training import data as texts
@@ -300,7 +300,7 @@ def test_acceptance_is_of_drafts_from_every_slot(algo):
                     if not document.supervised[slot + 2 : slot + 3 + step].all():
                         break
                     row = int((trainer.module.head_weight @ normed).argmax())
-                    token = row if trainer.module.hot_ids is None else int(trainer.module.hot_ids[row])
+                    token = row if trainer.module.draft_to_target is None else int(trainer.module.draft_to_target[row])
                     alive = alive and token == int(choices[slot + 1 + step])
                     reached[step] += 1
                     right[step] += alive
@@ -679,7 +679,7 @@ def test_published_eagle3(tmp_path):
     assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 2], "use_aux_hidden_state": True}
     assert config["tie_word_embeddings"] is False and config["torch_dtype"] == "float32"
     head = load_head(tmp_path / "head", target(), "eagle3")
-    assert head.taps == (0, 2) and torch.equal(head.hot_ids, kept)
+    assert head.taps == (0, 2) and torch.equal(head.draft_to_target, kept)
 
 
 def test_published_eagle3_of_several_layers(tmp_path):

@@ -7,9 +7,10 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from ..config import Options
-from ..drafting import Algorithm, DraftOptions
+from ..drafting import Algorithm
 from ..errors import did_you_mean
 from . import dflash, draft_model, heads, ngram
+from .options import DraftOptions
 
 
 class Entry(NamedTuple):

@@ -16,7 +16,7 @@ from .. import passes
 from ..cache import Cache
 from ..capture.trace import capture_head
 from ..config import Options
-from ..drafting import Algorithm, Drafter, propose_grown
+from ..drafting import Algorithm, Drafter, DraftPlan
 from ..errors import check_int
 from ..graph import ModelGraph
 from ..kernels import attention, ops
@@ -26,9 +26,12 @@ from ..runtime.steps.compile import PartCompiler
 from ..runtime.steps.regions import cut
 from ..tree import MAX_NODES, Accepted
 from .checkpoints.dflash import load_dflash
+from .hidden_states import tapped_states
 from .modules.dflash import Context, DFlashDraft
-from .self_check import STRIDE, own_text, states
+from .options import check_sample_method
+from .self_check import STRIDE, own_text
 from .trees.block import BlockTree
+from .trees.propose import propose_block, propose_grown
 from .trees.schedule import Schedule
 
 LOOKED_AT = 8
@@ -63,16 +66,11 @@ class DFlashOptions(Options):
             check_int("num_draft_tokens", self.num_draft_tokens, 2, MAX_NODES, "nodes verified, the root included")
         if not 0 < self.score_temperature < math.inf:
             raise ValueError(f"score_temperature must be positive and finite, not {self.score_temperature}")
-        if self.draft_sample_method not in ("greedy", "probabilistic"):
-            raise ValueError(
-                f"draft_sample_method: expected 'greedy' or 'probabilistic', got {self.draft_sample_method!r}"
-            )
-        if self.draws and self.topk != 1:
-            raise ValueError(f"topk: drafts that are drawn ('probabilistic') are chains: it must be 1, not {self.topk}")
+        check_sample_method(self.draft_sample_method, self.topk)
 
     @property
     def draws(self) -> bool:
-        """See `Algorithm.draws`."""
+        """See `DraftPlan.draws`."""
         return self.draft_sample_method == "probabilistic"
 
     def fit(self, draft: DFlashDraft) -> tuple[int, int]:
@@ -98,13 +96,14 @@ class DFlash(Algorithm):
     """Chains or trees of one `draft`."""
 
     def __init__(self, draft: DFlashDraft, options: DFlashOptions):
-        self.draft, self.options, self.taps, self.draws = draft, options, draft.taps, options.draws
+        self.draft, self.options = draft, options
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else draft
-        self.slots, self.nodes = options.fit(draft)
-        self.chain = Schedule(self.nodes - 1, 1, self.nodes) if self.draws else None
+        self.block_size, nodes = options.fit(draft)
+        self.plan = DraftPlan(nodes, draft.taps, self.block_size, options.draws)
+        self.chain = Schedule(nodes - 1, 1, nodes) if options.draws else None
         self.tree = None
         if options.topk > 1:
-            self.tree = BlockTree(self.slots - draft.first, options.topk, self.nodes).to(draft.embedding.device)
+            self.tree = BlockTree(self.block_size - draft.first, options.topk, nodes).to(draft.embedding.device)
         self.context, self.checked = Context(draft), []
 
         def causal_layers(graph: ModelGraph, settings: passes.Settings) -> str:
@@ -113,7 +112,6 @@ class DFlash(Algorithm):
         pipeline = [*passes.PIPELINE, causal_layers]
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
         self.graph = passes.run(capture_head(draft), settings, pipeline)
-        self.reach = self.slots
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return DFlashDrafter(self, batch, slots)
@@ -144,19 +142,14 @@ class DFlashDrafter(Drafter):
         super().__init__()
         self.draft, self.context, self.tree = algorithm.draft, algorithm.context, algorithm.tree
         self.graph, self.block, self.chain = algorithm.graph, algorithm.graph.gm, algorithm.chain
-        self.slots, self.nodes, self.options = algorithm.slots, algorithm.nodes, algorithm.options
-        self.longest = min(self.nodes, self.slots - self.draft.first + 1)  # nodes of a path
-        self.cache = Cache(algorithm.graph, batch, slots)
-
-    def small_buffers(self) -> list[Tensor]:
-        return []
+        self.block_size, self.nodes, self.options = algorithm.block_size, algorithm.plan.nodes, algorithm.options
+        self.longest = min(self.nodes, self.block_size - self.draft.first + 1)  # nodes of a path
+        self.cache, self.compiled_slots = Cache(algorithm.graph, batch, slots), 0
 
     def compile(self, compiler: PartCompiler) -> None:
-        if self.block is self.graph.gm:
+        if self.compiled_slots != self.cache.slots:
             self.block = cut(self.graph).compile_bodies(compiler, "block")
-
-    def resized(self, slots: int) -> None:
-        self.block = self.graph.gm
+            self.compiled_slots = self.cache.slots
 
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
         self.write(features, state.lengths)
@@ -173,9 +166,9 @@ class DFlashDrafter(Drafter):
 
     def logits(self, root: Tensor, lengths: Tensor, span: int) -> Tensor:
         """Of the slots of a block behind the committed ones: [B, slots, Vd]. root, lengths [B]."""
-        masks = root.new_full((len(root), self.slots - 1), self.draft.mask_token_id)
+        masks = root.new_full((len(root), self.block_size - 1), self.draft.mask_token_id)
         ids = torch.cat([root[:, None], masks], dim=1)
-        positions = lengths[:, None] + torch.arange(self.slots, device=root.device)
+        positions = lengths[:, None] + torch.arange(self.block_size, device=root.device)
         everything = torch.full_like(ids, -1)  # of the block
         return self.block(ids, positions, lengths, everything, self.cache.tensors, span)[0]
 
@@ -184,15 +177,14 @@ class DFlashDrafter(Drafter):
         logits = self.logits(root, state.lengths.clone(), span)
         if self.chain is not None:
             return self._draw(state, logits[:, first:])
-        topk, hot_ids = self.options.topk, self.draft.hot_ids
-        scores, tokens = best_tokens(logits.flatten(0, 1), topk, self.options.score_temperature)
-        tokens = tokens if hot_ids is None else hot_ids[tokens]
-        scores, tokens = (x.view(len(root), self.slots, topk)[:, first:] for x in (scores, tokens))
-        if self.tree is None:
-            tokens = torch.cat([root[:, None], tokens[:, : self.nodes - 1, 0]], dim=1)
-            parents = torch.arange(-1, self.nodes - 1, device=root.device).expand_as(tokens)
-        else:
-            tokens, parents, _ = self.tree(root, scores, tokens)
+        temperature, draft_to_target = self.options.score_temperature, self.draft.draft_to_target
+        if self.tree is not None:
+            return propose_block(state, self.tree, logits, first, temperature, draft_to_target)
+        _, tokens = best_tokens(logits.flatten(0, 1), 1, temperature)
+        tokens = tokens if draft_to_target is None else draft_to_target[tokens]
+        tokens = tokens.view(len(root), self.block_size)[:, first:]
+        tokens = torch.cat([root[:, None], tokens[:, : self.nodes - 1]], dim=1)
+        parents = torch.arange(-1, self.nodes - 1, device=root.device).expand_as(tokens)
         count = torch.full_like(root, self.nodes)
         state.propose(tokens, parents, count, torch.zeros_like(count))
 
@@ -202,30 +194,29 @@ class DFlashDrafter(Drafter):
         def step(tokens, hidden, ancestors, depth, offset, wanted):
             return hidden, logits[:, offset + 1 : offset + 2]
 
-        propose_grown(state, self.chain, True, logits[:, 0], logits[:, 0, :1], step, self.draft.hot_ids)
+        propose_grown(state, self.chain, True, logits[:, 0], logits[:, 0, :1], step, self.draft.draft_to_target)
 
 
 @torch.no_grad()
 def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[float, int]:
     """How many drafts of a block are what the target goes on with in texts of its own, on average, and of how many."""
     text, draft = own_text(model), algorithm.draft
-    features, _ = states(model, draft.taps, text)
+    features, _ = tapped_states(model, draft.taps, text)
     batch, length = text.shape
-    drafter, span = algorithm.drafter(batch, length + algorithm.slots), length + algorithm.slots
+    drafter, span = algorithm.drafter(batch, length + algorithm.block_size), length + algorithm.block_size
     drafter.write(features, torch.zeros_like(text[:, 0]))
-    looked_at, found = min(algorithm.slots - draft.first, LOOKED_AT), []
+    looked_at, accepted = min(algorithm.block_size - draft.first, LOOKED_AT), []
     for p in range(length - 1 - looked_at, 1, -STRIDE):  # backwards, for a block overwrites what lies behind its root
         tokens = drafter.logits(text[:, p], torch.full_like(text[:, 0], p), span).argmax(dim=-1)
-        tokens = tokens if draft.hot_ids is None else draft.hot_ids[tokens]
+        tokens = tokens if draft.draft_to_target is None else draft.draft_to_target[tokens]
         right = tokens[:, draft.first :][:, :looked_at] == text[:, p + 1 : p + 1 + looked_at]
-        found.append(right.to(torch.int64).cumprod(dim=1).sum(dim=1))
-    return float(torch.cat(found).float().mean()), looked_at
+        accepted.append(right.to(torch.int64).cumprod(dim=1).sum(dim=1))
+    return float(torch.cat(accepted).float().mean()), looked_at
 
 
 def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:
     """The algorithm with the draft that `options` names."""
     algorithm = DFlash(load_dflash(options.draft, model, options.rope_theta), options)
-    object.__setattr__(options, "num_draft_tokens", algorithm.nodes)  # as in all `Options`, now that it is known
     if options.check:
         accepted, of = accepted_of_own_text(model, algorithm)
         algorithm.checked = [f"self-check: {accepted:.1f} of {of} drafts are the target's own next tokens, on average"]

@@ -17,11 +17,13 @@ from ..cache import Cache
 from ..capture.admit import admit
 from ..capture.checks import check_capture
 from ..capture.trace import capture
-from ..drafting import Algorithm, Drafter, DraftOptions, propose_grown
+from ..drafting import Algorithm, Drafter, DraftPlan
 from ..graph import ModelGraph
 from ..runtime.state import State
 from ..runtime.steps.compile import PartCompiler
 from ..runtime.steps.regions import cut
+from .options import DraftOptions
+from .trees.propose import propose_grown
 
 
 class DraftModel(Algorithm):
@@ -30,11 +32,11 @@ class DraftModel(Algorithm):
     def __init__(self, draft: PreTrainedModel, graph: ModelGraph, options: DraftOptions, vocab_size: int):
         """graph: of `draft`. vocab_size: of the target."""
         self.draft_module = draft
-        self.schedule, self.draws, self.vocab_size = options.schedule, options.draws, vocab_size
-        chosen = passes.Settings(options.merge_linears, logits="rows", attention=options.attention("draft"))
-        filling = passes.Settings(options.merge_linears, logits="none", attention=options.attention("prefill"))
-        self.graph, self.prefill = passes.run(graph, chosen), passes.run(graph, filling)
-        self.reach = 1 + self.schedule.fed
+        self.schedule, self.vocab_size = options.schedule, vocab_size
+        drafting = passes.Settings(options.merge_linears, logits="rows", attention=options.attention("draft"))
+        prefilling = passes.Settings(options.merge_linears, logits="none", attention=options.attention("prefill"))
+        self.graph, self.prefill = passes.run(graph, drafting), passes.run(graph, prefilling)
+        self.plan = DraftPlan(self.schedule.nodes, lookahead_slots=1 + self.schedule.fed, draws=options.draws)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return ModelDrafter(self, batch, slots)
@@ -47,28 +49,23 @@ class ModelDrafter(Drafter):
 
     def __init__(self, algorithm: DraftModel, batch: int, slots: int):
         super().__init__()
-        self.schedule, self.draws, self.vocab_size = algorithm.schedule, algorithm.draws, algorithm.vocab_size
+        self.schedule, self.draws, self.vocab_size = algorithm.schedule, algorithm.plan.draws, algorithm.vocab_size
         self.known = min(algorithm.graph.vocab_size, self.vocab_size)  # the rest of either vocabulary is padding
         self.graph, self.filling = algorithm.graph, algorithm.prefill.gm
-        self.behind = 1 if self.schedule.topk == 1 else self.schedule.num_steps + 1  # tokens fed again before the root
+        self.refill = 1 if self.schedule.topk == 1 else self.schedule.num_steps + 1  # tokens fed again before the root
         self.cache = Cache(algorithm.graph, batch, slots)
-        self.resized(slots)
-
-    def small_buffers(self) -> list[Tensor]:
-        return []
-
-    def resized(self, slots: int) -> None:
-        self.slots, self.compiler = slots, None
+        self.compiled_slots, self.compiler = 0, None
         self.models: dict[int, nn.Module] = {}
 
     def compile(self, compiler: PartCompiler) -> None:
-        if self.compiler is not None:
+        if self.compiled_slots == self.cache.slots:
             return
-        self.compiler = compiler
+        self.compiled_slots, self.compiler = self.cache.slots, compiler
+        self.models.clear()
         if not compiler.exact:  # one compilation for all numbers of rows above one
             batch, topk = len(self.cache.tensors[0]), self.schedule.topk
             ids = torch.zeros(batch, compiler.nodes, dtype=torch.int64, device=self.graph.device)
-            last = ids[:, 0] + self.slots - compiler.nodes  # slots that are never committed
+            last = ids[:, 0] + self.cache.slots - compiler.nodes  # slots that are never committed
             self._run(ids, ids, last, ids + 1, compiler.slots, ids.new_zeros(batch, topk))
 
     def _model(self, rows: int) -> nn.Module:
@@ -85,17 +82,17 @@ class ModelDrafter(Drafter):
         self.filling(ids, positions, state.lengths, None, self.cache.tensors, span)
 
     def propose(self, state: State, span: int) -> None:
-        begin = (state.lengths - self.behind).clamp(min=0)
-        places = begin[:, None] + torch.arange(self.behind + 1, device=begin.device)
+        begin = (state.lengths - self.refill).clamp(min=0)
+        places = begin[:, None] + torch.arange(self.refill + 1, device=begin.device)
         ids = state.tokens.gather(1, places)
         rows = (state.lengths - begin)[:, None].expand(-1, self.schedule.topk)  # as many as `_step` wants, all alike
-        chain = (torch.ones_like(places) << torch.arange(1, self.behind + 2, device=begin.device)) - 1
+        chain = (torch.ones_like(places) << torch.arange(1, self.refill + 2, device=begin.device)) - 1
         logits = self._run(ids, places, begin, chain, span, rows)[:, 0]
         step = partial(self._step, state.lengths.clone(), span)
         propose_grown(state, self.schedule, self.draws, logits, logits[:, :1], step)
 
     def _step(self, lengths, span, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
-        """See `schedule.grow`."""
+        """See `trees.step.Step`."""
         rows = torch.arange(tokens.shape[1] - wanted, tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
         positions = lengths[:, None] + depth
         return hidden, self._run(tokens, positions, lengths + 1 + offset, ancestors, span, rows)
@@ -134,10 +131,11 @@ def build(model: PreTrainedModel, options: DraftOptions) -> DraftModel:
 def _check_fit(model: PreTrainedModel, draft: PreTrainedModel) -> None:
     if draft.device != model.device:
         raise ValueError(f"draft: it is on {draft.device}, the model on {model.device}; move it: draft.to(...)")
-    own, other = (m.get_output_embeddings().weight.shape[0] for m in (model, draft))
-    if abs(own - other) > PADDING * max(own, other):
+    target_vocab, draft_vocab = (m.get_output_embeddings().weight.shape[0] for m in (model, draft))
+    if abs(target_vocab - draft_vocab) > PADDING * max(target_vocab, draft_vocab):
         raise ValueError(
-            f"draft: its vocabulary of {other} tokens is not the model's ({own}); it must have the same tokenizer"
+            f"draft: its vocabulary of {draft_vocab} tokens is not the model's ({target_vocab}); it must have the same "
+            "tokenizer"
         )
 
 

@@ -15,15 +15,19 @@ from transformers import PreTrainedModel
 from .. import passes
 from ..cache import Cache
 from ..capture.trace import capture_head
-from ..drafting import Algorithm, Drafter, DraftOptions, propose_grown
+from ..drafting import Algorithm, Drafter, DraftPlan
 from ..kernels.linear import few_rows_linear
 from ..kernels.ops import gather_rows
 from ..runtime.state import State
 from ..tree import Accepted
 from .checkpoints.load import load_head
-from .modules.heads import Head
+from .hidden_states import keep_row
+from .modules.head import Head
+from .options import DraftOptions
 from .self_check import calibrate
-from .trees.schedule import Schedule, StaticTree
+from .trees.propose import propose_grown
+from .trees.schedule import Schedule
+from .trees.static import StaticTree
 
 
 @dataclass(frozen=True)
@@ -59,13 +63,13 @@ class Heads(Algorithm):
     """Drafts of one `head`, in trees as `schedule` says."""
 
     def __init__(self, head: Head, options: HeadOptions):
-        self.head, self.schedule, self.taps, self.draws = head, options.schedule, head.taps, options.draws
+        self.head, self.schedule = head, options.schedule
         if isinstance(self.schedule, StaticTree):
             self.schedule.to(head.head_weight.device)
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else head
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
         self.graph = passes.run(capture_head(head, head.hidden_size), settings)
-        self.reach = self.schedule.fed
+        self.plan = DraftPlan(self.schedule.nodes, head.taps, self.schedule.fed, options.draws)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return HeadDrafter(self, batch, slots)
@@ -82,18 +86,15 @@ class HeadDrafter(Drafter):
 
     def __init__(self, algorithm: Heads, batch: int, slots: int):
         super().__init__()
-        self.head, self.block, self.draws = algorithm.head, algorithm.graph.gm, algorithm.draws
+        self.head, self.block, self.draws = algorithm.head, algorithm.graph.gm, algorithm.plan.draws
         self.schedule = schedule = algorithm.schedule
-        self.longest = min(schedule.num_draft_tokens, schedule.num_steps + 1)  # nodes of a path
+        self.longest = min(schedule.nodes, schedule.num_steps + 1)  # nodes of a path
         self.cache = Cache(algorithm.graph, batch, slots)
         like = self.head.head_weight
         self.register_buffer("hidden", like.new_zeros(batch, self.head.hidden_size), persistent=False)
         self.register_buffer("normed", like.new_zeros(batch, like.shape[1]), persistent=False)
 
-    def small_buffers(self) -> list[Tensor]:
-        return [self.hidden, self.normed]
-
-    def begin(
+    def start(
         self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True
     ) -> None:
         self.hidden.zero_()  # a prompt of one token has no slot to draft from: these drafts are rejected
@@ -116,20 +117,19 @@ class HeadDrafter(Drafter):
         gained = state.lengths - begin
         self._keep(out, gained - 1, gained > 0)
 
-    def _keep(self, out: tuple[Tensor, Tensor], row: Tensor, here: Tensor) -> None:
-        """Remember what the block gave at `row` [B], for those of the batch that have it `here` [B]."""
+    def _keep(self, out: tuple[Tensor, Tensor], row: Tensor, present: Tensor) -> None:
+        """Remember what the block gave at row [B], for the sequences that have it: present [B]."""
         for buffer, values in zip((self.hidden, self.normed), out):
-            index = row.clamp(0, values.shape[1] - 1)[:, None, None].expand(-1, 1, values.shape[2])
-            buffer.copy_(torch.where(here[:, None], values.gather(1, index)[:, 0], buffer.clone()))
+            keep_row(buffer, values, row, present)
 
     def propose(self, state: State, span: int) -> None:
         logits = few_rows_linear(self.normed.clone(), self.head.head_weight)
         step = partial(self._step, state.lengths.clone(), span)
-        hidden, hot_ids = self.hidden.clone(), self.head.hot_ids
-        propose_grown(state, self.schedule, self.draws, logits, hidden, step, hot_ids)
+        hidden, draft_to_target = self.hidden.clone(), self.head.draft_to_target
+        propose_grown(state, self.schedule, self.draws, logits, hidden, step, draft_to_target)
 
     def _step(self, lengths, span, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
-        """See `schedule.grow`. A node at depth d is the token of the pair at position lengths + d - 1."""
+        """See `trees.step.Step`. A node at depth d is the token of the pair at position lengths + d - 1."""
         positions = lengths[:, None] + depth - 1
         hidden, normed = self.block(tokens, positions, hidden, lengths + offset, ancestors, self.cache.tensors, span)
         return hidden, few_rows_linear(normed[:, -wanted:], self.head.head_weight)

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import Options
-from ..drafting import Algorithm, Drafter
+from ..drafting import Algorithm, Drafter, DraftPlan
 from ..kernels import ops
+from ..ngram import NgramStore
 from ..ngram.corpus import NgramCorpus
 from ..ngram.match import propose as match
 from ..ngram.match_options import MatchOptions
@@ -68,7 +69,7 @@ class NgramDrafter(Drafter):
     def mute(self) -> None:
         self.streams.fill_(-1)
 
-    def begin(
+    def start(
         self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True
     ) -> None:
         self.reading = self.trie if share_text else self.trie.overlay()
@@ -87,11 +88,11 @@ class NgramDrafter(Drafter):
 
     def advance(self, *tensors: Tensor) -> None:
         """What `ops.ngram_propose` runs on the host."""
-        begin = time.perf_counter()
+        tick = time.perf_counter()
         self.reading.advance(*tensors)
-        self.seconds += time.perf_counter() - begin
+        self.seconds += time.perf_counter() - tick
 
-    def end(self, lengths: list[int]) -> None:
+    def finish(self, lengths: list[int]) -> None:
         while self.open_streams:
             self.reading.close(self.open_streams.pop())
         self.reading = self.trie
@@ -106,7 +107,7 @@ class MatchingDrafter(Drafter):
         self.state = lambda: None
         self.share_text, self.references = True, []
 
-    def begin(
+    def start(
         self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True
     ) -> None:
         self.references = [self.corpus.append(reference) for reference in references]
@@ -118,7 +119,7 @@ class MatchingDrafter(Drafter):
         text, length = self.corpus.text, self.corpus.length
         state.propose(*match(state.tokens, state.lengths + 1, text, length, self.num_draft_tokens, self.options))
 
-    def end(self, lengths: list[int]) -> None:
+    def finish(self, lengths: list[int]) -> None:
         if not self.share_text:
             while self.references:
                 self.corpus.remove(self.references.pop())
@@ -130,10 +131,9 @@ class MatchingDrafter(Drafter):
 class Ngram(Algorithm):
     """N-gram drafts from one `store`, of whatever the model has read and written."""
 
-    varies = True
-
-    def __init__(self, store: NgramTrie | NgramCorpus, options: NgramOptions):
-        self.store, self.options, self.adaptive = store, options, options.adaptive
+    def __init__(self, store: NgramStore, options: NgramOptions):
+        self.store, self.options = store, options
+        self.plan = DraftPlan(options.num_draft_tokens, sizes="adaptive" if options.adaptive else "tree")
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         nodes = self.options.num_draft_tokens

@@ -5,12 +5,12 @@ be read in several ways, each is tried on a short text that the target writes it
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..capture.adapters import twin
-from .modules.heads import FINAL, Head
+from .hidden_states import tapped_states
+from .modules.head import Head
 
 TOKENS = 64
 """Length of each text, its two starting tokens included."""
@@ -23,7 +23,7 @@ STRIDE = 4
 @torch.no_grad()
 def first_position_acceptance(model: PreTrainedModel, head: Head, ids: Tensor) -> float:
     """The share of positions of ids [B, T] (T at least 3) where the head drafts the target's own next token."""
-    features, choices = states(model, head.taps, ids)
+    features, choices = tapped_states(model, head.taps, ids)
     _, _, normed = _first(head, features, ids)
     return _share(head, normed, choices[:, 1:])
 
@@ -35,9 +35,9 @@ def calibrate(model: PreTrainedModel, readings: list[Head]) -> Head:
     A single one is returned as it is. The report tells the acceptance, and of which readings it was the best.
     """
     ids = own_text(model)
-    found = [_two_positions(head, *states(model, head.taps, ids), ids) for head in readings]
-    best = max(range(len(readings)), key=lambda i: sum(found[i]))
-    head, shares = readings[best], [f"{first:.0%} and {second:.0%}" for first, second in found]
+    acceptances = [_two_positions(head, *tapped_states(model, head.taps, ids), ids) for head in readings]
+    best = max(range(len(readings)), key=lambda i: sum(acceptances[i]))
+    head, shares = readings[best], [f"{first:.0%} and {second:.0%}" for first, second in acceptances]
     head.report.append(f"self-check: {shares[best]} of first and second drafts are the target's own tokens")
     if len(readings) > 1:
         others = "; ".join(share for i, share in enumerate(shares) if i != best)
@@ -72,38 +72,8 @@ def _two_positions(head: Head, features: list[Tensor], choices: Tensor, ids: Ten
 
 def _share(head: Head, normed: Tensor, choices: Tensor) -> float:
     drafts = F.linear(normed, head.head_weight).argmax(dim=-1)
-    drafts = drafts if head.hot_ids is None else head.hot_ids[drafts]
+    drafts = drafts if head.draft_to_target is None else head.draft_to_target[drafts]
     return float((drafts == choices).float().mean())
-
-
-def states(model: PreTrainedModel, taps: tuple[int, ...], ids: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The tapped states [B, T, h] of the target at ids, and its choice of the next token at each [B, T]."""
-    model, kept = twin(model), {}
-
-    def keep(tap: int, value: Tensor | tuple) -> None:
-        kept[tap] = value[0] if isinstance(value, tuple) else value
-
-    layers = _decoder_layers(model)
-    handles = [
-        layers[0].register_forward_pre_hook(lambda module, args: keep(0, args)),
-        model.get_output_embeddings().register_forward_pre_hook(lambda module, args: keep(FINAL, args)),
-        *(
-            layer.register_forward_hook(lambda module, args, out, tap=tap: keep(tap, out))
-            for tap, layer in enumerate(layers, 1)
-        ),
-    ]
-    try:
-        logits = model(input_ids=ids, use_cache=False).logits
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [kept[tap] for tap in taps], logits.argmax(dim=-1)
-
-
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
-    return next(layers for layers in lists if len(layers) == count)
 
 
 def own_text(model: PreTrainedModel) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import check_int
 from . import file as ngram_file
-from .trie import check_documents
+from .ids import check_documents
 
 END = -1
 """Between documents: no match and no continuation crosses it."""

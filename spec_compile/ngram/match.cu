@@ -1,4 +1,4 @@
-// Draft trees from n-gram matches; match.py says what they are, and match_gpu.py launches the two kernels:
+// Draft trees from n-gram matches; match.py says what they are, match_gpu.py launches the two kernels:
 //
 //   ngram_scan   rows * blocks: each block reads a stretch of one row's text and of the corpus, newest first, and
 //                leaves its `limit` best matches, best first.

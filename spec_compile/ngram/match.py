@@ -1,10 +1,10 @@
-"""The n-gram drafter on the device: what followed the same words before, in a row's own text and in a corpus.
+"""N-gram drafts on the device: what followed the same words before, in a row's own text and in a corpus.
 
-`propose` gives the trees that a fresh `trie.NgramTrie` would give that holds the documents of the corpus and
-then the row's own text, except that it weighs no more than `match_limit` matches: the longest, of equals the most
-recent. It holds nothing between calls: the tokens that lie on the device are read once. On a CPU it is plain Python;
-on a GPU two kernels (match.cu, compiled on first use) that read nothing back, so that they can be captured in a
-CUDA graph. Call it once with the same `match_limit` before capturing.
+`propose` gives the trees that a fresh `trie.NgramTrie` would give that holds the documents of the corpus and then the
+row's own text, except that it weighs no more than `match_limit` matches: the longest, of equals the most recent. It
+keeps nothing between calls and reads the tokens once, where they are. On a CPU it is plain Python. On a GPU it is two
+kernels that read nothing back, so that they can be captured in a CUDA graph; call it once with the same `match_limit`
+before capturing, because the first call compiles them.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..tree import MAX_NODES
 from .match_gpu import propose_on_gpu
-from .match_options import MAX_DRAFT_TOKENS, MatchOptions, empty_trees
+from .match_options import MatchOptions, empty_outputs
 from .match_plain import propose_plainly
 
 
@@ -35,8 +36,8 @@ def propose(
     node 0 is the row's last token with parent -1, parents come before children, siblings differ; slots from count on
     hold token 0 and parent 0. The match is the longest one that goes on, 0 if none.
     """
-    if not 1 <= num_nodes <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"num_nodes must be from 1 to {MAX_DRAFT_TOKENS}, not {num_nodes}")
+    if not 1 <= num_nodes <= MAX_NODES:
+        raise ValueError(f"num_nodes must be from 1 to {MAX_NODES}, not {num_nodes}")
     if tokens.dtype != torch.int64 or committed.dtype != torch.int64 or corpus_length.dtype != torch.int64:
         raise TypeError("tokens, committed and corpus_length must be int64")
     if corpus.dtype not in (torch.int32, torch.int64):
@@ -89,4 +90,4 @@ def _ngram_match(
 
 @_ngram_match.register_fake
 def _(tokens, committed, corpus, corpus_length, num_nodes, *options):
-    return empty_trees(tokens, num_nodes)
+    return empty_outputs(tokens, num_nodes)

@@ -1,4 +1,4 @@
-"""The n-gram drafter on a GPU: lays out, compiles and launches the kernels of match.cu."""
+"""`match.propose` on a GPU: two kernels (match.cu, compiled on first use), and how they are launched."""
 
 import ctypes
 import functools
@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .match_options import MAX_DRAFT_TOKENS, MatchOptions, empty_trees
-
-SOURCE = Path(__file__).with_name("match.cu")
+from ..tree import MAX_NODES
+from .match_options import MatchOptions, empty_outputs
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Shape:
     min_span: int = 1024  # positions that a block of the scan looks at, at least
 
     def macros(self) -> dict[str, int]:
-        tile, warps, nodes = self.scan_items * self.scan_threads, self.build_threads // 32, MAX_DRAFT_TOKENS
+        tile, warps, nodes = self.scan_items * self.scan_threads, self.build_threads // 32, MAX_NODES
         entries, matches = (warps + 1) * nodes, 64 * self.words
         build = (warps + 2) * (12 * nodes + 8) + warps * nodes * (8 * self.words + 2) + matches * (8 + 4 + 1)
         build += entries * 2 + entries // 4 + 4 * (257 + 256 + self.build_threads + 2 * warps)
@@ -139,11 +138,11 @@ def launches(
 def propose_on_gpu(
     tokens: Tensor, committed: Tensor, corpus: Tensor, corpus_length: Tensor, num_nodes: int, options: MatchOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`match.propose` as two kernels on the tensors' device."""
+    """`propose` as two kernels on the tensors' device."""
     inputs = (tokens, committed, corpus, corpus_length)
     if any(tensor.device != tokens.device for tensor in inputs):
         raise ValueError("tokens, committed, corpus and corpus_length must be on one device")
-    shape, out = shape_for(options), empty_trees(tokens, num_nodes)
+    shape, out = shape_for(options), empty_outputs(tokens, num_nodes)
     if tokens.shape[0] == 0:
         return out
     properties = torch.cuda.get_device_properties(tokens.device)
@@ -172,7 +171,8 @@ def _compiled(shape: Shape, device: int):
     major, minor = torch.cuda.get_device_capability(device)
     flags = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
     flags += [f"-D{name}={value}" for name, value in shape.macros().items()]
-    program = check(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), b"match.cu", 0, [], []))
+    source = Path(__file__).with_name("match.cu").read_bytes()
+    program = check(nvrtc.nvrtcCreateProgram(source, b"match.cu", 0, [], []))
     status, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
     if int(status) != 0:
         log = bytes(check(nvrtc.nvrtcGetProgramLogSize(program)))

@@ -1,4 +1,4 @@
-"""What the n-gram drafter on the device matches, and how large its trees may be."""
+"""`MatchOptions`: what is matched on a device, and how trees are grown from it."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..errors import check_int
 
-MAX_DRAFT_TOKENS = 64
 MAX_MATCH_LIMIT = 128
 
 
@@ -44,8 +43,8 @@ class MatchOptions:
             raise ValueError(f'match_type must be "BFS" (recency) or "PROB" (frequency), not {self.match_type!r}')
 
 
-def empty_trees(tokens: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for what `match.propose` returns."""
+def empty_outputs(tokens: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for what `match.propose` returns, for the rows of tokens [B, S]."""
     batch = tokens.shape[0]
     tree, summary = tokens.new_empty((batch, num_nodes)), tokens.new_empty((batch,))
     return tree, torch.empty_like(tree), summary, torch.empty_like(summary)

@@ -1,4 +1,4 @@
-"""The n-gram drafter on the device, in plain Python: what its kernels must give, on any device but slowly."""
+"""`match.propose` in plain Python: the twin of the kernels, for their tests and for CPUs."""
 
 import heapq
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .match_options import MatchOptions, empty_trees
+from .match_options import MatchOptions, empty_outputs
 
 
 def propose_plainly(
     tokens: Tensor, committed: Tensor, corpus: Tensor, corpus_length: Tensor, num_nodes: int, options: MatchOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`match.propose` in plain Python."""
-    out = empty_trees(tokens, num_nodes)
+    """`propose` in plain Python: what the kernels must give, for any device but slowly."""
+    out = empty_outputs(tokens, num_nodes)
     texts = [corpus[: int(corpus_length)].long().cpu()]
     for row in range(tokens.shape[0]):
         own = tokens[row, : int(committed[row])].cpu()
@@ -69,10 +69,11 @@ def _best_matches(own: Tensor, corpus: Tensor, num_nodes: int, options: MatchOpt
         length += alive
     length[:-1][text[1:] < 0] = 0  # nothing follows
     length[-1] = 0
-    found = [(int(length[at]), at) for at in (length >= options.min_match_window_size).nonzero().flatten().tolist()]
-    found = heapq.nlargest(options.match_limit, found)
+    positions = (length >= options.min_match_window_size).nonzero().flatten().tolist()
+    candidates = [(int(length[at]), at) for at in positions]
+    candidates = heapq.nlargest(options.match_limit, candidates)
     matches = []
-    for size, at in sorted(found, key=lambda match: -match[1]):
+    for size, at in sorted(candidates, key=lambda match: -match[1]):
         following = text[at + 1 : at + 1 + options.branch_length - options.min_match_window_size].tolist()
         matches.append(_Match(size, following[: following.index(-1)] if -1 in following else following))
     return matches

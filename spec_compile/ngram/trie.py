@@ -10,7 +10,9 @@ import torch
 
 from .. import forks
 from ..errors import check_int
+from ..tree import MAX_NODES
 from . import file as ngram_file
+from .ids import check_documents, check_ids
 
 try:
     from ._ngram_trie import Core
@@ -19,8 +21,6 @@ except ImportError as error:
         "spec_compile.ngram._ngram_trie, the compiled n-gram trie, cannot be imported: "
         "(re)install spec_compile with a C++20 compiler at hand, e.g. `pip install .` in its repository"
     ) from error
-
-MAX_DRAFT_TOKENS = 64
 
 
 class Draft(NamedTuple):
@@ -155,7 +155,7 @@ class NgramTrie:
         on hold token 0 and parent 0 and are no nodes. `match` is the longest match that has a continuation, 0 if
         none. Raises ValueError if the stream is not open or has no tokens.
         """
-        check_int("num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        check_int("num_draft_tokens", num_draft_tokens, 1, MAX_NODES)
         tokens = torch.empty(num_draft_tokens, dtype=torch.int64)
         parents = torch.empty_like(tokens)
         count, match = self._core.propose(stream, num_draft_tokens, tokens.data_ptr(), parents.data_ptr())
@@ -174,7 +174,7 @@ class NgramTrie:
         """
         batch, size = _shape("tokens", tokens, 2)
         _, n = _shape("out_tokens", out_tokens, 2)
-        check_int("the width of out_tokens", n, 1, MAX_DRAFT_TOKENS)
+        check_int("the width of out_tokens", n, 1, MAX_NODES)
         for name, tensor, shape in (
             ("streams", streams, (batch,)),
             ("committed", committed, (batch,)),
@@ -280,10 +280,10 @@ class NgramTrie:
         return True  # an empty trie is still a trie
 
     def __repr__(self) -> str:
-        held = self.stats()
+        stats = self.stats()
         return (
-            f"NgramTrie({held['nodes']:,} of {self.capacity:,} nodes, {held['tokens']:,} tokens, "
-            f"{held['streams']} open streams, {held['bytes'] / 2**20:.1f} MiB; "
+            f"NgramTrie({stats['nodes']:,} of {self.capacity:,} nodes, {stats['tokens']:,} tokens, "
+            f"{stats['streams']} open streams, {stats['bytes'] / 2**20:.1f} MiB; "
             f"branch_length={self.branch_length}, match_type={self.match_type!r}, "
             f"match window {self.min_match_window_size}..{self.max_match_window_size}, "
             f"breadth {self.min_bfs_breadth}..{self.max_bfs_breadth}, vocab_size={self.vocab_size})"
@@ -295,54 +295,6 @@ class NgramTrie:
 
     def _ids(self, ids, name: str) -> torch.Tensor:
         return check_ids(ids, name, self._limit)
-
-
-def check_documents(ids, name: str, limit: int) -> list[torch.Tensor]:
-    """The documents in `ids`, one or a list of them, each as `check_ids` gives it."""
-    if isinstance(ids, (list, tuple)) and any(_is_sequence(item) for item in ids):
-        return [check_ids(item, f"{name}[{i}]", limit) for i, item in enumerate(ids)]
-    return [check_ids(ids, name, limit)]
-
-
-def check_ids(ids, name: str, limit: int) -> torch.Tensor:
-    """`ids` as a contiguous int64 CPU tensor of ids in range; it stays alive while its pointer is used."""
-    tensor = ids
-    if not isinstance(tensor, torch.Tensor):
-        if isinstance(ids, (str, bytes)) or not _is_sequence(ids):
-            raise TypeError(
-                f"{name} must be a 1-D tensor, array or list of token ids, not {type(ids).__name__}: "
-                "tokenize text first"
-            )
-        try:
-            tensor = torch.tensor(ids) if len(ids) else torch.empty(0, dtype=torch.int64)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise TypeError(f"{name} must be a 1-D tensor, array or list of token ids: {error}") from None
-    if tensor.dim() != 1:
-        raise ValueError(
-            f"{name} must be 1-D, not of shape {list(tensor.shape)}: pass a list of its rows without padding"
-        )
-    if tensor.dtype not in _INTEGERS:
-        raise TypeError(f"{name} must hold integer token ids, not {str(tensor.dtype).removeprefix('torch.')}")
-    tensor = tensor.detach().to("cpu", torch.int64).contiguous()
-    if tensor.numel():
-        low, high = (int(bound) for bound in tensor.aminmax())
-        if low < 0 or high >= limit:
-            bad = low if low < 0 else high
-            raise ValueError(
-                f"{name} holds token id {bad}, outside the vocabulary [0, {limit}): was it tokenized for another model?"
-            )
-    return tensor
-
-
-_INTEGERS = frozenset(
-    getattr(torch, name) for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-)
-
-
-def _is_sequence(value) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.dim() > 0
-    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and getattr(value, "shape", None) != ()
 
 
 def _shape(name: str, tensor, dims: int) -> tuple[int, ...]:

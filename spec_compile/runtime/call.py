@@ -66,7 +66,7 @@ class Call:
             if not self._draft_remembers():
                 state.lengths.zero_()
         session.texts = [list(prompt) for prompt in request.prompts]
-        drafter.begin(state, request.prompts, request.references, request.share_text)
+        drafter.start(state, request.prompts, request.references, request.share_text)
         self._build_rounds()
         self._prefill()
         state.root()
@@ -84,7 +84,7 @@ class Call:
             if self._longest > session.capacity <= max(self.lengths) + 1 + sum(nodes for nodes, _ in self._flying):
                 if self._flying:
                     break  # what is on its way first
-                self._grow(max(self.lengths) + MAX_NODES + self.runtime.algorithm.reach)
+                self._grow(max(self.lengths) + MAX_NODES + self.runtime.algorithm.plan.lookahead_slots)
             if request.first_logits is not None:
                 nodes = 1
             elif self._flying:
@@ -132,7 +132,7 @@ class Call:
     def _build_rounds(self) -> None:
         """Make the rounds of an algorithm that has one size: made later, they would run over drafts that the drafter's
         cache holds."""
-        if not self.runtime.algorithm.varies:
+        if self.runtime.algorithm.plan.sizes == "fixed":
             self.session.build(self.runtime.sizes[-1], self.request)
 
     def _grow(self, used: int) -> None:
@@ -148,7 +148,7 @@ class Call:
     def _draft_remembers(self) -> bool:
         """Whether a drafter's own cache has, from the call before, what `request.past` has of the target's, or cannot
         have it because nobody knows the tokens. Else the prompts are processed again."""
-        if self.runtime.algorithm.graph is None or self.request.has_unknown_tokens:
+        if not self.runtime.algorithm.remembers or self.request.has_unknown_tokens:
             return True
         lengths, texts = self.session.state.lengths.tolist(), self.session.texts
         if len(texts) != len(lengths):
@@ -165,14 +165,15 @@ class Call:
         else:
             target = self.runtime.verify
             unseen = logits.new_zeros(len(logits), 1, target.hidden_size, dtype=target.dtype)
-            logits, features = logits[:, None], [unseen] * len(self.runtime.algorithm.taps)
+            logits, features = logits[:, None], [unseen] * len(self.runtime.algorithm.plan.taps)
         accepted = request.host_acceptor(session.state.tree(nodes), logits)
         outcome = finish(accepted.path, accepted.tokens, accepted.count, features, span)
         return outcome.tolist
 
     def _span(self, slots: int) -> int:
         """Slots of the cache for a step to look at, that needs the first `slots` and those that a drafter may use."""
-        return min(-(-(slots + self.runtime.algorithm.reach) // PAGE) * PAGE, self.session.state.capacity)
+        needed = slots + self.runtime.algorithm.plan.lookahead_slots
+        return min(-(-needed // PAGE) * PAGE, self.session.state.capacity)
 
     def _prefill(self) -> None:
         """Keys and values of every prompt token but the last, beyond those that the state has."""

@@ -33,15 +33,15 @@ class Engine:
         device: torch.device,
         max_positions: int,
     ):
-        taps, merge, most = algorithm.taps, options.merge_linears, options.num_draft_tokens
+        plan, merge = algorithm.plan, options.merge_linears
         self.captured = graph
         self.settings = {
-            "verify": passes.Settings(merge, taps, attention=options.attention("verify")),
-            "prefill": passes.Settings(merge, taps, "none", options.attention("prefill")),
+            "verify": passes.Settings(merge, plan.taps, attention=options.attention("verify")),
+            "prefill": passes.Settings(merge, plan.taps, "none", options.attention("prefill")),
         }
         """What `passes.run` made each graph of the runtime with."""
         graphs = {purpose: passes.run(graph, settings) for purpose, settings in self.settings.items()}
-        sizes = (*(n for n in SIZES[device.type] if n < most and algorithm.varies), most)
+        sizes = (*(n for n in SIZES[device.type] if n < plan.nodes and plan.sizes != "fixed"), plan.nodes)
         self.runtime = Runtime(**graphs, algorithm=algorithm, options=options, device=device, sizes=sizes,
                                max_positions=max_positions)  # fmt: skip
         self.records = False
@@ -76,7 +76,7 @@ class Engine:
         """In a forked process: end what threads that it does not have were in the midst of. Their sessions, with all
         that is compiled, serve again; a call begins by setting every buffer that is read."""
         for session, _ in self.running:
-            session.drafter.end([])
+            session.drafter.finish([])
             session.texts = []
         self.running.clear()
 
@@ -126,7 +126,7 @@ class Engine:
                 call.stop_rows()
                 clock.spend("host")
         finally:
-            session.drafter.end(call.lengths)
+            session.drafter.finish(call.lengths)
             if recording:
                 recording.seconds = {name: spent - spent_before[name] for name, spent in stats.seconds.items()}
                 self.recording = recording

@@ -36,10 +36,9 @@ class Session:
         self.prefill_sizes = prefill_chunks.SIZES[runtime.device.type]
         slots = self._slots(self.capacity)
         runtime.check_memory(batch, slots)
-        self.drafter = algorithm.drafter(batch, slots)
-        drawn = options.num_draft_tokens if algorithm.draws else 0
-        self.state = State(runtime.verify, batch, slots, runtime.device, drawn)
-        self.policies = {part: SizePolicy(runtime.sizes, algorithm.adaptive) for part in ("round", "look")}
+        self.drafter, plan = algorithm.drafter(batch, slots), algorithm.plan
+        self.state = State(runtime.verify, batch, slots, runtime.device, plan.nodes if plan.draws else 0)
+        self.policies = {part: SizePolicy(runtime.sizes, plan.sizes == "adaptive") for part in ("round", "look")}
         self.ring = OutcomeRing(batch * WIDEST, runtime.device) if runtime.on_gpu else None
         self.texts: list[list[int]] = []
         """What each row was in the last call, prompt and output: of these the drafter's own cache knows."""
@@ -67,7 +66,6 @@ class Session:
         caches = [self.state.kv, *(module for module in self.drafter.modules() if isinstance(module, Cache))]
         before = [cache.resize(slots) for cache in caches]
         self.state.resize(slots)
-        self.drafter.resized(slots)
         if not used:
             self.texts = []
         yield
@@ -194,7 +192,8 @@ class Session:
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Steps run inside leave no trace: what they write to the cache and the text lies beyond what is committed."""
-        buffers = [*self.state.small_buffers(), *self.drafter.small_buffers(), *([self.ring.turn] if self.ring else [])]
+        buffers = [*self.state.small_buffers(), *self.drafter.buffers(recurse=False)]
+        buffers += [self.ring.turn] if self.ring else []
         held = {buffer: buffer.clone() for buffer in buffers}
         try:
             self.drafter.mute()

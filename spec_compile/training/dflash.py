@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..drafters.checkpoints.target import Target
 from ..drafters.modules.dflash import DFlashDraft
-from ..drafters.modules.heads import FINAL, LayerKnobs
+from ..drafters.modules.layers import LayerKnobs
+from ..passes.tap_hidden_states import FINAL
 from .attention import Causal
 from .data import Batch, move
 from .features import Features

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..drafters.checkpoints.target import Target
-from ..drafters.modules.heads import EagleHead, LayerKnobs
+from ..drafters.modules.eagle import EagleHead
+from ..drafters.modules.layers import LayerKnobs
 from .attention import Causal
 from .data import Batch, move
 from .features import Features

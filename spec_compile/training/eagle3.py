@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from ..drafters.checkpoints.target import Target
-from ..drafters.modules.heads import Eagle3Head, LayerKnobs
+from ..drafters.modules.eagle import Eagle3Head
+from ..drafters.modules.layers import LayerKnobs
 from .attention import Rollout
 from .data import Batch, move
 from .features import Features
@@ -40,9 +41,9 @@ class Eagle3Trainer(HeadTrainer):
         knobs = LayerKnobs(num_layers=self.config.num_hidden_layers)
         with seeded(options.seed):
             head = Eagle3Head(self.config, target.embedding.detach(), taps, target.hidden_size, output, layer=knobs)
-        head.hot_ids = kept
+        head.draft_to_target = kept
         super().__init__(target, as_master(head, target.embedding), options.ttt_steps or 7)
-        self.kept = self.module.hot_ids
+        self.kept = self.module.draft_to_target
         self._is_kept = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, kept, True).to(self.device)
 
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:

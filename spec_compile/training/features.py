@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..drafters.modules.heads import FINAL
-from ..drafters.self_check import _decoder_layers
+from ..drafters.hidden_states import decoder_layers
+from ..passes.tap_hidden_states import FINAL
 
 LOGITS = 1 << 30
 """Bytes of the target's logits that are held at once, before what is wanted of them is kept."""
@@ -52,7 +52,7 @@ class TargetFeatures:
         def keep(tap: int, value: Tensor | tuple) -> None:
             found[tap] = value[0] if isinstance(value, tuple) else value
 
-        layers = _decoder_layers(self.model)
+        layers = decoder_layers(self.model)
         with ExitStack() as hooks:
             for tap in set(self.taps):
                 if tap in (0, FINAL):

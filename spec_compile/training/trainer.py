@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..drafters.checkpoints.target import Target
-from ..drafters.modules.heads import Head
+from ..drafters.modules.head import Head
 from .attention import Causal, Rollout
 from .data import Batch, move
 from .features import Features
@@ -98,7 +98,7 @@ class HeadTrainer(Trainer):
 
     def _drafts(self, normed: Tensor) -> Tensor:
         """The tokens [R] that are drafted from the rows [R, H]."""
-        weight, ids = self.module.head_weight, self.module.hot_ids
+        weight, ids = self.module.head_weight, self.module.draft_to_target
         drafts = torch.cat([F.linear(normed[here], weight).argmax(-1) for here in blocks(len(normed), len(weight))])
         return drafts if ids is None else ids[drafts]
 

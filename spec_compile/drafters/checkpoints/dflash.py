@@ -8,22 +8,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..modules.dflash import DFlashDraft
-from ..modules.heads import LayerKnobs
-from .config_keys import VARIANTS, check_rope_theta, refuse_unknown_keys
-from .eagle import _fill, _hot_ids, _listed, _rope_line, our_names
-from .eagle_config import DraftConfig
-from .files import Checkpoint, Fetch, fetcher, load_pickled, read_json
+from ..modules.layers import LayerKnobs
+from .config_keys import SPECULATORS, VARIANTS, check_rope_theta, refuse_unknown_keys
+from .describe import comma_separated, describe_layers
+from .eagle_config import DraftConfig, with_rope_theta
+from .files import Checkpoint, Fetch, load_pickled
+from .fill import fill_module, read_draft_to_target
+from .source import Source
 from .target import Target, likeness
 
+OVERRIDES = ("rope_theta",)
 MASK_FILE = "mask_embedding.pt"
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def is_dflash(raw: dict) -> bool:
-    """Whether a config is that of a DFlash draft, or of one of its variants."""
-    architectures = " ".join(raw.get("architectures") or [])
-    said = raw.get("speculators_model_type") in ("dflash", "dspark")
-    return "dflash_config" in raw or said or re.search("DFlash|DSpark|Domino", architectures) is not None
+def detect(source: Source) -> bool:
+    """Whether the config is that of a DFlash draft, or of one of its variants."""
+    said = source.config.get(SPECULATORS) in ("dflash", "dspark")
+    return "dflash_config" in source.config or said or bool(re.search("DFlash|DSpark|Domino", source.architectures))
 
 
 class DFlashConfig(DraftConfig):
@@ -119,43 +121,39 @@ def load_dflash(draft, model: PreTrainedModel, rope_theta: float | None = None) 
     if rope_theta is not None:
         rope_theta = check_rope_theta("rope_theta", rope_theta)
     if isinstance(draft, nn.Module):
-        return _given(draft, target, rope_theta)
+        return _check_loaded(draft, target, rope_theta)
     if draft is None:
         raise ValueError("draft: algo='dflash' needs a draft: pass draft=, a folder or a repository of the hub")
     if not isinstance(draft, (str, Path)):
         raise TypeError(f"draft: expected a path, a repository of the hub or a DFlashDraft, got {type(draft).__name__}")
-    fetch = fetcher(draft)
-    path = fetch("config.json")
-    if path is None:
-        raise ValueError(f"draft: {draft} has no config.json")
-    raw = read_json(path)
-    if not is_dflash(raw):
+    source = Source(draft)
+    if not detect(source):
         raise ValueError(
-            f"draft: {draft} holds no DFlash draft: architectures {_listed(raw.get('architectures') or ['none'])}, "
-            f"model_type {raw.get('model_type')!r}; heads of the EAGLE family go with algo='eagle' or 'eagle3', whole "
-            "models with algo='draft_model'"
+            f"draft: {draft} holds no DFlash draft: architectures {source.architectures or 'none'}, "
+            f"model_type {source.config.get('model_type')!r}; heads of the EAGLE family go with algo='eagle' or "
+            "'eagle3', whole models with algo='draft_model'"
         )
-    return _read(Checkpoint(draft, fetch), DFlashConfig(raw), target, fetch, rope_theta)
+    return read(source, target, {} if rope_theta is None else {"rope_theta": rope_theta})
 
 
-def _given(draft: nn.Module, target: Target, rope_theta: float | None) -> DFlashDraft:
+def _check_loaded(draft: nn.Module, target: Target, rope_theta: float | None) -> DFlashDraft:
     """A draft made elsewhere, if it fits the target."""
     if not isinstance(draft, DFlashDraft):
         raise TypeError(f"draft: expected a path, a repository of the hub or a DFlashDraft, got {type(draft).__name__}")
     if rope_theta is not None:
         raise TypeError("rope_theta: a draft that is already loaded is read as it is")
-    target.check(draft.hidden_size, draft.head_weight.shape[0] if draft.hot_ids is None else None)
+    target.check(draft.hidden_size, draft.head_weight.shape[0] if draft.draft_to_target is None else None)
     ours, theirs = ((weight.device, weight.dtype) for weight in (target.embedding, draft.fc.weight))
     if ours != theirs:
         raise ValueError(f"draft: it is on {theirs[0]} in {theirs[1]}, the model on {ours[0]} in {ours[1]}")
     return draft.eval()
 
 
-def _read(
-    checkpoint: Checkpoint, config: DFlashConfig, target: Target, fetch: Fetch, rope_theta: float | None
-) -> DFlashDraft:
+def read(source: Source, target: Target, overrides: dict) -> DFlashDraft:
+    """A DFlash draft. overrides: rope_theta. ValueError if anything does not fit."""
+    config = DFlashConfig(source.config)
     config.refuse_variants()
-    names = our_names(checkpoint.shapes)
+    checkpoint, names = source.checkpoint, source.our_names
     target.check(config.layer.get("hidden_size"), config.layer.get("vocab_size"))
     target.check(config.get("target_hidden_size"), None)
     taps, why = _taps(config, target, _count_states(checkpoint, names, target.hidden_size))
@@ -164,9 +162,7 @@ def _read(
     for window, sees_before in zip(knobs.windows, causal):
         if window is not None and window < block_size and not sees_before:
             raise ValueError(f"draft: its window of {window} is shorter than its blocks of {block_size}, both ways")
-    llama = config.llama()
-    if rope_theta is not None:
-        llama = config.with_rope({**llama.rope_parameters, "rope_theta": rope_theta}).llama()
+    llama = with_rope_theta(config, overrides).llama()
     output, rows = _output(checkpoint, config, names, target)
     with torch.device("meta"):
         draft = DFlashDraft(
@@ -177,19 +173,19 @@ def _read(
             softcap=float(config.get("final_logit_softcapping", 0)) or None,
         )  # fmt: skip
     _ignore_others(checkpoint, names, target)
-    hot_ids = _hot_ids(checkpoint, names, rows, target.vocab_size)
-    mask = _mask_embedding(checkpoint, fetch, draft)
-    _fill(draft, checkpoint, names, target)
+    draft_to_target = read_draft_to_target(checkpoint, names, rows, target.vocab_size)
+    mask = _mask_embedding(checkpoint, source.fetch, draft)
+    fill_module(draft, checkpoint, names, target)
     ours = target.embedding
-    draft.hot_ids = None if hot_ids is None else hot_ids.to(ours.device)
+    draft.draft_to_target = None if draft_to_target is None else draft_to_target.to(ours.device)
     draft.mask_embedding = None if mask is None else nn.Parameter(mask.to(ours.device, ours.dtype), requires_grad=False)
     draft.flavour += " (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else ""
     draft.report = [
         f"{draft.flavour} draft from {checkpoint.source}",
-        f"reads states {_listed(taps)} ({why})",
+        f"reads states {comma_separated(taps)} ({why})",
         f"blocks of {block_size}, masked by token {mask_token_id}{'' if mask is None else ', embedded on its own'}; "
         f"slot j drafts the token {'behind' if draft.sample_from_anchor else 'of'} its own place",
-        f"{_rope_line(llama, knobs)}, {sum(causal)} of them causal",
+        f"{describe_layers(llama, knobs)}, {sum(causal)} of them causal",
         "embedding: the target's; output matrix: "
         + ("the target's" if output is not None else f"its own, {rows} of {target.vocab_size} tokens"),
         *checkpoint.ignored,
@@ -252,14 +248,14 @@ def _taps(config: DFlashConfig, target: Target, count: int) -> tuple[tuple[int, 
         raise ValueError(f"draft: its fc reads {count} states of the target, its config names {len(taps)}")
     if not all(0 <= tap <= layers for tap in taps):
         raise ValueError(
-            f"draft: it reads states {_listed(taps)} of its target (0: the embeddings), this model has {layers} "
-            "layers; take the draft of this model"
+            f"draft: it reads states {comma_separated(taps)} of its target (0: the embeddings), this model has "
+            f"{layers} layers; take the draft of this model"
         )
     said = config.get("eagle_aux_hidden_state_layer_ids", list(taps))
     if said != list(taps):
         raise ValueError(
             f"draft: its config has eagle_aux_hidden_state_layer_ids {said}, inputs of layers, and names the states "
-            f"{_listed(taps)} otherwise"
+            f"{comma_separated(taps)} otherwise"
         )
     return taps, f"{name or 'the default'} {ids}, {'inputs of layers' if inputs else 'outputs of layers: one more'}"
 
@@ -307,6 +303,6 @@ def _mask_embedding(checkpoint: Checkpoint, fetch: Fetch, draft: DFlashDraft) ->
                 )
             value = value.get("embedding")
     if not isinstance(value, Tensor) or value.numel() != draft.hidden_size or not value.isfinite().all():
-        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"draft: the mask's embedding must be {draft.hidden_size} finite numbers, it is {found}")
+        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"draft: the mask's embedding must be {draft.hidden_size} finite numbers, it is {got}")
     return value.reshape(-1)

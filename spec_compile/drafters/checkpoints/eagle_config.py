@@ -9,7 +9,8 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 
 from ...capture.admit import GROWING_ROPE
-from ..modules.heads import FINAL, LayerKnobs, rotary
+from ...passes.tap_hidden_states import FINAL
+from ..modules.layers import LayerKnobs, rotary
 from .config_keys import SPECULATORS, check_rope_theta
 
 FIELDS = (
@@ -90,6 +91,13 @@ class DraftConfig:
         )
 
 
+def with_rope_theta(config: DraftConfig, overrides: dict) -> DraftConfig:
+    """`config` with the rope_theta that `overrides` ask for, if they do."""
+    if "rope_theta" not in overrides:
+        return config
+    return config.with_rope({**config.llama().rope_parameters, "rope_theta": overrides["rope_theta"]})
+
+
 @dataclass(frozen=True)
 class Taps:
     """Which states an EAGLE-3 head reads, how that was found out, and the other meanings its list may have."""
@@ -110,23 +118,23 @@ def find_taps(config: DraftConfig, num_layers: int, count: int) -> Taps:
         return Taps((FINAL,), "the state after the final norm (use_aux_hidden_state: false)")
     after, before = config.get("target_layer_ids"), config.get("eagle_aux_hidden_state_layer_ids")
     if after is not None:
-        found = Taps(tuple(i + 1 for i in after), f"target_layer_ids {after}, outputs of layers: one more")
+        reading = Taps(tuple(i + 1 for i in after), f"target_layer_ids {after}, outputs of layers: one more")
     elif before is None:
-        found = Taps((2, num_layers // 2, num_layers - 3), "the default")
+        reading = Taps((2, num_layers // 2, num_layers - 3), "the default")
     elif config.speculators:
-        found = Taps(tuple(before), f"eagle_aux_hidden_state_layer_ids {before}, inputs of layers")
+        reading = Taps(tuple(before), f"eagle_aux_hidden_state_layer_ids {before}, inputs of layers")
     else:
         inputs, outputs = tuple(before), tuple(i + 1 for i in before)
         listed = f"eagle_aux_hidden_state_layer_ids {before}"
         if before[:1] == [1]:
-            found = Taps(outputs, f"{listed}, which starts with 1, as outputs of layers: one more", [inputs])
+            reading = Taps(outputs, f"{listed}, which starts with 1, as outputs of layers: one more", [inputs])
         else:
-            found = Taps(inputs, f"{listed}, which does not start with 1, as inputs of layers", [outputs])
-    if len(found.taps) != count:
-        raise ValueError(f"draft: its fc reads {count} states of the target, its config names {len(found.taps)}")
-    if not _has(found.taps, num_layers):
-        raise _foreign(found.taps, num_layers)
-    return Taps(found.taps, found.why, [other for other in found.others if _has(other, num_layers)])
+            reading = Taps(inputs, f"{listed}, which does not start with 1, as inputs of layers", [outputs])
+    if len(reading.taps) != count:
+        raise ValueError(f"draft: its fc reads {count} states of the target, its config names {len(reading.taps)}")
+    if not _has(reading.taps, num_layers):
+        raise _foreign(reading.taps, num_layers)
+    return Taps(reading.taps, reading.why, [other for other in reading.others if _has(other, num_layers)])
 
 
 def override_taps(overrides: dict, found: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import UnsupportedModelError
-from ..modules.heads import FINAL
+from ...passes.tap_hidden_states import FINAL
 from ..modules.mtp import MtpHead, block_config
 from .eagle_config import override_taps
-from .files import Checkpoint, Fetch, Part
+from .files import Checkpoint, Part
+from .source import Source
 from .target import Target
+
+OVERRIDES = ("taps", "recycle_normed")
 
 
 @dataclass(frozen=True)
@@ -103,21 +106,27 @@ def find_block(names: Iterable[str]) -> Block | None:
     """The first block of multi-token prediction among the tensors of a checkpoint."""
     names = list(names)
     for family in FAMILIES:
-        found = {sign[1] for name in names if (sign := re.match(family.sign, name))}
-        if found:
-            first = min(found, key=_numbers)
+        prefixes = {sign[1] for name in names if (sign := re.match(family.sign, name))}
+        if prefixes:
+            first = min(prefixes, key=_numbers)
             inside = re.compile(re.escape(first) + r"layers\.(\d+)\.")
             layers = {layer[1] for name in names if (layer := inside.match(name))}
-            return Block(family, first, len(layers if family.inner else found) - 1)
+            return Block(family, first, len(layers if family.inner else prefixes) - 1)
     return None
 
 
-def read_mtp(source, fetch: Fetch, block: Block, target: Target, overrides: dict) -> MtpHead:
-    """The head that `block` is. overrides: taps, recycle_normed.
+def detect(source: Source) -> bool:
+    """Whether a block of multi-token prediction is among the tensors."""
+    return find_block(source.names) is not None
+
+
+def read(source: Source, target: Target, overrides: dict) -> MtpHead:
+    """The head that the first block is. overrides: taps, recycle_normed.
 
     ValueError if anything does not fit, UnsupportedModelError if no layer like the target's can be built.
     """
-    checkpoint = Checkpoint(source, fetch, block.holds)
+    block = find_block(source.names)
+    checkpoint = Checkpoint(source.draft, source.fetch, block.holds)
     names = {block.ours(name): name for name in checkpoint.shapes}
     taps = override_taps(overrides, (FINAL,), target.num_layers)
     decoder = target.model.get_decoder()
@@ -146,7 +155,7 @@ def read_mtp(source, fetch: Fetch, block: Block, target: Target, overrides: dict
     order = "[embedding; state]" if head.embedding_first else "[state; embedding]"
     where = "after the target's final norm" if taps == (FINAL,) else f"number {taps[0]}"
     head.report = [
-        f"{head.flavour} head from {source}, {block.prefix}*",
+        f"{head.flavour} head from {source.draft}, {block.prefix}*",
         f"reads the state {where}; fc of {order}; zero_first={head.zero_first}, recycle_normed={head.recycle_normed}",
         f"one {type(head.block).__name__}, {'with a mixture of experts' if sparse else 'dense'}",
         "embedding and output matrix: the target's",
@@ -158,12 +167,12 @@ def read_mtp(source, fetch: Fetch, block: Block, target: Target, overrides: dict
 
 def _part(ours: str, shape: tuple[int, ...], names: dict[str, str], block: Block) -> Part:
     """Where a parameter comes from: experts are stored one by one, and joined in transformers' layers."""
-    stem, _, kind = ours.rpartition(".")
+    stem, _, projection = ours.rpartition(".")
     if ours in names or not stem.endswith(".experts"):
         return Part([names.get(ours) or block.theirs(ours)], shape)
-    kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-    sources = [block.theirs(f"{stem}.{expert}.{one}.weight") for expert in range(shape[0]) for one in kinds]
-    return Part(sources, (shape[1] // len(kinds), shape[2]), lambda tensors: torch.cat(tensors).view(shape))
+    projections = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+    sources = [block.theirs(f"{stem}.{expert}.{one}.weight") for expert in range(shape[0]) for one in projections]
+    return Part(sources, (shape[1] // len(projections), shape[2]), lambda tensors: torch.cat(tensors).view(shape))
 
 
 def _numbers(name: str) -> list[int]:

@@ -13,17 +13,17 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
-from .heads import Layer, LayerKnobs, rotary
+from .layers import Layer, LayerKnobs, rotary
 
 
 class DFlashDraft(nn.Module):
     """A DFlash draft: ``project`` the target's states for the context, then ``forward`` over a block.
 
     embedding [V, h] and head_weight [Vd, h] may be the target's own parameters: moving or casting the draft would move
-    or cast the target. hot_ids [Vd] int64: the target's id of each row of head_weight (None: row i is token i).
+    or cast the target. draft_to_target [Vd] int64: the target's id of each row of head_weight (None: row i is token i).
     mask_embedding [h]: what stands for the mask (None: its row of the embedding).
 
-    taps: the target's states that it reads, numbered as in `draft_block.Head`. block_size: slots of a block it was
+    taps: the target's states that it reads, numbered as in `head.Head`. block_size: slots of a block it was
     trained with. sample_from_anchor: slot j of a block at position p drafts the token at p + j + 1, so that there are
     as many drafts as slots (DSpark, DeepSpec); else that at p + j, and the first slot none. causal: layers whose slots
     see of the block only what lies before them. embedding_scale, output_scale, softcap: of the block's embeddings and
@@ -54,7 +54,7 @@ class DFlashDraft(nn.Module):
         self.embedding_scale, self.output_scale, self.softcap = embedding_scale, output_scale, softcap
         self.embedding, self.head_weight = embedding, head_weight
         self.register_parameter("mask_embedding", None)
-        self.register_buffer("hot_ids", None, persistent=False)
+        self.register_buffer("draft_to_target", None, persistent=False)
         self.fc = nn.Linear(len(taps) * size, size, bias=False)
         self.hidden_norm, self.norm = LlamaRMSNorm(size, eps), LlamaRMSNorm(size, eps)
         self.blocks = nn.ModuleList(Layer(config, number, layer) for number in range(layer.num_layers))

@@ -14,7 +14,8 @@ from transformers import AttentionInterface, PreTrainedConfig
 from ...capture.trace import HARMLESS
 from ...errors import UnsupportedModelError
 from ...kernels import ops
-from .heads import FINAL, Head
+from ...passes.tap_hidden_states import FINAL
+from .head import Head
 
 IMPLEMENTATION = "spec_compile_draft"
 """The name of `_attend` among transformers' attention functions; only configs made here use it."""

@@ -56,7 +56,7 @@ def _candidates(places: int, topk: int, count: int) -> list[tuple[int, ...]]:
 
     At depth d there are ``(r_1 + 1) * ... * (r_d + 1)`` paths whose ranks are nowhere above those of (r_1, ..., r_d).
     """
-    found, level = [], [((), 1, 0)]
+    candidates, level = [], [((), 1, 0)]
     for _ in range(places):
         level = [
             ((*path, rank), alike * (rank + 1), before + alike * (rank + 1))
@@ -64,5 +64,5 @@ def _candidates(places: int, topk: int, count: int) -> list[tuple[int, ...]]:
             for rank in range(topk)
             if before + alike * (rank + 1) <= count
         ]
-        found += [path for path, _, _ in level]
-    return found
+        candidates += [path for path, _, _ in level]
+    return candidates

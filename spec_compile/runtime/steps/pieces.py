@@ -94,4 +94,4 @@ class Pieces:
         tensors: list[Tensor] = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         sizes = {size for tensor in tensors for size in tensor.shape}
         groups = {layer.heads // layer.kv_heads for graph in graphs if graph is not None for layer in graph.layers}
-        return {*sizes, *groups, self.state.batch, self.runtime.algorithm.reach}
+        return {*sizes, *groups, self.state.batch, self.runtime.algorithm.plan.lookahead_slots}

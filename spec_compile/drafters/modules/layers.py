@@ -1,0 +1,106 @@
+"""Decoder layers of drafts, with attention that a captured graph can rewrite.
+
+Shapes: B rows, T slots, H the draft's hidden size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from ...kernels import ops
+
+
+@dataclass(frozen=True)
+class LayerKnobs:
+    """What draft layers differ in, besides the sizes, activation and RoPE of their config.
+
+    num_layers. qkv_bias, output_bias: of the attention's projections. qk_norm: an RMSNorm over each query and key head
+    (Qwen3). windows: the sliding window of each layer, itself included (None: full attention).
+    """
+
+    num_layers: int = 1
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+
+
+ONE_LAYER = LayerKnobs()
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of a draft layer. x [B, T, inputs] -> [B, T, H]."""
+
+    def __init__(self, config: LlamaConfig, number: int, inputs: int, knobs: LayerKnobs):
+        super().__init__()
+        self.number, self.head_dim = number, config.head_dim
+        self.window = knobs.windows[number] if knobs.windows else None
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(inputs, queries, bias=knobs.qkv_bias)
+        self.k_proj = nn.Linear(inputs, keys, bias=knobs.qkv_bias)
+        self.v_proj = nn.Linear(inputs, keys, bias=knobs.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=knobs.output_bias)
+        self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if knobs.qk_norm else nn.Identity()
+        self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if knobs.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q, k, v = (project(x).unflatten(2, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (heads.transpose(1, 2) for heads in (self.q_norm(q), self.k_norm(k), v))
+        q, k = apply_rotary_pos_emb(q, k, *rope)
+        out = ops.attention(q, k, v, None, self.head_dim**-0.5, self.window, None, self.number)
+        return self.o_proj(out.flatten(2))
+
+
+class Layer(nn.Module):
+    """A pre-norm decoder layer; without `input_norm`, attention takes the residual stream as it is.
+
+    inputs: width of what attention reads, H unless given.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, number: int, knobs: LayerKnobs, inputs: int | None = None, input_norm: bool = True
+    ):
+        super().__init__()
+        size = config.hidden_size
+        self.input_layernorm = LlamaRMSNorm(size, config.rms_norm_eps) if input_norm else nn.Identity()
+        self.self_attn = Attention(config, number, inputs or size, knobs)
+        self.post_attention_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        return self._attend(x, self.input_layernorm(x), rope)
+
+    def _attend(self, residual: Tensor, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = residual + self.self_attn(x, rope)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class JoinedLayer(Layer):
+    """The first layer of EAGLE-3: attention reads [norm(embedding); norm(state)], the residual stream is the state.
+
+    norm_before_residual: the residual stream starts from the normed state instead.
+    """
+
+    def __init__(self, config: LlamaConfig, number: int, knobs: LayerKnobs, norm_before_residual: bool):
+        super().__init__(config, number, knobs, inputs=2 * config.hidden_size)
+        self.norm_before_residual = norm_before_residual
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, embedding: Tensor, state: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        normed = self.hidden_norm(state)
+        x = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+        return self._attend(normed if self.norm_before_residual else state, x, rope)
+
+
+def rotary(config: LlamaConfig, device: torch.device) -> LlamaRotaryEmbedding:
+    """The rotary embedding of a draft's own config: (x, positions [B, T]) -> cos, sin [B, T, head_dim]."""
+    with torch.device(device):
+        return LlamaRotaryEmbedding(config)

@@ -1,0 +1,95 @@
+"""`grow`: a chain, the dynamic tree of EAGLE-2 or a static tree, from a draft's likeliest tokens.
+
+It knows nothing of the draft but its `Step`, and works on tensors of static shapes alone, so that it can be compiled
+and captured.
+"""
+
+import torch
+from torch import Tensor
+
+from ...kernels.ops import gather_rows
+from ...tree import MAX_NODES
+from .schedule import Schedule
+from .static import StaticTree
+from .step import Step, chain_parents, children, feed
+
+
+def grow(
+    schedule: Schedule | StaticTree,
+    root: Tensor,
+    logits: Tensor,
+    hidden: Tensor,
+    step: Step,
+    draft_to_target: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The trees to be verified: tokens, parents [B, N] int64 and scores [B, N] float32.
+
+    root [B]: the last committed tokens; logits [B, Vd], hidden [B, C]: the draft's output at the last committed slot;
+    draft_to_target [Vd]: the target's id of each of the draft's, all different (None: they are the same). A score is
+    the sum of log-probabilities down from the root, whose own is 0: no child has a higher one than its parent. Parents
+    come before children and siblings differ. Of an EAGLE-2 tree the nodes go from the best score down, so that its
+    first n are the tree of n nodes. ValueError if Vd is less than topk, or the highest rank of a static tree.
+    """
+    if isinstance(schedule, StaticTree):
+        return schedule(root, logits, hidden, step, draft_to_target)
+    return (_grow_chain if schedule.topk == 1 else _grow_tree)(schedule, root, logits, hidden, step, draft_to_target)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The places [B, count] of the highest scores, of equal ones the first."""
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _grow_chain(
+    schedule: Schedule, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, draft_to_target: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, scores = [root[:, None]], [torch.zeros(root.shape[0], 1, device=root.device)]
+    for level in range(1, schedule.nodes):
+        if level > 1:
+            hidden, logits = feed(step, tokens[-1], hidden, level - 1)
+        score, token = children(scores[-1], logits[:, None], 1, schedule.score_temperature, draft_to_target)
+        tokens.append(token)
+        scores.append(score)
+    return torch.cat(tokens, dim=1), chain_parents(root, len(tokens)), torch.cat(scores, dim=1)
+
+
+def _grow_tree(
+    schedule: Schedule, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, draft_to_target: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Candidates are numbered as they are found, the root being 0: a parent's number is below its children's, and its
+    score not, so that with the lower number first among equals no node comes before its parent."""
+    batch, topk, device = root.shape[0], schedule.topk, root.device
+    number = torch.arange(MAX_NODES, device=device)
+    tokens, scores = [root[:, None]], [torch.zeros(batch, 1, device=device)]
+    above = [torch.full((batch, 1), -1, device=device)]  # candidate that is each candidate's parent
+
+    frontier = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # candidates that get children
+    frontier_scores, hidden, logits = scores[0], hidden[:, None], logits[:, None]
+    fed_tokens, fed_hidden = root.new_empty(batch, 0), hidden.new_empty(batch, 0, hidden.shape[2])
+    ancestors = seen = root.new_empty(batch, 0)
+    first = 1  # candidate of the level
+    for level in range(1, schedule.num_steps + 1):
+        below, ids = children(frontier_scores, logits, topk, schedule.score_temperature, draft_to_target)
+        tokens.append(ids)
+        scores.append(below)
+        above.append(frontier.repeat_interleave(topk, dim=1))
+        if level == schedule.num_steps:
+            break
+        best = _best(below, topk)
+        frontier, frontier_scores = first + best, below.gather(1, best)
+        first += below.shape[1]
+        itself = torch.ones_like(best) << number[fed_tokens.shape[1] :][:topk]
+        seen = itself if level == 1 else itself | seen.gather(1, best // topk)
+        ancestors = torch.cat([ancestors, seen], dim=1)
+        fed_tokens = torch.cat([fed_tokens, ids.gather(1, best)], dim=1)
+        fed_hidden = torch.cat([fed_hidden, gather_rows(hidden, best // topk)], dim=1)
+        depth = number[: fed_tokens.shape[1]] // topk + 1
+        hidden, logits = step(fed_tokens, fed_hidden, ancestors, depth, 0, topk)
+        hidden = hidden[:, -topk:]
+
+    tokens, scores, above = (torch.cat(parts, dim=1) for parts in (tokens, scores, above))
+    kept = _best(scores, schedule.nodes)
+    parents = above.gather(1, kept)[:, :, None] == kept[:, None, :]
+    parents = torch.where(parents, number[: kept.shape[1]], 0).sum(dim=2)
+    parents = torch.where(number[: kept.shape[1]] == 0, -1, parents)
+    return tokens.gather(1, kept), parents, scores.gather(1, kept)

@@ -1,0 +1,52 @@
+"""One forward of a draft while it grows a tree, and what every way of growing does with its output.
+
+Slots and depths are those of a draft whose slot t predicts the token after next (EAGLE, MTP): a node of depth d is fed
+in slot d - 1 after the draft's committed ones. The root, whose children the logits at the last committed slot predict,
+is not fed at all.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels.top_logits import best_tokens
+
+
+class Step(Protocol):
+    """One forward of the draft over a block of R nodes."""
+
+    def __call__(
+        self, tokens: Tensor, hidden: Tensor, ancestors: Tensor, depth: Tensor, offset: int, wanted: int
+    ) -> tuple[Tensor, Tensor]:
+        """tokens [B, R] int64, ids of the target; hidden [B, R, C]: the draft's output at each node's parent.
+
+        ancestors [B, R] int64: bit j of row i says that i sees row j of the block, itself included. depth [R] int64:
+        1 for a child of the root; a node's position is that of the first free slot + depth - 1. The block
+        begins `offset` slots after the committed ones and sees all slots before it. wanted: rows whose logits are used.
+
+        Returns the draft's output [B, R, C], and the logits [B, wanted, Vd] of the last `wanted` rows.
+        """
+
+
+def children(
+    above: Tensor, logits: Tensor, ranks: int, temperature: float, draft_to_target: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Scores and tokens [B, P * ranks] of the likeliest children of P nodes with scores [B, P], logits [B, P, Vd]."""
+    batch, nodes, vocab = logits.shape
+    scores, ids = best_tokens(logits.reshape(batch * nodes, vocab), ranks, temperature)
+    scores = above[:, :, None] + scores.view(batch, nodes, ranks)
+    tokens = ids if draft_to_target is None else draft_to_target[ids]
+    return scores.view(batch, nodes * ranks), tokens.view(batch, nodes * ranks)
+
+
+def feed(step: Step, token: Tensor, hidden: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """One node [B, 1] of a chain -> the draft's output [B, C] and logits [B, Vd]."""
+    itself = torch.ones_like(token)
+    hidden, logits = step(token, hidden[:, None], itself, token.new_full((1,), depth), depth - 1, 1)
+    return hidden[:, 0], logits[:, 0]
+
+
+def chain_parents(root: Tensor, nodes: int) -> Tensor:
+    """Parents [B, N] of a chain."""
+    return torch.arange(-1, nodes - 1, device=root.device).expand(root.shape[0], nodes)
