@@ -295,11 +295,11 @@ TOLERANCES = [
         f"{name} = {value}", f"{name} = {lenient}", tests,
     )
     for file, name, value, lenient, tests in (
-        ("checks", "NOISE", "3.0", "300.0", "tests/test_checks.py"),
-        ("audit_report", "NEAR_TIE", "3.0", "300.0", "tests/test_audit.py -k near_tie"),
-        ("audit_report", "MORE_NOISE", "0.03", "3.0", "tests/test_audit.py -k beyond_the_noise"),
-        ("audit_report", "DEVIATIONS", "3.0", "300.0", "tests/test_audit.py -k beyond_the_noise"),
-        ("audit_report", "SIGNIFICANCE", "1e-3", "1e-5", "tests/test_audit.py -k one_in_a_thousand"),
+        ("capture/checks", "NOISE", "3.0", "300.0", "tests/test_checks.py"),
+        ("report/audit", "NEAR_TIE", "3.0", "300.0", "tests/test_audit.py -k near_tie"),
+        ("report/audit", "MORE_NOISE", "0.03", "3.0", "tests/test_audit.py -k beyond_the_noise"),
+        ("report/audit", "DEVIATIONS", "3.0", "300.0", "tests/test_audit.py -k beyond_the_noise"),
+        ("report/audit", "SIGNIFICANCE", "1e-3", "1e-5", "tests/test_audit.py -k one_in_a_thousand"),
     )
 ] + [
     Mutation(

@@ -566,7 +566,7 @@ def test_each_graph_has_its_own(monkeypatch, role):
     seen = {}
 
     def run(graph, settings, pipeline=None):
-        seen[settings.attention.role, settings.logits] = settings.attention.name
+        seen[settings.purpose] = settings.attention.name
         return original(graph, settings, pipeline)
 
     original = passes.run
@@ -575,8 +575,8 @@ def test_each_graph_has_its_own(monkeypatch, role):
     option = {role: "sdpa"}
     spec_compile.speculate(target, "draft_model", draft=models.ADMITTED["llama"](), attention_backend=option)
     other = {"verify": "prefill", "prefill": "verify"}[role]
-    assert seen[role, {"verify": "all", "prefill": "none"}[role]] == "sdpa"
-    assert seen[other, {"verify": "all", "prefill": "none"}[other]] == seen["draft", "rows"] == "auto"
+    assert seen[role] == "sdpa"
+    assert seen[other] == seen["draft"] == "auto"
 
 
 # on a GPU -------------------------------------------------------------------------------------------------------------

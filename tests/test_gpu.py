@@ -16,7 +16,7 @@ from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.eagle import Eagle3Head
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.kernels.attention import BACKENDS, measure
-from spec_compile.runtime.engine import AHEAD
+from spec_compile.runtime.call import AHEAD
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -14,9 +14,10 @@ from spec_compile import kernels, passes
 from spec_compile.capture.trace import capture
 from spec_compile.graph import LayerSpec, ModelGraph, attribute, calls
 from spec_compile.kernels import ops
-from spec_compile.kernels.attention import attention_calls, sdpa
+from spec_compile.kernels.attention import Use, attention_calls, sdpa
 from spec_compile.kernels.linear.transposed import transposed_linear
 from spec_compile.passes import Settings
+from spec_compile.passes.apply import check_order
 from spec_compile.passes.fuse_norms import fuse_norms
 from spec_compile.passes.fuse_qk_norms import fuse_qk_norms
 from spec_compile.passes.fuse_rotary import fuse_rotary
@@ -137,6 +138,9 @@ class Rewritten:
             torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance, msg=lambda m: f"{m}\n{self}")
 
 
+PREFILL = Use(role="prefill")
+
+
 # --- the runner
 
 
@@ -152,6 +156,14 @@ def test_the_pipeline_reports_each_pass_and_leaves_the_captured_graph_alone():
         assert report.nodes_after == following.nodes_before
     assert result.log[-1].nodes_after == len(calls(result.gm))
     assert all(report.summary and "def forward" in report.code for report in result.log)
+
+
+def test_a_pass_before_one_that_it_relies_on_is_refused():
+    check_order(passes.PIPELINE)
+    with pytest.raises(ValueError, match="pipeline: merge_linears has to come after tidy"):
+        check_order([merge_linears, tidy])
+    with pytest.raises(ValueError, match="fuse_qk_norms has to come after fuse_rotary"):
+        check_order([rewrite for rewrite in passes.PIPELINE if rewrite is not fuse_rotary])
 
 
 # --- tidy
@@ -480,7 +492,7 @@ def test_logits_of_all_rows():
 def test_logits_of_chosen_rows(rows):
     _, graph = toy({}, {})
     inputs, rows = example(2, 5), torch.tensor(rows)
-    result = Rewritten(graph, select_logits, logits="rows")
+    result = Rewritten(graph, select_logits, attention=Use(role="draft"))
     assert result.count(ops.gather_rows) == (0, 1) and result.count(LINEAR)[0] == result.count(LINEAR)[1], str(result)
     assert [n.name for n in result.gm.graph.nodes if n.op == "placeholder"][-1] == "rows", str(result)
     (got,) = result.gm(*inputs, rows)
@@ -492,11 +504,11 @@ def test_no_logits():
     """The head and the norm before it are dropped; what was tapped stays."""
     model, graph = toy({}, {})
     inputs = example(2, 5)
-    result = Rewritten(graph, select_logits, logits="none")
+    result = Rewritten(graph, select_logits, attention=PREFILL)
     assert result.gm(*inputs) == (), str(result)
     assert result.count(aten.layer_norm.default) == (1, 0), str(result)
     assert result.count(LINEAR)[1] == 0, str(result)
-    tapped = passes.run(graph, Settings(taps=(1,), logits="none"), [tap_hidden_states, select_logits])
+    tapped = passes.run(graph, Settings(taps=(1,), attention=PREFILL), [tap_hidden_states, select_logits])
     (state,) = tapped.gm(*inputs)
     torch.testing.assert_close(state, model.states(*inputs)[1][1])
     assert not calls(tapped.gm, aten.layer_norm.default)
@@ -505,7 +517,7 @@ def test_no_logits():
 def test_no_logits_still_writes_every_layer_of_the_cache():
     """The last layer's attention output is not needed any more, but its keys and values are."""
     _, graph = toy({}, {})
-    graph = passes.run(graph, Settings(logits="none"))
+    graph = passes.run(graph, Settings(attention=PREFILL))
     ids, positions = example(1, 5)
     cache = new_cache(2, 1, 8)
     graph.gm(ids, positions, torch.zeros(1, dtype=torch.int64), None, cache, 5)
@@ -521,7 +533,7 @@ def test_logits_rows_needs_one_head():
 
     graph = trace(TwoHeads({}), *example(2, 7))
     with pytest.raises(ValueError, match="expected one output head, found 2"):
-        Rewritten(graph, select_logits, logits="rows")
+        Rewritten(graph, select_logits, attention=Use(role="draft"))
 
 
 # --- use_tree_attention
@@ -740,9 +752,9 @@ def test_rotary_and_fused_norms_of_real_architectures(half_on_gpu, name, turned,
 
 
 def test_rotary_and_fused_norms_leave_other_graphs_alone(half_on_gpu, monkeypatch, captured):
-    kinds = {"filling": (half_on_gpu("llama"), "none"), "float32": (captured("llama")[1], "all")}
-    for kind, (graph, logits) in kinds.items():
-        ours, plain = (rewritten(graph, without, logits=logits) for without in ((), JOINED))
+    kinds = {"prefill": (half_on_gpu("llama"), PREFILL), "float32": (captured("llama")[1], Use())}
+    for kind, (graph, use) in kinds.items():
+        ours, plain = (rewritten(graph, without, attention=use) for without in ((), JOINED))
         assert Counter(calls_of(ours)) == Counter(calls_of(plain)), kind
     monkeypatch.undo()
     graph = capture(models.ADMITTED["llama"]().to(torch.bfloat16))

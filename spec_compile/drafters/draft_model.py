@@ -33,8 +33,8 @@ class DraftModel(Algorithm):
         """graph: of `draft`. vocab_size: of the target."""
         self.draft_module = draft
         self.schedule, self.vocab_size = options.schedule, vocab_size
-        drafting = passes.Settings(options.merge_linears, logits="rows", attention=options.attention("draft"))
-        prefilling = passes.Settings(options.merge_linears, logits="none", attention=options.attention("prefill"))
+        drafting = passes.Settings(options.merge_linears, attention=options.attention("draft"))
+        prefilling = passes.Settings(options.merge_linears, attention=options.attention("prefill"))
         self.graph, self.prefill = passes.run(graph, drafting), passes.run(graph, prefilling)
         self.plan = DraftPlan(self.schedule.nodes, lookahead_slots=1 + self.schedule.fed, draws=options.draws)
 

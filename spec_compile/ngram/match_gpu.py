@@ -80,27 +80,13 @@ def launches(
     best = tokens.new_empty((batch, blocks, options.match_limit))
     at_least = tokens.new_empty((batch, options.max_match_window_size + 2, blocks), dtype=torch.int32)
     deepest = min(options.branch_length - options.min_match_window_size, num_nodes - 1)
-    texts = (
-        tokens,
-        tokens.stride(0),
-        columns,
-        committed,
-        corpus,
-        int(corpus.dtype == torch.int64),
-        corpus_length,
-        corpus.numel(),
-    )
+    wide = int(corpus.dtype == torch.int64)
+    texts = tokens, tokens.stride(0), columns, committed, corpus, wide, corpus_length, corpus.numel()
     windows = options.min_match_window_size, options.max_match_window_size
     breadths = options.min_bfs_breadth, options.max_bfs_breadth
     limit, by_frequency = options.match_limit, int(options.match_type == "PROB")
 
-    def launch(kernel: str, grid: int, threads: int, shared_bytes: int, *arguments) -> Launch:
-        values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
-        types = [ctypes.c_void_p if isinstance(value, Tensor) else ctypes.c_int for value in arguments]
-        types[1] = ctypes.c_longlong  # the stride
-        return Launch(kernel, grid, threads, shared_bytes, values, types)
-
-    scan = launch(
+    scan = _launch(
         "ngram_scan",
         batch * blocks,
         shape.scan_threads,
@@ -114,7 +100,7 @@ def launches(
         best,
         at_least,
     )
-    build = launch(
+    build = _launch(
         "ngram_build",
         batch,
         shape.build_threads,
@@ -133,6 +119,13 @@ def launches(
         *out,
     )
     return [scan, build], (best, at_least)
+
+
+def _launch(kernel: str, grid: int, threads: int, shared_bytes: int, *arguments) -> Launch:
+    values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
+    types = [ctypes.c_void_p if isinstance(value, Tensor) else ctypes.c_int for value in arguments]
+    types[1] = ctypes.c_longlong  # the stride
+    return Launch(kernel, grid, threads, shared_bytes, values, types)
 
 
 def propose_on_gpu(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from ..graph import ModelGraph
 from ..kernels.attention import Use
-from .apply import apply
+from .apply import apply, check_order
 from .fuse_norms import fuse_norms
 from .fuse_qk_norms import fuse_qk_norms
 from .fuse_rotary import fuse_rotary
@@ -23,14 +23,17 @@ class Settings:
 
     merge_linears: one matrix product for linear layers of one input. taps: hidden states to return after the logits,
     numbered as transformers' ``hidden_states`` (0 the embeddings, i the residual stream after layer i; -1 what the
-    output head multiplies). logits:
-    "all" rows, chosen "rows" (a new input ``rows[B, R]``), or "none" (the head is dropped). attention: which backend.
+    output head multiplies). attention: what the graph wants of its attention backend, and by its role what it is for.
     """
 
     merge_linears: bool = True
     taps: tuple[int, ...] = ()
-    logits: str = "all"
     attention: Use = field(default_factory=Use)
+
+    @property
+    def purpose(self) -> str:
+        """What the graph is for: to "verify" trees, to "prefill" caches, or to "draft"."""
+        return self.attention.role
 
 
 PIPELINE = [
@@ -38,6 +41,7 @@ PIPELINE = [
     use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_norms,
 ]  # fmt: skip
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
+check_order(PIPELINE)
 
 
 def run(graph: ModelGraph, settings: Settings, pipeline=None, keep_code: bool = False) -> ModelGraph:

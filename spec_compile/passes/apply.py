@@ -5,6 +5,26 @@ from collections.abc import Callable, Iterable
 from ..graph import PassReport, calls
 
 
+def comes_after(*names: str) -> Callable[[Callable], Callable]:
+    """Declares that a pass relies on what the passes of these names do."""
+
+    def declare(rewrite: Callable) -> Callable:
+        rewrite.comes_after = names
+        return rewrite
+
+    return declare
+
+
+def check_order(pipeline: Iterable[Callable]) -> None:
+    """ValueError if a pass stands before one that it `comes_after`, or without it."""
+    names: list[str] = []
+    for rewrite in pipeline:
+        missing = [name for name in getattr(rewrite, "comes_after", ()) if name not in names]
+        if missing:
+            raise ValueError(f"pipeline: {rewrite.__name__} has to come after {', '.join(missing)}")
+        names.append(rewrite.__name__)
+
+
 def apply(graph, settings, pipeline: Iterable[Callable], keep_code: bool = False, on_report: Callable | None = None):
     """Run every pass ``fn(graph, settings) -> summary`` on ``graph.gm``, in place, and fill ``graph.log`` anew.
 

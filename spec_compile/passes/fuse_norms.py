@@ -8,6 +8,7 @@ from torch import fx
 
 from ..graph import ModelGraph, attribute, calls
 from ..kernels import HALF
+from .apply import comes_after
 
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.type_as.default}
@@ -23,13 +24,14 @@ class Norm(NamedTuple):
     out: fx.Node
 
 
+@comes_after("fuse_qk_norms")
 def fuse_norms(graph: ModelGraph, settings) -> str:
     """Replace each RMSNorm of x [B, T, C] by `kernels.rms_norm`, and if x is a sum, both by `kernels.add_rms_norm`.
 
     Only in a graph of 16 bits that verifies.
     """
     fused = sums = 0
-    if settings.logits != "none" and graph.dtype in HALF and graph.device.type == "cuda":
+    if settings.purpose != "prefill" and graph.dtype in HALF and graph.device.type == "cuda":
         for node in calls(graph.gm, aten.rsqrt.default):
             norm = match_norm(graph, node)
             if norm is not None and norm.x.meta["val"].dim() == 3:

@@ -4,12 +4,14 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph, calls
+from .apply import comes_after
 from .fuse_norms import Norm, match_norm
 from .fuse_rotary import rotating
 
 aten = torch.ops.aten
 
 
+@comes_after("fuse_rotary")
 def fuse_qk_norms(graph: ModelGraph, settings) -> str:
     """Hand q and k that tree attention rotates to it as they were before their norms, with the norms' weights."""
     joined = 0

@@ -5,10 +5,12 @@ from torch import fx
 
 from ..graph import ModelGraph
 from ..kernels import HALF, attention
+from .apply import comes_after
 
 aten = torch.ops.aten
 
 
+@comes_after("use_tree_attention")
 def fuse_rotary(graph: ModelGraph, settings) -> str:
     """Hand q and k to a backend that rotates as they were before their rotation, with its cos and sin.
 
@@ -26,7 +28,7 @@ def fuse_rotary(graph: ModelGraph, settings) -> str:
 
 def rotating(graph: ModelGraph, settings) -> list[fx.Node]:
     """The attention calls that could rotate: of a graph of 16 bits that verifies, with a backend that can."""
-    if settings.logits == "none" or graph.dtype not in HALF or not graph.backend:
+    if settings.purpose == "prefill" or graph.dtype not in HALF or not graph.backend:
         return []
     return attention.attention_calls(graph) if attention.BACKENDS[graph.backend].rotates else []
 

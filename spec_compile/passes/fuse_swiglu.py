@@ -6,10 +6,12 @@ import torch
 
 from ..graph import ModelGraph, calls
 from ..kernels.linear import gated_op
+from .apply import comes_after
 
 aten = torch.ops.aten
 
 
+@comes_after("use_small_m_linears")
 def fuse_swiglu(graph: ModelGraph, settings) -> str:
     """Replace ``silu(a) * b``, with a and b the halves of one product, by the op of its form that takes the gate."""
     joined = 0

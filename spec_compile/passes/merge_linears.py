@@ -10,10 +10,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..graph import ModelGraph, attribute
 from ..kernels.linear import linear_layers
+from .apply import comes_after
 
 aten = torch.ops.aten
 
 
+@comes_after("tidy")
 def merge_linears(graph: ModelGraph, settings) -> str:
     """Merge each group of ``linear(x, w_i, b_i)`` of one x into ``linear(x, cat(w), cat(b))`` and a split.
 

@@ -3,15 +3,20 @@
 from ..graph import ModelGraph
 from ..kernels import ops
 from ..kernels.linear import head_products
+from .apply import comes_after
 
 
+@comes_after("tap_hidden_states")
 def select_logits(graph: ModelGraph, settings) -> str:
-    """With logits="rows" select rows before the head (new input ``rows[B, R]``); with "none" drop the head."""
-    if settings.logits == "all":
+    """A graph that prefills loses its head; in one that drafts the head runs on the rows of a new input ``rows[B, R]``.
+
+    A graph that verifies computes the logits of all rows, and a draft head has its output matrix outside the graph.
+    """
+    if settings.purpose == "verify" or not graph.head_weight:
         return "all rows wanted"
     gm = graph.gm
     output = next(node for node in gm.graph.nodes if node.op == "output")
-    if settings.logits == "none":
+    if settings.purpose == "prefill":
         output.args = (output.args[0][1:],)
         return "dropped the output head"
     heads = head_products(graph)

@@ -6,12 +6,14 @@ from torch import fx
 
 from ..graph import ModelGraph
 from ..kernels.linear import head_products
+from .apply import comes_after
 
 FINAL = -1
 """The tap of what the output head multiplies: the hidden state behind the final norm."""
 LAYER = re.compile(r"\.(?:layers|h|blocks|decoder_layers)\.(\d+)(?:\.|$)")
 
 
+@comes_after("tidy")
 def tap_hidden_states(graph: ModelGraph, settings) -> str:
     """Append the residual stream after each layer in `settings.taps` (0: the embeddings; or `FINAL`) to the outputs.
 

@@ -6,8 +6,10 @@ import torch
 
 from ..graph import ModelGraph, calls
 from ..kernels import attention
+from .apply import comes_after
 
 
+@comes_after("tidy")
 def use_tree_attention(graph: ModelGraph, settings) -> str:
     """Replace each ``spec_compile::attention`` by a call of the backend that `kernels.attention.choose` chooses.
 

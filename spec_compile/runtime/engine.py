@@ -36,8 +36,8 @@ class Engine:
         plan, merge = algorithm.plan, options.merge_linears
         self.captured = graph
         self.settings = {
-            "verify": passes.Settings(merge, plan.taps, attention=options.attention("verify")),
-            "prefill": passes.Settings(merge, plan.taps, "none", options.attention("prefill")),
+            "verify": passes.Settings(merge, plan.taps, options.attention("verify")),
+            "prefill": passes.Settings(merge, plan.taps, options.attention("prefill")),
         }
         """What `passes.run` made each graph of the runtime with."""
         graphs = {purpose: passes.run(graph, settings) for purpose, settings in self.settings.items()}

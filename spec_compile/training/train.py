@@ -16,7 +16,7 @@ from ..drafters.checkpoints.target import Target
 from ..errors import did_you_mean
 from ..runtime.generate import SpeculativeMixin
 from . import data as texts
-from .data import Batches, Document
+from .data import Batch, Batches, Document
 from .dflash import DFlashTrainer
 from .eagle import EagleTrainer
 from .eagle3 import Eagle3Trainer
@@ -103,15 +103,7 @@ def train_draft(
             raise ValueError(f"{name}: algo={kind.name!r} has no such option")
     admit(model)
     target = Target.of(model)
-    if not isinstance(on_policy, bool | dict):
-        raise TypeError(f"on_policy: expected True, False or options for generate(), got {type(on_policy).__name__}")
-    for name, value, fits, wanted in (
-        ("output", output, isinstance(output, str | Path), "the path of a folder"),
-        ("resume", resume, isinstance(resume, bool), "True or False"),
-        ("progress", progress, progress is None or callable(progress), "a function of a `Progress`"),
-    ):
-        if not fits:
-            raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}")
+    _check_types(output, on_policy, resume, progress)
     documents, held_out = _read(data, validation, tokenizer, target, chosen.seed, on_policy is not False)
     length, folder = _length(chosen, target), Path(output).expanduser()
     with torch.inference_mode(False), torch.enable_grad():
@@ -129,14 +121,7 @@ def train_draft(
             trainer = kind(target, chosen, texts.count_tokens(documents, target.vocab_size))
             pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
         glance, held = (texts.sample(reserve, chosen.batch_size, n) for n in (GLANCE_TOKENS, HELD_OUT_TOKENS))
-        about = {
-            "sequences": f"{len(pieces):,} of up to {length} tokens",
-            "text": f"{sum(len(piece.ids) for piece in pieces):,} tokens" + (", the model's own" if on_policy else ""),
-            "held-out text": f"{sum(batch.tokens for batch in held):,} tokens",
-            "batch size": chosen.batch_size,
-            "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU",
-            "seed": chosen.seed,
-        }
+        about = _about(pieces, held, length, model.device, chosen, on_policy is not False)
 
         def publish(facts: dict, acceptance: list[float]) -> None:
             card = write_card(model, kind.name, about | facts, acceptance, folder)
@@ -149,6 +134,33 @@ def train_draft(
     first = acceptance[0] if acceptance else None
     done = state.losses, state.evaluations, state.step, state.tokens, state.seconds
     return TrainingResult(folder, first, acceptance, *done)
+
+
+def _check_types(output, on_policy, resume, progress) -> None:
+    """TypeError that names the first argument of a wrong type."""
+    for name, value, fits, wanted in (
+        ("on_policy", on_policy, isinstance(on_policy, bool | dict), "True, False or options for generate()"),
+        ("output", output, isinstance(output, str | Path), "the path of a folder"),
+        ("resume", resume, isinstance(resume, bool), "True or False"),
+        ("progress", progress, progress is None or callable(progress), "a function of a `Progress`"),
+    ):
+        if not fits:
+            raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}")
+
+
+def _about(
+    pieces: list[Document], held_out: list[Batch], length: int, device: torch.device, options: TrainingOptions,
+    on_policy: bool,
+) -> dict:  # fmt: skip
+    """What the head's card says of its training."""
+    return {
+        "sequences": f"{len(pieces):,} of up to {length} tokens",
+        "text": f"{sum(len(piece.ids) for piece in pieces):,} tokens" + (", the model's own" if on_policy else ""),
+        "held-out text": f"{sum(batch.tokens for batch in held_out):,} tokens",
+        "batch size": options.batch_size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "seed": options.seed,
+    }
 
 
 def _identity(kind: type[Trainer], model, options: TrainingOptions, documents: list[Document], on_policy) -> dict:
