@@ -1,4 +1,4 @@
-"""The layout: folders import only what lies below them, files and functions stay short, and mutations fit the source."""
+"""The layout: folders import only from below, files and functions stay short, mutations fit the source."""
 
 import ast
 from pathlib import Path

@@ -42,6 +42,14 @@ def test_layers_alike_have_one_body():
     assert len({id(region.body) for region in regions.regions}) == 3
 
 
+def test_small_layers_share_a_region():
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    verify = passes.run(capture(LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes)).eval()), passes.Settings())
+    layer = 4 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48 + 2 * 32)  # bytes
+    assert len(cut(verify, 2 * layer).regions) == 3  # two layers each, and the head
+    assert len(cut(verify, 1 << 40).regions) == 1
+
+
 def test_an_example_size_divides_no_static_size():
     assert example_size([1, 64, 128, 0]) == PRIMES[0]
     assert example_size([2 * PRIMES[0], PRIMES[1], 64]) == PRIMES[2]

@@ -23,7 +23,7 @@ from ..kernels import attention, ops
 from ..kernels.top_logits import MAX_K, best_tokens
 from ..runtime.state import State
 from ..runtime.steps.compile import PartCompiler
-from ..runtime.steps.regions import cut
+from ..runtime.steps.regions import compile_regions
 from ..tree import MAX_NODES, Accepted
 from .checkpoints.dflash import load_dflash
 from .hidden_states import tapped_states
@@ -148,7 +148,7 @@ class DFlashDrafter(Drafter):
 
     def compile(self, compiler: PartCompiler) -> None:
         if self.compiled_slots != self.cache.slots:
-            self.block = cut(self.graph).compile_bodies(compiler, "block")
+            self.block = compile_regions(self.graph, compiler, "block")
             self.compiled_slots = self.cache.slots
 
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:

@@ -21,7 +21,7 @@ from ..drafting import Algorithm, Drafter, DraftPlan
 from ..graph import ModelGraph
 from ..runtime.state import State
 from ..runtime.steps.compile import PartCompiler
-from ..runtime.steps.regions import cut
+from ..runtime.steps.regions import compile_regions
 from .options import DraftOptions
 from .trees.propose import propose_grown
 
@@ -74,7 +74,7 @@ class ModelDrafter(Drafter):
             return self.graph.gm
         code = rows if self.compiler.exact else min(rows, 2)
         if code not in self.models:
-            self.models[code] = cut(self.graph).compile_bodies(self.compiler, f"draft_{code}")
+            self.models[code] = compile_regions(self.graph, self.compiler, f"draft_{code}")
         return self.models[code]
 
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:

@@ -14,7 +14,7 @@ from ..round import Prefill, Round
 from ..runtime import Runtime
 from ..state import State
 from .compile import PartCompiler, compile_function, example_size
-from .regions import cut
+from .regions import compile_regions
 
 
 class Pieces:
@@ -63,7 +63,7 @@ class Pieces:
             if self.runtime.options.compile:
                 compiler = self._compiler(None, "prefill")
                 whole.prepare = compile_function(whole.prepare, f"prepare_{compiler.tag}", compiler.device.type)
-                whole.model = cut(self.runtime.prefill).compile_bodies(compiler, "model")
+                whole.model = compile_regions(self.runtime.prefill, compiler, "model")
                 if self.drafter.fuses and not self.runtime.on_gpu:
                     whole.conclude = compiler(whole.conclude, "conclude")
                 whole.forward(compiler.nodes, compiler.slots)
@@ -72,7 +72,7 @@ class Pieces:
     def _compile_round(self, whole: Round, nodes: int) -> None:
         compiler = self._compiler(nodes, f"n{nodes}" if nodes == 1 or not self.runtime.on_gpu else "any")
         whole.prepare = compile_function(whole.prepare, f"prepare_{compiler.tag}", compiler.device.type)
-        whole.verify = cut(self.runtime.verify).compile_bodies(compiler, "verify")
+        whole.verify = compile_regions(self.runtime.verify, compiler, "verify")
         for name in ("conclude", "finish") if self.drafter.fuses else ("accept", "settle", "outcome"):
             setattr(whole, name, compiler(getattr(whole, name), name))
         self.drafter.compile(compiler)

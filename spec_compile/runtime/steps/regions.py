@@ -11,6 +11,10 @@ from ...graph import ModelGraph, attribute, owner
 from ...kernels.linear import is_product
 from .compile import PartCompiler
 
+LEAST_BYTES = {"cpu": 10_000_000, "cuda": 0}
+"""Of the parameters of a compiled region. On a CPU the call of a region costs some ten microseconds, which one per cent
+of the time should pay for that its parameters take to be read; on a GPU a graph replays all of them as one."""
+
 
 @dataclass
 class Region:
@@ -56,12 +60,6 @@ class Regions(nn.Module):
             kept.update(last_reads)
             self._plan.insert(0, (region.alike, reads, [number[node] for node in region.outputs], last_reads))
 
-    def compile_bodies(self, compiler: PartCompiler, name: str) -> "Regions":
-        """Compile every different region, in its first call; returns itself."""
-        for place, (alike, body) in enumerate(self.bodies.items()):
-            self.bodies[alike] = compiler(body, f"{name}_{place}")
-        return self
-
     def forward(self, *arguments):
         values = [*arguments, *[None] * (self._size - len(arguments))]
         for place, parameter in self._constants.items():
@@ -78,11 +76,19 @@ class Regions(nn.Module):
         return tuple([values[place] for place in self._results])
 
 
-def cut(graph: ModelGraph) -> Regions:
+def compile_regions(graph: ModelGraph, compiler: PartCompiler, name: str) -> Regions:
+    """`graph` in regions, of which those alike share one compiled function; `name` begins the functions' names."""
+    regions = cut(graph, LEAST_BYTES[graph.device.type])
+    for number, (alike, body) in enumerate(regions.bodies.items()):
+        regions.bodies[alike] = compiler(body, f"{name}_{number}")
+    return regions
+
+
+def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     """Cut `graph`, already rewritten, behind the last matrix product of each decoder layer.
 
     There nothing can be fused across the cut: the product's output is written anyway. Graphs whose layers cannot be
-    told apart come as one region.
+    told apart come as one region. least_bytes: of the parameters of each region but the last; small layers share one.
     """
     nodes = [node for node in graph.gm.graph.nodes if not _is_given(node) and node.op != "output"]
     ends = {}
@@ -91,14 +97,23 @@ def cut(graph: ModelGraph) -> Regions:
         if is_product(node) and layer:
             ends[layer.group()] = place
     regions, begin = [], 0
-    for end in [*sorted(ends.values()), len(nodes) - 1]:
-        if begin <= end:
-            regions.append(_region(graph.gm, nodes[begin : end + 1]))
-        begin = end + 1
+    for end in sorted(ends.values()):
+        region = nodes[begin : end + 1]
+        if _parameter_bytes(graph.gm, region) >= least_bytes:
+            regions.append(_region(graph.gm, region))
+            begin = end + 1
+    if begin < len(nodes):
+        regions.append(_region(graph.gm, nodes[begin:]))
     shared: dict[str, fx.GraphModule] = {}
     for region in regions:
         region.body = shared.setdefault(region.alike, region.body)
     return Regions(graph.gm, regions)
+
+
+def _parameter_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> int:
+    """Bytes of the parameters that some nodes read."""
+    names = {source.target for node in nodes for source in node.all_input_nodes if source.op == "get_attr"}
+    return sum(attribute(gm, name).nbytes for name in names)
 
 
 def _is_given(node: fx.Node) -> bool:
