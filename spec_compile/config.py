@@ -20,11 +20,11 @@ class Options:
     max_cache_len: tokens a sequence may hold, prompt included (default: what the model was trained for, as
     far as a quarter of the memory goes; on a GPU 8192 at most). compile: run rounds through Inductor (False: eagerly,
     for debugging; same tokens). cuda_graphs: on a GPU, capture each round in one CUDA graph (False: for debugging; same
-    tokens). check: compare the captured graphs with the model's own forward before use. merge_linears: see
-    `passes.merge_linears`. attention_backend: what runs attention on a GPU: a name of `kernels.attention.BACKENDS`,
-    "auto", or a dict of names for "prefill" (prompts), "verify" and "draft" (a draft's trees; a head's prompts, too).
-    kv_cache_dtype: "auto" (the model's) or "fp8": on a GPU, keys and values of the target rounded to float8_e4m3fn,
-    which halves them, and changes answers a little.
+    tokens). check: compare the captured graphs with the model's own forward before use. merge_linears: make one matrix
+    product of linear layers of one input (q, k and v; gate and up). attention_backend: what runs attention on a GPU: a
+    name of `kernels.attention.BACKENDS`, "auto", or a dict of names for "prefill" (prompts), "verify" and "draft" (a
+    draft's trees; a head's prompts, too). kv_cache_dtype: "auto" (the model's) or "fp8": on a GPU, keys and values of
+    the target rounded to float8_e4m3fn, which halves them, and changes answers a little.
     """
 
     num_draft_tokens: int = 16
