@@ -31,7 +31,7 @@ are raised before any work starts.
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """The text behind each field's name in the docstring of the class. Names stand where a line or a sentence begins."""
+    """The text behind each field's name in the docstring of the class, where a line or a sentence begins with it."""
     names = "|".join(field.name for field in dataclasses.fields(cls))
     text = inspect.cleandoc(cls.__doc__ or "")
     heads = list(re.finditer(rf"(?:^|(?<=\. ))((?:{names})(?:,\s(?:{names}))*):\s", text, re.MULTILINE))

@@ -24,7 +24,7 @@ TESTED_ELSEWHERE = {"demo.py", "medusa.py"}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_it_runs(name, tmp_path, monkeypatch, capsys):
+def test_it_runs(name, tmp_path, monkeypatch, capsys, two_layers):
     settings = [argument.format(folder=tmp_path / "head") for argument in SETTINGS[name]]
     monkeypatch.setattr(sys, "argv", [name, *settings])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
