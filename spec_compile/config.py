@@ -1,15 +1,15 @@
 """Options: those of every algorithm. Each adds its own in its file; all are checked before any work starts."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from .errors import did_you_mean
 from .kernels import attention
 from .tree import MAX_NODES
 
 CACHE_DTYPES = ("auto", "fp8")
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Options:
     attention_backend: Any = "auto"
     kv_cache_dtype: str = "auto"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for field in fields(self):
             value, kinds = getattr(self, field.name), get_args(hints[field.name]) or (hints[field.name],)
@@ -70,9 +70,9 @@ class Options:
         return attention.Use(self.attention_backends[role], role, captured, self.compile, fp8)
 
 
-def parse_options(cls: Callable, options: dict):
+def parse_options(cls: type[Parsed], options: dict[str, Any]) -> Parsed:
     """Build the dataclass `cls` from a user's options; TypeError with a did-you-mean for one it does not have."""
-    known = [field.name for field in fields(cls)]
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:
             raise TypeError(

@@ -3,10 +3,10 @@
 import argparse
 import ast
 import dataclasses
+import importlib.util
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -161,7 +161,7 @@ def test_every_page_is_in_the_navigation():
     assert sorted(navigation) == sorted(page.name for page in DOCS.glob("*.md"))
 
 
-@pytest.mark.skipif(shutil.which("mkdocs") is None, reason="mkdocs is installed by `make docs` alone")
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is installed by `make docs` alone")
 def test_the_site_builds_without_warnings(tmp_path):
-    command = ["mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
