@@ -88,7 +88,7 @@ def test_the_wheels_tag_is_that_of_its_extension():
 def test_a_tree_without_its_extension_says_how_to_build_it(monkeypatch):
     """All else is imported without it: no module imports it when it is imported itself."""
     monkeypatch.setitem(sys.modules, "spec_compile.ngram._ngram_trie", None)
-    with pytest.raises(ImportError, match="compiled n-gram trie.*C\\+\\+20 compiler"):
+    with pytest.raises(ImportError, match=r"compiled n-gram trie.*C\+\+20 compiler"):
         spec_compile.NgramTrie()
     for path in (ROOT / "spec_compile").rglob("*.py"):
         body = ast.parse(path.read_text()).body
