@@ -245,7 +245,7 @@ def main() -> None:
     console.print(INTRODUCTION)
     doing = "importing PyTorch and transformers, and loading the model"
     tokenizer, model = waiting(console, doing, lambda report: load(options))
-    doing = "n-grams, which draft what followed the same words before: capturing and compiling"
+    doing = "n-grams, drafts from the text itself: capturing and compiling"
     ngram = waiting(console, doing, partial(prepare, model, options, "ngram", {}))
     console.print(f"ready after {time.perf_counter() - START:.0f} s\n", highlight=False)
 
@@ -278,7 +278,7 @@ def main() -> None:
 
     console.print()
     console.print(figures(answers, f"speed-up: over the best of transformers; {options.device}, float32"))
-    console.print("accept length: tokens that a step of the model gives; same text: as transformers'", style="dim")
+    console.print("accept length: tokens a round gains; same text: as transformers' own", style="dim")
     if options.report:
         with ngram.speculation.recording():
             ask(ngram, prompts["complete a class"], fixed)
