@@ -1,5 +1,7 @@
 # make demo: set everything up and run the main job. make test: set everything up and pass the tests.
-# make mutations: put faults into copies of the tree, which the tests must notice.
+# make test-all: also the long sweeps. make lint: the linter, the formatter and the type checker.
+# make docs: build the site into build/site. make wheel: build a wheel into dist.
+# make mutations: put faults into copies of the tree, which the tests must notice. make bench: the benchmark on a CPU.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -7,7 +9,7 @@ WORKERS ?= 2
 READY := $(VENV)/.ready
 CORE := CMakeLists.txt $(wildcard spec_compile/ngram/*.h spec_compile/ngram/*.cpp)
 
-.PHONY: demo test test-all mutations lint bench setup clean
+.PHONY: demo test test-all mutations lint docs wheel bench setup clean
 
 demo: setup
 	$(VENV)/bin/python examples/demo.py
@@ -25,6 +27,16 @@ mutations: setup
 
 lint: setup
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+docs: setup
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,docs]"
+	$(VENV)/bin/python docs/options.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+wheel: setup
+	$(VENV)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 bench: setup
 	$(VENV)/bin/python benchmarks/cpu.py

@@ -6,7 +6,7 @@ Each class is built with small sizes and random weights in float32 (tests/tiny_m
 batch padded on the left with transformers' greedy generate(), then again through `speculate(model, compile=False)`. A
 first difference at two nearly equal logits counts as equal, and is shown. Classes run in a process of their own, which
 is ended if a class gives no answer in time. Exits with 1 if a class is broken, different or hangs. --markdown prints
-the table of the README from the JSON of an earlier run. With classes named, a JSON that exists keeps all others.
+the table of docs/models.md from the JSON of an earlier run. With classes named, a JSON that exists keeps all others.
 """
 
 import argparse
@@ -39,7 +39,7 @@ GROUPS = {
     "several output heads": "several output heads",
     "RoPE of type": "RoPE that changes with the length",
 }
-"""What a reason for a refusal contains, and how the table of the README says it."""
+"""What a reason for a refusal contains, and how the table of docs/models.md says it."""
 NOT_CLASSES = [
     (
         "also refused",
@@ -55,7 +55,6 @@ NOT_CLASSES = [
         "admitted if the captured graph, a small token tree and a few steps of its own `generate()`, padding included, "
         "give the same logits, refused otherwise",
     ),
-    ("one CUDA GPU", "see below"),
 ]  # fmt: skip
 """Rows of that table that no sweep decides."""
 
@@ -152,7 +151,7 @@ def line_of(outcome: dict) -> str:
 
 
 def table(outcomes: list[dict], version: str) -> str:
-    """The README's table of what is supported and what is refused."""
+    """The table in docs/models.md of what is supported and what is refused."""
     by_verdict: dict[str, list[dict]] = {}
     for outcome in outcomes:
         by_verdict.setdefault(outcome["verdict"], []).append(outcome)

@@ -1,4 +1,4 @@
-"""The tables of README.md and benchmarks/README.md, from benchmarks/results/*.json alone.
+"""The tables of README.md and docs/benchmarks.md, from benchmarks/results/*.json alone.
 
     python benchmarks/tables.py [--write]
 
@@ -16,7 +16,7 @@ from common import HERE, LOOKUP, RESULTS
 from figures import NONE, Results, floors, number, table
 from steps import EAGER, PLAIN, SPECULATIVE, STATIC
 
-FILES = (HERE.parent / "README.md", HERE / "README.md")
+FILES = (HERE.parent / "README.md", HERE.parent / "docs" / "benchmarks.md")
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 SHAPES = {
     "llama-8b": "Llama-3.1-8B",
@@ -43,13 +43,13 @@ def best_step(results: Results, shape: str) -> dict:
     return results.seen(min(rows, key=lambda row: row["ms"])) if rows else {}
 
 
-def step_cells(results: Results, shape: str) -> tuple[str, str, str]:
-    """Transformers' best way, ours by plain steps, and the ratio."""
+def step_cells(results: Results, shape: str) -> tuple[str, ...]:
+    """Transformers' best way, ours by plain steps, the ratio, and the hardware."""
     best, plain = best_step(results, shape), results.row("gpu", "shapes", shape, "steps", system=PLAIN)
     if not best or not plain:
-        return NONE, NONE, ""
-    name = best["system"].removeprefix("HF ")
-    return f"{best['ms']:.2f} ms ({name})", f"{plain['ms']:.2f} ms", f"{best['ms'] / plain['ms']:.1f}×"
+        return NONE, NONE, "", ""
+    name, ratio = best["system"].removeprefix("HF "), best["ms"] / plain["ms"]
+    return f"{best['ms']:.2f} ms ({name})", f"{plain['ms']:.2f} ms", f"{ratio:.1f}×", hardware(plain)
 
 
 def rates(results: Results, file: str, workload: str, name: str) -> dict[str, float]:
@@ -59,64 +59,52 @@ def rates(results: Results, file: str, workload: str, name: str) -> dict[str, fl
     return {other: row["tokens_per_second"] for other, row in systems.items() if row["stamp"] == stamp}
 
 
-def rate_cells(results: Results, file: str, workload: str, names: list[str]) -> tuple[str, str, str]:
-    """Transformers' best way, some of ours, and their ratios; all of one run."""
-    systems = rates(results, file, workload, names[0])
-    if LOOKUP not in systems or not all(name in systems for name in names):
-        return NONE, NONE, ""
-    name = max((name for name in systems if name in BEST), key=systems.get)
-    ours = ", ".join(f"{systems[own]:,.0f}" for own in names)
-    ratios = ", ".join(f"{systems[own] / systems[name]:.1f}×" for own in names)
-    return f"{systems[name]:,.0f} tokens/s ({name.removeprefix('HF ')})", f"{ours} tokens/s", ratios
+def rate_cells(results: Results, file: str, workload: str, ours: str) -> tuple[str, ...]:
+    """Transformers' best way, one of ours, the ratio, and the hardware; all of one run."""
+    systems = rates(results, file, workload, ours)
+    if LOOKUP not in systems or ours not in systems:
+        return NONE, NONE, "", ""
+    stamped = results.get(file, "workloads", workload, "systems", ours)
+    return *compared(systems, ours), hardware(stamped)
+
+
+def cpu_cells(results: Results, workload: str) -> tuple[str, ...]:
+    """Transformers' best way, n-grams, the ratio, and the hardware."""
+    row = results.get("cpu", "workloads", workload)
+    speeds, ours = row.get("tokens_per_second", {}), "ours, n-gram"
+    if LOOKUP not in speeds:
+        return NONE, NONE, "", ""
+    return *compared(speeds, ours), hardware(row)
+
+
+def compared(speeds: dict[str, float], ours: str) -> tuple[str, str, str]:
+    """The fastest of transformers' own ways, one of ours, and the ratio."""
+    best = max((name for name in speeds if name in BEST), key=speeds.get)
+    theirs = f"{speeds[best]:,.0f} tokens/s ({best.removeprefix('HF ')})"
+    return theirs, f"{speeds[ours]:,.0f} tokens/s", f"{speeds[ours] / speeds[best]:.1f}×"
+
+
+def hardware(row: dict) -> str:
+    """Where a row was measured."""
+    stamp = row["stamp"]
+    return stamp["gpu"].removeprefix("NVIDIA ") if stamp.get("gpu") else f"{stamp['threads']} CPU cores"
 
 
 def summary(results: Results) -> str:
-    """The figures of README.md."""
+    """The six rows of README.md."""
 
-    def rounds(*wanted: tuple[int, int]) -> tuple[str, str, str]:
-        rows = [
-            results.row("gpu", "shapes", "llama-8b", "rounds", batch=1, context=context, nodes=nodes)
-            for context, nodes in wanted
-        ]
-        return "", ", ".join(number(row, "ms") for row in rows) + " ms", "; ".join(map(floors, rows)) + " the floor"
+    def completion(ours: str) -> tuple[str, ...]:
+        return *rate_cells(results, "acceptance_gpu", "code_completion", ours), "`acceptance.py --device cuda`"
 
-    def drafts(*names: str) -> tuple[str, str, str]:
-        rows = [results.row("gpu", "shapes", "llama-8b", "drafts", name=name) for name in names]
-        return "", ", ".join(number(row, "ms") for row in rows) + " ms", "; ".join(map(floors, rows)) + " the floor"
-
-    def prompts(*lengths: int) -> tuple[str, str, str]:
-        rows = [results.row("gpu", "shapes", "llama-8b", "prompts", tokens=length) for length in lengths]
-        cells = (", ".join(number(row, name, "{:,.0f}") for row in rows) + " tokens/s" for name in ("HF", "ours"))
-        return *cells, ", ".join(f"{row['ours'] / row['HF']:.2f}×" if row else NONE for row in rows)
-
-    def cpu(workload: str) -> tuple[str, str, str]:
-        row = results.get("cpu", "workloads", workload)
-        speeds = row.get("tokens_per_second", {})
-        if LOOKUP not in speeds:
-            return NONE, NONE, ""
-        best, ours = max(speeds[LOOKUP], speeds["HF greedy"]), speeds["ours, n-gram"]
-        return f"{best:,.0f} tokens/s", f"{ours:,.0f} tokens/s", f"{ours / best:.1f}×"
-
-    completion = "acceptance_gpu", "code_completion"
     rows = [
-        ("**generate(), a GPU**, random weights: a token of plain decoding, Llama-3.1-8B shape, context 1,024",
-         *step_cells(results, "llama-8b"), "`gpu.py --baselines`"),
-        ("the same of Qwen3-0.6B", *step_cells(results, "qwen3-0.6b"), ""),
-        ("**a captured round alone**, without the host, same GPU: 8B shape, context 1,024, 1 node", *rounds((1024, 1)),
-         "`gpu.py`"),
-        ("16 nodes, 64 nodes", *rounds((1024, 16), (1024, 64)), ""),
-        ("16 nodes behind 32,768 tokens, 131,072 tokens", *rounds((32768, 16), (131072, 16)), ""),
-        ("with an EAGLE-3 head: chain of 3, tree of 16", *drafts("EAGLE-3, chain of 3",
-         "EAGLE-3, tree of 16 in 5 steps"), "`gpu.py --drafts`"),
-        ("a prompt of 8,192 tokens, 32,768, 131,072", *prompts(8192, 32768, 131072), "`gpu.py --prompts …`"),
-        ("**demo model, same GPU**, completion: n-grams", *rate_cells(results, *completion, ["n-gram, 16 nodes"]),
-         "`acceptance.py --device cuda`"),
-        ("EAGLE-3 tree, DFlash tree", *rate_cells(results, *completion, ["EAGLE-3, tree of 16", "DFlash, tree of 16"]),
-         ""),
-        ("**demo model, two CPU cores**, n-grams: code editing", *cpu("code_editing"), "`cpu.py`"),
-        *((name, *cpu(name.replace(" ", "_")), "") for name in ("code completion", "maths", "chat")),
-    ]  # fmt: skip
-    return table(("", "transformers' best way", "here", "", "`python benchmarks/`"), rows)
+        ("8B shape, without drafts: one token", *step_cells(results, "llama-8b"), "`gpu.py --baselines`"),
+        ("0.6B shape, without drafts: one token", *step_cells(results, "qwen3-0.6b"), "`gpu.py --baselines`"),
+        ("demo model, n-grams, code completion", *completion("n-gram, 16 nodes")),
+        ("demo model, EAGLE-3 tree, code completion", *completion("EAGLE-3, tree of 16")),
+        ("demo model, n-grams, code editing", *cpu_cells(results, "code_editing"), "`cpu.py`"),
+        ("demo model, n-grams, chat", *cpu_cells(results, "chat"), "`cpu.py`"),
+    ]
+    return table(("", "transformers' best way", "here", "", "hardware", "`python benchmarks/`"), rows)
 
 
 def cpu_workloads(results: Results) -> str:

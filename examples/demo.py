@@ -1,6 +1,7 @@
-"""Three prompts, answered by transformers and by spec_compile with three kinds of drafts: one text, in fewer rounds.
+"""Three prompts, answered by transformers and by spec_compile with three kinds of drafts: one text, in fewer steps.
 
-python examples/demo.py [--model PATH] [--heads FOLDER] [--device cuda] [--new-tokens 160] [--report page.html]
+python examples/demo.py [--model PATH] [--heads FOLDER] [--device cuda] [--new-tokens 160] [--eager]
+                        [--report page.html]
 """
 
 import argparse
@@ -8,9 +9,10 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
+from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -18,6 +20,16 @@ from rich.table import Table
 from rich.text import Text
 
 START = time.perf_counter()
+INTRODUCTION = (
+    "[bold]spec_compile[/bold] makes a model of transformers generate faster with the same answer: it drafts several "
+    "tokens at once and lets the model verify them in one step. Three prompts are answered here by transformers, then "
+    "with n-grams, then with two trained heads. It needs no network. The first run compiles for a minute or two; later "
+    "runs find a warm cache.\n"
+)
+WHEN_A_HEAD_PAYS = (
+    "N-grams cost almost nothing and win where text repeats. A trained head pays on new text where a step of the model "
+    "takes much longer than one of the head: for a large model on a GPU.\n"
+)
 
 EDIT = """Rename the variable `known` to `previous` in this method.
 
@@ -96,7 +108,7 @@ def coloured(tokenizer, ids: list[int], rounds: list[int]) -> Text:
     return text
 
 
-def bars(rounds: list[int], most: int = 22) -> str:
+def bars(rounds: list[int], most: int = 14) -> str:
     """A bar a round, as high as the tokens it gained, of the first rounds."""
     return "".join(BARS[min(gained, len(BARS)) - 1] for gained in rounds[:most]) + "…" * (len(rounds) > most)
 
@@ -128,12 +140,12 @@ def ask(fast, inputs, options: dict) -> Answer:
 
 
 def figures(answers: dict[str, dict[str, Answer]], title: str) -> Table:
-    """A section for each prompt and one for all of them, a row for each system."""
-    table = Table(title=title, title_justify="left")
+    """A section for each prompt and one for all of them, a row for each system; at most 80 columns wide."""
+    table = Table(title=title, title_justify="left", box=box.SQUARE)
     table.add_column(no_wrap=True)
-    for column in ("tokens/s", "speed-up", "accept\nlength", "same"):
+    for column in ("tokens/s", "speed-up", "accept\nlength", "same\ntext"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("tokens by round", overflow="ellipsis")
+    table.add_column("tokens by round", no_wrap=True)
     names = list(next(iter(answers.values())))
     everything = {name: _together([some[name] for some in answers.values()]) for name in names}
     for heading, some in (answers | {"all together": everything}).items():
@@ -155,53 +167,89 @@ def _together(answers: list[Answer]) -> Answer:
     return Answer(ids, seconds, sum((one.rounds for one in answers[1:]), start=answers[0].rounds))
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(Path(__file__).parent / "tiny_coder"))
     parser.add_argument("--heads", type=Path, help="folder of draft heads (default: heads, in the model's folder)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="default: cuda if there is a GPU")
     parser.add_argument("--new-tokens", type=int, default=160)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, help="default: what PyTorch takes")
     parser.add_argument("--report", type=Path, help="write a page about one answer, with every tree of drafts")
+    parser.add_argument("--eager", action="store_true", help="do not compile, which starts sooner and runs slower")
     options = parser.parse_args()
-    heads = options.heads or Path(options.model) / "heads"
-    console = Console()
-    torch.set_num_threads(options.threads)
+    options.heads = options.heads or Path(options.model) / "heads"
+    return options
 
-    def waiting(work: Callable) -> object:
-        """What `work` returns; the lines that it reports are shown while it runs."""
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("loading", total=None)
-            return work(lambda line: progress.update(task, description=line))
 
-    def load(report):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
+def waiting(console: Console, doing: str, work: Callable) -> object:
+    """What `work` returns. `doing` is printed at once; the lines that `work` reports are shown while it runs."""
+    begin = time.perf_counter()
+    console.print(f"[bold]•[/bold] {doing} …", highlight=False)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting", total=None)
+        result = work(lambda line: progress.update(task, description=line))
+    console.print(f"  done in {time.perf_counter() - begin:.1f} s", style="dim", highlight=False)
+    return result
 
-        logging.disable_progress_bar()
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(options.device)
-        return tokenizer, model, prepare(model, NGRAM, "ngram", {}, report)
 
-    def prepare(model, name, algo, settings, report):
-        import spec_compile
+def load(options: argparse.Namespace) -> tuple:
+    """The tokenizer and the model. The imports are here because they take seconds, of which the user is told."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
-        report(f"{name}: capturing")
-        fast = spec_compile.speculate(model, algo=algo, **settings)
-        fast.speculation.warmup(progress=lambda line: report(f"{name}: {line}"))
-        fast.generate(torch.tensor([[1]], device=model.device), do_sample=False, max_new_tokens=1, pad_token_id=0)
-        return fast
+    import spec_compile  # noqa: F401  (its import is a part of what is waited for)
 
-    tokenizer, model, ngram = waiting(load)
-    first = time.perf_counter() - START
-    console.print(f"first token after {first:.1f} s (loading, capture, compilation; later runs find a warm cache)\n")
+    logging.disable_progress_bar()
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    return tokenizer, AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(options.device)
 
+
+def prepare(model, options: argparse.Namespace, algo: str, settings: dict, report: Callable[[str], None]):
+    """The model with drafts of this kind, compiled."""
+    import spec_compile
+
+    report("capturing the model as a graph, and checking the graph")
+    fast = spec_compile.speculate(model, algo=algo, compile=not options.eager, **settings)
+    fast.speculation.warmup(progress=report)
+    fast.generate(model.dummy_inputs["input_ids"][:1], do_sample=False, max_new_tokens=1, pad_token_id=0)
+    return fast
+
+
+def read_prompts(tokenizer, device: str) -> dict:
+    """Title -> inputs."""
     from spec_compile.runtime.draft_length import SizePolicy
 
     method = inspect.cleandoc("    " + inspect.getsource(SizePolicy.learn)) + "\n"
-    prompts = {"edit a method": EDIT.format(source=method), "complete a class": COMPLETE, "write more tests": TESTS}
-    prompts = {title: tokenizer(text, return_tensors="pt").to(options.device) for title, text in prompts.items()}
+    texts = {"edit a method": EDIT.format(source=method), "complete a class": COMPLETE, "write more tests": TESTS}
+    return {title: tokenizer(text, return_tensors="pt").to(device) for title, text in texts.items()}
+
+
+def show(console: Console, tokenizer, title: str, inputs, answers: dict[str, Answer]) -> None:
+    """A prompt and the answer of n-grams, coloured."""
+    text, ours = tokenizer.decode(inputs.input_ids[0]), answers[NGRAM]
+    shown = text if len(text) <= SHOWN else "…\n" + text[-SHOWN:].split("\n", 1)[-1]
+    heading = f"{title}: prompt of {inputs.input_ids.shape[1]} tokens"
+    console.print(Panel(Text(shown), title=heading, border_style="dim"))
+    console.print(coloured(tokenizer, ours.ids, ours.rounds))
+    rates = ", ".join(f"{name} {one.rate:.0f} tokens/s" for name, one in answers.items())
+    console.print(f"[dim]{rates}\ncoloured: drafted and accepted, a colour a round[/dim]\n", highlight=False)
+
+
+def main() -> None:
+    options, console = parse(), Console()
+    console.print(INTRODUCTION)
+    doing = "importing PyTorch and transformers, and loading the model"
+    tokenizer, model = waiting(console, doing, lambda report: load(options))
+    doing = "n-grams, drafts from the text itself: capturing and compiling"
+    ngram = waiting(console, doing, partial(prepare, model, options, "ngram", {}))
+    console.print(f"ready after {time.perf_counter() - START:.0f} s\n", highlight=False)
+
+    prompts = read_prompts(tokenizer, options.device)
     fixed = dict(do_sample=False, max_new_tokens=options.new_tokens, pad_token_id=tokenizer.pad_token_id)
     lookup = {**fixed, "prompt_lookup_num_tokens": 10}
     for way in (fixed, lookup):
@@ -213,30 +261,24 @@ def main() -> None:
             LOOKUP: ask_transformers(model, inputs, lookup),
             NGRAM: ask(ngram, inputs, fixed),
         }
-        text, ours = tokenizer.decode(inputs.input_ids[0]), answers[title][NGRAM]
-        shown = text if len(text) <= SHOWN else "…\n" + text[-SHOWN:].split("\n", 1)[-1]
-        heading = f"prompt: {title}, {inputs.input_ids.shape[1]} tokens"
-        console.print(Panel(Text(shown), title=heading, border_style="dim"))
-        console.print(coloured(tokenizer, ours.ids, ours.rounds))
-        rates = ", ".join(f"{name} {one.rate:.0f} tokens/s" for name, one in answers[title].items())
-        console.print(f"[dim]{rates}; coloured: what was drafted and accepted, a colour a round\n", highlight=False)
+        show(console, tokenizer, title, inputs, answers[title])
 
-    ready = {NGRAM: ngram}
+    console.print(WHEN_A_HEAD_PAYS)
     for name, (algo, settings) in HEADS.items():
-        folder = heads / algo
+        folder = options.heads / algo
         if not (folder / "config.json").is_file():
             console.print(f"{name}: left out, there is no head in {folder}")
             continue
         settings = {"draft": str(folder), **settings}
-        ready[name] = waiting(lambda report, made=(name, algo, settings): prepare(model, *made, report))
-        console.print(f"{name} is ready after {time.perf_counter() - START:.0f} s")
+        doing = f"{name}, a head that was trained for this model: capturing and compiling"
+        work = partial(prepare, model, options, algo, settings)
+        fast = waiting(console, doing, work)
         for title, inputs in prompts.items():
-            answers[title][name] = ask(ready[name], inputs, fixed)
+            answers[title][name] = ask(fast, inputs, fixed)
 
+    console.print()
     console.print(figures(answers, f"speed-up: over the best of transformers; {options.device}, float32"))
-    for name, fast in ready.items():
-        console.print(f"{name}: " + fast.speculation.explain().splitlines()[1], highlight=False)
-    console.print("fast.speculation.explain() says what each pass has changed.")
+    console.print("accept length: tokens a round gains; same text: as transformers' own", style="dim")
     if options.report:
         with ngram.speculation.recording():
             ask(ngram, prompts["complete a class"], fixed)

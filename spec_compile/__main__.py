@@ -43,8 +43,8 @@ def _add_audit(commands) -> None:
     command.add_argument("--limit", type=at_least(1), default=10, help="prompts read from the file at most")
     command.add_argument("--max-new-tokens", type=at_least(1), default=64)
     command.add_argument("--samples", type=at_least(0), default=0, help="draws a prompt for the test of sampling")
-    command.add_argument("--generate", type=json_object, default={}, help='JSON, such as \'{"temperature": 0.7}\'')
-    command.add_argument("--options", type=json_object, default={}, help='JSON, such as \'{"num_draft_tokens": 8}\'')
+    command.add_argument("--generate", type=json_object, default={}, help="JSON, such as '{\"temperature\": 0.7}'")
+    command.add_argument("--options", type=json_object, default={}, help="JSON, such as '{\"num_draft_tokens\": 8}'")
     command.set_defaults(run=_audit, refuse=command.error)
 
 

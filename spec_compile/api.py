@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ from .runtime.session import Session
 from .stats import Stats
 
 
-def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrainedModel:
+def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> PreTrainedModel:
     """A model that generates faster, with the same answer.
 
     model: a causal language model of transformers, or peft's wrapper around one; it keeps working as before. Returns an
@@ -55,9 +56,11 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options) -> PreTrai
     model in training mode) or UnsupportedModelError (the model cannot be rewritten exactly), before any change.
     """
     if isinstance(model, SpeculativeMixin):
-        model = model.speculation.original
+        model = vars(model)["speculation"].original
     if adapters.is_wrapped(model):
-        return adapters.wrap_alike(model, speculate(adapters.base_of(model), algo, **options))
+        base: Any = adapters.base_of(model)
+        wrapper: Any = adapters.wrap_alike(model, speculate(base, algo, **options))
+        return wrapper
     name = parse_algorithm(algo)
     parsed = parse_options(ALGORITHMS[name].options, options)
     admit(model)
@@ -79,7 +82,9 @@ class Speculation:
 
     def __init__(self, model: PreTrainedModel, fast: nn.Module, name: str, options: Options, algorithm: Algorithm):
         self.algorithm, self.options = name, options
-        self._model, self._lock, self._references, self._said = model, threading.RLock(), [], set()
+        self._model, self._lock = model, threading.RLock()
+        self._references: list[torch.Tensor] = []
+        self._said: set[str] = set()
         self._share_text = True
         with config_reads(model) as reads:
             graph = capture(model)
@@ -147,7 +152,7 @@ class Speculation:
         finally:
             self._engine.records = before
 
-    def report(self, path, tokenizer=None) -> Path:
+    def report(self, path: str | Path, tokenizer: Any = None) -> Path:
         """Write a page (HTML in one file, for any browser, without a network) about the last generate() that was
         recorded: its text by rounds, accept lengths, times, and every tree with what was accepted; returns its path.
         With algo="ngram" the trees show pieces of other calls' texts, unless these ran with ``share_text=False``.
@@ -221,7 +226,7 @@ class Speculation:
             self._engine.runtime.say = before
 
     @contextmanager
-    def generating(self, reference, share_text: bool | None = None) -> Iterator[None]:
+    def generating(self, reference: Any, share_text: bool | None = None) -> Iterator[None]:
         """One call of generate() at a time: it owns the state until it ends. Arguments: see `generate`."""
         if share_text is not None and not isinstance(share_text, bool):
             raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
@@ -284,7 +289,7 @@ class Speculation:
 
     def after_fork(self, in_child: bool) -> None:
         """See `forks`."""
-        if in_child and not self._lock._is_owned():
+        if in_child and not self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock, self._is_forked = threading.RLock(), True
 
 
@@ -302,7 +307,7 @@ def _shadow(model: PreTrainedModel) -> PreTrainedModel:
     """Another object of the model's class, with our generate() in front, that shares all modules and parameters."""
     cls = type(model)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    shadow = adapters.shallow(model, type(cls.__name__, (SpeculativeMixin, cls), names))
+    shadow: Any = adapters.shallow(model, type(cls.__name__, (SpeculativeMixin, cls), names))
     shadow.generation_config = copy.deepcopy(model.generation_config)
     shadow.__dict__.pop("generate", None)  # one set on the object is run by `SpeculativeMixin.generate`
     return shadow

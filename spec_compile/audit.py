@@ -6,9 +6,11 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from .api import speculate
 from .cache import PAGE, Cache
@@ -19,15 +21,15 @@ from .report.noise import Reference, gap_noise
 
 @torch.no_grad()
 def audit(
-    model,
+    model: PreTrainedModel,
     prompts: Sequence,
-    tokenizer=None,
+    tokenizer: Any = None,
     *,
     max_new_tokens: int = 64,
     samples: int = 0,
     sample_tokens: int = 3,
     logits: bool = True,
-    **generate_options,
+    **generate_options: Any,
 ) -> Report:
     """Decode `prompts` plainly and speculatively, and compare.
 
@@ -44,7 +46,7 @@ def audit(
     Raises TypeError or ValueError for bad prompts or too few samples before anything is decoded.
     """
     check_samples(samples, sample_tokens)
-    fast = model if hasattr(model, "speculation") else speculate(model)
+    fast: Any = model if hasattr(model, "speculation") else speculate(model)
     plain = fast.speculation.original
     rows = [_ids(number, prompt, tokenizer, plain) for number, prompt in enumerate(prompts)]
     if not rows:
@@ -77,7 +79,7 @@ def check_samples(samples: int, sample_tokens: int = 1) -> None:
         raise ValueError(f"sample_tokens: expected at least 1, got {sample_tokens}")
 
 
-def _ids(number: int, prompt, tokenizer, model) -> Tensor:
+def _ids(number: int, prompt: Any, tokenizer: Any, model: PreTrainedModel) -> Tensor:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise TypeError(f"prompts[{number}] is text: pass its tokenizer, audit(model, prompts, tokenizer)")
@@ -88,13 +90,13 @@ def _ids(number: int, prompt, tokenizer, model) -> Tensor:
     return ids.reshape(1, -1).to(device=model.device, dtype=torch.int64)
 
 
-def _pad(model) -> int:
+def _pad(model: Any) -> int:
     config = model.generation_config
     eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
     return next((token for token in (config.pad_token_id, eos) if token is not None), 0)
 
 
-def _greedy(plain, fast, ids: Tensor, options: dict) -> tuple[Greedy, list[int]]:
+def _greedy(plain: Any, fast: Any, ids: Tensor, options: dict) -> tuple[Greedy, list[int]]:
     """The comparison of tokens, and plain decoding's answer."""
     options, stats = {**options, "do_sample": False}, fast.speculation.stats
     want = plain.generate(ids, **options)[0, ids.shape[1] :].tolist()
@@ -111,36 +113,40 @@ def _greedy(plain, fast, ids: Tensor, options: dict) -> tuple[Greedy, list[int]]
     return Greedy(compared, place, *tokens), want
 
 
-def _weigh(report: Report, plain, fast, rows: list[Tensor], answers: list[list[int]], options: dict | None) -> None:
+def _weigh(
+    report: Report, plain: Any, fast: Any, rows: list[Tensor], answers: list[list[int]], options: dict | None
+) -> None:
     """Fill in ``report.logits`` (unless `options` is None), and logits and noise of the differing tokens."""
     tested = [ids for ids, row in zip(rows, report.greedy) if row.compared]
     differing = [
-        (ids, row, answer) for ids, row, answer in zip(rows, report.greedy, answers)
+        (ids, row, answer, row.plain, row.speculative) for ids, row, answer in zip(rows, report.greedy, answers)
         if row.plain is not None and row.speculative is not None
     ]  # fmt: skip
     if not differing and (options is None or not tested):
         return
     reference, gaps, excesses = Reference(plain), [], []
-    for ids in tested if options is not None else []:
-        text, logits = _speculative_logits(fast, ids, options)
-        scatter = reference.scatter(text, len(logits))
-        gaps.append(scatter.gaps)
-        graph = _graph_logits(fast.speculation._engine.runtime.verify, text, len(logits))
-        excesses.append((scatter.excess(logits), scatter.excess(graph)))
+    if options is not None:
+        for ids in tested:
+            text, logits = _speculative_logits(fast, ids, options)
+            scatter = reference.scatter(text, len(logits))
+            gaps.append(scatter.gaps)
+            graph = _graph_logits(fast.speculation._engine.runtime.verify, text, len(logits))
+            excesses.append((scatter.excess(logits), scatter.excess(graph)))
     if excesses:
         report.logits, report.graph = (Logits.of(torch.cat(some)) for some in zip(*excesses))
     nearby = []
-    for ids, row, answer in differing:
-        prefix = torch.cat([ids, ids.new_tensor([answer[: row.place]])], dim=1)
-        scatter = reference.scatter(prefix, row.place + 1, (row.plain, row.speculative))
-        row.logits = float(scatter.exact[-1, row.plain]), float(scatter.exact[-1, row.speculative])
+    for ids, row, answer, plain_token, other_token in differing:
+        same = answer[: row.place]
+        prefix = torch.cat([ids, ids.new_tensor([same])], dim=1)
+        scatter = reference.scatter(prefix, len(same) + 1, (plain_token, other_token))
+        row.logits = float(scatter.exact[-1, plain_token]), float(scatter.exact[-1, other_token])
         row.noise = gap_noise(scatter.gaps[:, -1:], scatter.floor)
         nearby.append(scatter.gaps)
-    for _, row, _ in differing:
+    for _, row, *_ in differing:
         row.noise = max(row.noise, gap_noise(torch.cat(gaps or nearby, dim=1)))
 
 
-def _speculative_logits(fast, ids: Tensor, options: dict) -> tuple[Tensor, Tensor]:
+def _speculative_logits(fast: Any, ids: Tensor, options: dict) -> tuple[Tensor, Tensor]:
     """A speculative answer [1, T] behind its prompt, less the last token; the logits [places, V] it was chosen by."""
     options = {**options, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     output = fast.generate(ids, **options)
@@ -155,7 +161,7 @@ def _graph_logits(verify: ModelGraph, text: Tensor, places: int) -> Tensor:
     return verify.gm(text, positions, text.new_zeros(1), None, cache, length)[0][0, -places:]
 
 
-def _sampled(plain, fast, ids: Tensor, samples: int, tokens: int, options: dict) -> Sampled:
+def _sampled(plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, options: dict) -> Sampled:
     options = {**options, "do_sample": True}
     followers: dict[tuple, Counter] = {}
     drawn, ends = 0, _ends(plain, options)
@@ -193,6 +199,6 @@ def _sampled(plain, fast, ids: Tensor, samples: int, tokens: int, options: dict)
     return Sampled(samples, contexts, chi_square, freedom, untested)
 
 
-def _ends(model, options: dict) -> list[int]:
+def _ends(model: Any, options: dict) -> list[int]:
     eos = options.get("eos_token_id", model.generation_config.eos_token_id)
     return [] if eos is None else eos if isinstance(eos, list) else [eos]

@@ -1,15 +1,15 @@
 """Options: those of every algorithm. Each adds its own in its file; all are checked before any work starts."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from .errors import did_you_mean
 from .kernels import attention
 from .tree import MAX_NODES
 
 CACHE_DTYPES = ("auto", "fp8")
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Options:
     max_cache_len: tokens a sequence may hold, prompt included (default: what the model was trained for, as
     far as a quarter of the memory goes; on a GPU 8192 at most). compile: run rounds through Inductor (False: eagerly,
     for debugging; same tokens). cuda_graphs: on a GPU, capture each round in one CUDA graph (False: for debugging; same
-    tokens). check: compare the captured graphs with the model's own forward before use. merge_linears: see
-    `passes.merge_linears`. attention_backend: what runs attention on a GPU: a name of `kernels.attention.BACKENDS`,
-    "auto", or a dict of names for "prefill" (prompts), "verify" and "draft" (a draft's trees; a head's prompts, too).
-    kv_cache_dtype: "auto" (the model's) or "fp8": on a GPU, keys and values of the target rounded to float8_e4m3fn,
-    which halves them, and changes answers a little.
+    tokens). check: compare the captured graphs with the model's own forward before use. merge_linears: make one matrix
+    product of linear layers of one input (q, k and v; gate and up). attention_backend: what runs attention on a GPU: a
+    name of `kernels.attention.BACKENDS`, "auto", or a dict of names for "prefill" (prompts), "verify" and "draft" (a
+    draft's trees; a head's prompts, too). kv_cache_dtype: "auto" (the model's) or "fp8": on a GPU, keys and values of
+    the target rounded to float8_e4m3fn, which halves them, and changes answers a little.
     """
 
     num_draft_tokens: int = 16
@@ -36,7 +36,7 @@ class Options:
     attention_backend: Any = "auto"
     kv_cache_dtype: str = "auto"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for field in fields(self):
             value, kinds = getattr(self, field.name), get_args(hints[field.name]) or (hints[field.name],)
@@ -70,9 +70,9 @@ class Options:
         return attention.Use(self.attention_backends[role], role, captured, self.compile, fp8)
 
 
-def parse_options(cls: Callable, options: dict):
+def parse_options(cls: type[Parsed], options: dict[str, Any]) -> Parsed:
     """Build the dataclass `cls` from a user's options; TypeError with a did-you-mean for one it does not have."""
-    known = [field.name for field in fields(cls)]
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:
             raise TypeError(

@@ -14,7 +14,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
-def check_int(name: str, value, low: int, high: int, note: str = "") -> None:
+def check_int(name: str, value: object, low: int, high: int, note: str = "") -> None:
     """TypeError or ValueError, naming the argument, unless `value` is an int from `low` to `high`."""
     note = f" ({note})" if note else ""
     if not isinstance(value, int) or isinstance(value, bool):

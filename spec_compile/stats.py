@@ -38,7 +38,7 @@ class Stats:
 
     def reset(self) -> None:
         """Set every counter back to zero."""
-        self.__init__()
+        vars(self).update(vars(Stats()))
 
     def count_round(self, nodes: int, gained: list[int], active: int) -> None:
         """A round over `nodes` nodes and `active` unfinished rows, that gained so many tokens each."""

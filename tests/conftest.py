@@ -39,3 +39,15 @@ def _captured(name: str):
 def captured():
     """A function: name of a tiny model -> (model, its captured graph), built once and not to be changed."""
     return _captured
+
+
+@pytest.fixture
+def two_layers(monkeypatch):
+    """Models that scripts load have their first two layers alone, which makes capturing them four times faster."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def load_shallow(name, **options):
+        options.setdefault("config", transformers.AutoConfig.from_pretrained(name, num_hidden_layers=2))
+        return load(name, **options)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load_shallow)

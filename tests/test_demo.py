@@ -1,6 +1,7 @@
 """What examples/demo.py shows: colours by rounds, bars, figures. Nothing is generated here."""
 
 import io
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,12 +37,17 @@ def test_a_bar_a_round():
     assert demo.bars([1] * 9, most=4) == "▁▁▁▁…"
 
 
-def rows_of(table) -> list[list[str]]:
-    """The cells that are printed, line by line."""
-    console = Console(width=120, file=io.StringIO())
+def printed(table, width: int = 80) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
     console.print(table)
-    lines = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
-    return [[cell.strip() for cell in line] for line in lines]
+    return console.file.getvalue().splitlines()
+
+
+def rows_of(table) -> list[list[str]]:
+    """The cells under the heading, line by line."""
+    lines = printed(table)
+    begin = next(number for number, line in enumerate(lines) if line.startswith("├"))
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines[begin:] if "│" in line]
 
 
 def test_figures_of_each_prompt_and_of_all():
@@ -71,3 +77,29 @@ def test_figures_of_each_prompt_and_of_all():
         [demo.LOOKUP, "3", "", "1.50", "yes", ""],
         ["ours", "6", "2.00×", "2.00", "no", ""],
     ]
+
+
+def test_the_table_fits_in_80_columns():
+    answer = demo.Answer([1] * 999, 0.001, [1] * 999)
+    systems = dict.fromkeys((demo.PLAIN, demo.LOOKUP, demo.NGRAM, *demo.HEADS), answer)
+    table = demo.figures(dict.fromkeys(("edit a method", "complete a class"), systems), "title")
+    lines = printed(table, 80)
+    assert max(map(len, lines)) <= 80
+    assert [line.rstrip() for line in lines] == [line.rstrip() for line in printed(table, 200)]  # nothing was cut
+
+
+def test_it_says_at_once_what_it_does_and_imports_what_is_slow_later():
+    script = "import sys, demo; print(demo.INTRODUCTION, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    output = subprocess.check_output([sys.executable, "-c", script], cwd=ROOT / "examples", text=True)
+    assert output.rstrip().endswith("False False")
+
+
+def test_it_runs(two_layers, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--eager", "--new-tokens", "4", "--heads", "none", "--device", "cpu"])
+    monkeypatch.setenv("COLUMNS", "80")
+    demo.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    wanted = ("spec_compile makes", "• importing", "• n-grams", "complete a class:", "N-grams cost", "all together")
+    places = [next(number for number, line in enumerate(lines) if text in line) for text in wanted]
+    assert places == sorted(places)  # n-grams come before a word about heads

@@ -76,10 +76,38 @@ def test_the_kernels_source_lies_in_the_package():
     """The n-gram kernels are compiled on first use, from a file that the wheel has."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
     assert settings["wheel"]["packages"] == ["spec_compile"] and "exclude" not in settings["wheel"]
-    assert match_gpu.SOURCE.is_file() and match_gpu.SOURCE.is_relative_to(ROOT / "spec_compile")
+    assert Path(match_gpu.__file__).with_name("match.cu").is_file()
 
 
 def test_the_wheels_tag_is_that_of_its_extension():
     """From Python 3.12 on the trie is compiled for the stable ABI of 3.12, before for the one Python that builds it."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
     assert settings["wheel"]["py-api"] == "cp312" and "STABLE_ABI" in (ROOT / "CMakeLists.txt").read_text()
+
+
+def test_a_tree_without_its_extension_says_how_to_build_it(monkeypatch):
+    """All else is imported without it: no module imports it when it is imported itself."""
+    monkeypatch.setitem(sys.modules, "spec_compile.ngram._ngram_trie", None)
+    with pytest.raises(ImportError, match=r"compiled n-gram trie.*C\+\+20 compiler"):
+        spec_compile.NgramTrie()
+    for path in (ROOT / "spec_compile").rglob("*.py"):
+        body = ast.parse(path.read_text()).body
+        assert not any(
+            "_ngram_trie" in ast.unparse(node) for node in body if isinstance(node, ast.ImportFrom | ast.Try)
+        )
+
+
+def test_wheels_are_built_for_the_versions_that_are_declared():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    declared = {line.rpartition(" ")[2] for line in PROJECT["classifiers"] if ":: Python :: 3." in line}
+    built = {re.sub(r"cp3(\d+)-\*", r"3.\1", name) for name in settings["cibuildwheel"]["build"].split()}
+    assert declared == built and f">={min(built, key=lambda v: int(v[2:]))}" == PROJECT["requires-python"]
+    script = settings["cibuildwheel"]["test-command"].split()[1].format(project=ROOT)
+    assert Path(script).is_file()
+
+
+def test_annotations_reach_the_user():
+    """mypy reads those of a package with py.typed; the public modules are checked by `make lint`."""
+    assert (ROOT / "spec_compile" / "py.typed").is_file()
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
+    assert [file for file in checked if not (ROOT / file).is_file()] == []

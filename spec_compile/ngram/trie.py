@@ -14,14 +14,6 @@ from ..tree import MAX_NODES
 from . import file as ngram_file
 from .ids import check_documents, check_ids
 
-try:
-    from ._ngram_trie import Core
-except ImportError as error:
-    raise ImportError(
-        "spec_compile.ngram._ngram_trie, the compiled n-gram trie, cannot be imported: "
-        "(re)install spec_compile with a C++20 compiler at hand, e.g. `pip install .` in its repository"
-    ) from error
-
 
 class Draft(NamedTuple):
     """One draft tree of `count` nodes; `tokens` and `parents` are int64 of shape [N] (see `NgramTrie.propose`)."""
@@ -30,6 +22,18 @@ class Draft(NamedTuple):
     parents: torch.Tensor
     count: int
     match: int
+
+
+def _core_class() -> type:
+    """The compiled trie, which is imported when the first `NgramTrie` is made; ImportError if it was never built."""
+    try:
+        from ._ngram_trie import Core
+    except ImportError as error:
+        raise ImportError(
+            "spec_compile.ngram._ngram_trie, the compiled n-gram trie, cannot be imported: "
+            "(re)install spec_compile with a C++20 compiler at hand, e.g. `pip install .` in its repository"
+        ) from error
+    return Core
 
 
 class NgramTrie:
@@ -96,7 +100,7 @@ class NgramTrie:
         self.vocab_size = vocab_size
         self._limit = vocab_size or 2**31
         self.fork_order = 1
-        self._core = Core(
+        self._core = _core_class()(
             branch_length,
             min_match_window_size,
             max_match_window_size,
