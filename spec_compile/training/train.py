@@ -81,29 +81,23 @@ def train_draft(
 ) -> TrainingResult:
     """Train a draft head for `model` and write it to folder `output`, for ``speculate(model, algo, draft=output)``.
 
-    model: a causal language model of transformers (or peft's wrapper around one), in eval mode; it does not change. The
-    head is trained on its device, in mixed precision on a GPU or for a model in 16 bits. algo: "eagle3", "eagle",
+    model: a causal language model of transformers (or peft's wrapper around one) in eval mode, which does not change;
+    the head is trained on its device, in mixed precision on a GPU or for a model in 16 bits. algo: "eagle3", "eagle",
     "mtp" or "dflash". data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`data.read`).
-    tokenizer: the model's, if the data is text. validation: the share of the documents that is held out, or texts of
-    their own as in `data`, or 0. on_policy: let the model continue the data's prompts first and train on what it wrote
-    (True, or options for ``generate()``, such as max_new_tokens); then the data may be prompts without answers.
-    `speculate` makes it fast meanwhile. resume: go on with the training in `output`, if there is one; it gives the
-    head that it would have given without the interruption. progress: called with a `Progress` now and then (default:
-    shown on stderr). options: see `TrainingOptions`.
+    tokenizer: the model's, if the data is text. validation: the share of documents that is held out, or texts as in
+    `data`, or 0. on_policy: train on what the model itself writes after the data's prompts (True, or options for
+    ``generate()``); then the data may be prompts without answers. resume: go on with the training in `output`, which
+    gives the same head as one without interruption. progress: called with a `Progress` now and then (default: shown on
+    stderr). options: see `TrainingOptions`.
 
     Raises TypeError, ValueError or UnsupportedModelError, naming the argument, before any work; FloatingPointError if
     the loss becomes infinite, with the last checkpoint left as it is.
     """
-    model = adapters.base_of(model) if adapters.is_wrapped(model) else model
-    model = model.speculation.original if isinstance(model, SpeculativeMixin) else model
-    chosen = parse_options(TrainingOptions, options)
-    kind = _trainer_of(algo)
-    for name in ABOUT_THE_DRAFT:
-        if getattr(chosen, name) is not None and name not in kind.takes:
-            raise ValueError(f"{name}: algo={kind.name!r} has no such option")
+    model = _plain(model)
+    _check_types(output, on_policy, resume, progress)
+    kind, chosen = _trainer_and_options(algo, options)
     admit(model)
     target = Target.of(model)
-    _check_types(output, on_policy, resume, progress)
     documents, held_out = _read(data, validation, tokenizer, target, chosen.seed, on_policy is not False)
     length, folder = _length(chosen, target), Path(output).expanduser()
     with torch.inference_mode(False), torch.enable_grad():
@@ -115,9 +109,8 @@ def train_draft(
         identity = _identity(kind, model, chosen, documents + held_out, on_policy)
         state = open_folder(folder, identity, resume)
         if on_policy is not False:
-            settings = on_policy if isinstance(on_policy, dict) else {}
             line = say_nothing if progress else tell
-            documents, held_out = _continued(folder, identity, model, documents, held_out, length, settings, line)
+            documents, held_out = _continued(folder, identity, model, documents, held_out, length, on_policy, line)
             trainer = kind(target, chosen, texts.count_tokens(documents, target.vocab_size))
             pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
         glance, held = (texts.sample(reserve, chosen.batch_size, n) for n in (GLANCE_TOKENS, HELD_OUT_TOKENS))
@@ -131,9 +124,8 @@ def train_draft(
         batches = Batches(pieces, chosen.batch_size, chosen.seed)
         with Printer() if progress is None else nullcontext(progress) as report:
             acceptance = Loop(trainer, features, batches, glance, held, chosen, state, folder, publish, report).run()
-    first = acceptance[0] if acceptance else None
     done = state.losses, state.evaluations, state.step, state.tokens, state.seconds
-    return TrainingResult(folder, first, acceptance, *done)
+    return TrainingResult(folder, acceptance[0] if acceptance else None, acceptance, *done)
 
 
 def _check_types(output, on_policy, resume, progress) -> None:
@@ -181,6 +173,22 @@ def _trainer_of(algo: str) -> type[Trainer]:
     if name not in TRAINERS:
         raise ValueError(f"algo: expected one of {', '.join(TRAINERS)}, got {algo!r}.{did_you_mean(name, TRAINERS)}")
     return TRAINERS[name]
+
+
+def _plain(model: PreTrainedModel) -> PreTrainedModel:
+    """The model inside peft's wrapper, and behind `speculate`."""
+    model = adapters.base_of(model) if adapters.is_wrapped(model) else model
+    return model.speculation.original if isinstance(model, SpeculativeMixin) else model
+
+
+def _trainer_and_options(algo: str, options: dict) -> tuple[type[Trainer], TrainingOptions]:
+    """What trains heads of this algorithm, and how; ValueError that names an option that such heads do not have."""
+    kind = _trainer_of(algo)
+    parsed = parse_options(TrainingOptions, options)
+    for name in ABOUT_THE_DRAFT:
+        if getattr(parsed, name) is not None and name not in kind.takes:
+            raise ValueError(f"{name}: algo={kind.name!r} has no such option")
+    return kind, parsed
 
 
 def _read(
@@ -248,12 +256,13 @@ def _check_prompts(documents: list[Document], held_out: list[Document], length: 
 
 def _continued(
     folder: Path, identity: dict, model: PreTrainedModel, documents: list[Document], held_out: list[Document],
-    length: int, options: dict, line: Callable[[str], None],
+    length: int, on_policy: bool | dict, line: Callable[[str], None],
 ) -> tuple[list[Document], list[Document]]:  # fmt: skip
     """Both as the model continues them, written once and read again when the training of this identity goes on."""
     path = folder / TEXTS
     stored = load_pickled(path) if path.is_file() else {}
     if stored.get("identity") != identity:
+        options = on_policy if isinstance(on_policy, dict) else {}
         answers = continue_documents(model, documents + held_out, length, identity["seed"], options, line)
         count = sum(len(prompts(document, length)) for document in documents)
         both = answers[:count], answers[count:]
