@@ -2,6 +2,9 @@
 builder of a fresh fp32 CPU eval() model.  Two calls give equal weights, and the global random
 state is left alone.  `python tests/models.py [name ...]` prints what Hugging Face's own greedy
 generation does with each."""
+import functools
+from unittest import mock
+
 import torch
 import transformers
 
@@ -149,6 +152,22 @@ def build(config, model, kwargs, over=()):
 
 ADMITTED = {name: (lambda row=row: build(*row)) for name, row in _ADMITTED.items()}
 REFUSED = {name: (lambda row=row: build(*row)) for name, row in _REFUSED.items()}
+
+
+def speculate_captured(model, *args, **options):
+    """`speculate` of a model whose weights and modules stay as they are: it is captured once a process."""
+    from spec_compile import speculate
+
+    with mock.patch("spec_compile.api.capture", captured):
+        return speculate(model, *args, **options)
+
+
+@functools.cache
+def captured(model):
+    """The graph of a model that stays as it is."""
+    from spec_compile.capture.trace import capture
+
+    return capture(model)
 
 
 def prompts(lengths=(24, 9, 15), seed=1):

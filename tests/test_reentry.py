@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 import warnings
+from unittest import mock
 
 import models
 import pytest
@@ -19,6 +20,7 @@ import test_draft_rounds as rounds
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import LogitsProcessor
+from transformers.generation.continuous_batching import ContinuousMixin
 
 from spec_compile import NgramTrie, speculate
 
@@ -35,7 +37,7 @@ compiled = pytest.mark.parametrize(
 @functools.cache
 def system(algorithm, compile=False):
     if algorithm == "ngram":
-        return speculate(rounds.target("llama"), compile=compile, max_cache_len=200)
+        return models.speculate_captured(rounds.target("llama"), compile=compile, max_cache_len=200)
     if algorithm == "dflash":
         return test_dflash.fast("llama", "chain", compile=compile)
     return rounds.fast(algorithm, "llama", "chain", compile=compile)
@@ -127,7 +129,7 @@ def test_calls_inside_a_call_of_the_same_and_other_batch_sizes_with_a_cache_to_h
 
 
 def test_a_call_inside_is_counted_once():
-    fast = speculate(rounds.target("llama"), compile=False)
+    fast = models.speculate_captured(rounds.target("llama"), compile=False)
     stats, nest = fast.speculation.stats, Streamer(fast)
     begin = time.perf_counter()
     answer(fast, OUTER_IDS, streamer=nest)
@@ -266,7 +268,7 @@ def test_a_fork_while_other_threads_are_in_the_trie():
     for thread in threads:
         thread.start()
     try:
-        for _ in range(20):
+        for _ in range(10):
             in_a_fork(child)
     finally:
         stop.set()
@@ -289,7 +291,7 @@ def test_speculate_on_a_model_that_another_thread_runs():
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        for merged in (False, True) * 3:
+        for merged in (False, True):
             assert answer(speculate(model, compile=False, merge_linears=merged), OUTER_IDS) == want
     finally:
         stop.set()
@@ -329,32 +331,47 @@ def pickled(fast):
     return pickle.loads(pickle.dumps(fast))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_copies_have_weights_of_their_own(copied):
+@pytest.mark.parametrize(
+    ("copied", "algorithm"),
+    [
+        (copy.deepcopy, "ngram"), (pickled, "eagle3"),
+        pytest.param(copy.deepcopy, "eagle3", marks=pytest.mark.slow),
+        pytest.param(pickled, "ngram", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_copies_have_weights_of_their_own(copied, algorithm):
     model = models.ADMITTED["llama"]()
     head = copy.deepcopy(rounds.head("eagle3", "llama"))
     head.embedding, head.head_weight = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    options = dict(compile=False, max_cache_len=200)
-    for fast in (speculate(model, num_draft_tokens=8, **options), speculate(model, "eagle3", draft=head, **options)):
-        want = answer(fast, OUTER_IDS)
-        other = copied(fast)
-        assert type(other).__name__ == "LlamaForCausalLM" and other.speculation.algorithm == fast.speculation.algorithm
-        assert other.speculation.options.num_draft_tokens == fast.speculation.options.num_draft_tokens
-        assert answer(other, OUTER_IDS) == want
-        with torch.no_grad():
-            other.lm_head.weight.zero_()
-        assert answer(fast, OUTER_IDS) == want
+    draft = dict(num_draft_tokens=8) if algorithm == "ngram" else dict(draft=head)
+    fast = speculate(model, algorithm, compile=False, max_cache_len=200, **draft)
+    want = answer(fast, OUTER_IDS)
+    other = copied(fast)
+    assert type(other).__name__ == "LlamaForCausalLM" and other.speculation.algorithm == algorithm
+    assert other.speculation.options.num_draft_tokens == fast.speculation.options.num_draft_tokens
+    assert answer(other, OUTER_IDS) == want
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    assert answer(fast, OUTER_IDS) == want
 
 
 def test_speculate_again_takes_the_original():
-    fast = speculate(models.ADMITTED["llama"](), compile=False)
+    fast = system("ngram")
     again = speculate(fast, compile=False, num_draft_tokens=4)
     assert again.speculation.original is fast.speculation.original
     assert again.speculation.options.num_draft_tokens == 4
     assert answer(again, OUTER_IDS) == answer(fast, OUTER_IDS)
 
 
-def test_continuous_batching_says_that_it_is_transformers_own():
-    fast = speculate(models.ADMITTED["llama"](), compile=False)
+def test_continuous_batching_says_that_it_is_transformers_own(monkeypatch):
+    begin = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(ContinuousMixin, "init_continuous_batching", begin)
+    with pytest.warns(UserWarning, match="generate_batch"), pytest.raises(InterruptedError):
+        system("ngram").generate_batch([OUTER_IDS[0].tolist()], max_new_tokens=4)
+    assert begin.call_count == 1
+
+
+@pytest.mark.slow
+def test_continuous_batching():
     with pytest.warns(UserWarning, match="generate_batch"):
-        fast.generate_batch([OUTER_IDS[0].tolist()], max_new_tokens=4)
+        system("ngram").generate_batch([OUTER_IDS[0].tolist()], max_new_tokens=4)

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_compile import speculate, train_draft
 from spec_compile.__main__ import main
-from spec_compile.capture.trace import capture
 from spec_compile.drafters.checkpoints.dflash import load_dflash
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.checkpoints.target import Target
@@ -61,10 +60,7 @@ def target(name="llama"):
 @pytest.fixture(autouse=True)
 def captured_once(monkeypatch):
     """A target whose weights stay as they are is captured once."""
-    monkeypatch.setattr("spec_compile.api.capture", captured)
-
-
-captured = functools.cache(capture)
+    monkeypatch.setattr("spec_compile.api.capture", models.captured)
 
 
 @functools.cache
