@@ -3,7 +3,6 @@
 Without a GPU the kernels run in Triton's interpreter, in float32; ``pytest -m gpu`` runs the same on a CUDA device.
 """
 
-import itertools
 import random
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GPU, ON_GPU, places
+from sweeps import thinned
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from spec_compile.kernels import compact as compaction
@@ -188,8 +188,7 @@ def test_single_row(place, length):
     Case(place, [length], 3, star(3), heads=(4, 2)).check()
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 7, 16, 33, 64])
-@pytest.mark.parametrize("shape", [chain, star, random_tree])
+@pytest.mark.parametrize("nodes, shape", thinned(3, [1, 2, 3, 7, 16, 33, 64], [chain, star, random_tree]))
 def test_trees(place, nodes, shape):
     Case(place, [70] if nodes > 16 else [70, 0, 33], nodes, shape(nodes)).check()
 
@@ -219,49 +218,48 @@ def test_heads_and_sizes(place, heads, sizes):
     Case(place, [37, 50], 4, random_tree(4), heads, sizes).check()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [1, 2, 5, 16, 17, 50, 1000])
+@pytest.mark.parametrize("window, causal", thinned(2, [1, 2, 5, 16, 17, 50, 1000], [False, True]))
 def test_sliding_window(place, window, causal):
     Case(place, [0, 5, 60, 129], 7, random_tree(7), window=window, causal=causal).check()
 
 
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("softcap, sinks", [(3.0, False), (None, True), (3.0, True)])
+@pytest.mark.parametrize(
+    "softcap, sinks, window", thinned(2, [(3.0, False), (None, True), (3.0, True)], [None, 20])
+)
 def test_softcap_and_sinks(place, softcap, sinks, window):
     case = Case(place, [0, 1, 66], 6, random_tree(6), heads=(6, 2), softcap=softcap, sinks=sinks, window=window)
     case.q *= 4
     case.check()
 
 
-@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
-    "nodes, window", [(1, None), (16, None), (33, 9), (65, None), (65, 64), (90, 9), (130, None), (130, 40)]
+    "nodes, window, splits",
+    thinned(2, [(1, None), (16, None), (33, 9), (65, None), (65, 64), (90, 9), (130, None), (130, 40)], [1, 3]),
 )
 def test_causal_chunks(place, nodes, window, splits):
     """Chunks of prompts, some larger than a tree may be."""
-    Case(place, [0, 45], nodes, causal=True, window=window).check(SMALL._replace(splits=splits))
+    lengths = [0, 45] if nodes <= 33 else [45]
+    Case(place, lengths, nodes, causal=True, window=window).check(SMALL._replace(splits=splits))
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(rotary=True, window=20),
-        dict(rotary=True, norms=True, offset=1.0, sinks=True, heads=(3, 1), sizes=(24, 24)),
-        dict(softcap=2.0, sinks=True, window=30, heads=(6, 2)),
-        dict(heads=(3, 3), sizes=(80, 48)),
-    ],
-)
+LARGE = [
+    dict(rotary=True, window=20),
+    dict(rotary=True, norms=True, offset=1.0, sinks=True, heads=(3, 1), sizes=(24, 24)),
+    dict(softcap=2.0, sinks=True, window=30, heads=(6, 2)),
+    dict(heads=(3, 3), sizes=(80, 48)),
+]
+
+
+@pytest.mark.parametrize("options, splits", thinned(2, LARGE, [1, 3]))
 def test_large_causal_chunks(place, options, splits):
     """Of prompts, appended before anyone attends to them."""
     Case(place, [60], 70, causal=True, **options).check(SMALL._replace(splits=splits))
 
 
-@pytest.mark.parametrize("ahead", [0, -2, 7])
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("ahead, step", thinned(2, [0, -2, 7], [1, 3]))
 def test_large_causal_chunk_at_other_positions(place, step, ahead):
     """A window is one of positions, not of slots."""
-    case = Case(place, [40, 3], 70, causal=True, window=30)
+    case = Case(place, [40], 70, causal=True, window=30)
     case.positions = case.lengths[:, None] + ahead + step * torch.arange(70)
     case.check()
 
@@ -318,10 +316,13 @@ def test_rising_scores(place):
     case.check()
 
 
-@pytest.mark.parametrize("nodes", [1, 3, 16, 33, 64])
-@pytest.mark.parametrize("heads, sizes", [((4, 2), (64, 64)), ((3, 3), (80, 48)), ((5, 1), (24, 24))])
+HEADS = [((4, 2), (64, 64)), ((3, 3), (80, 48)), ((5, 1), (24, 24))]
+
+
+@pytest.mark.parametrize("nodes, heads, sizes", thinned(3, [1, 3, 16, 33, 64], HEADS))
 def test_rotary(place, nodes, heads, sizes):
-    Case(place, [70, 0], nodes, random_tree(nodes), heads, sizes, rotary=True).check()
+    lengths = [70, 0] if nodes <= 16 else [40]
+    Case(place, lengths, nodes, random_tree(nodes), heads, sizes, rotary=True).check()
 
 
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=20), dict(softcap=2.0, sinks=True)])
@@ -337,13 +338,14 @@ FP8 = torch.float8_e4m3fn
 @pytest.mark.parametrize(
     "nodes, options",
     [
-        *itertools.product([1, 7, 33], [dict(), dict(causal=True), dict(window=20, softcap=2.0, sinks=True)]),
+        *thinned(3, [1, 7, 33], [dict(), dict(causal=True), dict(window=20, softcap=2.0, sinks=True)]),
         (70, dict(causal=True, sinks=True)),
     ],
 )
 def test_caches_of_8_bits(place, nodes, options):
     """New keys and values are rounded before anyone sees them, and none exceeds the largest number."""
-    case = Case(place, [70, 0, 33], nodes, random_tree(nodes), heads=(4, 2), sizes=(32, 16), kept=FP8, **options)
+    lengths = [70, 0, 33] if nodes <= 16 else [40]
+    case = Case(place, lengths, nodes, random_tree(nodes), heads=(4, 2), sizes=(32, 16), kept=FP8, **options)
     case.v[:, :, :, 0] *= 1000
     case.unit[0] = 448  # averages of such numbers, with weights rounded to 16 bits, may cancel
     if place[0] == "cpu":  # the interpreter does not round as a GPU and PyTorch do
@@ -362,11 +364,10 @@ def test_operator_with_caches_of_8_bits():
     case.compare(torch.ops.spec_compile.tree_attention(*inputs), inputs[3:5])
 
 
-@pytest.mark.parametrize("offset", [None, 1.0])
-@pytest.mark.parametrize("nodes", [1, 16, 33])
-@pytest.mark.parametrize("heads, sizes", [((4, 2), (64, 64)), ((3, 3), (80, 48)), ((5, 1), (24, 24))])
+@pytest.mark.parametrize("nodes, heads, sizes, offset", thinned(3, [1, 16, 33], HEADS, [None, 1.0]))
 def test_norms(place, nodes, heads, sizes, offset):
-    case = Case(place, [70, 0], nodes, random_tree(nodes), heads, sizes, rotary=True, norms=True, offset=offset)
+    lengths = [70, 0] if nodes <= 16 else [40]
+    case = Case(place, lengths, nodes, random_tree(nodes), heads, sizes, rotary=True, norms=True, offset=offset)
     case.q *= torch.logspace(-2, 2, heads[0])[:, None, None]  # each head has a norm of its own
     case.check()
 
@@ -394,7 +395,7 @@ def test_rotated_is_transformers(dtype):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@settings(max_examples=30 if GPU else 8)
+@settings(max_examples=30 if GPU else 6)
 @given(data=st.data())
 def test_anything(place, data):
     torch.manual_seed(data.draw(st.integers(0, 1000)))
