@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 import spec_compile
 from spec_compile import UnsupportedModelError
 
-NEW = 48
+NEW = 24
 
 
 def generate(model, ids, mask=None):
@@ -24,8 +24,8 @@ def first_difference(got, want):
 
 
 def check_tokens(model, fast):
-    """Prompts of 1, 24 and 60 tokens (longer than any sliding window), then three rows padded on the left."""
-    requests = [(prompt, None) for prompt in models.prompts((1, 24, 60))[0]]
+    """Prompts of 1 and 60 tokens (longer than any sliding window), then three rows padded on the left."""
+    requests = [(prompt, None) for prompt in models.prompts((1, 60))[0]]
     requests.append(models.prompts()[1:])
     for ids, mask in requests:
         got, want = generate(fast, ids, mask), generate(model, ids, mask)
@@ -44,7 +44,7 @@ def test_admitted(name):
     assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "gpt2"))])
 def test_compiled(name):
     """The compiled rounds, on two layers of each (for Gemma 2 one with a window and one without)."""
     config, cls, kwargs, *rest = models._ADMITTED[name]

@@ -5,6 +5,7 @@ import functools
 import models
 import pytest
 import torch
+from sweeps import thinned
 
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
@@ -71,8 +72,7 @@ def refused(check, *arguments):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name, dtype", thinned(2, FAMILIES, HALF))
 def test_sound_models_pass_and_a_factor_of_1_01_does_not(name, dtype, device):
     model, graph, verify = graphs(name, dtype, device)
     check_capture(model, graph)
@@ -183,8 +183,7 @@ def test_the_precision_of_matrix_products_is_restored():
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name, dtype", thinned(2, ["llama", "qwen3"], HALF))
 def test_a_graph_for_a_gpu_on_a_cpu(name, dtype, monkeypatch):
     """Fused norms and attention that rotates, in float32 and as they round, by what their ops mean on a CPU."""
     for kernel in ("attention.tree_attention", "norm", "linear.small_m"):
