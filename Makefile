@@ -16,11 +16,11 @@ demo: setup
 
 test: setup
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/python -m pytest -m "not gpu and not slow" -n $(WORKERS)
+	$(VENV)/bin/python -m pytest -m "not gpu and not slow" -n $(WORKERS) --dist loadfile
 
 test-all: setup
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/python -m pytest -m "not gpu" -n $(WORKERS)
+	$(VENV)/bin/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile
 
 mutations: setup
 	$(VENV)/bin/python tests/mutations.py --workers $(WORKERS)

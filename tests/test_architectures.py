@@ -44,7 +44,10 @@ def test_admitted(name):
     assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
 
 
-@pytest.mark.parametrize("name", ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "gpt2"))])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "gpt2")]
+
+
+@pytest.mark.parametrize("name", ["gemma2", *SLOW])
 def test_compiled(name):
     """The compiled rounds, on two layers of each (for Gemma 2 one with a window and one without)."""
     config, cls, kwargs, *rest = models._ADMITTED[name]

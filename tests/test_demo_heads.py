@@ -5,11 +5,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import models
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from spec_compile import speculate
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples" / "tiny_coder")]
@@ -18,7 +17,7 @@ import heads  # noqa: E402
 from common import DEMO_MODEL, read_prompts  # noqa: E402
 
 SHIPPED = DEMO_MODEL / "heads"
-NEW = 64
+NEW = 40
 DRAFTS = [
     ("eagle3", dict(num_steps=5), 2.8),
     ("eagle3", dict(num_steps=5, topk=4, num_draft_tokens=16), 3.3),
@@ -47,7 +46,7 @@ def fixed(pad: int = 0) -> dict:
 @pytest.mark.parametrize("algo, options, least", DRAFTS)
 def test_heads_draft_what_the_demo_model_says(demo, algo, options, least):
     model, prompts, answers = demo
-    fast = speculate(model, algo=algo, draft=SHIPPED / algo, compile=False, **options)
+    fast = models.speculate_captured(model, algo=algo, draft=SHIPPED / algo, compile=False, **options)
     for prompt, answer in zip(prompts, answers):
         assert torch.equal(fast.generate(**prompt, **fixed()), answer)
     assert fast.speculation.stats.accept_length > least

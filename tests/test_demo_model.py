@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from common import DEMO_MODEL, read_prompts  # noqa: E402
 
 WORKLOADS = ("code_editing", "bug_fixing", "code_completion", "maths", "chat")
-NEW = 96
+NEW = 64
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_it_copies_from_its_prompt(demo):
 def test_real_prompts(demo, workload):
     tokenizer, model, fast = demo
     fixed = dict(do_sample=False, max_new_tokens=NEW, pad_token_id=tokenizer.pad_token_id)
-    for text in read_prompts(ROOT / "benchmarks" / "prompts" / f"{workload}.jsonl", 3):
+    for text in read_prompts(ROOT / "benchmarks" / "prompts" / f"{workload}.jsonl", 2):
         inputs = tokenizer(text, return_tensors="pt")
         assert torch.equal(fast.generate(**inputs, **fixed), model.generate(**inputs, **fixed))
     assert fast.speculation.stats.accept_length > 1

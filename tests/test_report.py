@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import thinned
 
 from spec_compile import speculate
 from spec_compile.recording import RecordedRound, Recording, Verified
@@ -85,9 +86,7 @@ def children(tree, node):
     return {tree.tokens[i]: i for i, parent in enumerate(tree.parents) if parent == node}
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ALGORITHMS)
+@pytest.mark.parametrize("kind, call, batch", thinned(2, [*ALGORITHMS], [*CALLS], [1, 3]))
 def test_trees_and_paths_write_the_answer(kind, batch, call):
     ask(fast(kind), batch, **CALLS[call])  # n-grams know the answer from here on
     recording, answer, ready = recorded(fast(kind), batch, **CALLS[call])
