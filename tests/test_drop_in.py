@@ -12,6 +12,7 @@ from random import Random
 import pytest
 import torch
 from models import ADMITTED, SPECIAL, VOCAB, prompts
+from sweeps import thinned
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import (
@@ -359,11 +360,16 @@ FEATURES |= {
 }  # fmt: skip
 
 
-@models
-@kinds
-@rows(FEATURES)
-def test_features(name, kind, row):
-    assert_drop_in(*pair(name), lambda: PROMPTS[kind] | row())
+@pytest.mark.parametrize(
+    "feature, kind, name",
+    [
+        *((feature, "padded batch", "llama") for feature in FEATURES),
+        *(pytest.param(feature, "single", "llama", marks=pytest.mark.slow) for feature in FEATURES),
+        *thinned(4, [*FEATURES], [*PROMPTS], [*NAMES[1:]]),
+    ],
+)  # fmt: skip
+def test_features(feature, kind, name):
+    assert_drop_in(*pair(name), lambda: PROMPTS[kind] | FEATURES[feature]())
 
 
 @models
@@ -891,7 +897,7 @@ def test_stops_at_the_same_token(chunk):
     fast.speculation.ngram.reset()
     fast.speculation.ngram.add(list(answers[::2]))
     fast.speculation.stats.reset()
-    for _ in range(100):
+    for _ in range(40):
         chosen = random.sample(range(8), random.randint(1, 3))
         asked = dict(input_ids=ids[chosen], attention_mask=mask[chosen], max_new_tokens=random.randint(1, 24))
         end = stops(random, answers[chosen, width:].tolist())

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import ADMITTED, prompts
+from models import ADMITTED, captured, prompts
 from transformers import GenerationConfig, LlamaForCausalLM
 
 import spec_compile
@@ -21,6 +21,12 @@ NEW = 40
 @pytest.fixture(scope="module")
 def model():
     return ADMITTED["llama"]()
+
+
+@pytest.fixture(autouse=True)
+def captured_once(monkeypatch):
+    """A model is captured once, however often it is made speculative."""
+    monkeypatch.setattr("spec_compile.api.capture", captured)
 
 
 @pytest.fixture(scope="module")
@@ -360,7 +366,7 @@ def test_a_cache_grows_once_when_a_call_needs_more(algorithm, model, caplog):
     assert torch.equal(got, expected)
     assert len(said()) == 1 and "the cache of 40 tokens a sequence is full and grows to 150" in said()[0]
     assert fast.speculation._engine.session(2).capacity == 150
-    with mock.patch.object(type(fast.speculation._engine), "check_memory", side_effect=AssertionError):
+    with mock.patch.object(type(fast.speculation._engine.runtime), "check_memory", side_effect=AssertionError):
         expected, got = both(model, fast, ids, max_new_tokens=120, eos_token_id=None)
     assert torch.equal(got, expected), "what a cache holds already need not be free"
     expected, got = both(model, fast, ids.repeat(1, 8), max_new_tokens=30, eos_token_id=None)
