@@ -2,6 +2,7 @@
 builder of a fresh fp32 CPU eval() model.  Two calls give equal weights, and the global random
 state is left alone.  `python tests/models.py [name ...]` prints what Hugging Face's own greedy
 generation does with each."""
+
 import functools
 from unittest import mock
 

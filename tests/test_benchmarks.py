@@ -203,6 +203,4 @@ def test_acceptance_and_cpu_on_a_tiny_model(tiny):
     rows = result["systems"]
     assert rows[common.LOOKUP]["lookup"] in common.LOOKUPS and rows["ours, n-gram"]["identical"] == 1
     best = max(rows["HF greedy"]["tokens_per_second"], rows[common.LOOKUP]["tokens_per_second"])
-    assert rows["ours, n-gram"]["over_best_of_hf"] == pytest.approx(
-        rows["ours, n-gram"]["tokens_per_second"] / best
-    )
+    assert rows["ours, n-gram"]["over_best_of_hf"] == pytest.approx(rows["ours, n-gram"]["tokens_per_second"] / best)

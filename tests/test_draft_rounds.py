@@ -118,6 +118,7 @@ def drafted(algorithm, draft, model, schedule, text):
     """What follows `text`, each node by running the draft over all that lies before it."""
     ids = torch.tensor([text])
     if algorithm == "draft_model":
+
         def output(path):
             logits = draft(torch.cat([ids, torch.tensor([path], dtype=torch.int64)], dim=1)).logits[0, -1]
             return logits[:1], logits

@@ -223,9 +223,7 @@ def test_sliding_window(place, window, causal):
     Case(place, [0, 5, 60, 129], 7, random_tree(7), window=window, causal=causal).check()
 
 
-@pytest.mark.parametrize(
-    "softcap, sinks, window", thinned(2, [(3.0, False), (None, True), (3.0, True)], [None, 20])
-)
+@pytest.mark.parametrize("softcap, sinks, window", thinned(2, [(3.0, False), (None, True), (3.0, True)], [None, 20]))
 def test_softcap_and_sinks(place, softcap, sinks, window):
     case = Case(place, [0, 1, 66], 6, random_tree(6), heads=(6, 2), softcap=softcap, sinks=sinks, window=window)
     case.q *= 4

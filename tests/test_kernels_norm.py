@@ -3,7 +3,6 @@
 Without a GPU the kernel runs in Triton's interpreter, in float32; ``pytest -m gpu`` runs it on a CUDA device.
 """
 
-
 import pytest
 import torch
 from hypothesis import given, settings

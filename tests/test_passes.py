@@ -678,6 +678,7 @@ def test_few_rows_leave_other_dtypes_alone():
     result = Rewritten(graph, use_small_m_linears)
     assert result.count(LINEAR)[0] == result.count(LINEAR)[1] > 0, result
 
+
 # fuse_rotary, fuse_qk_norms, fuse_norms: graphs of 16 bits that verify on a GPU; the ops' plain meanings run here
 
 JOINED = (fuse_rotary, fuse_qk_norms, fuse_norms)

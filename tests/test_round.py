@@ -322,9 +322,7 @@ def test_minimum_length_to_the_token(place, nodes, captured):
     eos, other = (answer[least - 1], least - 1) if place == "the last forbidden one" else (answer[least], least + 1)
     ids = torch.tensor(prompts)
     ends = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, eos_token_id=eos)
-    want, wrong = (
-        model.generate(ids, min_new_tokens=n, **ends)[0, ids.shape[1] :].tolist() for n in (least, other)
-    )
+    want, wrong = (model.generate(ids, min_new_tokens=n, **ends)[0, ids.shape[1] :].tolist() for n in (least, other))
     assert want != wrong
     engine = make_engine(graph, lambda rows: Oracle(nodes, rows, luck=1.0, full=True), nodes)
     assert generated(engine, prompts, texts, NEW, [eos], least) == [want]

@@ -392,7 +392,12 @@ def walk_fits(samples, processors=()):
         (FULL, (4, 4), [], {1, 2}),
     ],
     ids=[
-        "temperature, full", "top-p, half full", "penalty and top-k, ragged", "one node", "min-p, chain", "abreast",
+        "temperature, full",
+        "top-p, half full",
+        "penalty and top-k, ragged",
+        "one node",
+        "min-p, chain",
+        "abreast",
         "as the wrong ones",
     ],
 )

@@ -205,20 +205,47 @@ def test_bookkeeping_is_no_change():
     expected = model.generate(IDS, **OPTIONS)
     asked = dict(OPTIONS, return_dict_in_generate=True)
 
-    def attentions(): fast.generate(IDS, **asked, output_attentions=True, output_hidden_states=True)
-    def static(): fast.generate(IDS, **OPTIONS, cache_implementation="static", disable_compile=True)
-    def assisted(): fast.generate(IDS, **OPTIONS, assistant_model=models.ADMITTED["llama"]())
-    def beams(): fast.generate(IDS, **OPTIONS, num_beams=2)
-    def modes(): model.train(), model.eval(), fast.eval()
-    def gradients(): model.requires_grad_(False), model.requires_grad_(True)
-    def training(): model(IDS, labels=IDS).loss.backward()
-    def checkpointing(): model.gradient_checkpointing_enable(), model.enable_input_require_grads()
-    def settings(): setattr(model.config, "pad_token_id", 3), setattr(model.generation_config, "max_length", 99)
-    def compiled(): torch.compile(model, backend="eager")(IDS), model.compile(backend="eager")
-    def forward(): model.forward = torch.compile(model.forward, backend="eager")
-    def same_tensor(): model.lm_head.weight = nn.Parameter(model.lm_head.weight.data)
-    def same_value(): layer(model).self_attn.scaling = float("0.25")
-    def in_place(): model.model.norm.weight.data.mul_(1.0)
+    def attentions():
+        fast.generate(IDS, **asked, output_attentions=True, output_hidden_states=True)
+
+    def static():
+        fast.generate(IDS, **OPTIONS, cache_implementation="static", disable_compile=True)
+
+    def assisted():
+        fast.generate(IDS, **OPTIONS, assistant_model=models.ADMITTED["llama"]())
+
+    def beams():
+        fast.generate(IDS, **OPTIONS, num_beams=2)
+
+    def modes():
+        model.train(), model.eval(), fast.eval()
+
+    def gradients():
+        model.requires_grad_(False), model.requires_grad_(True)
+
+    def training():
+        model(IDS, labels=IDS).loss.backward()
+
+    def checkpointing():
+        model.gradient_checkpointing_enable(), model.enable_input_require_grads()
+
+    def settings():
+        setattr(model.config, "pad_token_id", 3), setattr(model.generation_config, "max_length", 99)
+
+    def compiled():
+        torch.compile(model, backend="eager")(IDS), model.compile(backend="eager")
+
+    def forward():
+        model.forward = torch.compile(model.forward, backend="eager")
+
+    def same_tensor():
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.data)
+
+    def same_value():
+        layer(model).self_attn.scaling = float("0.25")
+
+    def in_place():
+        model.model.norm.weight.data.mul_(1.0)
 
     todo = (attentions, static, assisted, beams, modes, gradients, training, checkpointing, settings, compiled, forward,
             same_tensor, same_value, in_place)  # fmt: skip

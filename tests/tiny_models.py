@@ -71,9 +71,11 @@ BY_CLASS: dict[str, dict] = {
     "BambaForCausalLM": dict(attn_layer_indices=[1, 3]),
     "DbrxForCausalLM": dict(
         attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8.0),
-        ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2)),
+        ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2),
+    ),
     "CohereCompassForCausalLM": dict(
-        rope_parameters={kind: dict(rope_type="default", rope_theta=1e4) for kind in (models.WIN, models.FULL)}),
+        rope_parameters={kind: dict(rope_type="default", rope_theta=1e4) for kind in (models.WIN, models.FULL)}
+    ),
     "Lfm2MoeForCausalLM": dict(layer_types=["conv", models.FULL] * 2),
     "Gemma4ForCausalLM": dict(layer_types=[models.WIN, models.FULL] * 2),
     "Gemma4UnifiedForCausalLM": dict(layer_types=[models.WIN, models.FULL] * 2),

@@ -94,9 +94,7 @@ class HeadDrafter(Drafter):
         self.register_buffer("hidden", like.new_zeros(batch, self.head.hidden_size), persistent=False)
         self.register_buffer("normed", like.new_zeros(batch, like.shape[1]), persistent=False)
 
-    def start(
-        self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True
-    ) -> None:
+    def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.hidden.zero_()  # a prompt of one token has no slot to draft from: these drafts are rejected
         self.normed.zero_()
 

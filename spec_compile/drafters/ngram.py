@@ -69,9 +69,7 @@ class NgramDrafter(Drafter):
     def mute(self) -> None:
         self.streams.fill_(-1)
 
-    def start(
-        self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True
-    ) -> None:
+    def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.reading = self.trie if share_text else self.trie.overlay()
         for reference in references:
             self.reading.add(reference)
@@ -107,9 +105,7 @@ class MatchingDrafter(Drafter):
         self.state = lambda: None
         self.share_text, self.references = True, []
 
-    def start(
-        self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True
-    ) -> None:
+    def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.references = [self.corpus.append(reference) for reference in references]
         self.state, self.share_text = weakref.ref(state), share_text  # a reference would make it a part of this module
 

@@ -43,7 +43,7 @@ class Greedy:
 
     @property
     def verdict(self) -> str:
-        """"same", "near-tie" (the two logits are as close as the target's noise), "DIFFERENT" or "NOT TESTED"."""
+        """ "same", "near-tie" (the two logits are as close as the target's noise), "DIFFERENT" or "NOT TESTED"."""
         if self.place is None:
             return "same" if self.compared else NOT_TESTED
         return "near-tie" if abs(self.logits[0] - self.logits[1]) <= NEAR_TIE * self.noise else "DIFFERENT"
@@ -70,7 +70,7 @@ class Logits:
 
     @property
     def verdict(self) -> str:
-        """"same" (no farther from the float32 copy than the target's noise) or "DIFFERENT"."""
+        """ "same" (no farther from the float32 copy than the target's noise) or "DIFFERENT"."""
         return "same" if self.excess - DEVIATIONS * self.error <= math.log1p(MORE_NOISE) else "DIFFERENT"
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """"lossless", "NOT LOSSLESS", or "NOT TESTED" if nothing differs but some prompt gave nothing to compare."""
+        """ "lossless", "NOT LOSSLESS", or "NOT TESTED" if nothing differs but some prompt gave nothing to compare."""
         unlikely = any(row.p_value < SIGNIFICANCE / len(self.sampled) for row in self.sampled)
         compared = [row.verdict for row in self.greedy]
         if unlikely or "DIFFERENT" in [*compared, *(row.verdict for row in (self.logits, self.graph) if row)]:

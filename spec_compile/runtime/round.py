@@ -84,9 +84,7 @@ class Round(nn.Module):
         """What `forward` returns."""
         state, (drafted, parents, real) = self.state, tree
         deepest = torch.where(real, depth, 0).amax(dim=1)
-        return pack(
-            gained, state.finished, state.tree_count, state.tree_hint, deepest, tokens, path, drafted, parents
-        )
+        return pack(gained, state.finished, state.tree_count, state.tree_hint, deepest, tokens, path, drafted, parents)
 
 
 class Prefill(nn.Module):

@@ -19,5 +19,5 @@ def describe_layers(llama: LlamaConfig, knobs: LayerKnobs) -> str:
 
 
 def comma_separated(values: Iterable) -> str:
-    """"1, 2, 3"."""
+    """ "1, 2, 3"."""
     return ", ".join(map(str, values))

@@ -27,6 +27,7 @@ PUBLISHED = {
 }
 """Names that stand by themselves, as they would be published."""
 
+
 def our_names(names: Iterable[str]) -> dict[str, str]:
     """Our name of each tensor of an EAGLE checkpoint -> its own."""
     renamed = {}

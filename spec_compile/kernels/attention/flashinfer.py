@@ -57,9 +57,7 @@ def tree_attention(call: Call) -> Tensor:
         return _with_lengths_on_host(call)
     append(call.key_cache, call.k, call.lengths)
     append(call.value_cache, call.v, call.lengths)
-    return xqa.attention(
-        call.q, call.key_cache, call.value_cache, call.lengths, call.ancestors, call.sinks, call.scale
-    )
+    return xqa.attention(call.q, call.key_cache, call.value_cache, call.lengths, call.ancestors, call.sinks, call.scale)
 
 
 def part(

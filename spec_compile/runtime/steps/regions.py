@@ -11,9 +11,10 @@ from ...graph import ModelGraph, attribute, owner
 from ...kernels.linear import is_product
 from .compile import PartCompiler
 
-LEAST_BYTES = {"cpu": 10_000_000, "cuda": 0}
-"""Of the parameters of a compiled region. On a CPU the call of a region costs some ten microseconds, which one per cent
-of the time should pay for that its parameters take to be read; on a GPU a graph replays all of them as one."""
+LEAST_BYTES = {"cpu": 50_000_000, "cuda": 0}
+"""Of the weights that the products of a compiled region read. On a CPU a call of a compiled function costs 0.1 to 0.2
+milliseconds of bookkeeping, which is a few per cent of the time in which so many bytes are read. On a GPU one captured
+graph replays all regions."""
 
 
 @dataclass
@@ -88,7 +89,7 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     """Cut `graph`, already rewritten, behind the last matrix product of each decoder layer.
 
     There nothing can be fused across the cut: the product's output is written anyway. Graphs whose layers cannot be
-    told apart come as one region. least_bytes: of the parameters of each region but the last; small layers share one.
+    told apart come as one region. least_bytes: of the weights of each region but the last; small layers share one.
     """
     nodes = [node for node in graph.gm.graph.nodes if not _is_given(node) and node.op != "output"]
     ends = {}
@@ -99,7 +100,7 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     regions, begin = [], 0
     for end in sorted(ends.values()):
         region = nodes[begin : end + 1]
-        if _parameter_bytes(graph.gm, region) >= least_bytes:
+        if _weight_bytes(graph.gm, region) >= least_bytes:
             regions.append(_region(graph.gm, region))
             begin = end + 1
     if begin < len(nodes):
@@ -110,9 +111,10 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     return Regions(graph.gm, regions)
 
 
-def _parameter_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> int:
-    """Bytes of the parameters that some nodes read."""
-    names = {source.target for node in nodes for source in node.all_input_nodes if source.op == "get_attr"}
+def _weight_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> int:
+    """Bytes of the weights that the products among `nodes` read."""
+    products = [node for node in nodes if is_product(node)]
+    names = {source.target for node in products for source in node.all_input_nodes if source.op == "get_attr"}
     return sum(attribute(gm, name).nbytes for name in names)
 
 
