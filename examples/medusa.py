@@ -66,15 +66,15 @@ class MedusaDrafter(Drafter):
         self.heads, self.tree = heads, tree
         self.register_buffer("hidden", heads.output.new_zeros(batch, heads.output.shape[1]))
 
-    def prefill(self, state, ids, positions, features, span):
+    def prefill(self, state, ids, positions, features, max_kv_len):
         last = state.prompt_lengths - 2 - state.lengths  # the prompt's last token is the first root
         keep_row(self.hidden, features[0], last, (last >= 0) & (last < ids.shape[1]))
 
-    def observe(self, state, features, accepted, begin, span):
+    def observe(self, state, features, accepted, begin, max_kv_len):
         last = accepted.path.gather(1, accepted.count[:, None] - 1)[:, 0]
         keep_row(self.hidden, features[0], last, state.lengths > begin)
 
-    def propose(self, state, span):
+    def propose(self, state, max_kv_len):
         propose_block(state, self.tree, self.heads(self.hidden.clone()))
 
 

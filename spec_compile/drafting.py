@@ -37,8 +37,8 @@ class Drafter(nn.Module):
     `propose` and, after each verification, `observe` and `propose`; and `finish`.
 
     The methods marked [graph] run inside the compiled round. Small tensors that they change are buffers registered on
-    the drafter itself, which are put back after a round of warm-up; keys and values are in a `cache.Cache`. span: slots
-    of a cache to look at on a CPU, which hold everything when the round ends.
+    the drafter itself, which are put back after a round of warm-up; keys and values are in a `cache.Cache`.
+    max_kv_len: slots of a cache to look at on a CPU, which hold everything when the round ends.
     """
 
     fuses: bool = True
@@ -63,21 +63,23 @@ class Drafter(nn.Module):
         whether later calls may draft from what this one reads and writes.
         """
 
-    def prefill(self, state: "State", ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
+    def prefill(self, state: "State", ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
         """[graph] The target has processed a chunk of the prompts.
 
         ids, positions [B, T] int64: tokens at slots ``state.lengths`` onwards. features: for each tap the hidden states
         [B, T, C] of these tokens.
         """
 
-    def observe(self, state: "State", features: list[Tensor], accepted: Accepted, begin: Tensor, span: int) -> None:
+    def observe(
+        self, state: "State", features: list[Tensor], accepted: Accepted, begin: Tensor, max_kv_len: int
+    ) -> None:
         """[graph] The target has verified trees, and what was accepted is committed.
 
         features: for each tap the hidden states [B, N, C] of the verified nodes. begin [B] int64: ``state.lengths``
         before the commit.
         """
 
-    def propose(self, state: "State", span: int) -> None:
+    def propose(self, state: "State", max_kv_len: int) -> None:
         """[graph] Call ``state.propose`` with the trees to verify next: siblings distinct, parents first."""
         raise NotImplementedError
 

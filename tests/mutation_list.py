@@ -93,7 +93,7 @@ CACHES = [
     ),
     Mutation(
         "attention looks at too few slots", f"{RUNTIME}call.py",
-        "span = self._span(max(self.lengths) + nodes)", "span = self._span(min(self.lengths))",
+        "max_kv_len = self._max_kv_len(max(self.lengths) + nodes)", "max_kv_len = self._max_kv_len(min(self.lengths))",
         f"{DROP_IN} -k 'test_each_row_of_a_batch_is_its_own_run and llama'",
     ),
     Mutation(

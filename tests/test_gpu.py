@@ -341,9 +341,9 @@ def test_a_failed_capture_leaves_the_process_usable():
     drafter = system.speculation._engine.session(1).drafter
     whole = drafter.propose
 
-    def waits(state, span):
+    def waits(state, max_kv_len):
         int(state.lengths[0])  # not allowed while capturing
-        whole(state, span)
+        whole(state, max_kv_len)
 
     drafter.propose = waits
     with pytest.raises(RuntimeError):

@@ -118,8 +118,8 @@ class Case:
         q = self.turned(self.q, self.norms[0]).double()
         group = q.shape[1] // k.shape[1]
         scale, softcap, window = self.rest
-        span = int(self.lengths.max()) + q.shape[2]
-        mask = ops.tree_mask(self.positions, self.lengths, self.ancestors, span, window, group, q.dtype)
+        max_kv_len = int(self.lengths.max()) + q.shape[2]
+        mask = ops.tree_mask(self.positions, self.lengths, self.ancestors, max_kv_len, window, group, q.dtype)
         sinks = None if self.sinks is None else self.sinks.double()
         return ops.append_and_attend(q, k, v, *caches, self.lengths, mask, sinks, scale, softcap)
 

@@ -560,7 +560,7 @@ def test_tree_attention_replaces_every_marker(kind, masks):
     assert result.count(sdpa.attention) == (0, layers), str(result)
     assert result.count(ops.tree_mask) == (0, masks), str(result)
     inputs = [n.name for n in result.gm.graph.nodes if n.op == "placeholder"]
-    assert inputs[2:] == ["lengths", "ancestors", "cache", "span"], str(result)
+    assert inputs[2:] == ["lengths", "ancestors", "cache", "max_kv_len"], str(result)
     assert f"{layers} layers" in result.log.summary and f"{masks} masks" in result.log.summary
 
 
@@ -581,11 +581,11 @@ def test_prefill_in_chunks_and_a_chain_equal_the_captured_forward(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spare", [0, 7])
 def test_tree_attention_equals_a_forward_over_every_path(kind, spare):
-    """Rows of different lengths; caches full of garbage where nothing is committed; a span larger than needed."""
+    """Rows of different lengths; caches full of garbage where nothing is committed; a max_kv_len larger than needed."""
     _, graph = toy(*KINDS[kind])
     result = Rewritten(graph, use_tree_attention)
     lengths, parents = [3, 9], [[-1, 0, 0, 1, 1, 2, 4], [-1, 0, 1, 2, 3, 4, 0]]
-    nodes, span = 7, 16 + spare
+    nodes, max_kv_len = 7, 16 + spare
     texts, trees = torch.randint(0, VOCAB, (2, 9)), torch.randint(0, VOCAB, (2, nodes))
     cache = new_cache(len(KINDS[kind]), 2, 24)
     for row, length in enumerate(lengths):
@@ -596,7 +596,7 @@ def test_tree_attention_equals_a_forward_over_every_path(kind, spare):
     before = [slots.clone() for slots in cache]
     ancestors, depth = ancestry(torch.tensor(parents))
     start = torch.tensor(lengths)
-    got = result.gm(trees, start[:, None] + depth, start, ancestors, cache, span)[0]
+    got = result.gm(trees, start[:, None] + depth, start, ancestors, cache, max_kv_len)[0]
     for row, length in enumerate(lengths):
         for node in range(nodes):
             path = [j for j in range(nodes) if int(ancestors[row, node]) >> j & 1]

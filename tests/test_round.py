@@ -32,7 +32,7 @@ class Oracle(Drafter):
         self.texts = [[]] * batch
         self.proposed = []
 
-    def propose(self, state, span):
+    def propose(self, state, max_kv_len):
         trees = [self.tree(text, int(length) + 1) for text, length in zip(self.texts, state.lengths)]
         tokens, parents, count = (torch.tensor(part) for part in zip(*trees))
         tokens[:, 0] = state.tokens.gather(1, state.lengths[:, None])[:, 0]
@@ -68,7 +68,7 @@ class Replay(Drafter):
             self.register_buffer(name, torch.stack([tree[number] for tree in trees]))
         self.register_buffer("turn", torch.zeros(1, dtype=torch.int64))
 
-    def propose(self, state, span):
+    def propose(self, state, max_kv_len):
         tokens, parents, count = (t.index_select(0, self.turn)[0] for t in (self.tokens, self.parents, self.count))
         tokens = torch.cat([state.tokens.gather(1, state.lengths[:, None]), tokens[:, 1:]], dim=1)
         state.propose(tokens, parents, count, torch.ones_like(count))
@@ -106,11 +106,11 @@ class Run:
         self.state.root()
         self.session.drafter.propose(self.state, 128)
 
-    def span(self, nodes):
+    def max_kv_len(self, nodes):
         return -(-(int(self.state.lengths.max()) + nodes) // 128) * 128
 
     def round(self, nodes):
-        return self.session.step("round", nodes)(self.span(nodes)).clone()
+        return self.session.step("round", nodes)(self.max_kv_len(nodes)).clone()
 
 
 @functools.cache
@@ -152,7 +152,7 @@ def check_logits(model, run, nodes):
     ancestors, depth = ancestry(tree.parents)
     positions = state.positions(depth)
     verify = run.engine.runtime.verify.gm
-    got, *_ = verify(tree.tokens, positions, state.lengths, ancestors, state.cache, run.span(nodes))
+    got, *_ = verify(tree.tokens, positions, state.lengths, ancestors, state.cache, run.max_kv_len(nodes))
     texts, places = [], []
     for row, length in enumerate(state.lengths.tolist()):
         for node in range(int(state.tree_count[row].clamp(max=nodes))):
@@ -369,7 +369,7 @@ def llama():
 @pytest.mark.parametrize("nodes", [1, 4])
 @torch.no_grad()
 def test_a_compiled_round_equals_the_eager_one(nodes, llama):
-    """Outcome, text, keys and values after each round, while lengths grow across several spans."""
+    """Outcome, text, keys and values after each round, while lengths grow across several kv_lens."""
     graph, prompts, texts, compiled, trees = llama
     eager = make_engine(graph, lambda rows: Replay(trees), 4)
     for engine in (compiled, eager):
@@ -377,15 +377,15 @@ def test_a_compiled_round_equals_the_eager_one(nodes, llama):
     limits = [len(text) for text in texts]
     fast, slow = Run(compiled, prompts, limits), Run(eager, prompts, limits)
     fast.session.step("round", nodes)
-    graphs, spans = counters["stats"]["unique_graphs"], set()
+    graphs, kv_lens = counters["stats"]["unique_graphs"], set()
     while not slow.state.finished.all():
-        spans.add(fast.span(nodes))
+        kv_lens.add(fast.max_kv_len(nodes))
         assert torch.equal(fast.round(nodes), slow.round(nodes))
         for row in range(2):
             pairs = zip(committed(fast, row), committed(slow, row), strict=True)
             for number, (a, b) in enumerate(pairs):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 if number else 0)
-    assert spans == {128, 256}
+    assert kv_lens == {128, 256}
     assert counters["stats"]["unique_graphs"] == graphs, "something was compiled again"
     assert [committed(fast, row)[0].tolist() for row in range(2)] == texts
 

@@ -585,7 +585,7 @@ class Drawn(Drafter):
         super().__init__()
         self.register_buffer("q", q.expand(batch, -1, -1), persistent=False)
 
-    def propose(self, state, span):
+    def propose(self, state, max_kv_len):
         q = self.q[0]
         last = state.tokens.gather(1, state.lengths[:, None])[:, 0]
         tokens, states = grow(FULL, last, q, lambda state, token: token)

@@ -78,14 +78,14 @@ def test_ancestry_of_different_rows():
 # --- masks
 
 
-def mask_by_loop(positions, lengths, rows, span, window):
+def mask_by_loop(positions, lengths, rows, max_kv_len, window):
     """visible[b][node][slot], slot by slot."""
     batch, nodes = len(rows), len(rows[0])
-    visible = torch.zeros(batch, nodes, span, dtype=torch.bool)
+    visible = torch.zeros(batch, nodes, max_kv_len, dtype=torch.bool)
     for b in range(batch):
         for node in range(nodes):
             line = climb(rows[b], node)
-            for slot in range(span):
+            for slot in range(max_kv_len):
                 if slot < lengths[b]:
                     sees, position = True, slot
                 else:
@@ -107,14 +107,14 @@ def mask_by_loop(positions, lengths, rows, span, window):
 def test_tree_mask(rows, lengths, window, group, spare):
     batch, nodes = len(rows), len(rows[0])
     lengths = lengths[:batch]
-    span = max(lengths) + nodes + spare
+    max_kv_len = max(lengths) + nodes + spare
     ancestors, depth = ancestry(torch.tensor(rows))
     positions = torch.tensor(lengths)[:, None] + depth
-    mask = tree_mask(positions, torch.tensor(lengths), ancestors, span, window, group, torch.float32)
-    assert mask.shape == (batch, 1, group * nodes, span)
+    mask = tree_mask(positions, torch.tensor(lengths), ancestors, max_kv_len, window, group, torch.float32)
+    assert mask.shape == (batch, 1, group * nodes, max_kv_len)
     assert set(mask.unique().tolist()) <= {0.0, float("-inf")}
-    want = mask_by_loop(positions.tolist(), lengths, rows, span, window)
-    got = (mask == 0).view(batch, group, nodes, span)
+    want = mask_by_loop(positions.tolist(), lengths, rows, max_kv_len, window)
+    got = (mask == 0).view(batch, group, nodes, max_kv_len)
     for head in range(group):
         torch.testing.assert_close(got[:, head], want, rtol=0, atol=0)
 

@@ -151,10 +151,10 @@ class DFlashDrafter(Drafter):
             self.block = compile_regions(self.graph, compiler, "block")
             self.compiled_slots = self.cache.slots
 
-    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
+    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
         self.write(features, state.lengths)
 
-    def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, span: int) -> None:
+    def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, max_kv_len: int) -> None:
         path, _ = accepted.first(self.longest)
         self.write([ops.gather_rows(feature, path) for feature in features], begin)
 
@@ -164,17 +164,17 @@ class DFlashDrafter(Drafter):
         for cache, values in zip(self.cache.tensors, self.context(features, positions)):
             ops.append(cache, values, begin)
 
-    def logits(self, root: Tensor, lengths: Tensor, span: int) -> Tensor:
+    def logits(self, root: Tensor, lengths: Tensor, max_kv_len: int) -> Tensor:
         """Of the slots of a block behind the committed ones: [B, slots, Vd]. root, lengths [B]."""
         masks = root.new_full((len(root), self.block_size - 1), self.draft.mask_token_id)
         ids = torch.cat([root[:, None], masks], dim=1)
         positions = lengths[:, None] + torch.arange(self.block_size, device=root.device)
         everything = torch.full_like(ids, -1)  # of the block
-        return self.block(ids, positions, lengths, everything, self.cache.tensors, span)[0]
+        return self.block(ids, positions, lengths, everything, self.cache.tensors, max_kv_len)[0]
 
-    def propose(self, state: State, span: int) -> None:
+    def propose(self, state: State, max_kv_len: int) -> None:
         root, first = state.tree_tokens[:, 0].clone(), self.draft.first
-        logits = self.logits(root, state.lengths.clone(), span)
+        logits = self.logits(root, state.lengths.clone(), max_kv_len)
         if self.chain is not None:
             return self._draw(state, logits[:, first:])
         temperature, draft_to_target = self.options.score_temperature, self.draft.draft_to_target
@@ -203,11 +203,11 @@ def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[flo
     text, draft = own_text(model), algorithm.draft
     features, _ = tapped_states(model, draft.taps, text)
     batch, length = text.shape
-    drafter, span = algorithm.drafter(batch, length + algorithm.block_size), length + algorithm.block_size
+    drafter, max_kv_len = algorithm.drafter(batch, length + algorithm.block_size), length + algorithm.block_size
     drafter.write(features, torch.zeros_like(text[:, 0]))
     looked_at, accepted = min(algorithm.block_size - draft.first, LOOKED_AT), []
     for p in range(length - 1 - looked_at, 1, -STRIDE):  # backwards, for a block overwrites what lies behind its root
-        tokens = drafter.logits(text[:, p], torch.full_like(text[:, 0], p), span).argmax(dim=-1)
+        tokens = drafter.logits(text[:, p], torch.full_like(text[:, 0], p), max_kv_len).argmax(dim=-1)
         tokens = tokens if draft.draft_to_target is None else draft.draft_to_target[tokens]
         right = tokens[:, draft.first :][:, :looked_at] == text[:, p + 1 : p + 1 + looked_at]
         accepted.append(right.to(torch.int64).cumprod(dim=1).sum(dim=1))

@@ -77,31 +77,31 @@ class ModelDrafter(Drafter):
             self.models[code] = compile_regions(self.graph, self.compiler, f"draft_{code}")
         return self.models[code]
 
-    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
+    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
         ids, positions = ids.clamp(max=self.known - 1), self._inside(positions)
-        self.filling(ids, positions, state.lengths, None, self.cache.tensors, span)
+        self.filling(ids, positions, state.lengths, None, self.cache.tensors, max_kv_len)
 
-    def propose(self, state: State, span: int) -> None:
+    def propose(self, state: State, max_kv_len: int) -> None:
         begin = (state.lengths - self.refill).clamp(min=0)
         places = begin[:, None] + torch.arange(self.refill + 1, device=begin.device)
         ids = state.tokens.gather(1, places)
         rows = (state.lengths - begin)[:, None].expand(-1, self.schedule.topk)  # as many as `_step` wants, all alike
         chain = (torch.ones_like(places) << torch.arange(1, self.refill + 2, device=begin.device)) - 1
-        logits = self._run(ids, places, begin, chain, span, rows)[:, 0]
-        step = partial(self._step, state.lengths.clone(), span)
+        logits = self._run(ids, places, begin, chain, max_kv_len, rows)[:, 0]
+        step = partial(self._step, state.lengths.clone(), max_kv_len)
         propose_grown(state, self.schedule, self.draws, logits, logits[:, :1], step)
 
-    def _step(self, lengths, span, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
+    def _step(self, lengths, max_kv_len, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
         """See `trees.step.Step`."""
         rows = torch.arange(tokens.shape[1] - wanted, tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
         positions = lengths[:, None] + depth
-        return hidden, self._run(tokens, positions, lengths + 1 + offset, ancestors, span, rows)
+        return hidden, self._run(tokens, positions, lengths + 1 + offset, ancestors, max_kv_len, rows)
 
-    def _run(self, ids, positions, lengths, ancestors, span, rows) -> Tensor:
+    def _run(self, ids, positions, lengths, ancestors, max_kv_len, rows) -> Tensor:
         """Logits [B, R, V] of the target's vocabulary, after the chosen rows of a block at slots `lengths` onwards."""
         model, ids = self._model(ids.shape[1]), ids.clamp(max=self.known - 1)
         ids, positions, ancestors, rows = (x.contiguous() for x in (ids, self._inside(positions), ancestors, rows))
-        logits = model(ids, positions, lengths, ancestors, self.cache.tensors, span, rows)[0][..., : self.known]
+        logits = model(ids, positions, lengths, ancestors, self.cache.tensors, max_kv_len, rows)[0][..., : self.known]
         return F.pad(logits, (0, self.vocab_size - self.known), value=-math.inf)
 
     def _inside(self, positions: Tensor) -> Tensor:

@@ -98,20 +98,20 @@ class HeadDrafter(Drafter):
         self.hidden.zero_()  # a prompt of one token has no slot to draft from: these drafts are rejected
         self.normed.zero_()
 
-    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
+    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
         size = ids.shape[1]
         ahead = (state.lengths[:, None] + 1 + torch.arange(size, device=ids.device)).clamp(max=state.capacity - 1)
         following = state.tokens.gather(1, ahead)
         states = self.head.project(features)
-        out = self.block(following, positions, states, state.lengths, None, self.cache.tensors, span)
+        out = self.block(following, positions, states, state.lengths, None, self.cache.tensors, max_kv_len)
         last = state.prompt_lengths - 2 - state.lengths  # the slot that predicts what follows the prompt
         self._keep(out, last, (last >= 0) & (last < size))
 
-    def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, span: int) -> None:
+    def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, max_kv_len: int) -> None:
         path, tokens = accepted.first(self.longest)
         positions = begin[:, None] + torch.arange(path.shape[1], device=begin.device)
         states = self.head.project([gather_rows(feature, path) for feature in features])
-        out = self.block(tokens.clamp(min=0), positions, states, begin, None, self.cache.tensors, span)
+        out = self.block(tokens.clamp(min=0), positions, states, begin, None, self.cache.tensors, max_kv_len)
         gained = state.lengths - begin
         self._keep(out, gained - 1, gained > 0)
 
@@ -120,16 +120,18 @@ class HeadDrafter(Drafter):
         for buffer, values in zip((self.hidden, self.normed), out):
             keep_row(buffer, values, row, present)
 
-    def propose(self, state: State, span: int) -> None:
+    def propose(self, state: State, max_kv_len: int) -> None:
         logits = few_rows_linear(self.normed.clone(), self.head.head_weight)
-        step = partial(self._step, state.lengths.clone(), span)
+        step = partial(self._step, state.lengths.clone(), max_kv_len)
         hidden, draft_to_target = self.hidden.clone(), self.head.draft_to_target
         propose_grown(state, self.schedule, self.draws, logits, hidden, step, draft_to_target)
 
-    def _step(self, lengths, span, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
+    def _step(self, lengths, max_kv_len, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
         """See `trees.step.Step`. A node at depth d is the token of the pair at position lengths + d - 1."""
         positions = lengths[:, None] + depth - 1
-        hidden, normed = self.block(tokens, positions, hidden, lengths + offset, ancestors, self.cache.tensors, span)
+        hidden, normed = self.block(
+            tokens, positions, hidden, lengths + offset, ancestors, self.cache.tensors, max_kv_len
+        )
         return hidden, few_rows_linear(normed[:, -wanted:], self.head.head_weight)
 
 

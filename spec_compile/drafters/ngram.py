@@ -76,7 +76,7 @@ class NgramDrafter(Drafter):
         self.open_streams = [self.reading.open() for _ in prompts]
         self.streams.copy_(torch.tensor(self.open_streams))
 
-    def propose(self, state: State, span: int) -> None:
+    def propose(self, state: State, max_kv_len: int) -> None:
         if self.num_draft_tokens == 1:
             return
         trees: tuple[Tensor, ...] = ops.ngram_propose(
@@ -109,7 +109,7 @@ class MatchingDrafter(Drafter):
         self.references = [self.corpus.append(reference) for reference in references]
         self.state, self.share_text = weakref.ref(state), share_text  # a reference would make it a part of this module
 
-    def propose(self, state: State, span: int) -> None:
+    def propose(self, state: State, max_kv_len: int) -> None:
         if self.num_draft_tokens == 1:
             return
         text, length = self.corpus.text, self.corpus.length

@@ -69,19 +69,19 @@ def tree_mask(
     positions: Tensor,
     lengths: Tensor,
     ancestors: Tensor | None,
-    span: int,
+    max_kv_len: int,
     window: int | None,
     group: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What the nodes of a block see of the cache: 0, or minus infinity, [B, 1, group * N, span].
+    """What the nodes of a block see of the cache: 0, or minus infinity, [B, 1, group * N, max_kv_len].
 
     positions [B, N]: of the block's tokens. lengths [B]: committed slots of each row, all of them visible; the block
     lies behind them. ancestors [B, N] int64: bit j of node i says that i sees block token j; None means a causal
-    chain. span: slots that may hold anything visible. window: how far back a position sees, itself included.
+    chain. max_kv_len: slots that may hold anything visible. window: how far back a position sees, itself included.
     """
     nodes = positions.shape[1]
-    slot = torch.arange(span, device=positions.device)
+    slot = torch.arange(max_kv_len, device=positions.device)
     index = slot - lengths[:, None]  # a slot's place in the block; negative: committed
     inside = (index >= 0) & (index < nodes)
     index = index.clamp(0, nodes - 1)
@@ -98,9 +98,9 @@ def tree_mask(
 
 def _additive(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """visible [B, N, S] -> [B, 1, group * N, S] of 0 and minus infinity."""
-    batch, nodes, span = visible.shape
+    batch, nodes, max_kv_len = visible.shape
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, -math.inf)
-    return mask[:, None].expand(batch, group, nodes, span).reshape(batch, 1, group * nodes, span)
+    return mask[:, None].expand(batch, group, nodes, max_kv_len).reshape(batch, 1, group * nodes, max_kv_len)
 
 
 def append_and_attend(
@@ -117,13 +117,15 @@ def append_and_attend(
 ) -> Tensor:
     """`append` a block of keys and values to the caches, and `masked_attention` of its queries to the caches.
 
-    As in `attention.call.Call`, but for mask [B, 1, G * N, span] from `tree_mask`: slots beyond span are not read.
-    -> [B, N, H, Dv].
+    The arguments are those of `attention.call.Call`, and a mask [B, 1, G * N, max_kv_len] from `tree_mask`, in place of
+    lengths and ancestors; slots beyond max_kv_len are not read. -> [B, N, H, Dv].
     """
-    span = mask.shape[3]
+    max_kv_len = mask.shape[3]
     append(key_cache, k, lengths)
     append(value_cache, v, lengths)
-    return masked_attention(q, key_cache[:, :, :span], value_cache[:, :, :span], mask, sinks, scale, softcap)
+    return masked_attention(
+        q, key_cache[:, :, :max_kv_len], value_cache[:, :, :max_kv_len], mask, sinks, scale, softcap
+    )
 
 
 def append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:

@@ -14,12 +14,12 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
     """Replace each ``spec_compile::attention`` by a call of the backend that `kernels.attention.choose` chooses.
 
     The graph gains the inputs ``lengths[B]``, ``ancestors[B, N]`` (or None), ``cache`` (key, value, key, ... of each
-    layer in turn) and ``span``, the slots that may hold anything visible.
+    layer in turn) and ``max_kv_len``, the slots that may hold anything visible.
     """
     gm = graph.gm
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     with gm.graph.inserting_after(inputs[-1]):
-        gm.graph.placeholder("span")
+        gm.graph.placeholder("max_kv_len")
         cache = gm.graph.placeholder("cache")
         ancestors = gm.graph.placeholder("ancestors")
         lengths = gm.graph.placeholder("lengths")

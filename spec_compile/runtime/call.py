@@ -71,7 +71,7 @@ class Call:
         self._prefill()
         state.root()
         if request.first_logits is None:
-            drafter.propose(state, self._span(max(map(len, request.prompts))))
+            drafter.propose(state, self._max_kv_len(max(map(len, request.prompts))))
         self._counts, self._hints = state.tree_count.tolist(), state.tree_hint.tolist()
         self.lengths = [len(prompt) - 1 for prompt in request.prompts]
         self._finished = [length + 1 >= limit for length, limit in zip(self.lengths, request.max_lengths)]
@@ -91,11 +91,11 @@ class Call:
                 nodes = self._policy.choose_ahead()
             else:
                 nodes = self._policy.choose([self._counts[row] for row in active], [self._hints[row] for row in active])
-            span = self._span(max(self.lengths) + nodes)
+            max_kv_len = self._max_kv_len(max(self.lengths) + nodes)
             if request.host_acceptor is None:
-                self._flying.append((nodes, session.launch(request.draw_in_round, nodes, span)))
+                self._flying.append((nodes, session.launch(request.draw_in_round, nodes, max_kv_len)))
             else:
-                self._flying.append((nodes, self._chosen(nodes, span)))
+                self._flying.append((nodes, self._chosen(nodes, max_kv_len)))
 
     def collect(self) -> tuple[int, list[Outcome]]:
         """Wait for the round that was launched first: its number of nodes, and what came of each row."""
@@ -155,22 +155,22 @@ class Call:
             return False
         return all(text[: n + 1] == prompt[: n + 1] for n, text, prompt in zip(lengths, texts, self.request.prompts))
 
-    def _chosen(self, nodes: int, span: int) -> Callable[[], list[list[int]]]:
+    def _chosen(self, nodes: int, max_kv_len: int) -> Callable[[], list[list[int]]]:
         """A round whose tokens the request chooses; the first logits may be known already."""
         session, request = self.session, self.request
         look, finish = session.step("look", nodes), session.step("finish", nodes)  # building them runs them
         logits, features, request.first_logits = request.first_logits, [], None
         if logits is None:
-            logits, *features = look(span)
+            logits, *features = look(max_kv_len)
         else:
             target = self.runtime.verify
             unseen = logits.new_zeros(len(logits), 1, target.hidden_size, dtype=target.dtype)
             logits, features = logits[:, None], [unseen] * len(self.runtime.algorithm.plan.taps)
         accepted = request.host_acceptor(session.state.tree(nodes), logits)
-        outcome = finish(accepted.path, accepted.tokens, accepted.count, features, span)
+        outcome = finish(accepted.path, accepted.tokens, accepted.count, features, max_kv_len)
         return outcome.tolist
 
-    def _span(self, slots: int) -> int:
+    def _max_kv_len(self, slots: int) -> int:
         """Slots of the cache for a step to look at, that needs the first `slots` and those that a drafter may use."""
         needed = slots + self.runtime.algorithm.plan.lookahead_slots
         return min(-(-needed // PAGE) * PAGE, self.session.state.capacity)
@@ -183,5 +183,5 @@ class Call:
         done = max(begins)
         missing = max(len(prompt) - 1 - begin for prompt, begin in zip(self.request.prompts, begins))
         for size in chunks(missing, sizes, FIXED[self.runtime.device.type]):
-            session.prefill(size, self._span(done + size))
+            session.prefill(size, self._max_kv_len(done + size))
             done += size

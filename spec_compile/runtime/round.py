@@ -23,27 +23,27 @@ class Round(nn.Module):
         super().__init__()
         self.verify, self.drafter, self.state, self.nodes = graph.gm, drafter, state, nodes
 
-    def forward(self, span: int, nodes: int = 0) -> Tensor:
-        """`span`: slots of the cache to look at, at least lengths.max() + N.
+    def forward(self, max_kv_len: int, nodes: int = 0) -> Tensor:
+        """`max_kv_len`: slots of the cache to look at, at least lengths.max() + N.
 
         Returns int64 [B, 5 + 4 N]: tokens gained, finished, real nodes and hint of the next tree, depth of this one,
         the N tokens of which the first "gained" count, the N nodes of the accepted path, and the tokens and parents of
         the tree that was verified.
         """
         tree, ancestors, depth, positions = self.prepare(nodes)
-        logits, *features = self._verify(tree, ancestors, positions, span)
-        return self.conclude(logits, tree, ancestors, depth, features, span)
+        logits, *features = self._verify(tree, ancestors, positions, max_kv_len)
+        return self.conclude(logits, tree, ancestors, depth, features, max_kv_len)
 
-    def look(self, span: int, nodes: int = 0) -> list[Tensor]:
+    def look(self, max_kv_len: int, nodes: int = 0) -> list[Tensor]:
         """The first half of a round whose tokens are chosen outside: the target's logits [B, N, V], and features."""
         tree, ancestors, _, positions = self.prepare(nodes)
-        return self._verify(tree, ancestors, positions, span)
+        return self._verify(tree, ancestors, positions, max_kv_len)
 
-    def finish(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], span: int) -> Tensor:
+    def finish(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], max_kv_len: int) -> Tensor:
         """The second half, with what was `Accepted`; returns what `forward` returns."""
         tree = self.state.tree(path.shape[1])
         depth = ancestry(tree.parents, self.nodes or MAX_NODES)[1]
-        return self._finish((tree.tokens, tree.parents, tree.real), depth, path, tokens, count, features, span)
+        return self._finish((tree.tokens, tree.parents, tree.real), depth, path, tokens, count, features, max_kv_len)
 
     def prepare(self, nodes: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
         """The trees (tokens, parents, real), their ancestors and depths, and the positions of their nodes."""
@@ -51,19 +51,19 @@ class Round(nn.Module):
         ancestors, depth = ancestry(tree.parents, self.nodes or MAX_NODES)
         return (tree.tokens, tree.parents, tree.real), ancestors, depth, self.state.positions(depth)
 
-    def _verify(self, tree: tuple[Tensor, ...], ancestors: Tensor, positions: Tensor, span: int) -> list[Tensor]:
-        return self.verify(tree[0], positions, self.state.lengths, ancestors, self.state.cache, span)
+    def _verify(self, tree: tuple[Tensor, ...], ancestors: Tensor, positions: Tensor, max_kv_len: int) -> list[Tensor]:
+        return self.verify(tree[0], positions, self.state.lengths, ancestors, self.state.cache, max_kv_len)
 
     def conclude(
         self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor, features: list[Tensor],
-        span: int,
+        max_kv_len: int,
     ) -> Tensor:  # fmt: skip
         """Accept greedily, commit, propose."""
-        return self._finish(tree, depth, *self.accept(logits, tree, ancestors, depth), features, span)
+        return self._finish(tree, depth, *self.accept(logits, tree, ancestors, depth), features, max_kv_len)
 
-    def _finish(self, tree, depth, path, tokens, count, features, span) -> Tensor:
-        gained = self.settle(path, tokens, count, features, span)
-        self.drafter.propose(self.state, span)
+    def _finish(self, tree, depth, path, tokens, count, features, max_kv_len) -> Tensor:
+        gained = self.settle(path, tokens, count, features, max_kv_len)
+        self.drafter.propose(self.state, max_kv_len)
         return self.outcome(gained, tree, depth, path, tokens)
 
     def accept(self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor) -> tuple[Tensor, ...]:
@@ -71,11 +71,11 @@ class Round(nn.Module):
         accepted = accept_greedy(Tree(*tree), ancestors, depth, self.state.forbid_early_eos(logits, depth))
         return accepted.path, accepted.tokens, accepted.count
 
-    def settle(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], span: int) -> Tensor:
+    def settle(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], max_kv_len: int) -> Tensor:
         """Commit what was accepted and tell the drafter; the tokens gained [B]."""
         accepted, begin = Accepted(path, tokens, count), self.state.lengths.clone()
         gained = self.state.commit(accepted)
-        self.drafter.observe(self.state, features, accepted, begin, span)
+        self.drafter.observe(self.state, features, accepted, begin, max_kv_len)
         return gained
 
     def outcome(
@@ -94,17 +94,17 @@ class Prefill(nn.Module):
         super().__init__()
         self.model, self.drafter, self.state = graph.gm, drafter, state
 
-    def forward(self, size: int, span: int) -> None:
+    def forward(self, size: int, max_kv_len: int) -> None:
         """Process the next `size` tokens of every row (fewer where a prompt ends; the rest is never seen)."""
         state = self.state
         ids, positions = self.prepare(size)
-        features = self.model(ids, positions, state.lengths, None, state.cache, span)
-        self.conclude(size, ids, positions, features, span)
+        features = self.model(ids, positions, state.lengths, None, state.cache, max_kv_len)
+        self.conclude(size, ids, positions, features, max_kv_len)
 
-    def conclude(self, size: int, ids: Tensor, positions: Tensor, features: list[Tensor], span: int) -> None:
+    def conclude(self, size: int, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
         """Tell the drafter, and count the tokens as committed."""
         state = self.state
-        self.drafter.prefill(state, ids, positions, features, span)
+        self.drafter.prefill(state, ids, positions, features, max_kv_len)
         ends = torch.maximum(state.prompt_lengths - 1, state.lengths)  # without a prompt, in warm-up: here
         state.lengths.copy_(torch.minimum(state.lengths + size, ends))
 

@@ -75,16 +75,18 @@ class Session:
         self.is_growing = False
 
     def step(self, part: str, nodes: int = 0) -> Callable:
-        """A function, made on first use: "prefill" of (size, span), `nodes` being the size or 0 for all; "round" or
-        "look" over `nodes` nodes, of span; "finish" of what was accepted (see `Round`). On a GPU all but a "prefill" of
-        0 are captured graphs."""
+        """A step as a function, made on first use. On a GPU it is a captured graph, but for a "prefill" of any size.
+
+        part: "prefill", a function of (size, max_kv_len), where `nodes` is the one size it serves, or 0 for all sizes;
+        "round" or "look", functions of max_kv_len; "finish", a function of what was accepted (see `Round`).
+        """
         if (part, nodes) not in self.steps:
             self.steps[part, nodes] = self._build(part, nodes)
         return self.steps[part, nodes]
 
-    def prefill(self, size: int, span: int) -> None:
+    def prefill(self, size: int, max_kv_len: int) -> None:
         """Process the next `size` tokens of every row's prompt."""
-        self.step("prefill", self._prefill_key(size))(size, span)
+        self.step("prefill", self._prefill_key(size))(size, max_kv_len)
 
     def build_prefill(self) -> None:
         """Make all that `prefill` needs."""
@@ -106,10 +108,10 @@ class Session:
     def _round(self, nodes: int, sampler: DrawInRound | None) -> Callable:
         return self.step("round", nodes) if sampler is None else self._sampled(sampler, nodes)
 
-    def launch(self, sampler: DrawInRound | None, nodes: int, span: int) -> Callable[[], list[list[int]]]:
+    def launch(self, sampler: DrawInRound | None, nodes: int, max_kv_len: int) -> Callable[[], list[list[int]]]:
         """Begin a round, greedy or drawing; what is returned waits for it and gives its outcome. On a GPU nothing here
         waits."""
-        outcome = self._round(nodes, sampler)(span)
+        outcome = self._round(nodes, sampler)(max_kv_len)
         return outcome.tolist if self.ring is None else self.ring.expect(outcome.shape)
 
     def _build(self, part: str, nodes: int) -> Callable:
@@ -133,17 +135,17 @@ class Session:
         return step
 
     def _sampled(self, sampler: DrawInRound, nodes: int) -> Callable:
-        """The round over `nodes` nodes that draws, a function of span; on a GPU captured for these processors."""
+        """The round over `nodes` nodes that draws, a function of max_kv_len; on a GPU captured for these processors."""
         key = f"sampled {sampler.key}", nodes
         if key not in self.steps:
             with torch.no_grad(), self._untouched():
                 look, finish, state = self._function("look", nodes), self._function("finish", nodes), self.state
 
-            def sampled(span: int) -> Tensor:
+            def sampled(max_kv_len: int) -> Tensor:
                 tree = state.tree(nodes)
-                logits, *features = look(span)
+                logits, *features = look(max_kv_len)
                 accepted = sampler(state, tree, *ancestry(tree.parents), logits)
-                return finish(accepted.path, accepted.tokens, accepted.count, features, span)
+                return finish(accepted.path, accepted.tokens, accepted.count, features, max_kv_len)
 
             sampled = self.ring.publishing(sampled) if self.runtime.on_gpu else sampled
             with torch.no_grad(), self._untouched():

@@ -24,18 +24,22 @@ def attention(call: Call, mask: Tensor | None = None) -> Tensor:
 
 
 def prepare(graph: ModelGraph) -> str:
-    """On a CPU, hoist the masks: one `ops.tree_mask` of `span` slots for all layers that see the same. On a GPU every
-    call makes its own of all slots, because no shape may depend on a value there."""
+    """On a CPU, hoist the masks: one `ops.tree_mask` of `max_kv_len` slots for all layers that see the same.
+
+    On a GPU every call makes its own of all slots, because no shape may depend on a value there.
+    """
     if graph.device.type != "cpu":
         return ""
-    (span,) = (node for node in graph.gm.graph.nodes if node.op == "placeholder" and node.target == "span")
+    (max_kv_len,) = (node for node in graph.gm.graph.nodes if node.op == "placeholder" and node.target == "max_kv_len")
     masks: dict[tuple, fx.Node] = {}
     for node, layer in zip(attention_calls(graph), graph.layers):
         seen, group = (node.kwargs["ancestors"], layer.window), layer.heads // layer.kv_heads
         if (seen, group) not in masks:
             block = (node.kwargs[name] for name in ("positions", "lengths", "ancestors"))
             with graph.gm.graph.inserting_before(node):
-                mask = graph.gm.graph.call_function(ops.tree_mask, (*block, span, layer.window, group, graph.dtype))
+                mask = graph.gm.graph.call_function(
+                    ops.tree_mask, (*block, max_kv_len, layer.window, group, graph.dtype)
+                )
             masks[seen, group] = mask
         node.update_kwarg("mask", masks[seen, group])
     return f", {len(masks)} masks"

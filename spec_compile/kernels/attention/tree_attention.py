@@ -33,8 +33,8 @@ def tree_attention(call: Call) -> Tensor:
         q, k = (rms_norm(x, w, call.eps, call.offset) for x, w in ((q, call.q_norm), (k, call.k_norm)))
     if call.cos is not None:
         q, k = (ops.rotated(x, call.cos, call.sin) for x in (q, k))
-    span = int(lengths.max()) + q.shape[2]
-    mask = ops.tree_mask(positions, lengths, ancestors, span, window, q.shape[1] // k.shape[1], q.dtype)
+    max_kv_len = int(lengths.max()) + q.shape[2]
+    mask = ops.tree_mask(positions, lengths, ancestors, max_kv_len, window, q.shape[1] // k.shape[1], q.dtype)
     caches = key_cache, value_cache
     if key_cache.dtype != q.dtype:
         k, v = (ops.stored(x, key_cache.dtype).to(q.dtype) for x in (k, v))
