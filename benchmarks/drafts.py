@@ -87,7 +87,7 @@ def embedding_bytes(model: PreTrainedModel) -> int:
 
 def separate_ms(fast, nodes: int, repeats: int = 20) -> float:
     """Milliseconds of the same round with the acceptance on the host between two graphs."""
-    session = fast.speculation._engine.session(1)
+    session = fast.speculation.engine.session(1)
     look, finish, state = session.step("look", nodes), session.step("finish", nodes), session.state
     times = []
     with torch.no_grad():
@@ -118,7 +118,7 @@ def measure(
         draft = make(kind, model, AutoConfig.for_model("llama", **small))
         begin = time.perf_counter()
         fast = spec_compile.speculate(model, algorithm, draft=draft, max_cache_len=2048, check=False, **options)
-        nodes = fast.speculation._engine.runtime.algorithm.plan.nodes
+        nodes = fast.speculation.engine.runtime.algorithm.plan.nodes
         ms = rounds(fast, 1024, 1, [nodes])[nodes]
         ready = time.perf_counter() - begin
         own = draft_bytes(draft, options.get("num_steps", 1))

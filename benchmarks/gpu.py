@@ -84,7 +84,7 @@ def call_ms(function: Callable) -> float:
 def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) -> dict[int, float]:
     """Median milliseconds of a captured round at each size, with `context` tokens committed in every row."""
     speculation = fast.speculation
-    engine = speculation._engine
+    engine = speculation.engine
     session = engine.session(batch)
     state = session.state
     ids = text_tokens(context, engine.runtime.verify.vocab_size).tolist()
@@ -109,7 +109,7 @@ def families(fast, nodes: int, repeats: int = 5) -> tuple[dict[str, float], int]
     """
     from torch.profiler import ProfilerActivity, profile
 
-    step = fast.speculation._engine.session(1).step("round", nodes)
+    step = fast.speculation.engine.session(1).step("round", nodes)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(repeats):
@@ -140,7 +140,7 @@ def loop(fast, ids: torch.Tensor, new: int) -> dict[str, float]:
 
     generate()
     stats = fast.speculation.stats
-    alone = rounds(fast, ids.shape[1] + new // 2, 1, list(fast.speculation._engine.runtime.sizes))
+    alone = rounds(fast, ids.shape[1] + new // 2, 1, list(fast.speculation.engine.runtime.sizes))
     gap = []
     for _ in range(5):
         stats.reset()
@@ -152,7 +152,7 @@ def loop(fast, ids: torch.Tensor, new: int) -> dict[str, float]:
         stats.reset()
         generate()
     names = [event.name for event in seen.events()]
-    session = fast.speculation._engine.session(1)
+    session = fast.speculation.engine.session(1)
     steps = chunks(ids.shape[1] - 1, session.prefill_sizes, FIXED["cuda"])
     prompt = sum(session._prefill_key(size) > 0 for size in steps)  # those that are captured
     return {

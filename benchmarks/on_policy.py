@@ -76,8 +76,8 @@ def write(model: PreTrainedModel, prompts: list[Document], new_tokens: int) -> d
 def run_baseline(model: PreTrainedModel, prompts: list[Document], new_tokens: int, rows: int) -> dict:
     """The same by transformers' own generate(), `rows` at a time."""
     with (
-        mock.patch.object(on_policy, "_accelerated", lambda model, *_: model),
-        mock.patch.object(on_policy, "_most_rows", lambda *_: rows),
+        mock.patch.object(on_policy, "accelerate", lambda model, *_: model),
+        mock.patch.object(on_policy, "most_rows", lambda *_: rows),
     ):
         return write(model, prompts, new_tokens)
 

@@ -1,5 +1,8 @@
-"""The command line: ``python -m spec_compile audit --model MODEL --prompt TEXT``, and
-``python -m spec_compile train --model MODEL --data FILE --output FOLDER``."""
+"""The command line.
+
+``python -m spec_compile audit --model MODEL --prompt TEXT`` and
+``python -m spec_compile train --model MODEL --data FILE --output FOLDER``.
+"""
 
 import argparse
 import sys
@@ -13,19 +16,19 @@ from .training import cli
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status: that of the command, or 2 with one line on stderr for a user's error."""
+    """Run a command. Returns its exit status, or 2 after a line on stderr if the user made an error."""
     parser = argparse.ArgumentParser(prog="python -m spec_compile")
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error was raised")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_audit(commands)
     cli.add_command(commands)
-    given = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     try:
-        return given.run(given)
+        return parsed.run(parsed)
     except (ValueError, TypeError, OSError) as error:
-        if given.traceback:
+        if parsed.traceback:
             raise
-        print(f"{parser.prog} {given.command}: error: {one_line(error)}", file=sys.stderr)
+        print(f"{parser.prog} {parsed.command}: error: {one_line(error)}", file=sys.stderr)
         return 2
 
 
@@ -48,16 +51,18 @@ def _add_audit(commands) -> None:
     command.set_defaults(run=_audit, refuse=command.error)
 
 
-def _audit(given: argparse.Namespace) -> int:
-    check_samples(given.samples)
-    prompts = [*given.prompt, *([] if given.prompts is None else read_prompts(given.prompts, given.limit))]
+def _audit(arguments: argparse.Namespace) -> int:
+    """Run the command ``audit``. Returns the exit status."""
+    check_samples(arguments.samples)
+    prompts = list(arguments.prompt)
+    if arguments.prompts is not None:
+        prompts += read_prompts(arguments.prompts, arguments.limit)
     if not prompts:
-        given.refuse("give at least one --prompt, or --prompts")
-    model, tokenizer = load_model(given)
-    fast = speculate(model, given.algo, **given.options)
-    report = audit(
-        fast, prompts, tokenizer, max_new_tokens=given.max_new_tokens, samples=given.samples, **given.generate
-    )
+        arguments.refuse("give at least one --prompt, or --prompts")
+    model, tokenizer = load_model(arguments)
+    fast = speculate(model, arguments.algo, **arguments.options)
+    amounts = {"max_new_tokens": arguments.max_new_tokens, "samples": arguments.samples}
+    report = audit(fast, prompts, tokenizer, **amounts, **arguments.generate)
     print(report)
     return {LOSSLESS: 0, NOT_LOSSLESS: 1, NOT_TESTED: 3}[report.verdict]
 

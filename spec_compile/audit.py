@@ -1,6 +1,6 @@
-"""Is it lossless here? `audit` compares speculative with plain decoding: tokens, logits, and draws.
+"""`audit` tests whether speculation is lossless here: it compares tokens, logits and draws with plain decoding.
 
-``python -m spec_compile audit`` does it from the command line.
+From the command line it is ``python -m spec_compile audit``.
 """
 
 import math
@@ -31,19 +31,19 @@ def audit(
     logits: bool = True,
     **generate_options: Any,
 ) -> Report:
-    """Decode `prompts` plainly and speculatively, and compare.
+    """Decode prompts plainly and speculatively, and compare the two.
 
-    model: a result of `speculate` (or a transformers model, audited with the n-gram algorithm). prompts: texts (with
-    `tokenizer`) or token ids. generate_options: given to both ``generate()``.
+    model: a result of `speculate`, or a transformers model, which is audited with the n-gram algorithm.
+    prompts: token ids, or texts with a `tokenizer`.
+    max_new_tokens: tokens of each greedy answer. The answers are compared token by token.
+    samples: if above 0, draws of `sample_tokens` tokens for each prompt. In every context that was drawn often enough,
+    the next tokens' frequencies are compared with the target's probabilities after the same logits processors.
+    logits: whether the logits behind the speculative answers are compared with those of a float32 copy of the model.
+    They may be as far from it as the target's are. So may those of the rewritten graph without the compiler, because
+    the compiler's fusions round less and would hide small errors.
+    generate_options: for both ``generate()``.
 
-    Greedily, `max_new_tokens` a prompt; and the logits behind the speculative answers are held against a copy of the
-    model in float32, from which they may be as far as the target's own. The rewritten graph is held against it in the
-    same way without the compiler, whose fusions round less and would hide an error that small. With `logits` False only
-    tokens are compared. With `samples` > 0 also so many draws of `sample_tokens` tokens a prompt, whose frequencies,
-    in every context that was drawn often enough, are held against the target's probabilities after the same logits
-    processors.
-
-    Raises TypeError or ValueError for bad prompts or too few samples before anything is decoded.
+    Raises TypeError or ValueError if a prompt is no text or ids, or samples are too few, before anything is decoded.
     """
     check_samples(samples, sample_tokens)
     fast: Any = model if hasattr(model, "speculation") else speculate(model)
@@ -66,7 +66,7 @@ def audit(
 
 
 def check_samples(samples: int, sample_tokens: int = 1) -> None:
-    """Raise TypeError or ValueError if so many draws of so many tokens cannot be tested."""
+    """Raise TypeError or ValueError if `samples` draws of `sample_tokens` tokens cannot be tested."""
     for name, value in (("samples", samples), ("sample_tokens", sample_tokens)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name}: expected an integer, got {value!r}")
@@ -80,6 +80,7 @@ def check_samples(samples: int, sample_tokens: int = 1) -> None:
 
 
 def _ids(number: int, prompt: Any, tokenizer: Any, model: PreTrainedModel) -> Tensor:
+    """The token ids of prompt `number`, int64 [1, T] on the model's device."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise TypeError(f"prompts[{number}] is text: pass its tokenizer, audit(model, prompts, tokenizer)")
@@ -91,32 +92,38 @@ def _ids(number: int, prompt: Any, tokenizer: Any, model: PreTrainedModel) -> Te
 
 
 def _pad(model: Any) -> int:
+    """The token that pads: the model's padding token, or else its end of sequence, or else 0."""
     config = model.generation_config
     eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
     return next((token for token in (config.pad_token_id, eos) if token is not None), 0)
 
 
 def _greedy(plain: Any, fast: Any, ids: Tensor, options: dict) -> tuple[Greedy, list[int]]:
-    """The comparison of tokens, and plain decoding's answer."""
+    """The comparison of greedy tokens after `ids` [1, T], and plain decoding's answer."""
     options, stats = {**options, "do_sample": False}, fast.speculation.stats
-    want = plain.generate(ids, **options)[0, ids.shape[1] :].tolist()
+    answer = plain.generate(ids, **options)[0, ids.shape[1] :].tolist()
     before = stats.steps
-    got = fast.generate(ids, **options)[0, ids.shape[1] :].tolist()
-    compared = min(len(want), len(got)) if stats.steps > before else 0  # no steps: transformers' own loop ran
-    place = next((place for place, pair in enumerate(zip(want, got)) if pair[0] != pair[1]), None)
-    if place is not None:
-        return Greedy(compared, place, want[place], got[place]), want
-    if len(want) == len(got):
-        return Greedy(compared), want
-    place = min(len(want), len(got))
-    tokens = (want[place], None) if len(want) > place else (None, got[place])
-    return Greedy(compared, place, *tokens), want
+    speculative = fast.generate(ids, **options)[0, ids.shape[1] :].tolist()
+    # Without a step transformers' own loop has run, and nothing of ours was compared.
+    compared = min(len(answer), len(speculative)) if stats.steps > before else 0
+    position = next((n for n, pair in enumerate(zip(answer, speculative)) if pair[0] != pair[1]), None)
+    if position is not None:
+        return Greedy(compared, position, answer[position], speculative[position]), answer
+    if len(answer) == len(speculative):
+        return Greedy(compared), answer
+    # One answer goes on where the other has ended.
+    position = min(len(answer), len(speculative))
+    tokens = (answer[position], None) if len(answer) > position else (None, speculative[position])
+    return Greedy(compared, position, *tokens), answer
 
 
 def _weigh(
     report: Report, plain: Any, fast: Any, rows: list[Tensor], answers: list[list[int]], options: dict | None
 ) -> None:
-    """Fill in ``report.logits`` (unless `options` is None), and logits and noise of the differing tokens."""
+    """Add what the float32 copy says to `report`: ``report.logits``, and logits and noise where tokens differ.
+
+    rows: the prompts, each [1, T]. answers: plain decoding's. options: for ``generate()``; None omits the logits.
+    """
     tested = [ids for ids, row in zip(rows, report.greedy) if row.compared]
     differing = [
         (ids, row, answer, row.plain, row.speculative) for ids, row, answer in zip(rows, report.greedy, answers)
@@ -124,74 +131,69 @@ def _weigh(
     ]  # fmt: skip
     if not differing and (options is None or not tested):
         return
+    # The logits behind every speculative answer, and those of the rewritten graph over the same text.
     reference, gaps, excesses = Reference(plain), [], []
     if options is not None:
         for ids in tested:
             text, logits = _speculative_logits(fast, ids, options)
             scatter = reference.scatter(text, len(logits))
             gaps.append(scatter.gaps)
-            graph = _graph_logits(fast.speculation._engine.runtime.verify, text, len(logits))
+            graph = _graph_logits(fast.speculation.engine.runtime.verify, text, len(logits))
             excesses.append((scatter.excess(logits), scatter.excess(graph)))
     if excesses:
-        report.logits, report.graph = (Logits.of(torch.cat(some)) for some in zip(*excesses))
+        report.logits, report.graph = (Logits.of(torch.cat(each)) for each in zip(*excesses))
+    # Of each first difference the two tokens' logits in float32, and the noise of their difference at that position.
     nearby = []
     for ids, row, answer, plain_token, other_token in differing:
-        same = answer[: row.place]
+        same = answer[: row.position]
         prefix = torch.cat([ids, ids.new_tensor([same])], dim=1)
         scatter = reference.scatter(prefix, len(same) + 1, (plain_token, other_token))
         row.logits = float(scatter.exact[-1, plain_token]), float(scatter.exact[-1, other_token])
         row.noise = gap_noise(scatter.gaps[:, -1:], scatter.floor)
         nearby.append(scatter.gaps)
+    # One position says little about noise: that over all compared positions counts if it is larger.
     for _, row, *_ in differing:
         row.noise = max(row.noise, gap_noise(torch.cat(gaps or nearby, dim=1)))
 
 
 def _speculative_logits(fast: Any, ids: Tensor, options: dict) -> tuple[Tensor, Tensor]:
-    """A speculative answer [1, T] behind its prompt, less the last token; the logits [places, V] it was chosen by."""
+    """A speculative answer behind its prompt without the last token, [1, T], and the answer's logits [positions, V]."""
     options = {**options, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     output = fast.generate(ids, **options)
     return output.sequences[:, :-1], torch.cat(output.logits)
 
 
-def _graph_logits(verify: ModelGraph, text: Tensor, places: int) -> Tensor:
-    """Logits [places, V] of the rewritten graph, not compiled, at the last places of `text` [1, T]."""
+def _graph_logits(verify: ModelGraph, text: Tensor, count: int) -> Tensor:
+    """Logits [count, V] of the rewritten graph, not compiled, at the last `count` positions of `text` [1, T]."""
     length = text.shape[1]
-    cache = Cache(verify, 1, -(-length // PAGE) * PAGE).tensors  # of whole pages, as a session's
+    cache = Cache(verify, 1, -(-length // PAGE) * PAGE).tensors  # a multiple of pages, as a session's
     positions = torch.arange(length, device=text.device)[None]
-    return verify.gm(text, positions, text.new_zeros(1), None, cache, length)[0][0, -places:]
+    return verify.gm(text, positions, text.new_zeros(1), None, cache, length)[0][0, -count:]
 
 
 def _sampled(plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, options: dict) -> Sampled:
+    """The chi-square test of `samples` draws of `tokens` tokens after `ids` [1, T]."""
     options = {**options, "do_sample": True}
-    followers: dict[tuple, Counter] = {}
-    drawn, ends = 0, _ends(plain, options)
-    while drawn < samples:
-        count = min(64, samples - drawn)
-        out = fast.generate(ids, **options, max_new_tokens=tokens, num_return_sequences=count)
-        for row in out[:, ids.shape[1] :].tolist():
-            for place in range(len(row)):
-                followers.setdefault(tuple(row[:place]), Counter())[row[place]] += 1
-                if row[place] in ends:
-                    break
-        drawn += count
     chi_square, freedom, contexts, untested = 0.0, 0, 0, 0
-    for context, counts in followers.items():
+    for context, counts in _followers(plain, fast, ids, samples, tokens, options).items():
         total = counts.total()
         if total < MIN_DRAWS:
             untested += 1
             continue
+        # The target's probabilities of the next token, after the same logits processors.
         prefix = torch.cat([ids, ids.new_tensor(context, dtype=torch.int64)[None]], dim=1)
         step = plain.generate(prefix, **options, max_new_tokens=1, return_dict_in_generate=True, output_scores=True)
         expected = step.scores[0][0].double().softmax(dim=-1).cpu() * total
-        seen = torch.zeros_like(expected)
-        seen[list(counts)] = torch.tensor(list(counts.values()), dtype=seen.dtype)
-        if float(seen[expected == 0].sum()) > 0:
-            chi_square = math.inf  # a token that the target never gives
-        cells = [(float(e), float(h)) for e, h in zip(expected, seen) if e >= EXPECTED]
-        rest = total - sum(e for e, _ in cells), total - sum(h for _, h in cells)
+        drawn = torch.zeros_like(expected)
+        drawn[list(counts)] = torch.tensor(list(counts.values()), dtype=drawn.dtype)
+        if float(drawn[expected == 0].sum()) > 0:
+            chi_square = math.inf  # the target never draws such a token
+        # A cell for each token that is expected often enough, and one for all the others together.
+        cells = [(float(mean), float(hits)) for mean, hits in zip(expected, drawn) if mean >= EXPECTED]
+        rest = total - sum(mean for mean, _ in cells), total - sum(hits for _, hits in cells)
         if rest[0] >= EXPECTED or not cells:
             cells.append(rest)
-        else:  # too few for a cell of their own
+        else:  # the others are too rare for a cell: the first takes them
             cells[0] = cells[0][0] + rest[0], cells[0][1] + rest[1]
         chi_square += sum((hits - mean) ** 2 / mean for mean, hits in cells)
         freedom += len(cells) - 1
@@ -199,6 +201,25 @@ def _sampled(plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, opti
     return Sampled(samples, contexts, chi_square, freedom, untested)
 
 
+def _followers(
+    plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, options: dict
+) -> dict[tuple[int, ...], Counter]:
+    """For each context (the tokens drawn so far), how often each token was drawn next by the speculative model."""
+    followers: dict[tuple[int, ...], Counter] = {}
+    drawn, ends = 0, _ends(plain, options)
+    while drawn < samples:
+        count = min(64, samples - drawn)
+        out = fast.generate(ids, **options, max_new_tokens=tokens, num_return_sequences=count)
+        for row in out[:, ids.shape[1] :].tolist():
+            for depth, token in enumerate(row):
+                followers.setdefault(tuple(row[:depth]), Counter())[token] += 1
+                if token in ends:
+                    break
+        drawn += count
+    return followers
+
+
 def _ends(model: Any, options: dict) -> list[int]:
+    """The tokens that end a sequence."""
     eos = options.get("eos_token_id", model.generation_config.eos_token_id)
     return [] if eos is None else eos if isinstance(eos, list) else [eos]

@@ -1,4 +1,4 @@
-"""The ``torch.compile`` backend "spec": our passes on the forward that Dynamo hands over, then Inductor."""
+"""The ``torch.compile`` backend "spec", which runs our passes on a forward that Dynamo has traced, then Inductor."""
 
 import functools
 import logging
@@ -23,6 +23,7 @@ from .passes.forward.join_linears import JoinedWeights, join_linears
 from .passes.forward.tidy_forward import tidy_forward
 
 PIPELINE = [tidy_forward, join_linears, grouped_attention]
+"""The passes, in order."""
 GENERATE = (
     'torch.compile(model, backend="spec").generate() runs transformers\' loop on the model that was not compiled. '
     'spec_compile.speculate(model, algo=...).generate() speculates; model.compile(backend="spec") compiles the '
@@ -47,17 +48,19 @@ class BackendOptions:
 
     def __post_init__(self):
         for name in ("merge_linears", "gqa"):
-            if not isinstance(given := getattr(self, name), bool):
-                raise TypeError(f"{name}: expected bool, got {type(given).__name__} ({given!r})")
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name}: expected bool, got {type(value).__name__} ({value!r})")
         if self.dump is not None and not isinstance(self.dump, str | Path):
             raise TypeError(f"dump: expected the path of a directory, got {type(self.dump).__name__} ({self.dump!r})")
 
 
 def spec(gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None) -> Callable:
-    """Compile one graph of Dynamo's: inference through our passes and Inductor, training through Inductor alone.
+    """Compile a graph that Dynamo has traced.
 
-    gm: torch calls, parameters as placeholders. example_inputs: one a placeholder. -> a function of those inputs.
+    Inference goes through our passes and Inductor, training through Inductor alone.
 
+    gm: calls of torch, with parameters as placeholders. example_inputs: one for each placeholder.
+    Returns a function of those inputs.
     Raises TypeError (unknown option, option of a wrong type) or ValueError (a mode other than "default").
     """
     if mode not in (None, "default"):
@@ -75,8 +78,8 @@ def spec(gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, o
 
 
 def rewrite(graph: ForwardGraph, settings: BackendOptions, pipeline=None) -> ForwardGraph:
-    """Run the passes on `graph`, in place; its ``log`` says what each changed."""
-    index = len(_graphs)
+    """Run the passes on `graph`, in place. Its ``log`` says what each of them changed."""
+    index = len(_graphs)  # the graph's number, in the log and in names of files
     dumps = settings.dump is not None
     if dumps:
         _dump(settings.dump, f"forward{index}_0_before", graph.gm.print_readable(print_output=False))
@@ -91,7 +94,7 @@ def rewrite(graph: ForwardGraph, settings: BackendOptions, pipeline=None) -> For
 
 
 def reports() -> list[list[PassReport]]:
-    """What the passes changed: a list for each graph compiled for inference since the start or `torch._dynamo.reset`.
+    """The passes' reports: a list for each graph compiled for inference since the start or `torch._dynamo.reset`.
 
     A report's ``code`` is filled only with the option ``dump``.
     """
@@ -103,43 +106,46 @@ spec.reset = _graphs.clear  # called by torch._dynamo.reset()
 
 
 def _wants_gradients(gm: fx.GraphModule, inputs: list) -> bool:
+    """Whether a graph needs a backward: it turns gradients on, or they are on and an input requires them."""
     if any(node.target is torch._C._set_grad_enabled and node.args[0] for node in calls(gm)):
         return True
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
 
 
 def _dump(directory: str | Path, name: str, code: str) -> None:
+    """Write a graph's code to ``name.py``."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{name}.py").write_text(code + "\n")
 
 
 class _Generate:
-    """``generate`` of what ``torch.compile(model)`` returns: the model's own, with a word of warning for "spec".
+    """``generate`` of the module that ``torch.compile(model)`` returns: the model's own, after a warning for "spec".
 
-    It stands in for nothing else: for other backends, and for modules that have no generate(), it raises
-    AttributeError, upon which Python asks the module's ``__getattr__`` as if this were not here.
+    For other backends, and for modules without a generate(), it raises AttributeError. Python then asks the module's
+    ``__getattr__``, as if this attribute did not exist.
     """
 
     def __init__(self):
-        self.told: WeakSet = WeakSet()
+        self.warned: WeakSet = WeakSet()
+        """Modules whose user was warned."""
 
     def __get__(self, module, owner=None):
-        if module is None or module in self.told or backend_of(module) is not spec:
+        if module is None or module in self.warned or backend_of(module) is not spec:
             raise AttributeError("generate")
         model = module._orig_mod
-        generate = model.generate  # an AttributeError if it has none
+        generate = model.generate  # raises AttributeError if the model has none
         if getattr(model, "speculation", None) is not None or model._compiled_call_impl is not None:
-            raise AttributeError("generate")  # its loop is our own, or reaches what model.compile() compiled
+            raise AttributeError("generate")  # no warning: the loop is ours, or calls what model.compile() compiled
 
         @functools.wraps(generate)
-        def told(*args, **kwargs):
-            if module not in self.told:
-                self.told.add(module)
+        def warn_once(*args, **kwargs):
+            if module not in self.warned:
+                self.warned.add(module)
                 warnings.warn(GENERATE, UserWarning, stacklevel=2)
             return generate(*args, **kwargs)
 
-        return told
+        return warn_once
 
 
-OptimizedModule.generate = _Generate()  # looking the backend up, which torch.compile does first of all, gets us here
+OptimizedModule.generate = _Generate()  # torch.compile imports this module when it looks up the backend's name

@@ -1,4 +1,4 @@
-"""What the commands of ``python -m spec_compile`` share: arguments that are checked, and the model that they name."""
+"""The parts that the commands of ``python -m spec_compile`` share: checked arguments, and loading the model."""
 
 import argparse
 import json
@@ -20,9 +20,10 @@ def add_model(command: argparse.ArgumentParser) -> None:
 
 
 def load_model(arguments: argparse.Namespace) -> tuple[PreTrainedModel, object]:
-    """The model and its tokenizer; ValueError if they cannot be loaded."""
+    """The model, on its device and in eval mode, and its tokenizer. ValueError if they cannot be loaded."""
     name = arguments.model
     local = Path(name).expanduser()
+    # What looks like a path is not looked up on the hub, whose error would be about something else.
     if not local.exists() and (local.is_absolute() or name.startswith((".", "~")) or name.count(os.sep) > 1):
         raise ValueError(f"--model: there is no folder {name}")
     if local.is_file():
@@ -36,7 +37,7 @@ def load_model(arguments: argparse.Namespace) -> tuple[PreTrainedModel, object]:
 
 
 def read_prompts(path: Path, limit: int) -> list[str]:
-    """The first prompts of a file of JSON lines with "prompt", or of one prompt a line; ValueError if it has others."""
+    """The first prompts of a file of JSON lines with "prompt", or of a prompt a line. ValueError if it is neither."""
     try:
         text = path.expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -45,15 +46,16 @@ def read_prompts(path: Path, limit: int) -> list[str]:
     return [_prompt(f"--prompts: {path}:{number}", line) for number, line in lines]
 
 
-def _prompt(place: str, line: str) -> str:
+def _prompt(label: str, line: str) -> str:
+    """The prompt of a line, which errors call `label`."""
     if not line.lstrip().startswith("{"):
         return line
     try:
         prompt = json.loads(line).get("prompt")
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON: {error}") from error
+        raise ValueError(f"{label}: not JSON: {error}") from error
     if not isinstance(prompt, str):
-        raise ValueError(f'{place}: expected an object with "prompt", a text')
+        raise ValueError(f'{label}: expected an object with "prompt", a text')
     return prompt
 
 
@@ -86,16 +88,16 @@ def at_least(low: int) -> Callable[[str], int]:
 def device(text: str) -> torch.device:
     """An argument that is a device of this machine."""
     try:
-        wanted = torch.device(text)
+        parsed = torch.device(text)
     except RuntimeError:
-        wanted = None
-    if wanted is None or wanted.type not in ("cpu", "cuda"):
+        parsed = None
+    if parsed is None or parsed.type not in ("cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}")
-    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         raise argparse.ArgumentTypeError(f"{text}: torch sees {torch.cuda.device_count()} CUDA devices here")
-    return wanted
+    return parsed
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, as one line."""
+    """The message of an exception, as one line."""
     return " ".join(str(error).split()) or type(error).__name__

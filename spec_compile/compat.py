@@ -1,4 +1,4 @@
-"""Everything that differs between the supported versions of torch and transformers, in one place."""
+"""The differences between supported versions of torch and transformers, and the private parts that we touch."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -12,20 +12,22 @@ from transformers import AttentionInterface
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 COMPILE_LOCK = torch._dynamo.convert_frame.compile_lock
-"""Held by whoever compiles; an RLock. Exporting is not safe in two threads at once, either."""
+"""An RLock. Whoever compiles or exports acquires it, because neither is safe in two threads at once."""
 
 INDUCTOR_OPTIONS = {"cpp.simdlen": 1} if TORCH < (2, 13) else {}
-"""For every compilation: before 2.13, some integer and mask expressions that Inductor vectorises on a CPU give wrong
-results or do not compile (seen with 2.11: argmax over several rows, range checks of dynamic embeddings)."""
+"""Options of every compilation. Before 2.13, some integer and mask expressions that Inductor vectorises on a CPU give
+wrong results or do not compile (seen with 2.11: argmax over several rows, range checks of dynamic embeddings)."""
 CPU_OPTIONS = {**INDUCTOR_OPTIONS, "realize_reads_threshold": 0}
-"""What layers share is computed once, and their kernels come out alike."""
+"""Options on a CPU. Values that layers share are computed once, so that the layers' kernels are alike."""
 GPU_OPTIONS = {"triton.cudagraphs": False}
-"""Rounds are captured here, not by Inductor."""
+"""Options on a GPU. Rounds are captured into CUDA graphs by `runtime.steps`, not by Inductor."""
 
 
 def renew_compile_threads() -> None:
-    """In a forked process: forget Inductor's pool of threads, which the process does not have, so that it makes another
-    (it forgets its pools of processes by itself)."""
+    """Make Inductor start a new pool of threads, in a forked process, which has none of its parent's threads.
+
+    Inductor forgets its pools of processes by itself.
+    """
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is not None:
         inductor.AsyncCompile.pool.cache_clear()
@@ -33,9 +35,9 @@ def renew_compile_threads() -> None:
 
 @contextmanager
 def attention_implementation(model: nn.Module, name: str, function: Callable) -> Iterator[None]:
-    """Run `model` with `function` as its attention, registered as `name`; every config is restored on exit.
+    """A context in which `model` calls `function` as its attention, registered as `name`.
 
-    No mask function is registered under `name`, so transformers builds no mask at all.
+    No mask function is registered under `name`, so transformers builds no mask. Every config is restored on exit.
     """
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
     before = [(config, config._attn_implementation) for config in configs if hasattr(config, "_attn_implementation")]
@@ -71,16 +73,16 @@ def tensors_in(value) -> list[Tensor]:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """``logits.argmax(-1)``, the first of equal ones, as two plain reductions (see `INDUCTOR_OPTIONS`)."""
+    """``logits.argmax(-1)``, int64 [...], of equal ones the first, as two plain reductions (see `INDUCTOR_OPTIONS`)."""
     size = logits.shape[-1]
-    places = torch.arange(size, device=logits.device)
+    indices = torch.arange(size, device=logits.device)
     largest = logits == logits.amax(dim=-1, keepdim=True)
-    return torch.where(largest, places, size - 1).amin(dim=-1)
+    return torch.where(largest, indices, size - 1).amin(dim=-1)
 
 
 def backend_of(module: nn.Module) -> Callable | None:
-    """The function behind the ``backend=`` that a module was compiled with by ``torch.compile``, if there is one."""
-    found = getattr(getattr(module, "dynamo_ctx", None), "callback", None)
-    while hasattr(found, "_torchdynamo_orig_backend"):
-        found = found._torchdynamo_orig_backend
-    return getattr(found, "compiler_fn", found)
+    """The function of the ``backend=`` with which ``torch.compile`` compiled a module, or None."""
+    backend = getattr(getattr(module, "dynamo_ctx", None), "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return getattr(backend, "compiler_fn", backend)

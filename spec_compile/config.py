@@ -1,4 +1,4 @@
-"""Options: those of every algorithm. Each adds its own in its file; all are checked before any work starts."""
+"""The options that every algorithm has. An algorithm's file adds others, and all are checked before any work starts."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -39,11 +39,12 @@ class Options:
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for field in fields(self):
-            value, kinds = getattr(self, field.name), get_args(hints[field.name]) or (hints[field.name],)
-            fits = Any in kinds or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)))
-            if not fits and not (float in kinds and type(value) is int):
-                wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
-                raise TypeError(f"{field.name}: expected {wanted}, got {type(value).__name__} ({value!r})")
+            value, types = getattr(self, field.name), get_args(hints[field.name]) or (hints[field.name],)
+            # A bool is an int in Python, but not as an option; an int may stand for a float.
+            fits = Any in types or (isinstance(value, types) and (bool in types or not isinstance(value, bool)))
+            if not fits and not (float in types and type(value) is int):
+                expected = " or ".join(each.__name__ for each in types if each is not type(None))
+                raise TypeError(f"{field.name}: expected {expected}, got {type(value).__name__} ({value!r})")
         if self.num_draft_tokens is not None and not 1 <= self.num_draft_tokens <= MAX_NODES:
             raise ValueError(
                 f"num_draft_tokens: expected 1 to {MAX_NODES} (nodes verified a round, the root included), "
@@ -56,7 +57,7 @@ class Options:
                 f"kv_cache_dtype: expected one of {', '.join(CACHE_DTYPES)}, got {self.kv_cache_dtype!r}."
                 + did_you_mean(self.kv_cache_dtype, CACHE_DTYPES)
             )
-        _ = self.attention_backends  # raises for a name that is none
+        _ = self.attention_backends  # raises if a name is not a backend's
 
     @cached_property
     def attention_backends(self) -> dict[str, str]:
@@ -64,14 +65,14 @@ class Options:
         return attention.parse(self.attention_backend)
 
     def attention(self, role: str) -> attention.Use:
-        """What the graph of a role, one of `kernels.attention.ROLES`, wants of its attention backend."""
+        """The demands of a role's graph (one of `kernels.attention.ROLES`) on its attention backend."""
         captured = self.cuda_graphs and role != "prefill"
         fp8 = self.kv_cache_dtype == "fp8" and role != "draft"
         return attention.Use(self.attention_backends[role], role, captured, self.compile, fp8)
 
 
 def parse_options(cls: type[Parsed], options: dict[str, Any]) -> Parsed:
-    """Build the dataclass `cls` from a user's options; TypeError with a did-you-mean for one it does not have."""
+    """The dataclass `cls`, built from a user's options. TypeError, with a did-you-mean, if one is unknown."""
     known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:

@@ -1,4 +1,4 @@
-"""The exceptions this package defines, and the did-you-mean used in messages."""
+"""The exceptions of this package, and the checks and the did-you-mean that messages share."""
 
 import difflib
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
-"""``os.fork``: what must be whole in the child, whatever other threads did at that moment.
+"""``os.fork`` with several threads: objects that must be usable in the child are registered here.
 
-The child has the memory of all threads and runs only the one that forked: a lock that another thread held stays locked
-there for good, and what that thread was changing stays half changed.
+The child has the memory of all threads but runs only the one that forked. A lock that another thread had acquired would
+stay locked in the child, and an object that it was changing would stay half changed.
 """
 
 import os
@@ -12,39 +12,40 @@ from .compat import COMPILE_LOCK, renew_compile_threads
 
 
 class Forks(Protocol):
-    """What `register` takes. fork_order: locks are taken in this order, as threads take them."""
+    """An object for `register`. fork_order: locks are acquired in this order, the one in which threads acquire them."""
 
     fork_order: int
 
     def before_fork(self) -> None:
-        """Wait until no other thread is changing it, and keep them away."""
+        """Wait until no other thread is changing the object, and lock it."""
 
     def after_fork(self, in_child: bool) -> None:
-        """Let other threads go on; in the child, which has none, be as new."""
+        """Unlock the object. In the child, which has no other threads, make it as new."""
 
 
 _registered: "weakref.WeakSet[Forks]" = weakref.WeakSet()
 _waiting: list[Forks] = []
+"""Objects that are locked around the fork that is going on."""
 
 
-def register(one: Forks) -> None:
-    """Call `one`'s methods around every ``os.fork`` from now on, as long as it lives."""
-    _registered.add(one)
+def register(forking: Forks) -> None:
+    """Call the object's methods around every ``os.fork`` from now on, as long as it lives."""
+    _registered.add(forking)
 
 
 def _before() -> None:
-    alive = sorted(_registered, key=lambda one: one.fork_order)
+    alive = sorted(_registered, key=lambda forking: forking.fork_order)
     if alive:
         COMPILE_LOCK.acquire()  # a compilation in another thread ends first
         _waiting.extend(alive)
-        for one in _waiting:
-            one.before_fork()
+        for forking in _waiting:
+            forking.before_fork()
 
 
 def _after(in_child: bool) -> None:
     if _waiting:
-        for one in _waiting:
-            one.after_fork(in_child)
+        for forking in _waiting:
+            forking.after_fork(in_child)
         _waiting.clear()
         if in_child:
             renew_compile_threads()

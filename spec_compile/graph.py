@@ -8,7 +8,11 @@ from torch import fx
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One attention layer: its shapes and what its attention does besides softmax(q k^T) v."""
+    """One attention layer: its shapes, and what its attention does besides softmax(q k^T) v.
+
+    heads, kv_heads: of queries, and of keys and values. key_dim, value_dim: sizes of a head. scale multiplies scores.
+    window: tokens that the layer sees back, None for all. softcap bounds scores. sinks: whether it has learned sinks.
+    """
 
     heads: int
     kv_heads: int
@@ -22,7 +26,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did: a sentence, the number of call nodes before and after, and the code after it."""
+    """The result of one pass: a sentence on what it changed, the call nodes before and after, the code after it."""
 
     name: str
     summary: str
@@ -45,20 +49,20 @@ class ModelGraph:
     hidden_size: int
     dtype: torch.dtype
     position_limit: int | None
-    """Number of rows of a learned position table, if the model has one."""
+    """Rows of the learned position table (None: the model has no such table)."""
     head_weight: str
     """Name of the output embedding's weight in `gm` ("": it has none)."""
     log: list[PassReport] = field(default_factory=list)
     cache_dtype: torch.dtype | None = None
-    """Of the keys and values that are kept (None: `dtype`)."""
+    """The dtype of cached keys and values (None: `dtype`)."""
     is_functional = True
     """Whether a call whose result nobody reads can be dropped."""
     backend: str = ""
-    """Name of the attention backend that was chosen for it ("": its layers have no cache yet)."""
+    """Name of its attention backend ("": its layers have no cache yet)."""
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next(self.gm.parameters()).device
 
     @property
@@ -68,7 +72,7 @@ class ModelGraph:
         return numbers * (self.cache_dtype or self.dtype).itemsize
 
     def copy(self) -> "ModelGraph":
-        """A ModelGraph of its own that shares the parameters."""
+        """A copy that passes may rewrite, with the same parameters."""
         graph = fx.Graph()
         output = graph.graph_copy(self.gm.graph, {}, return_output_node=True)
         graph.output(output[0])

@@ -1,4 +1,4 @@
-"""What one generate() did, tree by tree: `Recording`."""
+"""`Recording`, the trees and times of one generate()."""
 
 from dataclasses import dataclass, field
 
@@ -7,11 +7,11 @@ from .outcome import Outcome
 
 @dataclass
 class Verified:
-    """One row's part in a round: the tree that was verified and what came of it.
+    """One row's part in a round: the tree that was verified, and its outcome.
 
-    tokens, parents: the tree's real nodes, parents first; node 0 is the root, the last token of the text before, with
-    parent -1. path: the accepted nodes from the root down. gained: the tokens that the row gained: those of
-    ``path[1:]``, and the target's own token after them.
+    tokens, parents: the tree's nodes without padding, parents first. Node 0 is the root, the last committed token, with
+    parent -1. path: the accepted nodes from the root down. gained: the tokens that the row gained, which are those of
+    ``path[1:]`` and the bonus token.
     """
 
     tokens: list[int]
@@ -22,7 +22,7 @@ class Verified:
 
 @dataclass
 class RecordedRound:
-    """nodes: the size that was verified, N. seconds: the host's time for it. rows: None where a row had finished."""
+    """One round. nodes: its size N. seconds: of the host. rows: one a sequence, None where it had finished."""
 
     nodes: int
     seconds: float
@@ -31,15 +31,18 @@ class RecordedRound:
 
 @dataclass
 class Recording:
-    """One generate(), round by round. A row's text is its prompt and what its rounds gained, also where a stopping
-    criterion cuts the answer in the middle of a round. seconds: as in `Stats`, of this call."""
+    """One generate(), round by round.
+
+    prompts: token ids of each row. rounds: in order. A row's text is its prompt and all that its rounds gained, even if
+    a stopping criterion cuts the answer in the middle of a round. seconds: as in `Stats`, of this call.
+    """
 
     prompts: list[list[int]]
     rounds: list[RecordedRound] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, nodes: int, seconds: float, counts: dict[int, int], outcomes: list[Outcome]) -> None:
-        """A round over `nodes` nodes. counts: real nodes of each unfinished row. outcomes: of all rows."""
+        """Add a round over `nodes` nodes. counts: real nodes of each unfinished row. outcomes: of all rows."""
         rows: list[Verified | None] = [None] * len(self.prompts)
         for row, count in counts.items():
             outcome = outcomes[row]
@@ -48,4 +51,4 @@ class Recording:
 
     def output(self, row: int) -> list[int]:
         """The tokens that a row gained."""
-        return [token for one in self.rounds if one.rows[row] for token in one.rows[row].gained]
+        return [token for done in self.rounds if done.rows[row] for token in done.rows[row].gained]

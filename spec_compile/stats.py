@@ -1,4 +1,4 @@
-"""What speculation has done so far: `Stats`."""
+"""`Stats`, the counters and times of a speculative model, and `Clock`, which measures the times."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 class Stats:
     """Counters since the start or the last `reset`.
 
-    rounds: rounds run. tokens: tokens committed, all rows. steps: rounds times the rows unfinished in them (plain
-    decoding would need `tokens` of them). offered[d], accepted[d]: how often a tree reached depth d + 1, and how often
-    its node there was accepted. nodes: how often each size was verified. trace: of the last generate(), round by
-    round, the tokens each row gained. seconds: prefill, draft, verify (with accept and commit), host (everything else
-    in the loop), compile.
+    rounds: how many were run. tokens: committed in all rows. steps: summed over rounds, the rows that were unfinished;
+    plain decoding would need `tokens` of them. offered[d], accepted[d]: how often a tree reached depth d + 1, and how
+    often a node was accepted there. nodes: how often each size was verified. trace: for each round of the last
+    generate(), the number of tokens that each row gained. seconds: of prefill, draft, verify (with accept and commit),
+    host (the rest of the loop) and compile.
     """
 
     rounds: int = 0
@@ -41,7 +41,7 @@ class Stats:
         vars(self).update(vars(Stats()))
 
     def count_round(self, nodes: int, gained: list[int], active: int) -> None:
-        """A round over `nodes` nodes and `active` unfinished rows, that gained so many tokens each."""
+        """Count a round over `nodes` nodes. gained: tokens that each row gained. active: unfinished rows."""
         self.trace.append(gained)
         self.tokens += sum(gained)
         self.rounds += 1
@@ -49,12 +49,12 @@ class Stats:
         self.nodes[nodes] = self.nodes.get(nodes, 0) + 1
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Count `seconds` of `source` as time of `target`."""
+        """Move `seconds` from the time of `source` to that of `target`."""
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
     def count_depths(self, offered: int, accepted: int) -> None:
-        """One row's tree reached depth `offered` and was accepted down to depth `accepted`."""
+        """Count a row's tree that reached depth `offered` and was accepted down to depth `accepted`."""
         missing = offered - len(self.offered)
         if missing > 0:
             self.offered += [0] * missing
@@ -82,7 +82,7 @@ class Stats:
 
 
 class Clock:
-    """Divides the time that passes among ``stats.seconds``, leaving out what was spent compiling."""
+    """Divides the time that passes among the entries of ``stats.seconds``, without the time spent compiling."""
 
     def __init__(self, stats: Stats):
         self._stats = stats
@@ -93,7 +93,7 @@ class Clock:
         self._last, self._compiled = time.perf_counter(), self._stats.seconds["compile"]
 
     def spend(self, name: str) -> float:
-        """The time since the last call was spent on `name`; returns it."""
+        """Count the time since the last call as time of `name`, and return it in seconds."""
         now, compiled = time.perf_counter(), self._stats.seconds["compile"]
         seconds = now - self._last - (compiled - self._compiled)
         self._last, self._compiled = now, compiled

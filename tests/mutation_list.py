@@ -256,7 +256,7 @@ ANSWERS = [
 OTHERS = [
     Mutation(
         "weights are never compared", "spec_compile/api.py",
-        "if changes := self._watch.changes():", "if changes := []:",
+        "if changes := self.watch.changes():", "if changes := []:",
         "tests/test_watch.py -k test_generate_raises",
     ),
     Mutation(
@@ -279,7 +279,7 @@ OTHERS = [
     ),
     Mutation(
         "the tree attention is never checked", "spec_compile/api.py",
-        "check_tree(type(model).__name__, graph, self._engine.runtime.verify)", "self._engine.runtime.verify",
+        "check_tree(type(model).__name__, graph, self.engine.runtime.verify)", "self.engine.runtime.verify",
         f"{GENERATE} -k test_every_check_is_run",
     ),
 ]  # fmt: skip

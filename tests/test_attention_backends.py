@@ -635,7 +635,7 @@ def test_tokens_with_caches_of_8_bits():
         model = models.ADMITTED["llama"]().to("cuda")
         fast = spec_compile.speculate(model, kv_cache_dtype="fp8", max_cache_len=700, **more)
         answers.append(fast.generate(ids, **wanted))
-        cache = fast.speculation._engine.session(2).state.cache
+        cache = fast.speculation.engine.session(2).state.cache
         assert all(held.dtype == torch.float8_e4m3fn for held in cache)
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
     past = fast.generate(ids, return_dict_in_generate=True, **wanted).past_key_values

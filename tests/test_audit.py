@@ -37,7 +37,7 @@ def test_lossless():
     assert report.lossless and [row.verdict for row in report.greedy] == ["same", "same"]
     assert all(row.compared == 24 for row in report.greedy)
     assert all(row.contexts >= 1 and row.freedom >= 1 and row.p_value > 1e-3 for row in report.sampled)
-    assert report.logits.places == 48 and report.logits.verdict == "same"
+    assert report.logits.positions == 48 and report.logits.verdict == "same"
     assert str(report).count("lossless") == 1 and "\nlossless: 2 of 2 answers identical" in str(report)
 
 
@@ -46,7 +46,7 @@ def test_a_wrong_token_is_found_with_the_targets_logits(monkeypatch):
     monkeypatch.setattr(HostAcceptor, "_choose", lambda *a: (choose(*a) + 1) % 96)
     report = spec_compile.audit(fast(), PROMPTS[:1], max_new_tokens=8, repetition_penalty=1.01)
     (row,) = report.greedy
-    assert not report.lossless and row.verdict == "DIFFERENT" and row.place == 0
+    assert not report.lossless and row.verdict == "DIFFERENT" and row.position == 0
     logits = fast()(PROMPTS[0].view(1, -1)).logits[0, -1].detach()
     assert row.logits == pytest.approx((float(logits[row.plain]), float(logits[row.speculative])), abs=1e-4)
     assert "NOT LOSSLESS" in str(report)
@@ -118,7 +118,7 @@ def coder() -> tuple:
 def scaled(model, factor: float):
     """A speculative copy whose attention has a scale `factor` times too large in every layer."""
     fast = spec_compile.speculate(model, compile=False, check=False)
-    graph = fast.speculation._engine.runtime.verify
+    graph = fast.speculation.engine.runtime.verify
     attention = attention_calls(graph)
     for node in attention:
         node.update_kwarg("scale", node.kwargs["scale"] * factor)
@@ -138,7 +138,7 @@ def test_bfloat16_is_lossless():
     model, texts = coder()
     fast = spec_compile.speculate(model, compile=False)
     report = spec_compile.audit(fast, texts, max_new_tokens=48, pad_token_id=0)
-    assert report.lossless and report.logits.places > 60, str(report)
+    assert report.lossless and report.logits.positions > 60, str(report)
     assert abs(report.logits.excess) < 0.05 and abs(report.graph.excess) < 0.05
 
 

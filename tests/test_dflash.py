@@ -557,7 +557,7 @@ def test_options_are_checked(load):
 def test_what_was_loaded_is_told(load):
     written, *_ = load("dflash_sliding")
     fast = speculate(written.target, "DFlash", draft=written.folder, compile=False, max_cache_len=100)
-    told = "\n".join(fast.speculation._engine.runtime.algorithm.explain())
+    told = "\n".join(fast.speculation.engine.runtime.algorithm.explain())
     for part in (
         "DFlash draft from", "reads states 2, 4, 7 (target_layer_ids [1, 3, 6], outputs of layers: one more)",
         "blocks of 6, masked by token 93; slot j drafts the token of its own place", "rope_theta=20000",
@@ -565,14 +565,14 @@ def test_what_was_loaded_is_told(load):
         "of 5 drafts are the target's own next tokens, on average",
     ):  # fmt: skip
         assert part in told
-    runtime = fast.speculation._engine.runtime
+    runtime = fast.speculation.engine.runtime
     assert runtime.algorithm.plan.nodes == 6 and runtime.sizes == (6,)
     assert "1 layers see the block causally, 1 all of it" in runtime.algorithm.graph.log[-1].summary
 
 
 def test_the_self_check_counts_what_would_be_accepted():
     algorithm, model, text = (
-        fast("llama", "chain").speculation._engine.runtime.algorithm,
+        fast("llama", "chain").speculation.engine.runtime.algorithm,
         rounds.target("llama"),
         texts("llama"),
     )
@@ -685,7 +685,7 @@ def paths_of(tokens, parents):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
     system, options, draft = fast("llama", schedule), SCHEDULES[schedule], trained("llama")
-    engine, stats = system.speculation._engine, system.speculation.stats
+    engine, stats = system.speculation.engine, system.speculation.stats
     run, checked = engine.run, 0
     nodes, size = engine.runtime.algorithm.plan.nodes, options.get("block_size", 5)
 

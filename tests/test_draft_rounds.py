@@ -164,7 +164,7 @@ def drafted(algorithm, draft, model, schedule, text):
 @torch.no_grad()
 def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
     system = fast(algorithm, "llama", schedule)
-    engine, stats = system.speculation._engine, system.speculation.stats
+    engine, stats = system.speculation.engine, system.speculation.stats
     run, checked = engine.run, 0
     draft = draft_of(algorithm, "llama") if algorithm == "draft_model" else engine.runtime.algorithm.head
     model, plan = target("llama"), engine.runtime.algorithm.schedule

@@ -365,8 +365,8 @@ def test_a_cache_grows_once_when_a_call_needs_more(algorithm, model, caplog):
     expected, got = both(model, fast, ids, max_new_tokens=120, eos_token_id=None)
     assert torch.equal(got, expected)
     assert len(said()) == 1 and "the cache of 40 tokens a sequence is full and grows to 150" in said()[0]
-    assert fast.speculation._engine.session(2).capacity == 150
-    with mock.patch.object(type(fast.speculation._engine.runtime), "check_memory", side_effect=AssertionError):
+    assert fast.speculation.engine.session(2).capacity == 150
+    with mock.patch.object(type(fast.speculation.engine.runtime), "check_memory", side_effect=AssertionError):
         expected, got = both(model, fast, ids, max_new_tokens=120, eos_token_id=None)
     assert torch.equal(got, expected), "what a cache holds already need not be free"
     expected, got = both(model, fast, ids.repeat(1, 8), max_new_tokens=30, eos_token_id=None)
@@ -384,7 +384,7 @@ def test_a_growth_that_fails_leaves_the_next_call_unharmed(model):
 def test_a_compiled_cache_grows(model):
     fast = speculate(model, num_draft_tokens=4, adaptive=False, max_cache_len=30)
     expected, got = both(model, fast, row(), max_new_tokens=60, eos_token_id=None)
-    assert torch.equal(got, expected) and fast.speculation._engine.session(1).capacity == row().shape[1] + 60
+    assert torch.equal(got, expected) and fast.speculation.engine.session(1).capacity == row().shape[1] + 60
 
 
 def test_what_the_memory_cannot_hold_is_refused(model, fast):

@@ -165,7 +165,7 @@ def test_auto_measures_prompts_once(monkeypatch):
     """FlashInfer's kernels against ours, where they are compiled."""
     pytest.importorskip("flashinfer")
     monkeypatch.setattr(measure, "FOUND", {})
-    graph = in_16_bits("ngram", 128, attention_backend={"verify": "triton"}).speculation._engine.runtime.prefill
+    graph = in_16_bits("ngram", 128, attention_backend={"verify": "triton"}).speculation.engine.runtime.prefill
     if not BACKENDS["flashinfer"].ready(graph.layers[0], graph.dtype):
         pytest.skip("FlashInfer's kernels are not compiled")
     (found,) = measure.FOUND.values()
@@ -210,7 +210,7 @@ def test_one_launch_a_round():
 
 def test_warmup_before_any_prompt_leaves_the_first_slot_alone():
     system = speculate(model("qwen3"), max_cache_len=300)
-    state = system.speculation._engine.session(1).state
+    state = system.speculation.engine.session(1).state
     system.speculation.warmup()
     assert int(state.lengths) == 0
     assert torch.equal(generated(system, random_ids(50)), plain("qwen3", 50, 1))
@@ -307,7 +307,7 @@ def test_nothing_waits_in_the_loop():
     system = fast()
     ids = random_ids(100)
     system.speculation.warmup()
-    engine = system.speculation._engine
+    engine = system.speculation.engine
     run = engine.run
 
     def watched(request):
@@ -338,7 +338,7 @@ def test_ten_thousand_rounds_take_no_more_memory():
 
 def test_a_failed_capture_leaves_the_process_usable():
     system = speculate(model(), max_cache_len=300, compile=False)
-    drafter = system.speculation._engine.session(1).drafter
+    drafter = system.speculation.engine.session(1).drafter
     whole = drafter.propose
 
     def waits(state, max_kv_len):
@@ -379,7 +379,7 @@ def test_refresh_under_captured_graphs(algorithm):
     system = speculate(target, algorithm, max_cache_len=200, **draft, **more)
     on_cpu, ids = copy.deepcopy(drafts.target("llama")), drafts.prompts(2)
     assert torch.equal(generated(system, ids), drafts.generated(on_cpu, ids, NEW))
-    captured = [step for session in system.speculation._engine.sessions.values() for step in session.steps.values()]
+    captured = [step for session in system.speculation.engine.sessions.values() for step in session.steps.values()]
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
         new = {
@@ -402,7 +402,7 @@ def test_refresh_under_captured_graphs(algorithm):
     target.cuda()
     system.speculation.refresh()
     assert torch.equal(generated(system, ids), drafts.generated(on_cpu, ids, NEW))
-    steps = [step for session in system.speculation._engine.sessions.values() for step in session.steps.values()]
+    steps = [step for session in system.speculation.engine.sessions.values() for step in session.steps.values()]
     assert all(step is before for step, before in zip(steps, captured))
 
 

@@ -241,7 +241,7 @@ def test_a_child_does_not_write_into_its_parents_cache():
                 in_a_fork(lambda: overwrite(fast))
 
     def overwrite(fast):
-        session, _ = fast.speculation._engine.running[-1]
+        session, _ = fast.speculation.engine.running[-1]
         for tensor in session.state.cache:
             tensor.fill_(7.0)
 

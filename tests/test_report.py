@@ -58,7 +58,7 @@ def ask(system, batch=1, **options):
 
 def recorded(system, batch=1, **options):
     """The recording, each row's new tokens in the answer, and the trees that lay ready after each round."""
-    engine, ready = system.speculation._engine, []
+    engine, ready = system.speculation.engine, []
     run = engine.run
     state = engine.session(batch).state
 
@@ -143,20 +143,20 @@ def test_counts_and_times_are_those_of_the_call():
 def test_nothing_is_kept_unless_asked_for(tmp_path):
     system = fresh()
     want = ask(system)[2]
-    assert system.speculation._engine.recording is None
+    assert system.speculation.engine.recording is None
     with pytest.raises(RuntimeError, match=r"with .*speculation\.recording\(\)"):
         system.speculation.report(tmp_path / "page.html")
     assert not list(tmp_path.iterdir())
     with system.speculation.recording():
         assert torch.equal(ask(system)[2], want)
-    kept = system.speculation._engine.recording
+    kept = system.speculation.engine.recording
     rounds = len(kept.rounds)
     ask(system, 3)
-    assert system.speculation._engine.recording is kept and len(kept.rounds) == rounds
+    assert system.speculation.engine.recording is kept and len(kept.rounds) == rounds
     with pytest.raises(KeyError), system.speculation.recording():
         raise KeyError
     ask(system, 3)
-    assert system.speculation._engine.recording is kept
+    assert system.speculation.engine.recording is kept
 
 
 # --- the page

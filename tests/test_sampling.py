@@ -601,7 +601,7 @@ def test_generate_with_drawn_drafts(fills):
     texts = torch.cat([torch.tensor(PROMPTS[:1])[:, :-1].repeat(VOCAB, 1), torch.arange(VOCAB)[:, None]], dim=1)
     q = (tiny()(texts).logits[:, -1].detach() + 0.5 * torch.randn(VOCAB, VOCAB)).softmax(dim=-1)
     q = q.where(q >= q.topk(6).values[:, -1:], 0)
-    fast.speculation._engine.runtime.algorithm = DrawsFromTable(q)
+    fast.speculation.engine.runtime.algorithm = DrawsFromTable(q)
     drawn = samples(fast, 3000, top_p=0.95)
     assert set(fills) == set(range(1, 9))
     assert all(0.1 < share < 0.9 for share in fast.speculation.stats.acceptance_by_depth[:2])

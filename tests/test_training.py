@@ -40,7 +40,8 @@ from spec_compile.training.features import TargetFeatures
 from spec_compile.training.on_policy import continue_documents, prompts
 from spec_compile.training.options import TrainingOptions
 from spec_compile.training.progress import Printer, Progress, clock
-from spec_compile.training.trainer import own_parameters
+from spec_compile.training.read import read
+from spec_compile.training.trainer import trained_parameters
 
 CODER = "examples/tiny_coder"
 HEADS = ("eagle3", "eagle", "mtp")
@@ -198,7 +199,7 @@ def test_the_loss_is_exact_in_mixed_precision():
 def made(algo, **options):
     """A trainer for the tiny target in float64, a batch with padding and unsupervised tokens, its features."""
     model = models.build("LlamaConfig", "LlamaForCausalLM", dict(models.GQA, rms_norm_eps=1e-5)).double()
-    documents = texts.read(sequences(3, 12), None, models.VOCAB)
+    documents = read(sequences(3, 12), None, models.VOCAB)
     documents[1] = documents[1].piece(0, 9)
     documents[2].supervised[:6] = False
     counts = texts.count_tokens(documents, models.VOCAB)
@@ -253,7 +254,7 @@ def test_training_time_test_is_drafting(size, layers):
     kept = torch.arange(models.VOCAB) if size is None else trainer.kept
     assert len(kept) == (size or models.VOCAB)
     got = trainer.loss(batch, features, torch.Generator())
-    parameters = list(own_parameters(trainer.module).values())
+    parameters = list(trained_parameters(trainer.module).values())
     with mock.patch.object(ops, "attention", differentiable):
         slow = slow_rollout_loss(model, documents, trainer, 4, 0.8, kept, lambda slots, rows: 1 / slots)
         wanted = torch.autograd.grad(slow, parameters)
@@ -351,18 +352,18 @@ def test_blocks_learn_what_blocks_draft(scores):
         assert list(map(list, trainer.accepted(batch, features, 4))) == counts
     assert got.item() == pytest.approx(total / weights, rel=1e-5)
     got.backward()
-    assert all(p.grad.abs().sum() > 0 for p in own_parameters(trainer.module).values())
+    assert all(p.grad.abs().sum() > 0 for p in trained_parameters(trainer.module).values())
 
 
 def test_blocks_begin_at_random_places():
     _, documents, trainer, batch, _ = made("dflash")
-    draws = [trainer.choose(batch, 3, torch.Generator().manual_seed(seed)) for seed in range(40)]
+    draws = [trainer.draw_blocks(batch, 3, torch.Generator().manual_seed(seed)) for seed in range(40)]
     for row, document in enumerate(documents):
         possible = {n for n in range(1, len(document.ids) - 1) if document.supervised[n : n + 2].all()}
         real = [draw.anchors[row][draw.counted[row, :, 1]].tolist() for draw in draws]
         assert set().union(*real) == possible
         assert all(len(set(anchors)) == len(anchors) == 3 for anchors in real)
-    everything = trainer.choose(batch, 99, torch.Generator().manual_seed(0))
+    everything = trainer.draw_blocks(batch, 99, torch.Generator().manual_seed(0))
     assert everything.anchors.shape[1] == 10
     assert everything.counted[1, :, 1].sum() == 7 and not everything.counted[1, 7:].any()
 
@@ -377,7 +378,7 @@ def hooks(model):
 @pytest.mark.parametrize("rows", [1, 2, 99])
 def test_features_are_the_models_own(rows):
     model = target()
-    batch = texts.collate(texts.read([row[: 20 - 3 * n] for n, row in enumerate(sequences(3))], None, models.VOCAB))
+    batch = texts.collate(read([row[: 20 - 3 * n] for n, row in enumerate(sequences(3))], None, models.VOCAB))
     kept, before = torch.tensor([3, 4, 90]), hooks(model)
     with (
         mock.patch("spec_compile.training.features.LOGITS", rows * 20 * models.VOCAB * 4),
@@ -471,7 +472,7 @@ def drafted_tokens(trainer, text):
     if trainer.name != "dflash":
         unrolled = trainer.unroll(text, trainer.project(features), Rollout(), 3)
         return [(normed @ weight.T).argmax(-1) for _, normed in unrolled]
-    batch = texts.collate(texts.read(text.tolist(), None, models.VOCAB))
+    batch = texts.collate(read(text.tolist(), None, models.VOCAB))
     anchors = torch.arange(1, text.shape[1]).expand(len(text), -1)
     shape = (*anchors.shape, trainer.block_size)
     normed = trainer.draft(batch, features, Blocks(anchors, torch.ones(shape), torch.zeros(shape), torch.zeros(0)))
@@ -789,55 +790,55 @@ def parts(document):
 
 def test_reading_texts(tmp_path):
     end = tokenizer().eos_token
-    (document,) = texts.read(["x = 1\n", "  \n"], tokenizer())
+    (document,) = read(["x = 1\n", "  \n"], tokenizer())
     assert parts(document) == ["", "x = 1\n" + end]
-    (document,) = texts.read([{"prompt": "x = ", "completion": "1"}], tokenizer())
+    (document,) = read([{"prompt": "x = ", "completion": "1"}], tokenizer())
     assert parts(document) == ["x = ", "1" + end]
     ids = torch.tensor([4, 5, 6])
-    first, second = texts.read(iter([ids, [7, 8]]), vocab_size=9)
+    first, second = read(iter([ids, [7, 8]]), vocab_size=9)
     assert first.ids.tolist() == [4, 5, 6] and second.supervised.tolist() == [True, True]
     (tmp_path / "a.txt").write_text("y = 2\n")
-    assert parts(texts.read(tmp_path / "a.txt", tokenizer())[0]) == ["", "y = 2\n" + end]
+    assert parts(read(tmp_path / "a.txt", tokenizer())[0]) == ["", "y = 2\n" + end]
     rows = [{"text": "z"}, {"prompt": "a", "completion": "b"}, {"messages": TALK}]
     (tmp_path / "b.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
-    assert len(texts.read(str(tmp_path / "b.jsonl"), chatter(TURNS))) == 3
+    assert len(read(str(tmp_path / "b.jsonl"), chatter(TURNS))) == 3
 
 
 def test_reading_conversations():
-    (document,) = texts.read([{"messages": TALK}], chatter(TURNS))
+    (document,) = read([{"messages": TALK}], chatter(TURNS))
     assert parts(document) == ["<user>one?</s><assistant><user>three?</s><assistant>", "two</s>four</s>"]
     assert tokenizer().decode(document.ids) == "<user>one?</s><assistant>two</s><user>three?</s><assistant>four</s>"
-    first, second = texts.read([{"messages": TALK}], chatter(THINKS))
+    first, second = read([{"messages": TALK}], chatter(THINKS))
     assert parts(first) == ["<user>one?</s><assistant>", "hm two</s>"]
     assert parts(second) == ["<user>one?</s><assistant>two</s><user>three?</s><assistant>", "hm four</s>"]
-    (document,) = texts.read([{"messages": TALK[:3]}], chatter(TURNS))
+    (document,) = read([{"messages": TALK[:3]}], chatter(TURNS))
     assert parts(document) == ["<user>one?</s><assistant>", "two</s>"]
 
 
 def test_reading_prompts_without_an_answer(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n\n{"prompt": "x = "}\n')
-    document, prompt = texts.read(tmp_path / "a.jsonl", tokenizer(), on_policy=True)
+    document, prompt = read(tmp_path / "a.jsonl", tokenizer(), on_policy=True)
     assert parts(document) == ["", "x" + tokenizer().eos_token] and parts(prompt) == ["x = ", ""]
     assert prompts(prompt, 99) == [tokenizer()("x = ").input_ids] and prompts(prompt, len(prompt.ids)) == []
     with pytest.raises(ValueError, match=r'a.jsonl:3: there is no "completion"; pass on_policy=True'):
-        texts.read(tmp_path / "a.jsonl", tokenizer())
+        read(tmp_path / "a.jsonl", tokenizer())
     with pytest.raises(ValueError, match=r"data\[0\]: the conversation has no answer; pass on_policy=True"):
-        texts.read([{"messages": TALK[:1]}], chatter(TURNS))
+        read([{"messages": TALK[:1]}], chatter(TURNS))
     with pytest.raises(TypeError, match=r"data\[0\]: expected text, got NoneType"):
-        texts.read([{"prompt": None}], tokenizer(), on_policy=True)
+        read([{"prompt": None}], tokenizer(), on_policy=True)
     assert texts.split([prompt], 0.5, 0) == ([prompt], [])
 
 
 def test_reading_conversations_that_end_with_the_user():
-    (document,) = texts.read([{"messages": TALK[:1]}], chatter(TURNS), on_policy=True)
+    (document,) = read([{"messages": TALK[:1]}], chatter(TURNS), on_policy=True)
     assert parts(document) == ["<user>one?</s><assistant>", ""]
-    (document,) = texts.read([{"messages": TALK[:3]}], chatter(TURNS), on_policy=True)
+    (document,) = read([{"messages": TALK[:3]}], chatter(TURNS), on_policy=True)
     assert parts(document) == ["<user>one?</s><assistant><user>three?</s><assistant>", "two</s>"]
     whole = "<user>one?</s><assistant>two</s><user>three?</s><assistant>"
     assert tokenizer().decode(document.ids) == tokenizer().decode(prompts(document, 999)[0]) == whole
-    first, second = texts.read([{"messages": TALK[:3]}], chatter(THINKS), on_policy=True)
+    first, second = read([{"messages": TALK[:3]}], chatter(THINKS), on_policy=True)
     assert parts(first) == ["<user>one?</s><assistant>", "hm two</s>"] and parts(second) == [whole, ""]
-    (document,) = texts.read([{"messages": TALK}], chatter(TURNS), on_policy=True)  # its last answer is replaced
+    (document,) = read([{"messages": TALK}], chatter(TURNS), on_policy=True)  # its last answer is replaced
     assert tokenizer().decode(prompts(document, 999)[0]) == whole
 
 
@@ -863,7 +864,7 @@ def test_batches_hold_every_piece_once(lengths, size, seed, length):
         seen = []
         for step in range(epoch * len(batches), (epoch + 1) * len(batches)):
             batch = batches[step]
-            lengths_there = batch.wanted.sum(1) + 1
+            lengths_there = batch.next_supervised.sum(1) + 1
             assert batch.tokens == lengths_there.sum() and len(batch.ids) <= size
             seen += [tuple(row[:n].tolist()) for row, n in zip(batch.ids, lengths_there)]
             for ahead in range(3):
@@ -885,15 +886,15 @@ def test_batches_hold_every_piece_once(lengths, size, seed, length):
 
 
 def test_long_batches_have_few_widths():
-    pieces = texts.read([[5] * length for length in (63, 65, 70, 128, 129)])
+    pieces = read([[5] * length for length in (63, 65, 70, 128, 129)])
     assert [texts.collate([piece]).ids.shape[1] for piece in pieces] == [63, 128, 128, 128, 192]
     batch = texts.collate(pieces[1:3])
-    assert batch.tokens == 135 and not batch.wanted[0, 64:].any() and batch.wanted[1, :69].all()
+    assert batch.tokens == 135 and not batch.next_supervised[0, 64:].any() and batch.next_supervised[1, :69].all()
     assert not batch.ids[1, 70:].any()
 
 
 def test_held_out_documents():
-    documents = texts.read(sequences(20))
+    documents = read(sequences(20))
     kept, held = texts.split(documents, 0.2, 0)
     assert len(kept) == 16 and len(held) == 4 and {id(d) for d in kept + held} == {id(d) for d in documents}
     assert [id(d) for d in texts.split(documents, 0.2, 1)[1]] != [id(d) for d in held]
@@ -906,7 +907,7 @@ def test_held_out_documents():
 
 def test_continuations():
     model = target()
-    documents = texts.read([[5, 6, 7, 8], list(range(3, 15))], vocab_size=models.VOCAB)
+    documents = read([[5, 6, 7, 8], list(range(3, 15))], vocab_size=models.VOCAB)
     documents[0].supervised[:3] = False
     options = dict(do_sample=False, pad_token_id=0)
     for eos in (None, int(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1, **options)[0, -1])):
@@ -928,7 +929,7 @@ def test_continuations():
 
 def unanswered(count=5):
     """Prompts of 4, 7, 10 ... tokens."""
-    documents = texts.read([ids[: 4 + 3 * n] for n, ids in enumerate(sequences(count))])
+    documents = read([ids[: 4 + 3 * n] for n, ids in enumerate(sequences(count))])
     return [texts.Document(document.ids, torch.zeros_like(document.supervised)) for document in documents]
 
 
@@ -1107,14 +1108,14 @@ def test_folders_that_are_something_else(tmp_path):
 
 def test_conversations_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match=r"data\[0\]: messages need a tokenizer with a chat template"):
-        texts.read([{"messages": TALK}], tokenizer())
+        read([{"messages": TALK}], tokenizer())
     with pytest.raises(ValueError, match="no answer of the assistant follows"):
-        texts.read([{"messages": TALK}], chatter(TURNS.replace("<assistant>", "<helper>")))
+        read([{"messages": TALK}], chatter(TURNS.replace("<assistant>", "<helper>")))
     with pytest.raises(TypeError, match=r"data\[0\]: expected text, got int"):
-        texts.read([{"prompt": "a", "completion": 3}], tokenizer())
+        read([{"prompt": "a", "completion": 3}], tokenizer())
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\nx = 1\n')
     with pytest.raises(ValueError, match=r"a.jsonl:2: not JSON"):
-        texts.read(tmp_path / "a.jsonl", tokenizer())
+        read(tmp_path / "a.jsonl", tokenizer())
 
 
 def test_the_command_line(tmp_path, capsys):

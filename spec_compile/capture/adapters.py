@@ -15,11 +15,11 @@ def is_wrapped(model) -> bool:
 def base_of(wrapped: nn.Module) -> nn.Module:
     """The transformers model inside, with its adapters; UnsupportedModelError if they are not part of its layers."""
     for name, config in wrapped.peft_config.items():
-        kind = f"model: the adapter {name!r} ({type(config).__name__})"
+        label = f"model: the adapter {name!r} ({type(config).__name__})"
         if config.is_prompt_learning:
-            raise UnsupportedModelError(f"{kind} adds virtual tokens to each step; only adapters of layers are exact")
+            raise UnsupportedModelError(f"{label} adds virtual tokens to each step; only adapters of layers are exact")
         if getattr(config, "alora_invocation_tokens", None):
-            raise UnsupportedModelError(f"{kind} starts inside the text; only adapters that always act are exact")
+            raise UnsupportedModelError(f"{label} starts inside the text; only adapters that always act are exact")
     return wrapped.get_base_model()
 
 

@@ -1,4 +1,4 @@
-"""Admission: what cannot be right is refused before any work, by name and with the reason."""
+"""Admission: a model that cannot be served exactly is refused before any work, by name and with the reason."""
 
 import importlib.util
 
@@ -30,15 +30,15 @@ def admit(model: nn.Module) -> None:
         _refuse(model, "has several output heads; only models with one head, over one vocabulary, can be speculated")
     if getattr(model, "_is_stateful", False):
         _refuse(model, "keeps a recurrent state that cannot be rolled back when drafted tokens are rejected")
-    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
-    if foreign:
-        _refuse(model, f"has layers of type {', '.join(foreign)}; only full and sliding-window attention is exact")
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    if unknown:
+        _refuse(model, f"has layers of type {', '.join(unknown)}; only full and sliding-window attention is exact")
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         _refuse(model, "uses ALiBi position biases, which a token tree cannot express yet")
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [r for r in rope.values() if isinstance(r, dict)] if rope else []
-    for kind in {r.get("rope_type", "default") for r in (nested or [rope])} & GROWING_ROPE:
-        _refuse(model, f"uses RoPE of type {kind!r}, whose frequencies change with the length of the text")
+    for rope_type in {r.get("rope_type", "default") for r in (nested or [rope])} & GROWING_ROPE:
+        _refuse(model, f"uses RoPE of type {rope_type!r}, whose frequencies change with the length of the text")
     _admit_tensors(model)
     if model.training:
         raise ValueError(f"model: {type(model).__name__} is in training mode; call model.eval() first")
@@ -52,12 +52,12 @@ def _admit_tensors(model: PreTrainedModel) -> None:
         )
     if getattr(model, "hf_device_map", None) and {str(d) for d in model.hf_device_map.values()} & {"cpu", "disk"}:
         if devices != ["cpu"]:
-            _refuse(model, "is partly offloaded (hf_device_map); load it whole onto one device")
+            _refuse(model, "is partly offloaded (hf_device_map); load all of it onto one device")
     _admit_device(model, torch.device(devices[0]))
-    foreign = sorted({str(p.dtype) for p in model.parameters()} - {str(d) for d in DTYPES})
-    if foreign:
+    unknown = sorted({str(p.dtype) for p in model.parameters()} - {str(d) for d in DTYPES})
+    if unknown:
         raise UnsupportedModelError(
-            f"model: {type(model).__name__} has parameters of dtype {', '.join(foreign)}; expected float32, bfloat16 "
+            f"model: {type(model).__name__} has parameters of dtype {', '.join(unknown)}; expected float32, bfloat16 "
             "or float16"
         )
 

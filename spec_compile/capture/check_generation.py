@@ -1,4 +1,4 @@
-"""The check of generation: the captured graph at our positions must give the logits of the model's own `generate`."""
+"""The check of generation: the captured graph must give the logits of the model's `generate`."""
 
 import torch
 from torch import Tensor
@@ -21,19 +21,19 @@ from .checks import (
 )
 
 STEPS = 4
-"""Tokens that are generated: the first from the prompt, the others over the cache."""
+"""Tokens that are generated, the first from the prompt and the others from the cache."""
 PADDING = 7
-"""On the left of the second of two rows."""
+"""Tokens of padding on the left of the second of two rows."""
 GENERATE = "the model's own generate(), over its cache,"
 
 
 @torch.no_grad()
 def check_generation(model: PreTrainedModel, graph: ModelGraph) -> bool:
-    """Compare a few steps of transformers' own `generate` with the captured graph; whether padded batches are equal.
+    """Compare a few steps of transformers' `generate` with the captured graph; return whether padded batches are equal.
 
     A forward over a whole text cannot show what a model does with its cache, or with the mask of a batch that is padded
-    on the left. Raises UnsupportedModelError if rows without padding differ. True without a comparison for a model
-    whose own methods a round does not call: transformers' loop runs for it.
+    on the left. The result is True without a comparison if the model overrides methods of transformers' loop, because
+    that loop then serves it. Raises UnsupportedModelError if rows without padding differ.
     """
     if hooks.overridden(model):
         return True
@@ -49,7 +49,7 @@ def check_generation(model: PreTrainedModel, graph: ModelGraph) -> bool:
             check(0, PADDING)
             return True
         except UnsupportedModelError:
-            pass  # it may be for the padding alone
+            pass  # perhaps only the padding differs, so compare without it
     check(0, 0)
     return False
 
@@ -62,16 +62,16 @@ def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, paddi
         return _generated_logits(model, ids, padding)
 
     if not has_half(graph):
-        own, texts = steps()
-        expected = _captured_logits(graph, texts, padding, own.shape[1])
-        return compare_logits(name, GENERATE, own.to(expected.dtype), expected)
+        generated, texts = steps()
+        expected = _captured_logits(graph, texts, padding, generated.shape[1])
+        return compare_logits(name, GENERATE, generated.to(expected.dtype), expected)
     wide = in_float32_if_possible(GENERATE, steps)
-    own, texts = wide or steps()
-    exact = exact_logits(name, lambda: _captured_logits(graph, texts, padding, own.shape[1]))
+    generated, texts = wide or steps()
+    exact = exact_logits(name, lambda: _captured_logits(graph, texts, padding, generated.shape[1]))
     if wide:
-        compare_logits(name, GENERATE, own, exact)
+        compare_logits(name, GENERATE, generated, exact)
     else:
-        compare_rounding(name, GENERATE, own, _captured_logits(graph, texts, padding, own.shape[1]), exact)
+        compare_rounding(name, GENERATE, generated, _captured_logits(graph, texts, padding, generated.shape[1]), exact)
 
 
 def _generated_logits(model: PreTrainedModel, ids: Tensor, padding: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def _generated_logits(model: PreTrainedModel, ids: Tensor, padding: tuple[int, .
 
 
 def _captured_logits(graph: ModelGraph, texts: Tensor, padding: tuple[int, ...], steps: int) -> Tensor:
-    """Logits [B, steps, V] of the captured graph at the places that `generate` chose tokens at."""
+    """Logits [B, steps, V] of the captured graph at the positions where `generate` chose tokens."""
     rows = torch.arange(len(texts), device=texts.device)[:, None]
     last = texts.shape[1] - 1 - torch.tensor(padding, device=texts.device)[:, None]
     logits = graph.gm(texts, torch.arange(texts.shape[1], device=texts.device).expand_as(texts))[0]
@@ -98,7 +98,7 @@ def _captured_logits(graph: ModelGraph, texts: Tensor, padding: tuple[int, ...],
 
 
 def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor):
-    """Greedy tokens by transformers' `generate`, with the raw logits of each; no settings of the model's take part."""
+    """Greedy tokens by transformers' `generate`, with the raw logits of each, whatever the model's settings."""
     other = adapters.shallow(model)
     other.generation_config = GenerationConfig(pad_token_id=0)
     return GenerationMixin.generate(

@@ -1,12 +1,11 @@
-"""The checks after capture: the graphs must compute what the model computes, or the model is refused.
+"""The checks after capture: a model is refused unless the graphs compute what it computes.
 
 Rounding to 16 bits hides small faults, so two questions are asked. **What is computed?** Both sides run in float32 with
-the same weights (`in_float32`), where rounding is a millionth of the logits' spread: a scale, mask, position, window or
-eps that is off shows there. **How is it rounded?** Both sides run in the model's own 16 bits, as they will run: the
-distance to the float32 result may be a few times that of a plain forward of the same text, so that the limit is the
-model's own noise.
+the same weights (`in_float32`), where rounding is a millionth of the logits' spread. A scale, mask, position, window or
+eps that is off shows there. **How is it rounded?** Both sides run in the model's 16 bits, as they will in use. Their
+distance to the float32 result may be a few times that of a plain forward of the same text, which is the model's noise.
 
-Where rounding may send a token to other experts, a difference on one text is no evidence: such a model is refused if it
+Where rounding may send a token to other experts, a difference on one text is no evidence. Such a model is refused if it
 differs on each of several texts.
 """
 
@@ -29,12 +28,12 @@ log = logging.getLogger("spec_compile")
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 """Largest accepted difference of any logit between runs in this dtype, relative to the logits' spread."""
 NOISE = 3.0
-"""Largest accepted distance of 16-bit logits to the float32 result, in those of a plain forward: of the position that
-is farthest off, root mean square over the vocabulary."""
+"""Largest accepted distance of 16-bit logits to the float32 result, as a multiple of that of a plain forward. It is the
+root mean square over the vocabulary, at the position where that is largest."""
 TEXTS = 4
 """Random texts that a model with routed experts may be checked on."""
 LONGEST = 1024
-"""Longest text that is run for a check; of longer windows it is checked that attention is told of them."""
+"""Tokens of the longest text of a check. A longer window is only checked to be passed to attention."""
 CAPTURE = "the captured graph"
 TREE = "the tree attention of the rewritten graph"
 
@@ -59,7 +58,7 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
         ids = random_ids(graph, 2, length, seed).to(model.device)
         positions = torch.arange(length, device=ids.device).expand_as(ids)
 
-        def own() -> Tensor:
+        def expected() -> Tensor:
             return model(input_ids=ids, use_cache=False).logits
 
         def captured() -> Tensor:
@@ -67,9 +66,10 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
 
         if not has_half(graph):
             with full_precision():
-                return compare_logits(name, CAPTURE, captured(), own())
-        exact, wide = exact_logits(name, captured), in_float32_if_possible("the model's own forward", own)
-        plain, ours = own(), captured()
+                return compare_logits(name, CAPTURE, captured(), expected())
+        # In float32: what is computed. In 16 bits: how it is rounded, where each side is the other's yardstick.
+        exact, wide = exact_logits(name, captured), in_float32_if_possible("the model's own forward", expected)
+        plain, ours = expected(), captured()
         if wide is None:
             compare_rounding(name, CAPTURE, plain, ours, exact)
         else:
@@ -113,7 +113,7 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
 def compare_logits(name: str, what: str, got: Tensor, expected: Tensor) -> None:
     """UnsupportedModelError if logits [..., V] in float32 or float64 differ by more than `TOLERANCE`.
 
-    name: of the model's class. what: it is that has computed `got`.
+    name: of the model's class. what: the part that computed `got`, for the message.
     """
     spread = expected.std().clamp(min=1e-6)
     error = ((got - expected).abs().max() / spread).item()
@@ -126,9 +126,9 @@ def compare_logits(name: str, what: str, got: Tensor, expected: Tensor) -> None:
 
 
 def compare_rounding(name: str, what: str, got: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """UnsupportedModelError if logits [..., V] of 16 bits are more than `NOISE` times as far from `exact`, the float32
-    result, as `plain`, those of a plain forward in 16 bits.
+    """UnsupportedModelError if `got` is more than `NOISE` times as far from `exact` as `plain` is.
 
+    All are logits [..., V]: of what is checked and of a plain forward, both in 16 bits, and of the float32 result.
     name, what: as for `compare_logits`.
     """
     error, noise = ((x.float() - exact).square().mean(dim=-1).sqrt().max().item() for x in (got, plain))
@@ -144,17 +144,17 @@ def _tree_logits(
 ) -> Tensor:
     """Logits [N, V] of the tree's nodes by `verify`, with a cache of `graph`'s dtype."""
     slots = ids.shape[1]
-    cache = Cache(graph, 1, -(-slots // PAGE) * PAGE).tensors  # of as whole pages as a session's
+    cache = Cache(graph, 1, -(-slots // PAGE) * PAGE).tensors  # a multiple of pages, as a session's
     start = torch.zeros(1, dtype=torch.int64, device=ids.device)
     verify.gm(ids[:, :prefix], torch.arange(prefix, device=ids.device)[None], start, None, cache, prefix)
     return verify.gm(ids[:, prefix:], prefix + depth, start + prefix, ancestors, cache, slots)[0][0]
 
 
 def _linear_logits(graph: ModelGraph, ids: Tensor, prefix: int, ancestors: list[int]) -> Tensor:
-    """Logits [N, V] at the end of each node's path, run as a text of its own."""
+    """Logits [N, V] at the end of each node's path, where each path is run as a separate text."""
     nodes, slots = len(ancestors), ids.shape[1]
     paths = [[j for j in range(nodes) if bits >> j & 1] for bits in ancestors]
-    texts = ids.repeat(nodes, 1)  # what follows a path's end is not seen by it
+    texts = ids.repeat(nodes, 1)  # a path's last token does not see what follows it
     for node, path in enumerate(paths):
         texts[node, prefix : prefix + len(path)] = ids[0, prefix:][path]
     logits = graph.gm(texts, torch.arange(slots, device=ids.device).expand_as(texts))[0]
@@ -163,7 +163,7 @@ def _linear_logits(graph: ModelGraph, ids: Tensor, prefix: int, ancestors: list[
 
 
 def on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
-    """Run ``check(seed)``; where experts are chosen, until it passes, at most `TEXTS` times."""
+    """Run ``check(seed)`` once; or if the model routes to experts, until it passes, at most `TEXTS` times."""
     last = TEXTS - 1 if calls(graph.gm, torch.ops.aten.topk.default) else 0
     for seed in range(last + 1):
         try:
@@ -174,7 +174,7 @@ def on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
 
 
 def has_half(graph: ModelGraph) -> bool:
-    """Whether some weights are of 16 bits."""
+    """Whether any weights have 16 bits."""
     return any(parameter.dtype in HALF for parameter in graph.gm.parameters())
 
 
@@ -183,17 +183,17 @@ def exact_logits(name: str, run: Callable[[], Tensor]) -> Tensor:
     logits, reason = _in_float32(run)
     if logits is None:
         raise UnsupportedModelError(
-            f"model: {name} cannot be checked, for its graph does not run in float32 ({reason}); check=False omits the "
-            "check"
+            f"model: {name} cannot be checked, because its graph does not run in float32 ({reason}); check=False "
+            "omits the check"
         )
     return logits
 
 
 def in_float32_if_possible(what: str, run: Callable[[], Tensor]) -> Tensor | None:
-    """Logits in float32; None, and a line in the log, where something has no float32 form."""
+    """Logits in float32; or None, with a line in the log, if an op has no float32 form."""
     logits, reason = _in_float32(run)
     if logits is None:
-        log.info("%s is checked in 16 bits alone, for it does not run in float32 (%s)", what, reason)
+        log.info("%s is checked in 16 bits alone, because it does not run in float32 (%s)", what, reason)
     return logits
 
 
@@ -209,7 +209,7 @@ def _in_float32(run: Callable[[], Tensor]) -> tuple[Tensor | None, str]:
 
 
 def announced_window(model: PreTrainedModel) -> int:
-    """The sliding window that the configuration says some layer has (0: none)."""
+    """The sliding window that the configuration gives its layers, in tokens (0: none)."""
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)
     if getattr(config, "use_sliding_window", True) is False or (types and "sliding_attention" not in types):
@@ -218,4 +218,5 @@ def announced_window(model: PreTrainedModel) -> int:
 
 
 def random_ids(graph: ModelGraph, batch: int, length: int, seed: int) -> Tensor:
+    """Random token ids, int64 [batch, length]."""
     return torch.randint(0, graph.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))

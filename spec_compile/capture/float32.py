@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 SELECTIONS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
-"""Ops that copy chosen elements, of tables that are best not widened as a whole."""
+"""Ops that select elements, of which only the result is converted, because their tables may be large."""
 
 
 @contextmanager
 def in_float32() -> Iterator[None]:
-    """While inside, PyTorch computes in float32 what it would compute in 16 bits.
+    """A context in which PyTorch computes in float32 what it would compute in 16 bits.
 
     Every op gets its operands of 16 bits as float32, one op's at a time, and a cast to 16 bits stays in float32.
     Nothing is rounded to TF32, and nothing is compiled. An op that has no float32 form raises what it raises; one
@@ -27,7 +27,7 @@ def in_float32() -> Iterator[None]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """While inside, matrix products of float32 are not rounded to TF32 or bfloat16, whatever the user allows."""
+    """A context in which matrix products of float32 are not rounded to TF32 or bfloat16, whatever the user allows."""
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     before = [backend.fp32_precision for backend in backends]
     try:
@@ -48,6 +48,8 @@ def _set_precision(legacy: str | None, precisions: list[str]) -> None:
 
 
 class _Float32(TorchDispatchMode):
+    """Converts the operands of every op from 16 bits to float32."""
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         is_view, written = _aliasing(func)
@@ -55,17 +57,17 @@ class _Float32(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in SELECTIONS:
             return _widened(func(*args, **kwargs))
-        for place in written:
-            if place < len(args) and isinstance(args[place], torch.Tensor) and args[place].dtype in HALF:
+        for index in written:
+            if index < len(args) and isinstance(args[index], torch.Tensor) and args[index].dtype in HALF:
                 raise RuntimeError(f"{func} writes to a tensor of 16 bits, which has no float32 form")
         return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
 
 
 @functools.cache
 def _aliasing(func) -> tuple[bool, list[int]]:
-    """Whether an op returns a view of an operand, and the places of the operands that it writes to."""
+    """Whether an op returns a view of an operand, and the indices of the operands that it writes to."""
     aliases = [argument.alias_info for argument in func._schema.arguments]
-    written = [place for place, alias in enumerate(aliases) if alias is not None and alias.is_write]
+    written = [index for index, alias in enumerate(aliases) if alias is not None and alias.is_write]
     return any(alias is not None for alias in aliases) and not written, written
 
 

@@ -1,7 +1,7 @@
-"""`Watch`: notices what changed in a model since its graphs were captured, and says what.
+"""`Watch` notices and describes what has changed in a model since its graphs were captured.
 
-A `_Fingerprint` is compared at every call: flat lists that C code builds in a fraction of a millisecond. Only where
-they differ is every module looked at by name, to decide whether the difference can change an answer and to describe it.
+At every call a `_Fingerprint` is compared: flat lists that C code builds in a fraction of a millisecond. If it differs,
+every module is examined by name, to decide whether the difference can change an answer, and to describe it.
 """
 
 import copy
@@ -34,7 +34,7 @@ CONFIG_BOOKKEEPING = {
     "dtype", "is_encoder_decoder", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
     "torch_dtype", "use_cache", "use_return_dict",
 }  # fmt: skip
-"""Values of configs that say which outputs are wanted; logits do not depend on them."""
+"""Values of configs that select outputs. Logits do not depend on them."""
 HARMLESS_HOOKS = ("<locals>.make_inputs_require_grads", "<locals>.output_capturing_hook")
 """Hooks that transformers registers while a model is used; they change no value."""
 GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
@@ -43,8 +43,7 @@ ABSENT = "absent"
 
 
 class Change(NamedTuple):
-    """Something that differs from what was captured. text: what it is, without advice. remedy: "refresh", "eval" or
-    "speculate"."""
+    """A difference from the captured model. text: what it is, without advice. remedy: a key of `REMEDIES`."""
 
     text: str
     remedy: str = "speculate"
@@ -58,14 +57,14 @@ REMEDIES = {
 
 
 def describe(changes: list[Change]) -> str:
-    """The first of the changes that weigh most, how many more there are, and what to do."""
+    """A sentence on the first change with the strongest remedy, the number of others, and what to do."""
     first = max(changes, key=lambda change: [*REMEDIES].index(change.remedy))
     more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
     return f"{first.text}{more}; {REMEDIES[first.remedy]}"
 
 
 class _Facts(NamedTuple):
-    """What a module's computation depends on, besides the values of its tensors."""
+    """Everything besides the values of its tensors on which a module's computation depends."""
 
     cls: type
     forward: Callable
@@ -85,7 +84,7 @@ class Watch:
     def __init__(self, model: nn.Module, fast: nn.Module, slots: list[Slot], reads: list[tuple[Any, set[str]]]):
         self._model, self._slots = model, slots
         self._paths = {part: path for path, part in model.named_modules()}
-        self._fast = weakref.ref(fast)  # it holds this object: a reference back would be a circle
+        self._fast = weakref.ref(fast)  # weak, because `fast` refers to this object
         self._expected = {part: _facts(part) for part in self._paths}
         self._expected_fast, self._expected_global = _facts(fast), _hooks(GLOBAL_HOOKS)
         self._settings = [
@@ -97,18 +96,19 @@ class Watch:
         self._fingerprint = self._take_fingerprint()
 
     def changes(self) -> list[Change]:
-        """What differs from what was captured, nothing if no answer can."""
+        """The differences from the captured model that can change an answer."""
         if not self._fingerprint.differs(self._fast()):
             return []
         changes = [*self._changes()]
         if not changes:
-            self._fingerprint = self._take_fingerprint()  # what differs is bookkeeping
+            self._fingerprint = self._take_fingerprint()  # only bookkeeping differs, so the next call need not look
         return changes
 
     def _take_fingerprint(self) -> "_Fingerprint":
         return _Fingerprint([*self._paths], self._fast(), self._slots, [setting[:2] for setting in self._settings])
 
     def _changes(self) -> Iterator[Change]:
+        """The differences of modules, hooks, config values and weights, examined one by one."""
         for part, path in self._paths.items():
             yield from _differences(path, self._expected[part], _facts(part), ignore_training=part is self._model)
         yield from _differences("", self._expected_fast, _facts(self._fast()))
@@ -125,43 +125,42 @@ class Watch:
 
 
 class _Fingerprint:
-    """Everything that is watched, in lists that are fast to build and to compare.
-
-    It keeps no reference to `fast`, which would be a circle, but to dictionaries inside it.
-    """
+    """All that is watched, in fast lists. It refers to dictionaries inside `fast`, not to `fast`, to avoid a cycle."""
 
     def __init__(self, parts: list[nn.Module], fast: nn.Module, slots: list[Slot], settings: list[tuple[Any, str]]):
         self._parts, self._settings = parts, settings
         self._classes = [*{type(part) for part in parts}]
+        # Where values are read from: scalars by groups of equal names, containers and identities as (dict, name).
         single, several, same = defaultdict(list), [], []
         for part in parts:
-            values, held = _values(part), vars(part)
-            single[tuple(name for name in values if _is_scalar(values[name]))].append(held)
-            several += [(held, name) for name, value in values.items() if _is_container(value)]
-            same += [(held, name) for name, value in values.items() if not _is_plain(value)]
-            same += [(held, "forward")] * ("forward" in held)
+            values, attributes = _values(part), vars(part)
+            single[tuple(name for name in values if _is_scalar(values[name]))].append(attributes)
+            several += [(attributes, name) for name, value in values.items() if _is_container(value)]
+            same += [(attributes, name) for name, value in values.items() if not _is_plain(value)]
+            same += [(attributes, "forward")] * ("forward" in attributes)
         for part in [*parts, fast]:
             same += [(part._modules, name) for name in part._modules]
             for holder in (part._parameters, part._buffers):
                 same += [(holder, name) for name, tensor in holder.items() if tensor is None]
         same += [(slot.holder, slot.name) for slot in slots if slot.storage is None]
-        whole = [(slot.holder, slot.name) for slot in slots if slot.storage is not None]
-        self._single = [(itemgetter(*names), held) for names, held in single.items() if names]
+        plain = [(slot.holder, slot.name) for slot in slots if slot.storage is not None]
+        self._single = [(itemgetter(*names), attributes) for names, attributes in single.items() if names]
         self._fast_values = itemgetter("training", *_values(fast), *(["forward"] * ("forward" in vars(fast))))
-        self._several, self._same, self._tensors = (_transposed(pairs) for pairs in (several, same, whole))
+        self._several, self._same, self._tensors = (_transposed(pairs) for pairs in (several, same, plain))
+        # Additions to dictionaries show in their sizes.
         dicts = [holder for part in [*parts, fast] for holder in (part._parameters, part._buffers, part._modules)]
         hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         hooks += GLOBAL_HOOKS
         self._sized = [*map(vars, parts), *filter(None, dicts)]
         self._hooked = [*filter(None, hooks)]
-        self._empty = [held for held in [*dicts, *hooks] if not held]
+        self._empty = [each for each in [*dicts, *hooks] if not each]
         self._reference = copy.deepcopy(self._containers()), self._lists(fast)
 
     def differs(self, fast: nn.Module) -> bool:
-        """Whether anything is not what it was."""
+        """Whether anything is other than when this was taken."""
         try:
             return any(self._empty) or (self._containers(), self._lists(fast)) != self._reference
-        except Exception:  # something is gone, or is no tensor any more
+        except Exception:  # an attribute was deleted, or is no tensor any more
             return True
 
     def _containers(self) -> list:
@@ -170,12 +169,13 @@ class _Fingerprint:
         return [*map(dict.__getitem__, *self._several), *settings]
 
     def _lists(self, fast: nn.Module) -> tuple:
+        """Addresses, identities, scalars and sizes: everything that is compared without a copy."""
         tensors = [*map(dict.__getitem__, *self._tensors)]
         return (
             [*map(Tensor.data_ptr, tensors)],
             [*map(Tensor.is_contiguous, tensors)],
             [*map(id, map(dict.__getitem__, *self._same))],
-            [[*map(values, held)] for values, held in self._single],
+            [[*map(values, attributes)] for values, attributes in self._single],
             [*map(len, self._sized)],
             [*map(type, self._parts)],
             [*chain.from_iterable(self._hooked)],
@@ -187,7 +187,7 @@ class _Fingerprint:
 
 @contextmanager
 def config_reads(model: nn.Module) -> Iterator[list[tuple[Any, set[str]]]]:
-    """While inside, collect the names that are read of each config of `model`: the list that it yields fills up."""
+    """A context that collects which names are read of each config of `model`. The list that it yields fills up."""
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     reads = [(config, set()) for config in configs.values() if isinstance(config, PreTrainedConfig)]
     classes = [type(config) for config, _ in reads]
@@ -202,7 +202,7 @@ def config_reads(model: nn.Module) -> Iterator[list[tuple[Any, set[str]]]]:
 
 
 def _recording(cls: type, names: set[str]) -> type:
-    """A subclass of a config's class that notes the public names that are read."""
+    """A subclass of a config's class that adds the public names that are read to `names`."""
 
     def read(self, name: str):
         if not name.startswith("_"):
@@ -213,16 +213,16 @@ def _recording(cls: type, names: set[str]) -> type:
 
 
 def _facts(part: nn.Module) -> _Facts:
+    """A module as it is now. Values that may change in place are copied."""
     values = {name: copy.deepcopy(value) if _is_plain(value) else value for name, value in _values(part).items()}
-    empty = {name: tensor is None for held in (part._parameters, part._buffers) for name, tensor in held.items()}
+    empty = {name: tensor is None for owner in (part._parameters, part._buffers) for name, tensor in owner.items()}
     hooks = _hooks((part._forward_hooks, part._forward_pre_hooks))
     return _Facts(type(part), _forward(part), values, empty, dict(part._modules), hooks)
 
 
 def _values(part: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that its forward may read: numbers, texts and collections of them, tensors that are no
-    parameters, functions, and its config."""
-    private = isinstance(part, PreTrainedModel)  # transformers keeps notes of its own there
+    """The attributes that a forward may read: plain values, tensors that are no parameters, functions, the config."""
+    private = isinstance(part, PreTrainedModel)  # transformers keeps notes in a model's private attributes
     return {
         name: value
         for name, value in vars(part).items()
@@ -235,7 +235,7 @@ def _values(part: nn.Module) -> dict[str, Any]:
 
 
 def _forward(part: nn.Module) -> Callable:
-    """What a call of the module runs, without torch.compile around it."""
+    """The function that a call of the module runs, without torch.compile around it."""
     forward = vars(part).get("forward", type(part).forward)
     forward = getattr(forward, "_torchdynamo_orig_callable", forward)
     return forward.__func__ if getattr(forward, "__self__", None) is part else forward
@@ -248,7 +248,7 @@ def _hooks(registries) -> list[tuple[int, Callable]]:
 
 
 def _differences(path: str, was: _Facts, now: _Facts, ignore_training: bool = False) -> Iterator[Change]:
-    """What differs in one module."""
+    """The differences of one module."""
     label, prefix = path or "the model", f"{path}." if path else ""
     if was.cls is not now.cls:
         how = "was parametrized" if issubclass(now.cls, was.cls) else f"became a {now.cls.__name__}"
@@ -260,8 +260,8 @@ def _differences(path: str, was: _Facts, now: _Facts, ignore_training: bool = Fa
         before, after = was.modules.get(name), now.modules.get(name)
         if before is not after:
             how = "added" if before is None else "removed" if after is None else "replaced"
-            kind = type(after if before is None else before).__name__
-            yield Change(f"{prefix}{name} ({kind}) was {how} after speculate()")
+            class_name = type(after if before is None else before).__name__
+            yield Change(f"{prefix}{name} ({class_name}) was {how} after speculate()")
     for name in {**was.empty, **now.empty}:
         before, after = was.empty.get(name, True), now.empty.get(name, True)
         if before and not after:
@@ -307,7 +307,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """A number, a text, or a collection of such."""
+    """Whether a value is a number, a text or the like, or a collection of them, so that == compares it."""
     return _is_scalar(value) or _is_container(value)
 
 

@@ -75,7 +75,8 @@ def _merge(gm: fx.GraphModule, group: list[fx.Node], name: str) -> None:
     operands = []
     for place in range(1, len(group[0].args)):
         target = f"{name}_{'weight' if place == 1 else 'bias'}"
-        gm.register_buffer(target, _join([attribute(gm, node.args[place].target) for node in group]), persistent=False)
+        parameters = [attribute(gm, node.args[place].target) for node in group]
+        gm.register_buffer(target, join_parameters(parameters), persistent=False)
         operands.append(target)
     sizes = [attribute(gm, node.args[1].target).shape[0] for node in group]
     with gm.graph.inserting_before(group[0]):
@@ -102,7 +103,7 @@ def _joined(parameters: list[nn.Parameter]) -> Tensor | None:
     return first.data.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def _join(parameters: list[nn.Parameter]) -> Tensor:
+def join_parameters(parameters: list[nn.Parameter]) -> Tensor:
     """The rows of all parameters in one tensor, which the parameters then view."""
     merged = _joined(parameters)
     if merged is not None:

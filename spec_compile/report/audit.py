@@ -1,4 +1,4 @@
-"""What `audit` reports: rows of tokens, logits and draws, their verdicts, and the tables."""
+"""The report of `audit`: rows for tokens, logits and draws, with their verdicts, printed as tables."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,35 +7,35 @@ import torch
 from torch import Tensor
 
 SIGNIFICANCE = 1e-3
-"""Sampling fails the audit if its frequencies would be so unlikely, or less likely, of the target."""
+"""Sampling fails the audit if the target gives frequencies at least as far off with less than this probability."""
 EXPECTED = 5.0
 """Tokens expected more rarely than this are counted together, as the chi-square test needs."""
 MIN_DRAWS = int(20 * EXPECTED)
-"""Contexts drawn less often than this are not tested: too few of their tokens would have a count of their own."""
+"""Contexts drawn less often are not tested, because too few of their tokens would be counted one by one."""
 NEAR_TIE = 3.0
-"""Two logits that differ by so many standard deviations of the noise, or fewer, are a near-tie. If nothing but rounding
-separates the two models, one first difference in a thousand is larger."""
+"""Two logits are a near-tie if they differ by at most so many standard deviations of the noise. If nothing but rounding
+separates the models, one first difference in a thousand is larger."""
 MORE_NOISE = 0.03
-"""Share by which the speculative logits may be farther from the float32 copy than the target's own are."""
+"""Share by which the speculative logits may be farther from the float32 copy than the target's are."""
 DEVIATIONS = 3.0
 """Standard errors by which that share must be exceeded before the logits fail the audit."""
 LEAST_SPREAD = 0.1
-"""Standard deviation of that share from place to place, at least, as a few places may agree by chance."""
+"""Least standard deviation of that share over positions, because a few positions may agree by chance."""
 LOSSLESS, NOT_LOSSLESS, NOT_TESTED = "lossless", "NOT LOSSLESS", "NOT TESTED"
 
 
 @dataclass
 class Greedy:
-    """One prompt decoded greedily by both.
+    """One prompt, decoded greedily by both.
 
-    compared: tokens compared (0: none, or no round was run). place: how many generated tokens agree before the first
-    difference (None: all do). plain, speculative: the tokens there (None: the output had ended). logits: the target's
-    for the two, in float32. noise: standard deviation of their difference between the target's orders of computation,
-    there or over all places that were compared, whichever is larger (see `noise`).
+    compared: tokens compared; 0 if no round was run. position: of the first difference, counted in generated tokens, or
+    None if all agree. plain, speculative: the tokens at that position, or None where the answer had ended. logits: the
+    target's logits of the two in float32. noise: the standard deviation of their difference among the target's orders
+    of computation (see `noise`), at that position or over all that were compared, whichever is larger.
     """
 
     compared: int
-    place: int | None = None
+    position: int | None = None
     plain: int | None = None
     speculative: int | None = None
     logits: tuple[float, float] = (math.nan, math.nan)
@@ -44,47 +44,47 @@ class Greedy:
     @property
     def verdict(self) -> str:
         """ "same", "near-tie" (the two logits are as close as the target's noise), "DIFFERENT" or "NOT TESTED"."""
-        if self.place is None:
+        if self.position is None:
             return "same" if self.compared else NOT_TESTED
         return "near-tie" if abs(self.logits[0] - self.logits[1]) <= NEAR_TIE * self.noise else "DIFFERENT"
 
 
 @dataclass
 class Logits:
-    """The speculative logits of all prompts beside the target's, both held against a float32 copy of the target.
+    """How far the speculative logits of all prompts are from a float32 copy of the target, next to the target's logits.
 
-    places: places compared. excess: mean over the places of the logarithm of (distance of the speculative logits from
-    the copy) / (distance of the target's own orders of computation from it). error: standard error of that mean.
+    positions: how many were compared. excess: the mean over them of the logarithm of (distance of the speculative
+    logits from the copy) / (distance of the target's orders of computation from it). error: of that mean, standard.
     """
 
-    places: int
+    positions: int
     excess: float
     error: float
 
     @classmethod
     def of(cls, excess: Tensor) -> "Logits":
-        """excess [places]: see `noise.Scatter.excess`."""
+        """From the excess at each position, [positions]: see `noise.Scatter.excess`."""
         count = len(excess)
         spread = max(float(excess.std()), LEAST_SPREAD) if count > 1 else math.inf
         return cls(count, float(excess.mean()), spread / math.sqrt(count))
 
     @property
     def verdict(self) -> str:
-        """ "same" (no farther from the float32 copy than the target's noise) or "DIFFERENT"."""
+        """ "same" if they are no farther from the float32 copy than the target's noise, or else "DIFFERENT"."""
         return "same" if self.excess - DEVIATIONS * self.error <= math.log1p(MORE_NOISE) else "DIFFERENT"
 
     def __str__(self) -> str:
         ratio = math.exp(self.excess)
         distance = f"{ratio:.3f} (±{ratio * self.error:.3f}) times as far from float32 as the target's own"
-        return f"{self.places} places: {distance}, {self.verdict}"
+        return f"{self.positions} positions: {distance}, {self.verdict}"
 
 
 @dataclass
 class Sampled:
-    """Draws after one prompt: chi-square of the next tokens' frequencies against the target's probabilities.
+    """The chi-square test of draws after one prompt: next tokens' frequencies against the target's probabilities.
 
-    draws: sequences drawn. contexts: prefixes that were drawn often enough to be tested. chi_square, freedom: over
-    those contexts. untested: prefixes that were drawn fewer than `MIN_DRAWS` times.
+    draws: sequences drawn. contexts: prefixes that were drawn often enough to be tested. chi_square, freedom: the
+    statistic and its degrees of freedom, summed over those contexts. untested: prefixes drawn too seldom.
     """
 
     draws: int
@@ -95,10 +95,10 @@ class Sampled:
 
     @property
     def p_value(self) -> float:
-        """The probability of frequencies at least as far off, if the target was sampled exactly (nan: not tested)."""
+        """The probability that exact draws give frequencies at least as far off; nan if no context was tested."""
         if not self.contexts:
             return math.nan
-        if not self.freedom:  # the target gives one token in every context
+        if not self.freedom:  # the target has a single possible token in every context
             return 0.0 if self.chi_square else 1.0
         half = torch.tensor([self.freedom / 2, self.chi_square / 2], dtype=torch.float64)
         return float(torch.special.gammaincc(half[0], half[1]))
@@ -106,9 +106,10 @@ class Sampled:
 
 @dataclass
 class Report:
-    """What `audit` found. ``print(report)`` shows the tables.
+    """The result of `audit`; ``print(report)`` shows its tables.
 
-    logits, graph: of the answers, and of the rewritten graph without the compiler (None: not compared).
+    greedy, sampled: a row for each prompt. accept_length: of the speculative model since its start. logits, graph: of
+    the answers, and of the rewritten graph without the compiler; None if they were not compared.
     """
 
     greedy: list[Greedy] = field(default_factory=list)
@@ -119,7 +120,8 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """ "lossless", "NOT LOSSLESS", or "NOT TESTED" if nothing differs but some prompt gave nothing to compare."""
+        """ "lossless", "NOT LOSSLESS", or "NOT TESTED" if nothing differs but a prompt left nothing to compare."""
+        # A report of many tests may have a small p by chance, so the level is divided among them (Bonferroni).
         unlikely = any(row.p_value < SIGNIFICANCE / len(self.sampled) for row in self.sampled)
         compared = [row.verdict for row in self.greedy]
         if unlikely or "DIFFERENT" in [*compared, *(row.verdict for row in (self.logits, self.graph) if row)]:
@@ -130,7 +132,7 @@ class Report:
 
     @property
     def lossless(self) -> bool:
-        """Every prompt was tested, nothing but near-ties differs, and logits and draws are the target's."""
+        """Whether every prompt was tested, nothing but near-ties differs, and logits and draws are the target's."""
         return self.verdict == LOSSLESS
 
     def __str__(self) -> str:
@@ -138,11 +140,11 @@ class Report:
         if self.greedy:
             lines.append(f"{'prompt':>6} {'tokens':>7}  {'first difference':<30} {'logits of the two':<24} verdict")
             for number, row in enumerate(self.greedy):
-                where = tie = ""
-                if row.place is not None:
-                    where = f"token {row.place}: {row.plain} | {row.speculative}"
+                difference = tie = ""
+                if row.position is not None:
+                    difference = f"token {row.position}: {row.plain} | {row.speculative}"
                     tie = f"{row.logits[0]:.4f} | {row.logits[1]:.4f} (±{row.noise:.4f})"
-                lines.append(f"{number:6} {row.compared:7}  {where:<30} {tie:<24} {row.verdict}")
+                lines.append(f"{number:6} {row.compared:7}  {difference:<30} {tie:<24} {row.verdict}")
         if self.logits is not None:
             lines.append(f"logits, {self.logits}")
         if self.graph is not None:

@@ -1,4 +1,4 @@
-"""What was rewritten, for people: `explain` and `dump`."""
+"""Accounts of the rewritten model that people can read: `explain` and `dump`."""
 
 import importlib.util
 from pathlib import Path
@@ -11,11 +11,11 @@ from ..kernels import attention
 
 def explain(speculation) -> str:
     """A readable account of the captured model, the passes and the round."""
-    engine = speculation._engine
+    engine = speculation.engine
     graph = engine.runtime.verify
     layer = graph.layers[0]
     lines = [
-        f"{type(speculation._model).__name__}: {len(graph.layers)} layers, {layer.heads} query and {layer.kv_heads} "
+        f"{type(speculation.original).__name__}: {len(graph.layers)} layers, {layer.heads} query and {layer.kv_heads} "
         f"key-value heads of {layer.key_dim}, vocabulary {graph.vocab_size}, {graph.dtype}".replace("torch.", ""),
         f"algorithm {speculation.algorithm}, rounds over {', '.join(map(str, engine.runtime.sizes))} nodes",
         f"attention: {_backends(engine)}",
@@ -27,7 +27,7 @@ def explain(speculation) -> str:
 
 
 def _backends(engine) -> str:
-    """Which attention backend runs what."""
+    """The attention backend of each role."""
     graphs = zip(attention.ROLES, (engine.runtime.prefill, engine.runtime.verify, engine.runtime.algorithm.graph))
     return ", ".join(f"{role} by {graph.backend}" for role, graph in graphs if graph is not None)
 
@@ -45,14 +45,14 @@ def dump(model, directory) -> list[Path]:
         raise ValueError(f"directory: {directory} is a file; expected a folder, which is made where there is none")
     directory.mkdir(parents=True, exist_ok=True)
     files = []
-    for purpose, settings in speculation._engine.settings.items():
-        rewritten = passes.run(speculation._engine.captured, settings, keep_code=True)
+    for purpose, settings in speculation.engine.settings.items():
+        rewritten = passes.run(speculation.engine.captured, settings, keep_code=True)
         for number, report in enumerate(rewritten.log):
             path = directory / f"{purpose}_{number}_{report.name}.py"
             path.write_text(f"# {report.summary}\n{report.code}\n")
             files.append(path)
     if importlib.util.find_spec("depyf") is not None:
-        import depyf  # patches private parts of torch while it looks, so it is loaded here and nowhere else
+        import depyf  # loaded only here, because it patches private parts of torch
 
         with depyf.prepare_debug(str(directory / "depyf")), torch.no_grad():
             speculation.compile_anew()

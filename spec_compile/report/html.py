@@ -1,4 +1,4 @@
-"""`write`: a page of HTML about one generate()."""
+"""`write`: an HTML page about one generate()."""
 
 import json
 from dataclasses import asdict
@@ -8,17 +8,19 @@ from pathlib import Path
 from ..recording import Recording
 
 TEMPLATE = Path(__file__).with_name("page.html")
-"""The page, with a placeholder for its data; it holds all its styles and scripts, and loads nothing."""
+"""The page, with a placeholder for its data. Its styles and scripts are in it, so that it loads nothing."""
 UTF8_BYTES = 4
-"""Bytes of a character at most, so tokens that it can be cut into."""
+"""Bytes of a character at most, and so the most tokens that it can be divided into."""
 
 
 def write(recording: Recording, path, tokenizer=None, model: str = "", algorithm: str = "") -> Path:
-    """Write the page; returns its path. TypeError if `tokenizer` cannot decode.
+    """Write the page and return its path.
 
-    Its data is the JSON in the element "data": `model`, `algorithm`, the recording as a dictionary, and `texts`: null
-    without a tokenizer, otherwise each row's prompt, the text that each token it gained adds, and the text of every
-    token id drafted.
+    The page reads the JSON in its element "data": `model`, `algorithm`, the recording as a dictionary, and `texts`,
+    which is null without a tokenizer. Otherwise `texts` has each row's prompt, the text that each token of its answer
+    adds, and the text of every drafted token.
+
+    Raises TypeError if `tokenizer` cannot decode.
     """
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise TypeError(f"tokenizer: expected a tokenizer of transformers or None, got {type(tokenizer).__name__}")
@@ -31,6 +33,7 @@ def write(recording: Recording, path, tokenizer=None, model: str = "", algorithm
 
 
 def _texts(recording: Recording, tokenizer) -> dict:
+    """The texts that the page shows in place of token ids."""
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     drafted = {token for one in recording.rounds for row in one.rows if row for token in (*row.tokens, *row.gained)}
     return {
@@ -41,11 +44,14 @@ def _texts(recording: Recording, tokenizer) -> dict:
 
 
 def _pieces(decode, prompt: list[int], output: list[int]) -> list[str]:
-    """The text that each token of `output` adds behind `prompt`. What ends inside a character adds nothing; the token
-    that completes it adds it."""
+    """The text that each token of `output` adds behind `prompt`.
+
+    A token that ends inside a character adds nothing, and the token that completes the character adds it.
+    """
     ids, pieces = prompt + output, []
     start, shown = max(len(prompt) - UTF8_BYTES, 0), len(prompt)
     for end in range(len(prompt) + 1, len(ids) + 1):
+        # Decode a short context too, because the text of a token depends on its neighbours.
         text = decode(ids[start:end])
         if text.endswith("\ufffd") and end < min(len(ids), shown + UTF8_BYTES):
             pieces.append("")
@@ -56,6 +62,6 @@ def _pieces(decode, prompt: list[int], output: list[int]) -> list[str]:
 
 
 def _word(decode, token: int) -> str:
-    """The text of a token inside a sentence (some tokenizers drop the space before a first word)."""
+    """The text of a token inside a sentence, because some tokenizers drop the space before a first word."""
     once, twice = decode([token]), decode([token, token])
     return twice[len(once) :] if twice.startswith(once) else once

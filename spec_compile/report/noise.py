@@ -1,9 +1,9 @@
-"""How much a model's logits move when the same sums are done in another order: the noise that `audit` allows for.
+"""The noise that `audit` allows: how far a model's logits move when the same sums are done in another order.
 
 In 16 bits every order of computation (the text at once, in pieces behind a cache, in a padded batch, token by token)
-rounds differently, and each is legitimate. What all of them approximate is the model in float32, so the distance of an
-order from a float32 copy of the same weights is the model's noise. A speculative model that computes the same thing is
-as far from the copy as the orders are. One that computes something else is farther, at every place a little.
+rounds differently, and each is legitimate. All of them approximate the model in float32, so the distance of an order
+from a float32 copy of the same weights is the model's noise. A speculative model that computes the same function is as
+far from the copy as the orders are. One that computes another function is farther, if only a little, at every position.
 """
 
 import copy
@@ -17,18 +17,18 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 PADDING = 7
-"""Places of padding on the left of the padded batch."""
+"""Padding tokens on the left of the padded batch."""
 FLOOR = {torch.float32: 3.3e-6, torch.float64: 1e-12}
-"""The noise in these dtypes is at least this share of the logits, because libraries differ in sums and in exp."""
+"""Least noise in a dtype, as a share of the largest logit, because libraries differ in sums and in exp."""
 
 
 @dataclass
 class Scatter:
-    """The target's logits at the last places of a text, and how far its orders of computation are from them.
+    """The exact logits at the last positions of a text, and how far the target's orders of computation are from them.
 
-    exact: float32 [places, vocabulary], of the float32 copy. distance: float32 [places], root mean square over the
-    vocabulary of an order's distance from `exact`, of the median order. gaps: float32 [orders, places], by how much
-    each order has the difference of two logits wrong. floor: the least distance that counts.
+    exact: float32 [positions, V], of the float32 copy. distance: float32 [positions], the root mean square over the
+    vocabulary of an order's distance from `exact`, of the median order. gaps: float32 [orders, positions], the error of
+    each order in the difference of two logits. floor: the least distance that counts.
     """
 
     exact: Tensor
@@ -37,7 +37,7 @@ class Scatter:
     floor: float
 
     def excess(self, logits: Tensor) -> Tensor:
-        """Logarithm, at each place, of the distance of `logits` [places, vocabulary] divided by that of the orders."""
+        """log(distance of `logits` [positions, V] / distance of the orders) at each position, float32 [positions]."""
         return (_rms(logits.float() - self.exact).clamp(min=self.floor) / self.distance).log()
 
 
@@ -54,17 +54,17 @@ class Reference:
             self.exact = _float32_copy(model, _roomy_device(model))
 
     @torch.no_grad()
-    def scatter(self, text: Tensor, places: int, pair: tuple[int, int] | None = None) -> Scatter:
-        """Measure the last `places` places of `text` [1, T].
+    def scatter(self, text: Tensor, count: int, pair: tuple[int, int] | None = None) -> Scatter:
+        """Measure the last `count` positions of `text` [1, T].
 
-        The two logits of ``gaps`` are the largest ones; at the last place they are those of the tokens `pair`.
+        ``gaps`` compares the two largest logits; at the last position those of the tokens `pair`, if they are passed.
         """
-        exact = _logits(self.exact, text.to(self.exact.device), places)[0].to(text.device)
+        exact = _logits(self.exact, text.to(self.exact.device), count)[0].to(text.device)
         two = exact.topk(2, dim=-1).indices
         if pair is not None:
             two[-1] = two.new_tensor(pair)
         distances, gaps = [], []
-        for logits in _orders(self.model, text, places):
+        for logits in _orders(self.model, text, count):
             error = logits - exact
             distances.append(_rms(error))
             gaps.append(error.gather(-1, two).diff(dim=-1)[:, 0])
@@ -74,58 +74,60 @@ class Reference:
 
 
 def gap_noise(gaps: Tensor, floor: float = 0.0) -> float:
-    """Root mean square of `gaps` [orders, places] over the places, of the median order."""
+    """Root mean square of `gaps` [orders, positions] over the positions, of the median order."""
     return max(float(_rms(gaps).quantile(0.5)), floor)
 
 
 def _rms(values: Tensor) -> Tensor:
+    """Root mean square over the last dimension."""
     return values.square().mean(dim=-1).sqrt()
 
 
-def _logits(model: PreTrainedModel, ids: Tensor, places: int, **arguments) -> Tensor:
-    """Logits of the last `places` places, float32 [batch, places, vocabulary]."""
-    return _forward(model, ids, places, **arguments).logits[:, -places:].float()
+def _logits(model: PreTrainedModel, ids: Tensor, count: int, **arguments) -> Tensor:
+    """Logits of the last `count` positions, float32 [B, count, V]."""
+    return _forward(model, ids, count, **arguments).logits[:, -count:].float()
 
 
-def _forward(model: PreTrainedModel, ids: Tensor, places: int, **arguments):
+def _forward(model: PreTrainedModel, ids: Tensor, count: int, **arguments):
+    """The model's output, with logits of the last `count` positions alone if it can leave out the others."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        arguments["logits_to_keep"] = places
+        arguments["logits_to_keep"] = count
     return model(ids, **arguments)
 
 
-def _orders(model: PreTrainedModel, text: Tensor, places: int) -> Iterator[Tensor]:
-    """Logits [places, vocabulary] of the last places of `text` [1, T], by one legitimate order after the other."""
+def _orders(model: PreTrainedModel, text: Tensor, count: int) -> Iterator[Tensor]:
+    """Logits [count, V] of the last positions of `text` [1, T], by each legitimate order of computation."""
     length = text.shape[1]
-    yield _logits(model, text, places)[0]
+    yield _logits(model, text, count)[0]
     third = -(-length // 3)
-    yield _in_pieces(model, text, places, [*range(third, length, third), length])
-    yield _padded(model, text, places)
-    yield _in_pieces(model, text, places, range(length - places + 1, length + 1))
+    yield _in_pieces(model, text, count, [*range(third, length, third), length])
+    yield _padded(model, text, count)
+    yield _in_pieces(model, text, count, range(length - count + 1, length + 1))
 
 
-def _in_pieces(model: PreTrainedModel, text: Tensor, places: int, ends) -> Tensor:
-    """Logits of the last places, with the text put through a cache in pieces that end at `ends`."""
+def _in_pieces(model: PreTrainedModel, text: Tensor, count: int, ends) -> Tensor:
+    """Logits [count, V] of the last positions, with the text put through a cache in pieces that end at `ends`."""
     cache, begin, logits = None, 0, []
     for end in ends:
-        output = _forward(model, text[:, begin:end], min(end - begin, places), past_key_values=cache, use_cache=True)
+        output = _forward(model, text[:, begin:end], min(end - begin, count), past_key_values=cache, use_cache=True)
         cache, begin = output.past_key_values, end
-        logits.append(output.logits[0, -places:].float())
-    return torch.cat(logits)[-places:]
+        logits.append(output.logits[0, -count:].float())
+    return torch.cat(logits)[-count:]
 
 
-def _padded(model: PreTrainedModel, text: Tensor, places: int) -> Tensor:
-    """Logits of the last places, with the text in a batch of two rows and padding on its left."""
+def _padded(model: PreTrainedModel, text: Tensor, count: int) -> Tensor:
+    """Logits [count, V] of the last positions, with the text in a batch of two rows and padding on its left."""
     longer = F.pad(text, (PADDING, 0))
     mask = F.pad(torch.ones_like(text), (PADDING, 0))
     mask = torch.cat([mask, torch.ones_like(mask)])
     arguments = {"attention_mask": mask}
     if "position_ids" in inspect.signature(model.forward).parameters:
         arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    return _logits(model, torch.cat([longer, longer.roll(1, dims=1)]), places, **arguments)[0]
+    return _logits(model, torch.cat([longer, longer.roll(1, dims=1)]), count, **arguments)[0]
 
 
 def _float32_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """The same modules with every tensor of 16 bits in float32."""
+    """A copy of the model with every tensor of 16 bits in float32."""
     memo = {}
     for tensor in (*model.parameters(), *model.buffers()):
         narrow = tensor.is_floating_point() and tensor.dtype.itemsize == 2
@@ -133,13 +135,14 @@ def _float32_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedMod
         memo[id(tensor)] = nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
     exact = copy.deepcopy(model, memo)
     if exact.config._attn_implementation not in ("sdpa", "eager"):
-        exact.set_attn_implementation("eager")  # others do not all take float32
+        exact.set_attn_implementation("eager")  # not every other one takes float32
     return exact
 
 
 def _roomy_device(model: PreTrainedModel) -> torch.device:
     """The model's device, or the CPU if that has no room for the float32 copy."""
     if model.device.type == "cuda":
+        # 4 bytes a parameter, and one in reserve for what the forwards need.
         needed = 5 * sum(parameter.numel() for parameter in model.parameters())
         unused = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
         if torch.cuda.mem_get_info(model.device)[0] + unused < needed:

@@ -1,7 +1,7 @@
 """Attention of draft heads in training: differentiable, and with the history of a draft that rolls on.
 
-Heads call the op ``spec_compile::attention``, which has no derivative. Inside `Causal` or `Rollout`, context managers
-of this thread alone, the call is answered here instead, so that what is trained is the module that will draft.
+Heads call the op ``spec_compile::attention``, which has no derivative. `Causal` and `Rollout` are context managers of
+the calling thread that answer the call instead, so that the module that is trained is the one that will draft.
 
 Shapes: B rows, H query heads, Hkv key-value heads, T slots, D head size.
 """
@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 from ..kernels.ops import masked_attention
 
 CHUNK = 256
-"""Rows whose scores are held at once where no fused kernel applies."""
+"""Slots whose scores are in memory at a time where no fused kernel applies."""
 
 
 class Causal(TorchFunctionMode):
-    """Each row sees the rows before it and itself, as at inference."""
+    """Causal attention: each slot sees the slots before it and itself, as at inference."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.spec_compile.attention.default:
@@ -38,23 +38,30 @@ class Causal(TorchFunctionMode):
         softcap: float | None,
         layer: int,
     ) -> Tensor:
-        """q [B, H, T, D], k, v [B, Hkv, T, D] -> [B, T, H, D]; see ``spec_compile::attention``."""
+        """The answer to a call of ``spec_compile::attention``, with its arguments.
+
+        q [B, H, T, D], k and v [B, Hkv, T, D], sinks [H] or None. scale multiplies the scores; window counts the slots
+        that a slot sees back, itself included; softcap bounds the scores. Returns [B, T, H, D].
+        """
         if sinks is None and softcap is None and window is None:
             grouped = q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
             return out.transpose(1, 2)
-        steps = torch.arange(q.shape[2], device=q.device)
-        distance = steps[:, None] - steps
+        # Fused kernels know neither sinks nor caps nor windows: a mask and the plain formula serve those.
+        positions = torch.arange(q.shape[2], device=q.device)
+        distance = positions[:, None] - positions
         hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
         mask = torch.zeros(distance.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, -math.inf)
         return masked_attention(q, k, v, mask.repeat(q.shape[1] // k.shape[1], 1), sinks, scale, softcap)
 
 
 class Rollout(Causal):
-    """Step i of a draft that continues every slot at once (training-time test: EAGLE-3, arXiv:2503.01840, section 3.2).
+    """Attention of a draft that continues from every slot at once, step after step.
 
-    In step 0 a row sees the rows before it and itself. In step i row t has drafted i tokens: it sees rows 0 to t of
-    step 0, and of the steps 1 to i its own row alone. One object serves the steps of one batch, in turn.
+    In step 0 a slot sees the slots before it and itself. In step i slot t has drafted i tokens: it sees slots 0 to t of
+    step 0, and slot t alone of steps 1 to i. One object serves the steps of one batch, in order.
+
+    Training-time test of EAGLE-3 (arXiv:2503.01840, section 3.2).
     """
 
     def __init__(self):
@@ -62,9 +69,10 @@ class Rollout(Causal):
         self._history: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
 
     def attend(self, q, k, v, sinks, scale, window, softcap, layer):
-        """As in `Causal`, for the next step of this layer."""
+        """As in `Causal`. The layer's keys and values of each step are remembered for the steps after it."""
         groups, size = q.shape[1] // k.shape[1], v.shape[3]
-        v = F.pad(v, (0, q.shape[3] - size))  # the fused kernels want one size (DeepSeek's values are shorter)
+        # Fused kernels take one head size, but DeepSeek's values are shorter than its keys.
+        v = F.pad(v, (0, q.shape[3] - size))
         k, v = (heads.repeat_interleave(groups, dim=1) if groups > 1 else heads for heads in (k, v))
         dtype = _dtype(q)
         keys, values = self._history.setdefault(layer, ([], []))
@@ -87,21 +95,29 @@ def joint_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """What step i of `Rollout` means. q and each of the i + 1 keys and values [B, H, T, D] -> [B, H, T, D]."""
-    rows, last = q.shape[2], len(keys) - 1
-    own_keys, own_values = (torch.stack(own, dim=3) if last else None for own in (keys[1:], values[1:]))
-    places, parts = torch.arange(rows, device=q.device), []
-    for begin in range(0, rows, CHUNK):
-        here = slice(begin, begin + CHUNK)
-        end = min(begin + CHUNK, rows)
-        scores = q[:, :, here] @ keys[0][:, :, :end].mT
-        distance = places[here, None] - places[:end]
+    """Step i of `Rollout`, by the plain formula.
+
+    q and each of the i + 1 keys and values [B, H, T, D]; sinks [H] or None; the rest as in `Causal.attend`.
+    Returns [B, H, T, D].
+    """
+    slots, last = q.shape[2], len(keys) - 1
+    # The keys and values that a slot has drafted itself, [B, H, T, i, D].
+    drafted_keys, drafted_values = (torch.stack(steps, dim=3) if last else None for steps in (keys[1:], values[1:]))
+    positions, parts = torch.arange(slots, device=q.device), []
+    for begin in range(0, slots, CHUNK):
+        chunk = slice(begin, begin + CHUNK)
+        end = min(begin + CHUNK, slots)
+        # Scores with the text, [B, H, chunk, end]. In step i the query stands i positions behind its slot.
+        scores = q[:, :, chunk] @ keys[0][:, :, :end].mT
+        distance = positions[chunk, None] - positions[:end]
         hidden = (distance < 0) if window is None else (distance < 0) | (distance + last >= window)
         if last:
-            own = torch.einsum("bhtd,bhtnd->bhtn", q[:, :, here], own_keys[:, :, here])
+            # Scores with what the slot has drafted, [B, H, chunk, i]: in a window the oldest drafts may be too far.
+            drafted = torch.einsum("bhtd,bhtnd->bhtn", q[:, :, chunk], drafted_keys[:, :, chunk])
             lag = last - 1 - torch.arange(last, device=q.device)
             far = torch.zeros_like(lag, dtype=torch.bool) if window is None else lag >= window
-            scores, hidden = torch.cat([scores, own], dim=3), torch.cat([hidden, far.expand(len(hidden), -1)], dim=1)
+            scores, hidden = torch.cat([scores, drafted], dim=3), torch.cat([hidden, far.expand(len(hidden), -1)], 1)
+        # One softmax over both, in float32; a sink takes a share and gives no value.
         scores = scores.float() * scale if q.dtype.itemsize == 2 else scores * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
@@ -112,24 +128,27 @@ def joint_attention(
         shares = scores.softmax(dim=3).to(q.dtype)
         out = shares[..., :end] @ values[0][:, :, :end]
         if last:
-            out = out + torch.einsum("bhtn,bhtnd->bhtd", shares[..., end : end + last], own_values[:, :, here])
+            out = out + torch.einsum("bhtn,bhtnd->bhtd", shares[..., end : end + last], drafted_values[:, :, chunk])
         parts.append(out)
     return torch.cat(parts, dim=2)
 
 
 class _Joint(torch.autograd.Function):
-    """`joint_attention` without a matrix of scores: a fused kernel for the causal part, the few other keys by hand.
+    """`joint_attention` without a matrix of scores.
 
-    The fused kernel's backward recovers probabilities from the output and its log-sum-exp. Given those of the whole,
-    it yields the gradients of its part of the whole (as ring attention does: Liu et al., arXiv:2310.01889).
+    A fused kernel computes the causal part, plain PyTorch the few keys that a slot has drafted. The fused backward
+    recovers probabilities from an output and its log-sum-exp. It is passed those of the joint softmax and so yields the
+    gradients of its part (as in ring attention: Liu et al., arXiv:2310.01889).
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, *own):
+    def forward(ctx, q, k, v, scale, *drafted):
+        """q, k, v [B, H, T, D]; drafted: the keys, then the values of steps 1 to i, each [B, H, T, D]."""
         out, total, *ctx.extra = _causal(q, k, v, scale)
-        half = len(own) // 2
+        half = len(drafted) // 2
         if half:
-            keys, values = torch.stack(own[:half], dim=3), torch.stack(own[half:], dim=3)
+            # Two softmaxes become one: each part's output is scaled by its share of the joint sum of exponentials.
+            keys, values = torch.stack(drafted[:half], dim=3), torch.stack(drafted[half:], dim=3)
             scores = (q[:, :, :, None] * keys).sum(-1, dtype=total.dtype) * scale
             joint = torch.logaddexp(total, scores.logsumexp(-1))
             shares = (scores - joint[..., None]).exp()
@@ -139,18 +158,20 @@ class _Joint(torch.autograd.Function):
         else:
             shares = total.new_empty(0)
         ctx.scale = scale
-        ctx.save_for_backward(q, k, v, out, total, shares, *own)
+        ctx.save_for_backward(q, k, v, out, total, shares, *drafted)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, total, shares, *own = ctx.saved_tensors
-        half = len(own) // 2
+        q, k, v, out, total, shares, *drafted = ctx.saved_tensors
+        half = len(drafted) // 2
         grad = grad.contiguous()
+        # The causal part: the kernel gets the joint output and sum, so that its probabilities are the joint ones.
         dq, dk, dv = _causal_backward(grad, q, k, v, out, total, ctx.scale, ctx.extra)
         if not half:
             return dq, dk, dv, None
-        keys, values = torch.stack(own[:half], dim=3), torch.stack(own[half:], dim=3)
+        # The drafted part: the softmax's derivative, shares * (pull of each value - their mean under all shares).
+        keys, values = torch.stack(drafted[:half], dim=3), torch.stack(drafted[half:], dim=3)
         mean = (grad * out).sum(-1, dtype=shares.dtype)[..., None]
         pull = (grad[:, :, :, None] * values).sum(-1, dtype=shares.dtype)
         dscores = (shares * (pull - mean) * ctx.scale)[..., None]
@@ -161,7 +182,10 @@ class _Joint(torch.autograd.Function):
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple:
-    """(attention [B, H, T, D], log-sum-exp of its scores [B, H, T], what else the backward of the kernel takes)."""
+    """Causal attention by PyTorch's flash kernel.
+
+    Returns its output [B, H, T, D], the log-sum-exp of the scores [B, H, T], and what else the kernel's backward takes.
+    """
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
     out, total, *extra = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
@@ -169,6 +193,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple:
 
 
 def _causal_backward(grad, q, k, v, out, total, scale, extra) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, each [B, H, T, D], by the backward of the kernel in `_causal`."""
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, total, 0.0, True, scale=scale
@@ -180,6 +205,6 @@ def _causal_backward(grad, q, k, v, out, total, scale, extra) -> tuple[Tensor, T
 
 
 def _dtype(like: Tensor) -> torch.dtype:
-    """What a matrix product computes in here."""
-    kind = like.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
+    """The dtype in which a matrix product of `like` is computed here: autocast's, or that of `like`."""
+    device = like.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype

@@ -26,20 +26,21 @@ def add_command(commands) -> None:
     command.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    """Run it; returns the exit status."""
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command ``train``. Returns the exit status."""
     with bars_on_terminals():
-        model, tokenizer = load_model(given)
+        model, tokenizer = load_model(arguments)
     result = train_draft(
-        model, given.algo, data=given.data, output=given.output, tokenizer=tokenizer,
-        validation=_share_or_file(given.validation), on_policy=given.on_policy,
-        steps=given.steps, minutes=given.minutes, **given.options,
+        model, arguments.algo, data=arguments.data, output=arguments.output, tokenizer=tokenizer,
+        validation=_share_or_file(arguments.validation), on_policy=arguments.on_policy,
+        steps=arguments.steps, minutes=arguments.minutes, **arguments.options,
     )  # fmt: skip
     print(result)
     return 0
 
 
 def _share_or_file(text: str) -> float | str:
+    """``--validation``: a number is a share of the data, anything else the path of a file."""
     try:
         return float(text)
     except ValueError:

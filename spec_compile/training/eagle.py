@@ -1,5 +1,7 @@
-"""EAGLE-1 heads (which EAGLE-2 drafts with, too), trained to continue the target's states (Li et al.,
-arXiv:2401.15077, section 4.2)."""
+"""EAGLE-1 heads, trained to continue the target's states (Li et al., arXiv:2401.15077, section 4.2).
+
+EAGLE-2 drafts with the same heads.
+"""
 
 import torch
 from torch import Tensor
@@ -17,15 +19,15 @@ from .sizes import draft_config, published_config
 from .trainer import HeadTrainer, as_master, seeded
 
 TOKEN_WEIGHT = 0.1
-"""Weight of the cross entropy beside the distance of states."""
+"""Weight of the cross entropy in the loss, where the distance of states has 1."""
 NOISE, NOISE_LENGTH = 0.2, 512
-"""Width of the uniform noise on states, in a sequence of so many tokens; in a longer one it is smaller."""
+"""Width of the uniform noise on states in a sequence of `NOISE_LENGTH` tokens; it shrinks as the sequence grows."""
 DEPTH = 5
-"""Tokens of a draft that are looked at."""
+"""Tokens of a draft on which acceptance is measured. The loss looks at the first alone."""
 
 
 class EagleTrainer(HeadTrainer):
-    """One layer (or more) that maps the state at a token and the next token to the state there."""
+    """One layer, or as many as options say, from the state at a token and the next token to the state at the next."""
 
     name = "eagle"
     takes = frozenset({"num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"})
@@ -41,21 +43,22 @@ class EagleTrainer(HeadTrainer):
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
         """SmoothL1(g_t, f_{t+1}) + TOKEN_WEIGHT * cross entropy of head(g_t) with softmax(head(f_{t+1})).
 
-        A mean over the slots t that draft a supervised token. The states that go in have noise.
+        It is a mean over the slots t that draft a supervised token, where f is the target's state and g the output.
+        The input states have noise, because those that the head drafts from are inexact (section 4.2).
         """
         ids, (states,) = move(batch.ids, self.device), features.states
         noise = torch.rand(states.shape, generator=generator, device=self.device) - 0.5
         noisy = states + (noise * (NOISE * NOISE_LENGTH / ids.shape[1])).to(states.dtype)
         ((_, outputs),) = self.unroll(ids, noisy[:, :-1], Causal(), 1)
-        slots, places = batch.slots(0, self.device)
-        outputs, wanted = outputs.flatten(0, 1).index_select(0, slots), states.flatten(0, 1)[places]
+        slots, teachers = batch.slots(0, self.device)
+        outputs, expected = outputs.flatten(0, 1).index_select(0, slots), states.flatten(0, 1)[teachers]
         share = 1 / max(1, len(slots))
-        distance = F.smooth_l1_loss(outputs.float(), wanted.float(), reduction="none").mean(-1).sum() * share
+        distance = F.smooth_l1_loss(outputs.float(), expected.float(), reduction="none").mean(-1).sum() * share
         weight = self.module.head_weight
         weights = torch.full((len(slots),), TOKEN_WEIGHT * share, device=self.device)
-        return distance + soft_cross_entropy(outputs, weight, lambda rows: F.linear(wanted[rows], weight), weights)
+        return distance + soft_cross_entropy(outputs, weight, lambda rows: F.linear(expected[rows], weight), weights)
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
-        """SafeAILab's names; embedding and output matrix are the target's."""
+        """The tensors by SafeAILab's names. The embedding and the output matrix are the target's and not among them."""
         tensors = {name.replace("blocks.", "layers."): value for name, value in self.module.state_dict().items()}
         return published_config(self.config, self.target, "LlamaForCausalLMEagle", bias=False), tensors

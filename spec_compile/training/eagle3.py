@@ -1,5 +1,7 @@
-"""EAGLE-3 heads, trained by training-time test (Li et al., arXiv:2503.01840, section 3.2): each slot continues from its
-own output for several tokens, as it will when it drafts."""
+"""EAGLE-3 heads, trained by training-time test (Li et al., arXiv:2503.01840, section 3.2).
+
+From each slot the head continues for several tokens, each time from its output before, as it will when it drafts.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +18,11 @@ from .sizes import draft_config, frequent_tokens, published_config
 from .trainer import HeadTrainer, as_master, seeded
 
 DECAY = 0.8
-"""Weight of a step's loss, over that of the step before."""
+"""Ratio of a step's weight in the loss to that of the step before."""
 
 
 class Eagle3Trainer(HeadTrainer):
-    """One layer (or more) over three of the target's states, with an output matrix of its own."""
+    """One layer, or as many as options say, over three of the target's states, with an output matrix to train."""
 
     name = "eagle3"
     takes = frozenset(
@@ -47,33 +49,34 @@ class Eagle3Trainer(HeadTrainer):
         self._is_kept = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, kept, True).to(self.device)
 
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
-        """sum over steps i of DECAY^i * cross entropy with the target's probabilities of the kept tokens.
+        """The sum over steps i of DECAY^i times the cross entropy with the target's probabilities of the kept tokens.
 
-        It is a mean over all slots, those included that do not count: where the token is not supervised, or the
-        target's choice is not kept.
+        Each step's is a mean over all slots, where a slot has no loss if its token is not supervised or if the target's
+        choice is not among the kept tokens, so that the head cannot draft it.
         """
         ids = move(batch.ids, self.device)
         slots_in_batch = ids.shape[0] * (ids.shape[1] - 1)
-        states, places, weights = [], [], []
+        states, teachers, weights = [], [], []
         counts = self._is_kept[features.choices].flatten()
         for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features), Rollout(), self.steps)):
-            slots, teachers = batch.slots(ahead, self.device)
+            slots, positions = batch.slots(ahead, self.device)
             states.append(normed.flatten(0, 1).index_select(0, slots))
-            places.append(teachers)
-            weights.append(counts[teachers] * (DECAY**ahead / slots_in_batch))
-        logits, place = features.logits.flatten(0, 1), torch.cat(places)
+            teachers.append(positions)
+            weights.append(counts[positions] * (DECAY**ahead / slots_in_batch))
+        logits, teacher = features.logits.flatten(0, 1), torch.cat(teachers)
         return soft_cross_entropy(
-            torch.cat(states), self.module.head_weight, lambda rows: logits[place[rows]], torch.cat(weights)
+            torch.cat(states), self.module.head_weight, lambda rows: logits[teacher[rows]], torch.cat(weights)
         )
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
-        """SpecForge's and SGLang's names: ``midlayer``, or with several layers ``layers.0`` onwards."""
+        """The tensors by the names of SpecForge and SGLang: ``midlayer``, or ``layers.N`` if there are several."""
         first = "midlayer" if self.module.layers == 1 else "layers.0"
         tensors = {}
         for name, value in self.module.state_dict().items():
             name = name.replace("blocks.0.", f"{first}.").replace("blocks.", "layers.")
             tensors["lm_head.weight" if name == "head_weight" else name] = value
         kept, size = self.kept.cpu(), self.target.vocab_size
+        # d2t: what to add to a draft's token to get the target's. t2d: which of the target's tokens can be drafted.
         tensors["d2t"] = kept - torch.arange(len(kept))
         tensors["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill(0, kept, True)
         layer_ids = published_layer_ids(self.taps, self.target.num_layers)
@@ -86,16 +89,17 @@ class Eagle3Trainer(HeadTrainer):
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """An early, a middle and a late state, as EAGLE-3 reads them; in small models the first, middle and last."""
+    """Taps of an early, a middle and a late layer, as in the paper; in a small model the first, middle and last."""
     if num_layers < 7:
         return tuple(sorted({0, num_layers // 2, num_layers}))
     return 2, num_layers // 2, num_layers - 3
 
 
 def published_layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
-    """The list that says `taps`: of the layers whose outputs they are if it starts with 1, or else whose inputs.
+    """The list of layers by which a published ``config.json`` names `taps`.
 
-    ValueError if there is no such list, or the target no such states.
+    A list that begins with 1 names the layers whose outputs are tapped, any other those whose inputs are.
+    Raises ValueError if no list can name them or if the target has no such states.
     """
     if not taps or list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= num_layers or taps[0] == 1:
         raise ValueError(
@@ -106,4 +110,5 @@ def published_layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
 
 
 def _listed(ids) -> list[int]:
+    """A config's one token id, several, or none, as a list."""
     return [] if ids is None else list(ids) if isinstance(ids, (list, tuple)) else [ids]

@@ -13,23 +13,26 @@ from .features import TargetFeatures
 from .options import TrainingOptions
 from .progress import Progress
 from .save import TrainingState, save_state
-from .trainer import Trainer, own_parameters
+from .trainer import Trainer, trained_parameters
 
 BETAS = (0.9, 0.95)
+"""Of AdamW."""
 REPORT_SECONDS = 10.0
+"""Between two reports of progress."""
 UNREAD = 32
-"""Losses that may wait on a GPU before they are read."""
+"""Losses that may stay on a GPU before they are read, because reading waits for the GPU."""
 EVALUATIONS = 10
-"""Times that the held-out text is looked at on the way."""
+"""Parts of the training, after each of which but the last acceptance is measured."""
 
 
 class Loop:
-    """Trains until `options` say so. What `state` says was done already is not done again.
+    """Trains a draft until the steps or minutes in `options` are over, from `state` on.
 
-    glance, held_out: held-out text, to be looked at on the way and in the end.
+    glance, held_out: held-out batches on which acceptance is measured on the way and in the end. folder: for the state.
+    publish: called with facts and acceptance, writes the draft as it is. report: called with each `Progress`.
 
-    Step s sees batch s and random numbers that depend on the seed and s alone, so that a training that goes on from
-    `state` gives what it would have given at once.
+    Step s uses batch s, and random numbers that depend on the seed and s alone. So a training that goes on from `state`
+    gives the same draft as one without the interruption.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Loop:
         self.options, self.state, self.folder, self.publish, self.report = options, state, folder, publish, report
         self.device, dtype = features.model.device, features.model.dtype
         self._mixed = self.device.type == "cuda" or dtype.itemsize == 2
-        self._parameters = own_parameters(trainer.module)
+        self._parameters = trained_parameters(trainer.module)
         size, highest = trainer.learning_rate
         self.learning_rate = options.learning_rate or min(size / trainer.module.hidden_size, highest)
         self._optimizer = torch.optim.AdamW(
@@ -66,17 +69,18 @@ class Loop:
 
     @property
     def share(self) -> float:
-        """Of the training that is done."""
+        """The share of the training that is done, from 0 to 1."""
         if self.options.steps is not None:
             return self.state.step / self.options.steps
         return self.state.seconds / (self.options.minutes * 60)
 
     def run(self) -> list[float]:
-        """Train to the end and save; returns the acceptance down to each depth on the held-out text."""
+        """Train to the end and save. Returns the acceptance by depth on the held-out text, empty without such text."""
         saved = reported = time.perf_counter()
         known = self.state.step, self.state.tokens, reported
         while (share := self.share) < 1:
             self._step(share)
+            # On the way: acceptance after each part, progress every few seconds, a checkpoint every few minutes.
             if self.held_out and int(share * EVALUATIONS) < int(self.share * EVALUATIONS) < EVALUATIONS:
                 self.state.evaluations.append((self.state.step, self.evaluate(self.glance, 1)[0]))
             now = time.perf_counter()
@@ -96,7 +100,7 @@ class Loop:
         return acceptance
 
     def evaluate(self, batches: list[Batch], steps: int) -> list[float]:
-        """The share of drafts that are the target's choices down to depth 1, 2, ... `steps`."""
+        """The share of drafts that equal the target's choices down to depth 1, 2, ... `steps`."""
         counts = torch.zeros(steps, 2, dtype=torch.int64)
         for batch in batches:
             features = self.features(move(batch.ids, self.device))
@@ -105,7 +109,7 @@ class Loop:
         return [accepted / max(1, reached) for reached, accepted in counts.tolist()]
 
     def save(self, acceptance: list[float]) -> None:
-        """Write a checkpoint: the state to go on from, then the draft as it is published, with what is known of it."""
+        """Write a checkpoint: the state to go on from, and the draft with its card."""
         self._read_losses()
         state = self.state
         state.weights = {name: value.detach().cpu() for name, value in self._parameters.items()}
@@ -120,6 +124,7 @@ class Loop:
         self.publish(facts, acceptance)
 
     def _step(self, share: float) -> None:
+        """One update of the weights. share: of the training that is done, which sets the learning rate."""
         state = self.state
         batch = self.batches[state.step]
         generator = torch.Generator(self.device).manual_seed(self.options.seed * 1_000_003 + state.step)
@@ -132,13 +137,13 @@ class Loop:
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate * self._schedule(share)
         self._optimizer.step()
-        self._unread.append(loss.detach())
+        self._unread.append(loss.detach())  # not read here, which would wait for the GPU
         state.step += 1
         state.tokens += batch.tokens
         state.seconds = time.perf_counter() - self._begin
 
     def _schedule(self, share: float) -> float:
-        """Linear warm-up, then half a cosine to zero."""
+        """The factor of the learning rate: a linear warm-up, then half a cosine down to zero."""
         if self.options.steps is not None:
             share += 0.5 / self.options.steps
         warmup = self.options.warmup
@@ -147,9 +152,11 @@ class Loop:
         return 0.5 + 0.5 * math.cos(math.pi * min(1.0, (share - warmup) / (1 - warmup)))
 
     def _precision(self) -> torch.autocast:
+        """The context of forwards: bfloat16 matrix products on a GPU or with a model in 16 bits."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._mixed)
 
     def _read_losses(self) -> None:
+        """Move the unread losses into the state. FloatingPointError if one is infinite or NaN."""
         if self._unread:
             losses = torch.stack(self._unread).tolist()
             self._unread.clear()
@@ -161,7 +168,7 @@ class Loop:
                 )
 
     def _tell(self, step: int, tokens: int, since: float) -> None:
-        """Report on what was done since `step` and `tokens`, at time `since`."""
+        """Report the progress since the last report, which came at time `since` with `step` and `tokens`."""
         state, share = self.state, min(1.0, self.share)
         recent = state.losses[step:]
         self.report(

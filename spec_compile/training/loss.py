@@ -1,4 +1,4 @@
-"""Distillation from the target's distribution without a matrix of logits of all rows."""
+"""Distillation from the target's distribution, without the logits of all rows in memory at a time."""
 
 from collections.abc import Callable
 
@@ -7,25 +7,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LOGITS = 1 << 26
-"""Numbers in a block of logits."""
+"""Elements in a block of logits."""
 
 
 def soft_cross_entropy(
     states: Tensor, weight: Tensor, teacher: Callable[[slice], Tensor], row_weights: Tensor
 ) -> Tensor:
-    """-sum over rows r of row_weights[r] * sum over v of softmax(teacher)[r, v] * log_softmax(states weight^T)[r, v].
+    """The weighted sum over rows of the cross entropy of softmax(states weight^T) with the teacher's distribution.
 
-    states [R, H] and weight [V, H] get gradients (in the autocast dtype, summed in weight's own); teacher gives the
-    logits [n, V] of a slice of the rows; row_weights [R].
+    It is -sum_r row_weights[r] * sum_v softmax(teacher)[r, v] * log_softmax(states weight^T)[r, v].
+
+    states [R, H] and weight [V, H] get gradients: computed in autocast's dtype, weight's summed in the dtype of weight.
+    teacher: a function from a slice of the rows to the teacher's logits [n, V] of it. row_weights [R].
+    Returns a scalar.
     """
-    kind = states.device.type
-    if torch.is_autocast_enabled(kind):
-        states = states.to(torch.get_autocast_dtype(kind))
+    device = states.device.type
+    if torch.is_autocast_enabled(device):
+        states = states.to(torch.get_autocast_dtype(device))
     return _SoftCrossEntropy.apply(states, weight, teacher, row_weights)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Forward goes through blocks of rows and leaves the gradients, so that backward has only to scale them."""
+    """The forward computes the gradients too, block by block of rows, and the backward only scales them."""
 
     @staticmethod
     def forward(ctx, states, weight, teacher, row_weights):
@@ -34,16 +37,17 @@ class _SoftCrossEntropy(torch.autograd.Function):
         loss = row_weights.new_zeros(())
         grads = torch.empty_like(states) if needs_states else None
         weight_grad = torch.zeros_like(weight) if needs_weight else None
-        for here in blocks(len(states), len(weight)):
-            logits = F.linear(states[here], matrix)
+        for rows in blocks(len(states), len(weight)):
+            logits = F.linear(states[rows], matrix)
             log_shares = logits.log_softmax(-1, dtype=row_weights.dtype)
-            wanted = teacher(here).softmax(-1, dtype=row_weights.dtype)
-            loss -= (row_weights[here] * (wanted * log_shares).sum(-1)).sum()
-            pull = log_shares.exp_().sub_(wanted).mul_(row_weights[here, None]).to(states.dtype)
+            teacher_shares = teacher(rows).softmax(-1, dtype=row_weights.dtype)
+            loss -= (row_weights[rows] * (teacher_shares * log_shares).sum(-1)).sum()
+            # The gradient with respect to the logits is (shares of the student - shares of the teacher) * row weight.
+            pull = log_shares.exp_().sub_(teacher_shares).mul_(row_weights[rows, None]).to(states.dtype)
             if needs_states:
-                grads[here] = pull @ matrix
+                grads[rows] = pull @ matrix
             if needs_weight:
-                weight_grad += pull.t() @ states[here]
+                weight_grad += pull.t() @ states[rows]
         ctx.save_for_backward(grads, weight_grad)
         return loss
 
@@ -59,6 +63,6 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def blocks(rows: int, width: int) -> list[slice]:
-    """Slices of `rows` rows, at least one, of each of which `width` numbers are held at once."""
+    """Slices of `rows` rows, at least one slice, each with at most `LOGITS` elements if a row has `width`."""
     size = max(1, LOGITS // width)
     return [slice(begin, begin + size) for begin in range(0, max(1, rows), size)]

@@ -1,7 +1,7 @@
-"""Blocks of multi-token prediction: one block, trained to be used again and again (FastMTP: Cai et al.,
-arXiv:2509.18362): step k reads its own output of step k - 1 and the true next token.
+"""One block of multi-token prediction, trained to be applied step after step (FastMTP: Cai et al., arXiv:2509.18362).
 
-Step k sees what it will see when it drafts, as in EAGLE-3; FastMTP lets it see the other rows of its own step instead.
+Step k reads the block's output of step k - 1 and the true next token. Its attention sees what it will see when it
+drafts, as in EAGLE-3; in FastMTP it sees the other slots of step k instead.
 """
 
 import torch
@@ -20,13 +20,13 @@ from .options import TrainingOptions
 from .trainer import HeadTrainer, as_master, seeded
 
 BETA = 0.6
-"""Weight of a step's loss, over that of the step before."""
+"""Ratio of a step's weight in the loss to that of the step before."""
 PUBLISHED = Block(next(family for family in FAMILIES if family.name == "Qwen"), "mtp.", 0)
-"""Whose names a block is published by."""
+"""The family in whose names a block is published, and the block's number in a checkpoint."""
 
 
 class MtpTrainer(HeadTrainer):
-    """A decoder layer of the target's own kind, which starts as a copy of its last."""
+    """A head whose block is a decoder layer of the target's class, and starts as a copy of its last layer."""
 
     name = "mtp"
     takes = frozenset({"ttt_steps"})
@@ -42,7 +42,7 @@ class MtpTrainer(HeadTrainer):
         super().__init__(target, head, options.ttt_steps or 3)
 
     def _build(self, target: Target, seed: int) -> MtpHead:
-        """The block, tried on two tokens."""
+        """The head. It runs on two tokens once, so that a layer that cannot serve is refused before the training."""
         decoder = target.model.get_decoder()
         last = decoder.layers[-1]
         config = block_config(target.config, any(name.startswith("mlp.experts.") for name in last.state_dict()))
@@ -53,32 +53,33 @@ class MtpTrainer(HeadTrainer):
             head = MtpHead(decoder, config, embedding, output, **knobs)
         head.block.load_state_dict(last.state_dict())
         head = as_master(head, embedding)
-        places = torch.arange(2, device=embedding.device)[None]
+        ids = torch.arange(2, device=embedding.device)[None]
         with torch.no_grad(), Causal():
-            head(places, places, next(head.parameters()).new_zeros(1, 2, head.hidden_size))
+            head(ids, ids, next(head.parameters()).new_zeros(1, 2, head.hidden_size))
         return head
 
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
-        """sum over steps k of BETA^k * cross entropy with the target's probabilities, over the sum of BETA^k.
+        """The weighted mean over steps k, with weights BETA^k, of the cross entropy with the target's probabilities.
 
-        A mean over the slots that draft a supervised token.
+        Each step's is a mean over the slots that draft a supervised token in it.
         """
         ids, (target_states,) = move(batch.ids, self.device), features.states
         target_states = target_states.flatten(0, 1)
         total = sum(BETA**ahead for ahead in range(self.steps))
-        states, places, weights = [], [], []
+        states, teachers, weights = [], [], []
         for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features), Rollout(), self.steps)):
-            slots, teachers = batch.slots(ahead, self.device)
+            slots, positions = batch.slots(ahead, self.device)
             states.append(normed.flatten(0, 1).index_select(0, slots))
-            places.append(teachers)
+            teachers.append(positions)
             weights.append(torch.full((len(slots),), BETA**ahead / total / max(1, len(slots)), device=self.device))
-        place, weight = torch.cat(places), self.module.head_weight
+        # The loss is computed for the slots of all steps at once; the teacher's logits are made block by block.
+        teacher, weight = torch.cat(teachers), self.module.head_weight
         return soft_cross_entropy(
-            torch.cat(states), weight, lambda rows: F.linear(target_states[place[rows]], weight), torch.cat(weights)
+            torch.cat(states), weight, lambda rows: F.linear(target_states[teacher[rows]], weight), torch.cat(weights)
         )
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
-        """Qwen's names, ``mtp.*``; experts as they are published, each for itself."""
+        """The tensors by Qwen's names, ``mtp.*``, and the target's config. Each expert has tensors of its own."""
         tensors = {}
         for name, value in self.module.state_dict().items():
             tensors.update(_apart(PUBLISHED.theirs(name), value))
@@ -87,13 +88,13 @@ class MtpTrainer(HeadTrainer):
 
 
 def _apart(name: str, value: Tensor) -> dict[str, Tensor]:
-    """A tensor, or those of each expert that are joined in it."""
-    stem, _, kind = name.rpartition(".")
-    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
-    if kinds is None or not stem.endswith(".experts"):
+    """The tensor by its name; or if it joins all experts' (``experts.gate_up_proj``), each expert's by theirs."""
+    stem, _, joined_name = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(joined_name)
+    if parts is None or not stem.endswith(".experts"):
         return {name: value}
     return {
-        f"{stem}.{expert}.{one}.weight": part
+        f"{stem}.{expert}.{part}.weight": weight
         for expert, joined in enumerate(value)
-        for one, part in zip(kinds, joined.chunk(len(kinds)))
+        for part, weight in zip(parts, joined.chunk(len(parts)))
     }

@@ -8,6 +8,7 @@ from ..errors import check_int
 from ..tree import MAX_NODES
 
 LARGEST = 1 << 31
+"""Of any integer option."""
 ABOUT_THE_DRAFT = (
     "num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "draft_vocab_size",
     "taps", "ttt_steps", "block_size",
@@ -71,12 +72,12 @@ class TrainingOptions:
         for name in ("minutes", "learning_rate", "clip"):
             if name == "clip" or getattr(self, name) is not None:
                 _check_number(name, getattr(self, name), 0.0, math.inf, "positive and finite")
-        for name, most, wanted in (
+        for name, most, expected in (
             ("warmup", 1.0, "a share of the training, from 0 to below 1"),
             ("checkpoint_minutes", math.inf, "finite and not negative"),
         ):
             if getattr(self, name) != 0:
-                _check_number(name, getattr(self, name), 0.0, most, wanted)
+                _check_number(name, getattr(self, name), 0.0, most, expected)
         if self.taps is not None:
             if isinstance(self.taps, str) or not isinstance(self.taps, Sequence):
                 raise TypeError(f"taps must be a list of numbers of layers, not {type(self.taps).__name__}")
@@ -85,8 +86,9 @@ class TrainingOptions:
             object.__setattr__(self, "taps", tuple(self.taps))
 
 
-def _check_number(name: str, value, above: float, below: float, wanted: str) -> None:
+def _check_number(name: str, value, above: float, below: float, expected: str) -> None:
+    """TypeError unless `value` is a number, ValueError unless it is between `above` and `below`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     if not above < value < below:
-        raise ValueError(f"{name} must be {wanted}, not {value}")
+        raise ValueError(f"{name} must be {expected}, not {value}")

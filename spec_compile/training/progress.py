@@ -1,4 +1,4 @@
-"""Reports while a head is trained: a bar on a terminal, else a few lines."""
+"""The progress of a training, shown as a bar on a terminal and as a few lines elsewhere."""
 
 import sys
 from collections.abc import Iterator
@@ -12,8 +12,9 @@ from transformers.utils import logging
 class Progress:
     """How far a training is.
 
-    share: of it that is done. loss: mean of the steps since the last report. acceptance: of first drafts on held-out
-    text, when last measured (None: not yet). seconds: spent so far. seconds_left: expected.
+    share: done so far, from 0 to 1. loss: the mean of the steps since the last `Progress`. acceptance: the share of
+    first drafts accepted on held-out text when last measured, or None before that. seconds: of training so far.
+    seconds_left: expected.
     """
 
     step: int
@@ -33,12 +34,14 @@ class Progress:
 
 
 LINES = 10
-"""Reports that are printed where there is no terminal, about."""
+"""Lines that are printed in a training, about, if stderr is no terminal."""
 
 
 class Printer:
-    """Within its context, shows each `Progress` it is called with: in a bar on a terminal, else the first one, and one
-    for each tenth of the training."""
+    """Context manager to call with each `Progress`, which shows it on stderr.
+
+    On a terminal it is a bar. Elsewhere the first is printed, and then one for each tenth of the training.
+    """
 
     def __enter__(self) -> "Printer":
         self._bar, self._printed = None, -1
@@ -73,12 +76,12 @@ def tell(message: str) -> None:
 
 
 def say_nothing(message: str) -> None:
-    """In place of `tell`."""
+    """Takes the place of `tell` where nothing shall be printed."""
 
 
 @contextmanager
 def bars_on_terminals() -> Iterator[None]:
-    """While inside, transformers shows no bars of its own if stderr is no terminal."""
+    """A context in which transformers shows no progress bars if stderr is no terminal."""
     shown = logging.is_progress_bar_enabled()
     try:
         if not sys.stderr.isatty():
@@ -90,7 +93,7 @@ def bars_on_terminals() -> Iterator[None]:
 
 
 def clock(seconds: float) -> str:
-    """1:02:03, or 2:03."""
+    """Seconds as 1:02:03, or as 2:03 below an hour."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

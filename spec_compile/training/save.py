@@ -1,6 +1,6 @@
-"""The folder a training writes: the published head, its card, and the state from which the training goes on.
+"""The folder that a training writes: the published head, its card, and the state from which the training goes on.
 
-Each file is replaced as a whole, so that whenever the process or the disk fails, what was there stays good.
+Files are written aside and renamed, so that the earlier ones stay usable if the process or the disk fails.
 """
 
 import hashlib
@@ -18,16 +18,20 @@ from transformers import PreTrainedModel
 from ..drafters.checkpoints.files import load_pickled
 
 STATE = "training.pt"
+"""File of the state."""
 TEXTS = "continuations.pt"
+"""File of the target's answers, if it trains on them."""
 VERSION = 1
+"""Of the state's format. Another version's is refused."""
 
 
 @dataclass
 class TrainingState:
     """How far a training is.
 
-    identity: what must be the same for it to go on, by name. weights: the head's own, as trained. evaluations: (step,
-    first-position acceptance on held-out text).
+    identity: what must be the same if it is to go on, by name. seconds: of training. tokens: trained on. losses: of
+    each step. evaluations: (step, share of first drafts accepted on held-out text). weights: the head's trained
+    parameters in their training dtype. optimizer: its state_dict.
     """
 
     identity: dict
@@ -41,19 +45,20 @@ class TrainingState:
 
 
 def open_folder(output: str | Path, identity: dict, resume: bool) -> TrainingState:
-    """The state in folder `output`, or a new one; the folder is made.
+    """The state in folder `output`; or a new one, and the folder is made.
 
-    ValueError if it holds anything else, or the training of another head.
+    Raises ValueError if the folder has other files or the training of another head, or a training without `resume`.
     """
     folder = Path(output).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output: {folder} is a file; expected a folder to be made, or that of an earlier training")
     path = folder / STATE
     if not path.is_file():
-        found = [] if not folder.exists() else [item.name for item in folder.iterdir() if item.name != TEXTS]
-        found = [name for name in found if not name.endswith(".partial")]
-        if found:
-            raise ValueError(f"output: {folder} exists and holds {', '.join(sorted(found)[:4])}; choose another folder")
+        # A training that was stopped before its first checkpoint leaves the answers, and perhaps a partial file.
+        names = [] if not folder.exists() else [item.name for item in folder.iterdir() if item.name != TEXTS]
+        names = [name for name in names if not name.endswith(".partial")]
+        if names:
+            raise ValueError(f"output: {folder} exists and holds {', '.join(sorted(names)[:4])}; choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         return TrainingState(identity)
     if not resume:
@@ -88,7 +93,7 @@ def save_head(folder: Path, config: dict, tensors: dict[str, Tensor], dtype: tor
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Put what `write` writes in place of `path`, at once and only when it is on the disk."""
+    """Replace file `path` by the one that `write` writes, once that is on the disk."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         write(partial)
@@ -100,17 +105,23 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """The same for the same weights, in whatever dtype they are loaded."""
+    """16 hexadecimal digits that are the same for the same weights, in whatever dtype they are loaded.
+
+    64 values of each parameter are read, rounded to bfloat16.
+    """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         values = parameter.detach().flatten()
-        some = values[:: max(1, values.numel() // 64)][:64]
-        digest.update(name.encode() + some.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+        sample = values[:: max(1, values.numel() // 64)][:64]
+        digest.update(name.encode() + sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def write_card(target: PreTrainedModel, algorithm: str, facts: dict, acceptance: list[float], folder: Path) -> str:
-    """The README of a draft: what it is for, how it was trained, and how much of it is accepted."""
+    """The README of a draft: its target, how it was trained, and how many of its tokens are accepted.
+
+    facts: lines of the table. acceptance: shares by depth, empty if not measured. folder: of the draft.
+    """
     name = target.config.name_or_path or type(target).__name__
     table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     return f"""---

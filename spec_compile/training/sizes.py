@@ -1,4 +1,4 @@
-"""The config of a new draft: its target's sizes, unless told otherwise."""
+"""The config of a new draft, which has its target's sizes where options say nothing else."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,17 @@ from transformers import LlamaConfig, PreTrainedConfig
 from ..drafters.checkpoints.target import Target
 from .options import TrainingOptions
 
-WHOLE_VOCABULARY = 40_000
-"""A vocabulary of up to so many tokens is drafted from whole."""
+FULL_VOCABULARY = 40_000
+"""Tokens of a vocabulary up to which a draft can propose all of them."""
 KEPT_TOKENS = 32_000
-"""Of a larger one so many."""
+"""Tokens of a larger vocabulary that a draft can propose by default."""
 
 
 def draft_config(target: Target, options: TrainingOptions, layers: int = 1) -> LlamaConfig:
-    """The config of a draft's layers, `layers` by default. ValueError, naming the option, if they cannot be built."""
+    """The config of a draft's layers.
+
+    layers: how many there are by default. Raises ValueError, naming the option, if such layers cannot be built.
+    """
     config, size = target.config, target.hidden_size
     heads, head_dim = _heads(config, options)
     if options.num_key_value_heads is not None:
@@ -40,7 +43,10 @@ def draft_config(target: Target, options: TrainingOptions, layers: int = 1) -> L
 
 
 def _heads(config: PreTrainedConfig, options: TrainingOptions) -> tuple[int, int]:
-    """(query heads, size of each), which a fused attention kernel must take: multiples of 8 up to 256."""
+    """(query heads, size of each).
+
+    A fused attention kernel must take the size: a multiple of 8 up to 256. A target's other size becomes 64.
+    """
     heads = options.num_attention_heads or config.num_attention_heads
     if options.head_dim is not None:
         head_dim = options.head_dim
@@ -61,7 +67,7 @@ def _rope_theta(config: PreTrainedConfig) -> float:
 
 
 def published_config(config: LlamaConfig, target: Target, architecture: str, **more) -> dict:
-    """What ``config.json`` of a draft says, in the form of those that are published."""
+    """The ``config.json`` of a draft, in the form of published ones. more: entries to add or replace."""
     names = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size", "tie_word_embeddings",
@@ -82,12 +88,12 @@ def published_config(config: LlamaConfig, target: Target, architecture: str, **m
 
 
 def frequent_tokens(counts: Tensor, size: int | None, always: list[int]) -> Tensor | None:
-    """The ids, ascending, of the `size` most frequent tokens and those of `always`; None for all.
+    """The `size` most frequent tokens, int64 [size], ascending, with those of `always` among them; None for all tokens.
 
-    counts [V]: see `data.count_tokens`. ValueError if `size` is not possible.
+    counts int64 [V]: see `data.count_tokens`. size: None for the default. Raises ValueError if `size` is not possible.
     """
     vocab_size = len(counts)
-    size = size or (vocab_size if vocab_size <= WHOLE_VOCABULARY else KEPT_TOKENS)
+    size = size or (vocab_size if vocab_size <= FULL_VOCABULARY else KEPT_TOKENS)
     if not len(always) < size <= vocab_size:
         raise ValueError(
             f"draft_vocab_size: expected {len(always) + 1} to {vocab_size}, the target's vocabulary, got {size}"

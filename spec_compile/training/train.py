@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,30 +27,31 @@ from .mtp import MtpTrainer
 from .on_policy import continue_documents, prompts
 from .options import ABOUT_THE_DRAFT, TrainingOptions
 from .progress import Printer, Progress, say_nothing, tell
-from .save import TEXTS, fingerprint, open_folder, replace, save_head, write_card
+from .read import read
+from .save import TEXTS, TrainingState, fingerprint, open_folder, replace, save_head, write_card
 from .trainer import Trainer
 
 TRAINERS: dict[str, type[Trainer]] = {
-    kind.name: kind for kind in (Eagle3Trainer, EagleTrainer, MtpTrainer, DFlashTrainer)
+    trainer.name: trainer for trainer in (Eagle3Trainer, EagleTrainer, MtpTrainer, DFlashTrainer)
 }
-"""What can be trained. A new one is one file here and one entry."""
+"""The algorithms whose drafts can be trained. A new one is one file in this folder and one entry."""
 ALIASES = {"nextn": "mtp"}
 FREE = ("steps", "minutes", "checkpoint_minutes")
 """Options that may change when a training goes on."""
 LONGEST = 2048
-"""Tokens of a sequence, unless told otherwise."""
+"""Tokens of a sequence by default, at most."""
 HELD_OUT_TOKENS, GLANCE_TOKENS = 1 << 16, 1 << 13
-"""Of the held-out text so many tokens are looked at in the end, and on the way."""
+"""Held-out tokens on which acceptance is measured: in the end, and on the way."""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
     """What `train_draft` did.
 
-    path: the folder with the head. acceptance: on held-out text, the share of first drafts that are the target's own
-    choice; acceptance_by_depth: the share that are so down to depth 1, 2, ... (None and empty without held-out text).
-    losses: of each step. evaluations: (step, acceptance) on the way, of a part of that text. tokens: seen in training,
-    repeated ones again. seconds: spent, those before an interruption included.
+    path: the folder with the head. acceptance: the share of first drafts on held-out text that equal the target's
+    choice, or None without such text. acceptance_by_depth: the share of drafts that equal it down to depth 1, 2, ...
+    losses: of each step. evaluations: (step, acceptance) on the way, measured on a part of the held-out text.
+    tokens: those trained on, counted again in each epoch. seconds: of training, also before an interruption.
     """
 
     path: Path
@@ -81,63 +83,77 @@ def train_draft(
 ) -> TrainingResult:
     """Train a draft head for `model` and write it to folder `output`, for ``speculate(model, algo, draft=output)``.
 
-    model: a causal language model of transformers (or peft's wrapper around one) in eval mode, which does not change;
-    the head is trained on its device, in mixed precision on a GPU or for a model in 16 bits. algo: "eagle3", "eagle",
-    "mtp" or "dflash". data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`data.read`).
-    tokenizer: the model's, if the data is text. validation: the share of documents that is held out, or texts as in
-    `data`, or 0. on_policy: train on what the model itself writes after the data's prompts (True, or options for
-    ``generate()``); then the data may be prompts without answers. resume: go on with the training in `output`, which
-    gives the same head as one without interruption. progress: called with a `Progress` now and then (default: shown on
-    stderr). options: see `TrainingOptions`.
+    model: a causal language model of transformers (or peft's wrapper around one) in eval mode. It does not change. The
+    head is trained on its device, in mixed precision on a GPU or if the model has 16 bits. algo: "eagle3", "eagle",
+    "mtp" or "dflash".
+    data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`read`).
+    output: a new folder, or that of a training to go on with. tokenizer: the model's, if the data is text.
+    validation: the share of documents that is held out, or texts as in `data`, or 0.
+    on_policy: True, or options for ``generate()``, to train on what the model itself writes after the data's prompts;
+    then the data may be prompts without answers. resume: whether to go on with the training in `output`, whose head is
+    the same as without the interruption. progress: called with a `Progress` about every ten seconds (default: it is
+    shown on stderr). options: see `TrainingOptions`.
 
-    Raises TypeError, ValueError or UnsupportedModelError, naming the argument, before any work; FloatingPointError if
-    the loss becomes infinite, with the last checkpoint left as it is.
+    Raises TypeError, ValueError or UnsupportedModelError, naming the argument, before any work starts, and
+    FloatingPointError if the loss becomes infinite or NaN; the last checkpoint is kept.
     """
     model = _plain(model)
     _check_types(output, on_policy, resume, progress)
-    kind, chosen = _trainer_and_options(algo, options)
+    trainer_class, parsed = _trainer_and_options(algo, options)
     admit(model)
     target = Target.of(model)
-    documents, held_out = _read(data, validation, tokenizer, target, chosen.seed, on_policy is not False)
-    length, folder = _length(chosen, target), Path(output).expanduser()
+    documents, held_out = _read(data, validation, tokenizer, target, parsed.seed, on_policy is not False)
+    length, folder = _length(parsed, target), Path(output).expanduser()
     with torch.inference_mode(False), torch.enable_grad():
-        trainer = kind(target, chosen, texts.count_tokens(documents, target.vocab_size))
+        # The head is built and the text is checked before a folder is made or the model writes answers.
+        trainer = trainer_class(target, parsed, texts.count_tokens(documents, target.vocab_size))
         if on_policy is False:
             pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
         else:
             _check_prompts(documents, held_out, length, trainer.shortest)
-        identity = _identity(kind, model, chosen, documents + held_out, on_policy)
+        identity = _identity(trainer_class, model, parsed, documents + held_out, on_policy)
         state = open_folder(folder, identity, resume)
         if on_policy is not False:
             line = say_nothing if progress else tell
             documents, held_out = _continued(folder, identity, model, documents, held_out, length, on_policy, line)
-            trainer = kind(target, chosen, texts.count_tokens(documents, target.vocab_size))
+            # The answers have other counts of tokens, which decide what the head can draft.
+            trainer = trainer_class(target, parsed, texts.count_tokens(documents, target.vocab_size))
             pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
-        glance, held = (texts.sample(reserve, chosen.batch_size, n) for n in (GLANCE_TOKENS, HELD_OUT_TOKENS))
-        about = _about(pieces, held, length, model.device, chosen, on_policy is not False)
-
-        def publish(facts: dict, acceptance: list[float]) -> None:
-            card = write_card(model, kind.name, about | facts, acceptance, folder)
-            save_head(folder, *trainer.publish(), model.dtype, card)
-
+        # Acceptance is measured on a part of the held-out text on the way, and on more of it in the end.
+        glance, measured = (texts.sample(reserve, parsed.batch_size, n) for n in (GLANCE_TOKENS, HELD_OUT_TOKENS))
+        about = _about(pieces, measured, length, model.device, parsed, on_policy is not False)
+        publish = partial(_publish, model, trainer, about, folder)
         features = TargetFeatures(model, trainer.taps, trainer.kept)
-        batches = Batches(pieces, chosen.batch_size, chosen.seed)
+        batches = Batches(pieces, parsed.batch_size, parsed.seed)
         with Printer() if progress is None else nullcontext(progress) as report:
-            acceptance = Loop(trainer, features, batches, glance, held, chosen, state, folder, publish, report).run()
+            loop = Loop(trainer, features, batches, glance, measured, parsed, state, folder, publish, report)
+            return _result(folder, state, loop.run())
+
+
+def _result(folder: Path, state: TrainingState, acceptance: list[float]) -> TrainingResult:
+    first = acceptance[0] if acceptance else None
     done = state.losses, state.evaluations, state.step, state.tokens, state.seconds
-    return TrainingResult(folder, acceptance[0] if acceptance else None, acceptance, *done)
+    return TrainingResult(folder, first, acceptance, *done)
 
 
 def _check_types(output, on_policy, resume, progress) -> None:
     """TypeError that names the first argument of a wrong type."""
-    for name, value, fits, wanted in (
+    for name, value, fits, expected in (
         ("on_policy", on_policy, isinstance(on_policy, bool | dict), "True, False or options for generate()"),
         ("output", output, isinstance(output, str | Path), "the path of a folder"),
         ("resume", resume, isinstance(resume, bool), "True or False"),
         ("progress", progress, progress is None or callable(progress), "a function of a `Progress`"),
     ):
         if not fits:
-            raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}")
+            raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
+
+
+def _publish(
+    model: PreTrainedModel, trainer: Trainer, about: dict, folder: Path, facts: dict, acceptance: list[float]
+) -> None:
+    """Write the head as it is now, with what its card says: `about` the training, and `facts` of how far it is."""
+    card = write_card(model, trainer.name, about | facts, acceptance, folder)
+    save_head(folder, *trainer.publish(), model.dtype, card)
 
 
 def _about(
@@ -155,10 +171,12 @@ def _about(
     }
 
 
-def _identity(kind: type[Trainer], model, options: TrainingOptions, documents: list[Document], on_policy) -> dict:
-    """What must be the same for a training to go on."""
+def _identity(
+    trainer_class: type[Trainer], model, options: TrainingOptions, documents: list[Document], on_policy
+) -> dict:
+    """What must be the same if a training is to go on."""
     return {
-        "algo": kind.name,
+        "algo": trainer_class.name,
         "target": f"{type(model).__name__} {fingerprint(model)}",
         "data": texts.fingerprint(documents),
         "on_policy": repr(on_policy),
@@ -182,34 +200,35 @@ def _plain(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _trainer_and_options(algo: str, options: dict) -> tuple[type[Trainer], TrainingOptions]:
-    """What trains heads of this algorithm, and how; ValueError that names an option that such heads do not have."""
-    kind = _trainer_of(algo)
+    """The algorithm's trainer, and the options checked. ValueError names an option that its heads do not have."""
+    trainer_class = _trainer_of(algo)
     parsed = parse_options(TrainingOptions, options)
     for name in ABOUT_THE_DRAFT:
-        if getattr(parsed, name) is not None and name not in kind.takes:
-            raise ValueError(f"{name}: algo={kind.name!r} has no such option")
-    return kind, parsed
+        if getattr(parsed, name) is not None and name not in trainer_class.takes:
+            raise ValueError(f"{name}: algo={trainer_class.name!r} has no such option")
+    return trainer_class, parsed
 
 
 def _read(
     data, validation, tokenizer, target: Target, seed: int, on_policy: bool
 ) -> tuple[list[Document], list[Document]]:
-    """(for training, held out)."""
+    """The documents of `data` and `validation`: (for training, held out)."""
     share = 0.0 if validation is None else validation
     if isinstance(share, int | float) and not isinstance(share, bool):
         if not 0 <= share < 1:
             raise ValueError(f"validation: expected a share of the data, from 0 to below 1, got {share}")
-        documents = texts.read(data, tokenizer, target.vocab_size, on_policy=on_policy)
+        documents = read(data, tokenizer, target.vocab_size, on_policy=on_policy)
         return texts.split(documents, share, seed) if share else (documents, [])
     return (
-        texts.read(data, tokenizer, target.vocab_size, on_policy=on_policy),
-        texts.read(validation, tokenizer, target.vocab_size, name="validation", on_policy=on_policy),
+        read(data, tokenizer, target.vocab_size, on_policy=on_policy),
+        read(validation, tokenizer, target.vocab_size, name="validation", on_policy=on_policy),
     )
 
 
 def _length(options: TrainingOptions, target: Target) -> int:
-    """Tokens of a sequence."""
+    """Tokens of a sequence at most. ValueError if the target cannot hold so many as the option asks for."""
     longest = getattr(target.config, "max_position_embeddings", None) or LONGEST
+    # Wide batches are padded to a multiple of WIDTH, and the padding must have positions, too.
     longest -= longest % texts.WIDTH if longest > texts.WIDTH else 0
     if options.sequence_length is None:
         return min(LONGEST, longest)
@@ -223,12 +242,12 @@ def _length(options: TrainingOptions, target: Target) -> int:
 def _cut(
     documents: list[Document], held_out: list[Document], length: int, shortest: int
 ) -> tuple[list[Document], list[Document]]:
-    """Both in pieces; ValueError if one of them has none that is long enough."""
+    """Both parts cut into pieces. ValueError if one of them has documents but no piece to learn from."""
     _check_length(length, shortest)
-    pieces, reserve = (texts.cut(some, length, shortest) for some in (documents, held_out))
-    for name, some, left in (("data", documents, pieces), ("validation", held_out, reserve)):
-        if some and not left:
-            longest = max(len(document.ids) for document in some)
+    pieces, reserve = (texts.cut(part, length, shortest) for part in (documents, held_out))
+    for name, part, usable in (("data", documents, pieces), ("validation", held_out, reserve)):
+        if part and not usable:
+            longest = max(len(document.ids) for document in part)
             raise ValueError(
                 f"{name}: no sequence with a supervised token has the {shortest} tokens that a draft of this depth "
                 f"needs; the longest has {longest}. Give more text"
@@ -243,11 +262,11 @@ def _check_length(length: int, shortest: int) -> None:
 
 
 def _check_prompts(documents: list[Document], held_out: list[Document], length: int, shortest: int) -> None:
-    """ValueError if one of them has no prompt that leaves room for an answer."""
+    """ValueError if the data or the held-out part has no prompt that leaves room for an answer."""
     _check_length(length, shortest)
-    for name, some in (("data", documents), ("validation", held_out)):
-        if some and not any(prompts(document, length) for document in some):
-            least = min(len(document.ids) for document in some)
+    for name, part in (("data", documents), ("validation", held_out)):
+        if part and not any(prompts(document, length) for document in part):
+            least = min(len(document.ids) for document in part)
             raise ValueError(
                 f"{name}: no prompt leaves room for an answer in the {length} tokens of a sequence; the shortest has "
                 f"{least}. Give shorter ones, or raise sequence_length"
@@ -258,18 +277,21 @@ def _continued(
     folder: Path, identity: dict, model: PreTrainedModel, documents: list[Document], held_out: list[Document],
     length: int, on_policy: bool | dict, line: Callable[[str], None],
 ) -> tuple[list[Document], list[Document]]:  # fmt: skip
-    """Both as the model continues them, written once and read again when the training of this identity goes on."""
+    """Both parts as the model continues them.
+
+    The answers are kept in `folder` and read again when the training of this identity goes on.
+    """
     path = folder / TEXTS
     stored = load_pickled(path) if path.is_file() else {}
     if stored.get("identity") != identity:
         options = on_policy if isinstance(on_policy, dict) else {}
         answers = continue_documents(model, documents + held_out, length, identity["seed"], options, line)
         count = sum(len(prompts(document, length)) for document in documents)
-        both = answers[:count], answers[count:]
+        parts = answers[:count], answers[count:]
         stored = {
             "identity": identity,
-            "texts": [[(document.ids, document.supervised) for document in some] for some in both],
+            "texts": [[(document.ids, document.supervised) for document in part] for part in parts],
         }
         replace(path, lambda partial: torch.save(stored, partial))
-    documents, held_out = ([Document(*pair) for pair in some] for some in stored["texts"])
+    documents, held_out = ([Document(*pair) for pair in part] for part in stored["texts"])
     return documents, held_out

@@ -1,4 +1,4 @@
-"""What the training loop asks of an algorithm: `Trainer`, and what all heads that draft token by token share."""
+"""`Trainer`, the contract between the training loop and an algorithm, and `HeadTrainer`, the base of heads."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -18,47 +18,53 @@ from .loss import blocks
 
 
 class Trainer(ABC):
-    """A new draft for `target`, and how it learns.
+    """A new draft for a target, and its loss.
 
-    Made of (target, options, counts): `counts` [V] says how often each token is supervised. ValueError or
-    UnsupportedModelError if no such draft can be made.
+    It is built from (target, options, counts), where counts, int64 [V], says how often each token is supervised.
+    Raises ValueError or UnsupportedModelError if no such draft can be made.
     """
 
     name = ""
-    """Its ``algo``."""
+    """The algorithm's name, as in ``algo=``."""
     takes: frozenset[str] = frozenset()
-    """Of the options about the draft itself, those that this algorithm has."""
+    """The options in `ABOUT_THE_DRAFT` that this algorithm has."""
     learning_rate: tuple[float, float] = (0.4, 2e-3)
-    """The default: the first over the hidden size, the second at most."""
+    """(a, b): the default is a / hidden size, but not above b."""
     taps: tuple[int, ...]
-    """States of the target that it reads, as in `Head.taps`."""
+    """The target's states that the draft reads, as in `Head.taps`."""
     kept: Tensor | None = None
-    """Ids of the tokens whose logits of the target it learns from (None: it does without)."""
+    """int64 [K]: the tokens from whose logits, the target's, it learns (None: it needs no logits)."""
     module: nn.Module
-    """The draft, whose parameters are its own, in float32; what it shares with the target are plain tensors."""
+    """The draft. Its parameters are those to train, in float32; tensors shared with the target are not parameters."""
     steps: int
-    """Tokens of a draft that are looked at."""
+    """Tokens of a draft on which it is trained or measured."""
 
     @property
     def shortest(self) -> int:
-        """Tokens that a sequence must have."""
+        """Tokens that a sequence must have: each step needs one more, after a state and the token after it."""
         return self.steps + 2
 
     @abstractmethod
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
-        """The loss to descend, a scalar. batch: on the CPU. generator: for all that is random in this step."""
+        """The loss of a batch, a scalar with a gradient.
+
+        batch: on the CPU. features: of its ids, on the draft's device. generator: the source of this step's randomness.
+        """
 
     @abstractmethod
     def accepted(self, batch: Batch, features: Features, steps: int) -> Iterator[tuple[int, int]]:
-        """Of each depth up to `steps`: how many drafts reach it, and how many are the target's choices down to it."""
+        """For each depth from 1 to `steps`: (drafts that reach it, drafts that equal the target's choices down to it).
+
+        A draft reaches a depth if all tokens down to it are supervised.
+        """
 
     @abstractmethod
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
-        """The draft's ``config.json`` and tensors, by published names."""
+        """The draft's ``config.json``, and its tensors by published names."""
 
 
 class HeadTrainer(Trainer):
-    """Heads (`Head`) that draft token by token, each from their own last output."""
+    """Trainer of a `Head`, which drafts token by token, each from its output before."""
 
     module: Head
 
@@ -67,10 +73,11 @@ class HeadTrainer(Trainer):
         self.taps, self.device = module.taps, target.embedding.device
 
     def unroll(self, ids: Tensor, state: Tensor, attention: Causal, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(recycled, normed), each [B, T, H], of step after step from every slot at once, the text given.
+        """The head's outputs as it drafts from every slot at once, with the text's tokens in place of drafts.
 
         ids [B, T + 1] int64, state [B, T, H]. In step i, slot t reads token t + 1 + i of the text at position t + i,
-        and from step 1 on its own last output; where the text has ended it reads padding.
+        with `state` in step 0 and then with its output of the step before. Past the end of the text it reads padding.
+        Yields (recycled, normed) of each step, both [B, T, H].
         """
         positions = torch.arange(state.shape[1], device=ids.device).expand(len(ids), -1)
         for step in range(steps):
@@ -80,7 +87,7 @@ class HeadTrainer(Trainer):
             yield state, normed
 
     def project(self, features: Features) -> Tensor:
-        """The states of the slots [B, L - 1, H]: the last token has none after it."""
+        """The head's input states, [B, L - 1, H]. The last position makes no slot, because no token follows it."""
         return self.module.project([state[:, :-1] for state in features.states])
 
     @torch.no_grad()
@@ -88,31 +95,35 @@ class HeadTrainer(Trainer):
         ids, choices = move(batch.ids, self.device), features.choices.flatten()
         reached = alive = None
         for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features), Rollout(), steps)):
-            slots, places = batch.slots(ahead, self.device)
+            slots, teachers = batch.slots(ahead, self.device)
             right = torch.zeros(normed.shape[:2].numel(), dtype=torch.bool, device=self.device)
-            there = right.clone().index_fill_(0, slots, True)
-            right[slots] = self._drafts(normed.flatten(0, 1)[slots]) == choices[places]
-            reached = there if reached is None else reached & there
+            counted = right.clone().index_fill_(0, slots, True)
+            right[slots] = self._drafts(normed.flatten(0, 1)[slots]) == choices[teachers]
+            # A draft counts at a depth only if it counted, or was right, at every depth before.
+            reached = counted if reached is None else reached & counted
             alive = right if alive is None else alive & right
             yield int(reached.sum()), int(alive.sum())
 
     def _drafts(self, normed: Tensor) -> Tensor:
-        """The tokens [R] that are drafted from the rows [R, H]."""
+        """The tokens, int64 [R], that the head drafts from normed outputs [R, H]."""
         weight, ids = self.module.head_weight, self.module.draft_to_target
-        drafts = torch.cat([F.linear(normed[here], weight).argmax(-1) for here in blocks(len(normed), len(weight))])
+        drafts = torch.cat([F.linear(normed[rows], weight).argmax(-1) for rows in blocks(len(normed), len(weight))])
         return drafts if ids is None else ids[drafts]
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random weights of modules made here depend on `seed` alone; the global random state is left alone."""
+    """A context in which random weights depend on `seed` alone. It restores the global random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def as_master(head: Head, embedding: Tensor) -> Head:
-    """The head on the device of `embedding`, its parameters in float32 (or float64, if that is the embedding's)."""
+    """The head, ready to be trained on the device of `embedding`.
+
+    Its parameters are float32, or float64 if the embedding is: updates would vanish in 16 bits.
+    """
     for module in head.modules():
         if type(module) is LlamaRMSNorm:
             module.__class__ = FusedNorm
@@ -120,13 +131,13 @@ def as_master(head: Head, embedding: Tensor) -> Head:
 
 
 class FusedNorm(LlamaRMSNorm):
-    """The same in one kernel each way, where small heads would spend their time on launching ten."""
+    """RMS norm by one kernel in each direction. transformers' takes ten, whose launches cost a small head its time."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.variance_epsilon)
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """What is trained, by name."""
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module that are trained, by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}

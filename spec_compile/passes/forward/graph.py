@@ -1,4 +1,4 @@
-"""`ForwardGraph`: a forward as Dynamo hands it to a backend, and what the backend's passes ask of its nodes."""
+"""`ForwardGraph`, a forward as Dynamo has traced it, and the questions that passes ask about its nodes."""
 
 import inspect
 import operator
@@ -21,10 +21,10 @@ IN_PLACE_OPERATORS = {
 
 @dataclass
 class ForwardGraph:
-    """One graph of torch calls; parameters, buffers and sizes are placeholders beside the user's inputs.
+    """One graph of torch calls, whose placeholders are parameters, buffers and sizes beside the user's inputs.
 
-    gm: rewritten in place. inputs: what Dynamo gave for each placeholder, in order. joined: groups of placeholders
-    (their places); the first of a group now stands for all of its weights in one tensor.
+    gm: passes rewrite it in place. inputs: Dynamo's value of each placeholder, in order. joined: groups of indices of
+    placeholders; the first of a group now stands for the joined tensor of all its weights.
     """
 
     gm: fx.GraphModule
@@ -32,13 +32,13 @@ class ForwardGraph:
     joined: list[tuple[int, ...]] = field(default_factory=list)
     log: list[PassReport] = field(default_factory=list)
     is_functional = False
-    """Calls may write to tensors that exist."""
+    """A call may write to existing tensors, so that it cannot be dropped only because nobody reads its result."""
 
 
 def value(node) -> torch.Tensor | None:
-    """The fake tensor that a node holds, if it holds a tensor."""
-    found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return found if isinstance(found, torch.Tensor) else None
+    """The fake tensor of a node's result, or None if the result is no tensor."""
+    result = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return result if isinstance(result, torch.Tensor) else None
 
 
 def is_method(node, name: str) -> bool:
@@ -47,7 +47,7 @@ def is_method(node, name: str) -> bool:
 
 
 def changes_something(node: fx.Node) -> bool:
-    """Whether a call may write to a tensor that exists (when in doubt: yes)."""
+    """Whether a call may write to an existing tensor. In doubt the answer is yes."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
     if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
@@ -81,7 +81,7 @@ def quiet_between(first: fx.Node, last: fx.Node) -> bool:
 
 
 def same_sizes(a, b) -> bool:
-    """Whether sizes are equal, number for number or symbol for symbol; asking adds no guard."""
+    """Whether two shapes are equal, number for number or symbol for symbol. This adds no guard."""
     return len(a) == len(b) and all(_expression(x) == _expression(y) for x, y in zip(a, b))
 
 
@@ -97,5 +97,5 @@ def erase_unused(nodes) -> None:
 
 
 def is_plain_parameter(tensor) -> bool:
-    """A parameter that is an ordinary tensor: not quantised, sharded or otherwise a subclass."""
+    """Whether a tensor is a parameter of the ordinary class, neither quantised nor sharded nor another subclass."""
     return type(tensor) is nn.Parameter and type(tensor.data) is torch.Tensor

@@ -1,4 +1,4 @@
-"""tidy_forward: `tidy` for graphs of Dynamo's making."""
+"""tidy_forward: the pass `tidy` for graphs that Dynamo has traced."""
 
 import torch
 from torch.nn import functional as F
@@ -11,9 +11,9 @@ DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F
 
 
 def tidy_forward(graph: ForwardGraph, settings) -> str:
-    """Erase casts to the dtype and device a tensor already has, dropout of inference, and API-usage logging.
+    """Erase casts to the dtype and device that a tensor already has, dropout at inference, and API-usage logging.
 
-    All of them return the very tensor they are given, so aliasing and in-place writes stay as they were.
+    Casts and dropouts of this sort return their very argument, so that aliasing and in-place writes stay as they were.
     """
     erased = 0
     for node in calls(graph.gm):
@@ -27,6 +27,7 @@ def tidy_forward(graph: ForwardGraph, settings) -> str:
 
 
 def _is_idle_cast(node) -> bool:
+    """Whether a call is a cast that returns its argument."""
     before, after = value(node.args[0] if node.args else None), value(node)
     if node.op != "call_method" or node.target not in CASTS or before is None or after is None:
         return False
@@ -36,7 +37,8 @@ def _is_idle_cast(node) -> bool:
 
 
 def _is_idle_dropout(node) -> bool:
+    """Whether a call is a dropout that is off."""
     if node.target not in DROPOUTS or value(node.args[0] if node.args else None) is None:
         return False
-    given = dict(zip(("input", "p", "training", "inplace"), node.args)) | node.kwargs
-    return given.get("training", node.target not in (F.alpha_dropout, F.feature_alpha_dropout)) is False
+    arguments = dict(zip(("input", "p", "training", "inplace"), node.args)) | node.kwargs
+    return arguments.get("training", node.target not in (F.alpha_dropout, F.feature_alpha_dropout)) is False
