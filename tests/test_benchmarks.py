@@ -155,7 +155,7 @@ def test_tables_from_made_up_results(tmp_path):
 @pytest.fixture(scope="module")
 def tiny():
     model = ADMITTED["llama"]()
-    return model, speculate(model, num_draft_tokens=1, compile=False), speculate(model, compile=False)
+    return model, speculate(model, num_draft_tokens=1, compile=False), speculate(model, compile=False, adaptive=False)
 
 
 def test_gpu_steps_on_a_tiny_model(tiny):
