@@ -97,7 +97,11 @@ def main() -> None:
                 seconds = ", ".join(f"{name} {value:.1f} s" for name, value in rows[-1].items() if type(value) is float)
                 print(f"{row['shape']}, {state}: {seconds}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        import torch
+        from common import stamp, write_json  # here, so that a measured process does not import them
+
+        stamped = stamp(torch.device(options.device))
+        write_json(options.json, [row | {"stamp": stamped} for row in rows])
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Drafter(nn.Module):
     """
 
     fuses: bool = True
-    """Whether on a GPU `propose` is compiled in one piece with what comes before it. Otherwise `compile` does it."""
+    """Whether `propose` is compiled in one part with what comes before it in the round. Otherwise `compile` does it."""
 
     seconds: float = 0.0
     """Time spent proposing on the host since the drafter was made (0 where it is part of the graph)."""

@@ -1,4 +1,4 @@
-"""The round: verify, accept, commit, propose, as plain PyTorch that compiles into one graph."""
+"""The round: verify, accept, commit, propose, as plain PyTorch."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ class Round(nn.Module):
 
     A round verifies the trees that the round before it proposed and ends by proposing the next, so that whoever runs
     it knows how many nodes the next one needs. Its parts (`prepare`, `verify`, `conclude`, `finish`) hand each other
-    plain tensors: on a CPU they are compiled as one, on a GPU each by itself (see `session`).
+    plain tensors, so that each can be compiled by itself (see `steps.pieces`).
     """
 
     def __init__(self, graph: ModelGraph, drafter: nn.Module, state: State, nodes: int | None):
@@ -26,9 +26,7 @@ class Round(nn.Module):
     def forward(self, max_kv_len: int, nodes: int = 0) -> Tensor:
         """`max_kv_len`: slots of the cache to look at, at least lengths.max() + N.
 
-        Returns int64 [B, 5 + 4 N]: tokens gained, finished, real nodes and hint of the next tree, depth of this one,
-        the N tokens of which the first "gained" count, the N nodes of the accepted path, and the tokens and parents of
-        the tree that was verified.
+        Returns int64 [B, 5 + 4 N], the outcome that `outcome.unpack` reads.
         """
         tree, ancestors, depth, positions = self.prepare(nodes)
         logits, *features = self._verify(tree, ancestors, positions, max_kv_len)

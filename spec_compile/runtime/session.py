@@ -169,8 +169,8 @@ class Session:
             return self._pieces.prefill()
         if part == "finish":
             return self._pieces.finish(nodes).finish
-        whole = self._pieces.round(nodes)
-        function = partial(whole.look if part == "look" else whole.forward, nodes=nodes)
+        round_ = self._pieces.round(nodes)
+        function = partial(round_.look if part == "look" else round_.forward, nodes=nodes)
         return self.ring.publishing(function) if part == "round" and self.ring is not None else function
 
     def _arguments(self, part: str, nodes: int) -> tuple:

@@ -16,10 +16,12 @@ PRIMES = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107,
 
 def example_size(static: Iterable[int], at_most: int | None = None) -> int:
     """A size to call parts with for the first time: a prime that divides no size that stays as it is, so that every
-    dimension which it divides is known to vary."""
+    dimension which it divides is known to vary. RuntimeError if there is none."""
     static = set(static)
-    fitting = (prime for prime in PRIMES if at_most is None or prime <= at_most)
-    return next(prime for prime in fitting if not any(size and size % prime == 0 for size in static))
+    for prime in PRIMES:
+        if (at_most is None or prime <= at_most) and not any(size and size % prime == 0 for size in static):
+            return prime
+    raise RuntimeError(f"no size to compile with: {sorted(static)} have every prime as a factor; pass compile=False")
 
 
 def compile_function(function: Callable, name: str, device: str) -> Callable:

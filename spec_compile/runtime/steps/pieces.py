@@ -13,7 +13,7 @@ from ...tree import MAX_NODES
 from ..round import Prefill, Round
 from ..runtime import Runtime
 from ..state import State
-from .compile import PartCompiler, compile_function, example_size
+from .compile import PartCompiler, example_size
 from .regions import compile_regions
 
 
@@ -22,61 +22,68 @@ class Pieces:
 
     def __init__(self, runtime: Runtime, state: State, drafter: Drafter):
         self.runtime, self.state, self.drafter = runtime, state, drafter
-        self._rounds: dict[int, Round] = {}
-        self._finishes: set[int] = set()
+        self._rounds: dict[int, tuple[Round, PartCompiler | None]] = {}
+        """By number of nodes, where 2 stands for every number above one on a GPU: the round, and what compiled it."""
+        self._finishes: set[Round] = set()
+        """Rounds whose second half has run, and so is compiled, too."""
         self._prefill: Prefill | None = None
 
     def clear(self) -> None:
         """Forget everything: the buffers have other sizes now."""
-        self._rounds.clear(), self._finishes.clear()
+        self._rounds.clear()
+        self._finishes.clear()
         self._prefill = None
 
     def round(self, nodes: int) -> Round:
         """The round over `nodes` nodes: its `forward` and `look` take the number again."""
-        code = min(nodes, 2) if self.runtime.on_gpu else nodes
-        if code not in self._rounds:
-            whole = Round(self.runtime.verify, self.drafter, self.state, None if self.runtime.on_gpu else nodes)
-            if self.runtime.options.compile:
-                self._compile_round(whole, nodes)
-            self._rounds[code] = whole
-        return self._rounds[code]
+        return self._round(nodes)[0]
 
     def finish(self, nodes: int) -> Round:
         """The same round, whose `finish` is compiled as well."""
-        whole, code = self.round(nodes), min(nodes, 2) if self.runtime.on_gpu else nodes
-        if self.runtime.options.compile and code not in self._finishes:
-            compiler = self._compiler(nodes, "finish")
-            whole.finish(*self.accepted(whole, compiler.nodes, compiler.slots))
-            self._finishes.add(code)
-        return whole
+        round_, compiler = self._round(nodes)
+        if compiler is not None and round_ not in self._finishes:
+            round_.finish(*self.accepted(round_, compiler.nodes, compiler.slots))
+            self._finishes.add(round_)
+        return round_
 
-    def accepted(self, whole: Round, nodes: int, slots: int) -> tuple:
+    def accepted(self, round_: Round, nodes: int, slots: int) -> tuple:
         """Arguments to try `Round.finish` with: the root alone was accepted, of `nodes` nodes."""
-        _, *features = whole.look(slots, nodes)
+        _, *features = round_.look(slots, nodes)
         path = torch.zeros(self.state.batch, nodes, dtype=torch.int64, device=self.runtime.device)
         return path, path.clone(), torch.ones_like(path[:, 0]), features, slots
 
     def prefill(self) -> Prefill:
         """The prefill, for chunks of any size above one."""
         if self._prefill is None:
-            self._prefill = whole = Prefill(self.runtime.prefill, self.drafter, self.state)
+            self._prefill = prefill = Prefill(self.runtime.prefill, self.drafter, self.state)
             if self.runtime.options.compile:
                 compiler = self._compiler(None, "prefill")
-                whole.prepare = compile_function(whole.prepare, f"prepare_{compiler.tag}", compiler.device.type)
-                whole.model = compile_regions(self.runtime.prefill, compiler, "model")
+                prefill.prepare = compiler(prefill.prepare, "prepare")
+                prefill.model = compile_regions(self.runtime.prefill, compiler, "model")
                 if self.drafter.fuses and not self.runtime.on_gpu:
-                    whole.conclude = compiler(whole.conclude, "conclude")
-                whole.forward(compiler.nodes, compiler.slots)
+                    prefill.conclude = compiler(prefill.conclude, "conclude")
+                prefill.forward(compiler.nodes, compiler.slots)
         return self._prefill
 
-    def _compile_round(self, whole: Round, nodes: int) -> None:
+    def _round(self, nodes: int) -> tuple[Round, PartCompiler | None]:
+        """The round over `nodes` nodes, and what compiled it (None: it runs eagerly)."""
+        on_gpu = self.runtime.on_gpu
+        key = min(nodes, 2) if on_gpu else nodes
+        if key not in self._rounds:
+            round_ = Round(self.runtime.verify, self.drafter, self.state, None if on_gpu else nodes)
+            compiler = self._compile_round(round_, nodes) if self.runtime.options.compile else None
+            self._rounds[key] = round_, compiler
+        return self._rounds[key]
+
+    def _compile_round(self, round_: Round, nodes: int) -> PartCompiler:
         compiler = self._compiler(nodes, f"n{nodes}" if nodes == 1 or not self.runtime.on_gpu else "any")
-        whole.prepare = compile_function(whole.prepare, f"prepare_{compiler.tag}", compiler.device.type)
-        whole.verify = compile_regions(self.runtime.verify, compiler, "verify")
+        round_.prepare = compiler(round_.prepare, "prepare")
+        round_.verify = compile_regions(self.runtime.verify, compiler, "verify")
         for name in ("conclude", "finish") if self.drafter.fuses else ("accept", "settle", "outcome"):
-            setattr(whole, name, compiler(getattr(whole, name), name))
+            setattr(round_, name, compiler(getattr(round_, name), name))
         self.drafter.compile(compiler)
-        whole.forward(compiler.slots, compiler.nodes)
+        round_.forward(compiler.slots, compiler.nodes)
+        return compiler
 
     def _compiler(self, nodes: int | None, tag: str) -> PartCompiler:
         """For parts over `nodes` nodes, or (None) over chunks of a prompt."""

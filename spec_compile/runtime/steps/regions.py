@@ -31,9 +31,9 @@ class Region:
 class Regions(nn.Module):
     """Computes what the graph computes that it was cut from, one region after the other.
 
-    `bodies` has a function for each region that differs from the others; `compile` replaces them by compiled ones.
-    Values that pass between regions are numbered: the graph's inputs first, then its parameters, then what each region
-    returns. A value is dropped behind the last region that reads it.
+    `bodies` has a function for each region that differs from the others, which `compile_regions` replaces by a compiled
+    one. Values that pass between regions are numbered: the graph's inputs first, then its parameters and the elements
+    of its inputs, then what each region returns. A value is dropped behind the last region that reads it.
     """
 
     def __init__(self, gm: fx.GraphModule, regions: list[Region]):
@@ -41,40 +41,41 @@ class Regions(nn.Module):
         self.regions, self.bodies = regions, {region.alike: region.body.forward for region in regions}
         inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
         results = next(node for node in gm.graph.nodes if node.op == "output").args[0]
-        number = {node: place for place, node in enumerate(inputs)}
-        self._constants: dict[int, Tensor] = {}
-        self._elements: dict[int, tuple[int, int]] = {}
-        """Values that are elements of an input: keys and values of a layer are elements of ``cache``."""
+        numbers = {node: number for number, node in enumerate(inputs)}
+        self._template: list[Tensor | None] = []
+        """The values behind the inputs, of which only the parameters are known before a call."""
+        self._elements: list[tuple[int, int, int]] = []
+        """Values that are elements of an input, as keys and values of a layer are of ``cache``: (number, number of the
+        input, index)."""
         for node in dict.fromkeys(node for region in regions for node in region.inputs):
-            if node.op == "get_attr":
-                self._constants[number.setdefault(node, len(number))] = attribute(gm, node.target)
-            elif node not in number and _is_given(node):
-                self._elements[number.setdefault(node, len(number))] = number[node.args[0]], node.args[1]
-        for region in regions:
-            for node in region.outputs:
-                number.setdefault(node, len(number))
-        self._results = [number[node] for node in results]
-        self._size, kept, self._plan = len(number), {*self._results}, []
+            if node in numbers or not _is_given(node):
+                continue
+            numbers[node] = len(numbers)
+            self._template.append(attribute(gm, node.target) if node.op == "get_attr" else None)
+            if node.op != "get_attr":
+                self._elements.append((numbers[node], numbers[node.args[0]], node.args[1]))
+        for node in (node for region in regions for node in region.outputs):
+            numbers[node] = len(numbers)
+            self._template.append(None)
+        self._results = [numbers[node] for node in results]
+        read_later, self._plan = {*self._results}, []
         for region in reversed(regions):
-            reads = [number[node] for node in region.inputs]
-            last_reads = [place for place in dict.fromkeys(reads) if place not in kept]
-            kept.update(last_reads)
-            self._plan.insert(0, (region.alike, reads, [number[node] for node in region.outputs], last_reads))
+            reads = [numbers[node] for node in region.inputs]
+            last_reads = [number for number in dict.fromkeys(reads) if number not in read_later]
+            read_later.update(last_reads)
+            self._plan.insert(0, (region.alike, reads, [numbers[node] for node in region.outputs], last_reads))
 
     def forward(self, *arguments):
-        values = [*arguments, *[None] * (self._size - len(arguments))]
-        for place, parameter in self._constants.items():
-            values[place] = parameter
-        for place, (source, index) in self._elements.items():
-            values[place] = arguments[source][index]
-        bodies = self.bodies
+        values = [*arguments, *self._template]
+        for number, source, index in self._elements:
+            values[number] = arguments[source][index]
         for alike, reads, writes, last_reads in self._plan:
-            out = bodies[alike](*[values[place] for place in reads])
-            for place in last_reads:
-                values[place] = None
-            for place, value in zip(writes, out):
-                values[place] = value
-        return tuple([values[place] for place in self._results])
+            out = self.bodies[alike](*[values[number] for number in reads])
+            for number in last_reads:
+                values[number] = None
+            for number, value in zip(writes, out):
+                values[number] = value
+        return tuple([values[number] for number in self._results])
 
 
 def compile_regions(graph: ModelGraph, compiler: PartCompiler, name: str) -> Regions:
@@ -93,10 +94,10 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     """
     nodes = [node for node in graph.gm.graph.nodes if not _is_given(node) and node.op != "output"]
     ends = {}
-    for place, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         layer = re.match(r".*?\.\d+(?=\.)", owner(node))
         if is_product(node) and layer:
-            ends[layer.group()] = place
+            ends[layer.group()] = index
     regions, begin = [], 0
     for end in sorted(ends.values()):
         region = nodes[begin : end + 1]
