@@ -1,18 +1,21 @@
-"""Products of few rows on a GPU: all linear layers of a model, one after another, ours against cuBLAS.
+"""Products of few rows on a GPU: each linear layer of a model, ours against cuBLAS.
 
-    python benchmarks/matmul_kernel.py [--models 8B,1B,0.6B] [--rows 1,16] [--between] [--tune]
+    python benchmarks/matmul_kernel.py [--models 8B 1B 0.6B 135M] [--rows 1 16 64] [--tune] [--output FILE]
 
-Each figure is the time of a CUDA graph that multiplies with every layer's weights once, each layer its own, so that
-none are in a cache. "floor" is the time in which the GPU reads as many bytes. --between puts an RMSNorm between the
-products. --tune tries plans, in a stack of a few layers, and prints the best.
+A figure is the time of one product in a CUDA graph of many, each with weights of its own, so that none are in a cache.
+"floor" is the time in which the GPU reads as many bytes. "bits" says whether every row is the same to the last bit in
+products of 1 to 512 rows. --tune tries other plans, prints the fastest for each shape, whose cuts of the columns hold
+for all numbers of rows, and checks the bits of every one.
 """
 
 import argparse
 import functools
 import itertools
+import json
 import multiprocessing
 import os
 import time
+from pathlib import Path
 
 import torch
 import triton
@@ -20,40 +23,24 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from spec_compile.kernels.linear import small_m as kernel
-from spec_compile.kernels.linear.plans import Plan
+from spec_compile.kernels.linear.plans import CUT, Plan, Tile, ceil_div, plan
 
 PARTS = ("qkv", "o", "gate_up", "down", "lm_head")
-MODELS = {  # layers, and of each part the shape of the weights
-    "8B": (32, {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
-                "lm_head": (128256, 4096)}),
-    "1B": (16, {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192),
-                "lm_head": (128256, 2048)}),
-    "0.6B": (28, {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072),
-                  "lm_head": (151936, 1024)}),
-}  # fmt: skip
-
-
-BETWEEN = {  # what is put between two products
-    None: "nothing between",
-    0: "RMSNorm between",
-    1: "RMSNorm between that lets the next kernel begin when its own input is there",
-    2: "RMSNorm between that lets the next kernel begin at once",
+MODELS = {  # of each part the shape of the weights
+    "8B": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)),
+    "1B": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)),
+    "0.6B": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)),
+    "135M": ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)),
 }
-
-
-@triton.jit
-def norm(x, out, x_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """RMSNorm of rows; with PDL 1 the next kernel may begin when x is there, with 2 at once."""
-    if PDL == 2:
-        tl.extra.cuda.gdc_launch_dependents()
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    if PDL == 1:
-        tl.extra.cuda.gdc_launch_dependents()
-    at = tl.arange(0, BLOCK)
-    value = tl.load(x + tl.program_id(0) * x_stride + at, mask=at < size, other=0.0).to(tl.float32)
-    value *= tl.rsqrt(tl.sum(value * value) / size + 1e-6)
-    tl.store(out + tl.program_id(0) * size + at, value.to(out.dtype.element_ty), mask=at < size)
+TUNED_ROWS = (1, 16, 64)
+WIDE = 256
+TILES = {  # block_o, block_k, warps, stages; for up to so many rows
+    16: [(64, 128, 4, 5), (64, 128, 4, 8), (64, 256, 4, 4), (128, 128, 8, 4), (64, 64, 4, 10),
+         (32, 256, 4, 4), (32, 256, 4, 6), (32, 128, 4, 6), (16, 256, 4, 4), (16, 256, 2, 6)],
+    64: [(64, 128, 4, 4), (64, 128, 4, 5), (128, 64, 8, 6), (128, 128, 8, 3), (128, 128, 8, 4), (64, 64, 4, 6),
+         (32, 128, 4, 5), (32, 256, 4, 3), (16, 256, 4, 3), (16, 128, 4, 5)],
+    WIDE: [(128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4), (64, 128, 8, 2), (32, 64, 4, 4), (16, 64, 4, 4)],
+}  # fmt: skip
 
 
 def graph_time(run, repeats: int = 5) -> float:
@@ -76,102 +63,39 @@ def graph_time(run, repeats: int = 5) -> float:
     return sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))[repeats // 2] * 1e3
 
 
-class Stack:
-    """All weights of a model's linear layers, random."""
+class Product:
+    """The weights of several products of one shape, random, more than the L2 cache holds."""
 
-    def __init__(self, model: str):
-        self.layers, self.shapes = MODELS[model]
-        elements = {part: rows * columns for part, (rows, columns) in self.shapes.items()}
-        count = {part: 1 if part == "lm_head" else self.layers for part in PARTS}
-        self.bytes = 2 * sum(elements[part] * count[part] for part in PARTS)
-        store = torch.empty(self.bytes // 2, dtype=torch.bfloat16, device="cuda")
-        for part in store.split(1 << 27):
-            part.normal_(0, 0.02)
-        pieces = store.split([elements[part] for _ in range(self.layers) for part in PARTS[:4]] + [elements["lm_head"]])
-        names = [*PARTS[:4] * self.layers, "lm_head"]
-        self.weights = [(name, piece.view(self.shapes[name])) for name, piece in zip(names, pieces)]
+    def __init__(self, outputs: int, inputs: int, seed: int = 0):
+        self.shape = outputs, inputs
+        self.bytes = 2 * outputs * inputs
+        generator = torch.Generator("cuda").manual_seed(seed)
+        copies = min(max(4, ceil_div(200 << 20, self.bytes)), 128)
+        self.weights = [
+            torch.randn(outputs, inputs, device="cuda", generator=generator).mul_(inputs**-0.5).bfloat16()
+            for _ in range(copies)
+        ]
+        self.x = torch.randn(512, inputs, device="cuda", generator=generator).bfloat16()
 
-    def of(self, part: str) -> list:
-        """The weights of one part; the head's four times, as one is too few to time."""
-        return [(name, weight) for name, weight in self.weights if name == part] * (4 if part == "lm_head" else 1)
+    def multiply(self, rows: int, parts: int, tile: Tile, weight=None) -> torch.Tensor:
+        out = self.x.new_empty(rows, self.shape[0])
+        kernel.launch(self.x[:rows], self.weights[0] if weight is None else weight, None, out, parts, tile)
+        return out
 
-    def time(self, rows: int, multiply, weights=None, between: int | None = None, chain: bool = True) -> float:
-        """Microseconds. Each product reads the first columns of the one before it, or all read the same."""
-        weights = self.weights if weights is None else weights
-        x = torch.randn(rows, max(columns for _, columns in self.shapes.values()), device="cuda").bfloat16()
-        normed = torch.empty_like(x)
+    def time(self, rows: int, parts: int = 0, tile: Tile | None = None) -> float:
+        """Microseconds; without a tile of cuBLAS."""
 
         def run():
-            y = x
-            for name, weight in weights:
-                columns = weight.shape[1]
-                y = (y if chain else x)[:, :columns]
-                if between is not None:
-                    target = normed.view(-1)[: rows * columns].view(rows, columns)
-                    options = {"launch_pdl": True} if between else {}
-                    block = triton.next_power_of_2(columns)
-                    norm[(rows,)](y, target, y.stride(0), columns, block, between, num_warps=8, **options)
-                    y = target
-                y = multiply(name, y, weight)
+            for weight in self.weights:
+                if tile is None:
+                    F.linear(self.x[:rows], weight)
+                else:
+                    self.multiply(rows, parts, tile, weight)
 
-        return graph_time(run)
-
-
-def cublas(name, x, weight):
-    return F.linear(x, weight)
-
-
-def ours(name, x, weight):
-    return kernel.small_m_matmul(x, weight, None)
-
-
-def planned(plans: dict):
-    """A product by the plans of the parts; with none, or of a part without, cuBLAS."""
-
-    def multiply(name, x, weight):
-        if plans[name] is None:
-            return F.linear(x, weight)
-        out = x.new_empty(x.shape[0], weight.shape[0])
-        kernel.launch(x, weight, None, out, plans[name])
-        return out
-
-    return multiply
-
-
-@triton.jit
-def _swiglu(x, out, half, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = x + tl.program_id(1) * 2 * half
-    gate = tl.load(row + at, mask=at < half).to(tl.float32)
-    up = tl.load(row + half + at, mask=at < half).to(tl.float32)
-    tl.store(out + tl.program_id(1) * half + at, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), at < half)
-
-
-def then_swiglu(multiply, pdl: int):
-    """The product, then a kernel for the activation."""
-
-    def run(name, x, weight):
-        y = multiply(name, x, weight)
-        half = y.shape[1] // 2
-        out = y.new_empty(y.shape[0], half)
-        _swiglu[(triton.cdiv(half, 1024), y.shape[0])](y, out, half, 1024, pdl, **({"launch_pdl": True} if pdl else {}))
-        return out
-
-    return run
-
-
-def swiglu(plan):
-    """Both in one kernel."""
-
-    def run(name, x, weight):
-        out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-        kernel.launch(x, weight, None, out, plan or Plan(64, 128, 132, late=1), gated=True)
-        return out
-
-    return run
+        try:
+            return graph_time(run) / len(self.weights)
+        except triton.runtime.errors.OutOfResources:
+            return float("inf")
 
 
 @triton.jit
@@ -189,74 +113,39 @@ def read_bandwidth() -> float:
     return x.numel() * 2 / graph_time(lambda: _read[(528,)](x, out, x.numel() // 4096, 4096)) * 1e6
 
 
-def compare(models, counts, between) -> None:
-    bandwidth = read_bandwidth()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16")
-    print(f"reading alone: {bandwidth / 1e12:.2f} TB/s. Microseconds for each product, ours / cuBLAS, in a row of its")
-    print("kind; then milliseconds for all in the model's order.")
+def same_bits(product: Product, how: Plan) -> bool:
+    """Whether the rows of every product are those of the product of 512 rows."""
+    reference = product.multiply(512, how.parts, how.tile(512))
+    return all(
+        torch.equal(product.multiply(rows, how.parts, how.tile(rows)), reference[:rows])
+        for rows in (1, 2, 5, 16, 17, 33, 64, 65, 100, 128, 192, 256, 300)
+    )
+
+
+def compare(models, counts, bandwidth: float) -> dict:
+    results = {}
     for model in models:
-        stack = Stack(model)
-        floor = stack.bytes / bandwidth * 1e3
-        print(f"\n| {model}, N | " + " | ".join(PARTS) + " | all: ours | cuBLAS | floor | ours, TB/s |")
-        print("|---|" + "---|" * (len(PARTS) + 4))
-        for rows in counts:
-            cells = []
-            for part in PARTS:
-                some = stack.of(part)
-                pair = [stack.time(rows, how, some, chain=False) / len(some) for how in (ours, cublas)]
-                cells.append("{:.2f} / {:.2f}".format(*pair))
-            a, b = (stack.time(rows, how) / 1e3 for how in (ours, cublas))
-            cells += [f"{a:.3f}", f"{b:.3f}", f"{floor:.3f}", f"{stack.bytes / a / 1e9:.2f}"]
-            print(f"| {rows} | " + " | ".join(cells) + " |", flush=True)
-            if between:
-                for kind, text in [*BETWEEN.items()][1:]:
-                    a, b = (stack.time(rows, how, between=kind) / 1e3 for how in (ours, cublas))
-                    print(f"  {text}: {a:.3f} / {b:.3f}", flush=True)
-        del stack
+        for name, shape in zip(PARTS, MODELS[model]):
+            product, how = Product(*shape), plan(*shape)
+            times = {rows: [product.time(rows, how.parts, how.tile(rows)), product.time(rows)] for rows in counts}
+            floor, bits = product.bytes / bandwidth * 1e6, same_bits(product, how)
+            cells = "  ".join(f"N={rows} {ours:.2f} / {theirs:.2f}" for rows, (ours, theirs) in times.items())
+            print(f"{model} {name:8} floor {floor:.2f}  ours / cuBLAS: {cells}  bits {'same' if bits else 'DIFFER'}")
+            results[f"{model} {name}"] = {"floor": floor, "times": times, "bits": bits}
+    return results
 
 
-TILES = {  # block_o, block_k, warps, stages; for up to so many rows, 1 to 4 of them without tensor cores
-    16: [(64, 128, 4, 5), (64, 128, 4, 8), (64, 256, 4, 3), (64, 256, 4, 4), (32, 256, 4, 4), (32, 256, 4, 6),
-         (128, 128, 8, 3), (128, 128, 8, 4), (64, 64, 4, 10), (64, 128, 4, 3), (32, 128, 4, 6), (32, 512, 4, 3),
-         (16, 256, 2, 6), (16, 512, 2, 4), (16, 512, 4, 4), (16, 1024, 4, 2)],
-    64: [(64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 4, 6), (128, 64, 8, 6), (128, 128, 8, 3), (128, 128, 8, 4),
-         (64, 64, 4, 6), (32, 128, 4, 5), (32, 256, 4, 4)],
-    1: [(8, 512, 4, 4), (8, 512, 4, 9), (16, 512, 4, 4), (4, 1024, 4, 4), (16, 256, 4, 4)],
-    4: [(8, 256, 4, 4), (8, 256, 4, 14), (4, 512, 4, 4), (8, 512, 8, 4)],
-}  # fmt: skip
-TILES[32] = [*TILES[16][:7], (64, 128, 4, 4), (32, 128, 4, 5)]
-TILES[2] = [*TILES[4], (8, 512, 4, 4)]
-NOW = 1 << 30
-
-
-def plans(rows: int, outputs: int, inputs: int):
-    """The tiles to try for a product."""
-    choices = [(True, tile) for tile in TILES[max(16, triton.next_power_of_2(rows))]]
-    if rows <= 4:
-        choices += [(False, tile) for tile in TILES[triton.next_power_of_2(rows)]]
-    for dot, (block_o, block_k, warps, stages) in choices:
-        room = 220 * 1024 // (stages * 2 * block_k * (block_o + (max(16, rows) if dot else 0)) + 1024)
-        if room < 1:
+def candidates(outputs: int, inputs: int, rows: int):
+    """(parts, tile) to try for a product."""
+    width = next(most for most in TILES if rows <= most)
+    for block_o, block_k, warps, stages in TILES[width]:
+        if stages * 2 * block_k * (block_o + width) > 220 * 1024:
             continue
-        tiles = -(-outputs // block_o)
-        most = min(room, 3 if dot else 4)
-        grids = {132, 132 * most}
-        for count in {1, most}:
-            times = max(1, 132 * count // tiles)
-            if 0.9 * 132 * count < tiles * times <= 132 * count:
-                grids = grids - {132 * count} | {tiles * times}
-        if tiles > 132 * most // 2:
-            grids.add(tiles)
-        for programs in sorted(grids):
-            total = -(-inputs // block_k) * tiles
-            if programs <= total and kernel.shared_by(total // tiles, total, programs) <= 8:
-                yield Plan(block_o, block_k, programs, warps, stages, dot, late=1)
-
-
-def manners(plan: Plan) -> list[Plan]:
-    """A plan with other ways to follow and to precede a kernel."""
-    ways = [(late, prefetch) for late in (1, 4, NOW) for prefetch in ((0, 2, 4, 8) if plan.dot else (0,))]
-    return [plan._replace(pdl=False), *(plan._replace(late=late, prefetch=prefetch) for late, prefetch in ways)]
+        tiles = ceil_div(outputs, block_o)
+        for parts in (1, 2, 3, 4, 6, 8):
+            programs = tiles * parts * ceil_div(rows, width)
+            if parts <= ceil_div(inputs, CUT) and (parts == 1 or programs <= 400):
+                yield parts, Tile(block_o, block_k, width, warps, stages)
 
 
 class _Warm:
@@ -269,126 +158,79 @@ class _Warm:
         return functools.partial(self.jitted.warmup, grid=grid)
 
 
-def _compile(job) -> None:
-    rows, shape, plan = job
+def _compile(job) -> str | None:
+    parts, tile = job
     if not isinstance(kernel.small_m_kernel, _Warm):
         kernel.small_m_kernel = _Warm(kernel.small_m_kernel)
-    x, weight, out = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((rows, shape[1]), shape, (rows, 1)))
+    x, weight, out = (torch.empty(256, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     try:
-        kernel.launch(x, weight, None, out, plan)
+        kernel.launch(x[: tile.block_n], weight, None, out, parts, tile)
     except Exception as error:
-        return f"{plan}: {type(error).__name__} {str(error)[:100]}"
+        return f"{tile}: {type(error).__name__} {str(error)[:100]}"
+    return None
 
 
 def compile_all(jobs) -> None:
     """Into Triton's cache, with all processors."""
-    unique = {}
-    for rows, (outputs, inputs), plan in jobs:
-        width = max(16, triton.next_power_of_2(rows)) if plan.dot else rows
-        steps, tiles = -(-inputs // plan.block_k), -(-outputs // plan.block_o)
-        parts = kernel.shared_by(steps, steps * tiles, min(plan.programs, steps * tiles))
-        key = width, parts, plan._replace(programs=0, late=0, prefetch=0)
-        unique.setdefault(key, (rows, (outputs, inputs), plan))
     begin = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
-        errors = [e for e in pool.imap_unordered(_compile, list(unique.values()), chunksize=2) if e]
-    print(f"compiled {len(unique)} kernels in {time.perf_counter() - begin:.0f} s", *errors[:5], sep="\n", flush=True)
+        errors = [error for error in pool.imap_unordered(_compile, jobs, chunksize=2) if error]
+    print(f"compiled {len(jobs)} kernels in {time.perf_counter() - begin:.0f} s", *errors[:5], sep="\n", flush=True)
 
 
-def short(plan) -> str:
-    if plan is None:
-        return "cuBLAS"
-    words = [f"{plan.block_o}x{plan.block_k}", f"w{plan.warps}", f"s{plan.stages}", f"p{plan.programs}"]
-    words += ["cores"] * (not plan.dot) + [f"late{plan.late}"] * (plan.late < NOW)
-    return " ".join(words + [f"pf{plan.prefetch}"] * (plan.prefetch > 0) + ["plain"] * (not plan.pdl))
-
-
-def tune(models, counts, seconds: float) -> None:
-    """Coordinate descent over the plans of the parts, on the time of a stack of few layers with RMSNorms between."""
-    begin = time.perf_counter()
-    shapes = [(rows, shape) for model in models for rows in counts for shape in MODELS[model][1].values()]
-    jobs = [
-        (*shape, plan._replace(pdl=pdl)) for shape in shapes for plan in plans(shape[0], *shape[1]) for pdl in (0, 1)
-    ]
-    compile_all(jobs)
-    for model in models:
-        stack = Stack(model)
-        few = stack.weights[: 4 * {"8B": 4, "1B": 6, "0.6B": 10}[model]]
-        for rows in counts:
-            if time.perf_counter() - begin > seconds:
-                print("out of time before", model, rows)
-                break
-
-            def measure(choice, weights=few, between=1, stack=stack, rows=rows, **options):
-                try:
-                    return stack.time(rows, planned(choice), weights, between, **options)
-                except triton.runtime.errors.OutOfResources:
-                    return float("inf")
-
-            def descend(best, current, options, measure=measure):
-                for part, choices in options.items():
-                    for plan in choices:
-                        if plan != current[part]:
-                            taken = measure({**current, part: plan})
-                            if taken < best:
-                                best, current = taken, {**current, part: plan}
-                return best, current
-
-            order = ("gate_up", "down", "qkv", "o")
-            options = {part: list(plans(rows, *stack.shapes[part])) for part in order}
-            current = {part: next(iter(options[part]), None) for part in order}
-            best, current = descend(measure(current), current, options)
-            for _ in range(2):
-                chosen = {part: plan for part, plan in current.items() if plan}
-                ways = {part: manners(plan) + [None] * (rows > 8) for part, plan in chosen.items()}
-                best, current = descend(best, current, ways)
-                chosen = {part: plan._asdict() for part, plan in current.items() if plan}
-                manner = {part: {key: old[key] for key in ("late", "prefetch", "pdl")} for part, old in chosen.items()}
-                again = {part: [plan._replace(**way) for plan in options[part]] for part, way in manner.items()}
-                best, current = descend(best, current, again)
-            scale = len(few) / 4
-            without = dict.fromkeys(PARTS)
-            text = f"{best / scale:.2f}, cuBLAS {measure(without) / scale:.2f}"
-            print(f"\n{model} N={rows}, us a layer with RMSNorms between: {text}")
-            for part in order:
-                print(f"  {part}: {short(current[part])}")
-            head = stack.of("lm_head")
-            choices = [*plans(rows, *stack.shapes["lm_head"]), None]
-            taken = [measure({"lm_head": choice}, head, None, chain=False) / len(head) for choice in choices]
-            current["lm_head"] = choices[taken.index(min(taken))]
-            print(f"  lm_head: {short(current['lm_head'])}, {min(taken):.1f}; cuBLAS {taken[-1]:.1f}")
-            for between, text in BETWEEN.items():
-                a, b = (stack.time(rows, planned(c), between=between) / 1e3 for c in (current, without))
-                print(f"  all, in ms, {text}: {a:.3f}, cuBLAS {b:.3f}")
-            print(f"  [{time.perf_counter() - begin:.0f} s]", flush=True)
-            if rows not in (1, 16):
-                continue
-            gates = stack.of("gate_up")[: len(few)]
-            times = [
-                stack.time(rows, how, gates, chain=False) / len(gates)
-                for how in (
-                    then_swiglu(planned(current), 0),
-                    then_swiglu(planned(current), 1),
-                    swiglu(current["gate_up"]),
-                )
-            ]
-            print("  gate_up, silu and product: apart {:.2f} (dependent launch {:.2f}), in one {:.2f}".format(*times))
-        del stack
+def tune(models, bandwidth: float) -> dict:
+    """The fastest tiles of each shape, for every (parts, instructions), and the sum of their times over the floor."""
+    shapes = [(f"{model} {name}", shape) for model in models for name, shape in zip(PARTS, MODELS[model])]
+    counts = (*TUNED_ROWS[1:], WIDE)
+    compile_all(sorted({job for _, shape in shapes for rows in counts for job in candidates(*shape, rows)}))
+    results = {}
+    for name, shape in shapes:
+        product = Product(*shape)
+        floor = product.bytes / bandwidth * 1e6
+        times: dict[tuple[int, str], dict[int, list]] = {}
+        bits: dict[tuple[int, str], torch.Tensor] = {}
+        odd = []
+        for rows in (*TUNED_ROWS, WIDE):
+            for parts, tile in candidates(*shape, rows):
+                if shape[0] > 40000 and tile.block_o < 64:
+                    continue
+                key = parts, "groups of warps" if tile.block_o >= 64 else "warps"
+                taken = product.time(rows, parts, tile)
+                if taken == float("inf"):
+                    continue
+                times.setdefault(key, {}).setdefault(rows, []).append((taken, tile))
+                out = product.multiply(rows, parts, tile)
+                reference = bits.setdefault(key, product.multiply(512, parts, tile) if rows == 1 else out)
+                if not torch.equal(out, reference[:rows]):
+                    odd.append((key, rows, tile))
+        theirs = {rows: round(product.time(rows), 2) for rows in (*TUNED_ROWS, WIDE)}
+        best = {key: {rows: sorted(tiles)[:3] for rows, tiles in table.items()} for key, table in times.items()}
+        full = {key: table for key, table in best.items() if len(table) == len(TUNED_ROWS) + 1}
+        ranked = sorted(full, key=lambda key: sum(full[key][rows][0][0] for rows in TUNED_ROWS))
+        print(f"\n{name} {shape}: floor {floor:.2f}, cuBLAS {theirs}; bits: {len(odd)} differ {odd[:6]}", flush=True)
+        for key in ranked[:5]:
+            print(f"  parts {key[0]}, {key[1]}")
+            for rows, tiles in full[key].items():
+                print(f"    N={rows}: " + "; ".join(f"{taken:.2f} {tuple(tile)[:5]}" for taken, tile in tiles))
+        results[name] = {"floor": floor, "cuBLAS": theirs, "odd": len(odd), "ranked": [
+            {"parts": key[0], "instructions": key[1], "tiles": full[key]} for key in ranked]}  # fmt: skip
+        del product
+    return results
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--rows", default="1,2,4,8,16,32,64")
-    parser.add_argument("--between", action="store_true")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further shape after so long")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    models, counts = options.models.split(","), [int(n) for n in options.rows.split(",")]
-    if options.tune:
-        tune(models, counts, options.seconds)
-    else:
-        compare(models, counts, options.between)
+    bandwidth = read_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16")
+    print(f"reading alone: {bandwidth / 1e12:.2f} TB/s; microseconds", flush=True)
+    results = tune(options.models, bandwidth) if options.tune else compare(options.models, options.rows, bandwidth)
+    if options.output:
+        options.output.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

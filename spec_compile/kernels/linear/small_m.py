@@ -1,18 +1,19 @@
-"""Form "small_m": products of at most 64 rows of 16 bits on a Hopper GPU, which read the weights once.
+"""Form "small_m": products of at most 512 rows of 16 bits on a GPU, which read the weights once.
 
 Its kernels begin while the kernel before them still runs (see `dependent_launch`), and read weights before they wait
 for it. So **no kernel of a layer may write weights**.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import HALF
+from .. import HALF, dependent_launch
 from ..counters import zero_counters
-from .plans import Plan, ceil_div, plan
+from .plans import CUT, MAX_ROWS, Plan, Tile, ceil_div, plan, squared_columns
 
 try:
     import triton
@@ -21,20 +22,42 @@ try:
 except ImportError:  # no GPU
     triton = None
 
-DEPENDENT_LAUNCH = True
-"""Let the ops use programmatic dependent launch."""
+OLDEST = (8, 0)
+"""The first compute capability whose tensor cores take bfloat16."""
+
+
+class Normed(NamedTuple):
+    """x of a product is the first half of an RMSNorm: ``x = stream * (norm weight + offset)``, to be divided by the
+    root mean square of the stream. squares [T, R] float32: sums of its squares, T a row. eps: of the norm."""
+
+    squares: Tensor
+    eps: float
+
+
+class Stream(NamedTuple):
+    """The residual stream that a product is added to, and the norm that follows.
+
+    residual [R, O]: the stream before. weight [O], offset: of the norm. scaled [R, O], squares [T, R] float32: the
+    memory for the first half of the norm, see `Normed`.
+    """
+
+    residual: Tensor
+    weight: Tensor
+    offset: float
+    scaled: Tensor
+    squares: Tensor
 
 
 @torch.library.custom_op("spec_compile::small_m_matmul", mutates_args=())
 def small_m_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear``: x [..., I], weight [O, I], bias [O] or None -> [..., O], fp32 accumulation, x's dtype.
 
-    The kernel takes bf16 and fp16, up to 64 rows, on Hopper, where `plan` has one; else it is ``F.linear``.
+    The kernel takes bf16 and fp16, up to 512 rows, where `lack` is None; else it is ``F.linear``.
     """
-    how = _plan(x, weight)
+    how = plan_of(x, weight)
     if how is None:
         return F.linear(x, weight, bias)
-    return _run(x, weight, bias if bias is None else bias.contiguous(), how, False)
+    return run(x, weight, bias, how)
 
 
 @small_m_matmul.register_fake
@@ -48,11 +71,11 @@ def small_m_swiglu(x: Tensor, weight: Tensor) -> Tensor:
 
     x [..., I], weight [O, I] -> [..., O / 2]. The kernel rounds once, at the end.
     """
-    how = _plan(x, weight)
+    how = plan_of(x, weight)
     if how is None or weight.shape[0] % 2:
         gate, up = F.linear(x, weight).chunk(2, -1)
         return F.silu(gate) * up
-    return _run(x, weight, None, how, True)
+    return run(x, weight, None, how, gated=True)
 
 
 @small_m_swiglu.register_fake
@@ -62,84 +85,72 @@ def _(x, weight):
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a Hopper GPU; 0 for any other, for which there are no plans."""
+    """Multiprocessors of a GPU; 0 if it is too old."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count if properties.major == 9 else 0
+    return properties.multi_processor_count if (properties.major, properties.minor) >= OLDEST else 0
 
 
-def _plan(x: Tensor, weight: Tensor) -> Plan | None:
-    """The plan where the kernel can run and is worth it."""
-    if triton is None or not x.is_cuda or x.dtype not in HALF or x.numel() == 0:
+def lack(weight: Tensor) -> str | None:
+    """Why the kernel cannot multiply by `weight` [O, I]; None if it can."""
+    if triton is None:
+        return "Triton is not installed"
+    if not weight.is_cuda:
+        return f"it is on {weight.device.type}, not on a GPU"
+    if not _processors(weight.device):
+        return "the GPU has a compute capability below {}.{}".format(*OLDEST)
+    if weight.dtype not in HALF:
+        return f"it is of {weight.dtype}"
+    if not weight.is_contiguous() or weight.data_ptr() % 16:
+        return "its rows do not lie one behind the other"
+    return None if weight.shape[1] % 16 == 0 else f"{weight.shape[1]} inputs are no multiple of 16"
+
+
+def plan_of(x: Tensor, weight: Tensor) -> Plan | None:
+    """The plan where the kernel can run."""
+    if not x.is_cuda or lack(weight) is not None or x.dtype != weight.dtype:
         return None
-    if weight.dtype != x.dtype or not weight.is_contiguous() or weight.data_ptr() % 16:
-        return None
-    processors = _processors(x.device)
-    return plan(x.numel() // x.shape[-1], *weight.shape, processors) if processors else None
+    rows = x.numel() // x.shape[-1]
+    return plan(*weight.shape, _processors(x.device)) if 0 < rows <= MAX_ROWS else None
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, how: Plan, gated: bool) -> Tensor:
+def run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, how: Plan, *, gated: bool = False, normed: Normed | None = None,
+    stream: Stream | None = None,
+) -> Tensor:  # fmt: skip
+    """x [..., I] times weight [O, I] by a plan, as `launch` computes it -> [..., O], gated [..., O / 2]."""
     flat = x.reshape(-1, x.shape[-1])
-    if flat.stride(1) != 1:
-        flat = flat.contiguous()
-    out = x.new_empty(flat.shape[0], weight.shape[0] // 2 if gated else weight.shape[0])
-    launch(flat, weight, bias, out, how._replace(pdl=DEPENDENT_LAUNCH), gated)
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    out = x.new_empty(flat.shape[0], weight.shape[0] // (1 + gated))
+    bias = bias if bias is None else bias.contiguous()
+    launch(flat, weight, bias, out, how.parts, how.tile(len(flat)), gated=gated, normed=normed, stream=stream)
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, plan: Plan, gated: bool = False) -> None:
-    """Run the kernel: x [N, I] of any row stride, weight [O, I] and bias [O] contiguous, out [N, O] contiguous.
+def launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: int, tile: Tile, *, gated: bool = False,
+    normed: Normed | None = None, stream: Stream | None = None, early: bool | None = None,
+) -> None:  # fmt: skip
+    """Run the kernel: x [R, I] of any row stride, weight [O, I] and bias [O] contiguous, out [R, O] contiguous.
 
-    Gated: the first half of the weights' rows is a gate, the second half what it gates; out [N, O / 2].
+    gated: the first half of the weights' rows is a gate, the second half what it gates; out [R, O / 2]. normed: x is
+    the first half of a norm. stream: out is the residual stream with the product added. early: whether to use
+    programmatic dependent launch (None: where the GPU can).
     """
-    rows, (outputs, inputs) = x.shape[0], weight.shape
-    block_n = triton.next_power_of_2(rows)
-    if plan.dot:
-        block_n = max(16, block_n)
-    steps = ceil_div(inputs, plan.block_k)
-    height = ceil_div(outputs, plan.block_o)
-    programs = min(plan.programs, steps * height)
-    share, more = divmod(steps * height, programs)
-    parts = shared_by(steps, steps * height, programs)
-    tile = plan.block_o * block_n
+    rows, (outputs, inputs) = len(x), weight.shape
+    early = dependent_launch.available(x) if early is None else early
+    block_n = min(max(triton.next_power_of_2(rows), 16), tile.block_n)
+    grid = ceil_div(outputs, tile.block_o), ceil_div(rows, block_n)
     partial = arrived = None
     if parts > 1:
-        partial = torch.empty(2 * programs * tile, dtype=torch.float32, device=x.device)
-        arrived = zero_counters(x.device, height)
-    small_m_kernel[(programs,)](
-        x,
-        weight,
-        bias,
-        out,
-        partial,
-        arrived,
-        rows,
-        outputs,
-        inputs,
-        x.stride(0),
-        share,
-        more,
-        plan.late,
-        plan.prefetch,
-        BLOCK_N=block_n,
-        BLOCK_O=plan.block_o,
-        BLOCK_K=plan.block_k,
-        PARTS=parts,
-        GROUP=min(parts, max(1, 1024 * plan.warps // tile)),  # 32 registers of partial sums a thread
-        STAGES=plan.stages,
-        GATED=gated,
-        DOT=plan.dot,
-        PDL=plan.pdl,
-        num_warps=plan.warps,
-        num_stages=plan.stages,
-        **({"launch_pdl": True} if plan.pdl else {}),
-    )
-
-
-def shared_by(steps: int, tiles: int, programs: int) -> int:
-    """At most so many programs share a row of `steps` tiles; a power of two."""
-    share = tiles // programs
-    if tiles % programs == 0 and (steps % share == 0 or share % steps == 0):
-        parts = max(1, steps // share)
-    else:
-        parts = (steps + share - 2) // share + 1
-    return 1 << (parts - 1).bit_length()
+        size = grid[0] * grid[1] * parts * tile.block_o * block_n
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        arrived = zero_counters(x.device, grid[0] * grid[1])
+    squares, eps = normed or (None, 0.0)
+    residual, norm, offset, scaled, new_squares = stream or (None, None, 0.0, None, None)
+    small_m_kernel[(grid[0] * parts, grid[1])](
+        x, weight, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived, rows, outputs, inputs,
+        x.stride(0), 0 if residual is None else residual.stride(0), tile.late, tile.prefetch, eps, offset,
+        BLOCK_N=block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
+        TERMS=0 if squares is None else len(squares), SQUARED=squared_columns(outputs), GATED=gated, PDL=early,
+        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
