@@ -19,8 +19,9 @@ INDUCTOR_OPTIONS = {"cpp.simdlen": 1} if TORCH < (2, 13) else {}
 wrong results or do not compile (seen with 2.11: argmax over several rows, range checks of dynamic embeddings)."""
 CPU_OPTIONS = {**INDUCTOR_OPTIONS, "realize_reads_threshold": 0}
 """Options on a CPU. Values that layers share are computed once, so that the layers' kernels are alike."""
-GPU_OPTIONS = {"triton.cudagraphs": False}
-"""Options on a GPU. Rounds are captured into CUDA graphs by `runtime.steps`, not by Inductor."""
+GPU_OPTIONS = {"triton.cudagraphs": False, "emulate_precision_casts": True}
+"""Options on a GPU. Rounds are captured into CUDA graphs by `runtime.steps`, not by Inductor. Values are rounded to 16
+bits wherever the model rounds them, whatever is fused, so that rounds of all sizes compute the same."""
 
 
 def renew_compile_threads() -> None:

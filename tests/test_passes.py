@@ -13,13 +13,14 @@ from torch.nn import functional as F
 from spec_compile import kernels, passes
 from spec_compile.capture.trace import capture
 from spec_compile.graph import LayerSpec, ModelGraph, attribute, calls
-from spec_compile.kernels import ops
+from spec_compile.kernels import linear, ops
 from spec_compile.kernels.attention import Use, attention_calls, sdpa
 from spec_compile.kernels.linear.transposed import transposed_linear
 from spec_compile.passes import Settings
 from spec_compile.passes.apply import check_order
 from spec_compile.passes.fuse_norms import fuse_norms
 from spec_compile.passes.fuse_qk_norms import fuse_qk_norms
+from spec_compile.passes.fuse_residuals import fuse_residuals
 from spec_compile.passes.fuse_rotary import fuse_rotary
 from spec_compile.passes.merge_linears import merge_linears
 from spec_compile.passes.select_logits import select_logits
@@ -917,3 +918,43 @@ def test_rotary_and_fused_norms_on_a_gpu(name, nodes):
     for want, plain, got in zip(*outs, strict=True):
         errors = [(out.float() - want).norm().item() / want.norm().item() for out in (plain, got)]
         assert errors[1] < 1.5 * errors[0] + 1e-3
+
+
+# fuse_residuals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, taps, joined, apart",
+    [
+        ("llama", (), 4, 0),
+        ("llama", (1, -1), 4, 1),  # the last norm's output is wanted by itself, too
+        ("qwen2", (), 4, 0),
+        ("qwen3", (2,), 4, 0),
+        ("gemma2", (), 0, 0),  # norms stand between its products and the residual stream
+        ("gemma", (), 4, 0),
+        ("mixtral", (), 0, 0),  # experts end at the stream, and begin there
+    ],
+)
+def test_fused_residuals(half_on_gpu, monkeypatch, name, taps, joined, apart):
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
+    graph = half_on_gpu(name)
+    apart_from_it = rewritten(graph, (fuse_residuals,), taps=taps)
+    result = rewritten(graph, taps=taps)
+    own = torch.ops.spec_compile
+    sums = [len(calls(each.gm, own.add_rms_norm.default)) for each in (apart_from_it, result)]
+    ends, norms = (len(calls(result.gm, op.default)) for op in (own.small_m_add, own.rms_norm))
+    assert ends == joined == sums[0] - sums[1]
+    assert norms == apart + len(calls(apart_from_it.gm, own.rms_norm.default))
+    assert not calls(result.gm, own.small_m_swiglu.default) or not joined
+    for want, got in zip(prefix_then_chunk(apart_from_it.gm, graph), prefix_then_chunk(result.gm, graph), strict=True):
+        assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
+
+
+def test_regions_end_behind_fused_residuals(half_on_gpu, monkeypatch):
+    """The parts of what a product returns stay in its region, because regions hand tensors to each other."""
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
+    graph = rewritten(half_on_gpu("llama"))
+    regions = cut(graph)
+    assert len(regions.regions) == len(graph.layers) + 1
+    for want, got in zip(prefix_then_chunk(graph.gm, graph), prefix_then_chunk(regions, graph), strict=True):
+        assert torch.equal(want, got)

@@ -7,6 +7,7 @@ from ..kernels.attention import Use
 from .apply import apply, check_order
 from .fuse_norms import fuse_norms
 from .fuse_qk_norms import fuse_qk_norms
+from .fuse_residuals import fuse_residuals
 from .fuse_rotary import fuse_rotary
 from .fuse_swiglu import fuse_swiglu
 from .merge_linears import merge_linears
@@ -38,7 +39,7 @@ class Settings:
 
 PIPELINE = [
     tidy, merge_linears, tap_hidden_states, use_tree_attention, select_logits,
-    use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_norms,
+    use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_norms, fuse_residuals,
 ]  # fmt: skip
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
 check_order(PIPELINE)

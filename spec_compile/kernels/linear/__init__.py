@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ...graph import ModelGraph, attribute, calls
 from .. import HALF
-from .small_m import small_m_matmul, small_m_swiglu  # noqa: F401
+from . import small_m, stream  # noqa: F401
 from .transposed import transposed_linear
 
 aten = torch.ops.aten
@@ -41,7 +41,13 @@ TRANSPOSED = Form(transposed_linear, "cpu", (torch.float32,), False)
 FORMS = (SMALL_M, TRANSPOSED)
 PLAIN = aten.linear.default
 """The op of a captured linear layer, and of every one that no form serves."""
-PRODUCTS = {PLAIN, aten.addmm.default} | {op for form in FORMS for op in (form.op, form.swiglu) if op}
+JOINED = (
+    torch.ops.spec_compile.small_m_add.default,
+    torch.ops.spec_compile.normed_matmul.default,
+    torch.ops.spec_compile.normed_swiglu.default,
+)
+"""Products of the form "small_m" with what stands around them."""
+PRODUCTS = {PLAIN, aten.addmm.default, *JOINED} | {op for form in FORMS for op in (form.op, form.swiglu) if op}
 
 
 def choose(weight: Tensor, few_rows: bool) -> Form | None:

@@ -1,11 +1,13 @@
 """How the small-m product is cut, for each shape: the tuned constants."""
 
+import functools
 from typing import NamedTuple
 
 MAX_ROWS = 512
 """Rows of activations that the kernel takes."""
 CUT = 256
 """Where programs share the columns of the weights, they are cut at multiples of this."""
+AT_ONCE = 1 << 30
 
 
 class Tile(NamedTuple):
@@ -19,10 +21,21 @@ class Tile(NamedTuple):
     block_o: int
     block_k: int
     block_n: int
-    warps: int = 4
-    stages: int = 4
+    warps: int
+    stages: int
     late: int = 1
     prefetch: int = 1
+
+    def fitting(self, memory: int) -> "Tile":
+        """The tile with as many stages as so many bytes of shared memory hold, and fewer columns if it has to be."""
+        tile, reserve = self, 4096
+        while tile.block_k > 32 and 2 * tile._stage_bytes > memory - reserve:
+            tile = tile._replace(block_k=tile.block_k // 2)
+        return tile._replace(stages=max(1, min(tile.stages, (memory - reserve) // tile._stage_bytes)))
+
+    @property
+    def _stage_bytes(self) -> int:
+        return 2 * self.block_k * (self.block_o + self.block_n)
 
 
 class Plan(NamedTuple):
@@ -30,7 +43,7 @@ class Plan(NamedTuple):
 
     parts: programs that share the columns. tiles: by the number of rows, in ascending order of `block_n`; the last one
     serves all larger numbers, too. All of them take the same instructions of the tensor cores: those of whole groups of
-    warps if `block_o` is 64 or more, or else those of single warps.
+    warps (Hopper's wgmma) if `block_o` is 64 or more, or else those of single warps.
     """
 
     parts: int
@@ -40,24 +53,42 @@ class Plan(NamedTuple):
         return next((tile for tile in self.tiles if rows <= tile.block_n), self.tiles[-1])
 
 
+MANY_OUTPUTS = Tile(128, 128, 16, 8, 4), Tile(128, 128, 64, 8, 4), Tile(128, 64, 128, 8, 4), Tile(128, 64, 256, 8, 4)
+OUTPUTS = Tile(64, 256, 16, 4, 4), Tile(64, 128, 64, 4, 5), Tile(128, 64, 128, 8, 4)
+SHARED = Tile(64, 256, 16, 4, 4), Tile(64, 128, 64, 4, 5), Tile(64, 64, 128, 4, 4)
+SHORT = Tile(64, 128, 16, 4, 5), Tile(64, 128, 64, 4, 5), Tile(64, 64, 128, 4, 4)
+FEW_OUTPUTS = Tile(16, 256, 16, 4, 4), Tile(16, 256, 64, 4, 3), Tile(16, 64, 256, 4, 4)
+"""Tuned by ``python benchmarks/matmul_kernel.py --tune`` on an H200 with the layers of Llama-3.1-8B, Llama-3.2-1B,
+Qwen3-0.6B and SmolLM2-135M."""
+PARTS = {(1024, 3072): 4, (4096, 1024): 1}
+"""Programs that share the columns, by (outputs, inputs), where it was found to differ from the rule in `plan`."""
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
 def squared_columns(size: int) -> int:
-    """Columns of the residual stream, of `size`, whose squares one program adds up."""
+    """Columns of a residual stream of this width whose squares are added up together."""
     return 64 if size >= 4096 else 32 if size >= 2048 else 16
 
 
-def plan(outputs: int, inputs: int, processors: int = 132) -> Plan | None:
-    """The plan of a product with weights [outputs, inputs] on so many multiprocessors; None: the kernel cannot run."""
-    if inputs % 16:
-        return None
-    wide = Tile(128, 64, 256, warps=8, stages=3, prefetch=0)
-    tiles = ceil_div(outputs, 64)
-    if tiles > 2 * processors:
-        few = Tile(128, 128, 32, warps=8, stages=3)
-        return Plan(1, (few, few._replace(block_n=64, stages=4), wide))
-    few = Tile(64, 128, 16, stages=8)
-    parts = min(max(processors // tiles, 1), ceil_div(inputs, CUT), 8)
-    return Plan(parts, (few, few._replace(block_n=64, stages=5), wide))
+@functools.cache
+def plan(outputs: int, inputs: int, processors: int = 132, memory: int = 232_448) -> Plan:
+    """The plan of a product with weights [outputs, inputs] on a GPU with so many multiprocessors, and so many bytes of
+    shared memory for a program.
+
+    Programs share columns only as far as each multiprocessor gets at most one, and each program at least 512 of them.
+    """
+    tiles, elements = ceil_div(outputs, 64), outputs * inputs
+    if outputs < 1024:
+        parts, sizes = max(1, inputs // 512), FEW_OUTPUTS
+        parts = min(parts, max(1, 2 * processors // ceil_div(outputs, 16)))
+    elif tiles > 2 * processors or (tiles > processors and inputs >= 2048):
+        parts, sizes = 1, MANY_OUTPUTS
+    else:
+        parts = PARTS.get((outputs, inputs)) or min(max(processors // tiles, 1), max(inputs // 512, 1), 8)
+        sizes = SHARED if parts > 1 else OUTPUTS
+        sizes = SHORT if elements < 1 << 23 else sizes
+    manner = {"late": AT_ONCE if elements <= 1 << 24 else 1, "prefetch": 4 if elements < 1 << 23 else 1}
+    return Plan(parts, tuple(tile._replace(**manner).fitting(memory) for tile in sizes))

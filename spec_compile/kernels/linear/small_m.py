@@ -84,10 +84,12 @@ def _(x, weight):
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 0 if it is too old."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count if (properties.major, properties.minor) >= OLDEST else 0
+def _chip(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors of a GPU, and bytes of shared memory that a program may take; none if it is too old."""
+    facts = torch.cuda.get_device_properties(device)
+    if (facts.major, facts.minor) < OLDEST:
+        return 0, 0
+    return facts.multi_processor_count, facts.shared_memory_per_block_optin
 
 
 def lack(weight: Tensor) -> str | None:
@@ -96,13 +98,15 @@ def lack(weight: Tensor) -> str | None:
         return "Triton is not installed"
     if not weight.is_cuda:
         return f"it is on {weight.device.type}, not on a GPU"
-    if not _processors(weight.device):
+    if not _chip(weight.device)[0]:
         return "the GPU has a compute capability below {}.{}".format(*OLDEST)
     if weight.dtype not in HALF:
         return f"it is of {weight.dtype}"
     if not weight.is_contiguous() or weight.data_ptr() % 16:
         return "its rows do not lie one behind the other"
-    return None if weight.shape[1] % 16 == 0 else f"{weight.shape[1]} inputs are no multiple of 16"
+    if weight.shape[1] % 16:
+        return f"{weight.shape[1]} inputs are no multiple of 16"
+    return None
 
 
 def plan_of(x: Tensor, weight: Tensor) -> Plan | None:
@@ -110,7 +114,7 @@ def plan_of(x: Tensor, weight: Tensor) -> Plan | None:
     if not x.is_cuda or lack(weight) is not None or x.dtype != weight.dtype:
         return None
     rows = x.numel() // x.shape[-1]
-    return plan(*weight.shape, _processors(x.device)) if 0 < rows <= MAX_ROWS else None
+    return plan(*weight.shape, *_chip(x.device)) if 0 < rows <= MAX_ROWS else None
 
 
 def run(
@@ -151,6 +155,7 @@ def launch(
         x, weight, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived, rows, outputs, inputs,
         x.stride(0), 0 if residual is None else residual.stride(0), tile.late, tile.prefetch, eps, offset,
         BLOCK_N=block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
-        TERMS=0 if squares is None else len(squares), SQUARED=squared_columns(outputs), GATED=gated, PDL=early,
+        TERMS=0 if squares is None else len(squares), SQUARED=squared_columns(outputs), GATED=gated,
+        EVEN=inputs % tile.block_k == 0, PDL=early,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

@@ -34,18 +34,24 @@ def _fetch_first_tiles(weight_ptr, o, begin, end, inputs, prefetch, BLOCK_K: tl.
 
 @triton.jit
 def _multiply(
-    w_at, x_at, n, begin, end, rows, inputs, late,
-    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    weight_ptr, x_ptr, o, n, begin, end, rows, inputs, stride_x, late,
+    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The columns begin .. end -> sums [BLOCK_O, BLOCK_N]."""
+    """The columns begin .. end -> sums [BLOCK_O, BLOCK_N], in one chain. EVEN: no tile reaches beyond the inputs."""
     k = tl.arange(0, BLOCK_K)
+    w_at = weight_ptr + o.to(tl.int64)[:, None] * inputs + k[None, :]
+    x_at = x_ptr + n.to(tl.int64)[:, None] * stride_x + k[None, :]
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     for start in tl.range(begin, end, BLOCK_K):
         if PDL:
             let_next_kernel_begin((end - start + BLOCK_K - 1) // BLOCK_K, late)
-        inside = (k < inputs - start)[None, :]
-        a = tl.load(w_at + start, mask=inside, other=0.0, eviction_policy="evict_first")
-        b = tl.load(x_at + start, mask=(n < rows)[:, None] & inside, other=0.0)
+        if EVEN:
+            a = tl.load(w_at + start, eviction_policy="evict_first")
+            b = tl.load(x_at + start, mask=(n < rows)[:, None], other=0.0)
+        else:
+            inside = (k < inputs - start)[None, :]
+            a = tl.load(w_at + start, mask=inside, other=0.0, eviction_policy="evict_first")
+            b = tl.load(x_at + start, mask=(n < rows)[:, None] & inside, other=0.0)
         acc = tl.dot(a, b.T, acc, input_precision="ieee")
     return acc
 
@@ -107,7 +113,7 @@ def small_m_kernel(
     x_ptr, weight_ptr, bias_ptr, squares_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr,
     partial_ptr, arrived_ptr, rows, outputs, inputs, stride_x, stride_r, late, prefetch, eps, offset,
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr,
-    TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the weights' rows * PARTS, tiles of x's rows). Columns are cut at multiples of CUT."""
     # This program's tile [BLOCK_O, BLOCK_N], and its part of the columns: begin .. end.
@@ -129,13 +135,13 @@ def small_m_kernel(
         o = tl.minimum(tile * HEIGHT + r, outputs - 1)
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
 
+    # The product of those columns, acc [BLOCK_O, BLOCK_N].
     if PDL:
         _fetch_first_tiles(weight_ptr, o, begin, end, inputs, prefetch, BLOCK_K)
         wait_for_kernel_before()
-    k = tl.arange(0, BLOCK_K)
-    w_at = weight_ptr + o.to(tl.int64)[:, None] * inputs + k[None, :]
-    x_at = x_ptr + n.to(tl.int64)[:, None] * stride_x + k[None, :]
-    acc = _multiply(w_at, x_at, n, begin, end, rows, inputs, late, BLOCK_N, BLOCK_O, BLOCK_K, PDL)
+    acc = _multiply(
+        weight_ptr, x_ptr, o, n, begin, end, rows, inputs, stride_x, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL
+    )
 
     # Where programs share the columns, the last to arrive adds all parts up.
     done = True

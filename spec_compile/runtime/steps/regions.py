@@ -1,5 +1,6 @@
 """regions: cut the graph behind each decoder layer, so that layers alike are compiled once."""
 
+import itertools
 import operator
 import re
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     for index, node in enumerate(nodes):
         layer = re.match(r".*?\.\d+(?=\.)", owner(node))
         if is_product(node) and layer:
-            ends[layer.group()] = index
+            ends[layer.group()] = index + _results(nodes, index)
     regions, begin = [], 0
     for end in sorted(ends.values()):
         region = nodes[begin : end + 1]
@@ -110,6 +111,14 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     for region in regions:
         region.body = shared.setdefault(region.alike, region.body)
     return Regions(graph.gm, regions)
+
+
+def _results(nodes: list[fx.Node], index: int) -> int:
+    """How many nodes right behind node `index` only take its results apart."""
+    following = itertools.takewhile(
+        lambda node: node.target is operator.getitem and node.args[0] is nodes[index], nodes[index + 1 :]
+    )
+    return len(list(following))
 
 
 def _weight_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> int:

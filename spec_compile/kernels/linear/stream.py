@@ -1,0 +1,95 @@
+"""Products of a decoder layer with what stands around them: the residual stream, and the RMSNorm that follows it.
+
+An RMSNorm needs a whole row before it can divide by its root mean square. The product that ends at the residual stream
+(`small_m_add`) does the first half, times the norm's weight, and adds up squares; the one that begins there
+(`normed_matmul`, `normed_swiglu`) divides its result. No kernel for the norm is left.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .plans import ceil_div, squared_columns
+from .small_m import Normed, Stream, plan_of, run
+
+
+@torch.library.custom_op("spec_compile::small_m_add", mutates_args=())
+def small_m_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The residual stream behind a linear layer, and the first half of the RMSNorm that follows.
+
+    x [..., I], weight [O, I], bias [O] or None, residual [..., O], norm_weight [O], all of one dtype.
+    -> stream [..., O], ``F.linear(x, weight, bias) + residual``, rounded twice as these are;
+    scaled [..., O], ``stream * (norm_weight + offset)``;
+    squares [T, R] float32: sums of the squares of each `squared_columns` columns of the stream's R rows.
+    """
+    how = plan_of(x, weight)
+    rows = residual.numel() // residual.shape[-1]
+    squares = x.new_empty(ceil_div(len(weight), squared_columns(len(weight))), rows, dtype=torch.float32)
+    if how is None:
+        stream = F.linear(x, weight, bias) + residual
+        squares.copy_(_squares(stream))
+        return stream, (stream.float() * (norm_weight.float() + offset)).to(x.dtype), squares
+    before = residual.reshape(rows, residual.shape[-1])
+    before = before if before.stride(1) == 1 else before.contiguous()
+    scaled = torch.empty(residual.shape, dtype=x.dtype, device=x.device)
+    stream = run(
+        x,
+        weight,
+        bias,
+        how,
+        stream=Stream(before, norm_weight.contiguous(), offset, scaled.view(before.shape), squares),
+    )
+    return stream, scaled, squares
+
+
+@small_m_add.register_fake
+def _(x, weight, bias, residual, norm_weight, offset):
+    terms = ceil_div(weight.shape[0], squared_columns(weight.shape[0]))
+    squares = x.new_empty(terms, residual.numel() // residual.shape[-1], dtype=torch.float32)
+    return x.new_empty(residual.shape), x.new_empty(residual.shape), squares
+
+
+def _squares(stream: Tensor) -> Tensor:
+    """[..., O] -> [T, R] float32, see `small_m_add`."""
+    size = stream.shape[-1]
+    wide = F.pad(stream.reshape(-1, size).float().square(), (0, -size % squared_columns(size)))
+    return wide.unflatten(1, (-1, squared_columns(size))).sum(dim=2).t()
+
+
+@torch.library.custom_op("spec_compile::normed_matmul", mutates_args=())
+def normed_matmul(scaled: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """A linear layer behind an RMSNorm whose first half is done: scaled [..., I] and squares as of `small_m_add`,
+    weight [O, I], bias [O] or None -> [..., O], ``F.linear(scaled / rms, weight, bias)`` rounded once, with rms the
+    root of the mean of the squares plus eps."""
+    how = plan_of(scaled, weight)
+    if how is None:
+        out = F.linear(scaled, weight).float() * _inverse_rms(scaled, squares, eps)
+        return (out if bias is None else out + bias.float()).to(scaled.dtype)
+    return run(scaled, weight, bias, how, normed=Normed(squares, eps))
+
+
+@normed_matmul.register_fake
+def _(scaled, squares, weight, bias, eps):
+    return scaled.new_empty(*scaled.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("spec_compile::normed_swiglu", mutates_args=())
+def normed_swiglu(scaled: Tensor, squares: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``silu(gate) * up`` [..., O / 2] of the halves of `normed_matmul` without a bias, rounded once."""
+    how = plan_of(scaled, weight)
+    if how is None:
+        gate, up = (F.linear(scaled, weight).float() * _inverse_rms(scaled, squares, eps)).chunk(2, -1)
+        return (F.silu(gate) * up).to(scaled.dtype)
+    return run(scaled, weight, None, how, gated=True, normed=Normed(squares, eps))
+
+
+@normed_swiglu.register_fake
+def _(scaled, squares, weight, eps):
+    return scaled.new_empty(*scaled.shape[:-1], weight.shape[0] // 2)
+
+
+def _inverse_rms(scaled: Tensor, squares: Tensor, eps: float) -> Tensor:
+    """[..., 1] float32."""
+    return torch.rsqrt(squares.sum(dim=0) / scaled.shape[-1] + eps).view(*scaled.shape[:-1], 1)
