@@ -95,19 +95,20 @@ def _part_sums(x: Tensor) -> Tensor:
 
 @triton.jit
 def _part(x, size, other, BLOCK: tl.constexpr):
-    """Row, part and entries [BLOCK] float64 of a program; `other` lies beyond the end of the row."""
+    """The entries [BLOCK] float64 of a program's part, its row and number, and the columns [BLOCK] of the entries.
+
+    `other` stands for entries beyond the end of the row.
+    """
     parts = tl.cdiv(size, BLOCK)
     row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     column = part * BLOCK + tl.arange(0, BLOCK)
-    inside = column < size
-    at = row * size + column
-    return row, part, at, inside, tl.load(x + at, mask=inside, other=other).to(tl.float64)
+    return tl.load(x + row * size + column, mask=column < size, other=other).to(tl.float64), row, part, column
 
 
 @triton.jit(do_not_specialize_on_alignment=["x", "sums"])
 def _sum_parts(x, sums, size, BLOCK: tl.constexpr):
     """sums [R, parts]: of each part."""
-    row, part, at, inside, value = _part(x, size, 0.0, BLOCK)
+    value = _part(x, size, 0.0, BLOCK)[0]
     tl.store(sums + tl.program_id(0), tl.sum(value, 0))
 
 
@@ -123,17 +124,17 @@ def _add_parts(sums, out, parts, BLOCK_PARTS: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["x", "sums", "out"])
 def _scan(x, sums, out, size, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr):
     """out [R, V]: the running sum inside each part, on top of the sum of the parts before it."""
-    row, part, at, inside, value = _part(x, size, 0.0, BLOCK)
+    value, row, part, column = _part(x, size, 0.0, BLOCK)
     number = tl.arange(0, BLOCK_PARTS)
     before = tl.load(sums + row * tl.cdiv(size, BLOCK) + number, mask=number < part, other=0.0)
     running = tl.sum(before, 0) + tl.cumsum(value, 0)
-    tl.store(out + at, running.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * size + column, running.to(out.dtype.element_ty), mask=column < size)
 
 
 @triton.jit(do_not_specialize_on_alignment=["x", "peaks", "sums"])
 def _sum_powers(x, peaks, sums, size, BLOCK: tl.constexpr):
     """peaks, sums [R, parts]: the largest entry of each part, and the sum of exp(entry - largest)."""
-    row, part, at, inside, value = _part(x, size, float("-inf"), BLOCK)
+    value = _part(x, size, float("-inf"), BLOCK)[0]
     peak = tl.max(value, 0)
     shift = tl.where(peak == float("-inf"), 0.0, peak)  # a part of nothing but -inf adds 0
     tl.store(peaks + tl.program_id(0), peak)
@@ -143,7 +144,7 @@ def _sum_powers(x, peaks, sums, size, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["x", "peaks", "sums", "out"])
 def _softmax(x, peaks, sums, out, size, LOG: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr):
     """out [R, V]: softmax of each row from the peaks and sums of its parts, or its logarithm."""
-    row, part, at, inside, value = _part(x, size, float("-inf"), BLOCK)
+    value, row, _, column = _part(x, size, float("-inf"), BLOCK)
 
     # Every program of a row merges all of its parts, in the same order.
     parts = tl.cdiv(size, BLOCK)
@@ -157,4 +158,4 @@ def _softmax(x, peaks, sums, out, size, LOG: tl.constexpr, BLOCK: tl.constexpr, 
         value = value - peak - tl.log(total)
     else:
         value = tl.exp(value - peak) / total
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * size + column, value.to(out.dtype.element_ty), mask=column < size)

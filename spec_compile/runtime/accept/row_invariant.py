@@ -1,9 +1,9 @@
 """Sums that decide tokens, with the same bits for a row whatever the number of rows beside it.
 
-A tree's nodes are processed together in a round and some at a time on the host, and plain decoding processes one. On a
-GPU torch's sums over a vocabulary follow the number of rows (softmax: the address of a row; cumsum of one row: the order
-in which programs arrive). A token at the edge of top-p, or of the draw, could then be another. What transformers'
-processors in `processors.OF_SCORES` call, and whether it is replaced:
+A round processes all nodes of its trees together, the host some of them, and plain decoding one. On a GPU the order of
+torch's sums over a vocabulary depends on the number of rows, that of softmax also on the address of a row, and that of
+cumsum over one row on which programs finish first. A token at the edge of top-p, or of a draw, could then be another.
+Inside `row_invariant` these sums are those of `kernels.row_scan`. What the processors in `processors.OF_SCORES` call:
 
 ============================ ======================================================================
 TopPLogitsWarper             sort, softmax, cumsum: replaced
@@ -46,7 +46,7 @@ def row_invariant(device: torch.device, processors: list):
 
 
 class RowInvariant(TorchDispatchMode):
-    """Replaces sums over the last dimension of floating tensors by the ops of `kernels.row_scan`, and makes sort stable.
+    """Replaces sums over the last dimension of floating tensors by ops of `kernels.row_scan`, and makes sort stable.
 
     ranks: whether topk lists equal values by ascending index, which costs a sort of the row.
     """
@@ -114,7 +114,7 @@ def _sort(x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | 
 
 
 def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True):
-    """By a stable sort. One alone is left to torch: none of `BY_RANK` removes any of the largest, if there are several."""
+    """By a stable sort. A single one is left to torch, because MinPLogitsWarper keeps every one of the largest."""
     if k == 1 or not _by_rows(x, dim):
         return NotImplemented
     values, indices = aten.sort.stable(x, stable=True, dim=dim, descending=largest)
