@@ -188,11 +188,10 @@ def test_rejection_in_one_dimension_and_in_three(vocab):
 def test_the_routes_agree(name, is_drawn):
     """A round, which processes every node of every row, and the host give the same tokens for a seed."""
     rows, nodes, vocab, warper = 16, 5, VOCABS[-1], WARPERS[name]()
-    draft = scores_of(rows * nodes, vocab).softmax(dim=1).view(rows, nodes, vocab)
+    draft = (2 * scores_of(rows * nodes, vocab)).softmax(dim=1).view(rows, nodes, vocab)
     tokens = draft.flatten(0, 1).multinomial(1).view(rows, nodes)
-    logits = (
-        draft.log().scatter_add(2, tokens[:, :, None], torch.full((rows, nodes, 1), 12.0, device=DEVICE)).bfloat16()
-    )
+    likelier = torch.full((rows, nodes, 1), 1.0 if is_drawn else 12.0, device=DEVICE)
+    logits = draft.log().scatter_add(2, tokens[:, :, None], likelier).bfloat16()
     tokens, parents = tokens.roll(1, dims=1), torch.arange(-1, nodes - 1, device=DEVICE).expand(rows, -1)
     tree = Tree(tokens, parents, torch.ones_like(tokens, dtype=torch.bool), draft if is_drawn else None)
     state = SimpleNamespace(
