@@ -197,6 +197,14 @@ DRAWS = [
         "tests/test_schedule.py -k chain",
     ),
     Mutation(
+        "a running sum is left to torch", f"{RUNTIME}accept/row_invariant.py",
+        " aten.cumsum.default: _cumsum,", "", "tests/test_row_invariant.py -k no_sum",
+    ),
+    Mutation(
+        "a running sum counts its own part twice", "spec_compile/kernels/row_scan.py",
+        "mask=number < part,", "mask=number <= part,", "tests/test_row_invariant.py -k test_kernels",
+    ),
+    Mutation(
         "the walk goes to slots that are not in use", f"{RUNTIME}accept/host.py",
         "follows = follows & tree.real[rows]", "follows = follows & tree.real[rows].any()",
         f"{SAMPLING} -k 'test_walk'",

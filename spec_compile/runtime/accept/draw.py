@@ -9,6 +9,7 @@ from .chain import accept_chain, chain_numbers
 from .greedy import follow
 from .processors import MINIMA, OF_SCORES, WAITING, is_known
 from .random_numbers import draw, uniform
+from .row_invariant import row_invariant
 
 
 class DrawInRound:
@@ -34,6 +35,10 @@ class DrawInRound:
 
         ancestors, depth: [B, N] int64, see `tree.ancestry`. logits: [B, N, V] of the target after every node.
         """
+        with row_invariant(logits.device, self.processors):
+            return self._accept(state, tree, ancestors, depth, logits)
+
+    def _accept(self, state: State, tree: Tree, ancestors: Tensor, depth: Tensor, logits: Tensor) -> Accepted:
         batch, nodes, vocab = logits.shape
         scores = state.forbid_early_eos(logits.float(), depth).reshape(batch * nodes, vocab)
         for processor in self.processors:

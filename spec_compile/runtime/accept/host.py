@@ -8,6 +8,7 @@ from ..answer import Answer
 from .processors import Processors
 from .random_numbers import draw, probabilities, uniform
 from .rejection import accept_drawn
+from .row_invariant import row_invariant
 
 
 class HostAcceptor:
@@ -46,11 +47,12 @@ class HostAcceptor:
             raw = logits[rows, node[rows]].float()
             gained = [len(answer.rows[row]) for row in going]
             lengths = [answer.prompt_width + length for length in gained]
-            scores = self.processors(answer.ids, rows, lengths, raw.clone())
-            scores = torch.broadcast_to(scores, (len(rows), -1))  # as plain decoding does with one row for all
-            if self.lockstep:
-                raw, scores, rows = raw[going], scores[going], torch.tensor(going)
-            chosen = self._choose(tree, rows, node[rows], torch.tensor(gained), scores).cpu()
+            with row_invariant(raw.device, self.processors.processors):
+                scores = self.processors(answer.ids, rows, lengths, raw.clone())
+                scores = torch.broadcast_to(scores, (len(rows), -1))  # as plain decoding does with one row for all
+                if self.lockstep:
+                    raw, scores, rows = raw[going], scores[going], torch.tensor(going)
+                chosen = self._choose(tree, rows, node[rows], torch.tensor(gained), scores).cpu()
             path[rows, level], tokens[rows, level] = node[rows], chosen
             count[rows] += 1
             follows = (tree.parents[rows] == node[rows, None]) & (tree.tokens[rows] == chosen[:, None])

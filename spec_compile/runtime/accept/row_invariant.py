@@ -1,0 +1,129 @@
+"""Sums that decide tokens, with the same bits for a row whatever the number of rows beside it.
+
+A round processes all nodes of its trees together, the host some of them, and plain decoding one. On a GPU the order of
+torch's sums over a vocabulary depends on the number of rows, that of softmax also on the address of a row, and that of
+cumsum over one row on which programs finish first. A token at the edge of top-p, or of a draw, could then be another.
+Inside `row_invariant` these sums are those of `kernels.row_scan`. What the processors in `processors.OF_SCORES` call:
+
+============================ ======================================================================
+TopPLogitsWarper             sort, softmax, cumsum: replaced
+TypicalLogitsWarper          log_softmax, nansum, sort, softmax, cumsum: replaced; sum of bool: exact
+MinPLogitsWarper             softmax: replaced; amax: exact; indices of topk: see `BY_RANK`
+TopHLogitsWarper             logsumexp, softmax, sum, cumsum: replaced; indices of topk: see `BY_RANK`
+EpsilonLogitsWarper          softmax: replaced; values of topk: exact
+EtaLogitsWarper              softmax, logsumexp, sum: replaced; values of topk: exact
+LogitNormalization           log_softmax: replaced
+TopKLogitsWarper             values of topk: exact
+Temperature, InfNanRemove,   nothing but operations on single elements
+SuppressTokens
+============================ ======================================================================
+"""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .processors import is_known
+
+BY_RANK = {"MinPLogitsWarper", "TopHLogitsWarper"}
+"""Processors that keep tokens by the indices of a topk, where equal scores must be ranked alike."""
+
+aten, ops = torch.ops.aten, torch.ops.spec_compile
+
+
+def row_invariant(device: torch.device, processors: list):
+    """A context in which sums over the last dimension are row-invariant on a GPU; on a CPU it changes nothing.
+
+    device: of the scores. processors: the logits processors that run inside.
+
+    It never makes the host wait, and it may lie inside a CUDA graph's capture.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return RowInvariant(any(is_known(processor, BY_RANK) for processor in processors))
+
+
+class RowInvariant(TorchDispatchMode):
+    """Replaces sums over the last dimension of floating tensors by ops of `kernels.row_scan`, and makes sort stable.
+
+    ranks: whether topk lists equal values by ascending index, which costs a sort of the row.
+    """
+
+    def __init__(self, ranks: bool):
+        super().__init__()
+        self.replaced = REPLACED | ({aten.topk.default: _topk} if ranks else {})
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in self.replaced:
+            result = self.replaced[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        elif torch.is_inference_mode_enabled():  # there softmax and others arrive before they are decomposed
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)
+
+
+def _by_rows(x: Tensor, dim: int | list[int] | None, dtype: torch.dtype | None = None) -> bool:
+    """Whether an operation over `dim` (None or []: over all) runs along the last dimension, in floating point."""
+    dims = dim if isinstance(dim, list) else [dim] if dim is not None else []
+    is_last = [d % x.dim() for d in dims] == [x.dim() - 1] if dims else x.dim() == 1
+    return is_last and x.numel() > 0 and x.is_floating_point() and (dtype is None or dtype.is_floating_point)
+
+
+def _sum(x: Tensor, dim=None, keepdim: bool = False, *, dtype=None):
+    if not _by_rows(x, dim, dtype):
+        return NotImplemented
+    sums = ops.row_sum(x, dtype)
+    return sums.unsqueeze(-1) if keepdim else sums
+
+
+def _nansum(x: Tensor, dim=None, keepdim: bool = False, *, dtype=None):
+    return _sum(x.nan_to_num(0.0, float("inf"), float("-inf")), dim, keepdim, dtype=dtype)
+
+
+def _logsumexp(x: Tensor, dim, keepdim: bool = False):
+    if not _by_rows(x, dim):
+        return NotImplemented
+    peak = x.amax(dim=-1, keepdim=True)
+    peak = peak.masked_fill(peak.isinf(), 0.0)
+    result = ops.row_sum((x - peak).exp())[..., None].log() + peak
+    return result if keepdim else result.squeeze(-1)
+
+
+def _cumsum(x: Tensor, dim: int, *, dtype=None):
+    return ops.row_cumsum(x, dtype) if _by_rows(x, dim, dtype) else NotImplemented
+
+
+def _softmax(x: Tensor, dim: int, half_to_float: bool):
+    return ops.row_softmax(x, torch.float32 if half_to_float else None) if _by_rows(x, dim) else NotImplemented
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool):
+    return ops.row_softmax(x, torch.float32 if half_to_float else None, True) if _by_rows(x, dim) else NotImplemented
+
+
+def _sort(x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None):
+    """Always stable: torch's sort of short rows permutes equal values as it likes."""
+    return aten.sort.stable(x, stable=True, dim=dim, descending=descending)
+
+
+def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True):
+    """By a stable sort. A single one is left to torch, because MinPLogitsWarper keeps every one of the largest."""
+    if k == 1 or not _by_rows(x, dim):
+        return NotImplemented
+    values, indices = aten.sort.stable(x, stable=True, dim=dim, descending=largest)
+    return values[..., :k], indices[..., :k]
+
+
+REPLACED = {
+    aten.sum.default: _sum, aten.sum.dim_IntList: _sum, aten.nansum.default: _nansum, aten.cumsum.default: _cumsum,
+    aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax, aten.logsumexp.default: _logsumexp,
+    aten.sort.default: _sort, aten.sort.stable: _sort,
+}  # fmt: skip
+"""What stands for an operation of torch; it returns NotImplemented for arguments that it leaves to torch."""
