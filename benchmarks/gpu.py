@@ -1,6 +1,6 @@
 """Rounds on a GPU against the byte floor, and a token of generate() against transformers: shapes with random weights.
 
-    python benchmarks/gpu.py [--shapes llama-8b qwen3-8b llama-1b qwen3-0.6b] [--contexts 1024 8192 32768]
+    python benchmarks/gpu.py [--shapes llama-8b qwen3-8b llama-1b qwen3-0.6b smollm2-135m] [--contexts 1024 8192 32768]
                              [--batches 1 4 8] [--prompts 8192 32768] [--baselines] [--drafts] [--demo] [--json FILE]
 
 Two kinds of times, that are not to be mixed:

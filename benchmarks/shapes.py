@@ -22,6 +22,10 @@ SHAPES = {
                                  num_attention_heads=16, num_key_value_heads=8, head_dim=128,
                                  tie_word_embeddings=True, max_position_embeddings=40960,
                                  rope_parameters=dict(rope_type="default", rope_theta=1000000.0))),
+    "smollm2-135m": ("llama", dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, vocab_size=49152,
+                                   num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+                                   tie_word_embeddings=True, max_position_embeddings=8192,
+                                   rope_parameters=dict(rope_type="default", rope_theta=100000.0))),
 }  # fmt: skip
 
 
