@@ -160,13 +160,15 @@ def small_m_kernel(
             acc += tl.load(bias_ptr + o).to(tl.float32)[:, None]
         if GATED:
             gate, up = acc.reshape(HEIGHT, 2, BLOCK_N).permute(0, 2, 1).split()
-            acc = gate / (1 + tl.exp(-gate)) * up
+            value = gate / (1 + tl.exp(-gate)) * up
+        else:
+            value = acc
         if residual_ptr is not None:
             _store_stream(
-                acc, residual_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr, column, n, tile, rows, height,
+                value, residual_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr, column, n, tile, rows, height,
                 stride_r, offset, BLOCK_N, HEIGHT, SQUARED,
             )  # fmt: skip
         else:
             at = out_ptr + n[None, :].to(tl.int64) * height + column[:, None]
             mask = (column < height)[:, None] & (n < rows)[None, :]
-            tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(at, value.to(out_ptr.dtype.element_ty), mask=mask)
