@@ -113,7 +113,7 @@ def exact_stream(x, first, first_bias, residual, norm, offset):
 def test_residual_stream_and_norm(place, rows, size, offset, plan):
     parts, tile = plan
     x, first, first_bias, residual, norm, second, second_bias = layer(place, rows, 520, size, 34)
-    squares = torch.full((-(-size // 16), rows), torch.nan, device=x.device)
+    squares = torch.full((rows, -(-size // 16)), torch.nan, device=x.device)
     scaled = torch.full_like(residual, torch.nan)
     around = kernel.Stream(residual, norm, offset, scaled, squares)
     stream = launch(x, first, first_bias, parts, tile, stream=around)
@@ -121,7 +121,7 @@ def test_residual_stream_and_norm(place, rows, size, offset, plan):
     close = 2 * TOLERANCE[place[1]]
     assert (stream.double() - wanted).norm() < close * wanted.norm()
     assert torch.equal(scaled, (stream.float() * (norm.float() + offset)).to(x.dtype))
-    torch.testing.assert_close(squares.sum(dim=0), stream.float().square().sum(dim=1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(squares.sum(dim=1), stream.float().square().sum(dim=1), rtol=1e-5, atol=1e-5)
     after = kernel.Normed(squares, EPS)
     assert error(launch(scaled, second, second_bias, parts, tile, normed=after), normed, second, second_bias) < close
     gated = launch(scaled, second, None, parts, tile, gated=True, normed=after)
@@ -144,7 +144,7 @@ def test_ops_around_the_residual_stream_on_a_cpu(dtype):
     x, first, first_bias, residual, norm, second, second_bias = layer(("cpu", dtype), 6, 16, 40, 24)
     x, residual = x.view(2, 3, 16), residual.view(2, 3, 40)
     stream, scaled, squares = streams.small_m_add(x, first, first_bias, residual, norm, 1.0)
-    assert torch.equal(stream, F.linear(x, first, first_bias) + residual) and squares.shape == (3, 6)
+    assert torch.equal(stream, F.linear(x, first, first_bias) + residual) and squares.shape == (6, 3)
     _, normed = exact_stream(x.view(6, 16), first, first_bias, residual.view(6, 40), norm, 1.0)
     out = streams.normed_matmul(scaled, squares, second, second_bias, EPS)
     assert out.shape == (2, 3, 24) and error(out.view(6, 24), normed, second, second_bias) < 3 * TOLERANCE[dtype]
@@ -210,21 +210,18 @@ def test_same_bits_in_any_number_of_rows(monkeypatch, outputs, inputs, dtype, ea
     rows = EVERY_ROWS[-1]
     x, weight, bias = draw(("cuda", dtype), rows, outputs, inputs)
     residual, norm = torch.randn(rows, outputs).to("cuda", dtype), torch.randn(outputs).to("cuda", dtype)
-    squares = torch.rand(-(-inputs // squared_columns(inputs)), rows, device="cuda")
+    squares = torch.rand(rows, -(-inputs // squared_columns(inputs)), device="cuda")
     ops = {
         "product": lambda n: (kernel.small_m_matmul(x[:n], weight, bias),),
         "swiglu": lambda n: (kernel.small_m_swiglu(x[:n], weight),),
         "stream": lambda n: streams.small_m_add(x[:n], weight, bias, residual[:n], norm, 1.0),
-        "norm": lambda n: (streams.normed_matmul(x[:n], squares[:, :n].contiguous(), weight, None, EPS),),
-        "norm, swiglu": lambda n: (streams.normed_swiglu(x[:n], squares[:, :n].contiguous(), weight, EPS),),
+        "norm": lambda n: (streams.normed_matmul(x[:n], squares[:n], weight, None, EPS),),
+        "norm, swiglu": lambda n: (streams.normed_swiglu(x[:n], squares[:n], weight, EPS),),
     }
     for name, op in ops.items():
-        *wanted, last = op(rows)
+        wanted = op(rows)
         for n in EVERY_ROWS[:-1]:
-            *outs, end = op(n)
-            assert all(torch.equal(out, want[:n]) for out, want in zip(outs, wanted)), (name, n)
-            columns = last[:, :n] if name == "stream" else last[:n]
-            assert torch.equal(end, columns), (name, n)
+            assert all(torch.equal(out, want[:n]) for out, want in zip(op(n), wanted, strict=True)), (name, n)
 
 
 @pytest.mark.gpu

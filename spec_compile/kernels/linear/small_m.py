@@ -28,7 +28,7 @@ OLDEST = (8, 0)
 
 class Normed(NamedTuple):
     """x of a product is the first half of an RMSNorm: ``x = stream * (norm weight + offset)``, to be divided by the
-    root mean square of the stream. squares [T, R] float32: sums of its squares, T a row. eps: of the norm."""
+    root mean square of the stream. squares [R, T] float32: sums of its squares, T a row. eps: of the norm."""
 
     squares: Tensor
     eps: float
@@ -37,7 +37,7 @@ class Normed(NamedTuple):
 class Stream(NamedTuple):
     """The residual stream that a product is added to, and the norm that follows.
 
-    residual [R, O]: the stream before. weight [O], offset: of the norm. scaled [R, O], squares [T, R] float32: the
+    residual [R, O]: the stream before. weight [O], offset: of the norm. scaled [R, O], squares [R, T] float32: the
     memory for the first half of the norm, see `Normed`.
     """
 
@@ -150,12 +150,13 @@ def launch(
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         arrived = zero_counters(x.device, grid[0] * grid[1])
     squares, eps = normed or (None, 0.0)
+    terms = 1 if squares is None else squares.shape[1]
     residual, norm, offset, scaled, new_squares = stream or (None, None, 0.0, None, None)
     small_m_kernel[(grid[0] * parts, grid[1])](
         x, weight, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived, rows, outputs, inputs,
         x.stride(0), 0 if residual is None else residual.stride(0), tile.late, tile.prefetch, eps, offset,
         BLOCK_N=block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
-        TERMS=0 if squares is None else len(squares), SQUARED=squared_columns(outputs), GATED=gated,
+        TERMS=terms, BLOCK_TERMS=triton.next_power_of_2(terms), SQUARED=squared_columns(outputs), GATED=gated,
         EVEN=inputs % tile.block_k == 0, PDL=early,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

@@ -76,12 +76,13 @@ def _sum_of_parts(
 
 
 @triton.jit
-def _scale_rows(acc, squares_ptr, n, rows, inputs, eps, TERMS: tl.constexpr):
-    """The second half of an RMSNorm: sums [BLOCK_O, BLOCK_N] over the root mean square of their row of x, whose
-    squares [TERMS, rows] are added one after the other."""
-    total = tl.zeros_like(n).to(tl.float32)
-    for term in tl.static_range(TERMS):
-        total += tl.load(squares_ptr + term * rows + n, mask=n < rows, other=0.0)
+def _scale_rows(acc, squares_ptr, n, rows, inputs, eps, TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr):
+    """The second half of an RMSNorm: sums [BLOCK_O, BLOCK_N] over the root mean square of their row of x, of which
+    `squares` [rows, TERMS] has the sums of squares. (Terms lie along the lanes of a warp, so that how they are added up
+    does not depend on BLOCK_N.)"""
+    term = tl.arange(0, BLOCK_TERMS)
+    mask = (n < rows)[:, None] & (term < TERMS)[None, :]
+    total = tl.sum(tl.load(squares_ptr + n[:, None] * TERMS + term[None, :], mask=mask, other=0.0), 1)
     return acc * tl.rsqrt(total / inputs + eps)[None, :]
 
 
@@ -105,7 +106,7 @@ def _store_stream(
     sums = tl.sum((wide * wide).reshape(groups, SQUARED, BLOCK_N), 1)
     group = tile * groups + tl.arange(0, groups)
     mask = (group * SQUARED < height)[:, None] & (n < rows)[None, :]
-    tl.store(new_squares_ptr + group[:, None] * rows + n[None, :], sums, mask=mask)
+    tl.store(new_squares_ptr + n[None, :] * tl.cdiv(height, SQUARED) + group[:, None], sums, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "late", "prefetch"])
@@ -113,7 +114,8 @@ def small_m_kernel(
     x_ptr, weight_ptr, bias_ptr, squares_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr,
     partial_ptr, arrived_ptr, rows, outputs, inputs, stride_x, stride_r, late, prefetch, eps, offset,
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr,
-    TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the weights' rows * PARTS, tiles of x's rows). Columns are cut at multiples of CUT."""
     # This program's tile [BLOCK_O, BLOCK_N], and its part of the columns: begin .. end.
@@ -155,7 +157,7 @@ def small_m_kernel(
     # What comes behind the product, with the sums in registers.
     if done:
         if squares_ptr is not None:
-            acc = _scale_rows(acc, squares_ptr, n, rows, inputs, eps, TERMS)
+            acc = _scale_rows(acc, squares_ptr, n, rows, inputs, eps, TERMS, BLOCK_TERMS)
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + o).to(tl.float32)[:, None]
         if GATED:

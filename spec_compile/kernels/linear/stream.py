@@ -22,11 +22,11 @@ def small_m_add(
     x [..., I], weight [O, I], bias [O] or None, residual [..., O], norm_weight [O], all of one dtype.
     -> stream [..., O], ``F.linear(x, weight, bias) + residual``, rounded twice as these are;
     scaled [..., O], ``stream * (norm_weight + offset)``;
-    squares [T, R] float32: sums of the squares of each `squared_columns` columns of the stream's R rows.
+    squares [R, T] float32: sums of the squares of each `squared_columns` columns of the stream's R rows.
     """
     how = plan_of(x, weight)
     rows = residual.numel() // residual.shape[-1]
-    squares = x.new_empty(ceil_div(len(weight), squared_columns(len(weight))), rows, dtype=torch.float32)
+    squares = x.new_empty(rows, ceil_div(len(weight), squared_columns(len(weight))), dtype=torch.float32)
     if how is None:
         stream = F.linear(x, weight, bias) + residual
         squares.copy_(_squares(stream))
@@ -47,15 +47,15 @@ def small_m_add(
 @small_m_add.register_fake
 def _(x, weight, bias, residual, norm_weight, offset):
     terms = ceil_div(weight.shape[0], squared_columns(weight.shape[0]))
-    squares = x.new_empty(terms, residual.numel() // residual.shape[-1], dtype=torch.float32)
+    squares = x.new_empty(residual.numel() // residual.shape[-1], terms, dtype=torch.float32)
     return x.new_empty(residual.shape), x.new_empty(residual.shape), squares
 
 
 def _squares(stream: Tensor) -> Tensor:
-    """[..., O] -> [T, R] float32, see `small_m_add`."""
+    """[..., O] -> [R, T] float32, see `small_m_add`."""
     size = stream.shape[-1]
     wide = F.pad(stream.reshape(-1, size).float().square(), (0, -size % squared_columns(size)))
-    return wide.unflatten(1, (-1, squared_columns(size))).sum(dim=2).t()
+    return wide.unflatten(1, (-1, squared_columns(size))).sum(dim=2)
 
 
 @torch.library.custom_op("spec_compile::normed_matmul", mutates_args=())
@@ -92,4 +92,4 @@ def _(scaled, squares, weight, eps):
 
 def _inverse_rms(scaled: Tensor, squares: Tensor, eps: float) -> Tensor:
     """[..., 1] float32."""
-    return torch.rsqrt(squares.sum(dim=0) / scaled.shape[-1] + eps).view(*scaled.shape[:-1], 1)
+    return torch.rsqrt(squares.sum(dim=1) / scaled.shape[-1] + eps).view(*scaled.shape[:-1], 1)
