@@ -50,11 +50,11 @@ driver.set_active(Hopper())
 memory = int(sys.argv[1])
 tree_attention._device = lambda index: (132, memory)
 dependent_launch.available = lambda tensor: True
-for name in ("append_kernel", "attention_kernel", "merge_kernel"):
+for name in ("append_kernel", "prompt_kernel", "merge_parts_kernel", "tree_kernel", "merge_spans_kernel"):
     setattr(tree_attention, name, Compiled(getattr(tree_attention, name)))
 results = {}
 for heads, kv_heads, size in ((32, 8, 64), (32, 8, 128), (8, 1, 256)):
-    for nodes, causal in ((16, False), (2048, True)):
+    for nodes, causal in ((1, False), (16, False), (64, False), (2048, True)):
         for turned, window in ((True, None), (False, 512)):
             heads_of = heads, kv_heads, kv_heads
             q, k, v = (torch.zeros(1, nodes, n, size, dtype=torch.bfloat16).transpose(1, 2) for n in heads_of)
