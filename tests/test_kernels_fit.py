@@ -23,6 +23,7 @@ from triton.runtime import driver
 from spec_compile.kernels import dependent_launch
 from spec_compile.kernels.attention import tree_attention
 from spec_compile.kernels.attention.call import Call
+from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 
 
 class Hopper:
@@ -65,7 +66,9 @@ for heads, kv_heads, size in ((32, 8, 64), (32, 8, 128), (8, 1, 256)):
                 turning = [*torch.zeros(2, 1, nodes, size, dtype=torch.bfloat16), *torch.ones(2, size).bfloat16()]
             found = []
             inputs = q, k, v, *caches, lengths, None if causal else places, places
-            tree_attention.launch(Call(*inputs, None, 0.1, None, window, *turning, 1e-6))
+            call = Call(*inputs, None, 0.1, None, window, *turning, 1e-6)
+            tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
+            tree_attention.launch(call._replace(tiles=tiles))
             results[f"{nodes} nodes, heads of {size}, turned {turned}, window {window}"] = max(found)
 print(json.dumps(results))
 """

@@ -14,7 +14,7 @@ from test_kernels_attention import FP8, SMALL, Case, bits, chain, random_tree, s
 
 from spec_compile.kernels.attention import spans
 from spec_compile.kernels.attention import tree_attention as attention
-from spec_compile.kernels.attention.tail_tiles import COLUMNS, tail_tiles
+from spec_compile.kernels.attention.tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
 from spec_compile.tree import ancestry
 
 tl = triton.language
@@ -28,17 +28,20 @@ def path_to(parents, node):
 def compare_path(case, parents, leaf, config, exactly):
     """Run the tree of `case` at once, then each node on the path to `leaf` as a root of its own."""
     call = case.inputs()
+    call = call._replace(tiles=tail_tiles(call.ancestors, nodes_per_tile(call.q.shape[1] // call.k.shape[1])))
+    caches = [cache.clone() for cache in (call.key_cache, call.value_cache)]
+    if exactly:
+        torch.cuda.synchronize()  # kernels read tables and lengths before those that computed them may be done
     tree_out = attention.launch(call, config)
-    caches = [cache.clone() for cache in case.inputs()[3:5]]
     for depth, node in enumerate(path_to(parents, leaf)):
         alone = {name: getattr(call, name)[:, :, node : node + 1] for name in ("q", "k", "v")}
         alone |= {name: getattr(call, name)[:, node : node + 1] for name in ("cos", "sin", "positions")
                   if getattr(call, name) is not None}  # fmt: skip
-        ones = torch.ones_like(call.ancestors[:, :1])
-        out = attention.launch(
-            call._replace(**alone, ancestors=ones, lengths=call.lengths + depth, key_cache=caches[0],
-                          value_cache=caches[1]), config
-        )  # fmt: skip
+        alone |= {"ancestors": None, "tiles": None, "lengths": call.lengths + depth}
+        one = call._replace(**alone, key_cache=caches[0], value_cache=caches[1])
+        if exactly:
+            torch.cuda.synchronize()
+        out = attention.launch(one, config)
         compare(out[:, 0], tree_out[:, node], exactly)
         for cache, after in zip(caches, (call.key_cache, call.value_cache)):
             for row, length in enumerate(case.lengths.tolist()):

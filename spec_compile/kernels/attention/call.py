@@ -23,8 +23,8 @@ class Call(NamedTuple):
     key_cache, value_cache [B, Hkv, S, D*]: contiguous, written at the slots lengths[b] .. lengths[b] + N; of q's dtype,
     or of float8_e4m3fn, to which keys and values are then rounded before any query sees them (`ops.stored`).
     lengths [B] int64: committed slots of each row; every node sees all of them but for the window.
-    ancestors [B, N] int64: bit j of node i says that i sees node j, and so all that j sees, N <= 64; a node sees itself.
-    They are those of a tree, parents first, or every node sees all of the block. None is a causal chunk of any N.
+    ancestors [B, N] int64: bit j of node i says that i sees node j, and with it all that j sees, N <= 64. They are
+    those of a tree, parents first, the node itself included, or all ones. None is a causal chunk of any N.
     positions [B, N] int64: of the block's tokens, none below lengths[b]; they ascend in a causal chunk.
     sinks [H]: a logit a head that takes probability and gives no value (gpt-oss).
     scale: positive, of the scores. softcap: c in c * tanh(score / c). window: how many positions back a token sees,

@@ -1,10 +1,10 @@
 """Attention to one chunk of keys by itself, and the exact sum of such partial results.
 
-Import this module only where Triton is installed. Shapes: M rows of a tile, C keys of a chunk, D* a head size. A partial
-softmax (base 2; Milakov & Gimelshein 2018) is acc [M, Dv], the sum of weighted values, peak [M], an integer at or above
-the largest score, and total [M], the sum of the weights 2 ** (score - peak). Because peaks are integers, every factor
-between two of them is a power of two, and scaling by it rounds nothing: a partial result has the same bits whichever
-others it is added to.
+Import this module only where Triton is installed. Shapes: M rows of a tile, C keys of a chunk, D* a head size. A
+partial softmax (base 2; Milakov & Gimelshein 2018) is acc [M, Dv], the sum of weighted values, peak [M], an integer at
+or above the largest score, and total [M], the sum of the weights 2 ** (score - peak). Because peaks are integers, every
+factor between two of them is a power of two, and scaling by it rounds nothing. So partial results may be scaled at any
+time, and only the order in which they are added counts.
 """
 
 import triton

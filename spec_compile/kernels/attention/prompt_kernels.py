@@ -1,8 +1,8 @@
 """Kernels of attention for a causal chunk larger than any tree, as prompts come in: a part of the cache for a tile of
 rows, and the merge of the parts. The chunk lies in the cache already, behind the committed slots.
 
-Import this module only where Triton is installed. A row is one query head of one token (node). Shapes: BLOCK_M rows of a tile,
-BLOCK_N slots read at a time, BLOCK_D* a head size. A running softmax (base 2; Milakov & Gimelshein 2018) is
+Import this module only where Triton is installed. A row is one query head of one token (node). Shapes: BLOCK_M rows of
+a tile, BLOCK_N slots read at a time, BLOCK_D* a head size. A running softmax (base 2; Milakov & Gimelshein 2018) is
 acc [BLOCK_M, BLOCK_DV], the sum of weighted values, peak [BLOCK_M], the largest score, and total [BLOCK_M], the sum of
 weights 2 ** (score - peak).
 """

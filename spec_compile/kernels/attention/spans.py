@@ -1,8 +1,8 @@
 """Spans: the stretches into which tree attention cuts a cache, at positions that depend on no length and no tree.
 
-Import this module only where Triton is installed. Without a window the first eight spans have 2 ** FIRST positions each,
-and there are eight more for every doubling of the position, so that a long context has few. With a window all spans
-have 2 ** FIRST positions (GROWS is False).
+Import this module only where Triton is installed. Without a window the first eight spans have 2 ** FIRST positions
+each, and there are eight more for every doubling of the position, so that a long context has few. With a window all
+spans have 2 ** FIRST positions (GROWS is False).
 """
 
 import triton

@@ -4,8 +4,8 @@ Import this module only where Triton is installed. A row is one query head of on
 a KV head share what is read of the cache. The grid is fixed and every program finds its part from the lengths on the
 device, so that a captured graph stays right as they grow. A second kernel adds up the parts.
 
-In 16 bits a token has one output, bit for bit, whether it is a root alone or a node of any tree, and whatever else is in
-the batch: keys are summed in chunks and spans whose bounds depend on positions alone, wherever the keys come from
+In 16 bits a token has one output, bit for bit, whether it is a root alone or a node of any tree, and whatever else is
+in the batch: keys are summed in chunks and spans whose bounds depend on positions alone, wherever the keys come from
 (`tree_kernels`, `merge_spans`). A causal chunk larger than any tree is appended by a kernel of its own; then it is
 committed slots like all before it (`prompt_kernels`), and is summed as fits its size.
 """
@@ -102,11 +102,9 @@ def tree_tuning(rows: int, key_dim: int, value_dim: int, itemsize: int, device: 
     if itemsize == 4:
         block_m, most, warps = 16, 32, 8
     slot = (key_dim + value_dim) * itemsize
-    room = memory - 1024 - 64 * key_dim * itemsize
-    block_n = min(max(1 << ((room // slot).bit_length() - 1), 16), most)
-    half = room - memory // 2  # two programs share a multiprocessor if each has two blocks at least
-    stages = max(half // (block_n * slot), 0)
-    stages = min(stages if stages > 1 else max(room // (block_n * slot), 1), 3)
+    room = memory - 1024 - 128 * key_dim * itemsize
+    block_n = min(max(1 << (max(room // slot, 1).bit_length() - 1), 16), most)
+    stages = min(max(room // (block_n * slot), 1), 3)
     return Tuning(block_m, block_n, 128, warps, stages)
 
 
@@ -190,8 +188,8 @@ def _launch_prompt(call: Call, config: Tuning) -> Tensor:
 
 
 def _launch_tree(call: Call, config: Tuning) -> Tensor:
-    """Attend to the cache and to the tree, which is appended on the way. The kernels are launched early (see
-    `dependent_launch`)."""
+    """Attend to the cache and to the tree, which is appended on the way. The kernels are launched early if they can be
+    (see `dependent_launch`)."""
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = k.shape[1], key_cache.shape[2], v.shape[3]
@@ -206,7 +204,7 @@ def _launch_tree(call: Call, config: Tuning) -> Tensor:
     parts = q.new_empty(batch * kv_heads, tail_parts + spans, nodes * group, value_dim, dtype=torch.float32)
     sums = q.new_empty(batch * kv_heads, tail_parts + spans, 2, nodes * group, dtype=torch.float32)
     out = call.empty_output()
-    early = dependent_launch.available(q)
+    early = dependent_launch.available(q) and tiles is call.tiles  # a table made here may not be read early
     shared = {"WINDOW": call.window, "GROUP": group, "CHUNK": chunk, "FIRST": first, "PARTS": tail_parts}
     shared |= {"EARLY": early, **({"launch_pdl": True} if early else {})}
     programs = tails + spans * triton.cdiv(nodes * group, block_m)

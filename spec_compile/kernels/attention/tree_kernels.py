@@ -169,7 +169,7 @@ def tree_kernel(
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Partial softmaxes: of tail tiles into the first PARTS parts, of spans into those behind them, the last span first.
+    """Partial softmaxes of tail tiles into the first PARTS parts, of spans into those behind them, the last one first.
     Grid (B * Hkv, tails + spans * tiles of rows, blocks of Dv). inner, outer: factors of the scores in and behind tanh.
     """
     # The tail tile or the span of this program, and its rows [M]: nodes, and heads of the group.
