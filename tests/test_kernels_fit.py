@@ -23,6 +23,7 @@ from triton.runtime import driver
 from spec_compile.kernels import dependent_launch
 from spec_compile.kernels.attention import tree_attention
 from spec_compile.kernels.attention.call import Call
+from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 
 
 class Hopper:
@@ -50,11 +51,11 @@ driver.set_active(Hopper())
 memory = int(sys.argv[1])
 tree_attention._device = lambda index: (132, memory)
 dependent_launch.available = lambda tensor: True
-for name in ("append_kernel", "attention_kernel", "merge_kernel"):
+for name in ("append_kernel", "prompt_kernel", "merge_parts_kernel", "tree_kernel", "merge_spans_kernel"):
     setattr(tree_attention, name, Compiled(getattr(tree_attention, name)))
 results = {}
 for heads, kv_heads, size in ((32, 8, 64), (32, 8, 128), (8, 1, 256)):
-    for nodes, causal in ((16, False), (2048, True)):
+    for nodes, causal in ((1, False), (16, False), (64, False), (2048, True)):
         for turned, window in ((True, None), (False, 512)):
             heads_of = heads, kv_heads, kv_heads
             q, k, v = (torch.zeros(1, nodes, n, size, dtype=torch.bfloat16).transpose(1, 2) for n in heads_of)
@@ -65,7 +66,9 @@ for heads, kv_heads, size in ((32, 8, 64), (32, 8, 128), (8, 1, 256)):
                 turning = [*torch.zeros(2, 1, nodes, size, dtype=torch.bfloat16), *torch.ones(2, size).bfloat16()]
             found = []
             inputs = q, k, v, *caches, lengths, None if causal else places, places
-            tree_attention.launch(Call(*inputs, None, 0.1, None, window, *turning, 1e-6))
+            call = Call(*inputs, None, 0.1, None, window, *turning, 1e-6)
+            tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
+            tree_attention.launch(call._replace(tiles=tiles))
             results[f"{nodes} nodes, heads of {size}, turned {turned}, window {window}"] = max(found)
 print(json.dumps(results))
 """

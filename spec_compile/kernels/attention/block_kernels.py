@@ -28,6 +28,16 @@ def _scaled(x, weight, offset, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
 
 
 @triton.jit
+def _sum_of_squares(x, R: tl.constexpr, SIZE: tl.constexpr):
+    """x [R, SIZE] -> [R], pair by pair: the order of additions depends on no layout of x over threads."""
+    x *= x
+    for halving in tl.static_range(1, 12):
+        if SIZE >> halving > 0:
+            x = tl.sum(tl.reshape(x, [R, SIZE >> halving, 2]), 2)
+    return tl.reshape(x, [R])
+
+
+@triton.jit
 def load_rotated(
     row_ptr, dim, cos_ptr, sin_ptr, norm_ptr, eps, offset, mask,
     D: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
@@ -44,7 +54,7 @@ def load_rotated(
     x = loaded.to(tl.float32)
     other = tl.load(row_ptr + across, mask=mask, other=0.0).to(tl.float32)
     if norm_ptr is not None:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        scale = tl.rsqrt(_sum_of_squares(x, x.shape[0], x.shape[1]) / D + eps)[:, None]
         x = _scaled(x * scale, tl.load(norm_ptr + dim, mask=dim < D, other=0.0), offset, dtype, ROUND_FIRST)
         weight = tl.load(norm_ptr + across, mask=dim < D, other=0.0)
         other = _scaled(other * scale, weight, offset, dtype, ROUND_FIRST)
@@ -54,15 +64,33 @@ def load_rotated(
 
 
 @triton.jit
+def load_query(
+    row_ptr, angle, real, cos_ptr, sin_ptr, q_norm_ptr, eps, offset,
+    DK: tl.constexpr, BLOCK_DK: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Queries [BLOCK_M, BLOCK_DK] at `row_ptr` [BLOCK_M, 1], turned by the rows of cos at `angle` [BLOCK_M, 1]."""
+    dk = tl.arange(0, BLOCK_DK)
+    mask = real[:, None] & (dk < DK)[None, :]
+    if cos_ptr is None:
+        query = tl.load(row_ptr + dk[None, :], mask=mask, other=0.0)
+    else:
+        query = load_rotated(
+            row_ptr, dk, cos_ptr + angle, sin_ptr + angle, q_norm_ptr, eps, offset, mask, DK, ALIGNED, ROUND_FIRST
+        )
+    return query
+
+
+@triton.jit
 def take_block(
-    k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, stride_kn, stride_vn, token, nodes, length, capacity, write,
-    cos_ptr, sin_ptr, first_angle, norm_ptr, eps, offset,
+    k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, stride_kn, stride_vn, token, nodes, length, capacity, written,
+    column, cos_ptr, sin_ptr, first_angle, norm_ptr, eps, offset,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Keys [R, BLOCK_DK] and values [R, BLOCK_DV] of the block's tokens `token` [R], as the cache holds them; with
-    `write` they are written to it. The pointers are those of one KV head; first_angle: the row of cos of token 0."""
-    dk, dv = tl.arange(0, BLOCK_DK)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    """Keys [R, BLOCK_DK] and values [R, BLOCK_DV], from `column` on, of the block's tokens `token` [R], as the cache
+    holds them; those `written` [R] go into it. The pointers are those of one KV head; first_angle: the row of cos of
+    token 0."""
+    dk, dv = tl.arange(0, BLOCK_DK)[None, :], column + tl.arange(0, BLOCK_DV)[None, :]
     inside = (token < nodes)[:, None]
     row_ptr, mask = k_ptr + token[:, None] * stride_kn, inside & (dk < DK)
     if cos_ptr is None:
@@ -75,11 +103,10 @@ def take_block(
         )  # fmt: skip
     values = tl.load(v_ptr + token[:, None] * stride_vn + dv, mask=inside & (dv < DV), other=0.0)
     keys, values = as_stored(keys, key_cache_ptr), as_stored(values, value_cache_ptr)
-    if write:
-        slot = (length + token)[:, None]
-        inside = inside & (slot < capacity)
-        tl.store(key_cache_ptr + slot * DK + dk, keys, mask=inside & (dk < DK))
-        tl.store(value_cache_ptr + slot * DV + dv, values, mask=inside & (dv < DV))
+    slot = (length + token)[:, None]
+    written = written[:, None] & inside & (slot < capacity)
+    tl.store(key_cache_ptr + slot * DK + dk, keys, mask=written & (dk < DK))
+    tl.store(value_cache_ptr + slot * DV + dv, values, mask=written & (dv < DV))
     return keys, values
 
 
@@ -93,10 +120,11 @@ def append_kernel(
     """A causal chunk into the cache, BLOCK tokens of a KV head a program. Grid (N / BLOCK, B * Hkv)."""
     group = tl.program_id(1).to(tl.int64)
     batch, kv_head = group // KV_HEADS, group % KV_HEADS
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     take_block(
         k_ptr + batch * stride_kb + kv_head * stride_kh, v_ptr + batch * stride_vb + kv_head * stride_vh,
         key_cache_ptr + group * capacity * DK, value_cache_ptr + group * capacity * DV, stride_kn, stride_vn,
-        tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), nodes, tl.load(lengths_ptr + batch).to(tl.int32), capacity,
-        True, cos_ptr, sin_ptr, batch * nodes, k_norm_ptr, eps, offset,
+        token, nodes, tl.load(lengths_ptr + batch).to(tl.int32), capacity,
+        token < nodes, 0, cos_ptr, sin_ptr, batch * nodes, k_norm_ptr, eps, offset,
         DK, BLOCK_DK, DV, BLOCK_DV, ALIGNED, ROUND_FIRST,
     )  # fmt: skip

@@ -12,8 +12,8 @@ from ...graph import ModelGraph, calls
 
 CACHES = ("key_cache", "value_cache")
 """The arguments that a call writes to."""
-ROTATION = ("cos", "sin", "q_norm", "k_norm", "eps", "offset")
-"""The arguments that only a backend which `rotates` takes."""
+ROTATION = ("cos", "sin", "q_norm", "k_norm", "eps", "offset", "tiles")
+"""The arguments that only a backend which `rotates` takes: ours."""
 
 
 class Call(NamedTuple):
@@ -23,14 +23,16 @@ class Call(NamedTuple):
     key_cache, value_cache [B, Hkv, S, D*]: contiguous, written at the slots lengths[b] .. lengths[b] + N; of q's dtype,
     or of float8_e4m3fn, to which keys and values are then rounded before any query sees them (`ops.stored`).
     lengths [B] int64: committed slots of each row; every node sees all of them but for the window.
-    ancestors [B, N] int64: bit j of node i says that i sees node j, N <= 64; None is a causal chunk of any N.
-    positions [B, N] int64: of the block's tokens; they ascend in a causal chunk.
+    ancestors [B, N] int64: bit j of node i says that i sees node j, and with it all that j sees, N <= 64. They are
+    those of a tree, parents first, the node itself included, or all ones. None is a causal chunk of any N.
+    positions [B, N] int64: of the block's tokens, none below lengths[b]; they ascend in a causal chunk.
     sinks [H]: a logit a head that takes probability and gives no value (gpt-oss).
     scale: positive, of the scores. softcap: c in c * tanh(score / c). window: how many positions back a token sees,
     itself included.
     cos, sin [B, N, Dk] of q's dtype: q and k are `ops.rotated` by them first.
     q_norm, k_norm [Dk]: weights of an `rms_norm` of every query and key head before the rotation, which they need;
     eps, offset: of these norms.
+    tiles [B, N, 3 + N] int32: the `tail_tiles.tail_tiles` of `ancestors`, if they were computed before.
     """
 
     q: Tensor
@@ -51,6 +53,7 @@ class Call(NamedTuple):
     k_norm: Tensor | None = None
     eps: float = 0.0
     offset: float | None = None
+    tiles: Tensor | None = None
 
     def empty_output(self) -> Tensor:
         """Memory for what the call returns [B, N, H, Dv], of q's dtype."""

@@ -1,10 +1,13 @@
 """Tree attention on a GPU: append a block of keys and values to the cache, attend to the cache and to the block itself.
 
-Import this module only where Triton is installed. One program takes one part ("split") of the committed slots for up to
-`block_m` rows, a row being one query head of one node: all nodes and all query heads of a KV head share what is read of
-the cache. The grid is fixed and every program finds its part from the lengths on the device, so that a captured graph
-stays right as they grow. A second kernel merges the parts in their order, so that results never differ between runs.
-A causal chunk larger than any tree is appended by a kernel of its own; then it is committed slots like all before it.
+Import this module only where Triton is installed. A row is one query head of one node: all nodes and all query heads of
+a KV head share what is read of the cache. The grid is fixed and every program finds its part from the lengths on the
+device, so that a captured graph stays right as they grow. A second kernel adds up the parts.
+
+In 16 bits a token has one output, bit for bit, whether it is a root alone or a node of any tree, and whatever else is
+in the batch: keys are summed in chunks and spans whose bounds depend on positions alone, wherever the keys come from
+(`tree_kernels`, `merge_spans`). A causal chunk larger than any tree is appended by a kernel of its own; then it is
+committed slots like all before it (`prompt_kernels`), and is summed as fits its size.
 """
 
 import functools
@@ -20,9 +23,15 @@ from .. import dependent_launch, ops
 from ..norm import rms_norm
 from .block_kernels import append_kernel
 from .call import Call, attention_op, from_arguments
-from .kernels import attention_kernel, merge_kernel
+from .merge_spans import merge_spans_kernel
+from .prompt_kernels import merge_parts_kernel, prompt_kernel
+from .spans import first_log2, most_spans
+from .tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
+from .tree_kernels import tree_kernel
 
 LOG2E = math.log2(math.e)
+MOST_COLUMNS = 128
+"""Columns of values that a program of a tree takes; two sums of them must fit into registers."""
 
 
 @attention_op("spec_compile::tree_attention", rotates=True, device_types="cpu")
@@ -47,15 +56,15 @@ def tree_attention(call: Call) -> Tensor:
 
 
 class Tuning(NamedTuple):
-    """How `launch` divides the work. block_m: rows of a program; block_n: slots it reads at a time; splits: parts of
-    the cache at most; least: slots of a part at least."""
+    """How `launch` divides the work. block_m: rows of a program; block_n: keys it takes at a time; least: slots of a
+    part of the cache, or of a span, at least; splits: parts of the cache at most, for a chunk larger than any tree."""
 
     block_m: int
     block_n: int
-    splits: int
     least: int
     warps: int
     stages: int
+    splits: int = 1
 
 
 @functools.cache
@@ -66,11 +75,11 @@ def _device(index: int) -> tuple[int, int]:
 
 
 @functools.cache
-def tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
-    """For `rows` rows a KV head and `groups` = B * Hkv."""
+def prompt_tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
+    """For a chunk larger than any tree, of `rows` rows a KV head and `groups` = B * Hkv."""
     processors, memory = _device(device)
     wide = key_dim + value_dim > 256
-    block_m, most, warps = (16, 128, 4) if rows <= 16 else (64, 128, 4) if rows <= 64 or wide else (128, 128, 8)
+    block_m, most, warps = (64, 128, 4) if wide else (128, 128, 8)
     if itemsize == 4:  # no tensor cores: what does not fit into registers is slow, and takes long to compile
         block_m, most, warps = 16, 32, 8
     key_dim, value_dim = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
@@ -80,7 +89,23 @@ def tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, 
     block_n = min(max(1 << ((block // slot).bit_length() - 1), 16), most)
     stages = min(max(room // (block_n * slot), 1), 4)
     splits = min(max(processors // (groups * triton.cdiv(rows, block_m)), 1), 128)
-    return Tuning(block_m, block_n, splits, 256 if block_m == 128 else 64, warps, stages)
+    return Tuning(block_m, block_n, 256 if block_m == 128 else 64, warps, stages, splits)
+
+
+@functools.cache
+def tree_tuning(rows: int, key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
+    """For a tree of `rows` rows a KV head. Only block_m, and with it warps, may depend on them: the same instructions
+    must serve a row in any company."""
+    _, memory = _device(device)
+    key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
+    block_m, most, warps = (128, 64, 8) if rows > 64 and key_dim <= 128 else (64, 64, 4)
+    if itemsize == 4:
+        block_m, most, warps = 16, 32, 8
+    slot = (key_dim + value_dim) * itemsize
+    room = memory - 1024 - 128 * key_dim * itemsize
+    block_n = min(max(1 << (max(room // slot, 1).bit_length() - 1), 16), most)
+    stages = min(max(room // (block_n * slot), 1), 3)
+    return Tuning(block_m, block_n, 128, warps, stages)
 
 
 def _check(call: Call) -> None:
@@ -97,58 +122,110 @@ def _check(call: Call) -> None:
 
 
 def launch(call: Call, config: Tuning | None = None) -> Tensor:
-    """`tree_attention` by the kernels, as `config` says (None: as `tuning` does).
-
-    The kernels for a tree are launched early (see `dependent_launch`), those for a causal chunk as ever.
-    """
-    q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *turning = call
-    cos, sin, q_norm, k_norm, eps, offset = turning
-    batch, heads, nodes, key_dim = q.shape
-    kv_heads, capacity, value_dim = k.shape[1], key_cache.shape[2], v.shape[3]
-    group = heads // kv_heads
+    """`tree_attention` by the kernels, as `config` says (None: as `prompt_tuning` or `tree_tuning` does)."""
     _check(call)
-    if config is None:
-        config = tuning(group * nodes, batch * kv_heads, key_dim, value_dim, q.element_size(), q.device.index)
-    block_m, block_n, splits, least, warps, stages = config
-    tiles = triton.cdiv(nodes * group, block_m)
-    q, k, v, positions = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, positions))
-    ancestors, cos, sin = (x if x is None else x.contiguous() for x in (ancestors, cos, sin))
+    batch, heads, nodes, key_dim = call.q.shape
+    kv_heads, value_dim = call.k.shape[1], call.v.shape[3]
+    rows, facts = heads // kv_heads * nodes, (key_dim, value_dim, call.q.element_size(), call.q.device.index)
+    named = {name: getattr(call, name) for name in ("q", "k", "v", "positions")}
+    call = call._replace(**{name: x if x.stride(-1) == 1 else x.contiguous() for name, x in named.items()})
+    named = {name: getattr(call, name) for name in ("ancestors", "cos", "sin")}
+    call = call._replace(**{name: x if x is None else x.contiguous() for name, x in named.items()})
+    if nodes > MAX_NODES:
+        return _launch_prompt(call, config or prompt_tuning(rows, batch * kv_heads, *facts))
+    return _launch_tree(call, config or tree_tuning(rows, *facts))
 
+
+def _constants(call: Call, value_columns: int) -> dict:
+    """What the kernels are compiled for, whatever the form of the block."""
+    key_dim, value_dim = call.q.shape[3], call.v.shape[3]
+    return {
+        "KV_HEADS": call.k.shape[1], "DK": key_dim, "BLOCK_DK": triton.next_power_of_2(key_dim),
+        "DV": value_dim, "BLOCK_DV": value_columns,
+        "ALIGNED": key_dim // 2 & -(key_dim // 2), "ROUND_FIRST": call.offset is None,
+    }  # fmt: skip
+
+
+def _scalars(call: Call) -> tuple[float, float, float, float]:
+    """Factors of the scores in and behind tanh; eps and offset of the norms."""
+    outer = call.scale if call.softcap is None else call.softcap
+    inner = 0.0 if call.softcap is None else call.scale / call.softcap * 2 * LOG2E
+    return inner, outer * LOG2E, call.eps, 0.0 if call.offset is None else call.offset
+
+
+def _launch_prompt(call: Call, config: Tuning) -> Tensor:
+    """Append a causal chunk, then attend to the cache alone."""
+    q, k, v, key_cache, value_cache, lengths, _, positions, *_ = call
+    batch, heads, nodes, _ = q.shape
+    kv_heads, capacity, value_dim = k.shape[1], key_cache.shape[2], v.shape[3]
+    block_m, block_n, least, warps, stages, splits = config
+    group = heads // kv_heads
+    tiles, columns = triton.cdiv(nodes * group, block_m), triton.next_power_of_2(value_dim)
     out = call.empty_output()
     parts, sums = out, lengths  # never touched where there is one split
     if splits > 1:
         parts = q.new_empty(batch * kv_heads * tiles, splits, block_m, value_dim, dtype=torch.float32)
         sums = q.new_empty(batch * kv_heads * tiles, splits, 2, block_m, dtype=torch.float32)
-    early = ancestors is not None and dependent_launch.available(q)
-    options = {"launch_pdl": True} if early else {}
-    appended = nodes > MAX_NODES
-    shared = {"WINDOW": window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n}
-    shared |= {"EARLY": early, "APPENDED": appended}
-    values = {"DV": value_dim, "BLOCK_DV": triton.next_power_of_2(value_dim)}
-    keys = {"KV_HEADS": kv_heads, "DK": key_dim, "BLOCK_DK": triton.next_power_of_2(key_dim), **values}
-    keys |= {"ALIGNED": key_dim // 2 & -(key_dim // 2), "ROUND_FIRST": offset is None}
-    block = k, v, key_cache, value_cache, lengths
-    strides = *k.stride()[:3], *v.stride()[:3]
-    norm = eps, 0.0 if offset is None else offset
-    if appended:
-        append_kernel[(triton.cdiv(nodes, 32), batch * kv_heads)](
-            *block, cos, sin, k_norm, *strides, nodes, capacity, *norm, BLOCK=32, **keys
-        )
-    attention_kernel[(tiles * splits, batch * kv_heads)](
-        q, *block, ancestors, positions, sinks, cos, sin, q_norm, k_norm, out, parts, sums, *q.stride()[:3], *strides,
-        positions.stride(0), nodes, splits, least, capacity,
-        scale / softcap * 2 * LOG2E if softcap is not None else 0.0,
-        (softcap if softcap is not None else scale) * LOG2E, *norm, SOFTCAP=softcap is not None,
-        BLOCK_OWN=min(max(triton.next_power_of_2(nodes), 16), block_n), ALONE=splits == 1,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        **shared, **keys, num_warps=warps, num_stages=stages, **options,
+    constants, (inner, outer, *norm) = _constants(call, columns), _scalars(call)
+    shared = {"WINDOW": call.window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    append_kernel[(triton.cdiv(nodes, 32), batch * kv_heads)](
+        k, v, key_cache, value_cache, lengths, call.cos, call.sin, call.k_norm, *k.stride()[:3], *v.stride()[:3],
+        nodes, capacity, *norm, BLOCK=32, **constants,
+    )  # fmt: skip
+    prompt_kernel[(tiles * splits, batch * kv_heads)](
+        q, key_cache, value_cache, lengths, positions, call.sinks, call.cos, call.sin, call.q_norm, out, parts, sums,
+        *q.stride()[:3], positions.stride(0), nodes, splits, least, capacity, inner, outer, *norm,
+        SOFTCAP=call.softcap is not None, ALONE=splits == 1, PRECISION=_precision(q),
+        **shared, **constants, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
-        merge_kernel[(nodes * heads, batch)](
+        merge_parts_kernel[(nodes * heads, batch)](
             lengths, positions, out, parts, sums, positions.stride(0), nodes, splits, least,
-            HEADS=heads, CHUNK=min(triton.next_power_of_2(splits), 16), **shared, **values, num_warps=1, **options,
+            HEADS=heads, CHUNK=min(triton.next_power_of_2(splits), 16), DV=value_dim, BLOCK_DV=columns,
+            **shared, num_warps=1,
         )  # fmt: skip
     return out
+
+
+def _launch_tree(call: Call, config: Tuning) -> Tensor:
+    """Attend to the cache and to the tree, which is appended on the way. The kernels are launched early if they can be
+    (see `dependent_launch`)."""
+    q, k, v, key_cache, value_cache, lengths, ancestors, positions, *_ = call
+    batch, heads, nodes, _ = q.shape
+    kv_heads, capacity, value_dim = k.shape[1], key_cache.shape[2], v.shape[3]
+    block_m, chunk, least, warps, stages, _ = config
+    group = heads // kv_heads
+    per_tile, columns = nodes_per_tile(group), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
+    tiles = tail_tiles(ancestors, per_tile) if call.tiles is None else call.tiles
+    tails = (triton.cdiv(nodes, per_tile) if tiles is None else nodes) * triton.cdiv(per_tile * group, block_m)
+    first = first_log2(max(least, chunk), call.window)
+    spans = most_spans(capacity, first, call.window)
+    tail_parts = triton.cdiv(chunk - 1 + nodes, chunk)
+    parts = q.new_empty(batch * kv_heads, tail_parts + spans, nodes * group, value_dim, dtype=torch.float32)
+    sums = q.new_empty(batch * kv_heads, tail_parts + spans, 2, nodes * group, dtype=torch.float32)
+    out = call.empty_output()
+    early = dependent_launch.available(q) and tiles is call.tiles  # a table made here may not be read early
+    shared = {"WINDOW": call.window, "GROUP": group, "CHUNK": chunk, "FIRST": first, "PARTS": tail_parts}
+    shared |= {"EARLY": early, **({"launch_pdl": True} if early else {})}
+    programs = tails + spans * triton.cdiv(nodes * group, block_m)
+    tree_kernel[(batch * kv_heads, programs, triton.cdiv(value_dim, columns))](
+        q, k, v, key_cache, value_cache, lengths, ancestors, tiles, positions, call.cos, call.sin, call.q_norm,
+        call.k_norm, parts, sums, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], positions.stride(0),
+        nodes, capacity, tails, spans, *_scalars(call), SOFTCAP=call.softcap is not None, BLOCK_M=block_m,
+        PER_TILE=per_tile, COLUMNS=COLUMNS, PRECISION=_precision(q),
+        **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    merge_spans_kernel[(nodes * heads, batch)](
+        lengths, positions, call.sinks, out, parts, sums, positions.stride(0), nodes, spans, HEADS=heads,
+        BLOCK_PARTS=triton.next_power_of_2(tail_parts + spans), DV=value_dim,
+        BLOCK_DV=triton.next_power_of_2(value_dim), **shared, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def _precision(q: Tensor) -> str:
+    """Of products of float32."""
+    return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
 tree_attention.register_kernel("cuda")(from_arguments(launch))

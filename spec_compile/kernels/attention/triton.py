@@ -3,9 +3,13 @@
 from collections.abc import Callable
 
 import torch
+from torch import fx
 
+from ...graph import ModelGraph
 from .. import HALF
 from .base import Backend, Use
+from .call import attention_calls
+from .tail_tiles import nodes_per_tile, tail_tiles
 
 OLDEST = (8, 9)
 """The first compute capability with float8_e4m3fn."""
@@ -20,7 +24,19 @@ def load(use: Use) -> Callable:
     return torch.ops.spec_compile.tree_attention.default
 
 
+def prepare(graph: ModelGraph) -> str:
+    """Hoist the tables of tail tiles: one `tail_tiles` for all layers with the same ancestors and heads a group."""
+    tables: dict[tuple, fx.Node] = {}
+    for node, layer in zip(attention_calls(graph), graph.layers):
+        ancestors, size = node.kwargs["ancestors"], nodes_per_tile(layer.heads // layer.kv_heads)
+        if ancestors is not None and (ancestors, size) not in tables:
+            with graph.gm.graph.inserting_before(node):
+                tables[ancestors, size] = graph.gm.graph.call_function(tail_tiles, (ancestors, size))
+        node.update_kwarg("tiles", tables.get((ancestors, size)))
+    return ""
+
+
 BACKEND = Backend(
     "triton", load, frozenset({"cuda"}), frozenset({*HALF, torch.float32}), rotates=True, ready=lambda *_: True,
-    fp8=True, prompts_captured=True,
+    fp8=True, prompts_captured=True, prepare=prepare,
 )  # fmt: skip

@@ -1,50 +1,36 @@
-"""Kernels of tree attention: a part of the cache for a tile of rows, and the merge of the parts.
+"""Kernels of attention for a causal chunk larger than any tree, as prompts come in: a part of the cache for a tile of
+rows, and the merge of the parts. The chunk lies in the cache already, behind the committed slots.
 
-Import this module only where Triton is installed. A row is one query head of one node. Shapes: BLOCK_M rows of a tile,
-BLOCK_N slots read at a time, BLOCK_D* a head size. A running softmax (base 2; Milakov & Gimelshein 2018) is
+Import this module only where Triton is installed. A row is one query head of one token (node). Shapes: BLOCK_M rows of
+a tile, BLOCK_N slots read at a time, BLOCK_D* a head size. A running softmax (base 2; Milakov & Gimelshein 2018) is
 acc [BLOCK_M, BLOCK_DV], the sum of weighted values, peak [BLOCK_M], the largest score, and total [BLOCK_M], the sum of
 weights 2 ** (score - peak).
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..ptx import prefetch_l2
-from .block_kernels import load_rotated, take_block
+from .block_kernels import load_query
 
 
 @triton.jit
 def _plan(
     lengths_ptr, positions_ptr, batch, stride_p, node, nodes, splits, least,
-    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, APPENDED: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """length: committed slots. Those that some of the nodes see, with the block if it is APPENDED: first .. stop, in
-    parts of `size`. owner: the split that also takes what lies in no cache, and the last: one without a part if there
-    is one, so that nobody waits for it."""
+    """length: committed slots. Those that some of the nodes see, with the chunk: first .. stop, in parts of `size`.
+    owner: the split that also takes the sinks, and the last: one without a part if there is one."""
     length = tl.load(lengths_ptr + batch).to(tl.int32)
-    stop = length
-    if APPENDED:
-        stop += tl.minimum(tl.max(node, 0) + 1, nodes)
+    stop = length + tl.minimum(tl.max(node, 0) + 1, nodes)
     first = tl.zeros_like(length)
     if WINDOW is not None:
         position = tl.load(positions_ptr + batch * stride_p + node, mask=node < nodes, other=1 << 30).to(tl.int32)
         first = tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0), length)
-        if APPENDED:  # positions ascend
-            first = tl.where(first < length, first, length + tl.maximum(tl.min(node, 0) - WINDOW + 1, 0))
+        # Positions ascend.
+        first = tl.where(first < length, first, length + tl.maximum(tl.min(node, 0) - WINDOW + 1, 0))
     size = tl.maximum(tl.cdiv(tl.cdiv(stop - first, splits), BLOCK_N) * BLOCK_N, least)
     owner = tl.minimum(tl.cdiv(stop - first, size), splits - 1)
     return length, first, stop, size, owner
-
-
-@triton.jit
-def _prefetch_slots(cache_ptr, begin, end, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Fetch the first BLOCK_N of the slots begin .. end to the L2 cache, by lines of 128 bytes."""
-    LINE: tl.constexpr = 1024 // cache_ptr.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = BLOCK_D // LINE if BLOCK_D > LINE else 1
-    slot = tl.maximum(tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1), 0)
-    column = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
-    prefetch_l2((cache_ptr + slot[:, None] * D + column[None, :]).to(tl.int64))
 
 
 @triton.jit
@@ -67,23 +53,6 @@ def _step(
 
 
 @triton.jit
-def _load_query(
-    row_ptr, angle, real, cos_ptr, sin_ptr, q_norm_ptr, eps, offset,
-    DK: tl.constexpr, BLOCK_DK: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Queries [BLOCK_M, BLOCK_DK] at `row_ptr` [BLOCK_M, 1], turned by the rows of cos at `angle` [BLOCK_M, 1]."""
-    dk = tl.arange(0, BLOCK_DK)
-    mask = real[:, None] & (dk < DK)[None, :]
-    if cos_ptr is None:
-        query = tl.load(row_ptr + dk[None, :], mask=mask, other=0.0)
-    else:
-        query = load_rotated(
-            row_ptr, dk, cos_ptr + angle, sin_ptr + angle, q_norm_ptr, eps, offset, mask, DK, ALIGNED, ROUND_FIRST
-        )
-    return query
-
-
-@triton.jit
 def _store_part(
     parts_ptr, sums_ptr, part, real, acc, peak, total,
     BLOCK_M: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -101,7 +70,7 @@ def _attend_to_cache(
     query, key_cache_ptr, value_cache_ptr, begin, end, first_node, node, position, positions_ptr, length,
     acc, peak, total, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, APPENDED: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The slots begin .. end of a KV head into a running softmax. first_node: the lowest in the tile."""
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
@@ -109,9 +78,7 @@ def _attend_to_cache(
     slot = tl.arange(0, BLOCK_N)
     # Whole blocks of slots [BLOCK_N, BLOCK_D*] that need no mask.
     if WINDOW is None:
-        unmasked_end = end
-        if APPENDED:
-            unmasked_end = tl.minimum(end, length + first_node + 1)
+        unmasked_end = tl.minimum(end, length + first_node + 1)
         unmasked_end = begin + tl.maximum(unmasked_end - begin, 0) // BLOCK_N * BLOCK_N
         for start in range(begin, unmasked_end, BLOCK_N):
             at = start + slot
@@ -120,20 +87,16 @@ def _attend_to_cache(
             acc, peak, total = _step(query, keys, values, None, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
         begin = unmasked_end
     # The others: seen [BLOCK_M, BLOCK_N].
-    for start in tl.range(begin, end, BLOCK_N, num_stages=1 if WINDOW is None and not APPENDED else None):
+    for start in range(begin, end, BLOCK_N):
         at = start + slot
         inside = at < end
         keys = tl.load(key_cache_ptr + at[:, None] * DK + dk[None, :], mask=inside[:, None] & real_dk, other=0.0)
         values = tl.load(value_cache_ptr + at[:, None] * DV + dv[None, :], mask=inside[:, None] & real_dv, other=0.0)
         keys, values = keys.to(query.dtype), values.to(query.dtype)
-        seen = inside[None, :]
-        if APPENDED:
-            seen = seen & (at[None, :] - length <= node[:, None])
+        seen = inside[None, :] & (at[None, :] - length <= node[:, None])
         if WINDOW is not None:
-            slot_position = at
-            if APPENDED:
-                new = tl.load(positions_ptr + at - length, mask=inside & (at >= length), other=0)
-                slot_position = tl.where(at < length, at, new.to(tl.int32))
+            new = tl.load(positions_ptr + at - length, mask=inside & (at >= length), other=0)
+            slot_position = tl.where(at < length, at, new.to(tl.int32))
             seen = seen & (position[:, None] - slot_position[None, :] < WINDOW)
         acc, peak, total = _step(query, keys, values, seen, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
     return acc, peak, total
@@ -150,90 +113,39 @@ def _add_sinks(sinks_ptr, head, real, acc, peak, total):
     return acc, higher, total
 
 
-@triton.jit
-def _attend_to_block(
-    query, k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, ancestors_ptr, positions_ptr, cos_ptr, sin_ptr, k_norm_ptr,
-    stride_kn, stride_vn, batch, node, last_node, real, position, nodes, length, capacity, write,
-    acc, peak, total, inner, outer, eps, offset,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_OWN: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The block into a running softmax, BLOCK_OWN tokens at a time; with `write` into the cache, too. last_node: the
-    highest in the tile."""
-    last = nodes
-    if ancestors_ptr is None:
-        last = tl.minimum(nodes, last_node + 1)
-    else:
-        bits = tl.load(ancestors_ptr + batch * nodes + node, mask=real, other=0)
-    token = tl.arange(0, BLOCK_OWN)
-    for start in tl.range(0, last, BLOCK_OWN, num_stages=1):
-        j = start + token
-        keys, values = take_block(
-            k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, stride_kn, stride_vn, j, nodes, length, capacity, write,
-            cos_ptr, sin_ptr, batch * nodes, k_norm_ptr, eps, offset,
-            DK, BLOCK_DK, DV, BLOCK_DV, ALIGNED, ROUND_FIRST,
-        )  # fmt: skip
-        keys, values = keys.to(query.dtype), values.to(query.dtype)
-        if ancestors_ptr is None:
-            seen = j[None, :] <= node[:, None]
-        else:
-            next_bits = bits >> start
-            if BLOCK_OWN <= 32:
-                next_bits = next_bits.to(tl.int32)
-            seen = ((next_bits[:, None] >> token[None, :].to(next_bits.dtype)) & 1) != 0
-        inside = j < nodes
-        seen = seen & inside[None, :]
-        if WINDOW is not None:
-            token_position = tl.load(positions_ptr + j, mask=inside, other=0).to(tl.int32)
-            seen = seen & (position[:, None] - token_position[None, :] < WINDOW)
-        acc, peak, total = _step(query, keys, values, seen, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
-    return acc, peak, total
-
-
 @triton.jit(do_not_specialize=["nodes", "splits", "least"])
-def attention_kernel(
-    q_ptr, k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, ancestors_ptr, positions_ptr, sinks_ptr,
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, out_ptr, parts_ptr, sums_ptr,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_p,
+def prompt_kernel(
+    q_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, positions_ptr, sinks_ptr, cos_ptr, sin_ptr, q_norm_ptr,
+    out_ptr, parts_ptr, sums_ptr, stride_qb, stride_qh, stride_qn, stride_p,
     nodes, splits, least, capacity, inner, outer, eps, offset,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_OWN: tl.constexpr, ALONE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALONE: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-    APPENDED: tl.constexpr,
+    ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One split of the cache for one tile of rows. Grid (tiles * splits, B * Hkv). ALONE: there is one split. APPENDED:
-    the block is a causal chunk, and lies in the cache already. inner, outer: factors of the scores in and behind tanh.
-    """
+    """One split of the cache for one tile of rows. Grid (tiles * splits, B * Hkv). ALONE: there is one split. inner,
+    outer: factors of the scores in and behind tanh."""
     # This program's tile: rows [BLOCK_M] of nodes and heads; and its split: slots begin .. end.
-    if EARLY:
-        gdc_launch_dependents()  # the merge may take its place on the GPU, and wait there
     tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    if APPENDED:
-        tile = tiles - 1 - tile  # those with the most to see begin first
+    tile = tiles - 1 - tile  # those with the most to see begin first
     batch, kv_head = (tl.program_id(1) // KV_HEADS).to(tl.int64), (tl.program_id(1) % KV_HEADS).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node, head = row // GROUP, kv_head * GROUP + row % GROUP
     length, first, stop, size, owner = _plan(
-        lengths_ptr, positions_ptr, batch, stride_p, node, nodes, splits, least, WINDOW, BLOCK_N, APPENDED
+        lengths_ptr, positions_ptr, batch, stride_p, node, nodes, splits, least, WINDOW, BLOCK_N
     )
     key_cache_ptr += tl.program_id(1).to(tl.int64) * capacity * DK
     value_cache_ptr += tl.program_id(1).to(tl.int64) * capacity * DV
     begin = first + split * size
     end = tl.minimum(begin + size, tl.minimum(stop, capacity))
-    if EARLY:
-        _prefetch_slots(key_cache_ptr, begin, end, DK, BLOCK_DK, BLOCK_N)
-        _prefetch_slots(value_cache_ptr, begin, end, DV, BLOCK_DV, BLOCK_N)
-        gdc_wait()
     if split > owner:
         return
 
     # Queries [BLOCK_M, BLOCK_DK], and their positions [BLOCK_M].
     real = row < nodes * GROUP
     row_ptr = q_ptr + batch * stride_qb + head[:, None] * stride_qh + node[:, None] * stride_qn
-    query = _load_query(
+    query = load_query(
         row_ptr, (batch * nodes + node)[:, None] * DK, real, cos_ptr, sin_ptr, q_norm_ptr, eps, offset,
         DK, BLOCK_DK, ALIGNED, ROUND_FIRST,
     )  # fmt: skip
@@ -249,20 +161,11 @@ def attention_kernel(
     acc, peak, total = _attend_to_cache(
         query, key_cache_ptr, value_cache_ptr, begin, end, tile * BLOCK_M // GROUP, node, position, positions_ptr,
         length, acc, peak, total, inner, outer,
-        SOFTCAP, WINDOW, BLOCK_N, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, APPENDED,
+        SOFTCAP, WINDOW, BLOCK_N, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
     )  # fmt: skip
 
-    # What lies in no cache: sinks, and the block, which the last tile sees and appends all of.
     if split == owner and sinks_ptr is not None:
         acc, peak, total = _add_sinks(sinks_ptr, head, real, acc, peak, total)
-    if split == owner and not APPENDED:
-        acc, peak, total = _attend_to_block(
-            query, k_ptr + batch * stride_kb + kv_head * stride_kh, v_ptr + batch * stride_vb + kv_head * stride_vh,
-            key_cache_ptr, value_cache_ptr, ancestors_ptr, positions_ptr, cos_ptr, sin_ptr, k_norm_ptr,
-            stride_kn, stride_vn, batch, node, (tile * BLOCK_M + BLOCK_M - 1) // GROUP, real, position, nodes, length,
-            capacity, tile == tiles - 1, acc, peak, total, inner, outer, eps, offset,
-            SOFTCAP, WINDOW, BLOCK_OWN, DK, BLOCK_DK, DV, BLOCK_DV, ALIGNED, ROUND_FIRST, PRECISION,
-        )  # fmt: skip
 
     # Out [B, N, H, Dv], or this split's part of it.
     if ALONE:
@@ -275,25 +178,21 @@ def attention_kernel(
 
 
 @triton.jit(do_not_specialize=["nodes", "splits", "least"])
-def merge_kernel(
+def merge_parts_kernel(
     lengths_ptr, positions_ptr, out_ptr, parts_ptr, sums_ptr, stride_p, nodes, splits, least,
     HEADS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr, APPENDED: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """out = the parts' sums weighed by their peaks, one row a program, CHUNK parts at a time. Grid (N * H, B)."""
     # The row's tile, and how many parts it has.
-    if EARLY:
-        gdc_launch_dependents()
     batch = tl.program_id(1).to(tl.int64)
     node, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     row = node * GROUP + head % GROUP
     tile = row // BLOCK_M
     tile_nodes = (tile * BLOCK_M + tl.arange(0, BLOCK_M)) // GROUP
     _, _, _, _, owner = _plan(
-        lengths_ptr, positions_ptr, batch, stride_p, tile_nodes, nodes, splits, least, WINDOW, BLOCK_N, APPENDED
+        lengths_ptr, positions_ptr, batch, stride_p, tile_nodes, nodes, splits, least, WINDOW, BLOCK_N
     )
-    if EARLY:
-        gdc_wait()
     tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     part = ((batch * (HEADS // GROUP) + head // GROUP) * tiles + tile) * splits
     parts_ptr += (part * BLOCK_M + row % BLOCK_M) * DV

@@ -1,0 +1,46 @@
+"""Attention to one chunk of keys by itself, and the exact sum of such partial results.
+
+Import this module only where Triton is installed. Shapes: M rows of a tile, C keys of a chunk, D* a head size. A
+partial softmax (base 2; Milakov & Gimelshein 2018) is acc [M, Dv], the sum of weighted values, peak [M], an integer at
+or above the largest score, and total [M], the sum of the weights 2 ** (score - peak). Because peaks are integers, every
+factor between two of them is a power of two, and scaling by it rounds nothing. So partial results may be scaled at any
+time, and only the order in which they are added counts.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def power_of_2(exponent):
+    """2 ** exponent of float32 integers up to 0, exactly; 0 below -126."""
+    return ((tl.maximum(exponent, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def attend_to_chunk(
+    query, keys, values, seen, inner, outer, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """The partial softmax acc, peak, total of query [M, Dk] over keys [C, Dk] and values [C, Dv].
+
+    seen [M, C]: which scores count; None: all. inner, outer: factors of the scores in and behind tanh.
+    """
+    scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+    if SOFTCAP:
+        scores = 1 - 2 * (1 / (tl.exp2(scores * inner) + 1))  # tanh
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
+    peak = tl.ceil(tl.max(scores, 1) * outer)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp2(tl.fma(scores, outer, -base[:, None]))
+    acc = tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+    return acc, peak, tl.sum(weights, 1)
+
+
+@triton.jit
+def fold(acc, peak, total, next_acc, next_peak, next_total):
+    """The sum of two partial softmaxes. One that saw nothing (peak: minus infinity) changes no bit of the other."""
+    higher = tl.maximum(peak, next_peak)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    keep, take = power_of_2(peak - base), power_of_2(next_peak - base)
+    return acc * keep[:, None] + next_acc * take[:, None], higher, total * keep + next_total * take

@@ -1,0 +1,54 @@
+"""Tail tiles: which nodes of a tree attend together to the keys behind the last whole chunk of the cache.
+
+Those keys are the last committed ones and the node's own ancestors, in the order of their positions. Nodes of one path
+share them. A leaf is a node that no later node sees; it owns the nodes of its path that no smaller leaf sees, which lie
+side by side on the path. A tile is a leaf and up to `nodes_per_tile` of the nodes that it owns.
+"""
+
+import torch
+from torch import Tensor
+
+COLUMNS = 3
+"""Columns of a table before those of the path."""
+ROWS = 64
+"""Rows of a tile at most, unless one node has more."""
+
+
+def nodes_per_tile(group: int) -> int:
+    """Nodes of a tile at most. group: query heads of a KV head."""
+    return max(ROWS // group, 1)
+
+
+def tail_tiles(ancestors: Tensor | None, nodes_per_tile: int) -> Tensor | None:
+    """The tail tiles of trees, of which there are no more than nodes.
+
+    ancestors [B, N] int64 as in `call.Call`. -> [B, N, 3 + N] int32, a tile a row: the number of nodes on the path;
+    the place on it of the first of the tile's nodes; how many nodes the tile has (0: there is no such tile); the path,
+    filled up with N. None for a chain: where there are no ancestors, or one node.
+    """
+    if ancestors is None or ancestors.shape[1] == 1:
+        return None
+    nodes = ancestors.shape[1]
+    index = torch.arange(nodes, device=ancestors.device, dtype=torch.int32)
+    sees = (ancestors[:, :, None] >> index & 1).bool()
+    before = index[None, :] < index[:, None]  # [i, j]: j < i
+    leaf = ~(sees & before).any(1)
+    owner = torch.where(sees & leaf[:, :, None], index[:, None], nodes).amin(1)
+    # Of every node as if it were a leaf: its path [B, N, N], and the places of what it owns on it.
+    place = (sees[:, :, None, :] & before).sum(3, dtype=torch.int32)
+    path = torch.where(sees[:, :, :, None] & (place[:, :, :, None] == index), index[:, None], nodes).amin(2)
+    owned = owner[:, None, :] == index[:, None]
+    count = owned.sum(2, dtype=torch.int32)
+    first = torch.where(owned, place, nodes).amin(2)
+    # Tiles of all leaves in turn: [B, tile, leaf].
+    tiles = (count + nodes_per_tile - 1) // nodes_per_tile
+    begin = torch.where(before, tiles[:, None, :], 0).sum(2, dtype=torch.int32)
+    number = index[:, None] - begin[:, None, :]
+    belongs = (number >= 0) & (number < tiles[:, None, :])
+    skipped = number * nodes_per_tile
+    sizes = (count[:, None, :] - skipped).clamp(max=nodes_per_tile)
+    length = sees.sum(2, dtype=torch.int32)[:, None, :].expand_as(sizes)
+    facts = torch.stack([length, first[:, None, :] + skipped, sizes], 3)
+    facts = torch.where(belongs[:, :, :, None], facts, 0).sum(2, dtype=torch.int32)
+    chosen = torch.where(belongs[:, :, :, None], path[:, None], nodes).amin(2)
+    return torch.cat([facts, chosen.to(torch.int32)], 2)

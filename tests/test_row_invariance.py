@@ -1,0 +1,179 @@
+"""A token's attention has the same bits as a root alone and as a node of any tree, and so has its place in the cache.
+
+On a GPU the bits are compared. Triton's interpreter runs the same in float32, where sums are only nearly equal.
+"""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from places import GPU, INTERPRETER, ON_GPU, triton
+from test_kernels_attention import FP8, SMALL, Case, bits, chain, random_tree, star
+
+from spec_compile.kernels.attention import spans
+from spec_compile.kernels.attention import tree_attention as attention
+from spec_compile.kernels.attention.tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
+from spec_compile.tree import ancestry
+
+tl = triton.language
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
+
+
+def path_to(parents, node):
+    return [*path_to(parents, parents[node]), node] if node >= 0 else []
+
+
+def compare_path(case, parents, leaf, config, exactly):
+    """Run the tree of `case` at once, then each node on the path to `leaf` as a root of its own."""
+    call = case.inputs()
+    call = call._replace(tiles=tail_tiles(call.ancestors, nodes_per_tile(call.q.shape[1] // call.k.shape[1])))
+    caches = [cache.clone() for cache in (call.key_cache, call.value_cache)]
+    if exactly:
+        torch.cuda.synchronize()  # kernels read tables and lengths before those that computed them may be done
+    tree_out = attention.launch(call, config)
+    for depth, node in enumerate(path_to(parents, leaf)):
+        alone = {name: getattr(call, name)[:, :, node : node + 1] for name in ("q", "k", "v")}
+        alone |= {name: getattr(call, name)[:, node : node + 1] for name in ("cos", "sin", "positions")
+                  if getattr(call, name) is not None}  # fmt: skip
+        alone |= {"ancestors": None, "tiles": None, "lengths": call.lengths + depth}
+        one = call._replace(**alone, key_cache=caches[0], value_cache=caches[1])
+        if exactly:
+            torch.cuda.synchronize()
+        out = attention.launch(one, config)
+        compare(out[:, 0], tree_out[:, node], exactly)
+        for cache, after in zip(caches, (call.key_cache, call.value_cache)):
+            for row, length in enumerate(case.lengths.tolist()):
+                compare(cache[row, :, length + depth], after[row, :, length + node], exactly)
+
+
+def compare(got, want, exactly):
+    if exactly:
+        assert torch.equal(bits(got), bits(want))
+    else:
+        torch.testing.assert_close(got.float(), want.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_in_the_interpreter():
+    if GPU:
+        pytest.skip("the kernels run on the CUDA device")
+    for lengths, nodes, options in (([0, 47, 64], 6, {}), ([63], 18, dict(window=20, sinks=True, rotary=True))):
+        parents = random_tree(nodes)
+        case = Case(("cpu", torch.float32), lengths, nodes, parents, (2, 1), **options)
+        compare_path(case, parents, nodes - 1, SMALL, exactly=False)
+
+
+SHAPES = {
+    "8B": dict(heads=(32, 8), sizes=(128, 128)),
+    "1B": dict(heads=(32, 8), sizes=(64, 64)),
+    "135M": dict(heads=(9, 3), sizes=(64, 64)),
+    "normed": dict(heads=(16, 8), sizes=(128, 128), rotary=True, norms=True),
+    "wide": dict(heads=(8, 1), sizes=(256, 256), rotary=True, norms=True, offset=1.0),
+    "latent": dict(heads=(16, 16), sizes=(192, 128)),
+    "group of 7": dict(heads=(14, 2), sizes=(64, 64), rotary=True),
+    "one KV head of 71": dict(heads=(71, 1), sizes=(64, 64)),
+    "no powers of two": dict(heads=(6, 2), sizes=(80, 96), rotary=True, norms=True),
+    "window": dict(heads=(32, 8), sizes=(64, 64), window=100, rotary=True),
+    "wide window": dict(heads=(16, 8), sizes=(128, 128), window=1024),
+    "softcap": dict(heads=(16, 8), sizes=(128, 128), softcap=2.0, rotary=True),
+    "sinks": dict(heads=(16, 2), sizes=(64, 64), sinks=True, window=128),
+    "fp8": dict(heads=(32, 8), sizes=(128, 128), kept=FP8, rotary=True),
+}
+EDGES = (0, 1, 63, 64, 65, 127, 128, 129, 960, 1023, 1024, 1025, 1100, 1983, 2047, 2048, 2049, 2303, 3000)
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=ON_GPU, id=str(d)[6:]) for d in (torch.bfloat16, torch.float16)]
+)
+@pytest.mark.parametrize("nodes", [1, 2, 5, 16, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_a_gpu(shape, nodes, dtype):
+    rng = random.Random(f"{shape} {nodes}")
+    for form in (chain, star, random_tree):
+        parents = form(nodes)
+        for batch in (1, 3):
+            for _ in range(3):
+                lengths = [max(rng.choice(EDGES) - rng.choice((0, 0, nodes // 2, nodes)), 0) for _ in range(batch)]
+                case = Case(("cuda", dtype), lengths, nodes, parents, capacity=3100, **SHAPES[shape])
+                case.q *= 2
+                for leaf in {nodes - 1, rng.randrange(nodes)}:
+                    compare_path(case, parents, leaf, None, exactly=True)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=ON_GPU, id="bfloat16")])
+@pytest.mark.parametrize("length", [8100, 16384 - 20, 40_000])
+def test_of_long_contexts(length, dtype):
+    parents = random_tree(24)
+    case = Case(("cuda", dtype), [length], 24, parents, heads=(8, 2), sizes=(128, 128))
+    compare_path(case, parents, 23, None, exactly=True)
+    case = Case(("cuda", dtype), [length], 24, chain(24), heads=(8, 2), sizes=(128, 128), causal=True)
+    call = case.inputs()
+    out = attention.launch(call)
+    tree = ancestry(torch.tensor([chain(24)]))[0].cuda()
+    assert torch.equal(bits(attention.launch(call._replace(ancestors=tree))), bits(out))
+
+
+def expected_tiles(parents, per_tile):
+    """(path, the nodes of the tile) of each tail tile, from its definition."""
+    nodes, owned = len(parents), set()
+    for leaf in range(nodes):
+        if leaf not in parents:
+            path = path_to(parents, leaf)
+            mine = [node for node in path if node not in owned]
+            owned.update(mine)
+            for begin in range(0, len(mine), per_tile):
+                yield path, mine[begin : begin + per_tile]
+
+
+@given(data=st.data())
+def test_tail_tiles(data):
+    nodes, per_tile = data.draw(st.integers(2, 64)), data.draw(st.sampled_from([1, 2, 9, 16, 64]))
+    trees = [
+        [-1, *(data.draw(st.integers(max(0, i - reach), i - 1)) for i in range(1, nodes))]
+        for reach in data.draw(st.lists(st.sampled_from([1, 2, 64]), min_size=1, max_size=3))
+    ]
+    table = tail_tiles(ancestry(torch.tensor(trees))[0], per_tile)
+    for parents, tiles in zip(trees, table.tolist()):
+        expected = list(expected_tiles(parents, per_tile))
+        for (length, first, count, *path), (whole_path, members) in zip(tiles, expected):
+            assert path == whole_path + [nodes] * (nodes - length) and length == len(whole_path)
+            assert path[first : first + count] == members
+        assert all(count == 0 for _, _, count, *_ in tiles[len(expected) :])
+        assert sorted(node for _, members in expected for node in members) == list(range(nodes))
+
+
+def test_tail_tiles_of_a_block_that_sees_itself():
+    table = tail_tiles(torch.full((1, 5), -1), 3)
+    assert table[0, :2].tolist() == [[5, 0, 3, *range(5)], [5, 3, 2, *range(5)]] and not table[0, 2:, 2].any()
+    assert table.shape == (1, 5, COLUMNS + 5) and tail_tiles(None, 3) is tail_tiles(torch.ones(1, 1).long(), 3) is None
+
+
+@triton.jit
+def spans_kernel(span_ptr, begin_ptr, end_ptr, FIRST: tl.constexpr, GROWS: tl.constexpr, SIZE: tl.constexpr):
+    position = tl.arange(0, SIZE)
+    span = spans.span_of(position, FIRST, GROWS)
+    begin, end = spans.span_bounds(span, FIRST, GROWS)
+    tl.store(span_ptr + position, span)
+    tl.store(begin_ptr + position, begin)
+    tl.store(end_ptr + position, end)
+
+
+@INTERPRETER
+@pytest.mark.parametrize("window, least", [(None, 128), (None, 32), (100, 128), (4096, 128)])
+def test_spans_cover_every_position_once(window, least):
+    size, first = 1 << 17, spans.first_log2(least, window)
+    span, begin, end = torch.empty(3, size, dtype=torch.int32)
+    spans_kernel[(1,)](span, begin, end, first, window is None, size)
+    position = torch.arange(size)
+    assert ((begin <= position) & (position < end)).all()
+    assert torch.equal(span[1:] - span[:-1], (begin[1:] != begin[:-1]).int()) and span[0] == 0
+    assert torch.equal(begin[1:][begin[1:] != begin[:-1]], end[:-1][begin[1:] != begin[:-1]])
+    assert (begin % least == 0).all()
+    for capacity in (1, 7, 1024, 1025, 2048, 5000, size):
+        lowest = 0 if window is None else max(capacity - window, 0)
+        assert spans.most_spans(capacity, first, window) >= int(span[capacity - 1] - span[lowest]) + 1
+    if window is None:
+        assert [spans.most_spans(n, first, None) for n in (1, 1000, 5000, size)] == [
+            int(span[n - 1]) + 1 for n in (1, 1000, 5000, size)
+        ]
