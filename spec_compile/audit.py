@@ -193,7 +193,7 @@ def _compare_bits(bits: Bits, fast: Any, decoded: Decoded, sequence: Tensor, log
     if unequal.any():
         bits.largest = max(bits.largest, float((pair[0] - pair[1])[unequal].abs().max()))
         first = int(unequal.any(dim=-1).nonzero()[0])
-        bits.part = bits.part or first_difference(engine, sequence[:, : begin + first], first + 1)
+        bits.part = bits.part or first_difference(engine, sequence[:, : begin + first])
 
 
 def _same_by_lookup(plain: Any, decoded: list[Decoded], options: dict) -> int | None:

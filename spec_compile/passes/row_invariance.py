@@ -44,11 +44,13 @@ PRODUCTS = {"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"}
 def variant_parts(graph: ModelGraph) -> list[str]:
     """The parts of a rewritten graph whose bits for a row may depend on how many rows there are; [] promises the bits.
 
-    Layers alike share a line, as in "model.layers.0-31.mlp.gate: op softmax". On a CPU and in float32 nothing is
-    promised but tokens, and the one line says so.
+    Layers alike share a line, as in "model.layers.0-31.mlp.gate: op softmax". On a CPU and in float32 bits are not
+    promised, and the one line says so.
     """
     if graph.device.type != "cuda" or graph.dtype not in HALF:
-        return [f"{str(graph.dtype).removeprefix('torch.')} on a {_device(graph)}: only tokens are the same"]
+        device = "GPU" if graph.device.type == "cuda" else "CPU"
+        dtype = str(graph.dtype).removeprefix("torch.")
+        return [f"{dtype} on a {device} (bits are promised in bfloat16 and float16 on a GPU)"]
     reasons: dict[str, list[str]] = defaultdict(list)
     for node in calls(graph.gm):
         reason = _reason(graph, node)
@@ -66,10 +68,6 @@ def require_same_bits(graph: ModelGraph) -> None:
             "exact: 'bits' cannot be kept, because no kernel computes these parts alike for any number of rows: "
             f"{'; '.join(parts)}. Pass exact='auto' for the same answer but for near-ties"
         )
-
-
-def _device(graph: ModelGraph) -> str:
-    return "GPU" if graph.device.type == "cuda" else "CPU"
 
 
 def _reason(graph: ModelGraph, node: fx.Node) -> str | None:

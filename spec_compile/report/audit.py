@@ -175,10 +175,8 @@ class Report:
         # A report of many tests may have a small p by chance, so the level is divided among them (Bonferroni).
         unlikely = any(row.p_value < SIGNIFICANCE / len(self.sampled) for row in self.sampled)
         compared = [row.verdict for row in self.greedy]
-        if unlikely or "DIFFERENT" in [
-            *compared,
-            *(row.verdict for row in (self.logits, self.graph, self.bits) if row),
-        ]:
+        others = [row.verdict for row in (self.logits, self.graph, self.bits) if row]
+        if unlikely or "DIFFERENT" in [*compared, *others]:
             return NOT_LOSSLESS
         if not compared or NOT_TESTED in compared or not all(row.contexts for row in self.sampled):
             return NOT_TESTED
@@ -208,9 +206,7 @@ class Report:
         if self.bits is not None:
             lines.append(f"beside our own plain steps: {self.bits}")
         if self.lookup is not None:
-            lines.append(
-                f"transformers' prompt lookup beside its greedy: {self.lookup} of {len(self.greedy)} identical"
-            )
+            lines.append(f"transformers' prompt lookup: {self.lookup} of {len(self.greedy)} as its own greedy answers")
         if self.sampled:
             columns = f"{'prompt':>6} {'draws':>7} {'contexts':>9} {'too rare':>9} {'chi-square':>11}"
             lines.append(f"{columns} {'freedom':>8} {'p':>8}")

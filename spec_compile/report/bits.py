@@ -15,8 +15,8 @@ from ..runtime.engine import Engine
 from ..stats import Stats
 from ..tree import MAX_NODES, ancestry
 
-LONGEST_PATH = MAX_NODES // 2
-"""Nodes of the path that `first_difference` runs, each but the root with a rival."""
+PATHS = (MAX_NODES // 2, 8, 2)
+"""Nodes of the paths that `first_difference` runs, each but the root with a rival."""
 
 
 @contextmanager
@@ -31,31 +31,46 @@ def plain_steps(engine: Engine) -> Iterator[None]:
 
 
 @torch.no_grad()
-def first_difference(engine: Engine, text: Tensor, count: int) -> str:
+def first_difference(engine: Engine, text: Tensor) -> str:
     """The first part of the rewritten graph, not compiled, whose bits in a tree are not those of plain steps.
 
-    The tree has the last `count` tokens of `text` [1, T] on its path, `LONGEST_PATH` at most, and beside each of them a
-    rival. Returns "" if every bit is the same, or if the layers of the model cannot be told apart.
+    The trees have the last tokens of `text` [1, T] on a path, and beside each of them a rival. Returns "" if every bit
+    is the same, or if the layers of the model cannot be told apart.
     """
     taps = (*range(len(engine.captured.layers) + 1), FINAL)
     try:
         graph = passes.run(engine.captured, dataclasses.replace(engine.settings["verify"], taps=taps))
     except KeyError:  # a tap that `tap_hidden_states` does not find
         return ""
+    names = [
+        "the embeddings",
+        *(f"layer {n}" for n in range(len(engine.captured.layers))),
+        "the final norm",
+        "the head",
+    ]
+    longest = text.shape[1] - 1
+    for path in (n for n in PATHS if n <= longest):
+        for name, in_tree, alone in zip(names, *_both(graph, text, text.shape[1] - path), strict=True):
+            if not torch.equal(in_tree, alone):
+                return name
+    return ""
+
+
+def _both(graph: ModelGraph, text: Tensor, begin: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Taps and logits [1, T - begin, *] of `text` [1, T] from `begin` on: as a path of a tree, and by plain steps."""
     length = text.shape[1]
-    count = min(count, LONGEST_PATH, length - 1)
-    prefix, slots = length - count, -(-(length + MAX_NODES) // PAGE) * PAGE
+    slots = -(-(length + MAX_NODES) // PAGE) * PAGE
     cache = Cache(graph, 1, slots).tensors
     steps = torch.arange(length, device=text.device)[None]
-    graph.gm(text[:, :prefix], steps[:, :prefix], steps.new_zeros(1), None, cache, slots)
-    in_tree = _tree(graph, text[:, prefix:], steps[:, prefix : prefix + 1], cache, slots)
+    graph.gm(text[:, :begin], steps[:, :begin], steps.new_zeros(1), None, cache, slots)
+    in_tree = _tree(graph, text[:, begin:], steps[:, begin : begin + 1], cache, slots)
+    root = torch.ones_like(text[:, :1])  # sees itself
     alone = [
-        graph.gm(text[:, n : n + 1], steps[:, n : n + 1], steps[0, n : n + 1], torch.ones_like(text[:, :1]), cache, slots)
-        for n in range(prefix, length)
-    ]  # fmt: skip
-    names = ["the head", "the embeddings", *(f"layer {n}" for n in range(len(taps) - 2)), "the final norm"]
-    pairs = [(name, ours, torch.cat(rows, dim=1)) for name, ours, *rows in zip(names, in_tree, *alone)]
-    return next((name for name, ours, plain in [*pairs[1:], pairs[0]] if not torch.equal(ours, plain)), "")
+        graph.gm(text[:, n : n + 1], steps[:, n : n + 1], steps[0, n : n + 1], root, cache, slots)
+        for n in range(begin, length)
+    ]
+    rows = [torch.cat(parts, dim=1) for parts in zip(*alone)]
+    return [*in_tree[1:], in_tree[0]], [*rows[1:], rows[0]]
 
 
 def _tree(graph: ModelGraph, path: Tensor, begin: Tensor, cache: list[Tensor], slots: int) -> list[Tensor]:

@@ -26,8 +26,9 @@ FLOOR = {torch.float32: 3.3e-6, torch.float64: 1e-12}
 class Scatter:
     """The exact logits at the last positions of a text, and how far the target's orders of computation are from them.
 
-    exact: float32 [positions, V], of the float32 copy. steps: the same of the model itself, token by token. distance: float32 [positions], the root mean square over the
-    vocabulary of an order's distance from `exact`, of the median order. gaps: float32 [orders, positions], the error of
+    exact: float32 [positions, V], of the float32 copy. steps: the same, of the model itself token by token.
+    distance: float32 [positions], the root mean square over the vocabulary of an order's distance from `exact`, of the
+    median order. gaps: float32 [orders, positions], the error of
     each order in the difference of two logits. floor: the least distance that counts.
     """
 
