@@ -133,20 +133,45 @@ def _greedy(plain: Any, fast: Any, ids: Tensor, options: dict) -> Decoded:
 
 
 def _weigh(report: Report, plain: Any, fast: Any, decoded: list[Decoded], options: dict | None) -> None:
-    """Add what the float32 copy says to `report`: logits, and their noise where tokens differ; and what plain steps of
-    ours say, and transformers' prompt lookup.
+    """Add to `report` what the float32 copy says of logits, and their noise where tokens differ.
 
     options: for ``generate()``; None leaves only the noise where tokens differ.
     """
-    tested = [] if options is None else [each for each in decoded if each.row.compared]
-    differing = [each for each in decoded if each.row.plain is not None and each.row.speculative is not None]
-    if not differing and not tested:
+    tested = [each for each in decoded if each.row.compared]
+    differing = [
+        (each, (each.row.plain, each.row.speculative)) for each in decoded
+        if each.row.plain is not None and each.row.speculative is not None
+    ]  # fmt: skip
+    if not differing and (options is None or not tested):
         return
-    # The logits behind every speculative answer, and those of the rewritten graph over the same text.
-    reference, gaps, excesses, errors = Reference(plain), [], [], []
+    reference, gaps = Reference(plain), []
+    if options is not None and tested:
+        gaps = _weigh_answers(report, reference, fast, tested, options)
+    # Of each first difference the two tokens' logits in float32, and the noise of their difference at that position.
+    nearby = []
+    for each, tokens in differing:
+        same = each.plain[: each.row.position]
+        prefix = torch.cat([each.ids, each.ids.new_tensor([same])], dim=1)
+        scatter = reference.scatter(prefix, len(same) + 1, tokens)
+        each.row.logits = float(scatter.exact[-1, tokens[0]]), float(scatter.exact[-1, tokens[1]])
+        each.row.noise = gap_noise(scatter.gaps[:, -1:], scatter.floor)
+        nearby.append(scatter.gaps)
+    # One position says little about noise: that over all compared positions counts if it is larger.
+    for each, _ in differing:
+        each.row.noise = max(each.row.noise, gap_noise(torch.cat(gaps or nearby, dim=1)))
+
+
+def _weigh_answers(
+    report: Report, reference: Reference, fast: Any, tested: list[Decoded], options: dict
+) -> list[Tensor]:
+    """Add to `report` what is said of the logits behind all answers, of their bits, and of transformers' lookup.
+
+    Returns the gaps of each answer's `Scatter`.
+    """
     verify = fast.speculation.engine.runtime.verify
-    bits = Bits(promised=not variant_parts(verify))
+    gaps, excesses, errors, bits = [], [], [], Bits(promised=not variant_parts(verify))
     for each in tested:
+        # The logits behind a speculative answer, and those of the rewritten graph over the same text.
         sequence, logits = _speculative_logits(fast, each.ids, options)
         text = sequence[:, :-1]
         scatter = reference.scatter(text, len(logits))
@@ -154,22 +179,10 @@ def _weigh(report: Report, plain: Any, fast: Any, decoded: list[Decoded], option
         excesses.append((scatter.excess(logits), scatter.excess(_graph_logits(verify, text, len(logits)))))
         errors.append((scatter.errors(logits), scatter.errors(scatter.steps)))
         _compare_bits(bits, fast, each, sequence, logits, options)
-    if tested:
-        report.logits, report.graph = (Logits.of(torch.cat(excess)) for excess in zip(*excesses))
-        report.bits, report.distance = bits, Distance.of(*(torch.cat(error) for error in zip(*errors)))
-        report.lookup = _same_by_lookup(plain, decoded, options)
-    # Of each first difference the two tokens' logits in float32, and the noise of their difference at that position.
-    nearby = []
-    for ids, row, answer in ((each.ids, each.row, each.plain) for each in differing):
-        same = answer[: row.position]
-        prefix = torch.cat([ids, ids.new_tensor([same])], dim=1)
-        scatter = reference.scatter(prefix, len(same) + 1, (row.plain, row.speculative))
-        row.logits = float(scatter.exact[-1, row.plain]), float(scatter.exact[-1, row.speculative])
-        row.noise = gap_noise(scatter.gaps[:, -1:], scatter.floor)
-        nearby.append(scatter.gaps)
-    # One position says little about noise: that over all compared positions counts if it is larger.
-    for each in differing:
-        each.row.noise = max(each.row.noise, gap_noise(torch.cat(gaps or nearby, dim=1)))
+    report.logits, report.graph = (Logits.of(torch.cat(excess)) for excess in zip(*excesses))
+    report.bits, report.distance = bits, Distance.of(*(torch.cat(error) for error in zip(*errors)))
+    report.lookup = _same_by_lookup(reference.model, tested, options)
+    return gaps
 
 
 def _compare_bits(bits: Bits, fast: Any, decoded: Decoded, sequence: Tensor, logits: Tensor, options: dict) -> None:

@@ -137,7 +137,7 @@ def test_bits_and_distances_are_reported():
     text = str(report)
     assert f"beside our own plain steps: {bits.same} of 2 answers with the same bits" in text
     assert "distance from float32, mean and largest: ours " in text
-    assert "transformers' prompt lookup: 2 of 2 as its own greedy answers" in text
+    assert "transformers' prompt lookup: 2 of 2 as its greedy answers" in text
     assert spec_compile.audit(fast(), PROMPTS, max_new_tokens=4, logits=False).bits is None
 
 

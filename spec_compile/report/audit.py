@@ -205,8 +205,8 @@ class Report:
             lines.append(f"distance from float32, mean and largest: {self.distance}")
         if self.bits is not None:
             lines.append(f"beside our own plain steps: {self.bits}")
-        if self.lookup is not None:
-            lines.append(f"transformers' prompt lookup: {self.lookup} of {len(self.greedy)} as its own greedy answers")
+            if self.lookup is not None:
+                lines.append(f"transformers' prompt lookup: {self.lookup} of {self.bits.answers} as its greedy answers")
         if self.sampled:
             columns = f"{'prompt':>6} {'draws':>7} {'contexts':>9} {'too rare':>9} {'chi-square':>11}"
             lines.append(f"{columns} {'freedom':>8} {'p':>8}")
