@@ -62,7 +62,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         return wrapper
     name = parse_algorithm(algo)
     parsed = parse_options(ALGORITHMS[name].options, options)
-    admit(model)
+    admit(model, parsed.exact)
     # Whatever cannot work is refused here: kernels that do not load, a CPU without a compiler.
     if model.device.type == "cuda":
         kernels.load(model.device)

@@ -6,6 +6,7 @@ From the command line it is ``python -m spec_compile audit``.
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,23 @@ from transformers import PreTrainedModel
 from .api import speculate
 from .cache import PAGE, Cache
 from .graph import ModelGraph
-from .report.audit import EXPECTED, MIN_DRAWS, Greedy, Logits, Report, Sampled
+from .passes.row_invariance import variant_parts
+from .report.audit import EXPECTED, MIN_DRAWS, Bits, Distance, Greedy, Logits, Report, Sampled
+from .report.bits import first_difference, plain_steps
 from .report.noise import Reference, gap_noise
+
+LOOKUP_TOKENS = 10
+"""Tokens that transformers' prompt lookup drafts at a time, its usual setting."""
+
+
+@dataclass
+class Decoded:
+    """A prompt `ids` [1, T], its greedy answers by plain decoding of transformers and by rounds, and what they say."""
+
+    ids: Tensor
+    row: Greedy
+    plain: list[int]
+    speculative: list[int]
 
 
 @torch.no_grad()
@@ -40,7 +56,8 @@ def audit(
     the next tokens' frequencies are compared with the target's probabilities after the same logits processors.
     logits: whether the logits behind the speculative answers are compared with those of a float32 copy of the model.
     They may be as far from it as the target's are. So may those of the rewritten graph without the compiler, because
-    the compiler's fusions round less and would hide small errors.
+    the compiler's fusions round less and would hide small errors. Then answers and logits are also compared bit for bit
+    with plain steps of the same engine, and transformers' prompt lookup with its greedy answers.
     generate_options: for both ``generate()``.
 
     Raises TypeError or ValueError if a prompt is no text or ids, or samples are too few, before anything is decoded.
@@ -52,13 +69,10 @@ def audit(
     if not rows:
         raise ValueError("prompts: expected at least one")
     options = {"pad_token_id": _pad(plain), **generate_options}
-    report, limit = Report(), {"max_new_tokens": max_new_tokens}
-    answers = []
-    for ids in rows:
-        row, answer = _greedy(plain, fast, ids, {**limit, **options})
-        report.greedy.append(row)
-        answers.append(answer)
-    _weigh(report, plain, fast, rows, answers, {**limit, **options} if logits else None)
+    limit = {"max_new_tokens": max_new_tokens}
+    decoded = [_greedy(plain, fast, ids, {**limit, **options}) for ids in rows]
+    report = Report([each.row for each in decoded])
+    _weigh(report, plain, fast, decoded, {**limit, **options} if logits else None)
     for ids in rows if samples else []:
         report.sampled.append(_sampled(plain, fast, ids, samples, sample_tokens, options))
     report.accept_length = fast.speculation.stats.accept_length
@@ -98,8 +112,8 @@ def _pad(model: Any) -> int:
     return next((token for token in (config.pad_token_id, eos) if token is not None), 0)
 
 
-def _greedy(plain: Any, fast: Any, ids: Tensor, options: dict) -> tuple[Greedy, list[int]]:
-    """The comparison of greedy tokens after `ids` [1, T], and plain decoding's answer."""
+def _greedy(plain: Any, fast: Any, ids: Tensor, options: dict) -> Decoded:
+    """The greedy answers after `ids` [1, T], compared."""
     options, stats = {**options, "do_sample": False}, fast.speculation.stats
     answer = plain.generate(ids, **options)[0, ids.shape[1] :].tolist()
     before = stats.steps
@@ -108,59 +122,111 @@ def _greedy(plain: Any, fast: Any, ids: Tensor, options: dict) -> tuple[Greedy, 
     compared = min(len(answer), len(speculative)) if stats.steps > before else 0
     position = next((n for n, pair in enumerate(zip(answer, speculative)) if pair[0] != pair[1]), None)
     if position is not None:
-        return Greedy(compared, position, answer[position], speculative[position]), answer
-    if len(answer) == len(speculative):
-        return Greedy(compared), answer
-    # One answer goes on where the other has ended.
-    position = min(len(answer), len(speculative))
-    tokens = (answer[position], None) if len(answer) > position else (None, speculative[position])
-    return Greedy(compared, position, *tokens), answer
+        row = Greedy(compared, position, answer[position], speculative[position])
+    elif len(answer) == len(speculative):
+        row = Greedy(compared)
+    else:  # One answer goes on where the other has ended.
+        position = min(len(answer), len(speculative))
+        tokens = (answer[position], None) if len(answer) > position else (None, speculative[position])
+        row = Greedy(compared, position, *tokens)
+    return Decoded(ids, row, answer, speculative)
 
 
-def _weigh(
-    report: Report, plain: Any, fast: Any, rows: list[Tensor], answers: list[list[int]], options: dict | None
-) -> None:
-    """Add what the float32 copy says to `report`: ``report.logits``, and logits and noise where tokens differ.
+def _weigh(report: Report, plain: Any, fast: Any, decoded: list[Decoded], options: dict | None) -> None:
+    """Add to `report` what the float32 copy says of logits, and their noise where tokens differ.
 
-    rows: the prompts, each [1, T]. answers: plain decoding's. options: for ``generate()``; None omits the logits.
+    options: for ``generate()``; None leaves only the noise where tokens differ.
     """
-    tested = [ids for ids, row in zip(rows, report.greedy) if row.compared]
+    tested = [each for each in decoded if each.row.compared]
     differing = [
-        (ids, row, answer, row.plain, row.speculative) for ids, row, answer in zip(rows, report.greedy, answers)
-        if row.plain is not None and row.speculative is not None
+        (each, (each.row.plain, each.row.speculative)) for each in decoded
+        if each.row.plain is not None and each.row.speculative is not None
     ]  # fmt: skip
     if not differing and (options is None or not tested):
         return
-    # The logits behind every speculative answer, and those of the rewritten graph over the same text.
-    reference, gaps, excesses = Reference(plain), [], []
-    if options is not None:
-        for ids in tested:
-            text, logits = _speculative_logits(fast, ids, options)
-            scatter = reference.scatter(text, len(logits))
-            gaps.append(scatter.gaps)
-            graph = _graph_logits(fast.speculation.engine.runtime.verify, text, len(logits))
-            excesses.append((scatter.excess(logits), scatter.excess(graph)))
-    if excesses:
-        report.logits, report.graph = (Logits.of(torch.cat(each)) for each in zip(*excesses))
+    reference, gaps = Reference(plain), []
+    if options is not None and tested:
+        gaps = _weigh_answers(report, reference, fast, tested, options)
     # Of each first difference the two tokens' logits in float32, and the noise of their difference at that position.
     nearby = []
-    for ids, row, answer, plain_token, other_token in differing:
-        same = answer[: row.position]
-        prefix = torch.cat([ids, ids.new_tensor([same])], dim=1)
-        scatter = reference.scatter(prefix, len(same) + 1, (plain_token, other_token))
-        row.logits = float(scatter.exact[-1, plain_token]), float(scatter.exact[-1, other_token])
-        row.noise = gap_noise(scatter.gaps[:, -1:], scatter.floor)
+    for each, tokens in differing:
+        same = each.plain[: each.row.position]
+        prefix = torch.cat([each.ids, each.ids.new_tensor([same])], dim=1)
+        scatter = reference.scatter(prefix, len(same) + 1, tokens)
+        each.row.logits = float(scatter.exact[-1, tokens[0]]), float(scatter.exact[-1, tokens[1]])
+        each.row.noise = gap_noise(scatter.gaps[:, -1:], scatter.floor)
         nearby.append(scatter.gaps)
     # One position says little about noise: that over all compared positions counts if it is larger.
-    for _, row, *_ in differing:
-        row.noise = max(row.noise, gap_noise(torch.cat(gaps or nearby, dim=1)))
+    for each, _ in differing:
+        each.row.noise = max(each.row.noise, gap_noise(torch.cat(gaps or nearby, dim=1)))
+
+
+def _weigh_answers(
+    report: Report, reference: Reference, fast: Any, tested: list[Decoded], options: dict
+) -> list[Tensor]:
+    """Add to `report` what is said of the logits behind all answers, of their bits, and of transformers' lookup.
+
+    Returns the gaps of each answer's `Scatter`.
+    """
+    verify = fast.speculation.engine.runtime.verify
+    gaps, excesses, errors, bits = [], [], [], Bits(promised=not variant_parts(verify))
+    for each in tested:
+        # The logits behind a speculative answer, and those of the rewritten graph over the same text.
+        sequence, logits = _speculative_logits(fast, each.ids, options)
+        text = sequence[:, :-1]
+        scatter = reference.scatter(text, len(logits))
+        gaps.append(scatter.gaps)
+        excesses.append((scatter.excess(logits), scatter.excess(_graph_logits(verify, text, len(logits)))))
+        errors.append((scatter.errors(logits), scatter.errors(scatter.steps)))
+        _compare_bits(bits, fast, each, sequence, logits, options)
+    report.logits, report.graph = (Logits.of(torch.cat(excess)) for excess in zip(*excesses))
+    report.bits, report.distance = bits, Distance.of(*(torch.cat(error) for error in zip(*errors)))
+    report.lookup = _same_by_lookup(reference.model, tested, options)
+    return gaps
+
+
+def _compare_bits(bits: Bits, fast: Any, decoded: Decoded, sequence: Tensor, logits: Tensor, options: dict) -> None:
+    """Add to `bits` how speculative answers and their logits [positions, V] compare with plain steps of ours.
+
+    sequence [1, T]: the prompt and the answer whose logits these are; ``decoded.speculative`` is that of rounds which
+    accept inside.
+    """
+    engine, begin = fast.speculation.engine, decoded.ids.shape[1]
+    with plain_steps(engine):
+        steps, steps_logits = _speculative_logits(fast, decoded.ids, options)
+    bits.answers += 1
+    answers = [answer.tolist() for answer in (steps[0, begin:], sequence[0, begin:])]
+    if answers[0] == answers[1] == decoded.speculative and torch.equal(logits, steps_logits):
+        bits.same += 1
+        return
+    # Logits are of the same text up to the first token that differs, its own included.
+    alike = next((n for n, (a, b) in enumerate(zip(*answers)) if a != b), len(logits))
+    pair = [each[: alike + 1][: min(len(logits), len(steps_logits))] for each in (logits, steps_logits)]
+    unequal = pair[0] != pair[1]
+    if unequal.any():
+        bits.largest = max(bits.largest, float((pair[0] - pair[1])[unequal].abs().max()))
+        first = int(unequal.any(dim=-1).nonzero()[0])
+        bits.part = bits.part or first_difference(engine, sequence[:, : begin + first])
+
+
+def _same_by_lookup(plain: Any, decoded: list[Decoded], options: dict) -> int | None:
+    """How many answers of transformers' prompt lookup equal its greedy ones; None if it does not take this model."""
+    options = {**options, "do_sample": False, "prompt_lookup_num_tokens": LOOKUP_TOKENS}
+    same = 0
+    for each in decoded:
+        try:
+            answer = plain.generate(each.ids, **options)[0, each.ids.shape[1] :].tolist()
+        except (ValueError, NotImplementedError):  # such as a sliding cache, which cannot be cropped
+            return None
+        same += answer == each.plain
+    return same
 
 
 def _speculative_logits(fast: Any, ids: Tensor, options: dict) -> tuple[Tensor, Tensor]:
-    """A speculative answer behind its prompt without the last token, [1, T], and the answer's logits [positions, V]."""
+    """A prompt with its speculative answer, [1, T], and the answer's logits [positions, V]."""
     options = {**options, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     output = fast.generate(ids, **options)
-    return output.sequences[:, :-1], torch.cat(output.logits)
+    return output.sequences, torch.cat(output.logits)
 
 
 def _graph_logits(verify: ModelGraph, text: Tensor, count: int) -> Tensor:

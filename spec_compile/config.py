@@ -9,6 +9,7 @@ from .kernels import attention
 from .tree import MAX_NODES
 
 CACHE_DTYPES = ("auto", "fp8")
+EXACT = ("auto", "bits")
 Parsed = TypeVar("Parsed")
 
 
@@ -24,7 +25,9 @@ class Options:
     product of linear layers of one input (q, k and v; gate and up). attention_backend: what runs attention on a GPU: a
     name of `kernels.attention.BACKENDS`, "auto", or a dict of names for "prefill" (prompts), "verify" and "draft" (a
     draft's trees; a head's prompts, too). kv_cache_dtype: "auto" (the model's) or "fp8": on a GPU, keys and values of
-    the target rounded to float8_e4m3fn, which halves them, and changes answers a little.
+    the target rounded to float8_e4m3fn, which halves them, and changes answers a little. exact: what `speculate` must
+    promise: "bits" refuses, by name, every model and setting in which the logits of a token may depend on what is
+    drafted beside it; "auto" refuses none of them, and `explain()` names what stands in the way.
     """
 
     num_draft_tokens: int = 16
@@ -35,6 +38,7 @@ class Options:
     merge_linears: bool = True
     attention_backend: Any = "auto"
     kv_cache_dtype: str = "auto"
+    exact: str = "auto"
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -52,11 +56,12 @@ class Options:
             )
         if self.max_cache_len is not None and self.max_cache_len < 2:
             raise ValueError(f"max_cache_len: expected at least 2 tokens, got {self.max_cache_len}")
-        if self.kv_cache_dtype not in CACHE_DTYPES:
-            raise ValueError(
-                f"kv_cache_dtype: expected one of {', '.join(CACHE_DTYPES)}, got {self.kv_cache_dtype!r}."
-                + did_you_mean(self.kv_cache_dtype, CACHE_DTYPES)
-            )
+        for name, known in (("kv_cache_dtype", CACHE_DTYPES), ("exact", EXACT)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(known)}, got {value!r}." + did_you_mean(value, known)
+                )
         _ = self.attention_backends  # raises if a name is not a backend's
 
     @cached_property

@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
 from spec_compile.__main__ import main
+from spec_compile.graph import calls
 from spec_compile.kernels.attention import attention_calls
-from spec_compile.report.audit import Greedy, Logits, Report, Sampled
+from spec_compile.report.audit import Bits, Distance, Greedy, Logits, Report, Sampled
+from spec_compile.report.bits import first_difference, plain_steps
 from spec_compile.report.noise import Reference
 from spec_compile.runtime.accept import host
 from spec_compile.runtime.accept.host import HostAcceptor
@@ -104,6 +106,69 @@ def test_logits_beyond_the_noise_are_found():
 def test_sampling_fails_at_a_thousandth(chi_square, verdict):
     row = Sampled(400, 1, chi_square, 1)  # p is 0.002, and 0.0005
     assert Report(greedy=[Greedy(8)], sampled=[row]).verdict == verdict
+
+
+def test_plain_steps_verify_roots_alone():
+    engine = fast().speculation.engine
+    ids, options = PROMPTS[0].view(1, -1), dict(max_new_tokens=12, do_sample=False)
+    stats = engine.runtime.stats
+    before = stats.steps
+    with plain_steps(engine):
+        answer = fast().generate(ids, **options)
+        assert set(engine.runtime.stats.nodes) == {1} and engine.runtime.stats.accept_length == 1.0
+    assert engine.runtime.stats is stats and stats.steps == before
+    assert torch.equal(answer, fast().generate(ids, **options)) and stats.steps > before
+
+
+@pytest.mark.parametrize("options", [dict(num_steps=3), dict(num_steps=2, topk=3, num_draft_tokens=6)])
+def test_plain_steps_of_an_algorithm_with_one_size(options):
+    model = ADMITTED["llama"]()
+    heads = spec_compile.speculate(model, "draft_model", draft=ADMITTED["llama"](), compile=False, **options)
+    report = spec_compile.audit(heads, PROMPTS, max_new_tokens=12)
+    assert report.lossless and report.bits.answers == 2 and report.accept_length > 1.5
+
+
+def test_bits_and_distances_are_reported():
+    report = spec_compile.audit(fast(), PROMPTS, max_new_tokens=24)
+    bits = report.bits
+    assert (bits.answers, bits.promised) == (2, False) and bits.largest < 1e-4 and report.lossless
+    assert report.lookup == 2
+    assert 0 < report.distance.ours[0] < report.distance.ours[1] < 1e-4 and report.distance.theirs[1] < 1e-4
+    text = str(report)
+    assert f"beside our own plain steps: {bits.same} of 2 answers with the same bits" in text
+    assert "distance from float32, mean and largest: ours " in text
+    assert "transformers' prompt lookup: 2 of 2 as its greedy answers" in text
+    assert spec_compile.audit(fast(), PROMPTS, max_new_tokens=4, logits=False).bits is None
+
+
+def test_other_bits_count_where_the_same_were_promised():
+    for promised, verdict in ((True, "NOT LOSSLESS"), (False, "lossless")):
+        report = Report(greedy=[Greedy(8)], bits=Bits(3, 2, 0.25, "layer 7", promised))
+        assert report.verdict == verdict
+        assert "2 of 3 answers with the same bits, logits up to 0.25 apart, first in layer 7" in str(report)
+    assert Report(greedy=[Greedy(8)], bits=Bits(3, 3, promised=True)).lossless
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_first_layer_that_differs_is_named(monkeypatch, number):
+    """A layer that adds something to rows beside others is found; on a CPU rounding differs, too, but by little."""
+    monkeypatch.setattr(torch, "equal", functools.partial(torch.allclose, rtol=0, atol=1e-6))
+    engine = spec_compile.speculate(ADMITTED["llama"]().double(), compile=False).speculation.engine
+    text = PROMPTS[0].view(1, -1)
+    assert first_difference(engine, text) == ""
+    activations = calls(engine.captured.gm, torch.ops.aten.silu.default)
+    activations[number].target = beside_others
+    assert first_difference(engine, text) == f"layer {number}"
+
+
+def beside_others(x):
+    """SiLU, but a little more for rows that have others beside them."""
+    return torch.nn.functional.silu(x) + (0.5 if x.shape[1] > 1 else 0.0)
+
+
+def test_distances_are_of_all_positions():
+    ours, theirs = torch.tensor([[1.0, 4.0], [3.0, 2.0]]), torch.tensor([[0.5, 1.0], [0.5, 0.75]])
+    assert Distance.of(ours, theirs) == Distance((2.0, 4.0), (0.5, 1.0))
 
 
 @functools.cache

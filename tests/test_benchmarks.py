@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import acceptance  # noqa: E402
+import bits  # noqa: E402
 import common  # noqa: E402
 import cpu  # noqa: E402
 import gpu  # noqa: E402
@@ -204,3 +205,65 @@ def test_acceptance_and_cpu_on_a_tiny_model(tiny):
     assert rows[common.LOOKUP]["lookup"] in common.LOOKUPS and rows["ours, n-gram"]["identical"] == 1
     best = max(rows["HF greedy"]["tokens_per_second"], rows[common.LOOKUP]["tokens_per_second"])
     assert rows["ours, n-gram"]["over_best_of_hf"] == pytest.approx(rows["ours, n-gram"]["tokens_per_second"] / best)
+
+
+def test_prompts_of_bits_are_taken_from_the_files_in_turn(tmp_path):
+    class Letters:
+        chat_template = None
+
+        def __call__(self, text, **options):
+            return type("Ids", (), {"input_ids": [ord(letter) for letter in text]})
+
+        def apply_chat_template(self, messages, add_generation_prompt, tokenize):
+            return "".join(message["role"][0] + message["content"] for message in messages) + ":"
+
+    (tmp_path / "a.jsonl").write_text('{"prompt": "xyz"}\n{"turns": ["w", "later"]}\n{"prompt": "u"}\n')
+    (tmp_path / "b.jsonl").write_text('{"messages": [{"role": "user", "content": "v"}]}\n')
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    plain = bits.read_prompts(paths, 3, Letters(), 2)
+    assert plain == [("a", [ord("y"), ord("z")]), ("b", [ord("v")]), ("a", [ord("w")])]
+    Letters.chat_template = "a template"
+    assert bits.read_prompts(paths, 2, Letters(), 9)[1] == ("b", [ord(letter) for letter in "uv:"])
+
+
+def test_bits_counts_answers_that_differ():
+    def result(*answers):
+        return {"answers": {"greedy": [list(answer) for answer in answers]}, "seconds": {"greedy": 2.0}}
+
+    results = {bits.PLAIN: result("abc", "de", "f"), "ngram": result("abc", "dx", "fg"), bits.GREEDY: result("abc"),
+               bits.LOOKUP: result("abd")}  # fmt: skip
+    rows = {(row["system"], row["set"]): row for row in bits.compare(results, ["chat", "maths", "chat"])}
+    assert {name for name, _ in rows} == {"ngram", bits.LOOKUP}
+    assert rows["ngram", "all"]["equal"] == 1 and rows["ngram", "all"]["first_differences"] == [1, 1]
+    assert (rows["ngram", "chat"]["equal"], rows["ngram", "chat"]["of"]) == (1, 2)
+    assert rows["ngram", "all"]["tokens_per_second"] == 3.5
+    assert (rows[bits.LOOKUP, "all"]["equal"], rows[bits.LOOKUP, "all"]["of"]) == (0, 1)
+
+
+def test_bits_on_the_demo_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bits, "pin", lambda threads: None)
+    path = tmp_path / "bits.json"
+    command = ["--count", "2", "--max-new-tokens", "6", "--sampled", "--transformers", "1", "--eager", "--algorithms",
+               "ngram", "eagle3-tree", "--json", str(path)]  # fmt: skip
+    bits.main(command)
+    rows = json.loads(path.read_text())["rows"]
+    assert all(row["equal"] == row["of"] for row in rows) and FACTS <= set(rows[0]["stamp"])
+    told = {(row["system"], row["mode"], row["set"]): row["of"] for row in rows}
+    assert told["ngram", "sampled", "all"] == told["eagle3-tree", "greedy", "all"] == 2
+    assert told[bits.LOOKUP, "greedy", "all"] == 1
+    out = capsys.readouterr().out
+    assert "eagle3-tree" in out and "same bits are not promised, because of float32 on a CPU" in out
+    with pytest.raises(SystemExit):
+        bits.parse(["--heads", str(tmp_path)])
+
+
+def test_a_system_that_fails_leaves_the_others(monkeypatch):
+    def answer(name, options, prompts, modes):
+        if name == "mtp":
+            raise ValueError("no head")
+        return {"answers": {}, "seconds": {"greedy": 1.0}}
+
+    monkeypatch.setattr(bits, "answer", answer)
+    options = bits.parse(["--algorithms", "mtp", "ngram"])
+    results, failures = bits.answer_all(options, [[1]])
+    assert list(results) == [bits.PLAIN, "ngram"] and failures == ["mtp: ValueError: no head"]

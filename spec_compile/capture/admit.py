@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
+from ..kernels import HALF
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -15,8 +16,11 @@ OLDEST_GPU = (8, 0)
 GROWING_ROPE = {"dynamic", "longrope"}
 
 
-def admit(model: nn.Module) -> None:
-    """Raise TypeError, ValueError or UnsupportedModelError if `model` is not a causal LM that can be captured."""
+def admit(model: nn.Module, exact: str = "auto") -> None:
+    """Raise TypeError, ValueError or UnsupportedModelError if `model` is not a causal LM that can be captured.
+
+    exact: the option; "bits" also refuses a device or a dtype in which bits are not promised.
+    """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model: expected a transformers causal language model (PreTrainedModel), got {type(model).__name__}"
@@ -40,6 +44,11 @@ def admit(model: nn.Module) -> None:
     for rope_type in {r.get("rope_type", "default") for r in (nested or [rope])} & GROWING_ROPE:
         _refuse(model, f"uses RoPE of type {rope_type!r}, whose frequencies change with the length of the text")
     _admit_tensors(model)
+    if exact == "bits" and (model.device.type != "cuda" or model.dtype not in HALF):
+        raise UnsupportedModelError(
+            "exact: bits are promised in bfloat16 and float16 on a GPU of compute capability 8.0 or later, "
+            f"{type(model).__name__} is in {model.dtype} on {model.device}; move it there, or pass exact='auto'"
+        )
     if model.training:
         raise ValueError(f"model: {type(model).__name__} is in training mode; call model.eval() first")
 

@@ -80,6 +80,53 @@ class Logits:
 
 
 @dataclass
+class Bits:
+    """Speculative rounds beside plain steps of the same engine, which draft nothing.
+
+    answers: prompts that were decoded by both. same: of them those whose tokens and logits are equal in every bit.
+    largest: difference of two logits. part: the first of the graph that differs ("": not known). promised: whether the
+    graph promises the same bits (see `passes.row_invariance`).
+    """
+
+    answers: int = 0
+    same: int = 0
+    largest: float = 0.0
+    part: str = ""
+    promised: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """ "same", "other bits", or "DIFFERENT" if the same bits were promised."""
+        if self.same == self.answers:
+            return "same"
+        return "DIFFERENT" if self.promised else "other bits"
+
+    def __str__(self) -> str:
+        text = f"{self.same} of {self.answers} answers with the same bits"
+        if self.same < self.answers:
+            text += f", logits up to {self.largest:.3g} apart" + (f", first in {self.part}" if self.part else "")
+        return f"{text}, {'promised' if self.promised else 'not promised'}, {self.verdict}"
+
+
+@dataclass
+class Distance:
+    """How far logits are from a float32 copy of the model: (mean, largest), of ours and of transformers' own."""
+
+    ours: tuple[float, float]
+    theirs: tuple[float, float]
+
+    @classmethod
+    def of(cls, ours: Tensor, theirs: Tensor) -> "Distance":
+        """From the mean and the largest distance at each position, [positions, 2]: see `noise.Scatter.errors`."""
+        pairs = [(float(each[:, 0].mean()), float(each[:, 1].max())) for each in (ours, theirs)]
+        return cls(*pairs)
+
+    def __str__(self) -> str:
+        ours, theirs = (f"{mean:.3g} and {largest:.3g}" for mean, largest in (self.ours, self.theirs))
+        return f"ours {ours}, transformers' {theirs}"
+
+
+@dataclass
 class Sampled:
     """The chi-square test of draws after one prompt: next tokens' frequencies against the target's probabilities.
 
@@ -109,7 +156,8 @@ class Report:
     """The result of `audit`; ``print(report)`` shows its tables.
 
     greedy, sampled: a row for each prompt. accept_length: of the speculative model since its start. logits, graph: of
-    the answers, and of the rewritten graph without the compiler; None if they were not compared.
+    the answers, and of the rewritten graph without the compiler; None if they were not compared, like bits and
+    distance. lookup: answers of transformers' prompt lookup that equal its greedy ones, or None.
     """
 
     greedy: list[Greedy] = field(default_factory=list)
@@ -117,6 +165,9 @@ class Report:
     accept_length: float = 0.0
     logits: Logits | None = None
     graph: Logits | None = None
+    bits: Bits | None = None
+    distance: Distance | None = None
+    lookup: int | None = None
 
     @property
     def verdict(self) -> str:
@@ -124,7 +175,8 @@ class Report:
         # A report of many tests may have a small p by chance, so the level is divided among them (Bonferroni).
         unlikely = any(row.p_value < SIGNIFICANCE / len(self.sampled) for row in self.sampled)
         compared = [row.verdict for row in self.greedy]
-        if unlikely or "DIFFERENT" in [*compared, *(row.verdict for row in (self.logits, self.graph) if row)]:
+        others = [row.verdict for row in (self.logits, self.graph, self.bits) if row]
+        if unlikely or "DIFFERENT" in [*compared, *others]:
             return NOT_LOSSLESS
         if not compared or NOT_TESTED in compared or not all(row.contexts for row in self.sampled):
             return NOT_TESTED
@@ -149,6 +201,12 @@ class Report:
             lines.append(f"logits, {self.logits}")
         if self.graph is not None:
             lines.append(f"logits without the compiler, {self.graph}")
+        if self.distance is not None:
+            lines.append(f"distance from float32, mean and largest: {self.distance}")
+        if self.bits is not None:
+            lines.append(f"beside our own plain steps: {self.bits}")
+            if self.lookup is not None:
+                lines.append(f"transformers' prompt lookup: {self.lookup} of {self.bits.answers} as its greedy answers")
         if self.sampled:
             columns = f"{'prompt':>6} {'draws':>7} {'contexts':>9} {'too rare':>9} {'chi-square':>11}"
             lines.append(f"{columns} {'freedom':>8} {'p':>8}")

@@ -7,6 +7,7 @@ import torch
 
 from .. import passes
 from ..kernels import attention
+from ..passes.row_invariance import variant_parts
 
 
 def explain(speculation) -> str:
@@ -19,6 +20,7 @@ def explain(speculation) -> str:
         f"key-value heads of {layer.key_dim}, vocabulary {graph.vocab_size}, {graph.dtype}".replace("torch.", ""),
         f"algorithm {speculation.algorithm}, rounds over {', '.join(map(str, engine.runtime.sizes))} nodes",
         f"attention: {_backends(engine)}",
+        *_bits(variant_parts(graph)),
         "passes (call nodes before -> after):",
     ]
     for report in graph.log:
@@ -30,6 +32,13 @@ def _backends(engine) -> str:
     """The attention backend of each role."""
     graphs = zip(attention.ROLES, (engine.runtime.prefill, engine.runtime.verify, engine.runtime.algorithm.graph))
     return ", ".join(f"{role} by {graph.backend}" for role, graph in graphs if graph is not None)
+
+
+def _bits(parts: list[str]) -> list[str]:
+    """Whether the bits of a token's logits depend on what is drafted beside it, and the parts by which they do."""
+    if not parts:
+        return ["same bits whatever is drafted: yes"]
+    return ["same bits whatever is drafted: not promised, because of", *(f"  {part}" for part in parts)]
 
 
 def dump(model, directory) -> list[Path]:

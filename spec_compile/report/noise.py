@@ -26,12 +26,14 @@ FLOOR = {torch.float32: 3.3e-6, torch.float64: 1e-12}
 class Scatter:
     """The exact logits at the last positions of a text, and how far the target's orders of computation are from them.
 
-    exact: float32 [positions, V], of the float32 copy. distance: float32 [positions], the root mean square over the
-    vocabulary of an order's distance from `exact`, of the median order. gaps: float32 [orders, positions], the error of
+    exact: float32 [positions, V], of the float32 copy. steps: the same, of the model itself token by token.
+    distance: float32 [positions], the root mean square over the vocabulary of an order's distance from `exact`, of the
+    median order. gaps: float32 [orders, positions], the error of
     each order in the difference of two logits. floor: the least distance that counts.
     """
 
     exact: Tensor
+    steps: Tensor
     distance: Tensor
     gaps: Tensor
     floor: float
@@ -39,6 +41,11 @@ class Scatter:
     def excess(self, logits: Tensor) -> Tensor:
         """log(distance of `logits` [positions, V] / distance of the orders) at each position, float32 [positions]."""
         return (_rms(logits.float() - self.exact).clamp(min=self.floor) / self.distance).log()
+
+    def errors(self, logits: Tensor) -> Tensor:
+        """The mean and the largest distance of `logits` [positions, V] from `exact`, float32 [positions, 2]."""
+        error = (logits.float() - self.exact).abs()
+        return torch.stack([error.mean(dim=-1), error.amax(dim=-1)], dim=1)
 
 
 class Reference:
@@ -70,7 +77,7 @@ class Reference:
             gaps.append(error.gather(-1, two).diff(dim=-1)[:, 0])
         floor = max(FLOOR.get(self.model.dtype, 0.0) * float(exact.abs().max()), 1e-30)
         distance = torch.stack(distances).quantile(0.5, dim=0).clamp(min=floor)
-        return Scatter(exact, distance, torch.stack(gaps), floor)
+        return Scatter(exact, logits, distance, torch.stack(gaps), floor)
 
 
 def gap_noise(gaps: Tensor, floor: float = 0.0) -> float:
@@ -96,7 +103,10 @@ def _forward(model: PreTrainedModel, ids: Tensor, count: int, **arguments):
 
 
 def _orders(model: PreTrainedModel, text: Tensor, count: int) -> Iterator[Tensor]:
-    """Logits [count, V] of the last positions of `text` [1, T], by each legitimate order of computation."""
+    """Logits [count, V] of the last positions of `text` [1, T], by each legitimate order of computation.
+
+    The last one is that of `generate`: a step a token behind the first of these positions.
+    """
     length = text.shape[1]
     yield _logits(model, text, count)[0]
     third = -(-length // 3)

@@ -85,7 +85,7 @@ class Call:
                 if self._flying:
                     break  # what is on its way first
                 self._grow(max(self.lengths) + MAX_NODES + self.runtime.algorithm.plan.lookahead_slots)
-            if request.first_logits is not None:
+            if request.first_logits is not None or not request.drafts:
                 nodes = 1
             elif self._flying:
                 nodes = self._policy.choose_ahead()
@@ -133,7 +133,7 @@ class Call:
         """Make the rounds of an algorithm that has one size: made later, they would run over drafts that the drafter's
         cache holds."""
         if self.runtime.algorithm.plan.sizes == "fixed":
-            self.session.build(self.runtime.sizes[-1], self.request)
+            self.session.build(self.runtime.sizes[-1] if self.request.drafts else 1, self.request)
 
     def _grow(self, used: int) -> None:
         """Make room for the longest row that was asked for; the first `used` slots of the caches are in use."""

@@ -9,6 +9,7 @@ from .. import passes
 from ..config import Options
 from ..drafting import Algorithm
 from ..graph import ModelGraph
+from ..passes.row_invariance import require_same_bits
 from ..recording import Recording
 from ..stats import Clock
 from .call import Call
@@ -41,9 +42,13 @@ class Engine:
         }
         """What `passes.run` made each graph of the runtime with."""
         graphs = {purpose: passes.run(graph, settings) for purpose, settings in self.settings.items()}
+        if options.exact == "bits":
+            require_same_bits(graphs["verify"])
         sizes = (*(n for n in SIZES[device.type] if n < plan.nodes and plan.sizes != "fixed"), plan.nodes)
         self.runtime = Runtime(**graphs, algorithm=algorithm, options=options, device=device, sizes=sizes,
                                max_positions=max_positions)  # fmt: skip
+        self.drafts = True
+        """Whether rounds verify what was drafted. Otherwise they verify the root alone, which is plain decoding."""
         self.records = False
         self.recording: Recording | None = None
         """Of the last generate() that ran while `records` was set."""
@@ -94,7 +99,7 @@ class Engine:
         The caller may run another request before it takes the next round.
         """
         session, clock = self.session(len(request.prompts)), Clock(self.runtime.stats)
-        request.state = session.state
+        request.state, request.drafts = session.state, self.drafts
         for _, outer in self.running[-1:]:
             outer.spend("host")
         self.running.append((session, clock))

@@ -31,6 +31,7 @@ class Request:
     temperature: at which such drafters draw; 0 takes the likeliest token.
     prefill_chunk_size: tokens of each row that a step of the prefill may take at most; None leaves it to the engine.
     stopped: indices of rows that the caller has ended; the caller may add to them between two rounds.
+    drafts: whether rounds verify what was drafted; `Engine.run` sets it to `Engine.drafts`.
     state: what `Engine.run` ran the request on, so that the caller can read its cache.
     """
 
@@ -48,6 +49,7 @@ class Request:
     temperature: float = 0.0
     prefill_chunk_size: int | None = None
     stopped: set[int] = field(default_factory=set)
+    drafts: bool = True
     state: State | None = None
 
     @property

@@ -1,0 +1,141 @@
+"""Row invariance: which parts of a verify graph may give a row other bits when other rows are beside it.
+
+A part is invariant if it is known to be: it stands in a list below, or a kernel of ours computes it in one order. All
+else is reported, because a library may choose another order of summation for another number of rows.
+"""
+
+import operator
+import re
+from collections import defaultdict
+from itertools import groupby
+
+import torch
+from torch import Tensor, fx
+
+from ..errors import UnsupportedModelError
+from ..graph import ModelGraph, attribute, calls, owner
+from ..kernels import HALF, ops
+from ..kernels.attention.call import TARGETS
+from ..kernels.linear import PLAIN, SMALL_M
+
+INVARIANT_BACKEND = "triton"
+"""The attention backend that sums the keys of a node in an order which its position alone decides."""
+MOVES = {
+    "alias", "as_strided", "cat", "chunk", "clone", "contiguous", "copy", "copy_", "detach", "expand", "expand_as",
+    "flatten", "flip", "gather", "index", "index_put", "index_select", "masked_select", "movedim", "narrow", "permute",
+    "repeat", "repeat_interleave", "reshape", "roll", "scatter", "scatter_", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "stack", "swapaxes", "t", "tile", "to", "_to_copy", "transpose", "type_as", "unbind",
+    "unflatten", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real",
+}  # fmt: skip
+"""ATen ops that move, choose or convert elements."""
+CREATES = {
+    "arange", "empty", "empty_like", "full", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones",
+    "ones_like", "scalar_tensor", "zeros", "zeros_like",
+}  # fmt: skip
+"""ATen ops whose elements depend on no other."""
+CHOOSES = {"amax", "amin", "argmax", "argmin", "argsort", "embedding", "max", "min", "sort", "topk"}
+"""ATen ops that look up or choose elements of a row, which is the same in any order."""
+INVARIANT_OPS = MOVES | CREATES | CHOOSES
+KERNELS = {"spec_compile::rms_norm", "spec_compile::add_rms_norm"}
+"""Kernels of ours in which a program takes a row."""
+PRODUCTS = {"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"}
+
+
+def variant_parts(graph: ModelGraph) -> list[str]:
+    """The parts of a rewritten graph whose bits for a row may depend on how many rows there are; [] promises the bits.
+
+    Layers alike share a line, as in "model.layers.0-31.mlp.gate: op softmax". On a CPU and in float32 bits are not
+    promised, and the one line says so.
+    """
+    if graph.device.type != "cuda" or graph.dtype not in HALF:
+        device = "GPU" if graph.device.type == "cuda" else "CPU"
+        dtype = str(graph.dtype).removeprefix("torch.")
+        return [f"{dtype} on a {device} (bits are promised in bfloat16 and float16 on a GPU)"]
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for node in calls(graph.gm):
+        reason = _reason(graph, node)
+        path = owner(node).removeprefix("model.") or "the model"  # capture wraps the model under this name
+        if reason is not None and reason not in reasons[path]:
+            reasons[path].append(reason)
+    return _by_layers({path: ", ".join(each) for path, each in reasons.items() if each})
+
+
+def require_same_bits(graph: ModelGraph) -> None:
+    """UnsupportedModelError, naming the option and the parts, unless `graph` promises the same bits."""
+    parts = variant_parts(graph)
+    if parts:
+        raise UnsupportedModelError(
+            "exact: 'bits' cannot be kept, because no kernel computes these parts alike for any number of rows: "
+            f"{'; '.join(parts)}. Pass exact='auto' for the same answer but for near-ties"
+        )
+
+
+def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
+    """Why the bits of a row of the node may depend on other rows; None if they do not."""
+    if not _is_float(node.meta.get("val")) or node.target in (operator.getitem, ops.gather_rows):
+        return None
+    if node.target in TARGETS:
+        return None if graph.backend == INVARIANT_BACKEND else f"attention by {graph.backend}"
+    if node.target in (SMALL_M.op, SMALL_M.swiglu, PLAIN) and node.args[1].op == "get_attr":
+        weight = attribute(graph.gm, node.args[1].target)
+        lack = _lack(weight) or ("library product" if node.target is PLAIN else None)
+        return lack and f"product {weight.shape[1]} -> {weight.shape[0]} ({lack})"
+    space, name = _name(node)
+    if f"{space}::{name}" in KERNELS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return None
+    if space == "aten" and name in INVARIANT_OPS:
+        return None
+    if space == "aten" and name in PRODUCTS:
+        return None if _is_scaling(node) else f"product by {name}"
+    return f"op {name}"
+
+
+def _lack(weight: Tensor) -> str | None:
+    """What of a weight [O, I] the invariant product cannot take; None if it takes it."""
+    if weight.dtype not in HALF:
+        return str(weight.dtype).removeprefix("torch.")
+    if not weight.is_contiguous():
+        return "weights that are not contiguous"
+    return f"{weight.shape[1]} inputs, not a multiple of 16" if weight.shape[1] % 16 else None
+
+
+def _is_float(value) -> bool:
+    """Whether a node's value holds floats, whose sums depend on their order. An unknown value may."""
+    if isinstance(value, (tuple, list)):
+        return any(map(_is_float, value))
+    if isinstance(value, Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return value is None
+
+
+def _name(node: fx.Node) -> tuple[str, str]:
+    """Namespace and name of the op that a node calls; a plain function has no namespace."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        space, name = node.target._schema.name.split("::")
+        return space, name
+    return "", getattr(node.target, "__name__", str(node.target))
+
+
+def _is_scaling(node: fx.Node) -> bool:
+    """Whether a matrix product sums over a single element, as rotary's frequencies by positions."""
+    first = node.args[1] if _name(node)[1] in ("addmm", "baddbmm") else node.args[0]
+    return first.meta["val"].shape[-1] == 1
+
+
+def _by_layers(reasons: dict[str, str]) -> list[str]:
+    """ "path: reason" lines, of which one serves all layers with the same."""
+    lines: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for path, reason in reasons.items():
+        before, number, after = re.fullmatch(r"(?:(.*?)\.(\d+)(?=\.|$))?(.*)", path).groups("")
+        lines[before, after, reason] += [int(number)] if number else []
+    return [
+        f"{before}.{_ranges(numbers)}{after}: {reason}" if numbers else f"{after}: {reason}"
+        for (before, after, reason), numbers in lines.items()
+    ]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as "0-2,5"."""
+    runs = groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0])
+    ends = [[number for _, number in run] for _, run in runs]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in ends)

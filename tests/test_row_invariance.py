@@ -1,0 +1,140 @@
+"""Which parts of a verify graph may have other bits beside other rows: by real architectures, and on toy graphs."""
+
+import dataclasses
+
+import models
+import pytest
+import torch
+from torch import fx, nn
+
+import spec_compile
+from spec_compile import UnsupportedModelError, passes
+from spec_compile.capture.trace import capture
+from spec_compile.graph import ModelGraph
+from spec_compile.kernels import linear
+from spec_compile.kernels.attention import Use
+from spec_compile.passes import Settings
+from spec_compile.passes.row_invariance import require_same_bits, variant_parts
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def half_on_gpu(monkeypatch):
+    """A function: name of a tiny model -> its verify graph in bfloat16, which passes take for one on a GPU."""
+    for module in ("attention.tree_attention", "norm"):
+        pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
+    monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
+    monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SMALL_M, device="cpu"),))
+
+    def rewrite(architecture, **use):
+        graph = capture(models.ADMITTED[architecture]().to(torch.bfloat16))
+        return passes.run(graph, Settings(attention=Use(**use)))
+
+    return rewrite
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral", "olmo2"])
+def test_kernels_of_ours_compute_all_of_these(half_on_gpu, name):
+    graph = half_on_gpu(name)
+    assert variant_parts(graph) == []
+    require_same_bits(graph)
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("gpt2", ["transformer.h.0-1.ln_1: op layer_norm", "transformer.h.0-1.attn.c_attn: product by addmm",
+                  "transformer.ln_f: op layer_norm"]),
+        ("mixtral", ["model.layers.0-1.mlp.gate: op softmax, op sum"]),
+        ("cohere", ["model.layers.0-1.input_layernorm: op mean", "model.norm: op mean"]),
+        ("deepseek_v3", ["model.layers.0-2.self_attn.kv_b_proj: product 24 -> 112 (24 inputs, not a multiple of 16)"]),
+    ],
+)  # fmt: skip
+def test_what_no_kernel_of_ours_computes_is_named(half_on_gpu, name, parts):
+    graph = half_on_gpu(name)
+    said = variant_parts(graph)
+    assert set(parts) <= set(said)
+    with pytest.raises(UnsupportedModelError, match="exact: 'bits' cannot be kept") as error:
+        require_same_bits(graph)
+    assert all(part in str(error.value) for part in said)
+
+
+def test_experts_are_named(half_on_gpu):
+    (line,) = [part for part in variant_parts(half_on_gpu("mixtral")) if "experts" in part]
+    assert line.startswith("model.layers.0-1.mlp.experts: ") and "grouped_mm" in line
+
+
+def test_other_attention_is_named(half_on_gpu):
+    said = variant_parts(half_on_gpu("llama", name="flex", captured=False))
+    assert said == ["model.layers.0-1.self_attn: attention by flex"]
+
+
+def test_layers_without_the_form_for_few_rows_are_named(half_on_gpu, monkeypatch):
+    monkeypatch.setattr(linear, "FORMS", ())
+    said = variant_parts(half_on_gpu("llama"))
+    assert "model.layers.0-1.mlp.down_proj: product 96 -> 64 (library product)" in said
+    assert all("product" in part for part in said)
+
+
+def toy(function, *shapes, dtype=torch.bfloat16):
+    """A graph of one op over inputs of these shapes."""
+    graph, inputs = fx.Graph(), [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+    nodes = [graph.placeholder(f"x{n}") for n in range(len(inputs))]
+    for node, value in zip(nodes, inputs):
+        node.meta["val"] = value
+    target, *others = function
+    out = graph.call_function(target, (*nodes, *others))
+    out.meta["val"] = target(*inputs, *others)
+    graph.output((out,))
+    return ModelGraph(fx.GraphModule(nn.Module(), graph), (), 8, 8, torch.bfloat16, None, "")
+
+
+@pytest.mark.parametrize(
+    "function, shapes, dtype, reason",
+    [
+        ((aten.silu.default,), [(2, 3)], torch.bfloat16, None),
+        ((aten.transpose.int, 0, 1), [(2, 3)], torch.bfloat16, None),
+        ((aten.topk.default, 2), [(2, 3)], torch.bfloat16, None),
+        ((aten.argmax.default, -1), [(2, 3)], torch.bfloat16, None),
+        ((aten.cumsum.default, 0), [(2,)], torch.int64, None),  # integers are exact in any order
+        ((aten.cumsum.default, 0), [(2,)], torch.float32, "op cumsum"),
+        ((aten.mean.dim, [-1]), [(2, 3)], torch.float32, "op mean"),
+        ((aten.bmm.default,), [(1, 4, 1), (1, 1, 5)], torch.float32, None),  # rotary's frequencies by positions
+        ((aten.bmm.default,), [(1, 4, 2), (1, 2, 5)], torch.float32, "product by bmm"),
+        ((aten.mm.default,), [(4, 2), (2, 5)], torch.bfloat16, "product by mm"),
+    ],
+)
+def test_ops(monkeypatch, function, shapes, dtype, reason):
+    monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
+    assert variant_parts(toy(function, *shapes, dtype=dtype)) == ([f"the model: {reason}"] if reason else [])
+
+
+def test_nothing_is_promised_on_a_cpu_or_in_float32():
+    fast = spec_compile.speculate(models.ADMITTED["llama"](), compile=False)
+    (said,) = variant_parts(fast.speculation.engine.runtime.verify)
+    assert said.startswith("float32 on a CPU")
+    assert f"same bits whatever is drafted: not promised, because of\n  {said}\n" in fast.speculation.explain()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_are_refused_on_a_cpu_before_any_work(monkeypatch, dtype):
+    monkeypatch.setattr("spec_compile.api.capture", lambda model: pytest.fail("work has started"))
+    with pytest.raises(
+        UnsupportedModelError, match=r"exact: bits are promised in bfloat16 and float16 on a GPU of comp"
+    ):
+        spec_compile.speculate(models.ADMITTED["llama"]().to(dtype), exact="bits", compile=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_bits_on_a_gpu():
+    model = models.ADMITTED["llama"]().to("cuda", torch.bfloat16)
+    fast = spec_compile.speculate(model, exact="bits", compile=False)
+    assert "same bits whatever is drafted: yes" in fast.speculation.explain()
+    with pytest.raises(UnsupportedModelError, match=r"model.layers.0-1.self_attn: attention by sdpa"):
+        spec_compile.speculate(model, exact="bits", compile=False, attention_backend={"verify": "sdpa"})
+    with pytest.raises(UnsupportedModelError, match="bits are promised in bfloat16"):
+        spec_compile.speculate(models.ADMITTED["llama"]().cuda(), exact="bits")
+    with pytest.raises(UnsupportedModelError, match="op layer_norm"):
+        spec_compile.speculate(models.ADMITTED["gpt2"]().to("cuda", torch.bfloat16), exact="bits")
