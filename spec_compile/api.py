@@ -34,6 +34,8 @@ from .report.explain import explain
 from .runtime import past
 from .runtime.engine import Engine
 from .runtime.generate import SpeculativeMixin
+from .runtime.prepared import Plans
+from .runtime.prompt import Prompt
 from .runtime.request import Request
 from .runtime.session import Session
 from .stats import Stats
@@ -104,6 +106,8 @@ class Speculation:
         """The memory of weights that the graphs read."""
         self.watch = Watch(model, fast, self.weights.slots, reads)
         """The model as it was captured, compared with what it is at every call."""
+        self.plans = Plans()
+        """What transformers has prepared for calls before."""
         self._calls, self._is_forked = 0, False
         forks.register(self)
 
@@ -185,6 +189,7 @@ class Speculation:
             for nodes in self.engine.runtime.sizes:
                 for part in ("round", "look", "finish") if do_sample else ("round",):
                     session.step(part, nodes)
+            session.build_proposal()
 
     def compile_anew(self) -> None:
         """Compile one round for a single sequence again, so that tools such as depyf can watch it."""
@@ -256,10 +261,10 @@ class Speculation:
                 f"{argument}: only transformers' own generate() does this; it runs, without speculation", stacklevel=4
             )
 
-    def admit_request(self, prompts: list[list[int]], room: int) -> None:
-        """Raise ValueError if the model or the memory cannot take `prompts` and `room` more tokens a row."""
+    def admit_request(self, prompt: Prompt, room: int) -> None:
+        """Raise ValueError if the model or the memory cannot take `prompt` and `room` more tokens a row."""
         vocab, positions = self.engine.runtime.verify.vocab_size, self.engine.runtime.verify.position_limit
-        unknown = next((token for prompt in prompts for token in prompt if not 0 <= token < vocab), None)
+        unknown, prompts = prompt.unknown_token(vocab), prompt.tokens
         if unknown is not None:
             raise ValueError(f"input_ids: token id {unknown} is outside the vocabulary of {vocab} tokens")
         tokens = max(map(len, prompts)) + room

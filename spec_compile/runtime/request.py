@@ -20,6 +20,7 @@ class Request:
     min_lengths: tokens of each row [B] before which it may not end.
     max_lengths: tokens of each row [B] at which it ends.
     eos: ids of the tokens that end a row.
+    ids: the prompts as [B, W] int64 on the CPU, if they have one length; None: nobody has them as a tensor.
     references: 1-D tensors of token ids from which drafts may be copied.
     share_text: whether later calls may draft from the texts of this one.
     past: keys and values that exist already of the first prompt tokens.
@@ -38,6 +39,7 @@ class Request:
     min_lengths: list[int]
     max_lengths: list[int]
     eos: list[int] = field(default_factory=list)
+    ids: Tensor | None = None
     references: list[Tensor] = field(default_factory=list)
     share_text: bool = True
     past: Past | None = None
