@@ -187,7 +187,7 @@ def main() -> None:
     for width in options.widths:
         rows.append({"model": options.model, **measure(model, fast, width, options), "stamp": stamp(model.device)})
         parts = ", ".join(f"{name} {ms:.3f}" for name, ms in rows[-1]["parts"].items())
-        figures = ", ".join(f"{name} {value:.3f}" for name, value in rows[-1].items() if isinstance(value, (int, float)))
+        figures = ", ".join(f"{name} {value:.6g}" for name, value in rows[-1].items() if isinstance(value, int | float))
         print(f"{figures}\n  {parts}", flush=True)
     write_json(options.json, rows)
 

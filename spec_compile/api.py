@@ -232,17 +232,15 @@ class Speculation:
 
     @contextmanager
     def generating(self, reference: Any, share_text: bool | None = None) -> Iterator[None]:
-        """The context of one generate(), whose arguments these are. Other threads' calls wait until it ends.
+        """The context of one generate(), whose arguments these are; TypeError if they are of another type.
 
-        Raises TypeError for arguments, and RuntimeError if the model has changed since it was captured.
+        Other threads' calls wait until it ends.
         """
         if share_text is not None and not isinstance(share_text, bool):
             raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._is_forked:
                 self._adopt()
-            if changes := self.watch.changes():
-                raise RuntimeError(describe(changes))
             before = self._references, self._share_text
             self._references = [] if reference is None else self.engine.runtime.algorithm.documents(reference)
             self._share_text = getattr(self.options, "share_text", True) if share_text is None else share_text
@@ -264,9 +262,8 @@ class Speculation:
     def admit_request(self, prompt: Prompt, room: int) -> None:
         """Raise ValueError if the model or the memory cannot take `prompt` and `room` more tokens a row."""
         vocab, positions = self.engine.runtime.verify.vocab_size, self.engine.runtime.verify.position_limit
-        unknown, prompts = prompt.unknown_token(vocab), prompt.tokens
-        if unknown is not None:
-            raise ValueError(f"input_ids: token id {unknown} is outside the vocabulary of {vocab} tokens")
+        prompt.check_tokens(vocab)
+        prompts = prompt.tokens
         tokens = max(map(len, prompts)) + room
         if positions is not None and tokens > positions:
             raise ValueError(

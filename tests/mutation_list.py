@@ -255,8 +255,8 @@ ANSWERS = [
 ]  # fmt: skip
 OTHERS = [
     Mutation(
-        "weights are never compared", "spec_compile/api.py",
-        "if changes := self.watch.changes():", "if changes := []:",
+        "weights are never compared", "spec_compile/capture/watch.py",
+        "if changes := self.changes():", "if changes := []:",
         "tests/test_watch.py -k test_generate_raises",
     ),
     Mutation(

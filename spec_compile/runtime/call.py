@@ -79,6 +79,8 @@ class Call:
             state.root()
         first = torch.stack((state.tree_count, state.tree_hint))
         self._first = first.to("cpu", non_blocking=self._ahead > 1)
+        if request.check is not None:
+            request.check()
         if self._ahead == 1:
             self._read_first()
         self.lengths = [len(prompt) - 1 for prompt in request.prompts]

@@ -53,11 +53,12 @@ class SpeculativeMixin:
             common, key = Inputs.of(args, kwargs), None
             if common is not None:
                 inputs, options = common
-                key = make_key(self, inputs, options)
+                key = make_key(self, self.speculation.engine.runtime.device, inputs, options)
                 plan = self.speculation.plans.find(key)
                 prompt = None if plan is None else inputs.prompt(plan.padding)
                 if prompt is not None:
                     return self._generate_by_plan(plan, prompt, inputs)
+            self.speculation.watch.check()
             self.speculation.looped = False
             with self.speculation.plans.awaiting(key):
                 output = super().generate(*args, **kwargs)
@@ -106,7 +107,7 @@ class SpeculativeMixin:
         route = choose_route(
             config, logits_processor, self.device, answer.keeps_scores, has_first_logits=first_logits is not None
         )
-        shortest = max((_minimum(processor) for processor in logits_processor if is_known(processor, MINIMA)), default=0)
+        shortest = _shortest(logits_processor)
         request = _request(prompt, answer, route, logits_processor, config, shortest, cache, first_logits)
         speculation.plans.keep(self, prompt, config, logits_processor, stopping_criteria, answer, route)
         self._run(request, answer, route)
@@ -122,15 +123,19 @@ class SpeculativeMixin:
 
     def _generate_by_plan(self, plan: Plan, prompt: Prompt, inputs: Inputs) -> Tensor:
         """What `generate` returns, without transformers' preparation."""
-        least, most = plan.new_tokens
+        speculation, (least, most) = self.speculation, plan.new_tokens
+        on_gpu = speculation.engine.runtime.on_gpu
+        if not on_gpu:
+            speculation.watch.check()
         if inputs.streamer is not None:
             inputs.streamer.put(inputs.ids.cpu())
-        self.speculation.admit_request(prompt, most)
+        speculation.admit_request(prompt, most)
         answer = Answer(
             prompt.ids, prompt.width + most, plan.eos, plan.pad, streamer=inputs.streamer, device=inputs.ids.device
         )
         shortest = prompt.width + least if least else 0
         request = _request(prompt, answer, plan.route, plan.processors, plan.config, shortest)
+        request.check = speculation.watch.check if on_gpu else None
         self._run(request, answer, plan.route)
         return answer.sequences()
 
@@ -237,11 +242,16 @@ def _request(
     )
 
 
-def _minimum(processor) -> int:
+def _shortest(processors: list) -> int:
     """The width below which no row may end."""
-    if hasattr(processor, "min_length"):
-        return processor.min_length
-    return processor.prompt_length_to_skip + processor.min_new_tokens
+    minima = [processor for processor in processors if is_known(processor, MINIMA)]
+    return max(
+        (
+            each.min_length if hasattr(each, "min_length") else each.prompt_length_to_skip + each.min_new_tokens
+            for each in minima
+        ),
+        default=0,
+    )
 
 
 def _longest(input_ids: Tensor, stopping_criteria, generation_config) -> int:

@@ -5,6 +5,7 @@ the common calls its outcome depends on the values that make a `Key`, and on not
 other calls run it every time, and so does one for which transformers has a warning at every call.
 """
 
+import logging
 import marshal
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
 from transformers.generation import LogitsProcessorList
-from transformers.utils import logging
 
 from ..capture.hooks import HOOKS, is_trusted
 from .accept import Route
@@ -32,7 +32,7 @@ OPTIONS = {
 }  # fmt: skip
 """Generation options of calls whose preparation is kept. Every other option has its default in them."""
 UNUSED = {"transformers_version", "max_length", "min_length"}
-"""Values of a prepared config that may differ from the default, because the options decide them or nothing reads them."""
+"""Values of a prepared config that may differ from the default: the options decide them, or nothing reads them."""
 PROCESSORS = OF_SCORES | {"RepetitionPenaltyLogitsProcessor"}
 """Logits processors that remember nothing and do not depend on the width of the prompt."""
 CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
@@ -41,6 +41,8 @@ PLANS = 32
 METHODS = [name for name, value in vars(GenerationMixin).items() if isinstance(value, FunctionType)]
 LOOPS = {*HOOKS, "_beam_search", "_assisted_decoding", "_optimize_model_for_decode"}
 """Methods that prepare nothing. All others of `METHODS` must be transformers' own."""
+LOGGER = logging.getLogger("transformers")
+"""At some levels transformers warns in other words."""
 SCALARS = {NoneType, bool, int, float, str}
 
 _methods = attrgetter(*METHODS)
@@ -90,7 +92,8 @@ class Plan:
     """What transformers prepared for the calls of one `Key`.
 
     config, processors: what it gave to the loop, without the processors that set a minimum length.
-    route: how tokens are accepted. eos, pad: see `Answer`. padding: the token from which it infers a mask if there is none, or None.
+    route: how tokens are accepted. eos, pad: see `Answer`.
+    padding: the token from which transformers infers a mask if there is none; None if it infers none.
     """
 
     config: GenerationConfig
@@ -155,33 +158,34 @@ class Plans:
             self._plans.popitem(last=False)
 
 
-def make_key(model, inputs: Inputs, options: dict) -> Key | None:
+def make_key(model, device: torch.device, inputs: Inputs, options: dict) -> Key | None:
     """All that transformers reads to prepare a call, by value; None if it must prepare the call itself.
 
-    model: whose ``generate()`` is called. options: the arguments of the call besides `inputs`.
+    model: whose ``generate()`` is called. device: where it is. options: the arguments of the call besides `inputs`.
     """
     config = options.pop("generation_config", None)
     configs = [model.generation_config] if config is None else [model.generation_config, config]
-    if not options.keys() <= OPTIONS or {*map(type, configs)} != {GenerationConfig} or inputs.ids.device != model.device:
+    if not options.keys() <= OPTIONS or {*map(type, configs)} != {GenerationConfig} or inputs.ids.device != device:
         return None
     configs = [*map(vars, configs)]
     if any(values.get(name) is not None for values in configs for name in ("max_length", "min_length")):
         return None  # transformers warns if they come with max_new_tokens or min_new_tokens
-    if not all(type(value) in SCALARS or _is_plain(value) for values in (*configs, options) for value in values.values()):
+    values = [value for part in (*configs, options) for value in part.values() if type(value) not in SCALARS]
+    if not all(map(_is_plain, values)):
         return None
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or _is_distributed():
         return None
     if not vars(model).keys().isdisjoint(METHODS):
         return None
     read = {name: value for name, value in vars(model.config).items() if type(value) in SCALARS or _is_plain(value)}
-    values = marshal.dumps((options, *configs, read, logging.get_verbosity()), 2)  # tells 1, 1.0 and True apart
+    facts = marshal.dumps((options, *configs, read, LOGGER.getEffectiveLevel()), 2)  # tells 1, 1.0 and True apart
     mask = None if inputs.mask is None else inputs.mask.dtype
     methods = _methods(type(model)), _methods(type(model).__bases__[1])  # ours, and those of the model's own class
-    return values, len(inputs.ids), mask, inputs.ids.device, model.main_input_name, methods
+    return facts, len(inputs.ids), mask, inputs.ids.device, model.main_input_name, methods
 
 
 def _prepares_as_transformers(cls: type) -> bool:
-    """Whether every method by which a model's class prepares a call is that of `GenerationMixin`, as it was imported."""
+    """Whether a model's class prepares calls by the methods that `GenerationMixin` had at import, and no others."""
     return all(
         getattr(cls, name) is own and is_trusted(GenerationMixin, own)
         for name, own in _own_methods.items()

@@ -57,12 +57,14 @@ class Prompt:
         tokens = [(unknown + row if unknown else row)[pad:] for row, pad in zip(ids.tolist(), padding)]
         return cls(ids, tokens, padding, width, is_left_padded, embeds is not None, bool(unknown))
 
-    def unknown_token(self, vocab_size: int) -> int | None:
-        """The first token id that is not in a vocabulary of this size, if there is one."""
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raise ValueError if a token id is not in a vocabulary of this size."""
         ids = self.ids.numpy()
         if ids.size and 0 <= ids.min() and ids.max() < vocab_size:  # most prompts, also with their padding
-            return None
-        return next((token for row in self.tokens for token in row if not 0 <= token < vocab_size), None)
+            return
+        unknown = next((token for row in self.tokens for token in row if not 0 <= token < vocab_size), None)
+        if unknown is not None:
+            raise ValueError(f"input_ids: token id {unknown} is outside the vocabulary of {vocab_size} tokens")
 
 
 def _check_ids(input_ids: Tensor, embeds: Tensor | None) -> None:

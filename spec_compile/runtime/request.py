@@ -1,5 +1,6 @@
 """What one ``generate()`` asks of the engine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -31,6 +32,7 @@ class Request:
     seed: of the random numbers of `DrawInRound` and of drafters that draw, in [0, 2**63).
     temperature: at which such drafters draw; 0 takes the likeliest token.
     prefill_chunk_size: tokens of each row that a step of the prefill may take at most; None leaves it to the engine.
+    check: raises if the model has changed; it is called while the GPU processes the prompts, before the first round.
     stopped: indices of rows that the caller has ended; the caller may add to them between two rounds.
     state: what `Engine.run` ran the request on, so that the caller can read its cache.
     """
@@ -49,6 +51,7 @@ class Request:
     seed: int = 0
     temperature: float = 0.0
     prefill_chunk_size: int | None = None
+    check: Callable[[], None] | None = None
     stopped: set[int] = field(default_factory=set)
     state: State | None = None
 
