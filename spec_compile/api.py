@@ -263,15 +263,14 @@ class Speculation:
         """Raise ValueError if the model or the memory cannot take `prompt` and `room` more tokens a row."""
         vocab, positions = self.engine.runtime.verify.vocab_size, self.engine.runtime.verify.position_limit
         prompt.check_tokens(vocab)
-        prompts = prompt.tokens
-        tokens = max(map(len, prompts)) + room
+        batch, tokens = len(prompt.tokens), max(map(len, prompt.tokens)) + room
         if positions is not None and tokens > positions:
             raise ValueError(
                 f"max_new_tokens: prompt and new tokens make {tokens} tokens, the model has learned positions for "
-                f"{positions}; ask for at most {positions - max(map(len, prompts))}"
+                f"{positions}; ask for at most {positions - tokens + room}"
             )
-        if tokens > self.engine.room(len(prompts)):  # then the cache will grow
-            self.engine.runtime.check_memory(len(prompts), tokens, "max_new_tokens")
+        if tokens > self.engine.room(batch):  # then the cache will grow
+            self.engine.runtime.check_memory(batch, tokens, "max_new_tokens")
 
     def run(self, request: Request) -> Iterator[list[list[int]]]:
         """Answer a request with the references and options of this call; see `Engine.run`."""

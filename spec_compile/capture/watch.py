@@ -95,11 +95,6 @@ class Watch:
         ]
         self._fingerprint = self._take_fingerprint()
 
-    def check(self) -> None:
-        """Raise RuntimeError if the model has changed since it was captured."""
-        if changes := self.changes():
-            raise RuntimeError(describe(changes))
-
     def changes(self) -> list[Change]:
         """The differences from the captured model that can change an answer."""
         if not self._fingerprint.differs(self._fast()):

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import closing
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..capture import hooks
+from ..capture.watch import describe
 from . import past as pasts
 from .accept import Route, choose_route, make_acceptor
 from .accept.processors import MINIMA, is_known
@@ -58,7 +60,7 @@ class SpeculativeMixin:
                 prompt = None if plan is None else inputs.prompt(plan.padding)
                 if prompt is not None:
                     return self._generate_by_plan(plan, prompt, inputs)
-            self.speculation.watch.check()
+            _refuse_changes(self.speculation)
             self.speculation.looped = False
             with self.speculation.plans.awaiting(key):
                 output = super().generate(*args, **kwargs)
@@ -126,7 +128,7 @@ class SpeculativeMixin:
         speculation, (least, most) = self.speculation, plan.new_tokens
         on_gpu = speculation.engine.runtime.on_gpu
         if not on_gpu:
-            speculation.watch.check()
+            _refuse_changes(speculation)
         if inputs.streamer is not None:
             inputs.streamer.put(inputs.ids.cpu())
         speculation.admit_request(prompt, most)
@@ -135,7 +137,7 @@ class SpeculativeMixin:
         )
         shortest = prompt.width + least if least else 0
         request = _request(prompt, answer, plan.route, plan.processors, plan.config, shortest)
-        request.check = speculation.watch.check if on_gpu else None
+        request.check = partial(_refuse_changes, speculation) if on_gpu else None
         self._run(request, answer, plan.route)
         return answer.sequences()
 
@@ -187,6 +189,12 @@ class SpeculativeMixin:
         self.speculation.looped = True
         self.speculation.step_aside(requested)
         return super()._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
+
+
+def _refuse_changes(speculation) -> None:
+    """Raise RuntimeError if the model has changed since it was captured."""
+    if changes := speculation.watch.changes():
+        raise RuntimeError(describe(changes))
 
 
 def _unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict) -> str | None:
