@@ -34,6 +34,8 @@ from .report.explain import explain
 from .runtime import past
 from .runtime.engine import Engine
 from .runtime.generate import SpeculativeMixin
+from .runtime.prepared import Plans
+from .runtime.prompt import Prompt
 from .runtime.request import Request
 from .runtime.session import Session
 from .stats import Stats
@@ -104,6 +106,8 @@ class Speculation:
         """The memory of weights that the graphs read."""
         self.watch = Watch(model, fast, self.weights.slots, reads)
         """The model as it was captured, compared with what it is at every call."""
+        self.plans = Plans()
+        """What transformers has prepared for calls before."""
         self._calls, self._is_forked = 0, False
         forks.register(self)
 
@@ -185,6 +189,7 @@ class Speculation:
             for nodes in self.engine.runtime.sizes:
                 for part in ("round", "look", "finish") if do_sample else ("round",):
                     session.step(part, nodes)
+            session.build_proposal()
 
     def compile_anew(self) -> None:
         """Compile one round for a single sequence again, so that tools such as depyf can watch it."""
@@ -227,17 +232,15 @@ class Speculation:
 
     @contextmanager
     def generating(self, reference: Any, share_text: bool | None = None) -> Iterator[None]:
-        """The context of one generate(), whose arguments these are. Other threads' calls wait until it ends.
+        """The context of one generate(), whose arguments these are; TypeError if they are of another type.
 
-        Raises TypeError for arguments, and RuntimeError if the model has changed since it was captured.
+        Other threads' calls wait until it ends.
         """
         if share_text is not None and not isinstance(share_text, bool):
             raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._is_forked:
                 self._adopt()
-            if changes := self.watch.changes():
-                raise RuntimeError(describe(changes))
             before = self._references, self._share_text
             self._references = [] if reference is None else self.engine.runtime.algorithm.documents(reference)
             self._share_text = getattr(self.options, "share_text", True) if share_text is None else share_text
@@ -256,20 +259,18 @@ class Speculation:
                 f"{argument}: only transformers' own generate() does this; it runs, without speculation", stacklevel=4
             )
 
-    def admit_request(self, prompts: list[list[int]], room: int) -> None:
-        """Raise ValueError if the model or the memory cannot take `prompts` and `room` more tokens a row."""
+    def admit_request(self, prompt: Prompt, room: int) -> None:
+        """Raise ValueError if the model or the memory cannot take `prompt` and `room` more tokens a row."""
         vocab, positions = self.engine.runtime.verify.vocab_size, self.engine.runtime.verify.position_limit
-        unknown = next((token for prompt in prompts for token in prompt if not 0 <= token < vocab), None)
-        if unknown is not None:
-            raise ValueError(f"input_ids: token id {unknown} is outside the vocabulary of {vocab} tokens")
-        tokens = max(map(len, prompts)) + room
+        prompt.check_tokens(vocab)
+        batch, tokens = len(prompt.tokens), max(map(len, prompt.tokens)) + room
         if positions is not None and tokens > positions:
             raise ValueError(
                 f"max_new_tokens: prompt and new tokens make {tokens} tokens, the model has learned positions for "
-                f"{positions}; ask for at most {positions - max(map(len, prompts))}"
+                f"{positions}; ask for at most {positions - tokens + room}"
             )
-        if tokens > self.engine.room(len(prompts)):  # then the cache will grow
-            self.engine.runtime.check_memory(len(prompts), tokens, "max_new_tokens")
+        if tokens > self.engine.room(batch):  # then the cache will grow
+            self.engine.runtime.check_memory(batch, tokens, "max_new_tokens")
 
     def run(self, request: Request) -> Iterator[list[list[int]]]:
         """Answer a request with the references and options of this call; see `Engine.run`."""

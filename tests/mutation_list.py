@@ -62,9 +62,8 @@ STATE = [
         f"{ROUND} -k test_a_request_leaves_nothing_to_the_next",
     ),
     Mutation(
-        "a cache that comes in counts one place of padding", f"{RUNTIME}state.py",
-        "held = torch.tensor([past.length - pad for pad in past.padding]",
-        "held = torch.tensor([past.length - pad + 1 for pad in past.padding]",
+        "a cache that comes in counts one place of padding", f"{RUNTIME}call.py",
+        "cached = [request.past.length - pad for pad in", "cached = [request.past.length - pad + 1 for pad in",
         f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and StaticCache'",
     ),
     Mutation(
@@ -263,9 +262,19 @@ ANSWERS = [
 ]  # fmt: skip
 OTHERS = [
     Mutation(
-        "weights are never compared", "spec_compile/api.py",
-        "if changes := self.watch.changes():", "if changes := []:",
+        "weights are never compared", "spec_compile/runtime/generate.py",
+        "if changes := speculation.watch.changes():", "if changes := []:",
         "tests/test_watch.py -k test_generate_raises",
+    ),
+    Mutation(
+        "a changed generation config is not seen by a call like an earlier one", f"{RUNTIME}prepared.py",
+        "marshal.dumps((options, *configs, read,", "marshal.dumps((options, read,",
+        "tests/test_prepared.py -k test_a_change_between_two_calls",
+    ),
+    Mutation(
+        "padding in a prompt is not seen by a call like an earlier one", f"{RUNTIME}prepared.py",
+        "(ids.numpy() == padding).any()", "(ids.numpy() != ids.numpy()).any()",
+        "tests/test_prepared.py -k test_uncommon_calls",
     ),
     Mutation(
         "calls of several threads do not wait for each other", "spec_compile/api.py",

@@ -203,7 +203,7 @@ def test_one_launch_a_round():
         generated(system, ids)
     launches = [event.name for event in seen.events() if "Launch" in event.name or "Memcpy" in event.name]
     rounds = system.speculation.stats.rounds
-    prompt = 1
+    prompt = 2  # and the first trees
     graphs = sum("GraphLaunch" in name for name in launches) - prompt
     assert rounds <= graphs <= rounds + AHEAD - 1  # what the stop cut off
 
@@ -303,19 +303,18 @@ def test_processors_and_criteria(settings):
     assert torch.equal(fast().generate(ids.cuda(), **options).cpu(), want)
 
 
-def test_nothing_waits_in_the_loop():
+def test_nothing_waits_before_the_first_round_and_in_the_loop():
     system = fast()
     ids = random_ids(100)
     system.speculation.warmup()
     engine = system.speculation.engine
+    generated(system, ids)  # sets the tokens that end a row
     run = engine.run
 
     def watched(request):
-        rounds = run(request)
-        yield next(rounds)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            yield from rounds
+            yield from run(request)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -324,6 +323,37 @@ def test_nothing_waits_in_the_loop():
         assert torch.equal(generated(system, ids), plain("llama", 100, 1))
     finally:
         del engine.run
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_alike_give_what_the_first_gives(mode):
+    """The first is prepared by transformers."""
+    system = speculate(model(), max_cache_len=700, **MODES[mode])
+    for length, batch in ((100, 1), (33, 1), (100, 1), (40, 2), (41, 2)):
+        ids = random_ids(length, batch)
+        answer = generated(system, ids, attention_mask=torch.ones_like(ids).cuda())
+        assert torch.equal(answer, plain("llama", length, batch))
+    assert len(system.speculation.plans._plans) == 2
+
+
+def test_a_change_is_seen_by_a_call_like_an_earlier_one():
+    system, ids = speculate(copy.deepcopy(model()), max_cache_len=700), random_ids(50)
+    want = generated(system, ids)
+    weight = system.lm_head.weight
+    system.lm_head.weight = torch.nn.Parameter(weight.detach().clone())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"lm_head\.weight was moved or replaced"):
+            generated(system, ids)
+    system.lm_head.weight = weight
+    assert torch.equal(generated(system, ids), want)
+
+
+def test_drawn_tokens_are_those_of_a_call_that_transformers_prepares():
+    system, ids, answers = fast(), random_ids(50), []
+    for _ in range(3):
+        torch.manual_seed(5)
+        answers.append(generated(system, ids, do_sample=True, temperature=0.9, top_k=30, top_p=0.9))
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
 
 
 def test_ten_thousand_rounds_take_no_more_memory():

@@ -15,14 +15,14 @@ def overridden(model, names: tuple[str, ...] = HOOKS) -> str | None:
         if name in vars(model) and name != "_sample":  # transformers looks up `_sample` in the class alone
             return f"{name} (set on the {type(model).__name__} object)"
         for cls in type(model).__mro__:
-            if name in vars(cls) and not _trusted(cls, vars(cls)[name]):
+            if name in vars(cls) and not is_trusted(cls, vars(cls)[name]):
                 return f"{name} (overridden by {cls.__name__})"
             if name in vars(cls) and not cls.__module__.startswith("spec_compile."):
                 break
     return None
 
 
-def _trusted(cls: type, function: Callable) -> bool:
+def is_trusted(cls: type, function: Callable) -> bool:
     """Whether a method and all that it wraps were written in the packages that are trusted, the class included."""
     return _package(cls.__module__) in TRUSTED and all(_package(module) in TRUSTED for module in _modules(function))
 

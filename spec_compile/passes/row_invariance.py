@@ -16,7 +16,7 @@ from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, attribute, calls, owner
 from ..kernels import HALF, ops
 from ..kernels.attention.call import TARGETS
-from ..kernels.linear import PLAIN, SMALL_M
+from ..kernels.linear import LIBRARY_PRODUCTS, PRODUCTS, small_m, weight_of
 
 INVARIANT_BACKEND = "triton"
 """The attention backend that sums the keys of a node in an order which its position alone decides."""
@@ -38,7 +38,7 @@ CHOOSES = {"amax", "amin", "argmax", "argmin", "argsort", "embedding", "max", "m
 INVARIANT_OPS = MOVES | CREATES | CHOOSES
 KERNELS = {"spec_compile::rms_norm", "spec_compile::add_rms_norm"}
 """Kernels of ours in which a program takes a row."""
-PRODUCTS = {"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"}
+PLAIN_PRODUCTS = {"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"}
 
 
 def variant_parts(graph: ModelGraph) -> list[str]:
@@ -76,27 +76,18 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
         return None
     if node.target in TARGETS:
         return None if graph.backend == INVARIANT_BACKEND else f"attention by {graph.backend}"
-    if node.target in (SMALL_M.op, SMALL_M.swiglu, PLAIN) and node.args[1].op == "get_attr":
-        weight = attribute(graph.gm, node.args[1].target)
-        lack = _lack(weight) or ("library product" if node.target is PLAIN else None)
+    if node.target in PRODUCTS and (source := weight_of(node)) is not None:
+        weight = attribute(graph.gm, source.target)
+        lack = small_m.lack(weight) or ("library product" if node.target in LIBRARY_PRODUCTS else None)
         return lack and f"product {weight.shape[1]} -> {weight.shape[0]} ({lack})"
     space, name = _name(node)
     if f"{space}::{name}" in KERNELS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return None
     if space == "aten" and name in INVARIANT_OPS:
         return None
-    if space == "aten" and name in PRODUCTS:
+    if space == "aten" and name in PLAIN_PRODUCTS:
         return None if _is_scaling(node) else f"product by {name}"
     return f"op {name}"
-
-
-def _lack(weight: Tensor) -> str | None:
-    """What of a weight [O, I] the invariant product cannot take; None if it takes it."""
-    if weight.dtype not in HALF:
-        return str(weight.dtype).removeprefix("torch.")
-    if not weight.is_contiguous():
-        return "weights that are not contiguous"
-    return f"{weight.shape[1]} inputs, not a multiple of 16" if weight.shape[1] % 16 else None
 
 
 def _is_float(value) -> bool:

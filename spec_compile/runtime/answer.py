@@ -20,11 +20,12 @@ class Answer:
     criteria: stopping criteria, called in place of comparing with `longest` and `eos`; None compares.
     streamer: as in ``generate()``.
     keep_scores, keep_logits: whether `scores` (processed) and `logits` (unprocessed) of every column are wanted.
+    device: of what is returned; None for that of `input_ids`.
     """
 
     def __init__(
         self, input_ids: Tensor, longest: int, eos: list[int], pad: int | None, criteria=None, streamer=None,
-        keep_scores: bool = False, keep_logits: bool = False,
+        keep_scores: bool = False, keep_logits: bool = False, device: torch.device | None = None,
     ):  # fmt: skip
         self.batch, self.prompt_width = input_ids.shape
         self.longest, self.eos, self.pad = longest, frozenset(eos), pad
@@ -40,7 +41,7 @@ class Answer:
         self.logits = () if keep_logits else None
         self._outputs: list[list[tuple[Tensor, Tensor] | None]] = [[] for _ in range(self.batch)]
         """Logits and scores [V] of the tokens of each row; None once their column has been dealt with."""
-        self._dtype, self._device = torch.int64, input_ids.device
+        self._dtype, self._device = torch.int64, device or input_ids.device
 
     @property
     def keeps_scores(self) -> bool:

@@ -4,6 +4,9 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+import torch
+from torch import Tensor
+
 from ..cache import PAGE
 from ..outcome import Outcome, unpack
 from ..tree import MAX_NODES
@@ -35,6 +38,10 @@ class Call:
         self._flying: deque[tuple[int, Callable[[], list[list[int]]]]] = deque()
         """Rounds that were launched: the number of nodes, and what waits for the outcome."""
         self._gains: list[list[int]] = []
+        self._first: Tensor | None = None
+        """[2, B] on the CPU, until it is read: the numbers of nodes and the hints of the first trees."""
+        self._counts: list[int] = []
+        self._hints: list[int] = []
 
     @property
     def is_over(self) -> bool:
@@ -58,21 +65,24 @@ class Call:
             self._grow(0)
         if session.ring is not None:
             session.ring.begin()
-        state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos)
+        state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos, request.ids)
         state.seed.fill_(request.seed)
         state.temperature.fill_(request.temperature)
-        if request.past is not None:
-            state.fill(request.past)
-            if not self._draft_remembers():
-                state.lengths.zero_()
+        begins = self._take_past()
         session.texts = [list(prompt) for prompt in request.prompts]
         drafter.start(state, request.prompts, request.references, request.share_text)
         self._build_rounds()
-        self._prefill()
-        state.root()
+        self._prefill(begins)
         if request.first_logits is None:
-            drafter.propose(state, self._max_kv_len(max(map(len, request.prompts))))
-        self._counts, self._hints = state.tree_count.tolist(), state.tree_hint.tolist()
+            session.propose(self._max_kv_len(max(map(len, request.prompts))))
+        else:
+            state.root()
+        first = torch.stack((state.tree_count, state.tree_hint))
+        self._first = first.to("cpu", non_blocking=self._ahead > 1)
+        if request.check is not None:
+            request.check()
+        if self._ahead == 1:
+            self._read_first()
         self.lengths = [len(prompt) - 1 for prompt in request.prompts]
         self._finished = [length + 1 >= limit for length, limit in zip(self.lengths, request.max_lengths)]
 
@@ -87,7 +97,7 @@ class Call:
                 self._grow(max(self.lengths) + MAX_NODES + self.runtime.algorithm.plan.lookahead_slots)
             if request.first_logits is not None or not request.drafts:
                 nodes = 1
-            elif self._flying:
+            elif self._flying or self._first is not None:
                 nodes = self._policy.choose_ahead()
             else:
                 nodes = self._policy.choose([self._counts[row] for row in active], [self._hints[row] for row in active])
@@ -100,7 +110,9 @@ class Call:
     def collect(self) -> tuple[int, list[Outcome]]:
         """Wait for the round that was launched first: its number of nodes, and what came of each row."""
         nodes, read = self._flying.popleft()
-        return nodes, [unpack(row) for row in read()]
+        outcomes = [unpack(row) for row in read()]
+        self._read_first()  # it has arrived, because its copy was launched before the round
+        return nodes, outcomes
 
     def learn(self, nodes: int, outcomes: list[Outcome], seconds: float) -> list[list[int]]:
         """Take a round's outcomes in; returns the tokens that each row gained."""
@@ -130,10 +142,12 @@ class Call:
                 self.session.state.finished[row : row + 1].fill_(True)
 
     def _build_rounds(self) -> None:
-        """Make the rounds of an algorithm that has one size: made later, they would run over drafts that the drafter's
-        cache holds."""
+        """Make the first proposal, and the rounds of an algorithm that has one size: made later, they would run over
+        drafts that the drafter's cache holds."""
         if self.runtime.algorithm.plan.sizes == "fixed":
             self.session.build(self.runtime.sizes[-1] if self.request.drafts else 1, self.request)
+        if self.request.first_logits is None:
+            self.session.build_proposal()
 
     def _grow(self, used: int) -> None:
         """Make room for the longest row that was asked for; the first `used` slots of the caches are in use."""
@@ -145,15 +159,33 @@ class Call:
         with session.growing(tokens, used):
             self._build_rounds()
 
-    def _draft_remembers(self) -> bool:
+    def _take_past(self) -> list[int]:
+        """Take over keys and values that exist already; returns how many tokens of each row need no prefill."""
+        request, state = self.request, self.session.state
+        if request.past is None:
+            return [0] * state.batch
+        cached = [request.past.length - pad for pad in request.past.padding]
+        begins = [min(length, len(prompt) - 1) for length, prompt in zip(cached, request.prompts)]
+        state.fill(request.past, begins)
+        if self._draft_remembers(begins):
+            return begins
+        state.lengths.zero_()
+        return [0] * state.batch
+
+    def _draft_remembers(self, lengths: list[int]) -> bool:
         """Whether a drafter's own cache has, from the call before, what `request.past` has of the target's, or cannot
         have it because nobody knows the tokens. Else the prompts are processed again."""
         if not self.runtime.algorithm.remembers or self.request.has_unknown_tokens:
             return True
-        lengths, texts = self.session.state.lengths.tolist(), self.session.texts
+        texts = self.session.texts
         if len(texts) != len(lengths):
             return False
         return all(text[: n + 1] == prompt[: n + 1] for n, text, prompt in zip(lengths, texts, self.request.prompts))
+
+    def _read_first(self) -> None:
+        """Learn what the first trees have."""
+        if self._first is not None:
+            (self._counts, self._hints), self._first = self._first.tolist(), None
 
     def _chosen(self, nodes: int, max_kv_len: int) -> Callable[[], list[list[int]]]:
         """A round whose tokens the request chooses; the first logits may be known already."""
@@ -175,11 +207,10 @@ class Call:
         needed = slots + self.runtime.algorithm.plan.lookahead_slots
         return min(-(-needed // PAGE) * PAGE, self.session.state.capacity)
 
-    def _prefill(self) -> None:
-        """Keys and values of every prompt token but the last, beyond those that the state has."""
+    def _prefill(self, begins: list[int]) -> None:
+        """Keys and values of every prompt token but the last, beyond the first `begins` [B] that the state has."""
         session, limit = self.session, self.request.prefill_chunk_size
         sizes = [n for n in session.prefill_sizes if n <= (limit or n)] or session.prefill_sizes[-1:]
-        begins = session.state.lengths.tolist()
         done = max(begins)
         missing = max(len(prompt) - 1 - begin for prompt, begin in zip(self.request.prompts, begins))
         for size in chunks(missing, sizes, FIXED[self.runtime.device.type]):

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import closing
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,10 +10,12 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..capture import hooks
+from ..capture.watch import describe
 from . import past as pasts
 from .accept import Route, choose_route, make_acceptor
 from .accept.processors import MINIMA, is_known
 from .answer import Answer
+from .prepared import Inputs, Plan, make_key
 from .prompt import Prompt
 from .request import Request
 
@@ -49,8 +52,18 @@ class SpeculativeMixin:
             self.speculation.step_aside(f"generate (set on the {type(self).__name__} object)")
             return replaced(*args, **kwargs)
         with self.speculation.generating(reference, share_text):
+            common, key = Inputs.of(args, kwargs), None
+            if common is not None:
+                inputs, options = common
+                key = make_key(self, self.speculation.engine.runtime.device, inputs, options)
+                plan = self.speculation.plans.find(key)
+                prompt = None if plan is None else inputs.prompt(plan.padding)
+                if prompt is not None:
+                    return self._generate_by_plan(plan, prompt, inputs)
+            _refuse_changes(self.speculation)
             self.speculation.looped = False
-            output = super().generate(*args, **kwargs)
+            with self.speculation.plans.awaiting(key):
+                output = super().generate(*args, **kwargs)
             override = None if self.speculation.looped else hooks.overridden(self, ("generate",))
             if override is not None:
                 self.speculation.step_aside(f"{override}, with a loop of its own")
@@ -85,8 +98,8 @@ class SpeculativeMixin:
         if config.prefill_chunk_size is not None and config.prefill_chunk_size < 1:
             raise RuntimeError(f"prefill_chunk_size: expected at least 1, got {config.prefill_chunk_size}")
         longest = _longest(input_ids, stopping_criteria, config)
-        speculation.admit_request(prompt.tokens, longest - input_ids.shape[1])
-        answer = _answer(input_ids, longest, stopping_criteria, config, streamer)
+        speculation.admit_request(prompt, longest - input_ids.shape[1])
+        answer = _answer(input_ids, prompt, longest, stopping_criteria, config, streamer)
         cache, first_logits = model_kwargs.get("past_key_values"), None
         if prompt.is_embedded:
             output = self._prefill(input_ids, config, model_kwargs)
@@ -96,14 +109,10 @@ class SpeculativeMixin:
         route = choose_route(
             config, logits_processor, self.device, answer.keeps_scores, has_first_logits=first_logits is not None
         )
-        request = _request(prompt, answer, route, logits_processor, config, cache, first_logits)
-        with closing(speculation.run(request)) as rounds:
-            for gained in rounds:
-                if route is not Route.ON_HOST:  # there the acceptor has given them to the answer
-                    answer.take(gained)
-                request.stopped.update(row for row in range(answer.batch) if not answer.needs(row))
-        if streamer is not None:
-            streamer.end()
+        shortest = _shortest(logits_processor)
+        request = _request(prompt, answer, route, logits_processor, config, shortest, cache, first_logits)
+        speculation.plans.keep(self, prompt, config, logits_processor, stopping_criteria, answer, route)
+        self._run(request, answer, route)
 
         # Return what transformers returns.
         if cache is not None and (config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)):
@@ -113,6 +122,34 @@ class SpeculativeMixin:
         return GenerateDecoderOnlyOutput(
             sequences=answer.sequences(), scores=answer.scores, logits=answer.logits, past_key_values=cache
         )
+
+    def _generate_by_plan(self, plan: Plan, prompt: Prompt, inputs: Inputs) -> Tensor:
+        """What `generate` returns, without transformers' preparation."""
+        speculation, (least, most) = self.speculation, plan.new_tokens
+        on_gpu = speculation.engine.runtime.on_gpu
+        if not on_gpu:
+            _refuse_changes(speculation)
+        if inputs.streamer is not None:
+            inputs.streamer.put(inputs.ids.cpu())
+        speculation.admit_request(prompt, most)
+        answer = Answer(
+            prompt.ids, prompt.width + most, plan.eos, plan.pad, streamer=inputs.streamer, device=inputs.ids.device
+        )
+        shortest = prompt.width + least if least else 0
+        request = _request(prompt, answer, plan.route, plan.processors, plan.config, shortest)
+        request.check = partial(_refuse_changes, speculation) if on_gpu else None
+        self._run(request, answer, plan.route)
+        return answer.sequences()
+
+    def _run(self, request: Request, answer: Answer, route: Route) -> None:
+        """Run rounds until every row of the answer has ended."""
+        with closing(self.speculation.run(request)) as rounds:
+            for gained in rounds:
+                if route is not Route.ON_HOST:  # there the acceptor has given them to the answer
+                    answer.take(gained)
+                request.stopped.update(row for row in range(answer.batch) if not answer.needs(row))
+        if answer.streamer is not None:
+            answer.streamer.end()
 
     def _extend_cache(self, cache: Cache, request: Request, prompt: Prompt, answer: Answer) -> None:
         """Bring a cache to where plain decoding leaves it, which is all positions but the last."""
@@ -154,6 +191,12 @@ class SpeculativeMixin:
         return super()._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
 
 
+def _refuse_changes(speculation) -> None:
+    """Raise RuntimeError if the model has changed since it was captured."""
+    if changes := speculation.watch.changes():
+        raise RuntimeError(describe(changes))
+
+
 def _unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict) -> str | None:
     """The first thing asked for that only transformers' own loop does, if there is one."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -180,20 +223,23 @@ def _unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict
 
 
 def _request(
-    prompt: Prompt, answer: Answer, route: Route, processors: list, generation_config, cache: Cache | None,
-    first_logits: Tensor | None,
+    prompt: Prompt, answer: Answer, route: Route, processors: list, generation_config, shortest: int,
+    cache: Cache | None = None, first_logits: Tensor | None = None,
 ) -> Request:  # fmt: skip
-    """The request for the rounds of one call. Widths of the answer become lengths of each row without its padding."""
+    """The request for the rounds of one call. Widths of the answer become lengths of each row without its padding.
+
+    shortest: the width below which no row may end.
+    """
     seed, temperature = None, 0.0
     if generation_config.do_sample:
         seed, temperature = int(torch.randint((1 << 63) - 1, ())), generation_config.temperature or 1.0
-    shortest = max((_minimum(processor) for processor in processors if is_known(processor, MINIMA)), default=0)
     differences = [len(tokens) - answer.prompt_width for tokens in prompt.tokens]  # a row's length less its width
     return Request(
         prompts=prompt.tokens,
         min_lengths=[max(0, shortest + difference) for difference in differences],
         max_lengths=[answer.longest + difference for difference in differences],
         eos=sorted(answer.eos),
+        ids=None if any(prompt.padding) or prompt.has_unknown_tokens else prompt.ids,
         past=pasts.read(cache, prompt.padding) if cache is not None and cache.get_seq_length() > 0 else None,
         has_unknown_tokens=prompt.has_unknown_tokens,
         first_logits=first_logits,
@@ -204,11 +250,16 @@ def _request(
     )
 
 
-def _minimum(processor) -> int:
+def _shortest(processors: list) -> int:
     """The width below which no row may end."""
-    if hasattr(processor, "min_length"):
-        return processor.min_length
-    return processor.prompt_length_to_skip + processor.min_new_tokens
+    minima = [processor for processor in processors if is_known(processor, MINIMA)]
+    return max(
+        (
+            each.min_length if hasattr(each, "min_length") else each.prompt_length_to_skip + each.min_new_tokens
+            for each in minima
+        ),
+        default=0,
+    )
 
 
 def _longest(input_ids: Tensor, stopping_criteria, generation_config) -> int:
@@ -218,7 +269,7 @@ def _longest(input_ids: Tensor, stopping_criteria, generation_config) -> int:
     return max(longest, input_ids.shape[1] + 1)
 
 
-def _answer(input_ids: Tensor, longest: int, stopping_criteria, generation_config, streamer) -> Answer:
+def _answer(input_ids: Tensor, prompt: Prompt, longest: int, stopping_criteria, generation_config, streamer) -> Answer:
     """The answer of one call, still without tokens; ValueError if rows may end before others and no padding is set."""
     names = {type(criterion).__name__ for criterion in stopping_criteria}
     eos = next((c.eos_token_id.tolist() for c in stopping_criteria if type(c).__name__ == "EosTokenCriteria"), [])
@@ -227,7 +278,7 @@ def _answer(input_ids: Tensor, longest: int, stopping_criteria, generation_confi
     if pad is None and has_eos:
         raise ValueError("If `eos_token_id` is defined, make sure that `pad_token_id` is defined.")
     return Answer(
-        input_ids,
+        prompt.ids,
         longest,
         eos,
         None if pad is None else int(pad),
@@ -235,4 +286,5 @@ def _answer(input_ids: Tensor, longest: int, stopping_criteria, generation_confi
         streamer=streamer,
         keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
         keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
+        device=input_ids.device,
     )

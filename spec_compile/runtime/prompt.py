@@ -10,6 +10,7 @@ from torch import Tensor
 class Prompt:
     """The B rows to be continued.
 
+    ids: [B, W] integers on the CPU, as they were given to transformers' loop.
     tokens: token ids of each row [B lists] without padding; 0 where a token is not known.
     padding: positions of padding on the left of each row [B].
     width: positions of every row, those of padding and of cached tokens included.
@@ -18,6 +19,7 @@ class Prompt:
     has_unknown_tokens: whether a cache or embeddings came in place of some tokens.
     """
 
+    ids: Tensor
     tokens: list[list[int]]
     padding: list[int]
     width: int
@@ -37,7 +39,9 @@ class Prompt:
         """
         embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
         _check_ids(input_ids, embeds)
-        batch, id_width = input_ids.shape
+        ids = input_ids.cpu()  # whatever is on a GPU is read once, and looked at on the CPU
+        mask = None if mask is None else mask.cpu()
+        batch, id_width = ids.shape
         width = _width(id_width, generation_config, model_kwargs) if embeds is None else embeds.shape[1]
         padding, is_left_padded = [0] * batch, True
         if mask is not None:
@@ -48,10 +52,19 @@ class Prompt:
                 padding = (seen == 0).sum(dim=1).tolist()
         positions = model_kwargs.get("position_ids")
         if positions is not None and is_left_padded:
-            is_left_padded = _count_from_first_token(positions, padding, width)
+            is_left_padded = _count_from_first_token(positions.cpu(), padding, width)
         unknown = [0] * (width - id_width)
-        tokens = [(unknown + row if unknown else row)[pad:] for row, pad in zip(input_ids.tolist(), padding)]
-        return cls(tokens, padding, width, is_left_padded, embeds is not None, bool(unknown))
+        tokens = [(unknown + row if unknown else row)[pad:] for row, pad in zip(ids.tolist(), padding)]
+        return cls(ids, tokens, padding, width, is_left_padded, embeds is not None, bool(unknown))
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raise ValueError if a token id is not in a vocabulary of this size."""
+        ids = self.ids.numpy()
+        if ids.size and 0 <= ids.min() and ids.max() < vocab_size:  # most prompts, also with their padding
+            return
+        unknown = next((token for row in self.tokens for token in row if not 0 <= token < vocab_size), None)
+        if unknown is not None:
+            raise ValueError(f"input_ids: token id {unknown} is outside the vocabulary of {vocab_size} tokens")
 
 
 def _check_ids(input_ids: Tensor, embeds: Tensor | None) -> None:
@@ -86,7 +99,6 @@ def _width(id_width: int, generation_config, model_kwargs: dict) -> int:
 
 def _count_from_first_token(positions: Tensor, padding: list[int], width: int) -> bool:
     """Whether positions [1 or B, up to W], those of the last columns, are 0, 1, 2, … from each row's first token on."""
-    device = positions.device
-    expected = torch.arange(width, device=device) - torch.tensor(padding, device=device)[:, None]
+    expected = torch.arange(width) - torch.tensor(padding)[:, None]
     expected = expected[:, width - positions.shape[-1] :]
     return positions.shape[-1] <= width and not bool(((positions != expected) & (expected >= 0)).any())

@@ -1,5 +1,6 @@
 """What one ``generate()`` asks of the engine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -20,6 +21,7 @@ class Request:
     min_lengths: tokens of each row [B] before which it may not end.
     max_lengths: tokens of each row [B] at which it ends.
     eos: ids of the tokens that end a row.
+    ids: the prompts as [B, W] int64 on the CPU, if they have one length; None: nobody has them as a tensor.
     references: 1-D tensors of token ids from which drafts may be copied.
     share_text: whether later calls may draft from the texts of this one.
     past: keys and values that exist already of the first prompt tokens.
@@ -30,6 +32,7 @@ class Request:
     seed: of the random numbers of `DrawInRound` and of drafters that draw, in [0, 2**63).
     temperature: at which such drafters draw; 0 takes the likeliest token.
     prefill_chunk_size: tokens of each row that a step of the prefill may take at most; None leaves it to the engine.
+    check: raises if the model has changed; it is called while the GPU processes the prompts, before the first round.
     stopped: indices of rows that the caller has ended; the caller may add to them between two rounds.
     drafts: whether rounds verify what was drafted; `Engine.run` sets it to `Engine.drafts`.
     state: what `Engine.run` ran the request on, so that the caller can read its cache.
@@ -39,6 +42,7 @@ class Request:
     min_lengths: list[int]
     max_lengths: list[int]
     eos: list[int] = field(default_factory=list)
+    ids: Tensor | None = None
     references: list[Tensor] = field(default_factory=list)
     share_text: bool = True
     past: Past | None = None
@@ -48,6 +52,7 @@ class Request:
     seed: int = 0
     temperature: float = 0.0
     prefill_chunk_size: int | None = None
+    check: Callable[[], None] | None = None
     stopped: set[int] = field(default_factory=set)
     drafts: bool = True
     state: State | None = None

@@ -78,7 +78,7 @@ class Session:
         """A step as a function, made on first use. On a GPU it is a captured graph, but for a "prefill" of any size.
 
         part: "prefill", a function of (size, max_kv_len), where `nodes` is the one size it serves, or 0 for all sizes;
-        "round" or "look", functions of max_kv_len; "finish", a function of what was accepted (see `Round`).
+        "round", "look" or "propose", functions of max_kv_len; "finish", a function of what was accepted (see `Round`).
         """
         if (part, nodes) not in self.steps:
             self.steps[part, nodes] = self._build(part, nodes)
@@ -92,6 +92,19 @@ class Session:
         """Make all that `prefill` needs."""
         for size in self.prefill_sizes:
             self.step("prefill", self._prefill_key(size))
+
+    def propose(self, max_kv_len: int) -> None:
+        """Propose the first trees of a call; the rounds propose all others."""
+        (self.step("propose") if self.captures else self._propose)(max_kv_len)
+
+    def build_proposal(self) -> None:
+        """Make all that `propose` needs."""
+        if self.captures:
+            self.step("propose")
+
+    def _propose(self, max_kv_len: int) -> None:
+        self.state.root()
+        self.drafter.propose(self.state, max_kv_len)
 
     def _prefill_key(self, size: int) -> int:
         captured = self.captures and size * self.batch <= CAPTURED_TOKENS
@@ -169,6 +182,8 @@ class Session:
             return self._pieces.prefill()
         if part == "finish":
             return self._pieces.finish(nodes).finish
+        if part == "propose":
+            return self._propose
         round_ = self._pieces.round(nodes)
         function = partial(round_.look if part == "look" else round_.forward, nodes=nodes)
         return self.ring.publishing(function) if part == "round" and self.ring is not None else function

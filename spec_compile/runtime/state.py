@@ -46,6 +46,8 @@ class State(nn.Module):
         else:
             self.tree_probs = None
         self.kv = Cache(graph, batch, capacity)
+        self.on_gpu = device.type == "cuda"
+        self._eos: list[int] = []  # what `is_eos` holds
         self.root()
 
     @property
@@ -57,8 +59,8 @@ class State(nn.Module):
         """Every buffer except the cache."""
         return list(self.buffers(recurse=False))
 
-    def fill(self, past: Past) -> None:
-        """Take over keys and values that exist already of the prompts given to `reset`, and set `lengths` to them."""
+    def fill(self, past: Past, lengths: list[int]) -> None:
+        """Take over keys and values that exist already of the prompts given to `reset`; `lengths` [B] of them count."""
         for (keys, values), key_cache, value_cache in zip(past.layers, self.cache[::2], self.cache[1::2]):
             first = past.length - keys.shape[2]  # a sliding window holds the last tokens only
             for row, pad in enumerate(past.padding):
@@ -66,8 +68,7 @@ class State(nn.Module):
                 slots = slice(max(first - pad, 0), past.length - pad)
                 key_cache[row, :, slots] = stored(keys[row, :, skipped:], key_cache.dtype)
                 value_cache[row, :, slots] = stored(values[row, :, skipped:], value_cache.dtype)
-        held = torch.tensor([past.length - pad for pad in past.padding], device=self.lengths.device)
-        self.lengths.copy_(torch.minimum(held, self.prompt_lengths - 1))
+        self.lengths.copy_(torch.tensor(lengths))
 
     def resize(self, slots: int) -> None:
         """Make room for `slots` tokens a row. The texts stay; the cache is not touched."""
@@ -75,17 +76,32 @@ class State(nn.Module):
         longer[:, : self.capacity] = self.tokens
         self.tokens, self.capacity = longer, slots
 
-    def reset(self, prompts: list[list[int]], min_lengths: list[int], max_lengths: list[int], eos: list[int]) -> None:
-        """Begin B new sequences. Lengths count committed tokens, prompt included."""
-        for row, prompt in enumerate(prompts):
-            self.tokens[row, : len(prompt)] = torch.tensor(prompt)
-        self.prompt_lengths.copy_(torch.tensor([len(prompt) for prompt in prompts]))
-        self.min_lengths.copy_(torch.tensor(min_lengths))
-        self.max_lengths.copy_(torch.tensor(max_lengths))
-        self.lengths.zero_()
+    def reset(
+        self, prompts: list[list[int]], min_lengths: list[int], max_lengths: list[int], eos: list[int],
+        ids: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Begin B new sequences. Lengths count committed tokens, prompt included.
+
+        ids: `prompts` as [B, W] int64 on the CPU, if they have one length and it is at hand.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        if ids is None:
+            ids = nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+        # All numbers travel together, because each copy to a GPU takes as long as a small kernel. Memory that is pinned
+        # anew for each call is free to be written, so that nothing waits.
+        buffers = [self.lengths, self.prompt_lengths, self.min_lengths, self.max_lengths]
+        numbers = torch.empty(len(buffers) * self.batch + ids.numel(), dtype=torch.int64, pin_memory=self.on_gpu)
+        few = numbers.numpy()[: len(buffers) * self.batch]
+        few[:] = [0] * self.batch + lengths + min_lengths + max_lengths
+        numbers[len(few) :] = ids.reshape(-1)
+        numbers = numbers.to(self.tokens.device, non_blocking=True)
+        torch._foreach_copy_(buffers, [*numbers[: len(few)].split(self.batch)])
+        self.tokens[:, : ids.shape[1]] = numbers[len(few) :].view(ids.shape)
         self.finished.zero_()
-        self.is_eos.zero_()
-        self.is_eos[eos] = True
+        if eos != self._eos:
+            self.is_eos.zero_()
+            self.is_eos[eos] = True
+            self._eos = [*eos]
 
     def tree(self, nodes: int) -> Tree:
         """The first `nodes` nodes of the pending trees; parents come first, so every prefix of a tree is a tree.

@@ -41,13 +41,11 @@ TRANSPOSED = Form(transposed_linear, "cpu", (torch.float32,), False)
 FORMS = (SMALL_M, TRANSPOSED)
 PLAIN = aten.linear.default
 """The op of a captured linear layer, and of every one that no form serves."""
-JOINED = (
-    torch.ops.spec_compile.small_m_add.default,
-    torch.ops.spec_compile.normed_matmul.default,
-    torch.ops.spec_compile.normed_swiglu.default,
-)
+NORMED = torch.ops.spec_compile.normed_matmul.default, torch.ops.spec_compile.normed_swiglu.default
+JOINED = (torch.ops.spec_compile.small_m_add.default, *NORMED)
 """Products of the form "small_m" with what stands around them."""
-PRODUCTS = {PLAIN, aten.addmm.default, *JOINED} | {op for form in FORMS for op in (form.op, form.swiglu) if op}
+LIBRARY_PRODUCTS = {PLAIN, aten.addmm.default}
+PRODUCTS = LIBRARY_PRODUCTS | {*JOINED} | {op for form in FORMS for op in (form.op, form.swiglu) if op}
 
 
 def choose(weight: Tensor, few_rows: bool) -> Form | None:
@@ -73,6 +71,12 @@ def gated_op(node: fx.Node) -> Callable | None:
     """The op that joins the SwiGLU of its halves to this product without a bias, if there is one."""
     form = next((form for form in FORMS if node.target == form.op), None)
     return None if form is None or bias_of(node) is not None else form.swiglu
+
+
+def weight_of(node: fx.Node) -> fx.Node | None:
+    """The parameter by which a product multiplies, if it is one."""
+    index = 2 if node.target in NORMED or node.target is aten.addmm.default else 1
+    return node.args[index] if node.args[index].op == "get_attr" else None
 
 
 def bias_of(node: fx.Node) -> fx.Node | None:

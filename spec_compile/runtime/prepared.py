@@ -1,0 +1,216 @@
+"""What transformers prepares for a call of ``generate()``, kept for the next call that is alike.
+
+transformers' preparation copies and validates the generation config several times and builds everything else anew. For
+the common calls its outcome depends on the values that make a `Key`, and on nothing else. Such a call runs it once. All
+other calls run it every time, and so does one for which transformers has a warning at every call.
+"""
+
+import logging
+import marshal
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from types import FunctionType, NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
+from transformers.generation import LogitsProcessorList
+
+from ..capture.hooks import HOOKS, is_trusted
+from .accept import Route
+from .accept.processors import MINIMA, OF_SCORES, is_known
+from .answer import Answer
+from .prompt import Prompt
+
+OPTIONS = {
+    "max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "eos_token_id", "pad_token_id", "bos_token_id",
+}  # fmt: skip
+"""Generation options of calls whose preparation is kept. Every other option has its default in them."""
+UNUSED = {"transformers_version", "max_length", "min_length"}
+"""Values of a prepared config that may differ from the default: the options decide them, or nothing reads them."""
+PROCESSORS = OF_SCORES | {"RepetitionPenaltyLogitsProcessor"}
+"""Logits processors that remember nothing and do not depend on the width of the prompt."""
+CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
+PLANS = 32
+"""Preparations that are kept, those used last."""
+METHODS = [name for name, value in vars(GenerationMixin).items() if isinstance(value, FunctionType)]
+LOOPS = {*HOOKS, "_beam_search", "_assisted_decoding", "_optimize_model_for_decode"}
+"""Methods that prepare nothing. All others of `METHODS` must be transformers' own."""
+LOGGER = logging.getLogger("transformers")
+"""At some levels transformers warns in other words."""
+SCALARS = {NoneType, bool, int, float, str}
+
+_methods = attrgetter(*METHODS)
+_own_methods = dict(zip(METHODS, _methods(GenerationMixin)))
+
+Key = tuple[Any, ...]
+
+
+@dataclass
+class Inputs:
+    """The tensors of a call: `ids` [B, W] int64, and its attention mask [B, W], or None."""
+
+    ids: Tensor
+    mask: Tensor | None
+    streamer: Any
+
+    @classmethod
+    def of(cls, args: tuple, kwargs: dict) -> tuple["Inputs", dict] | None:
+        """The inputs among the arguments of ``generate()``, and its other arguments; None if they are of an uncommon
+        form."""
+        if len(args) > 1 or (args and "inputs" in kwargs):
+            return None
+        others = dict(kwargs)
+        inputs, ids = args[0] if args else others.pop("inputs", None), others.pop("input_ids", None)
+        mask, streamer = others.pop("attention_mask", None), others.pop("streamer", None)
+        ids = inputs if ids is None else ids if inputs is None else None
+        if type(ids) is not Tensor or ids.dtype is not torch.int64 or ids.dim() != 2 or not ids.numel():
+            return None
+        if mask is None:  # transformers warns about some batches without a mask
+            return (cls(ids, None, streamer), others) if ids.shape[0] == 1 else None
+        if type(mask) is not Tensor or mask.shape != ids.shape or mask.device != ids.device or mask.is_floating_point():
+            return None
+        return cls(ids, mask, streamer), others
+
+    def prompt(self, padding: int | None) -> Prompt | None:
+        """The prompts, read with one copy from the device; None if the mask has a zero, or if there is no mask and a
+        token is `padding`, from which transformers infers one."""
+        numbers = (self.ids if self.mask is None else torch.cat((self.ids, self.mask))).cpu()
+        ids, mask = numbers[: len(self.ids)], numbers[len(self.ids) :].numpy()
+        if (mask != 1).any() or (self.mask is None and padding is not None and (ids.numpy() == padding).any()):
+            return None
+        return Prompt(ids, ids.tolist(), [0] * len(ids), ids.shape[1], True, False, False)
+
+
+@dataclass
+class Plan:
+    """What transformers prepared for the calls of one `Key`.
+
+    config, processors: what it gave to the loop, without the processors that set a minimum length.
+    route: how tokens are accepted. eos, pad: see `Answer`.
+    padding: the token from which transformers infers a mask if there is none; None if it infers none.
+    """
+
+    config: GenerationConfig
+    processors: LogitsProcessorList
+    route: Route
+    eos: list[int]
+    pad: int | None
+    padding: int | None
+
+    @property
+    def new_tokens(self) -> tuple[int, int]:
+        """The least and the most of them. transformers ignores the least if nothing ends a row."""
+        return self.config.min_new_tokens or 0 if self.eos else 0, self.config.max_new_tokens
+
+
+class Plans:
+    """The plans of one model."""
+
+    def __init__(self) -> None:
+        self.awaited: Key | None = None
+        """The key of the call that transformers is preparing, until `keep` has its outcome."""
+        self._plans: OrderedDict[Key, Plan] = OrderedDict()
+
+    def find(self, key: Key | None) -> Plan | None:
+        """The plan for a key, if there is one."""
+        plan = self._plans.get(key)
+        if plan is not None:
+            self._plans.move_to_end(key)
+        return plan
+
+    @contextmanager
+    def awaiting(self, key: Key | None) -> Iterator[None]:
+        """A context in which transformers prepares the call of this key. A streamer may make other calls in it."""
+        before, self.awaited = self.awaited, key
+        try:
+            yield
+        finally:
+            self.awaited = before
+
+    def keep(
+        self, model, prompt: Prompt, config: GenerationConfig, processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList, answer: Answer, route: Route,
+    ) -> None:  # fmt: skip
+        """Keep what transformers has prepared for the key that is `awaited`, if the next call may take it over."""
+        key, self.awaited = self.awaited, None
+        if key is None or any(prompt.padding) or not _prepares_as_transformers(type(model).__bases__[1]):
+            return
+        if not all(is_known(each, PROCESSORS | MINIMA) for each in processors):
+            return
+        if {type(criterion).__name__ for criterion in criteria} - CRITERIA or not _has_options_alone(config):
+            return
+        least, most = config.min_new_tokens or 0, config.max_new_tokens
+        if type(most) is not int or least > most or (least and route is Route.ON_HOST):
+            return
+        pad = config._pad_token_tensor
+        if any(token < 0 for token in answer.eos) or (pad is not None and pad.numel() != 1):
+            return
+        padding = None if pad is None or int(pad) in answer.eos else int(pad)
+        others = type(processors)(each for each in processors if not is_known(each, MINIMA))
+        self._plans[key] = Plan(config, others, route, sorted(answer.eos), answer.pad, padding)
+        if len(self._plans) > PLANS:
+            self._plans.popitem(last=False)
+
+
+def make_key(model, device: torch.device, inputs: Inputs, options: dict) -> Key | None:
+    """All that transformers reads to prepare a call, by value; None if it must prepare the call itself.
+
+    model: whose ``generate()`` is called. device: where it is. options: the arguments of the call besides `inputs`.
+    """
+    config = options.pop("generation_config", None)
+    configs = [model.generation_config] if config is None else [model.generation_config, config]
+    if not options.keys() <= OPTIONS or {*map(type, configs)} != {GenerationConfig} or inputs.ids.device != device:
+        return None
+    configs = [*map(vars, configs)]
+    if any(values.get(name) is not None for values in configs for name in ("max_length", "min_length")):
+        return None  # transformers warns if they come with max_new_tokens or min_new_tokens
+    values = [value for part in (*configs, options) for value in part.values() if type(value) not in SCALARS]
+    if not all(map(_is_plain, values)):
+        return None
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or _is_distributed():
+        return None
+    if not vars(model).keys().isdisjoint(METHODS):
+        return None
+    read = {name: value for name, value in vars(model.config).items() if type(value) in SCALARS or _is_plain(value)}
+    facts = marshal.dumps((options, *configs, read, LOGGER.getEffectiveLevel()), 2)  # tells 1, 1.0 and True apart
+    mask = None if inputs.mask is None else inputs.mask.dtype
+    methods = _methods(type(model)), _methods(type(model).__bases__[1])  # ours, and those of the model's own class
+    return facts, len(inputs.ids), mask, inputs.ids.device, model.main_input_name, methods
+
+
+def _prepares_as_transformers(cls: type) -> bool:
+    """Whether a model's class prepares calls by the methods that `GenerationMixin` had at import, and no others."""
+    return all(
+        getattr(cls, name) is own and is_trusted(GenerationMixin, own)
+        for name, own in _own_methods.items()
+        if name not in LOOPS
+    )
+
+
+def _has_options_alone(config: GenerationConfig) -> bool:
+    """Whether a prepared config has no option that is not its default, besides `OPTIONS`."""
+    defaults = vars(GenerationConfig()) | GenerationConfig._get_default_generation_params()
+    return all(
+        name in OPTIONS | UNUSED
+        or name.startswith("_")
+        or (name in defaults and (value == defaults[name] or (value is False and defaults[name] is None)))
+        for name, value in vars(config).items()
+    )
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, None, or lists, tuples and dictionaries of such."""
+    cls = type(value)
+    if cls in (list, tuple):
+        return all(map(_is_plain, value))
+    return cls in SCALARS or (cls is dict and all(map(_is_plain, (*value, *value.values()))))
