@@ -25,6 +25,7 @@ def half_on_gpu(monkeypatch):
     for module in ("attention.tree_attention", "norm"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
+    monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: None)
     monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SMALL_M, device="cpu"),))
 
     def rewrite(architecture, **use):
@@ -48,7 +49,7 @@ def test_kernels_of_ours_compute_all_of_these(half_on_gpu, name):
                   "transformer.ln_f: op layer_norm"]),
         ("mixtral", ["model.layers.0-1.mlp.gate: op softmax, op sum"]),
         ("cohere", ["model.layers.0-1.input_layernorm: op mean", "model.norm: op mean"]),
-        ("deepseek_v3", ["model.layers.0-2.self_attn.kv_b_proj: product 24 -> 112 (24 inputs, not a multiple of 16)"]),
+        ("deepseek_v3", ["model.layers.0-2.self_attn.kv_b_proj: product 24 -> 112 (24 inputs are no multiple of 16)"]),
     ],
 )  # fmt: skip
 def test_what_no_kernel_of_ours_computes_is_named(half_on_gpu, name, parts):
@@ -71,6 +72,7 @@ def test_other_attention_is_named(half_on_gpu):
 
 
 def test_layers_without_the_form_for_few_rows_are_named(half_on_gpu, monkeypatch):
+    monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: None)
     monkeypatch.setattr(linear, "FORMS", ())
     said = variant_parts(half_on_gpu("llama"))
     assert "model.layers.0-1.mlp.down_proj: product 96 -> 64 (library product)" in said

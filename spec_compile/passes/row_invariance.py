@@ -16,7 +16,8 @@ from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, attribute, calls, owner
 from ..kernels import HALF, ops
 from ..kernels.attention.call import TARGETS
-from ..kernels.linear import LIBRARY_PRODUCTS, PRODUCTS, small_m, weight_of
+from ..kernels.attention.tail_tiles import tail_tiles
+from ..kernels.linear import LINEARS, PLAIN, small_m, weight_of
 
 INVARIANT_BACKEND = "triton"
 """The attention backend that sums the keys of a node in an order which its position alone decides."""
@@ -38,7 +39,7 @@ CHOOSES = {"amax", "amin", "argmax", "argmin", "argsort", "embedding", "max", "m
 INVARIANT_OPS = MOVES | CREATES | CHOOSES
 KERNELS = {"spec_compile::rms_norm", "spec_compile::add_rms_norm"}
 """Kernels of ours in which a program takes a row."""
-PLAIN_PRODUCTS = {"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"}
+PRODUCTS = {"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"}
 
 
 def variant_parts(graph: ModelGraph) -> list[str]:
@@ -72,20 +73,20 @@ def require_same_bits(graph: ModelGraph) -> None:
 
 def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
     """Why the bits of a row of the node may depend on other rows; None if they do not."""
-    if not _is_float(node.meta.get("val")) or node.target in (operator.getitem, ops.gather_rows):
+    if not _is_float(node.meta.get("val")) or node.target in (operator.getitem, ops.gather_rows, tail_tiles):
         return None
     if node.target in TARGETS:
         return None if graph.backend == INVARIANT_BACKEND else f"attention by {graph.backend}"
-    if node.target in PRODUCTS and (source := weight_of(node)) is not None:
+    if node.target in LINEARS and (source := weight_of(node)) is not None:
         weight = attribute(graph.gm, source.target)
-        lack = small_m.lack(weight) or ("library product" if node.target in LIBRARY_PRODUCTS else None)
+        lack = small_m.lack(weight) or ("library product" if node.target is PLAIN else None)
         return lack and f"product {weight.shape[1]} -> {weight.shape[0]} ({lack})"
     space, name = _name(node)
     if f"{space}::{name}" in KERNELS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return None
     if space == "aten" and name in INVARIANT_OPS:
         return None
-    if space == "aten" and name in PLAIN_PRODUCTS:
+    if space == "aten" and name in PRODUCTS:
         return None if _is_scaling(node) else f"product by {name}"
     return f"op {name}"
 

@@ -44,8 +44,8 @@ PLAIN = aten.linear.default
 NORMED = torch.ops.spec_compile.normed_matmul.default, torch.ops.spec_compile.normed_swiglu.default
 JOINED = (torch.ops.spec_compile.small_m_add.default, *NORMED)
 """Products of the form "small_m" with what stands around them."""
-LIBRARY_PRODUCTS = {PLAIN, aten.addmm.default}
-PRODUCTS = LIBRARY_PRODUCTS | {*JOINED} | {op for form in FORMS for op in (form.op, form.swiglu) if op}
+LINEARS = {PLAIN, *JOINED} | {op for form in FORMS for op in (form.op, form.swiglu) if op}
+PRODUCTS = LINEARS | {aten.addmm.default}
 
 
 def choose(weight: Tensor, few_rows: bool) -> Form | None:
@@ -74,9 +74,9 @@ def gated_op(node: fx.Node) -> Callable | None:
 
 
 def weight_of(node: fx.Node) -> fx.Node | None:
-    """The parameter by which a product multiplies, if it is one."""
-    index = 2 if node.target in NORMED or node.target is aten.addmm.default else 1
-    return node.args[index] if node.args[index].op == "get_attr" else None
+    """The parameter [O, I] by which a linear layer multiplies, if it is one."""
+    weight = node.args[2 if node.target in NORMED else 1]
+    return weight if weight.op == "get_attr" else None
 
 
 def bias_of(node: fx.Node) -> fx.Node | None:

@@ -92,14 +92,20 @@ def _chip(device: torch.device) -> tuple[int, int]:
     return facts.multi_processor_count, facts.shared_memory_per_block_optin
 
 
-def lack(weight: Tensor) -> str | None:
-    """Why the kernel cannot multiply by `weight` [O, I]; None if it can."""
+def lack_of_device(device: torch.device) -> str | None:
+    """Why the kernel cannot run on a device; None if it can."""
     if triton is None:
         return "Triton is not installed"
-    if not weight.is_cuda:
-        return f"it is on {weight.device.type}, not on a GPU"
-    if not _chip(weight.device)[0]:
-        return "the GPU has a compute capability below {}.{}".format(*OLDEST)
+    if device.type != "cuda":
+        return f"it is on {device.type}, not on a GPU"
+    return None if _chip(device)[0] else "the GPU has a compute capability below {}.{}".format(*OLDEST)
+
+
+def lack(weight: Tensor) -> str | None:
+    """Why the kernel cannot multiply by `weight` [O, I]; None if it can."""
+    reason = lack_of_device(weight.device)
+    if reason is not None:
+        return reason
     if weight.dtype not in HALF:
         return f"it is of {weight.dtype}"
     if not weight.is_contiguous() or weight.data_ptr() % 16:
