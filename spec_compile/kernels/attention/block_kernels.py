@@ -7,6 +7,8 @@ of two that holds it. `stride_kb, stride_kh, stride_kn` are the strides of k ove
 import triton
 import triton.language as tl
 
+from ..pairs import sum_in_pairs
+
 
 @triton.jit
 def as_stored(x, cache_ptr):
@@ -28,16 +30,6 @@ def _scaled(x, weight, offset, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_squares(x, R: tl.constexpr, SIZE: tl.constexpr):
-    """x [R, SIZE] -> [R], pair by pair: the order of additions depends on no layout of x over threads."""
-    x *= x
-    for halving in tl.static_range(1, 12):
-        if SIZE >> halving > 0:
-            x = tl.sum(tl.reshape(x, [R, SIZE >> halving, 2]), 2)
-    return tl.reshape(x, [R])
-
-
-@triton.jit
 def load_rotated(
     row_ptr, dim, cos_ptr, sin_ptr, norm_ptr, eps, offset, mask,
     D: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
@@ -54,7 +46,7 @@ def load_rotated(
     x = loaded.to(tl.float32)
     other = tl.load(row_ptr + across, mask=mask, other=0.0).to(tl.float32)
     if norm_ptr is not None:
-        scale = tl.rsqrt(_sum_of_squares(x, x.shape[0], x.shape[1]) / D + eps)[:, None]
+        scale = tl.rsqrt(sum_in_pairs(x * x, x.shape[0], x.shape[1]) / D + eps)[:, None]
         x = _scaled(x * scale, tl.load(norm_ptr + dim, mask=dim < D, other=0.0), offset, dtype, ROUND_FIRST)
         weight = tl.load(norm_ptr + across, mask=dim < D, other=0.0)
         other = _scaled(other * scale, weight, offset, dtype, ROUND_FIRST)

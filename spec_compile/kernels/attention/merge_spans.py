@@ -9,19 +9,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..pairs import sum_in_pairs, sum_rows_in_pairs
 from .chunk import power_of_2
 from .spans import span_of
 
 SPANS = tl.constexpr(16)
 """Spans that are added at a time, of numbers from a multiple of it on; those that do not exist count as zeros."""
-
-
-@triton.jit
-def _sum_in_pairs(x, N: tl.constexpr):
-    """x [SPANS, N] -> [N], neighbours first: the order of additions depends on no layout of x over threads."""
-    for halving in tl.static_range(1, 5):
-        x = tl.sum(tl.reshape(x, [SPANS >> halving, 2, N]), 1)
-    return tl.reshape(x, [N])
 
 
 @triton.jit(do_not_specialize=["nodes", "spans"])
@@ -81,8 +74,8 @@ def merge_spans_kernel(
             mask = here[:, None] & (dv < DV)[None, :]
             tail_values = tl.load(parts_ptr + tail * rows * DV + span[:, None] * 0 + dv[None, :], mask=mask, other=0.0)
             values += tail_values * share[:, None]
-        acc += _sum_in_pairs(values, BLOCK_DV)
-        total += _sum_in_pairs(weights, 1)
+        acc += tl.reshape(sum_rows_in_pairs(values, 1, SPANS, BLOCK_DV), [BLOCK_DV])
+        total += sum_in_pairs(tl.reshape(weights, [1, SPANS]), 1, SPANS)
     if sinks_ptr is not None:
         total += tl.exp2(tl.fma(sink, 1.4426950408889634, -peak))
     tl.store(out_ptr + ((batch * nodes + node) * HEADS + head) * DV + dv, acc / total, mask=dv < DV)

@@ -141,21 +141,20 @@ def _attend_to_tail(
 def _tail_tile(
     tiles_ptr, ancestors_ptr, batch, tile, is_tail, member, nodes, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """A row of the table of `tail_tiles`: length of the path, first place and count of the tile's nodes, the path.
-    Also the nodes of the rows `member` [M], and their ancestors."""
+    """A row of the table of `tail_tiles`: length of the path, first place and count of the tile's nodes. Also the nodes
+    of the rows `member` [M], and their ancestors."""
     first = tile * PER_TILE
     count = tl.minimum(PER_TILE, nodes - first)
     reach, node = first + count, first + member
-    path_ptr, bits = tiles_ptr, node
+    bits = node
     if tiles_ptr is not None:
         tiles_ptr += (batch * nodes + tile) * (COLUMNS + nodes)
         reach = tl.load(tiles_ptr, mask=is_tail, other=0)
         first = tl.load(tiles_ptr + 1, mask=is_tail, other=0)
         count = tl.load(tiles_ptr + 2, mask=is_tail, other=0)
-        path_ptr = tiles_ptr + COLUMNS
-        node = tl.load(path_ptr + first + member, mask=member < count, other=0)
+        node = tl.load(tiles_ptr + COLUMNS + first + member, mask=member < count, other=0)
         bits = tl.load(ancestors_ptr + batch * nodes + node, mask=member < count, other=0)
-    return reach, first, count, node, path_ptr, bits
+    return reach, first, count, node, bits
 
 
 @triton.jit(do_not_specialize=["nodes", "tails", "spans"])
@@ -183,9 +182,12 @@ def tree_kernel(
     row_tiles = tl.cdiv(rows, BLOCK_M)
     tile = tl.where(is_tail, program % TILE_PARTS, (program - tails) % row_tiles)
     index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    reach, first, count, node, path_ptr, bits = _tail_tile(
+    reach, first, count, node, bits = _tail_tile(
         tiles_ptr, ancestors_ptr, batch, program // TILE_PARTS, is_tail, index // GROUP, nodes, PER_TILE, COLUMNS
     )
+    path_ptr = tiles_ptr
+    if tiles_ptr is not None:
+        path_ptr = tiles_ptr + (batch * nodes + program // TILE_PARTS) * (COLUMNS + nodes) + COLUMNS
     real = index // GROUP < tl.where(is_tail, count, nodes)
     node, head = tl.where(is_tail, node, index // GROUP), index % GROUP
     positions_ptr += batch * stride_p

@@ -20,6 +20,7 @@ Import this module only where Triton is installed. Shapes of a tile: weights [BL
 import triton
 import triton.language as tl
 
+from ..pairs import sum_in_pairs, sum_rows_in_pairs
 from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
 
 
@@ -76,13 +77,15 @@ def _sum_of_parts(
 
 
 @triton.jit
-def _scale_rows(acc, squares_ptr, n, rows, inputs, eps, TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr):
+def _scale_rows(
+    acc, squares_ptr, n, rows, inputs, eps, TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
     """The second half of an RMSNorm: sums [BLOCK_O, BLOCK_N] over the root mean square of their row of x, of which
-    `squares` [rows, TERMS] has the sums of squares. (Terms lie along the lanes of a warp, so that how they are added up
-    does not depend on BLOCK_N.)"""
+    `squares` [rows, TERMS] has the sums of squares."""
     term = tl.arange(0, BLOCK_TERMS)
     mask = (n < rows)[:, None] & (term < TERMS)[None, :]
-    total = tl.sum(tl.load(squares_ptr + n[:, None] * TERMS + term[None, :], mask=mask, other=0.0), 1)
+    squares = tl.load(squares_ptr + n[:, None] * TERMS + term[None, :], mask=mask, other=0.0)
+    total = sum_in_pairs(squares, BLOCK_N, BLOCK_TERMS)
     return acc * tl.rsqrt(total / inputs + eps)[None, :]
 
 
@@ -103,7 +106,7 @@ def _store_stream(
     factor = tl.load(norm_ptr + column, mask=column < height, other=0.0).to(tl.float32) + offset
     tl.store(scaled_ptr + at, (wide * factor[:, None]).to(dtype), mask=mask)
     groups: tl.constexpr = HEIGHT // SQUARED
-    sums = tl.sum((wide * wide).reshape(groups, SQUARED, BLOCK_N), 1)
+    sums = sum_rows_in_pairs(wide * wide, groups, SQUARED, BLOCK_N)
     group = tile * groups + tl.arange(0, groups)
     mask = (group * SQUARED < height)[:, None] & (n < rows)[None, :]
     tl.store(new_squares_ptr + n[None, :] * tl.cdiv(height, SQUARED) + group[:, None], sums, mask=mask)
@@ -157,7 +160,7 @@ def small_m_kernel(
     # What comes behind the product, with the sums in registers.
     if done:
         if squares_ptr is not None:
-            acc = _scale_rows(acc, squares_ptr, n, rows, inputs, eps, TERMS, BLOCK_TERMS)
+            acc = _scale_rows(acc, squares_ptr, n, rows, inputs, eps, TERMS, BLOCK_TERMS, BLOCK_N)
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + o).to(tl.float32)[:, None]
         if GATED:
