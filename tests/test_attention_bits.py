@@ -15,6 +15,7 @@ from test_kernels_attention import FP8, SMALL, Case, bits, chain, random_tree, s
 from spec_compile.kernels.attention import spans
 from spec_compile.kernels.attention import tree_attention as attention
 from spec_compile.kernels.attention.tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
+from spec_compile.kernels.attention.tail_tiles import launch as launch_table
 from spec_compile.tree import ancestry
 
 tl = triton.language
@@ -133,8 +134,11 @@ def test_tail_tiles(data):
         [-1, *(data.draw(st.integers(max(0, i - reach), i - 1)) for i in range(1, nodes))]
         for reach in data.draw(st.lists(st.sampled_from([1, 2, 64]), min_size=1, max_size=3))
     ]
-    table = tail_tiles(ancestry(torch.tensor(trees))[0], per_tile)
-    for parents, tiles in zip(trees, table.tolist()):
+    ancestors = ancestry(torch.tensor(trees))[0]
+    tables = [tail_tiles(ancestors, per_tile)]
+    if INTERPRETER or GPU:
+        tables.append(launch_table(ancestors.to("cuda" if GPU else "cpu"), per_tile))
+    for parents, tiles in (pair for table in tables for pair in zip(trees, table.tolist())):
         expected = list(expected_tiles(parents, per_tile))
         for (length, first, count, *path), (whole_path, members) in zip(tiles, expected):
             assert path == whole_path + [nodes] * (nodes - length) and length == len(whole_path)

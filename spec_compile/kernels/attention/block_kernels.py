@@ -50,9 +50,9 @@ def load_rotated(
         x = _scaled(x * scale, tl.load(norm_ptr + dim, mask=dim < D, other=0.0), offset, dtype, ROUND_FIRST)
         weight = tl.load(norm_ptr + across, mask=dim < D, other=0.0)
         other = _scaled(other * scale, weight, offset, dtype, ROUND_FIRST)
-    straight = x * tl.load(cos_ptr + dim, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + dim, mask=mask, other=0.0).to(tl.float32)
     turned = tl.where(first, -other, other) * tl.load(sin_ptr + dim, mask=mask, other=0.0).to(tl.float32)
-    return (straight + turned).to(dtype)
+    return tl.fma(x, cos, turned).to(dtype)  # named, because a compiler could as well fuse the other product
 
 
 @triton.jit

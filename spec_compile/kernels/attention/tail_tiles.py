@@ -20,14 +20,20 @@ def nodes_per_tile(group: int) -> int:
 
 
 def tail_tiles(ancestors: Tensor | None, nodes_per_tile: int) -> Tensor | None:
+    """The tail tiles of trees as `tail_tile_table`. None for a chain: where there are no ancestors, or one node."""
+    if ancestors is None or ancestors.shape[1] == 1:
+        return None
+    return tail_tile_table(ancestors, nodes_per_tile)
+
+
+@torch.library.custom_op("spec_compile::tail_tile_table", mutates_args=(), device_types="cpu")
+def tail_tile_table(ancestors: Tensor, nodes_per_tile: int) -> Tensor:
     """The tail tiles of trees, of which there are no more than nodes.
 
     ancestors [B, N] int64 as in `call.Call`. -> [B, N, 3 + N] int32, a tile a row: the number of nodes on the path;
-    the place on it of the first of the tile's nodes; how many nodes the tile has (0: there is no such tile); the path,
-    filled up with N. None for a chain: where there are no ancestors, or one node.
+    the place on it of the first of the tile's nodes; how many nodes the tile has (0: there is no such tile, and its
+    other numbers mean nothing); the path, filled up with N.
     """
-    if ancestors is None or ancestors.shape[1] == 1:
-        return None
     nodes = ancestors.shape[1]
     index = torch.arange(nodes, device=ancestors.device, dtype=torch.int32)
     sees = (ancestors[:, :, None] >> index & 1).bool()
@@ -52,3 +58,23 @@ def tail_tiles(ancestors: Tensor | None, nodes_per_tile: int) -> Tensor | None:
     facts = torch.where(belongs[:, :, :, None], facts, 0).sum(2, dtype=torch.int32)
     chosen = torch.where(belongs[:, :, :, None], path[:, None], nodes).amin(2)
     return torch.cat([facts, chosen.to(torch.int32)], 2)
+
+
+@tail_tile_table.register_fake
+def _(ancestors, nodes_per_tile):
+    batch, nodes = ancestors.shape
+    return ancestors.new_empty(batch, nodes, COLUMNS + nodes, dtype=torch.int32)
+
+
+@tail_tile_table.register_kernel("cuda")
+def launch(ancestors: Tensor, nodes_per_tile: int) -> Tensor:
+    """`tail_tile_table` by the kernel."""
+    from .tail_tiles_kernel import tail_tiles_kernel  # needs Triton
+
+    batch, nodes = ancestors.shape
+    table = ancestors.new_empty(batch, nodes, COLUMNS + nodes, dtype=torch.int32)
+    tail_tiles_kernel[(batch,)](
+        ancestors.contiguous(), table, nodes, PER_TILE=nodes_per_tile, COLUMNS=COLUMNS,
+        BLOCK=max(1 << (nodes - 1).bit_length(), 2), num_warps=4,
+    )  # fmt: skip
+    return table

@@ -10,7 +10,7 @@ What a plain kernel loses at its beginning and end is kept small:
   weights to the L2 cache before they wait for it (to fetch more, or in bulk, made whole rounds slower). A kernel
   launched the same way after this one begins no earlier than when all that came before this one is done.
 - What stands around a product in a decoder layer is done while its sums are in registers: the RMSNorm of x before it
-  (`_scale_rows`), the gate of an MLP, or the residual stream behind it with the first half of the next norm
+  (`_inverse_rms`), the gate of an MLP, or the residual stream behind it with the first half of the next norm
   (`_store_stream`).
 
 Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
@@ -77,16 +77,16 @@ def _sum_of_parts(
 
 
 @triton.jit
-def _scale_rows(
-    acc, squares_ptr, n, rows, inputs, eps, TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr, BLOCK_N: tl.constexpr
+def _inverse_rms(
+    squares_ptr, n, rows, inputs, eps, TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """The second half of an RMSNorm: sums [BLOCK_O, BLOCK_N] over the root mean square of their row of x, of which
-    `squares` [rows, TERMS] has the sums of squares."""
+    """The second half of an RMSNorm: by what to multiply each row of x [BLOCK_N], one over the root mean square of the
+    stream, of which `squares` [rows, TERMS] has the sums of squares."""
     term = tl.arange(0, BLOCK_TERMS)
     mask = (n < rows)[:, None] & (term < TERMS)[None, :]
     squares = tl.load(squares_ptr + n[:, None] * TERMS + term[None, :], mask=mask, other=0.0)
     total = sum_in_pairs(squares, BLOCK_N, BLOCK_TERMS)
-    return acc * tl.rsqrt(total / inputs + eps)[None, :]
+    return tl.rsqrt(total / inputs + eps)
 
 
 @triton.jit
@@ -159,10 +159,14 @@ def small_m_kernel(
 
     # What comes behind the product, with the sums in registers.
     if done:
-        if squares_ptr is not None:
-            acc = _scale_rows(acc, squares_ptr, n, rows, inputs, eps, TERMS, BLOCK_TERMS, BLOCK_N)
+        bias = tl.zeros([BLOCK_O], tl.float32)
         if bias_ptr is not None:
-            acc += tl.load(bias_ptr + o).to(tl.float32)[:, None]
+            bias = tl.load(bias_ptr + o).to(tl.float32)
+        if squares_ptr is not None:
+            scale = _inverse_rms(squares_ptr, n, rows, inputs, eps, TERMS, BLOCK_TERMS, BLOCK_N)
+            acc = tl.fma(acc, scale[None, :] + tl.zeros_like(acc), bias[:, None] + tl.zeros_like(acc))
+        elif bias_ptr is not None:
+            acc += bias[:, None]
         if GATED:
             gate, up = acc.reshape(HEIGHT, 2, BLOCK_N).permute(0, 2, 1).split()
             value = gate / (1 + tl.exp(-gate)) * up
