@@ -15,6 +15,7 @@ from ..tree import MAX_NODES, ancestry
 from . import prefill_chunks
 from .accept.draw import DrawInRound
 from .draft_length import SizePolicy
+from .hindsight import Hindsight
 from .request import Request
 from .runtime import Runtime
 from .state import State
@@ -23,6 +24,8 @@ from .steps.pieces import Pieces
 
 SAMPLERS = 32
 """Captured rounds that draw, kept for the settings used last."""
+TRIALS = 5
+"""Runs of a new step of which the shortest says what it costs."""
 CAPTURED_TOKENS = 2048
 """A step with a prompt is captured up to so many tokens of all rows; that of more takes longer than launching it."""
 
@@ -38,7 +41,10 @@ class Session:
         runtime.check_memory(batch, slots)
         self.drafter, plan = algorithm.drafter(batch, slots), algorithm.plan
         self.state = State(runtime.verify, batch, slots, runtime.device, plan.nodes if plan.draws else 0)
-        self.policies = {part: SizePolicy(runtime.sizes, plan.sizes == "adaptive") for part in ("round", "look")}
+        hindsight = None if runtime.on_gpu else Hindsight(self.state)
+        self.policies = {
+            part: SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight) for part in ("round", "look")
+        }
         self.ring = OutcomeRing(batch * WIDEST, runtime.device) if runtime.on_gpu else None
         self.texts: list[list[int]] = []
         """What each row was in the last call, prompt and output: of these the drafter's own cache knows."""
@@ -180,16 +186,16 @@ class Session:
         return (nodes or self.prefill_sizes[-1], PAGE) if part == "prefill" else (PAGE,)
 
     def _seconds(self, step: Callable, arguments: tuple) -> float:
-        """How long a step takes that has run before."""
-        tick = time.perf_counter()
-        outcome = step(*arguments)
-        if self.runtime.on_gpu:
-            torch.cuda.synchronize()
+        """How long a step takes that has run before: the shortest of a few times."""
+        times = []
+        for _ in range(TRIALS):
             tick = time.perf_counter()
             outcome = step(*arguments)
-            torch.cuda.synchronize()
-        del outcome
-        return time.perf_counter() - tick
+            if self.runtime.on_gpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - tick)
+            del outcome
+        return min(times)
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
