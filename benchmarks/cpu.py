@@ -7,7 +7,8 @@ Every prompt is answered by all four in turn, in one process, `--repeats` times 
 repeats of (all tokens of a workload) / (all seconds). The trie is emptied before every answer, so that nothing is known
 but the prompt. Transformers' prompt lookup has the fastest of its settings (--lookup-tokens; n-grams of 2 or 3) on
 prompts of the workload that are not measured. "random" prompts are uniformly random token ids. The floor is the time in
-which the weights can be read. In bfloat16 answers may differ where two logits are nearly equal; in float32 they must not.
+which the weights can be read. In bfloat16 answers may differ where two logits are nearly equal; in float32 they must
+not.
 Then the prompts of one workload in batches of 1, 2, 4 and 8 rows, and sampled one by one.
 """
 
@@ -175,7 +176,8 @@ def main() -> None:
     few = prompts_of(options.workloads[0], options.folder, options.prompts, tokenizer, longest, options.as_chat)
     sampling_rates = sampled(model, fast, few, fixed, settings, options.repeats) if options.sampling else {}
 
-    table = Table(title=f"tokens/s, {options.new_tokens} new tokens, batch 1, {options.dtype}, {options.threads} threads")
+    title = f"tokens/s, {options.new_tokens} new tokens, batch 1, {options.dtype}, {options.threads} threads"
+    table = Table(title=title)
     for column in ("workload", *rates, "accept length", "vs HF greedy", "vs HF lookup"):
         table.add_column(column, justify="left" if column == "workload" else "right")
     for workload, result in results.items():
