@@ -182,10 +182,15 @@ def test_with_hindsight_plain_rounds_show_that_drafts_would_pay():
     assert policy.choose([16], [7]) == 16  # of which nothing is known
 
 
-def test_more_nodes_are_never_expected_to_cost_less():
-    policy = foreseeing({1: 5.0, 4: 1.5, 16: 2.8})
-    spend(policy, CPU, [(1, 0)])
-    assert policy.choose([16], [1]) == 1
+def test_fewer_nodes_are_never_expected_to_cost_more():
+    """A size may have been measured while the machine was busy."""
+    for busy in (1, 4):
+        policy = foreseeing({**CPU, busy: 50.0})
+        policy.hindsight.known.append((1, []))
+        assert policy.choose([16], [1]) == 1
+    policy = foreseeing({**CPU, 4: 50.0})
+    policy.hindsight.known.append((1, list(range(1, 16))))
+    assert policy.choose([16], [1]) == 16
 
 
 def test_what_slows_every_size_down_is_expected_of_all():

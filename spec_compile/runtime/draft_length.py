@@ -49,7 +49,8 @@ class SizePolicy:
         if not self.adaptive or any(n not in self.cost for n in fitting):
             return fitting[-1]
         gains = [self._expected(hint) for hint, count in zip(hints, counts) if count > 1]
-        costs = accumulate((self.cost[n] for n in fitting), max)  # more nodes never cost less, whatever was measured
+        # Fewer nodes never cost more: what was measured while the machine was busy is too long, never too short.
+        costs = [*accumulate((self.cost[n] for n in reversed(fitting)), min)][::-1]
         rates = [(len(counts) + sum(gain[place] for gain in gains)) / cost for place, cost in enumerate(costs)]
         return fitting[rates.index(max(rates))]
 
