@@ -24,6 +24,7 @@ from common import (
     DEMO_MODEL,
     HERE,
     LOOKUP,
+    LOOKUPS,
     RESULTS,
     answer_in_turn,
     best_lookup,
@@ -77,7 +78,8 @@ def batches(model, fast, tokenizer, texts: list[str], sizes: list[int], fixed: d
 
 
 def workload_rows(
-    model, ours: dict, prompts: tuple[list, list], fixed: dict, repeats: int, lookups: list[dict]
+    model, ours: dict, prompts: tuple[list, list], fixed: dict, repeats: int,
+    lookups: list[dict] = LOOKUPS,
 ) -> tuple[dict, int]:  # fmt: skip
     """Figures of one workload, and how many answers of ours all equal HF greedy.
 
