@@ -9,7 +9,7 @@ LEARN = 0.15
 """Weight of the newest round in the running means."""
 FORGET = 0.005
 """How fast an estimate that is not being observed returns to its prior, so that every size is tried again."""
-COMMON = 0.5
+COMMON = 0.75
 """Share of a change in what one size costs that the other sizes are expected to show, too: texts grow, and other
 processes come and go."""
 ANY = -1

@@ -25,7 +25,7 @@ from .steps.pieces import Pieces
 SAMPLERS = 32
 """Captured rounds that draw, kept for the settings used last."""
 TRIALS = 5
-"""Runs of a new step of which the shortest says what it costs."""
+"""Runs of a step of which the shortest says what it costs."""
 CAPTURED_TOKENS = 2048
 """A step with a prompt is captured up to so many tokens of all rows; that of more takes longer than launching it."""
 
@@ -134,7 +134,7 @@ class Session:
             if captures:
                 step = self._capture(step, arguments)
             if part in self.policies:
-                self.policies[part].cost[nodes] = self._seconds(step, arguments)
+                self._measure(part, {nodes: step})
         seconds = time.perf_counter() - begin
         runtime.stats.seconds["compile"] += seconds
         runtime.say(f"compiled {name} in {seconds:.1f} s")
@@ -156,7 +156,7 @@ class Session:
             sampled = self.ring.publishing(sampled) if self.runtime.on_gpu else sampled
             with torch.no_grad(), self._untouched():
                 self.steps[key] = self._capture(sampled, (PAGE,)) if self.captures else sampled
-                self.policies["look"].cost[nodes] = self._seconds(self.steps[key], (PAGE,))
+                self.policies["look"].cost[nodes] = min(self._seconds(self.steps[key], (PAGE,)) for _ in range(TRIALS))
             forgotten = [k for k in self.steps if k[0].startswith("sampled")][:-SAMPLERS]
             for old in forgotten:
                 del self.steps[old]
@@ -185,17 +185,24 @@ class Session:
             return self._pieces.accepted(self._pieces.round(nodes), nodes, PAGE)
         return (nodes or self.prefill_sizes[-1], PAGE) if part == "prefill" else (PAGE,)
 
+    def _measure(self, part: str, new: dict[int, Callable]) -> None:
+        """Tell the policy what the rounds of every size cost, the `new` ones included. They run in turn, several times
+        over, so that other processes slow all of them alike."""
+        steps = {nodes: step for (name, nodes), step in self.steps.items() if name == part} | new
+        times = [
+            {nodes: self._seconds(step, self._arguments(part, nodes)) for nodes, step in steps.items()}
+            for _ in range(TRIALS)
+        ]
+        self.policies[part].cost.update({nodes: min(trial[nodes] for trial in times) for nodes in steps})
+
     def _seconds(self, step: Callable, arguments: tuple) -> float:
-        """How long a step takes that has run before: the shortest of a few times."""
-        times = []
-        for _ in range(TRIALS):
-            tick = time.perf_counter()
-            outcome = step(*arguments)
-            if self.runtime.on_gpu:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - tick)
-            del outcome
-        return min(times)
+        """How long a step takes that has run before."""
+        tick = time.perf_counter()
+        outcome = step(*arguments)
+        if self.runtime.on_gpu:
+            torch.cuda.synchronize()
+        del outcome
+        return time.perf_counter() - tick
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
