@@ -41,12 +41,20 @@ def read_prompts(path: Path, count: int) -> list[str]:
     return [row["prompt"] if "prompt" in row else row["turns"][0] for row in rows]
 
 
-def prompts_of(workload: str, folder: Path, count: int, tokenizer, longest: int) -> list[Tensor]:
-    """The last `longest` tokens of the first prompts of a workload; of "random", random ids."""
+def prompts_of(
+    workload: str, folder: Path, count: int, tokenizer, longest: int, as_chat: bool = False
+) -> list[Tensor]:  # fmt: skip
+    """The last `longest` tokens of the first prompts of a workload; of "random", random ids.
+
+    as_chat: each prompt is a user's turn, in the form of the tokenizer's chat template.
+    """
     if workload == "random":
         generator = torch.Generator().manual_seed(0)
         return [torch.randint(1, len(tokenizer), (1, 200), generator=generator) for _ in range(count)]
     texts = read_prompts(folder / f"{workload}.jsonl", count)
+    if as_chat:
+        turns = [[dict(role="user", content=text)] for text in texts]
+        texts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
     return [tokenizer(text, return_tensors="pt").input_ids[:, -longest:] for text in texts]
 
 
@@ -184,13 +192,15 @@ def median_difference(pairs: list) -> dict:
     return {"ms": statistics.median(runs), "runs": runs}
 
 
-def best_lookup(model, prompts: list[Tensor], fixed: dict) -> tuple[dict, list[dict]]:
-    """The fastest of `LOOKUPS` on `prompts`, and each with its tokens a second.
+def best_lookup(
+    model, prompts: list[Tensor], fixed: dict, settings: list[dict] = LOOKUPS
+) -> tuple[dict, list[dict]]:  # fmt: skip
+    """The fastest of `settings` on `prompts`, and each with its tokens a second.
 
     The prompts are not those that are measured afterwards. fixed: options of generate().
     """
     tried = []
-    for setting in LOOKUPS:
+    for setting in settings:
         model.generate(prompts[0], **{**fixed, "max_new_tokens": 4}, **setting)
         answers = [timed(partial(model.generate, **fixed, **setting), ids) for ids in prompts]
         tokens, seconds = sum(len(answer) for answer, _ in answers), sum(spent for _, spent in answers)
@@ -204,9 +214,11 @@ def fastest(tried: list[dict]) -> dict:
     return {name: value for name, value in best.items() if name != "tokens_per_second"}
 
 
-def split_prompts(workload: str, folder: Path, count: int, tuning: int, tokenizer, longest: int) -> tuple[list, list]:
+def split_prompts(
+    workload: str, folder: Path, count: int, tuning: int, tokenizer, longest: int, as_chat: bool = False
+) -> tuple[list, list]:  # fmt: skip
     """The first `count` prompts of a workload, to be measured, and the next `tuning` ones, by which systems are set."""
-    prompts = prompts_of(workload, folder, count + tuning, tokenizer, longest)
+    prompts = prompts_of(workload, folder, count + tuning, tokenizer, longest, as_chat)
     if len(prompts) < count + tuning:
         raise ValueError(f"{workload}: {len(prompts)} prompts; {count} are measured and {tuning} more are for tuning")
     return prompts[:count], prompts[count:]

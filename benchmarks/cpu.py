@@ -1,12 +1,14 @@
 """Tokens a second on a CPU: HF greedy, HF prompt lookup, ours without drafts, ours with n-gram drafts.
 
     python benchmarks/cpu.py [--threads 2] [--prompts 10] [--new-tokens 128] [--repeats 3] [--json FILE]
+    python benchmarks/cpu.py --model FOLDER --as-chat [--dtype bfloat16] --folder FOLDER --workloads NAME ...
 
 Every prompt is answered by all four in turn, in one process, `--repeats` times over; a figure is the median over the
 repeats of (all tokens of a workload) / (all seconds). The trie is emptied before every answer, so that nothing is known
-but the prompt. Transformers' prompt lookup has the fastest of six settings (10, 16, 24 tokens; n-grams of 2 or 3) on
+but the prompt. Transformers' prompt lookup has the fastest of its settings (--lookup-tokens; n-grams of 2 or 3) on
 prompts of the workload that are not measured. "random" prompts are uniformly random token ids. The floor is the time in
-which the weights can be read.
+which the weights can be read. In bfloat16 answers may differ where two logits are nearly equal; in float32 they must
+not.
 Then the prompts of one workload in batches of 1, 2, 4 and 8 rows, and sampled one by one.
 """
 
@@ -22,6 +24,7 @@ from common import (
     DEMO_MODEL,
     HERE,
     LOOKUP,
+    LOOKUPS,
     RESULTS,
     answer_in_turn,
     best_lookup,
@@ -74,12 +77,16 @@ def batches(model, fast, tokenizer, texts: list[str], sizes: list[int], fixed: d
     return rates
 
 
-def workload_rows(model, ours: dict, prompts: tuple[list, list], fixed: dict, repeats: int) -> tuple[dict, int]:
+def workload_rows(
+    model, ours: dict, prompts: tuple[list, list], fixed: dict, repeats: int,
+    lookups: list[dict] = LOOKUPS,
+) -> tuple[dict, int]:  # fmt: skip
     """Figures of one workload, and how many answers of ours all equal HF greedy.
 
-    ours: name -> wrapped model. prompts: those to measure, and those by which prompt lookup is set.
+    ours: name -> wrapped model. prompts: those to measure, and those by which prompt lookup is set, to one of
+    `lookups`.
     """
-    lookup, tried = best_lookup(model, prompts[1], fixed)
+    lookup, tried = best_lookup(model, prompts[1], fixed, lookups)
     systems = {
         "HF greedy": partial(model.generate, **fixed),
         LOOKUP: partial(model.generate, **fixed, **lookup),
@@ -119,6 +126,9 @@ def sampled(model, fast, prompts: list[torch.Tensor], fixed: dict, settings: dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--as-chat", action="store_true", help="prompts in the form of the tokenizer's chat template")
+    parser.add_argument("--lookup-tokens", type=int, nargs="+", default=[10, 16, 24], help="of prompt lookup, to try")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=10, help="prompts of each workload, the first ones")
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -127,11 +137,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=HERE / "prompts")
     parser.add_argument("--num-draft-tokens", type=int, default=16)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8], help="of prompts of code_completion")
+    parser.add_argument("--sampling", action=argparse.BooleanOptionalAction, default=True, help="measure it, too")
     parser.add_argument("--json", type=Path, default=RESULTS / "cpu.json")
     options = parser.parse_args()
     pin(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
 
     begin = time.perf_counter()
     plain = spec_compile.speculate(model, algo="ngram", num_draft_tokens=1)
@@ -145,23 +156,30 @@ def main() -> None:
     bandwidth = read_bandwidth()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     longest = model.config.max_position_embeddings - options.new_tokens
+    lookups = [
+        dict(prompt_lookup_num_tokens=tokens, max_matching_ngram_size=size)
+        for tokens in options.lookup_tokens for size in (2, 3)
+    ]  # fmt: skip
     results, identical, answers, facts = {}, 0, 0, stamp()
     for workload in options.workloads:
-        prompts = split_prompts(workload, options.folder, options.prompts, TUNING, tokenizer, longest)
-        row, same = workload_rows(model, ours, prompts, fixed, options.repeats)
+        prompts = split_prompts(
+            workload, options.folder, options.prompts, TUNING, tokenizer, longest, options.as_chat
+        )  # fmt: skip
+        row, same = workload_rows(model, ours, prompts, fixed, options.repeats, lookups)
         results[workload], rates = {**row, "stamp": facts}, row["tokens_per_second"]
         identical, answers = identical + same, answers + len(prompts[0])
         if same < len(prompts[0]):
             console.print(f"[red]{workload}: {len(prompts[0]) - same} answers differ from HF greedy")
         console.print(f"{workload}: " + ", ".join(f"{name} {rate:.0f}/s" for name, rate in rates.items()))
 
-    texts = read_prompts(options.folder / "code_completion.jsonl", 16) if options.batches else []
+    texts = read_prompts(HERE / "prompts" / "code_completion.jsonl", 16) if options.batches else []
     batch_rates = batches(model, fast, tokenizer, texts, options.batches, fixed, options.repeats)
     settings = dict(temperature=0.7, top_p=0.9, top_k=50)
-    few = prompts_of(options.workloads[0], options.folder, options.prompts, tokenizer, longest)
-    sampling_rates = sampled(model, fast, few, fixed, settings, options.repeats)
+    few = prompts_of(options.workloads[0], options.folder, options.prompts, tokenizer, longest, options.as_chat)
+    sampling_rates = sampled(model, fast, few, fixed, settings, options.repeats) if options.sampling else {}
 
-    table = Table(title=f"tokens/s, {options.new_tokens} new tokens, batch 1, fp32, {options.threads} threads")
+    title = f"tokens/s, {options.new_tokens} new tokens, batch 1, {options.dtype}, {options.threads} threads"
+    table = Table(title=title)
     for column in ("workload", *rates, "accept length", "vs HF greedy", "vs HF lookup"):
         table.add_column(column, justify="left" if column == "workload" else "right")
     for workload, result in results.items():
@@ -186,7 +204,7 @@ def main() -> None:
         "sampling": {**settings, **sampling_rates, "stamp": facts},
     }
     write_json(options.json, report)
-    if identical != answers:
+    if options.dtype == "float32" and identical != answers:
         sys.exit(1)
 
 

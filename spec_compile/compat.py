@@ -66,6 +66,11 @@ def check_compiler() -> None:
         ) from error
 
 
+def has_amx() -> bool:
+    """Whether the CPU multiplies matrices of bfloat16 by AMX."""
+    return torch.cpu._is_amx_tile_supported()
+
+
 def tensors_in(value) -> list[Tensor]:
     """The tensors in nested lists and tuples, in order."""
     if isinstance(value, (list, tuple)):

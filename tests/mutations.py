@@ -24,8 +24,8 @@ from queue import SimpleQueue
 from mutation_list import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = "_ngram_trie.*"
-"""The compiled module, which is copied as it is."""
+COMPILED = ("ngram/_ngram_trie.*", "kernels/linear/_avx512.*")
+"""The compiled modules, which are copied as they are."""
 SECONDS = 600
 """After so long the tests of one mutation are stopped; they have noticed it then, too."""
 RUN = """
@@ -53,7 +53,7 @@ def mutated(mutation: Mutation, tree: Path = ROOT) -> str:
 
 
 def copy_tree(folder: Path) -> Path:
-    """A copy of what git knows of the tree, changes and new files included, and of the compiled module."""
+    """A copy of what git knows of the tree, changes and new files included, and of the compiled modules."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True, text=True,
         stdout=subprocess.PIPE,
@@ -63,8 +63,9 @@ def copy_tree(folder: Path) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     places = importlib.util.find_spec("spec_compile").submodule_search_locations  # which imports nothing
-    core = next(path for place in places for path in Path(place, "ngram").glob(CORE))
-    shutil.copy2(core, folder / "spec_compile" / "ngram" / core.name)
+    for pattern in COMPILED:
+        module = next(path for place in places for path in Path(place).glob(pattern))
+        shutil.copy2(module, folder / "spec_compile" / Path(pattern).parent / module.name)
     return folder
 
 

@@ -1,11 +1,17 @@
 """How many nodes to verify: what a size has paid so far against what it costs."""
 
 from bisect import bisect_left
+from itertools import accumulate
+
+from .hindsight import Hindsight
 
 LEARN = 0.15
 """Weight of the newest round in the running means."""
 FORGET = 0.005
 """How fast an estimate that is not being observed returns to its prior, so that every size is tried again."""
+COMMON = 0.75
+"""Share of a change in what one size costs that the other sizes are expected to show, too: texts grow, and other
+processes come and go."""
 ANY = -1
 """The bucket of all rounds, whatever the drafter's confidence."""
 PRIOR = 0.5
@@ -18,15 +24,23 @@ class SizePolicy:
     Nodes of a tree come in order of preference and parents first, so a round over n nodes also tells what any smaller
     size would have gained: the accepted nodes among the first of them. Gains are kept per bucket of the drafter's
     confidence (``hint``; for n-grams the length of the match), costs per size.
+
+    hindsight: tells what every size would have gained, in plain rounds, too, so that no size is ever tried only to
+    learn that; None: only what was verified is known.
     """
 
-    def __init__(self, sizes: tuple[int, ...], adaptive: bool = True):
-        self.sizes, self.adaptive = sizes, adaptive
+    def __init__(self, sizes: tuple[int, ...], adaptive: bool = True, hindsight: Hindsight | None = None):
+        self.sizes, self.adaptive, self.hindsight = sizes, adaptive, hindsight
         self.cost: dict[int, float] = {}
         self.gain: dict[int, list[float]] = {}
+        self._seen: dict[int, int] = {}
+        """Trees of each bucket that hindsight has told of."""
 
     def choose(self, counts: list[int], hints: list[int]) -> int:
         """The size for a round over rows with `counts` real nodes (root included) and `hints`; none is left: 1."""
+        if self.hindsight is not None and self.adaptive:
+            for hint, path in self.hindsight.look():
+                self._recall(hint, path)
         most = max(counts, default=1)
         if most <= 1:
             return self.sizes[0]
@@ -34,13 +48,11 @@ class SizePolicy:
         fitting += [n for n in self.sizes if n >= most][:1]
         if not self.adaptive or any(n not in self.cost for n in fitting):
             return fitting[-1]
-        gains = [self._gains(hint) for hint, count in zip(hints, counts) if count > 1]
-
-        def rate(n: int) -> float:
-            place = self.sizes.index(n)
-            return (len(counts) + sum(gain[place] for gain in gains)) / self.cost[n]
-
-        return max(fitting, key=rate)
+        gains = [self._expected(hint) for hint, count in zip(hints, counts) if count > 1]
+        # Fewer nodes never cost more: what was measured while the machine was busy is too long, never too short.
+        costs = [*accumulate((self.cost[n] for n in reversed(fitting)), min)][::-1]
+        rates = [(len(counts) + sum(gain[place] for gain in gains)) / cost for place, cost in enumerate(costs)]
+        return fitting[rates.index(max(rates))]
 
     def choose_ahead(self) -> int:
         """The size for a round whose trees are not known yet: by what all rounds have gained."""
@@ -57,8 +69,9 @@ class SizePolicy:
         seconds: None where a size costs what it did at the start (captured graphs).
         """
         if seconds is not None:
-            known = self.cost.get(nodes)
-            self.cost[nodes] = seconds if known is None else known + LEARN * (min(seconds, 2 * known) - known)
+            self._learn_cost(nodes, seconds)
+        if self.hindsight is not None:
+            return
         for count, hint, path in [
             *((count, hint, path) for count, hint, path in zip(counts, hints, paths) if count > 1),
             *((count, ANY, path) for count, path in zip(counts, paths)),
@@ -71,5 +84,24 @@ class SizePolicy:
                 else:
                     gain[place] += FORGET * (share * (n - 1) - gain[place])
 
+    def _learn_cost(self, nodes: int, seconds: float) -> None:
+        known = self.cost.setdefault(nodes, seconds)
+        change = LEARN * (min(seconds / known, 2) - 1)
+        for n in self.cost:
+            self.cost[n] *= 1 + (change if n == nodes else COMMON * change)
+
+    def _recall(self, hint: int, path: list[int]) -> None:
+        """The text has followed a tree along `path`. The first trees of a bucket count alike, later ones fade."""
+        for bucket in (hint, ANY):
+            self._seen[bucket] = self._seen.get(bucket, 0) + 1
+            gain, weight = self._gains(bucket), max(LEARN, 1 / self._seen[bucket])
+            for place, n in enumerate(self.sizes):
+                gain[place] += weight * (bisect_left(path, n) - gain[place])
+
     def _gains(self, hint: int) -> list[float]:
         return self.gain.setdefault(hint, [PRIOR * (n - 1) for n in self.sizes])
+
+    def _expected(self, hint: int) -> list[float]:
+        """What each size will gain. With hindsight a bucket of which nothing is known is like all others."""
+        like_others = self.hindsight is not None and hint not in self.gain and ANY in self.gain
+        return self._gains(ANY if like_others else hint)

@@ -15,6 +15,7 @@ from ..tree import MAX_NODES, ancestry
 from . import prefill_chunks
 from .accept.draw import DrawInRound
 from .draft_length import SizePolicy
+from .hindsight import Hindsight
 from .request import Request
 from .runtime import Runtime
 from .state import State
@@ -23,6 +24,8 @@ from .steps.pieces import Pieces
 
 SAMPLERS = 32
 """Captured rounds that draw, kept for the settings used last."""
+TRIALS = 5
+"""Runs of a step of which the shortest says what it costs."""
 CAPTURED_TOKENS = 2048
 """A step with a prompt is captured up to so many tokens of all rows; that of more takes longer than launching it."""
 
@@ -38,7 +41,10 @@ class Session:
         runtime.check_memory(batch, slots)
         self.drafter, plan = algorithm.drafter(batch, slots), algorithm.plan
         self.state = State(runtime.verify, batch, slots, runtime.device, plan.nodes if plan.draws else 0)
-        self.policies = {part: SizePolicy(runtime.sizes, plan.sizes == "adaptive") for part in ("round", "look")}
+        hindsight = None if runtime.on_gpu else Hindsight(self.state)
+        self.policies = {
+            part: SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight) for part in ("round", "look")
+        }
         self.ring = OutcomeRing(batch * WIDEST, runtime.device) if runtime.on_gpu else None
         self.texts: list[list[int]] = []
         """What each row was in the last call, prompt and output: of these the drafter's own cache knows."""
@@ -141,7 +147,7 @@ class Session:
             if captures:
                 step = self._capture(step, arguments)
             if part in self.policies:
-                self.policies[part].cost[nodes] = self._seconds(step, arguments)
+                self._measure(part, {nodes: step})
         seconds = time.perf_counter() - begin
         runtime.stats.seconds["compile"] += seconds
         runtime.say(f"compiled {name} in {seconds:.1f} s")
@@ -163,7 +169,7 @@ class Session:
             sampled = self.ring.publishing(sampled) if self.runtime.on_gpu else sampled
             with torch.no_grad(), self._untouched():
                 self.steps[key] = self._capture(sampled, (PAGE,)) if self.captures else sampled
-                self.policies["look"].cost[nodes] = self._seconds(self.steps[key], (PAGE,))
+                self.policies["look"].cost[nodes] = min(self._seconds(self.steps[key], (PAGE,)) for _ in range(TRIALS))
             forgotten = [k for k in self.steps if k[0].startswith("sampled")][:-SAMPLERS]
             for old in forgotten:
                 del self.steps[old]
@@ -194,14 +200,21 @@ class Session:
             return self._pieces.accepted(self._pieces.round(nodes), nodes, PAGE)
         return (nodes or self.prefill_sizes[-1], PAGE) if part == "prefill" else (PAGE,)
 
+    def _measure(self, part: str, new: dict[int, Callable]) -> None:
+        """Tell the policy what the rounds of every size cost, the `new` ones included. They run in turn, several times
+        over, so that other processes slow all of them alike."""
+        steps = {nodes: step for (name, nodes), step in self.steps.items() if name == part} | new
+        times = [
+            {nodes: self._seconds(step, self._arguments(part, nodes)) for nodes, step in steps.items()}
+            for _ in range(TRIALS)
+        ]
+        self.policies[part].cost.update({nodes: min(trial[nodes] for trial in times) for nodes in steps})
+
     def _seconds(self, step: Callable, arguments: tuple) -> float:
         """How long a step takes that has run before."""
         tick = time.perf_counter()
         outcome = step(*arguments)
         if self.runtime.on_gpu:
-            torch.cuda.synchronize()
-            tick = time.perf_counter()
-            outcome = step(*arguments)
             torch.cuda.synchronize()
         del outcome
         return time.perf_counter() - tick

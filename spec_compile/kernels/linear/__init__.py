@@ -12,8 +12,7 @@ from torch import Tensor, fx
 
 from ...graph import ModelGraph, attribute, calls
 from .. import HALF
-from . import small_m, stream  # noqa: F401
-from .transposed import transposed_linear
+from . import avx512, small_m, stream, transposed  # noqa: F401
 
 aten = torch.ops.aten
 
@@ -37,8 +36,9 @@ class Form:
 SMALL_M = Form(
     torch.ops.spec_compile.small_m_matmul.default, "cuda", HALF, True, torch.ops.spec_compile.small_m_swiglu.default
 )
-TRANSPOSED = Form(transposed_linear, "cpu", (torch.float32,), False)
-FORMS = (SMALL_M, TRANSPOSED)
+AVX512 = Form(avx512.avx512_linear, "cpu", (torch.float32,), True)
+TRANSPOSED = Form(transposed.transposed_linear, "cpu", (torch.bfloat16,), True)
+FORMS = (SMALL_M, *((AVX512,) if avx512.SUPPORTED else ()), *((TRANSPOSED,) if transposed.SUPPORTED else ()))
 PLAIN = aten.linear.default
 """The op of a captured linear layer, and of every one that no form serves."""
 NORMED = torch.ops.spec_compile.normed_matmul.default, torch.ops.spec_compile.normed_swiglu.default
