@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from ...graph import ModelGraph
+from ...graph import ModelGraph, calls
 from .. import HALF
 from .base import Backend, Use
 from .call import attention_calls
@@ -27,10 +27,11 @@ def load(use: Use) -> Callable:
 def prepare(graph: ModelGraph) -> str:
     """Hoist the tables of tail tiles: one `tail_tiles` for all layers with the same ancestors and heads a group."""
     tables: dict[tuple, fx.Node] = {}
+    first = calls(graph.gm)[0]  # there the kernel of a table stands between no two that are launched early
     for node, layer in zip(attention_calls(graph), graph.layers):
         ancestors, size = node.kwargs["ancestors"], nodes_per_tile(layer.heads // layer.kv_heads)
         if ancestors is not None and (ancestors, size) not in tables:
-            with graph.gm.graph.inserting_before(node):
+            with graph.gm.graph.inserting_before(first):
                 tables[ancestors, size] = graph.gm.graph.call_function(tail_tiles, (ancestors, size))
         node.update_kwarg("tiles", tables.get((ancestors, size)))
     return ""
