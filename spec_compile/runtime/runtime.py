@@ -11,6 +11,7 @@ from ..config import Options
 from ..drafting import Algorithm
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
+from ..kernels.linear import MAX_ROWS
 from ..stats import Stats
 
 log = logging.getLogger("spec_compile")
@@ -54,6 +55,16 @@ class Runtime:
             return min(self.max_positions, GPU_CACHE)
         memory = psutil.virtual_memory().total
         return min(self.max_positions, max(memory // 4 // (self.token_bytes * batch), 1024))
+
+    def check_rows(self, batch: int) -> None:
+        """UnsupportedModelError if exact="bits" is asked for, and rounds of this batch size have more rows than the
+        products that keep them."""
+        rows = batch * self.sizes[-1]
+        if self.options.exact == "bits" and rows > MAX_ROWS:
+            raise UnsupportedModelError(
+                f"exact: 'bits' is kept in rounds of up to {MAX_ROWS} rows, and {batch} sequences of {self.sizes[-1]} "
+                f"nodes are {rows}; pass fewer sequences at once, fewer num_draft_tokens, or exact='auto'"
+            )
 
     def check_memory(self, batch: int, tokens: int, argument: str = "max_cache_len") -> None:
         """Say what caches of `tokens` tokens for `batch` sequences take; UnsupportedModelError, naming the argument

@@ -38,6 +38,7 @@ class Session:
         algorithm, options = runtime.algorithm, runtime.options
         self.prefill_sizes = prefill_chunks.SIZES[runtime.device.type]
         slots = self._slots(self.capacity)
+        runtime.check_rows(batch)
         runtime.check_memory(batch, slots)
         self.drafter, plan = algorithm.drafter(batch, slots), algorithm.plan
         self.state = State(runtime.verify, batch, slots, runtime.device, plan.nodes if plan.draws else 0)

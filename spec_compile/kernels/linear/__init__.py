@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from ...graph import ModelGraph, attribute, calls
 from .. import HALF
 from . import avx512, small_m, stream, transposed  # noqa: F401
+from .plans import MAX_ROWS  # noqa: F401
 
 aten = torch.ops.aten
 

@@ -13,9 +13,9 @@ AT_ONCE = 1 << 30
 class Tile(NamedTuple):
     """What one program multiplies at a time; none of it changes a bit of the result.
 
-    block_o: rows of the weights, and block_k columns. block_n: rows of activations (at most; fewer take less). warps,
-    stages: of Triton's pipeline. late: the next kernel may begin when so many tiles are left. prefetch: so many of a
-    program's first tiles are fetched to the L2 cache before the wait.
+    block_o: rows of the weights, and block_k columns. block_n: rows of activations. warps, stages: of Triton's
+    pipeline. late: the next kernel may begin when so many tiles are left. prefetch: so many of a program's first tiles
+    are fetched to the L2 cache before the wait.
     """
 
     block_o: int

@@ -148,11 +148,10 @@ def launch(
     """
     rows, (outputs, inputs) = len(x), weight.shape
     early = dependent_launch.available(x) if early is None else early
-    block_n = min(max(triton.next_power_of_2(rows), 16), tile.block_n)
-    grid = ceil_div(outputs, tile.block_o), ceil_div(rows, block_n)
+    grid = ceil_div(outputs, tile.block_o), ceil_div(rows, tile.block_n)
     partial = arrived = None
     if parts > 1:
-        size = grid[0] * grid[1] * parts * tile.block_o * block_n
+        size = grid[0] * grid[1] * parts * tile.block_o * tile.block_n
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         arrived = zero_counters(x.device, grid[0] * grid[1])
     squares, eps = normed or (None, 0.0)
@@ -161,7 +160,7 @@ def launch(
     small_m_kernel[(grid[0] * parts, grid[1])](
         x, weight, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived, rows, outputs, inputs,
         x.stride(0), 0 if residual is None else residual.stride(0), tile.late, tile.prefetch, eps, offset,
-        BLOCK_N=block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
+        BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
         TERMS=terms, BLOCK_TERMS=triton.next_power_of_2(terms), SQUARED=squared_columns(outputs), GATED=gated,
         EVEN=inputs % tile.block_k == 0, PDL=early,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
