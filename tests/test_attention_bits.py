@@ -65,6 +65,15 @@ def test_in_the_interpreter():
         compare_path(case, parents, nodes - 1, SMALL, exactly=False)
 
 
+def test_a_window_that_leaves_nothing_but_the_tail():
+    """The tail of the deepest nodes begins at the end of a group of spans that are added together."""
+    if GPU:
+        pytest.skip("the kernels run on the CUDA device")
+    begin = 16 * max(SMALL.least, SMALL.block_n)
+    case = Case(("cpu", torch.float32), [begin - 4], 28, chain(28), (2, 1), capacity=begin + 64, window=20)
+    compare_path(case, chain(28), 27, SMALL, exactly=False)
+
+
 SHAPES = {
     "8B": dict(heads=(32, 8), sizes=(128, 128)),
     "1B": dict(heads=(32, 8), sizes=(64, 64)),

@@ -58,7 +58,8 @@ def merge_spans_kernel(
     dv = tl.arange(0, BLOCK_DV)
     acc = tl.zeros([BLOCK_DV], tl.float32)
     total = tl.zeros([1], tl.float32)
-    for start in range(first // SPANS * SPANS, span_of(edge + (tail_parts - 1) * CHUNK, FIRST, GROWS) + 1, SPANS):
+    lowest_span = tl.minimum(first, span_of(edge, FIRST, GROWS))  # a window may leave nothing but the tail
+    for start in range(lowest_span // SPANS * SPANS, span_of(edge + (tail_parts - 1) * CHUNK, FIRST, GROWS) + 1, SPANS):
         span = start + tl.arange(0, SPANS)
         exists = (span >= first) & (span <= last)
         number = PARTS + last - span
