@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import dependent_launch
+from .ops import as_rows
 
 
 @torch.library.custom_op("spec_compile::rms_norm", mutates_args=(), device_types="cpu")
@@ -73,7 +74,7 @@ def launch(x, residual, weight, eps, offset) -> tuple[Tensor | None, Tensor]:
     size = x.shape[-1]
     out = x.new_empty(x.shape)
     total = None if residual is None else torch.empty_like(out)
-    x, residual = (t if t is None else _rows(t) for t in (x, residual))
+    x, residual = (t if t is None else as_rows(t) for t in (x, residual))
     if not len(x):
         return total, out
     block = triton.next_power_of_2(size)
@@ -85,12 +86,6 @@ def launch(x, residual, weight, eps, offset) -> tuple[Tensor | None, Tensor]:
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return total, out
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[..., C] -> [R, C], whose columns lie side by side."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 @triton.jit

@@ -137,6 +137,12 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
     cache.index_put_((row, head, slots[:, None, :]), new)
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """[..., C] -> [R, C], whose columns lie side by side."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021, eq. 34) of halves, as Llama has it, in x's dtype.
 

@@ -51,7 +51,7 @@ class SizePolicy:
         gains = [self._expected(hint) for hint, count in zip(hints, counts) if count > 1]
         # Fewer nodes never cost more: what was measured while the machine was busy is too long, never too short.
         costs = [*accumulate((self.cost[n] for n in reversed(fitting)), min)][::-1]
-        rates = [(len(counts) + sum(gain[place] for gain in gains)) / cost for place, cost in enumerate(costs)]
+        rates = [(len(counts) + sum(gain[index] for gain in gains)) / cost for index, cost in enumerate(costs)]
         return fitting[rates.index(max(rates))]
 
     def choose_ahead(self) -> int:
@@ -78,11 +78,11 @@ class SizePolicy:
         ]:
             gain = self._gains(hint)
             share = max(PRIOR, len(path) / max(1, nodes - 1))  # of a larger size: as much as of this one, at least
-            for place, n in enumerate(self.sizes):
+            for index, n in enumerate(self.sizes):
                 if n <= nodes or count <= nodes:
-                    gain[place] += LEARN * (bisect_left(path, n) - gain[place])  # a path's nodes ascend
+                    gain[index] += LEARN * (bisect_left(path, n) - gain[index])  # a path's nodes ascend
                 else:
-                    gain[place] += FORGET * (share * (n - 1) - gain[place])
+                    gain[index] += FORGET * (share * (n - 1) - gain[index])
 
     def _learn_cost(self, nodes: int, seconds: float) -> None:
         known = self.cost.setdefault(nodes, seconds)
@@ -95,8 +95,8 @@ class SizePolicy:
         for bucket in (hint, ANY):
             self._seen[bucket] = self._seen.get(bucket, 0) + 1
             gain, weight = self._gains(bucket), max(LEARN, 1 / self._seen[bucket])
-            for place, n in enumerate(self.sizes):
-                gain[place] += weight * (bisect_left(path, n) - gain[place])
+            for index, n in enumerate(self.sizes):
+                gain[index] += weight * (bisect_left(path, n) - gain[index])
 
     def _gains(self, hint: int) -> list[float]:
         return self.gain.setdefault(hint, [PRIOR * (n - 1) for n in self.sizes])

@@ -40,12 +40,12 @@ def tail_tile_table(ancestors: Tensor, nodes_per_tile: int) -> Tensor:
     before = index[None, :] < index[:, None]  # [i, j]: j < i
     leaf = ~(sees & before).any(1)
     owner = torch.where(sees & leaf[:, :, None], index[:, None], nodes).amin(1)
-    # Of every node as if it were a leaf: its path [B, N, N], and the places of what it owns on it.
-    place = (sees[:, :, None, :] & before).sum(3, dtype=torch.int32)
-    path = torch.where(sees[:, :, :, None] & (place[:, :, :, None] == index), index[:, None], nodes).amin(2)
+    # Of every node as if it were a leaf: its path [B, N, N], and how deep what it owns lies on it.
+    depth = (sees[:, :, None, :] & before).sum(3, dtype=torch.int32)
+    path = torch.where(sees[:, :, :, None] & (depth[:, :, :, None] == index), index[:, None], nodes).amin(2)
     owned = owner[:, None, :] == index[:, None]
     count = owned.sum(2, dtype=torch.int32)
-    first = torch.where(owned, place, nodes).amin(2)
+    first = torch.where(owned, depth, nodes).amin(2)
     # Tiles of all leaves in turn: [B, tile, leaf].
     tiles = (count + nodes_per_tile - 1) // nodes_per_tile
     begin = torch.where(before, tiles[:, None, :], 0).sum(2, dtype=torch.int32)
@@ -56,8 +56,8 @@ def tail_tile_table(ancestors: Tensor, nodes_per_tile: int) -> Tensor:
     length = sees.sum(2, dtype=torch.int32)[:, None, :].expand_as(sizes)
     facts = torch.stack([length, first[:, None, :] + skipped, sizes], 3)
     facts = torch.where(belongs[:, :, :, None], facts, 0).sum(2, dtype=torch.int32)
-    chosen = torch.where(belongs[:, :, :, None], path[:, None], nodes).amin(2)
-    return torch.cat([facts, chosen.to(torch.int32)], 2)
+    paths = torch.where(belongs[:, :, :, None], path[:, None], nodes).amin(2)
+    return torch.cat([facts, paths.to(torch.int32)], 2)
 
 
 @tail_tile_table.register_fake

@@ -24,10 +24,10 @@ def tail_tiles_kernel(
     tl.store(out_ptr + index * (COLUMNS + nodes) + 2, tl.zeros_like(index), mask=exists)
     tl.store(path_at + node, tl.zeros_like(leaf + node) + nodes, mask=both)
 
-    # Which nodes each node sees, and the place of each on its path; a leaf is seen by no later node.
+    # Which nodes each node sees, and how deep each lies on its path; a leaf is seen by no later node.
     bits = tl.load(ancestors_ptr + tl.program_id(0).to(tl.int64) * nodes + index, mask=exists, other=0)
     sees = (((bits[:, None] >> node.to(tl.int64)) & 1) != 0) & both
-    place = tl.cumsum(sees.to(tl.int32), 1) - 1
+    depth = tl.cumsum(sees.to(tl.int32), 1) - 1
     reach = tl.sum(sees.to(tl.int32), 1)
     is_seen = tl.max((sees & (leaf > node)).to(tl.int32), 0)
 
@@ -36,7 +36,7 @@ def tail_tiles_kernel(
     owner = tl.min(tl.where(sees & is_leaf[:, None], leaf, nodes), 0)
     owned = sees & (owner[None, :] == leaf)
     count = tl.sum(owned.to(tl.int32), 1)
-    first = tl.min(tl.where(owned, place, nodes), 1)
+    first = tl.min(tl.where(owned, depth, nodes), 1)
 
     # The tiles of all leaves in turn.
     tiles = (count + PER_TILE - 1) // PER_TILE
@@ -48,4 +48,4 @@ def tail_tiles_kernel(
         tl.store(row_ptr, reach, mask=belongs)
         tl.store(row_ptr + 1, first + number * PER_TILE, mask=belongs)
         tl.store(row_ptr + 2, tl.minimum(count - number * PER_TILE, PER_TILE), mask=belongs)
-        tl.store(row_ptr[:, None] + COLUMNS + place, node + tl.zeros_like(place), mask=belongs[:, None] & sees)
+        tl.store(row_ptr[:, None] + COLUMNS + depth, node + tl.zeros_like(depth), mask=belongs[:, None] & sees)

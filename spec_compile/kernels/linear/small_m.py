@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from .. import HALF, dependent_launch
 from ..counters import zero_counters
+from ..ops import as_rows
 from .plans import CUT, MAX_ROWS, Plan, Tile, ceil_div, plan, squared_columns
 
 try:
@@ -128,8 +129,7 @@ def run(
     stream: Stream | None = None,
 ) -> Tensor:  # fmt: skip
     """x [..., I] times weight [O, I] by a plan, as `launch` computes it -> [..., O], gated [..., O / 2]."""
-    flat = x.reshape(-1, x.shape[-1])
-    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    flat = as_rows(x)
     out = x.new_empty(flat.shape[0], weight.shape[0] // (1 + gated))
     bias = bias if bias is None else bias.contiguous()
     launch(flat, weight, bias, out, how.parts, how.tile(len(flat)), gated=gated, normed=normed, stream=stream)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..ops import as_rows
 from .plans import ceil_div, squared_columns
 from .small_m import Normed, Stream, plan_of, run
 
@@ -31,17 +32,9 @@ def small_m_add(
         stream = F.linear(x, weight, bias) + residual
         squares.copy_(_squares(stream))
         return stream, (stream.float() * (norm_weight.float() + offset)).to(x.dtype), squares
-    before = residual.reshape(rows, residual.shape[-1])
-    before = before if before.stride(1) == 1 else before.contiguous()
-    scaled = torch.empty(residual.shape, dtype=x.dtype, device=x.device)
-    stream = run(
-        x,
-        weight,
-        bias,
-        how,
-        stream=Stream(before, norm_weight.contiguous(), offset, scaled.view(before.shape), squares),
-    )
-    return stream, scaled, squares
+    before, scaled = as_rows(residual), torch.empty(residual.shape, dtype=x.dtype, device=x.device)
+    behind = Stream(before, norm_weight.contiguous(), offset, scaled.view(before.shape), squares)
+    return run(x, weight, bias, how, stream=behind), scaled, squares
 
 
 @small_m_add.register_fake
