@@ -1,4 +1,4 @@
-"""Kernels of tree attention for the block itself: its keys and values, normed, rotated, rounded, and appended.
+"""The kernel that prepares a block for attention: queries and keys normed and rotated, keys and values appended.
 
 Import this module only where Triton is installed. Shapes: R rows of a tile, D (Dk, Dv) a head size, BLOCK_D* the power
 of two that holds it. `stride_kb, stride_kh, stride_kn` are the strides of k over rows of the batch, heads and tokens.
@@ -6,6 +6,7 @@ of two that holds it. `stride_kb, stride_kh, stride_kn` are the strides of k ove
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..pairs import sum_in_pairs
 
@@ -55,68 +56,48 @@ def load_rotated(
     return tl.fma(x, cos, turned).to(dtype)  # named, because a compiler could as well fuse the other product
 
 
-@triton.jit
-def load_query(
-    row_ptr, angle, real, cos_ptr, sin_ptr, q_norm_ptr, eps, offset,
-    DK: tl.constexpr, BLOCK_DK: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Queries [BLOCK_M, BLOCK_DK] at `row_ptr` [BLOCK_M, 1], turned by the rows of cos at `angle` [BLOCK_M, 1]."""
-    dk = tl.arange(0, BLOCK_DK)
-    mask = real[:, None] & (dk < DK)[None, :]
-    if cos_ptr is None:
-        query = tl.load(row_ptr + dk[None, :], mask=mask, other=0.0)
-    else:
-        query = load_rotated(
-            row_ptr, dk, cos_ptr + angle, sin_ptr + angle, q_norm_ptr, eps, offset, mask, DK, ALIGNED, ROUND_FIRST
-        )
-    return query
-
-
-@triton.jit
-def take_block(
-    k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, stride_kn, stride_vn, token, nodes, length, capacity, written,
-    column, cos_ptr, sin_ptr, first_angle, norm_ptr, eps, offset,
-    DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Keys [R, BLOCK_DK] and values [R, BLOCK_DV], from `column` on, of the block's tokens `token` [R], as the cache
-    holds them; those `written` [R] go into it. The pointers are those of one KV head; first_angle: the row of cos of
-    token 0."""
-    dk, dv = tl.arange(0, BLOCK_DK)[None, :], column + tl.arange(0, BLOCK_DV)[None, :]
-    inside = (token < nodes)[:, None]
-    row_ptr, mask = k_ptr + token[:, None] * stride_kn, inside & (dk < DK)
-    if cos_ptr is None:
-        keys = tl.load(row_ptr + dk, mask=mask, other=0.0)
-    else:
-        angle = (first_angle + token)[:, None] * DK
-        keys = load_rotated(
-            row_ptr, tl.arange(0, BLOCK_DK), cos_ptr + angle, sin_ptr + angle, norm_ptr, eps, offset, mask,
-            DK, ALIGNED, ROUND_FIRST,
-        )  # fmt: skip
-    values = tl.load(v_ptr + token[:, None] * stride_vn + dv, mask=inside & (dv < DV), other=0.0)
-    keys, values = as_stored(keys, key_cache_ptr), as_stored(values, value_cache_ptr)
-    slot = (length + token)[:, None]
-    written = written[:, None] & inside & (slot < capacity)
-    tl.store(key_cache_ptr + slot * DK + dk, keys, mask=written & (dk < DK))
-    tl.store(value_cache_ptr + slot * DV + dv, values, mask=written & (dv < DV))
-    return keys, values
-
-
 @triton.jit(do_not_specialize=["nodes"])
 def append_kernel(
-    k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, cos_ptr, sin_ptr, k_norm_ptr,
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, nodes, capacity, eps, offset,
-    BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, rotated_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, cos_ptr, sin_ptr, q_norm_ptr,
+    k_norm_ptr, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    nodes, capacity, eps, offset,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A causal chunk into the cache, BLOCK tokens of a KV head a program. Grid (N / BLOCK, B * Hkv)."""
-    group = tl.program_id(1).to(tl.int64)
-    batch, kv_head = group // KV_HEADS, group % KV_HEADS
+    """BLOCK tokens of a head a program: keys and values go into the cache, queries to rotated [B, H, N, Dk].
+
+    Grid (N / BLOCK, B, Hkv + H), or (.., .., Hkv) where nothing is rotated.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    batch, head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    take_block(
-        k_ptr + batch * stride_kb + kv_head * stride_kh, v_ptr + batch * stride_vb + kv_head * stride_vh,
-        key_cache_ptr + group * capacity * DK, value_cache_ptr + group * capacity * DV, stride_kn, stride_vn,
-        token, nodes, tl.load(lengths_ptr + batch).to(tl.int32), capacity,
-        token < nodes, 0, cos_ptr, sin_ptr, batch * nodes, k_norm_ptr, eps, offset,
-        DK, BLOCK_DK, DV, BLOCK_DV, ALIGNED, ROUND_FIRST,
-    )  # fmt: skip
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)[None, :]
+    inside = (token < nodes)[:, None]
+    mask = inside & (dk < DK)[None, :]
+    angle = (batch * nodes + token)[:, None] * DK
+    if EARLY:
+        gdc_wait()
+    if head < KV_HEADS:
+        row_ptr = k_ptr + batch * stride_kb + head * stride_kh + token[:, None] * stride_kn
+        if cos_ptr is None:
+            keys = tl.load(row_ptr + dk[None, :], mask=mask, other=0.0)
+        else:
+            keys = load_rotated(
+                row_ptr, dk, cos_ptr + angle, sin_ptr + angle, k_norm_ptr, eps, offset, mask, DK, ALIGNED, ROUND_FIRST
+            )
+        row_ptr = v_ptr + batch * stride_vb + head * stride_vh + token[:, None] * stride_vn
+        values = tl.load(row_ptr + dv, mask=inside & (dv < DV), other=0.0)
+        slot = (tl.load(lengths_ptr + batch).to(tl.int32) + token)[:, None]
+        at = (batch * KV_HEADS + head) * capacity + slot
+        tl.store(key_cache_ptr + at * DK + dk[None, :], as_stored(keys, key_cache_ptr), mask=mask & (slot < capacity))
+        mask = inside & (slot < capacity) & (dv < DV)
+        tl.store(value_cache_ptr + at * DV + dv, as_stored(values, value_cache_ptr), mask=mask)
+    elif cos_ptr is not None:
+        head -= KV_HEADS
+        row_ptr = q_ptr + batch * stride_qb + head * stride_qh + token[:, None] * stride_qn
+        queries = load_rotated(
+            row_ptr, dk, cos_ptr + angle, sin_ptr + angle, q_norm_ptr, eps, offset, mask, DK, ALIGNED, ROUND_FIRST
+        )
+        at = ((batch * HEADS + head) * nodes + token)[:, None] * DK
+        tl.store(rotated_ptr + at + dk[None, :], queries, mask=mask)

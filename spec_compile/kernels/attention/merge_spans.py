@@ -1,27 +1,45 @@
 """The kernel that adds up what the spans and tail tiles of tree attention found, in the order of their positions.
 
 Import this module only where Triton is installed. The order depends on the positions alone: a span's chunks are added
-from the first to the last, of which those behind the committed slots' last whole chunk come from the tail, and then
-the spans are added by their numbers.
+from the first to the last, of which those behind the committed slots' last whole chunk come from the tail, and the
+spans are added from the first to the last.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..pairs import sum_in_pairs, sum_rows_in_pairs
 from .chunk import power_of_2
 from .spans import span_of
 
-SPANS = tl.constexpr(16)
-"""Spans that are added at a time, of numbers from a multiple of it on; those that do not exist count as zeros."""
+SPANS = tl.constexpr(8)
+"""Spans that are loaded at a time."""
+
+
+@triton.jit
+def _load(parts_ptr, sums_ptr, number, rows, dv, DV: tl.constexpr):
+    """The partial softmax of one row at `number`: acc [BLOCK_DV], peak and total. One that saw nothing, if number is
+    negative."""
+    exists = number >= 0
+    acc = tl.load(parts_ptr + number * rows * DV + dv, mask=dv < tl.where(exists, DV, 0), other=0.0)
+    peak = tl.load(sums_ptr + number * 2 * rows, mask=exists, other=float("-inf"))
+    return acc, peak, tl.load(sums_ptr + (number * 2 + 1) * rows, mask=exists, other=0.0)
+
+
+@triton.jit
+def _fold(acc, peak, total, next_acc, next_peak, next_total):
+    """`chunk.fold` of one row."""
+    higher = tl.maximum(peak, next_peak)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    keep, take = power_of_2(peak - base), power_of_2(next_peak - base)
+    return acc * keep + next_acc * take, higher, total * keep + next_total * take
 
 
 @triton.jit(do_not_specialize=["nodes", "spans"])
 def merge_spans_kernel(
     lengths_ptr, positions_ptr, sinks_ptr, out_ptr, parts_ptr, sums_ptr, stride_p, nodes, spans,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [B, N, H, Dv] from the parts of `tree_kernel`, one row a program. Grid (N * H, B)."""
     # The row, and the spans that it sees below `edge`, first .. last.
@@ -39,44 +57,48 @@ def merge_spans_kernel(
         position = tl.load(positions_ptr + batch * stride_p + node).to(tl.int32)
         lowest = tl.maximum(position - WINDOW + 1, 0)
         first = tl.where(lowest < edge, span_of(lowest, FIRST, GROWS), last + 1)
-    tail_parts = tl.cdiv(length + nodes - edge, CHUNK)
+    tail_parts, tail_span = tl.cdiv(length + nodes - edge, CHUNK), span_of(edge, FIRST, GROWS)
     part = (batch * (HEADS // GROUP) + head // GROUP) * (PARTS + spans)
     parts_ptr += (part * rows + row) * DV
     sums_ptr += part * 2 * rows + row
     if EARLY:
         gdc_wait()
 
-    # The largest peak of all parts, and of the sink.
-    index = tl.arange(0, BLOCK_PARTS)
-    stored = tl.where(index < PARTS, index < tail_parts, index - PARTS <= last - first)
-    peak = tl.max(tl.load(sums_ptr + index * 2 * rows, mask=stored, other=float("-inf")), 0)
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head).to(tl.float32)
-        peak = tl.maximum(peak, tl.ceil(sink * 1.4426950408889634))
-
-    # The spans [SPANS, BLOCK_DV], each below `edge` first, then what the tail has of it.
+    # The spans that end at `edge` or below it. What is loaded at a time shares a peak; because peaks are integers, to
+    # scale by them rounds nothing.
     dv = tl.arange(0, BLOCK_DV)
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    total = tl.zeros([1], tl.float32)
-    lowest_span = tl.minimum(first, span_of(edge, FIRST, GROWS))  # a window may leave nothing but the tail
-    for start in range(lowest_span // SPANS * SPANS, span_of(edge + (tail_parts - 1) * CHUNK, FIRST, GROWS) + 1, SPANS):
-        span = start + tl.arange(0, SPANS)
-        exists = (span >= first) & (span <= last)
-        number = PARTS + last - span
-        share = power_of_2(tl.load(sums_ptr + number * 2 * rows, mask=exists, other=float("-inf")) - peak)
-        weights = tl.load(sums_ptr + (number * 2 + 1) * rows, mask=exists, other=0.0) * share
-        mask = exists[:, None] & (dv < DV)[None, :]
-        values = tl.load(parts_ptr + number[:, None] * rows * DV + dv[None, :], mask=mask, other=0.0) * share[:, None]
-        for tail in tl.static_range(PARTS):
-            tail_span = span_of(edge + tail * CHUNK, FIRST, GROWS)
-            here = span == tl.where(tail_parts > tail, tail_span, -1)
-            share = power_of_2(tl.load(sums_ptr + tail * 2 * rows + span * 0, mask=here, other=float("-inf")) - peak)
-            weights += tl.load(sums_ptr + (tail * 2 + 1) * rows + span * 0, mask=here, other=0.0) * share
-            mask = here[:, None] & (dv < DV)[None, :]
-            tail_values = tl.load(parts_ptr + tail * rows * DV + span[:, None] * 0 + dv[None, :], mask=mask, other=0.0)
-            values += tail_values * share[:, None]
-        acc += tl.reshape(sum_rows_in_pairs(values, 1, SPANS, BLOCK_DV), [BLOCK_DV])
-        total += sum_in_pairs(tl.reshape(weights, [1, SPANS]), 1, SPANS)
+    acc, peak, total = tl.zeros([BLOCK_DV], tl.float32), float("-inf"), 0.0
+    for start in range(first, tail_span, SPANS):
+        parts = ()
+        higher = peak
+        for step in tl.static_range(SPANS):
+            number = tl.where(start + step < tail_span, PARTS + last - start - step, -1)
+            loaded = _load(parts_ptr, sums_ptr, number, rows, dv, DV)
+            parts += (loaded,)
+            higher = tl.maximum(higher, loaded[1])
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        keep = power_of_2(peak - base)
+        acc, total, peak = acc * keep, total * keep, higher
+        for step in tl.static_range(SPANS):
+            share = power_of_2(parts[step][1] - base)
+            acc += parts[step][0] * share
+            total += parts[step][2] * share
+
+    # The span in which `edge` lies: what it has below, then chunks of the tail, which may reach into the next span.
+    number = tl.where((tail_span == last) & (first <= last), PARTS + last - tail_span, -1)
+    span_acc, span_peak, span_total = _load(parts_ptr, sums_ptr, number, rows, dv, DV)
+    for tail in tl.static_range(PARTS):
+        if tail > 0:
+            if span_of(edge + tail * CHUNK, FIRST, GROWS) != span_of(edge + (tail - 1) * CHUNK, FIRST, GROWS):
+                acc, peak, total = _fold(acc, peak, total, span_acc, span_peak, span_total)
+                span_acc, span_peak, span_total = acc * 0.0, peak * 0 + float("-inf"), total * 0.0
+        number = tl.where(tail_parts > tail, tail_parts * 0 + tail, -1)
+        next_acc, next_peak, next_total = _load(parts_ptr, sums_ptr, number, rows, dv, DV)
+        span_acc, span_peak, span_total = _fold(span_acc, span_peak, span_total, next_acc, next_peak, next_total)
+    acc, peak, total = _fold(acc, peak, total, span_acc, span_peak, span_total)
+
     if sinks_ptr is not None:
-        total += tl.exp2(tl.fma(sink, 1.4426950408889634, -peak))
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        acc, peak, total = _fold(acc, peak, total, acc * 0.0, tl.ceil(sink), 0.0)
+        total += tl.exp2(sink - peak)
     tl.store(out_ptr + ((batch * nodes + node) * HEADS + head) * DV + dv, acc / total, mask=dv < DV)

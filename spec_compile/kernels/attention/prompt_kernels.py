@@ -10,8 +10,6 @@ weights 2 ** (score - peak).
 import triton
 import triton.language as tl
 
-from .block_kernels import load_query
-
 
 @triton.jit
 def _plan(
@@ -115,13 +113,12 @@ def _add_sinks(sinks_ptr, head, real, acc, peak, total):
 
 @triton.jit(do_not_specialize=["nodes", "splits", "least"])
 def prompt_kernel(
-    q_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, positions_ptr, sinks_ptr, cos_ptr, sin_ptr, q_norm_ptr,
-    out_ptr, parts_ptr, sums_ptr, stride_qb, stride_qh, stride_qn, stride_p,
-    nodes, splits, least, capacity, inner, outer, eps, offset,
+    q_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, positions_ptr, sinks_ptr, out_ptr, parts_ptr, sums_ptr,
+    stride_qb, stride_qh, stride_qn, stride_p, nodes, splits, least, capacity, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALONE: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of the cache for one tile of rows. Grid (tiles * splits, B * Hkv). ALONE: there is one split. inner,
     outer: factors of the scores in and behind tanh."""
@@ -144,11 +141,9 @@ def prompt_kernel(
 
     # Queries [BLOCK_M, BLOCK_DK], and their positions [BLOCK_M].
     real = row < nodes * GROUP
+    dk = tl.arange(0, BLOCK_DK)[None, :]
     row_ptr = q_ptr + batch * stride_qb + head[:, None] * stride_qh + node[:, None] * stride_qn
-    query = load_query(
-        row_ptr, (batch * nodes + node)[:, None] * DK, real, cos_ptr, sin_ptr, q_norm_ptr, eps, offset,
-        DK, BLOCK_DK, ALIGNED, ROUND_FIRST,
-    )  # fmt: skip
+    query = tl.load(row_ptr + dk, mask=real[:, None] & (dk < DK), other=0.0)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)

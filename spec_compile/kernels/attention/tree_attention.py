@@ -98,7 +98,7 @@ def tree_tuning(rows: int, key_dim: int, value_dim: int, itemsize: int, device: 
     must serve a row in any company."""
     _, memory = _device(device)
     key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
-    block_m, most, warps = (128, 64, 8) if rows > 64 and key_dim <= 128 else (64, 64, 4)
+    block_m, most, warps = 64, 64, 4
     if itemsize == 4:
         block_m, most, warps = 16, 32, 8
     slot = (key_dim + value_dim) * itemsize
@@ -142,15 +142,31 @@ def _constants(call: Call, value_columns: int) -> dict:
     return {
         "KV_HEADS": call.k.shape[1], "DK": key_dim, "BLOCK_DK": triton.next_power_of_2(key_dim),
         "DV": value_dim, "BLOCK_DV": value_columns,
-        "ALIGNED": key_dim // 2 & -(key_dim // 2), "ROUND_FIRST": call.offset is None,
     }  # fmt: skip
 
 
-def _scalars(call: Call) -> tuple[float, float, float, float]:
-    """Factors of the scores in and behind tanh; eps and offset of the norms."""
+def _factors(call: Call) -> tuple[float, float]:
+    """Factors of the scores in and behind tanh."""
     outer = call.scale if call.softcap is None else call.softcap
     inner = 0.0 if call.softcap is None else call.scale / call.softcap * 2 * LOG2E
-    return inner, outer * LOG2E, call.eps, 0.0 if call.offset is None else call.offset
+    return inner, outer * LOG2E
+
+
+def _append(call: Call, block: int, warps: int, early: bool) -> Tensor:
+    """Append the block to the cache, `block` tokens a program -> the queries, rotated if the call says so."""
+    q, k, v, key_cache, value_cache, lengths, *_ = call
+    batch, heads, nodes, key_dim = q.shape
+    rotates = call.cos is not None
+    rotated = q.new_empty(batch, heads, nodes, key_dim) if rotates else q
+    half = key_dim // 2
+    append_kernel[(triton.cdiv(nodes, block), batch, k.shape[1] + heads * rotates)](
+        q, k, v, rotated, key_cache, value_cache, lengths, call.cos, call.sin, call.q_norm, call.k_norm,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], nodes, key_cache.shape[2], call.eps, call.offset or 0.0,
+        BLOCK=block, HEADS=heads, ALIGNED=half & -half, ROUND_FIRST=call.offset is None, EARLY=early,
+        **_constants(call, triton.next_power_of_2(v.shape[3])), num_warps=warps,
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return rotated
 
 
 def _launch_prompt(call: Call, config: Tuning) -> Tensor:
@@ -166,17 +182,13 @@ def _launch_prompt(call: Call, config: Tuning) -> Tensor:
     if splits > 1:
         parts = q.new_empty(batch * kv_heads * tiles, splits, block_m, value_dim, dtype=torch.float32)
         sums = q.new_empty(batch * kv_heads * tiles, splits, 2, block_m, dtype=torch.float32)
-    constants, (inner, outer, *norm) = _constants(call, columns), _scalars(call)
     shared = {"WINDOW": call.window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n}
-    append_kernel[(triton.cdiv(nodes, 32), batch * kv_heads)](
-        k, v, key_cache, value_cache, lengths, call.cos, call.sin, call.k_norm, *k.stride()[:3], *v.stride()[:3],
-        nodes, capacity, *norm, BLOCK=32, **constants,
-    )  # fmt: skip
+    rotated = _append(call, 32, 4, early=False)
     prompt_kernel[(tiles * splits, batch * kv_heads)](
-        q, key_cache, value_cache, lengths, positions, call.sinks, call.cos, call.sin, call.q_norm, out, parts, sums,
-        *q.stride()[:3], positions.stride(0), nodes, splits, least, capacity, inner, outer, *norm,
+        rotated, key_cache, value_cache, lengths, positions, call.sinks, out, parts, sums,
+        *rotated.stride()[:3], positions.stride(0), nodes, splits, least, capacity, *_factors(call),
         SOFTCAP=call.softcap is not None, ALONE=splits == 1, PRECISION=_precision(q),
-        **shared, **constants, num_warps=warps, num_stages=stages,
+        **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         merge_parts_kernel[(nodes * heads, batch)](
@@ -188,8 +200,8 @@ def _launch_prompt(call: Call, config: Tuning) -> Tensor:
 
 
 def _launch_tree(call: Call, config: Tuning) -> Tensor:
-    """Attend to the cache and to the tree, which is appended on the way. The kernels are launched early if they can be
-    (see `dependent_launch`)."""
+    """Append the tree to the cache, then attend to it there. The kernels are launched early if they can be (see
+    `dependent_launch`)."""
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = k.shape[1], key_cache.shape[2], v.shape[3]
@@ -208,17 +220,16 @@ def _launch_tree(call: Call, config: Tuning) -> Tensor:
     shared = {"WINDOW": call.window, "GROUP": group, "CHUNK": chunk, "FIRST": first, "PARTS": tail_parts}
     shared |= {"EARLY": early, **({"launch_pdl": True} if early else {})}
     programs = tails + spans * triton.cdiv(nodes * group, block_m)
+    rotated = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early)
     tree_kernel[(batch * kv_heads, programs, triton.cdiv(value_dim, columns))](
-        q, k, v, key_cache, value_cache, lengths, ancestors, tiles, positions, call.cos, call.sin, call.q_norm,
-        call.k_norm, parts, sums, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], positions.stride(0),
-        nodes, capacity, tails, spans, *_scalars(call), SOFTCAP=call.softcap is not None, BLOCK_M=block_m,
-        PER_TILE=per_tile, COLUMNS=COLUMNS, PRECISION=_precision(q),
-        **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,
+        rotated, key_cache, value_cache, lengths, ancestors, tiles, positions, parts, sums,
+        *rotated.stride()[:3], positions.stride(0), nodes, capacity, tails, spans, *_factors(call),
+        SOFTCAP=call.softcap is not None, BLOCK_M=block_m, PER_TILE=per_tile, COLUMNS=COLUMNS,
+        PRECISION=_precision(q), **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     merge_spans_kernel[(nodes * heads, batch)](
         lengths, positions, call.sinks, out, parts, sums, positions.stride(0), nodes, spans, HEADS=heads,
-        BLOCK_PARTS=triton.next_power_of_2(tail_parts + spans), DV=value_dim,
-        BLOCK_DV=triton.next_power_of_2(value_dim), **shared, num_warps=1,
+        DV=value_dim, BLOCK_DV=triton.next_power_of_2(value_dim), **shared, num_warps=1,
     )  # fmt: skip
     return out
 

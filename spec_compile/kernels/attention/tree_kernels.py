@@ -12,7 +12,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..ptx import prefetch_l2
-from .block_kernels import load_query, take_block
 from .chunk import attend_to_chunk, fold
 from .spans import span_bounds, span_of
 
@@ -64,71 +63,58 @@ def _attend_to_slots(
 
 
 @triton.jit
-def _attend_to_gathered(
-    query, k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, cos_ptr, sin_ptr, k_norm_ptr,
-    stride_kn, stride_vn, batch, nodes, length, capacity, start, first, count, bits, place, position, column,
-    inner, outer, eps, offset,
+def _attend_to_path(
+    query, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, nodes, length, capacity, start, bits, rank,
+    column, position, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The chunk of the positions from `start` on, of which those from `length` on are the nodes of a path.
 
-    path_ptr: the path [N]; None: the nodes in their order. first, count: where on the path the tile's nodes lie, which
-    go into the cache here. bits [M]: the ancestors of the rows, if there is a path; place [M]: their place on it.
+    path_ptr: the path [N]; None: the nodes in their order. bits [M]: the ancestors of the rows, if there is a path;
+    rank [M]: where on it the rows are.
     """
     dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
-    slot = start + tl.arange(0, CHUNK)
-    # The nodes at these places of the path [C]: N where there is none.
-    step = slot - length
+    # The slot of each position [C], which is that of a committed token or of a node: N where there is none.
+    key_position = start + tl.arange(0, CHUNK)
+    step = key_position - length
     node = tl.where(step < 0, nodes, step)
     if path_ptr is not None:
         node = tl.load(path_ptr + step, mask=(step >= 0) & (step < nodes), other=nodes)
-    new = node < nodes
-    written = (step >= first) & (step < first + count)
-    keys, values = take_block(
-        k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, stride_kn, stride_vn, node, nodes, length, capacity, written,
-        column, cos_ptr, sin_ptr, batch * nodes, k_norm_ptr, eps, offset,
-        DK, BLOCK_DK, DV, BLOCK_DV, ALIGNED, ROUND_FIRST,
-    )  # fmt: skip
-    # Keys [C, BLOCK_DK] and values [C, BLOCK_DV] of the cache, or of the nodes.
-    old = step < 0
-    mask = old[:, None] & (dk < DK)[None, :]
-    old_keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=mask, other=0.0)
-    mask = old[:, None] & (dv < DV)[None, :]
-    old_values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=mask, other=0.0)
-    keys = tl.where(old[:, None], old_keys.to(query.dtype), keys.to(query.dtype))
-    values = tl.where(old[:, None], old_values.to(query.dtype), values.to(query.dtype))
+    committed, new = step < 0, node < nodes
+    slot = tl.where(committed, key_position, length + node)
+    stored = (committed | new) & (slot < capacity)
+    mask = stored[:, None] & (dk < DK)[None, :]
+    keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=mask, other=0.0)
+    mask = stored[:, None] & (dv < DV)[None, :]
+    values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=mask, other=0.0)
     # What each row sees of them [M, C].
     if path_ptr is None:
-        seen = (step[None, :] <= place[:, None]) & (old | new)[None, :]
+        seen = (step[None, :] <= rank[:, None]) & (committed | new)[None, :]
     else:
         seen = ((bits[:, None] >> tl.where(new, node, 0).to(tl.int64)[None, :]) & 1) != 0
-        seen = old[None, :] | (seen & new[None, :])
+        seen = committed[None, :] | (seen & new[None, :])
     if WINDOW is not None:
         new_position = tl.load(positions_ptr + node, mask=new, other=0).to(tl.int32)
-        seen = seen & (position[:, None] - tl.where(old, slot, new_position)[None, :] < WINDOW)
-    return attend_to_chunk(query, keys, values, seen, inner, outer, SOFTCAP, PRECISION)
+        seen = seen & (position[:, None] - tl.where(committed, key_position, new_position)[None, :] < WINDOW)
+    return attend_to_chunk(query, keys.to(query.dtype), values.to(query.dtype), seen, inner, outer, SOFTCAP, PRECISION)
 
 
 @triton.jit
 def _attend_to_tail(
-    query, k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, cos_ptr, sin_ptr, k_norm_ptr,
-    parts_ptr, sums_ptr, stride_kn, stride_vn, batch, nodes, length, capacity, edge, reach, first, count,
-    part, rows, row, real, bits, place, position, column, inner, outer, eps, offset,
+    query, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, parts_ptr, sums_ptr, nodes, length, capacity,
+    edge, reach, part, rows, row, real, bits, rank, position, column, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All chunks from `edge` on, into the parts from `part` on, also those behind the `reach` nodes of this path that
     another path of the batch may have."""
     tail_parts, parts = tl.cdiv(length + reach - edge, CHUNK), tl.cdiv(length + nodes - edge, CHUNK)
     for number in tl.range(0, tail_parts, num_stages=1):
-        acc, peak, total = _attend_to_gathered(
-            query, k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, cos_ptr, sin_ptr, k_norm_ptr,
-            stride_kn, stride_vn, batch, nodes, length, capacity, edge + number * CHUNK, first, count, bits, place,
-            position, column, inner, outer, eps, offset,
-            SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, ALIGNED, ROUND_FIRST, PRECISION,
+        acc, peak, total = _attend_to_path(
+            query, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, nodes, length, capacity,
+            edge + number * CHUNK, bits, rank, column, position, inner, outer,
+            SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
         _store_part(parts_ptr, sums_ptr, part + number, rows, row, real, column, acc, peak, total, DV)
     for number in tl.range(tail_parts, parts, num_stages=1):
@@ -159,14 +145,12 @@ def _tail_tile(
 
 @triton.jit(do_not_specialize=["nodes", "tails", "spans"])
 def tree_kernel(
-    q_ptr, k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, ancestors_ptr, tiles_ptr, positions_ptr,
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, parts_ptr, sums_ptr,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_p,
-    nodes, capacity, tails, spans, inner, outer, eps, offset,
+    q_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, ancestors_ptr, tiles_ptr, positions_ptr, parts_ptr, sums_ptr,
+    stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity, tails, spans, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Partial softmaxes of tail tiles into the first PARTS parts, of spans into those behind them, the last one first.
     Grid (B * Hkv, tails + spans * tiles of rows, blocks of Dv). inner, outer: factors of the scores in and behind tanh.
@@ -178,6 +162,7 @@ def tree_kernel(
     TILE_PARTS: tl.constexpr = (PER_TILE * GROUP + BLOCK_M - 1) // BLOCK_M
     batch, kv_head = (tl.program_id(0) // KV_HEADS).to(tl.int64), (tl.program_id(0) % KV_HEADS).to(tl.int64)
     program, column = tl.program_id(1), tl.program_id(2) * BLOCK_DV
+    length = tl.load(lengths_ptr + batch).to(tl.int32)
     is_tail, rows = program < tails, nodes * GROUP
     row_tiles = tl.cdiv(rows, BLOCK_M)
     tile = tl.where(is_tail, program % TILE_PARTS, (program - tails) % row_tiles)
@@ -196,7 +181,6 @@ def tree_kernel(
         position = tl.load(positions_ptr + node, mask=real, other=1 << 30).to(tl.int32)
 
     # Its slots, begin .. end.
-    length = tl.load(lengths_ptr + batch).to(tl.int32)
     edge = length // CHUNK * CHUNK
     age = (program - tails) // row_tiles
     last = span_of(edge - 1, FIRST, GROWS)
@@ -205,29 +189,25 @@ def tree_kernel(
     if WINDOW is not None:
         begin = tl.maximum(begin, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // CHUNK * CHUNK)
     is_idle = tl.where(is_tail, count * GROUP <= tile * BLOCK_M, (age > last) | (begin >= end))
+    if is_idle:
+        return
     key_cache_ptr += tl.program_id(0).to(tl.int64) * capacity * DK
     value_cache_ptr += tl.program_id(0).to(tl.int64) * capacity * DV
     if EARLY:
         _prefetch_slots(key_cache_ptr, begin, end, DK, BLOCK_DK, CHUNK)
         _prefetch_slots(value_cache_ptr + column, begin, end, DV, BLOCK_DV, CHUNK)
         gdc_wait()
-    if is_idle:
-        return
 
     # Queries [M, BLOCK_DK], and the partial softmaxes.
+    dk = tl.arange(0, BLOCK_DK)[None, :]
     row_ptr = q_ptr + batch * stride_qb + (kv_head * GROUP + head)[:, None] * stride_qh + node[:, None] * stride_qn
-    query = load_query(
-        row_ptr, (batch * nodes + node)[:, None] * DK, real, cos_ptr, sin_ptr, q_norm_ptr, eps, offset,
-        DK, BLOCK_DK, ALIGNED, ROUND_FIRST,
-    )  # fmt: skip
+    query = tl.load(row_ptr + dk, mask=real[:, None] & (dk < DK), other=0.0)
     part, row = tl.program_id(0).to(tl.int64) * (PARTS + spans), node * GROUP + head
     if is_tail:
         _attend_to_tail(
-            query, k_ptr + batch * stride_kb + kv_head * stride_kh, v_ptr + batch * stride_vb + kv_head * stride_vh,
-            key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, cos_ptr, sin_ptr, k_norm_ptr,
-            parts_ptr, sums_ptr, stride_kn, stride_vn, batch, nodes, length, capacity, edge, reach, first, count,
-            part, rows, row, real, bits, first + index // GROUP, position, column, inner, outer, eps, offset,
-            SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, ALIGNED, ROUND_FIRST, PRECISION,
+            query, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, parts_ptr, sums_ptr, nodes, length,
+            capacity, edge, reach, part, rows, row, real, bits, first + index // GROUP, position, column,
+            inner, outer, SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
     else:
         acc, peak, total = _attend_to_slots(

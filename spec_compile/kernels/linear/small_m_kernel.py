@@ -10,7 +10,7 @@ What a plain kernel loses at its beginning and end is kept small:
   weights to the L2 cache before they wait for it (to fetch more, or in bulk, made whole rounds slower). A kernel
   launched the same way after this one begins no earlier than when all that came before this one is done.
 - What stands around a product in a decoder layer is done while its sums are in registers: the RMSNorm of x before it
-  (`_inverse_rms`), the gate of an MLP, or the residual stream behind it with the first half of the next norm
+  (`squares`), the gate of an MLP, or the residual stream behind it with the first half of the next norm
   (`_store_stream`).
 
 Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
@@ -77,33 +77,35 @@ def _sum_of_parts(
 
 
 @triton.jit
-def _inverse_rms(
-    squares_ptr, n, rows, inputs, eps, TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """The second half of an RMSNorm: by what to multiply each row of x [BLOCK_N], one over the root mean square of the
-    stream, of which `squares` [rows, TERMS] has the sums of squares."""
+def _load_squares(squares_ptr, n, rows, TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr):
+    """Sums of the squares of the stream [rows, TERMS] -> those of a tile's rows [BLOCK_N, BLOCK_TERMS]."""
     term = tl.arange(0, BLOCK_TERMS)
     mask = (n < rows)[:, None] & (term < TERMS)[None, :]
-    squares = tl.load(squares_ptr + n[:, None] * TERMS + term[None, :], mask=mask, other=0.0)
-    total = sum_in_pairs(squares, BLOCK_N, BLOCK_TERMS)
-    return tl.rsqrt(total / inputs + eps)
+    return tl.load(squares_ptr + n[:, None] * TERMS + term[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_stream(residual_ptr, norm_ptr, column, n, rows, height, stride_r):
+    """The residual stream before the product [HEIGHT, BLOCK_N], and the weight of the norm behind it [HEIGHT]."""
+    mask = (column < height)[:, None] & (n < rows)[None, :]
+    before = tl.load(residual_ptr + n[None, :].to(tl.int64) * stride_r + column[:, None], mask=mask, other=0.0)
+    return before, tl.load(norm_ptr + column, mask=column < height, other=0.0)
 
 
 @triton.jit
 def _store_stream(
-    acc, residual_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr, column, n, tile, rows, height, stride_r, offset,
+    acc, before, norm, out_ptr, scaled_ptr, new_squares_ptr, column, n, tile, rows, height, offset,
     BLOCK_N: tl.constexpr, HEIGHT: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
     """The residual stream with the sums [HEIGHT, BLOCK_N] added, to out [rows, height], and the first half of the next
     RMSNorm: times its weight to scaled [rows, height], and each SQUARED columns' sum of squares to new_squares."""
     mask = (column < height)[:, None] & (n < rows)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    before = tl.load(residual_ptr + n[None, :].to(tl.int64) * stride_r + column[:, None], mask=mask, other=0.0)
     total = (acc.to(dtype).to(tl.float32) + before.to(tl.float32)).to(dtype)
     at = n[None, :].to(tl.int64) * height + column[:, None]
     tl.store(out_ptr + at, total, mask=mask)
     wide = tl.where(mask, total.to(tl.float32), 0.0)
-    factor = tl.load(norm_ptr + column, mask=column < height, other=0.0).to(tl.float32) + offset
+    factor = norm.to(tl.float32) + offset
     tl.store(scaled_ptr + at, (wide * factor[:, None]).to(dtype), mask=mask)
     groups: tl.constexpr = HEIGHT // SQUARED
     sums = sum_rows_in_pairs(wide * wide, groups, SQUARED, BLOCK_N)
@@ -140,10 +142,16 @@ def small_m_kernel(
         o = tl.minimum(tile * HEIGHT + r, outputs - 1)
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
 
-    # The product of those columns, acc [BLOCK_O, BLOCK_N].
+    # The product of those columns, acc [BLOCK_O, BLOCK_N]. What its end needs is loaded first if registers can hold it,
+    # so that it has arrived by then.
+    EAGER: tl.constexpr = BLOCK_N <= 64
     if PDL:
         _fetch_first_tiles(weight_ptr, o, begin, end, inputs, prefetch, BLOCK_K)
         wait_for_kernel_before()
+    if EAGER and squares_ptr is not None:
+        squares = _load_squares(squares_ptr, n, rows, TERMS, BLOCK_TERMS)
+    if EAGER and residual_ptr is not None:
+        before, norm = _load_stream(residual_ptr, norm_ptr, column, n, rows, height, stride_r)
     acc = _multiply(
         weight_ptr, x_ptr, o, n, begin, end, rows, inputs, stride_x, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL
     )
@@ -163,7 +171,9 @@ def small_m_kernel(
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + o).to(tl.float32)
         if squares_ptr is not None:
-            scale = _inverse_rms(squares_ptr, n, rows, inputs, eps, TERMS, BLOCK_TERMS, BLOCK_N)
+            if not EAGER:
+                squares = _load_squares(squares_ptr, n, rows, TERMS, BLOCK_TERMS)
+            scale = tl.rsqrt(sum_in_pairs(squares, BLOCK_N, BLOCK_TERMS) / inputs + eps)
             acc = tl.fma(acc, scale[None, :] + tl.zeros_like(acc), bias[:, None] + tl.zeros_like(acc))
         elif bias_ptr is not None:
             acc += bias[:, None]
@@ -173,9 +183,11 @@ def small_m_kernel(
         else:
             value = acc
         if residual_ptr is not None:
+            if not EAGER:
+                before, norm = _load_stream(residual_ptr, norm_ptr, column, n, rows, height, stride_r)
             _store_stream(
-                value, residual_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr, column, n, tile, rows, height,
-                stride_r, offset, BLOCK_N, HEIGHT, SQUARED,
+                value, before, norm, out_ptr, scaled_ptr, new_squares_ptr, column, n, tile, rows, height, offset,
+                BLOCK_N, HEIGHT, SQUARED,
             )  # fmt: skip
         else:
             at = out_ptr + n[None, :].to(tl.int64) * height + column[:, None]
