@@ -39,7 +39,7 @@ from spec_compile.runtime.prefill_chunks import FIXED, chunks
 
 FAMILIES = {
     "norms": ("rsqrt", "rms_norm"),
-    "attention": ("attention", "append_kernel", "merge_kernel"),
+    "attention": ("attention", "append_kernel", "tree_kernel", "tail_tiles", "prompt_kernel", "merge_"),
     "matrix products": ("small_m", "gemm", "cutlass", "nvjet", "splitk", "gemv", "cublas"),
     "rotary embedding, activations": ("triton_poi", "triton_red", "triton_per"),
     "n-gram": ("ngram",),
