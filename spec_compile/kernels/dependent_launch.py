@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel begins while the one before it still runs, and waits for it where it must.
 
-Kernels that let the next one begin early keep two rules. Every program waits before it ends: then a kernel that is done
-means that all before it are. Before its wait a program writes nothing, and reads only what no kernel of this kind
-writes: weights, lengths, positions. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
+Kernels that let the next one begin early keep two rules. At least one program waits before it ends, and so do all that
+read or write what other kernels write: then a kernel that is done means that all before it are. Before its wait a
+program writes nothing, and reads only what no kernel of this kind writes: weights, lengths, positions. (CUDA C++
+Programming Guide, "Programmatic Dependent Launch and Synchronization".)
 """
 
 import functools
