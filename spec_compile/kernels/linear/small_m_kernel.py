@@ -71,11 +71,12 @@ def _multiply(
 
 @triton.jit
 def _sum_of_parts(
-    acc, partial_ptr, arrived_ptr, part, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PARTS: tl.constexpr
+    acc, partial_ptr, arrived_ptr, tile, part, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Store the program's part of a tile -> the sum of all parts [BLOCK_O, BLOCK_N], and whether it is valid, because
-    only the last program to arrive has it. partial [PARTS, BLOCK_O, BLOCK_N]; arrived: 0 before and after."""
+    only the last program to arrive has it. partial [tiles, PARTS, BLOCK_O, BLOCK_N]; arrived: 0 before and after."""
     SIZE: tl.constexpr = BLOCK_O * BLOCK_N
+    partial_ptr += tile.to(tl.int64) * (PARTS * SIZE)
     at = partial_ptr + tl.arange(0, BLOCK_O)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     tl.store(at + part * SIZE, acc)
     tl.debug_barrier()  # every thread's stores come before the release by one of them
@@ -86,6 +87,15 @@ def _sum_of_parts(
             acc += tl.load(at + other * SIZE, cache_modifier=".cg")
         tl.store(arrived_ptr, 0)
     return acc, done
+
+
+@triton.jit
+def _load_bias(bias_ptr, o):
+    """Zeros where there is no bias."""
+    bias = tl.zeros(o.shape, tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + o).to(tl.float32)
+    return bias
 
 
 @triton.jit
@@ -181,16 +191,11 @@ def small_m_kernel(
     done = True
     if PARTS > 1:
         number = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tile
-        acc, done = _sum_of_parts(
-            acc, partial_ptr + number.to(tl.int64) * (PARTS * BLOCK_O * BLOCK_N), arrived_ptr + number, part,
-            BLOCK_N, BLOCK_O, PARTS,
-        )  # fmt: skip
+        acc, done = _sum_of_parts(acc, partial_ptr, arrived_ptr + number, number, part, BLOCK_N, BLOCK_O, PARTS)
 
     # What comes behind the product, with the sums in registers.
     if done:
-        bias = tl.zeros([BLOCK_O], tl.float32)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + o).to(tl.float32)
+        bias = _load_bias(bias_ptr, o)
         if squares_ptr is not None:
             if not EAGER:
                 squares = _load_squares(squares_ptr, n, rows, TERMS, BLOCK_TERMS)
