@@ -175,6 +175,25 @@ def test_the_tolerance_notices_a_wrong_scale(dtype, factor):
         case.compare(wrong, case.caches)
 
 
+@pytest.mark.parametrize("nodes, causal", [(1, False), (7, False), (70, True)])
+@pytest.mark.parametrize("run", [attention.tree_attention, lambda *call: attention.launch(Call(*call), SMALL)])
+def test_a_block_that_lies_in_the_cache_already(place, nodes, causal, run):
+    case = Case(place, [40, 7], nodes, random_tree(nodes), heads=(4, 2), causal=causal)
+    call = case.inputs()
+    out = run(*call)
+    caches = [cache.clone() for cache in (call.key_cache, call.value_cache)]
+    again = run(*call._replace(k=None, v=None))
+    assert torch.equal(bits(again), bits(out))
+    for cache, before in zip((call.key_cache, call.value_cache), caches):
+        assert torch.equal(bits(cache), bits(before))
+
+
+def test_keys_to_rotate_are_not_in_the_cache(place):
+    call = Case(place, [4], 2, rotary=True).inputs()
+    with pytest.raises(ValueError, match="k: expected keys to rotate, got None"):
+        attention.launch(call._replace(k=None, v=None))
+
+
 EDGES = [0, 1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129]
 
 

@@ -1,4 +1,5 @@
-"""Whether attention's kernels, compiled for a Hopper GPU, fit into its shared memory at the sizes of real models.
+"""Whether attention's kernels, and the product that ends in the cache, compiled for a Hopper GPU, fit into its shared
+memory at the sizes of real models.
 
 Triton compiles without a GPU. It does so in another process: in this one it interprets.
 """
@@ -22,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from spec_compile.kernels import dependent_launch
 from spec_compile.kernels.attention import tree_attention
+from spec_compile.kernels.linear import plans, small_m
 from spec_compile.kernels.attention.call import Call
 from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 
@@ -70,11 +72,22 @@ for heads, kv_heads, size in ((32, 8, 64), (32, 8, 128), (8, 1, 256)):
             tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
             tree_attention.launch(call._replace(tiles=tiles))
             results[f"{nodes} nodes, heads of {size}, turned {turned}, window {window}"] = max(found)
+small_m.small_m_kernel = Compiled(small_m.small_m_kernel)
+for heads, kv_heads, size, inputs, norms in ((32, 8, 64, 2048, False), (16, 8, 128, 1024, True), (9, 3, 64, 576, True)):
+    weight = torch.zeros((heads + 2 * kv_heads) * size, inputs, dtype=torch.bfloat16)
+    how = plans.plan(*weight.shape, memory=memory)
+    for rows in (1, 64, 300):
+        x, out, angle = (torch.zeros(rows, n, dtype=torch.bfloat16) for n in (inputs, heads * size, size))
+        cache, norm = torch.zeros(1, kv_heads, 4096, size, dtype=torch.bfloat16), angle[0] if norms else None
+        ends = small_m.Heads(angle[None], angle[None], norm, norm, 1e-6, None, cache, cache, torch.tensor([1024]))
+        found, tile = [], plans.appending(how.tile(rows), size if norms else 0, memory)
+        small_m.launch(x, weight, None, out, how.parts, tile, heads=ends)
+        results[f"{rows} rows, {heads} heads of {size}, norms {norms}"] = max(found)
 print(json.dumps(results))
 """
 
 
-def test_attention_fits():
+def test_kernels_fit():
     pytest.importorskip("triton.backends.nvidia")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from ..graph import ModelGraph
 from ..kernels.attention import Use
 from .apply import apply, check_order
+from .fuse_append import fuse_append
 from .fuse_norms import fuse_norms
 from .fuse_qk_norms import fuse_qk_norms
 from .fuse_residuals import fuse_residuals
@@ -39,7 +40,7 @@ class Settings:
 
 PIPELINE = [
     tidy, merge_linears, tap_hidden_states, use_tree_attention, select_logits,
-    use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_norms, fuse_residuals,
+    use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_norms, fuse_residuals, fuse_append,
 ]  # fmt: skip
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
 check_order(PIPELINE)

@@ -9,25 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..pairs import sum_in_pairs
-
-
-@triton.jit
-def as_stored(x, cache_ptr):
-    """`ops.stored`."""
-    dtype: tl.constexpr = cache_ptr.dtype.element_ty
-    if dtype == tl.float8e4nv:
-        x = tl.clamp(x.to(tl.float32), -448.0, 448.0)
-    return x.to(dtype)
-
-
-@triton.jit
-def _scaled(x, weight, offset, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
-    """The end of `rms_norm`, rounded as it rounds."""
-    if ROUND_FIRST:
-        x = x.to(dtype).to(tl.float32) * weight.to(tl.float32)
-    else:
-        x *= weight.to(tl.float32) + offset
-    return x.to(dtype).to(tl.float32)
+from ..rounding import as_stored, scaled
 
 
 @triton.jit
@@ -48,9 +30,9 @@ def load_rotated(
     other = tl.load(row_ptr + across, mask=mask, other=0.0).to(tl.float32)
     if norm_ptr is not None:
         scale = tl.rsqrt(sum_in_pairs(x * x, x.shape[0], x.shape[1]) / D + eps)[:, None]
-        x = _scaled(x * scale, tl.load(norm_ptr + dim, mask=dim < D, other=0.0), offset, dtype, ROUND_FIRST)
+        x = scaled(x * scale, tl.load(norm_ptr + dim, mask=dim < D, other=0.0), offset, dtype, ROUND_FIRST)
         weight = tl.load(norm_ptr + across, mask=dim < D, other=0.0)
-        other = _scaled(other * scale, weight, offset, dtype, ROUND_FIRST)
+        other = scaled(other * scale, weight, offset, dtype, ROUND_FIRST)
     cos = tl.load(cos_ptr + dim, mask=mask, other=0.0).to(tl.float32)
     turned = tl.where(first, -other, other) * tl.load(sin_ptr + dim, mask=mask, other=0.0).to(tl.float32)
     return tl.fma(x, cos, turned).to(dtype)  # named, because a compiler could as well fuse the other product

@@ -19,7 +19,8 @@ ROTATION = ("cos", "sin", "q_norm", "k_norm", "eps", "offset", "tiles")
 class Call(NamedTuple):
     """Append a block of keys and values to the cache, attend from its queries to the cache and to the block itself.
 
-    q [B, H, N, Dk], k [B, Hkv, N, Dk], v [B, Hkv, N, Dv]: the block, of any strides.
+    q [B, H, N, Dk], k [B, Hkv, N, Dk], v [B, Hkv, N, Dv]: the block, of any strides. k and v are None if the block
+    lies in the cache already, and q is rotated; only a backend that `rotates` takes this.
     key_cache, value_cache [B, Hkv, S, D*]: contiguous, written at the slots lengths[b] .. lengths[b] + N; of q's dtype,
     or of float8_e4m3fn, to which keys and values are then rounded before any query sees them (`ops.stored`).
     lengths [B] int64: committed slots of each row; every node sees all of them but for the window.
@@ -36,8 +37,8 @@ class Call(NamedTuple):
     """
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Tensor | None
+    v: Tensor | None
     key_cache: Tensor
     value_cache: Tensor
     lengths: Tensor
@@ -57,7 +58,7 @@ class Call(NamedTuple):
 
     def empty_output(self) -> Tensor:
         """Memory for what the call returns [B, N, H, Dv], of q's dtype."""
-        return self.q.new_empty(self.q.shape[0], self.q.shape[2], self.q.shape[1], self.v.shape[3])
+        return self.q.new_empty(self.q.shape[0], self.q.shape[2], self.q.shape[1], self.value_cache.shape[3])
 
 
 TARGETS: set[Callable] = set()
@@ -84,8 +85,8 @@ def attention_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]
     def attention(*arguments, **named):
         hoisted = {name: named.pop(name) for name in list(named) if name not in Call._fields}
         call = Call(*arguments, **named)
-        if call.cos is not None:
-            raise TypeError(f"{function.__module__} does not rotate: expected cos=None")
+        if call.cos is not None or call.k is None:
+            raise TypeError(f"{function.__module__} does not rotate: expected cos=None, and k and v")
         return function(call, **hoisted)
 
     TARGETS.add(attention)

@@ -42,17 +42,13 @@ def tree_attention(call: Call) -> Tensor:
         q, k = (rms_norm(x, w, call.eps, call.offset) for x, w in ((q, call.q_norm), (k, call.k_norm)))
     if call.cos is not None:
         q, k = (ops.rotated(x, call.cos, call.sin) for x in (q, k))
-    max_kv_len = int(lengths.max()) + q.shape[2]
-    mask = ops.tree_mask(positions, lengths, ancestors, max_kv_len, window, q.shape[1] // k.shape[1], q.dtype)
-    caches = key_cache, value_cache
-    if key_cache.dtype != q.dtype:
-        k, v = (ops.stored(x, key_cache.dtype).to(q.dtype) for x in (k, v))
-        caches = [cache.to(q.dtype) for cache in caches]
-    out = ops.append_and_attend(q, k, v, *caches, lengths, mask, sinks, scale, softcap).contiguous()
-    if key_cache.dtype != q.dtype:
-        key_cache.copy_(caches[0])
-        value_cache.copy_(caches[1])
-    return out
+    if k is not None:
+        ops.append(key_cache, k, lengths)
+        ops.append(value_cache, v, lengths)
+    max_kv_len, group = int(lengths.max()) + q.shape[2], q.shape[1] // key_cache.shape[1]
+    mask = ops.tree_mask(positions, lengths, ancestors, max_kv_len, window, group, q.dtype)
+    keys, values = (cache[:, :, :max_kv_len].to(q.dtype) for cache in (key_cache, value_cache))
+    return ops.masked_attention(q, keys, values, mask, sinks, scale, softcap).contiguous()
 
 
 class Tuning(NamedTuple):
@@ -111,6 +107,8 @@ def tree_tuning(rows: int, key_dim: int, value_dim: int, itemsize: int, device: 
 def _check(call: Call) -> None:
     """ValueError for arguments that the kernels would misread."""
     batch, _, nodes, key_dim = call.q.shape
+    if call.k is None and call.cos is not None:
+        raise ValueError("k: expected keys to rotate, got None with cos and sin")
     if call.scale <= 0:
         raise ValueError(f"scale must be positive, not {call.scale}")
     if call.cos is not None and not call.cos.shape == call.sin.shape == (batch, nodes, key_dim):
@@ -125,10 +123,11 @@ def launch(call: Call, config: Tuning | None = None) -> Tensor:
     """`tree_attention` by the kernels, as `config` says (None: as `prompt_tuning` or `tree_tuning` does)."""
     _check(call)
     batch, heads, nodes, key_dim = call.q.shape
-    kv_heads, value_dim = call.k.shape[1], call.v.shape[3]
+    kv_heads, value_dim = call.key_cache.shape[1], call.value_cache.shape[3]
     rows, facts = heads // kv_heads * nodes, (key_dim, value_dim, call.q.element_size(), call.q.device.index)
     named = {name: getattr(call, name) for name in ("q", "k", "v", "positions")}
-    call = call._replace(**{name: x if x.stride(-1) == 1 else x.contiguous() for name, x in named.items()})
+    named = {name: x for name, x in named.items() if x is not None and x.stride(-1) != 1}
+    call = call._replace(**{name: x.contiguous() for name, x in named.items()})
     named = {name: getattr(call, name) for name in ("ancestors", "cos", "sin")}
     call = call._replace(**{name: x if x is None else x.contiguous() for name, x in named.items()})
     if nodes > MAX_NODES:
@@ -138,9 +137,9 @@ def launch(call: Call, config: Tuning | None = None) -> Tensor:
 
 def _constants(call: Call, value_columns: int) -> dict:
     """What the kernels are compiled for, whatever the form of the block."""
-    key_dim, value_dim = call.q.shape[3], call.v.shape[3]
+    key_dim, value_dim = call.q.shape[3], call.value_cache.shape[3]
     return {
-        "KV_HEADS": call.k.shape[1], "DK": key_dim, "BLOCK_DK": triton.next_power_of_2(key_dim),
+        "KV_HEADS": call.key_cache.shape[1], "DK": key_dim, "BLOCK_DK": triton.next_power_of_2(key_dim),
         "DV": value_dim, "BLOCK_DV": value_columns,
     }  # fmt: skip
 
@@ -153,7 +152,10 @@ def _factors(call: Call) -> tuple[float, float]:
 
 
 def _append(call: Call, block: int, warps: int, early: bool) -> Tensor:
-    """Append the block to the cache, `block` tokens a program -> the queries, rotated if the call says so."""
+    """Append the block to the cache, `block` tokens a program, unless it is there -> the queries, rotated if the call
+    says so."""
+    if call.k is None:
+        return call.q
     q, k, v, key_cache, value_cache, lengths, *_ = call
     batch, heads, nodes, key_dim = q.shape
     rotates = call.cos is not None
@@ -171,9 +173,9 @@ def _append(call: Call, block: int, warps: int, early: bool) -> Tensor:
 
 def _launch_prompt(call: Call, config: Tuning) -> Tensor:
     """Append a causal chunk, then attend to the cache alone."""
-    q, k, v, key_cache, value_cache, lengths, _, positions, *_ = call
+    q, _, _, key_cache, value_cache, lengths, _, positions, *_ = call
     batch, heads, nodes, _ = q.shape
-    kv_heads, capacity, value_dim = k.shape[1], key_cache.shape[2], v.shape[3]
+    kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
     block_m, block_n, least, warps, stages, splits = config
     group = heads // kv_heads
     tiles, columns = triton.cdiv(nodes * group, block_m), triton.next_power_of_2(value_dim)
@@ -202,9 +204,9 @@ def _launch_prompt(call: Call, config: Tuning) -> Tensor:
 def _launch_tree(call: Call, config: Tuning) -> Tensor:
     """Append the tree to the cache, then attend to it there. The kernels are launched early if they can be (see
     `dependent_launch`)."""
-    q, k, v, key_cache, value_cache, lengths, ancestors, positions, *_ = call
+    q, _, _, key_cache, value_cache, lengths, ancestors, positions, *_ = call
     batch, heads, nodes, _ = q.shape
-    kv_heads, capacity, value_dim = k.shape[1], key_cache.shape[2], v.shape[3]
+    kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
     block_m, chunk, least, warps, stages, _ = config
     group = heads // kv_heads
     per_tile, columns = nodes_per_tile(group), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)

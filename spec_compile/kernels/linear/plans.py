@@ -64,6 +64,10 @@ PARTS = {(1024, 3072): 4, (4096, 1024): 1}
 """Programs that share the columns, by (outputs, inputs), where it was found to differ from the rule in `plan`."""
 
 
+MAX_HEAD = 128
+"""The largest head whose norm a tile can form, which has to hold it whole."""
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -71,6 +75,14 @@ def ceil_div(a: int, b: int) -> int:
 def squared_columns(size: int) -> int:
     """Columns of a residual stream of this width whose squares are added up together."""
     return 64 if size >= 4096 else 32 if size >= 2048 else 16
+
+
+def appending(tile: Tile, head: int, memory: int) -> Tile:
+    """The tile of a product that ends in heads, with rows for a whole one of size `head` if they are normed (0: they
+    are not)."""
+    if tile.block_o >= head:
+        return tile
+    return tile._replace(block_o=head, warps=8 if head > 64 else 4).fitting(memory)
 
 
 @functools.cache

@@ -35,6 +35,25 @@ class Normed(NamedTuple):
     eps: float
 
 
+class Heads(NamedTuple):
+    """The product is queries, keys and values, in the order of its outputs: heads of size D of which queries and keys
+    are normed and rotated, and keys and values appended to the caches. The arguments are those of
+    `attention.call.Call`."""
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    offset: float | None
+    key_cache: Tensor
+    value_cache: Tensor
+    lengths: Tensor
+
+
+NO_HEADS = Heads(None, None, None, None, 0.0, None, None, None, None)
+
+
 class Stream(NamedTuple):
     """The residual stream that a product is added to, and the norm that follows.
 
@@ -93,6 +112,11 @@ def _chip(device: torch.device) -> tuple[int, int]:
     return facts.multi_processor_count, facts.shared_memory_per_block_optin
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take on a GPU."""
+    return _chip(device)[1]
+
+
 def lack_of_device(device: torch.device) -> str | None:
     """Why the kernel cannot run on a device; None if it can."""
     if triton is None:
@@ -138,13 +162,13 @@ def run(
 
 def launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: int, tile: Tile, *, gated: bool = False,
-    normed: Normed | None = None, stream: Stream | None = None, early: bool | None = None,
+    normed: Normed | None = None, stream: Stream | None = None, heads: Heads | None = None, early: bool | None = None,
 ) -> None:  # fmt: skip
     """Run the kernel: x [R, I] of any row stride, weight [O, I] and bias [O] contiguous, out [R, O] contiguous.
 
     gated: the first half of the weights' rows is a gate, the second half what it gates; out [R, O / 2]. normed: x is
-    the first half of a norm. stream: out is the residual stream with the product added. early: whether to use
-    programmatic dependent launch (None: where the GPU can).
+    the first half of a norm. stream: out is the residual stream with the product added. heads: out [R, H * D] is the
+    queries, R = B * N. early: whether to use programmatic dependent launch (None: where the GPU can).
     """
     rows, (outputs, inputs) = len(x), weight.shape
     early = dependent_launch.available(x) if early is None else early
@@ -157,11 +181,16 @@ def launch(
     squares, eps = normed or (None, 0.0)
     terms = 1 if squares is None else squares.shape[1]
     residual, norm, offset, scaled, new_squares = stream or (None, None, 0.0, None, None)
+    cos, sin, q_norm, k_norm, head_eps, head_offset, key_cache, value_cache, lengths = heads or NO_HEADS
+    nodes, (_, kv_heads, capacity, size) = (cos.shape[1], key_cache.shape) if heads else (1, (0, 0, 0, 0))
     small_m_kernel[(grid[0] * parts, grid[1])](
-        x, weight, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived, rows, outputs, inputs,
+        x, weight, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived,
+        cos, sin, q_norm, k_norm, key_cache, value_cache, lengths, rows, outputs, inputs,
         x.stride(0), 0 if residual is None else residual.stride(0), tile.late, tile.prefetch, eps, offset,
+        nodes, capacity, head_eps, head_offset or 0.0,
         BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
         TERMS=terms, BLOCK_TERMS=triton.next_power_of_2(terms), SQUARED=squared_columns(outputs), GATED=gated,
         EVEN=inputs % tile.block_k == 0, PDL=early,
+        HEADS=out.shape[1] // size if heads else 0, KV_HEADS=kv_heads, D=size, ROUND_FIRST=head_offset is None,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

@@ -10,8 +10,8 @@ What a plain kernel loses at its beginning and end is kept small:
   weights to the L2 cache before they wait for it (to fetch more, or in bulk, made whole rounds slower). A kernel
   launched the same way after this one begins no earlier than when all that came before this one is done.
 - What stands around a product in a decoder layer is done while its sums are in registers: the RMSNorm of x before it
-  (`squares`), the gate of an MLP, or the residual stream behind it with the first half of the next norm
-  (`_store_stream`).
+  (`squares`), the gate of an MLP, the residual stream behind it with the first half of the next norm
+  (`_store_stream`), or what makes queries, keys and values of it (`append_kernel`).
 
 Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
 [BLOCK_N, BLOCK_K], sums [BLOCK_O, BLOCK_N].
@@ -22,6 +22,18 @@ import triton.language as tl
 
 from ..pairs import sum_in_pairs, sum_rows_in_pairs
 from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
+from .append_kernel import load_for_heads, store_heads
+
+
+@triton.jit
+def _weight_rows(tile, outputs, half, PAIRED: tl.constexpr, BLOCK_O: tl.constexpr):
+    """Rows of the weights in a tile [BLOCK_O]. PAIRED: row d of each 2 * half and row d + half alternate."""
+    r = tl.arange(0, BLOCK_O)
+    if PAIRED:
+        pair = tile * (BLOCK_O // 2) + r // 2
+        return tl.minimum(pair + (pair // half + r % 2) * half, outputs - 1)
+    else:
+        return tl.minimum(tile * BLOCK_O + r, outputs - 1)
 
 
 @triton.jit
@@ -59,11 +71,12 @@ def _multiply(
 
 @triton.jit
 def _sum_of_parts(
-    acc, partial_ptr, arrived_ptr, part, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PARTS: tl.constexpr
+    acc, partial_ptr, arrived_ptr, tile, part, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Store the program's part of a tile -> the sum of all parts [BLOCK_O, BLOCK_N], and whether it is valid, because
-    only the last program to arrive has it. partial [PARTS, BLOCK_O, BLOCK_N]; arrived: 0 before and after."""
+    only the last program to arrive has it. partial [tiles, PARTS, BLOCK_O, BLOCK_N]; arrived: 0 before and after."""
     SIZE: tl.constexpr = BLOCK_O * BLOCK_N
+    partial_ptr += tile.to(tl.int64) * (PARTS * SIZE)
     at = partial_ptr + tl.arange(0, BLOCK_O)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     tl.store(at + part * SIZE, acc)
     tl.debug_barrier()  # every thread's stores come before the release by one of them
@@ -74,6 +87,15 @@ def _sum_of_parts(
             acc += tl.load(at + other * SIZE, cache_modifier=".cg")
         tl.store(arrived_ptr, 0)
     return acc, done
+
+
+@triton.jit
+def _load_bias(bias_ptr, o):
+    """Zeros where there is no bias."""
+    bias = tl.zeros(o.shape, tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + o).to(tl.float32)
+    return bias
 
 
 @triton.jit
@@ -114,13 +136,22 @@ def _store_stream(
     tl.store(new_squares_ptr + n[None, :] * tl.cdiv(height, SQUARED) + group[:, None], sums, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "late", "prefetch"])
+@triton.jit
+def _store(value, out_ptr, column, n, rows, height):
+    """value [HEIGHT, BLOCK_N] to out [rows, height]."""
+    mask = (column < height)[:, None] & (n < rows)[None, :]
+    at = n[None, :].to(tl.int64) * height + column[:, None]
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "late", "prefetch", "nodes"])
 def small_m_kernel(
     x_ptr, weight_ptr, bias_ptr, squares_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr,
-    partial_ptr, arrived_ptr, rows, outputs, inputs, stride_x, stride_r, late, prefetch, eps, offset,
+    partial_ptr, arrived_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr,
+    rows, outputs, inputs, stride_x, stride_r, late, prefetch, eps, offset, nodes, capacity, head_eps, head_offset,
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr,
     TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the weights' rows * PARTS, tiles of x's rows). Columns are cut at multiples of CUT."""
     # This program's tile [BLOCK_O, BLOCK_N], and its part of the columns: begin .. end.
@@ -131,15 +162,11 @@ def small_m_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
 
     # Rows of the weights in the tile, o [BLOCK_O]; HEIGHT columns of out come of them.
-    r = tl.arange(0, BLOCK_O)
-    if GATED:  # rows of the gate and of the up projection alternate
-        HEIGHT: tl.constexpr = BLOCK_O // 2
-        height = outputs // 2
-        o = tl.minimum(tile * HEIGHT + r // 2 + (r % 2) * height, outputs - 1)
-    else:
-        HEIGHT: tl.constexpr = BLOCK_O
-        height = outputs
-        o = tl.minimum(tile * HEIGHT + r, outputs - 1)
+    APPENDS: tl.constexpr = cos_ptr is not None
+    PAIRED: tl.constexpr = GATED or APPENDS  # of the gate and the up projection, or of the halves of a head
+    HEIGHT: tl.constexpr = BLOCK_O // 2 if PAIRED else BLOCK_O
+    height = outputs // 2 if PAIRED else outputs
+    o = _weight_rows(tile, outputs, D // 2 if APPENDS else height, PAIRED, BLOCK_O)
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
 
     # The product of those columns, acc [BLOCK_O, BLOCK_N]. What its end needs is loaded first if registers can hold it,
@@ -152,6 +179,10 @@ def small_m_kernel(
         squares = _load_squares(squares_ptr, n, rows, TERMS, BLOCK_TERMS)
     if EAGER and residual_ptr is not None:
         before, norm = _load_stream(residual_ptr, norm_ptr, column, n, rows, height, stride_r)
+    if EAGER and APPENDS:
+        loaded = load_for_heads(
+            cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, lengths_ptr, column, n, rows, nodes, HEADS, KV_HEADS, D
+        )
     acc = _multiply(
         weight_ptr, x_ptr, o, n, begin, end, rows, inputs, stride_x, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL
     )
@@ -160,16 +191,11 @@ def small_m_kernel(
     done = True
     if PARTS > 1:
         number = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tile
-        acc, done = _sum_of_parts(
-            acc, partial_ptr + number.to(tl.int64) * (PARTS * BLOCK_O * BLOCK_N), arrived_ptr + number, part,
-            BLOCK_N, BLOCK_O, PARTS,
-        )  # fmt: skip
+        acc, done = _sum_of_parts(acc, partial_ptr, arrived_ptr + number, number, part, BLOCK_N, BLOCK_O, PARTS)
 
     # What comes behind the product, with the sums in registers.
     if done:
-        bias = tl.zeros([BLOCK_O], tl.float32)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + o).to(tl.float32)
+        bias = _load_bias(bias_ptr, o)
         if squares_ptr is not None:
             if not EAGER:
                 squares = _load_squares(squares_ptr, n, rows, TERMS, BLOCK_TERMS)
@@ -177,19 +203,25 @@ def small_m_kernel(
             acc = tl.fma(acc, scale[None, :] + tl.zeros_like(acc), bias[:, None] + tl.zeros_like(acc))
         elif bias_ptr is not None:
             acc += bias[:, None]
-        if GATED:
-            gate, up = acc.reshape(HEIGHT, 2, BLOCK_N).permute(0, 2, 1).split()
-            value = gate / (1 + tl.exp(-gate)) * up
-        else:
-            value = acc
-        if residual_ptr is not None:
+        if PAIRED:
+            first, second = acc.reshape(HEIGHT, 2, BLOCK_N).permute(0, 2, 1).split()
+        if APPENDS:
+            if not EAGER:
+                loaded = load_for_heads(
+                    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, lengths_ptr, column, n, rows, nodes, HEADS, KV_HEADS, D
+                )
+            store_heads(
+                first, second, loaded, out_ptr, key_cache_ptr, value_cache_ptr, column, n, rows, nodes, capacity,
+                head_eps, head_offset, HEADS, KV_HEADS, D, q_norm_ptr is not None, ROUND_FIRST, HEIGHT, BLOCK_N,
+            )  # fmt: skip
+        elif residual_ptr is not None:
             if not EAGER:
                 before, norm = _load_stream(residual_ptr, norm_ptr, column, n, rows, height, stride_r)
             _store_stream(
-                value, before, norm, out_ptr, scaled_ptr, new_squares_ptr, column, n, tile, rows, height, offset,
+                acc, before, norm, out_ptr, scaled_ptr, new_squares_ptr, column, n, tile, rows, height, offset,
                 BLOCK_N, HEIGHT, SQUARED,
             )  # fmt: skip
+        elif GATED:
+            _store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, rows, height)
         else:
-            at = out_ptr + n[None, :].to(tl.int64) * height + column[:, None]
-            mask = (column < height)[:, None] & (n < rows)[None, :]
-            tl.store(at, value.to(out_ptr.dtype.element_ty), mask=mask)
+            _store(acc, out_ptr, column, n, rows, height)
