@@ -136,24 +136,23 @@ def _answer_one(generate, number: int, prompt: list[int], options: argparse.Name
     return generate(ids, attention_mask=torch.ones_like(ids))[0, len(prompt) :].tolist()
 
 
-def answer_all(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[dict[str, dict], list[str]]:
-    """`answer` of every system, by name; and of each that failed a line, with its error."""
+def answer_all(options: argparse.Namespace, prompts: list[list[int]], pool) -> tuple[dict[str, dict], list[str]]:
+    """`answer` of every system, by name; and of each that failed a line, with its error. pool: processes, or None."""
     modes, theirs = [*MODES][: 1 + options.sampled], [GREEDY, LOOKUP] if options.transformers else []
     tasks = {name: (name, options, prompts, modes) for name in (PLAIN, *options.algorithms)}
     tasks |= {name: (name, options, prompts[: options.transformers], ["greedy"]) for name in theirs}
     results, failures = {}, []
-    with started(options.workers) as pool:
-        jobs = {name: partial(answer, *task) if pool is None else pool.submit(answer, *task).result
-                for name, task in tasks.items()}  # fmt: skip
-        for name, job in jobs.items():
-            try:
-                results[name] = job()
-            except Exception as error:  # the other systems' answers are worth having
-                failures.append(f"{name}: {type(error).__name__}: {error}")
-                console.print(failures[-1], highlight=False, markup=False)
-                continue
-            spent = ", ".join(f"{mode} {seconds:.0f} s" for mode, seconds in results[name]["seconds"].items())
-            console.print(f"[dim]{name}: {spent}", highlight=False)
+    jobs = {name: partial(answer, *task) if pool is None else pool.submit(answer, *task).result
+            for name, task in tasks.items()}  # fmt: skip
+    for name, job in jobs.items():
+        try:
+            results[name] = job()
+        except Exception as error:  # the other systems' answers are worth having
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+            console.print(failures[-1], highlight=False, markup=False)
+            continue
+        spent = ", ".join(f"{mode} {seconds:.0f} s" for mode, seconds in results[name]["seconds"].items())
+        console.print(f"[dim]{name}: {spent}", highlight=False)
     return results, failures
 
 
@@ -238,7 +237,15 @@ def main(arguments: list[str] | None = None) -> None:
     begin, options = time.perf_counter(), parse(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompts = read_prompts(options.prompts, options.count, tokenizer, options.longest)
-    results, failures = answer_all(options, [ids for _, ids in prompts])
+    with started(options.workers) as pool:
+        results, failures = answer_all(options, [ids for _, ids in prompts], pool)
+        failures += report(options, prompts, results, begin)
+    if failures:
+        sys.exit("\n".join(failures))
+
+
+def report(options: argparse.Namespace, prompts: list, results: dict[str, dict], begin: float) -> list[str]:
+    """Write and print what was compared -> a line if the promise is broken."""
     rows = compare(results, [name for name, _ in prompts])
     facts = stamp(options.device) | {"max_new_tokens": options.max_new_tokens}
     rows = [{"model": Path(options.model).name, "dtype": options.dtype, **row, "stamp": facts} for row in rows]
@@ -251,9 +258,8 @@ def main(arguments: list[str] | None = None) -> None:
     print("same bits are " + ("promised" if not parts else f"not promised, because of {'; '.join(parts)}"))
     ours = [row for row in rows if row["set"] == "all" and row["system"] in ALGORITHMS]
     if not parts and any(row["equal"] < row["of"] for row in ours):
-        failures.append("an answer differs from plain steps, although the same bits are promised")
-    if failures:
-        sys.exit("\n".join(failures))
+        return ["an answer differs from plain steps, although the same bits are promised"]
+    return []
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from spec_compile.kernels.linear import append, small_m
 from spec_compile.kernels.linear.plans import Tile, appending, plan, squared_columns
 from spec_compile.kernels.linear.stream import normed_matmul
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 EPS = 1e-6
 INPUTS = 208
 
@@ -47,7 +47,8 @@ class Case:
         norm = (1 + 0.3 * torch.randn(2, size)).to(*place) if norms else (None, None)
         capacity = capacity or max(lengths) + nodes + 3
         self.caches = [
-            torch.full((batch, kv_heads, capacity, size), torch.nan).to(kept or dtype).to(device) for _ in "kv"
+            torch.full((batch, kv_heads, capacity, size), torch.nan, dtype=dtype).to(kept or dtype).to(device)
+            for _ in "kv"
         ]
         self.ends = small_m.Heads(*angles, *norm, EPS, offset, *self.caches, torch.tensor(lengths, device=device))
 
@@ -145,9 +146,9 @@ def test_op_on_a_cpu(options):
 
 
 def test_what_the_kernel_cannot_append_is_named():
-    assert append.lack(128, 128, True) is append.lack(256, 256, False) is None
+    assert append.lack(64, 64, True) is append.lack(256, 256, False) is None
     assert append.lack(192, 128, False) == "keys of 192 and values of 128"
-    assert append.lack(256, 256, True) == "norms of heads of 256" and append.lack(96, 96, True)
+    assert append.lack(128, 128, True) == "norms of heads of 128" and append.lack(48, 48, True)
 
 
 @pytest.mark.parametrize("processors, memory", [(132, 232_448), (108, 166_912), (128, 101_376)])

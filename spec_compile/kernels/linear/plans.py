@@ -64,8 +64,8 @@ PARTS = {(1024, 3072): 4, (4096, 1024): 1}
 """Programs that share the columns, by (outputs, inputs), where it was found to differ from the rule in `plan`."""
 
 
-MAX_HEAD = 128
-"""The largest head whose norm a tile can form, which has to hold it whole."""
+MAX_HEAD = 64
+"""The largest head whose norm the product's end forms, because a tile has to hold it whole: larger tiles are fewer."""
 
 
 def ceil_div(a: int, b: int) -> int:
