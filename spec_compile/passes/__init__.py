@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from ..graph import ModelGraph
 from ..kernels.attention import Use
+from ..parallel.ranks import Ranks
 from .apply import apply, check_order
 from .fuse_norms import fuse_norms
 from .fuse_qk_norms import fuse_qk_norms
@@ -12,6 +13,7 @@ from .fuse_rotary import fuse_rotary
 from .fuse_swiglu import fuse_swiglu
 from .merge_linears import merge_linears
 from .select_logits import select_logits
+from .shard import shard
 from .tap_hidden_states import tap_hidden_states
 from .tidy import tidy
 from .use_small_m_linears import use_small_m_linears
@@ -25,11 +27,13 @@ class Settings:
     merge_linears: one matrix product for linear layers of one input. taps: hidden states to return after the logits,
     numbered as transformers' ``hidden_states`` (0 the embeddings, i the residual stream after layer i; -1 what the
     output head multiplies). attention: what the graph wants of its attention backend, and by its role what it is for.
+    ranks: the processes that share the graph's weights (None: each has all of them).
     """
 
     merge_linears: bool = True
     taps: tuple[int, ...] = ()
     attention: Use = field(default_factory=Use)
+    ranks: Ranks | None = None
 
     @property
     def purpose(self) -> str:
@@ -38,7 +42,7 @@ class Settings:
 
 
 PIPELINE = [
-    tidy, merge_linears, tap_hidden_states, use_tree_attention, select_logits,
+    tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, select_logits,
     use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_norms, fuse_residuals,
 ]  # fmt: skip
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
