@@ -24,16 +24,21 @@ def all_reduce(x: Tensor, group_name: str) -> Tensor:
     """
     if group_name in REDUCERS:
         return REDUCERS[group_name](x)
-    parts = gather_parts(x, group_name)
-    total = parts[0].to(torch.promote_types(x.dtype, torch.float32), copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(x.dtype)
+    return sum_of_parts(x, group_name)
 
 
 @all_reduce.register_fake
 def _(x, group_name):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def sum_of_parts(x: Tensor, group_name: str) -> Tensor:
+    """`all_reduce` by torch.distributed."""
+    parts = gather_parts(x, group_name)
+    total = parts[0].to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(x.dtype)
 
 
 @torch.library.custom_op("spec_compile::all_gather", mutates_args=())

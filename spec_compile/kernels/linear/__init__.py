@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ...graph import ModelGraph, attribute, calls
 from .. import HALF
-from . import avx512, small_m, stream, transposed  # noqa: F401
+from . import all_reduce_add, avx512, small_m, stream, transposed  # noqa: F401
 from .plans import MAX_ROWS  # noqa: F401
 
 aten = torch.ops.aten
@@ -43,7 +43,9 @@ FORMS = (SMALL_M, *((AVX512,) if avx512.SUPPORTED else ()), *((TRANSPOSED,) if t
 PLAIN = aten.linear.default
 """The op of a captured linear layer, and of every one that no form serves."""
 NORMED = torch.ops.spec_compile.normed_matmul.default, torch.ops.spec_compile.normed_swiglu.default
-JOINED = (torch.ops.spec_compile.small_m_add.default, *NORMED)
+JOINED = (
+    torch.ops.spec_compile.small_m_add.default, torch.ops.spec_compile.small_m_all_reduce_add.default, *NORMED
+)  # fmt: skip
 """Products of the form "small_m" with what stands around them."""
 LINEARS = {PLAIN, *JOINED} | {op for form in FORMS for op in (form.op, form.swiglu) if op}
 PRODUCTS = LINEARS | {aten.addmm.default}

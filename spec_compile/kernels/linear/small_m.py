@@ -126,11 +126,12 @@ def plan_of(x: Tensor, weight: Tensor) -> Plan | None:
 
 def run(
     x: Tensor, weight: Tensor, bias: Tensor | None, how: Plan, *, gated: bool = False, normed: Normed | None = None,
-    stream: Stream | None = None,
+    stream: Stream | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [..., I] times weight [O, I] by a plan, as `launch` computes it -> [..., O], gated [..., O / 2]."""
+    """x [..., I] times weight [O, I] by a plan, as `launch` computes it -> [..., O], gated [..., O / 2], of x's dtype
+    or the one given."""
     flat = as_rows(x)
-    out = x.new_empty(flat.shape[0], weight.shape[0] // (1 + gated))
+    out = x.new_empty(flat.shape[0], weight.shape[0] // (1 + gated), dtype=dtype)
     bias = bias if bias is None else bias.contiguous()
     launch(flat, weight, bias, out, how.parts, how.tile(len(flat)), gated=gated, normed=normed, stream=stream)
     return out.view(*x.shape[:-1], out.shape[1])
