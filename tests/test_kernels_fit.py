@@ -73,7 +73,8 @@ for heads, kv_heads, size in ((32, 8, 64), (32, 8, 128), (8, 1, 256)):
             call = Call(*inputs, None, 0.1, None, window, *turning, 1e-6)
             tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
             tree_attention.launch(call._replace(tiles=tiles))
-            results[f"{nodes} nodes, heads of {size}, turned {turned}, window {window}"] = max(kernel.metadata.shared for kernel in found)
+            used = max(kernel.metadata.shared for kernel in found)
+            results[f"{nodes} nodes, heads of {size}, turned {turned}, window {window}"] = used
 print(json.dumps(results))
 """
 
