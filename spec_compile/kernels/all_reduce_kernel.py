@@ -30,14 +30,14 @@ TURN, ARRIVED, LIMIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _send(part_ptr, peers_ptr, slot, at, mask, rank, RANKS: tl.constexpr):
+def _send(part_ptr, peers, slot, at, mask, rank, RANKS: tl.constexpr):
     """Store the numbers of this rank's part at `at` [BLOCK] in its slot, `slot` words behind each peer's address."""
     word = tl.load(part_ptr + at, mask=mask, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
     word = tl.where(word == MISSING, NAN, word)
     for peer in tl.static_range(RANKS):
         if peer != rank:
-            slots = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int32))
-            tl.store(tl.multiple_of(slots, 16) + slot + at, word, mask=mask)
+            slots = tl.multiple_of(peers[peer].to(tl.pointer_type(tl.int32)), 16)
+            tl.store(slots + slot + at, word, mask=mask)
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def _sum_of_ranks(
 
 @triton.jit(do_not_specialize=["rank", "rows"])
 def all_reduce_kernel(
-    part_ptr, slots_ptr, peers_ptr, state_ptr, late_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr, squares_ptr,
+    part_ptr, slots_ptr, peers, state_ptr, late_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr, squares_ptr,
     rank, rows, size, stride_r, offset, words,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, SQUARED: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
     PDL: tl.constexpr, ON_GPU: tl.constexpr,
@@ -115,7 +115,7 @@ def all_reduce_kernel(
         for tile in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
             column = tile % columns * BLOCK + tl.arange(0, BLOCK)
             at = tile // columns * size + column
-            _send(part_ptr, peers_ptr, slots + rank * words, at, column < size, rank, RANKS)
+            _send(part_ptr, peers, slots + rank * words, at, column < size, rank, RANKS)
     if RECEIVE:
         if RANKS > 1:
             _move_turn_on(state_ptr, turn)

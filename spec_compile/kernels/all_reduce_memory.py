@@ -40,7 +40,7 @@ class Exchange:
     rank: int
     ranks: int
     slots: Tensor
-    peers: Tensor
+    peers: tuple[int, ...]
     state: Tensor
     late: Tensor
     handle: object
@@ -98,7 +98,7 @@ def make_exchange(slots: Tensor, rank: int, addresses: list[int], handle=None) -
     slots.fill_(-1)
     state = torch.tensor([0, 0, int(WARM_UP_SECONDS * 1e9)], device=device)
     late = torch.zeros(2, dtype=torch.int64, pin_memory=slots.is_cuda)
-    return Exchange(rank, len(addresses), slots, torch.tensor(addresses, device=device), state, late, handle)
+    return Exchange(rank, len(addresses), slots, tuple(addresses), state, late, handle)
 
 
 def release(group_name: str) -> None:
