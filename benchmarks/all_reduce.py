@@ -5,7 +5,8 @@
 check: sums of many sizes have the bits of their plain meaning. stress: so have 10,000 in captured graphs, while ranks
 stall at random. time: microseconds of one in a graph of many; "alone" sums numbers of 16 bits, "added" float32 parts
 with the residual stream and the norm's first half; then "added" by block. layers: milliseconds of the products of all
-layers of a model of 8B parameters with their sums, without ("none") and by NCCL, and what one of our sums adds.
+layers of a model of 8B parameters with their sums, without ("none") and by NCCL, and what one of our sums adds where
+products send for themselves and where the kernel that sums does.
 deadline: a rank that does not come is named. What is not done after --limit seconds is given up. Ranks may share a GPU
 (TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1) for all but the times.
 """
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from spec_compile.kernels import all_reduce, all_reduce_launch, all_reduce_memory, counters
-from spec_compile.kernels.linear import small_m, stream
+from spec_compile.kernels.linear import all_reduce_add, small_m, stream
 from spec_compile.kernels.linear.plans import squared_columns
 
 ops = torch.ops.spec_compile
@@ -158,13 +159,21 @@ class Stress:
         self.group_name = group_name
         self.numbers = parts_of((1 << 21,), 3)
         self.shift, self.bad = (torch.zeros((), dtype=torch.int64, device=DEVICE) for _ in range(2))
+        self.weights = parts_of((4096, 512), 4, DTYPE)
         self.pause = random.Random(dist.get_rank())
 
-    def sum(self, rows: int, size: int, is_added: bool) -> None:
+    def sum(self, rows: int, size: int, kind: str) -> None:
         torch.cuda._sleep(self.pause.choice((1, 1, 5_000, 30_000)))
         index = (torch.arange(rows * size, device=DEVICE) + self.shift) % len(self.numbers[0])
         parts = [numbers[index].view(rows, size) for numbers in self.numbers]
-        if is_added:
+        if kind == "product":
+            residual, norm = self.numbers[0][:4096].to(DTYPE).expand(rows, -1), self.weights[0][:, 0]
+            parts, products, rank = [part.to(DTYPE) for part in parts], [], dist.get_rank()
+            for x, weight in zip(parts, self.weights):
+                products.append(small_m.run(x, weight, None, small_m.plan_of(x, weight), dtype=torch.float32))
+            arguments = parts[rank], self.weights[rank], None, residual, norm, 0.0, self.group_name
+            got, want = ops.small_m_all_reduce_add(*arguments), wanted(products, residual, norm)
+        elif kind == "added":
             residual, weight = parts[0].neg().to(DTYPE), parts[1][0].to(DTYPE)
             got, want = added(self.group_name, parts, residual, weight), wanted(parts, residual, weight)
         else:
@@ -178,13 +187,13 @@ class Stress:
 def stress(group_name: str, count: int) -> None:
     work, begun = Stress(group_name), time.perf_counter()
     sizes = (
-        ((1, 4096, True), (16, 4096, True), (1, 4096, False), (64, 4096, True), (3, 4096, True)),
-        ((2, 4096, True), (5, 8192, False)), ((300, 4096, True),),
+        ((1, 4096, "added"), (16, 512, "product"), (1, 512, "product"), (1, 4096, "alone"), (64, 4096, "added")),
+        ((1, 512, "product"), (9, 512, "product"), (3, 4096, "added")), ((5, 8192, "alone"),), ((300, 4096, "added"),),
     )  # fmt: skip
     graphs = [captured(lambda each=each: [work.sum(*size) for size in each]) for each in sizes]
     order, done = random.Random(5), 0  # alike on all ranks
     while done < count:
-        number = order.choice((0, 0, 0, 1, 1, 1, 2))
+        number = order.choice((0, 0, 0, 1, 1, 1, 2, 2, 3))
         graphs[number].replay()
         done += len(sizes[number])
         if work.pause.random() < 0.03:
@@ -237,7 +246,7 @@ def measure_shape(group_name: str, rows: int, size: int, count: int = 64) -> tup
 
 
 def layers(group_name: str, counts, number: int = 32) -> None:
-    say("layers: ms of the products of", number, "layers; N | none, ours, NCCL | us that one of our sums adds")
+    say("layers: ms of the products of", number, "layers; N | none, products send, a kernel sends | us a sum adds")
     make = functools.partial(torch.empty, dtype=DTYPE, device=DEVICE)
     weights = [[make(shape).normal_(0, 0.01) for shape in LAYER] for _ in range(number)]
     norm = torch.ones(4096, dtype=DTYPE, device=DEVICE)
@@ -254,8 +263,12 @@ def layers(group_name: str, counts, number: int = 32) -> None:
                 x, scaled, squares = add(inside, down, None, x, norm, 0.0, *more)
 
         none = graph_time(lambda: run(ops.small_m_add), 1000)
-        ours = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
-        say(f"{rows:3} | {none:6.3f} {ours:6.3f}        | {(ours - none) * 1e3 / (2 * number):5.2f}")
+        sent = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
+        all_reduce_add.product_sends, usual = lambda *_: False, all_reduce_add.product_sends
+        apart = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
+        all_reduce_add.product_sends = usual
+        each = [round((time - none) * 1e3 / (2 * number), 2) for time in (sent, apart)]
+        say(f"{rows:3} | {none:6.3f} {sent:6.3f} {apart:6.3f} | {each}")
         all_reduce_memory.release(group_name)
         library = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
         all_reduce_memory.EXCHANGES[group_name], all_reduce.REDUCERS[group_name] = exchange, reducer

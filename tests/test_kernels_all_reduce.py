@@ -116,6 +116,26 @@ def test_one_gpu_has_the_same_bits():
     assert torch.equal(first.scaled, second.scaled) and torch.equal(first.squares, second.squares)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_products_send_for_themselves(parts):
+    """Programs of a product, some of which share columns, send what the product is, with a bias of one rank."""
+    ranks, exchanges = 3, exchanges_of(3, 512)
+    tile, behind = small_m.Tile(32, 64, 16, 4, 1), (torch.randn(3, 80), torch.randn(80), 1.0)
+    for _ in range(2):
+        x, weights, bias = torch.randn(ranks, 3, 512), torch.randn(ranks, 80, 512), [torch.randn(80), None, None]
+        products = torch.empty(ranks, 3, 80)
+        for exchange, product, *factors in zip(exchanges, products, x, weights, bias):
+            small_m.launch(*factors, product, parts, tile)
+            small_m.launch(*factors, None, parts, tile, exchange=exchange)
+        want = stream.plain_stream(in_order(products), *behind)
+        for exchange in exchanges:
+            out, each = torch.empty(3, 80), stream.stream_behind(*behind)
+            all_reduce_launch.all_reduce_add(exchange, None, out, each, squared_columns(80))
+            assert torch.equal(out, want[0]) and torch.equal(each.scaled, want[1])
+            torch.testing.assert_close(each.squares, want[2])
+    assert all((each.slots == -1).all() and each.state.tolist()[:2] == [2, 0] for each in exchanges)
+
+
 def test_numbers_that_are_no_numbers():
     """Every word arrives, even one that looks as if nobody had sent it."""
     unsent = torch.full((1,), -1, dtype=torch.int32).view(torch.float32)
@@ -138,11 +158,18 @@ def wait_for_each_other(rank, exchanges, seed):
     """Sums of many sizes, by several launches where the memory is small, while this rank sleeps now and then."""
     pause, numbers, bad = random.Random(rank), torch.Generator().manual_seed(seed), 0
     for turn in range(30):
-        size = (1, 64, 200, 512, 700)[turn % 5]
+        size = (1, 700, 200, 320, 512)[turn % 5]
         parts = torch.randn(len(exchanges), 1, size, generator=numbers)
         if pause.random() < 0.3:
             time.sleep(pause.random() * 0.05)
-        out = all_reduce_launch.all_reduce(exchanges[rank], parts[rank])
+        if turn % 5 < 3:
+            out = all_reduce_launch.all_reduce(exchanges[rank], parts[rank])
+        else:  # a product with the unit matrix, of which programs send as they are done
+            out, unit = torch.empty(8, 40), torch.eye(40)
+            parts = parts.flatten()[: len(parts) * 320].view(-1, 8, 40)
+            small_m.launch(parts[rank], unit, None, None, 1, small_m.Tile(16, 32, 16, 4, 1), exchange=exchanges[rank])
+            behind = stream.stream_behind(torch.zeros(8, 40), unit[0], 0.0)
+            all_reduce_launch.all_reduce_add(exchanges[rank], None, out, behind, squared_columns(40))
         bad += int((out != in_order(parts)).sum())
     return bad, int(exchanges[rank].state[0])
 

@@ -33,22 +33,22 @@ def all_reduce(exchange: "Exchange", part: Tensor) -> Tensor:
     return out.view(part.shape)
 
 
-def all_reduce_add(exchange: "Exchange | None", part: Tensor, out: Tensor, stream, squared: int) -> None:
+def all_reduce_add(exchange: "Exchange | None", part: Tensor | None, out: Tensor, stream, squared: int) -> None:
     """The residual stream behind the sum of the ranks' parts [R, C] to out [R, C], and the first half of its next norm.
 
     stream: a `linear.small_m.Stream`. squared: columns whose squares are added up together. Without an exchange `part`
-    is the sum already.
+    is the sum already; without a part the product before this launch sends it.
     """
-    step = len(part) if exchange is None else exchange.words // part.shape[1]
-    for begin in range(0, len(part), max(step, 1)):
+    step = len(out) if exchange is None or part is None else exchange.words // out.shape[1]
+    for begin in range(0, len(out), max(step, 1)):
         rows = slice(begin, begin + step)
         residual, weight, offset, scaled, squares = stream
         behind = residual[rows], weight, offset, scaled[rows], squares[rows]
-        launch(exchange, part[rows], out[rows], behind, squared)
+        launch(exchange, part if part is None else part[rows], out[rows], behind, squared)
 
 
 def launch(
-    exchange: "Exchange | None", part: Tensor, out: Tensor, stream=None, squared: int = 1, *, send: bool = True,
+    exchange: "Exchange | None", part: Tensor | None, out: Tensor, stream=None, squared: int = 1, *, send: bool = True,
     receive: bool = True, block: int | None = None,
 ) -> None:  # fmt: skip
     """Run the kernel on parts [R, C] of at most ``exchange.words`` numbers; arguments as of `all_reduce_add`.
@@ -56,8 +56,8 @@ def launch(
     send, receive: each rank does both, but one process that plays all ranks first sends as each. block: a power of two,
     at least `squared`, which changes no bit.
     """
-    (rows, size), early = part.shape, dependent_launch.available(part)
-    processors = _processors(part.device)
+    (rows, size), early = out.shape, dependent_launch.available(out)
+    processors = _processors(out.device)
     block = max(block or block_for(rows, size, processors), squared)
     rank, ranks, slots, peers, state, late, words = 0, 1, None, None, None, None, 0
     if exchange is not None:
@@ -67,8 +67,9 @@ def launch(
     all_reduce_kernel[(min(rows * -(-size // block), processors),)](
         part, slots, peers, state, late, residual, norm, out, scaled, squares,
         rank, rows, size, 0 if residual is None else residual.stride(0), offset, words,
-        RANKS=ranks, BLOCK=block, SQUARED=squared, SEND=send and ranks > 1, RECEIVE=receive, PDL=early,
-        ON_GPU=part.is_cuda, num_warps=min(max(block // 128, 1), 16), **({"launch_pdl": True} if early else {}),
+        RANKS=ranks, BLOCK=block, SQUARED=squared, SEND=send and ranks > 1 and part is not None, RECEIVE=receive,
+        PDL=early, ON_GPU=out.is_cuda, num_warps=min(max(block // 128, 1), 16),
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 

@@ -31,10 +31,10 @@ WARM_UP_SECONDS = 600.0
 class Exchange:
     """A rank's memory for the all-reduces of its group.
 
-    rank: of `ranks`. slots [2, ranks, words] int32: where peers store their parts, -1 where there is none. peers
-    [ranks] int64: the addresses of all ranks' slots in this process. state [3] int64: the turn, the programs that have
-    sent in it, and the nanoseconds after which a missing part is an error. late [2] int64, pinned: 1 + the rank whose
-    part was missing, or 0, and the turn. handle: what keeps the peers' memory mapped.
+    rank: of `ranks`. slots [2, ranks, words] int32: where peers store their parts, -1 where there is none. peers:
+    the addresses of all ranks' slots in this process. state [3] int64: the turn, how many programs are done with it,
+    and the nanoseconds after which a missing part is an error. late [2] int64, pinned: 1 + the rank whose part was
+    missing, or 0, and the turn. handle: what keeps the peers' memory mapped.
     """
 
     rank: int

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..all_reduce import all_reduce
-from ..all_reduce_memory import EXCHANGES
+from ..all_reduce_memory import EXCHANGES, Exchange
+from ..ops import as_rows
 from .plans import squared_columns
-from .small_m import plan_of, run
+from .small_m import launch, plan_of, run
 from .stream import plain_stream, stream_behind
 
 try:
@@ -35,15 +36,22 @@ def small_m_all_reduce_add(
     if how is None:
         product = all_reduce(F.linear(x, weight, bias), group_name)
         return plain_stream(product, residual, norm_weight, offset)
-    part = run(x, weight, bias, how, dtype=torch.float32)
-    exchange = EXCHANGES.get(group_name)
-    if exchange is None:
-        part = all_reduce(part, group_name)
-    stream = x.new_empty(residual.shape)
-    behind = stream_behind(residual, norm_weight, offset)
-    rows = behind.residual.shape
-    all_reduce_add(exchange, part.view(rows), stream.view(rows), behind, squared_columns(rows[1]))
-    return stream, behind.scaled.view(residual.shape), behind.squares
+    exchange, behind = EXCHANGES.get(group_name), stream_behind(residual, norm_weight, offset)
+    stream = torch.empty_like(behind.scaled)  # before the product, whose memory it must not take while that runs
+    if product_sends(exchange, stream):
+        flat, bias = as_rows(x), bias if bias is None else bias.contiguous()
+        launch(flat, weight, bias, None, how.parts, how.tile(len(flat)), exchange=exchange)
+        part = None
+    else:
+        part = run(x, weight, bias, how, dtype=torch.float32).view(stream.shape)
+        part = all_reduce(part, group_name) if exchange is None else part
+    all_reduce_add(exchange, part, stream, behind, squared_columns(len(weight)))
+    return stream.view(residual.shape), behind.scaled.view(residual.shape), behind.squares
+
+
+def product_sends(exchange: Exchange | None, stream: Tensor) -> bool:
+    """Whether the product itself sends its numbers to the ranks, because all of them fit into their memory at once."""
+    return exchange is not None and stream.numel() <= exchange.words
 
 
 @small_m_all_reduce_add.register_fake

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import HALF, dependent_launch
+from ..all_reduce_memory import Exchange
 from ..counters import zero_counters
 from ..ops import as_rows
 from .plans import CUT, MAX_ROWS, Plan, Tile, ceil_div, plan, squared_columns
@@ -138,14 +139,15 @@ def run(
 
 
 def launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: int, tile: Tile, *, gated: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, parts: int, tile: Tile, *, gated: bool = False,
     normed: Normed | None = None, stream: Stream | None = None, early: bool | None = None,
+    exchange: Exchange | None = None,
 ) -> None:  # fmt: skip
     """Run the kernel: x [R, I] of any row stride, weight [O, I] and bias [O] contiguous, out [R, O] contiguous.
 
     gated: the first half of the weights' rows is a gate, the second half what it gates; out [R, O / 2]. normed: x is
     the first half of a norm. stream: out is the residual stream with the product added. early: whether to use
-    programmatic dependent launch (None: where the GPU can).
+    programmatic dependent launch (None: where the GPU can). exchange: the product goes to all ranks, and to no out.
     """
     rows, (outputs, inputs) = len(x), weight.shape
     early = dependent_launch.available(x) if early is None else early
@@ -158,9 +160,11 @@ def launch(
     squares, eps = normed or (None, 0.0)
     terms = 1 if squares is None else squares.shape[1]
     residual, norm, offset, scaled, new_squares = stream or (None, None, 0.0, None, None)
+    sent = (exchange.peers, exchange.state, exchange.rank, exchange.words) if exchange else (None, None, 0, 0)
     small_m_kernel[(grid[0] * parts, grid[1])](
         x, weight, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived, rows, outputs, inputs,
         x.stride(0), 0 if residual is None else residual.stride(0), tile.late, tile.prefetch, eps, offset,
+        *sent, RANKS=exchange.ranks if exchange else 1,
         BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
         TERMS=terms, BLOCK_TERMS=triton.next_power_of_2(terms), SQUARED=squared_columns(outputs), GATED=gated,
         EVEN=inputs % tile.block_k == 0, PDL=early,

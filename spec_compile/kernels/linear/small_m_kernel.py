@@ -11,7 +11,7 @@ What a plain kernel loses at its beginning and end is kept small:
   launched the same way after this one begins no earlier than when all that came before this one is done.
 - What stands around a product in a decoder layer is done while its sums are in registers: the RMSNorm of x before it
   (`_inverse_rms`), the gate of an MLP, or the residual stream behind it with the first half of the next norm
-  (`_store_stream`).
+  (`_store_stream`). A part of a sum over ranks is sent to all of them (`send`).
 
 Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
 [BLOCK_N, BLOCK_K], sums [BLOCK_O, BLOCK_N].
@@ -20,6 +20,7 @@ Import this module only where Triton is installed. Shapes of a tile: weights [BL
 import triton
 import triton.language as tl
 
+from ..all_reduce_kernel import send, slot_of_turn
 from ..pairs import sum_in_pairs, sum_rows_in_pairs
 from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
 
@@ -112,10 +113,11 @@ def _store_stream(
     tl.store(new_squares_ptr + n[None, :] * tl.cdiv(height, SQUARED) + group[:, None], sums, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "late", "prefetch"])
+@triton.jit(do_not_specialize=["rows", "late", "prefetch", "rank"])
 def small_m_kernel(
     x_ptr, weight_ptr, bias_ptr, squares_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr,
     partial_ptr, arrived_ptr, rows, outputs, inputs, stride_x, stride_r, late, prefetch, eps, offset,
+    peers, state_ptr, rank, words, RANKS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr,
     TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr,
@@ -144,6 +146,8 @@ def small_m_kernel(
     if PDL:
         _fetch_first_tiles(weight_ptr, o, begin, end, inputs, prefetch, BLOCK_K)
         wait_for_kernel_before()
+    if RANKS > 1:
+        slot = slot_of_turn(state_ptr, rank, words, RANKS)
     acc = _multiply(
         weight_ptr, x_ptr, o, n, begin, end, rows, inputs, stride_x, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL
     )
@@ -178,6 +182,9 @@ def small_m_kernel(
                 stride_r, offset, BLOCK_N, HEIGHT, SQUARED,
             )  # fmt: skip
         else:
-            at = out_ptr + n[None, :].to(tl.int64) * height + column[:, None]
+            at = n[None, :].to(tl.int64) * height + column[:, None]
             mask = (column < height)[:, None] & (n < rows)[None, :]
-            tl.store(at, value.to(out_ptr.dtype.element_ty), mask=mask)
+            if RANKS > 1:
+                send(value, peers, slot, at, mask, rank, RANKS, True)
+            else:
+                tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
