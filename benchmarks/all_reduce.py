@@ -305,6 +305,8 @@ def main() -> None:
     arguments = parser.parse_args()
     faulthandler.dump_traceback_later(arguments.limit, exit=True)
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a rank that trapped reports before it ends
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here needs it
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     rank, gpus, begun = int(os.environ["RANK"]), torch.cuda.device_count(), time.perf_counter()
     device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
