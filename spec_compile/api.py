@@ -5,7 +5,7 @@ import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from .capture import adapters
 from .capture.admit import admit
 from .capture.check_generation import check_generation
 from .capture.checks import check_capture, check_tree
+from .capture.ranks import check_placement, facts
 from .capture.trace import capture
 from .capture.watch import Watch, config_reads, describe
 from .capture.weights import SharedWeights
@@ -29,6 +30,7 @@ from .drafters.ngram import Ngram
 from .drafting import Algorithm
 from .errors import check_int
 from .ngram import NgramStore
+from .parallel.start import find_ranks
 from .report import html as report
 from .report.explain import explain
 from .runtime import past
@@ -63,17 +65,28 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         wrapper: Any = adapters.wrap_alike(model, speculate(base, algo, **options))
         return wrapper
     name = parse_algorithm(algo)
-    parsed = parse_options(ALGORITHMS[name].options, options)
-    admit(model, parsed.exact)
-    # Whatever cannot work is refused here: kernels that do not load, a CPU without a compiler.
-    if model.device.type == "cuda":
-        kernels.load(model.device)
-    elif parsed.compile:
-        check_compiler()
+    ranks = find_ranks(options.get("tensor_parallel"), getattr(model, "device", None))
+    with nullcontext() if ranks is None else ranks.together("speculate()", parts := {}):
+        parsed = parse_options(ALGORITHMS[name].options, options)
+        admit(model, parsed.exact)
+        if ranks is not None:
+            check_placement(model)
+            parts |= facts(model, options.get("draft")) | {"algo": name}
+            parts |= {name: value for name, value in options.items() if name not in ("draft", "tensor_parallel")}
+        parsed = dataclasses.replace(parsed, tensor_parallel=ranks)
+        # Whatever cannot work is refused here: kernels that do not load, a CPU without a compiler.
+        if model.device.type == "cuda":
+            kernels.load(model.device)
+        elif parsed.compile:
+            check_compiler()
     with COMPILE_LOCK:  # because tracing and checking change settings of the whole process
-        algorithm = ALGORITHMS[name].build(model, parsed)
-        fast = _shadow(model)
-        fast.__dict__["speculation"] = Speculation(model, fast, name, parsed, algorithm)
+        with nullcontext() if ranks is None else ranks.together("speculate()", {}):
+            algorithm = ALGORITHMS[name].build(model, parsed)
+            fast = _shadow(model)
+            speculation = Speculation(model, fast, name, parsed, algorithm)
+        with nullcontext() if ranks is None else ranks.call():
+            speculation.check_rewritten()
+        fast.__dict__["speculation"] = speculation
     return fast
 
 
@@ -98,8 +111,6 @@ class Speculation:
         limit = _max_positions(model, graph.position_limit, options)
         self.engine = Engine(graph, algorithm, options, model.device, limit)
         """The loop that runs rounds, with its sessions and their steps."""
-        if options.check:
-            check_tree(type(model).__name__, graph, self.engine.runtime.verify)
         self.serves_padding = not options.check or check_generation(model, graph)
         """Whether batches padded on the left are served: the model's own positions follow the padding."""
         self.weights = SharedWeights(model, algorithm.draft_module)
@@ -108,8 +119,13 @@ class Speculation:
         """The model as it was captured, compared with what it is at every call."""
         self.plans = Plans()
         """What transformers has prepared for calls before."""
-        self._calls, self._is_forked = 0, False
+        self._calls, self._is_forked, self._has_agreed = 0, False, False
         forks.register(self)
+
+    def check_rewritten(self) -> None:
+        """UnsupportedModelError if the rewritten graph computes something else than the captured one."""
+        if self.options.check:
+            check_tree(type(self._model).__name__, self.engine.captured, self.engine.runtime.verify)
 
     @property
     def original(self) -> PreTrainedModel:
@@ -218,6 +234,8 @@ class Speculation:
             if changes:
                 raise ValueError(describe(changes))
             self.weights.take_over()
+            if self.options.ranks is not None:
+                self.options.ranks.slices.refresh()
             self.engine.refresh()
 
     @contextmanager
@@ -238,7 +256,7 @@ class Speculation:
         """
         if share_text is not None and not isinstance(share_text, bool):
             raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad(), self._agreeing():
             if self._is_forked:
                 self._adopt()
             before = self._references, self._share_text
@@ -250,6 +268,36 @@ class Speculation:
             finally:
                 self._references, self._share_text = before
                 self._calls -= 1
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """A context in which the ranks call `agree` once; those that do not come so far say why."""
+        ranks = self.options.ranks
+        if ranks is None:
+            yield
+            return
+        if self._calls:
+            raise RuntimeError(
+                "generate() inside a streamer, a criterion or a processor of another generate(): with tensor_parallel "
+                "these run on rank 0 alone, so no other rank could take part"
+            )
+        self._has_agreed = False
+        try:
+            yield
+        except Exception as error:
+            if not self._has_agreed:
+                ranks.agree("generate()", {}, error)
+            raise
+        if not self._has_agreed:
+            ranks.agree("generate()", {"who decodes": "transformers' own loop"})
+
+    def agree(self, parts: dict[str, Any]) -> None:
+        """Make sure that all ranks were asked for the same; see `Ranks.agree`. Without ranks nothing happens."""
+        ranks = self.options.ranks
+        if ranks is not None:
+            self._has_agreed = True
+            references = [reference.tolist() for reference in self._references]
+            ranks.agree("generate()", {**parts, "reference": references, "share_text": self._share_text})
 
     def step_aside(self, argument: str) -> None:
         """Warn, once for each `argument`, that transformers' own loop runs because of it."""

@@ -12,14 +12,12 @@ from ..parallel.slices import ONCE, Cut
 
 aten = torch.ops.aten
 ATTENTION = torch.ops.spec_compile.attention.default
-SAME = {
-    "alias", "clone", "contiguous", "detach", "dropout", "to", "_to_copy", "type_as",
-}  # fmt: skip
+SAME = {"alias", "clone", "contiguous", "copy_", "detach", "dropout", "to", "_to_copy", "type_as"}
 """ATen ops that keep the shape."""
 REDUCTIONS = {"amax", "amin", "any", "mean", "softmax", "_softmax", "sum"}
 """ATen ops over the dimensions of their second argument."""
-LINEAR_OPS = SAME | {
-    "expand", "flatten", "index", "permute", "reshape", "slice", "squeeze", "sum", "transpose", "unsqueeze", "view",
+LINEAR_OPS = (SAME - {"copy_"}) | {
+    "expand", "index", "permute", "reshape", "slice", "squeeze", "sum", "transpose", "unsqueeze", "view",
 }  # fmt: skip
 """ATen ops of one tensor that may as well be done before partial sums are added up."""
 
@@ -60,15 +58,14 @@ class Plan:
     """What has to be changed in a graph so that every rank computes its parts.
 
     layouts: of nodes that are not the same on all ranks. cuts: of the parameters that a node reads. sizes: arguments of
-    a node that become smaller: (index of the argument, index in it) -> size. reduced: partial sums and their users.
-    local: tensors that a user wants cut, which all ranks have: (node, user) -> the layout.
+    a node's list of sizes that become smaller: index in it -> size (-1: all of them). reduced: partial sums and the
+    users that need them added up.
     """
 
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
     cuts: dict[tuple[fx.Node, fx.Node], Cut] = field(default_factory=dict)
     sizes: dict[fx.Node, dict[int, int]] = field(default_factory=dict)
     reduced: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    expanded: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
 
 
 def product_of(node: fx.Node) -> Product | None:
@@ -178,7 +175,10 @@ def _multiplied(plan: Plan, product: Product, cut: Cut | None, size: int) -> Lay
 
 
 def _of_partial_sums(plan: Plan, node: fx.Node) -> Layout | None:
-    """What is linear in partial sums is a partial sum itself; anything else needs them added up."""
+    """What is linear in partial sums is a partial sum itself; anything else needs them added up.
+
+    Partial sums that several nodes read are added up at once, because one of them may need that.
+    """
     sources = [source for source in node.all_input_nodes if _is_partial(plan, source)]
     if not sources:
         return None
@@ -190,7 +190,7 @@ def _of_partial_sums(plan: Plan, node: fx.Node) -> Layout | None:
         or (name == "div" and node.args[0] is sources[0])
     )
     is_sum = name == "add" and len(node.args) == 2 and not node.kwargs and set(node.args) == set(sources)
-    if (is_linear or is_sum) and shape_of(node) is not None:
+    if (is_linear or is_sum) and all(len(source.users) == 1 for source in sources):
         return replace(first, weights=frozenset().union(*(plan.layouts[each].weights for each in sources)))
     for source in sources:
         _whole(plan, source, node)
@@ -204,7 +204,7 @@ def _cut(plan: Plan, node: fx.Node, inputs: dict[fx.Node, Layout], size: int) ->
         return _attended(plan, node, inputs, size)
     if node.target is operator.getitem:
         return first
-    if is_pointwise(node) or (name == "cat" and len(inputs) == len(node.all_input_nodes)) or name == "cat":
+    if is_pointwise(node) or name == "cat":
         return _aligned(plan, node, inputs)
     rule = RULES.get(name)
     if rule is None or list(inputs) != [node.args[0]]:
@@ -255,6 +255,14 @@ def _reshaped(plan: Plan, node: fx.Node, layout: Layout) -> Layout:
                 plan.sizes.setdefault(node, {})[dim] = after[dim] // layout.parts
             return replace(layout, dim=dim)
     raise _NoRule
+
+
+def _created(plan: Plan, node: fx.Node, layout: Layout) -> Layout:
+    """Of a new tensor as large as the one that is cut."""
+    if len(shape_of(node)) != len(shape_of(node.args[0])) or node.args[1][layout.dim] != shape_of(node.args[0])[layout.dim]:
+        raise _NoRule
+    plan.sizes.setdefault(node, {})[layout.dim] = shape_of(node)[layout.dim] // layout.parts
+    return layout
 
 
 def _expanded(plan: Plan, node: fx.Node, layout: Layout) -> Layout:
@@ -310,7 +318,7 @@ def _divided(plan: Plan, node: fx.Node, layout: Layout) -> Layout:
 
 RULES: dict[str, Callable[[Plan, fx.Node, Layout], Layout]] = {
     "reshape": _reshaped, "view": _reshaped, "expand": _expanded, "transpose": _transposed, "permute": _permuted,
-    "unsqueeze": _unsqueezed, "slice": _sliced, "chunk": _divided, "split": _divided, "split_with_sizes": _divided,
+    "new_empty": _created, "new_zeros": _created, "unsqueeze": _unsqueezed, "slice": _sliced, "chunk": _divided, "split": _divided, "split_with_sizes": _divided,
     **dict.fromkeys(REDUCTIONS, _within_parts),
 }  # fmt: skip
 """By the name of an ATen op whose first argument is cut."""

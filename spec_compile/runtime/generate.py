@@ -1,7 +1,7 @@
 """The drop-in: Hugging Face's ``generate()`` with our loop beneath its preparation."""
 
 import math
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 
 import torch
@@ -11,11 +11,12 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..capture import hooks
 from ..capture.watch import describe
+from ..parallel.ranks import Ranks
 from . import past as pasts
 from .accept import Route, choose_route, make_acceptor
 from .accept.processors import MINIMA, is_known
 from .answer import Answer
-from .prepared import Inputs, Plan, make_key
+from .prepared import Inputs, Plan, is_plain, make_key
 from .prompt import Prompt
 from .request import Request
 
@@ -45,6 +46,9 @@ class SpeculativeMixin:
         model and the like) they do, unaccelerated, with one warning that names it.
         """
         kwargs.pop("prompt_lookup_num_tokens", None)  # asks for n-gram drafts, which it gets anyway
+        ranks = self.speculation.options.ranks
+        if ranks is not None and not ranks.leads:
+            kwargs.pop("streamer", None)
         if kwargs.get("custom_generate") is not None:
             self.speculation.step_aside("custom_generate")
         replaced = vars(self.speculation.original).get("generate")  # by a repository's custom_generate, or by a user
@@ -99,7 +103,8 @@ class SpeculativeMixin:
             raise RuntimeError(f"prefill_chunk_size: expected at least 1, got {config.prefill_chunk_size}")
         longest = _longest(input_ids, stopping_criteria, config)
         speculation.admit_request(prompt, longest - input_ids.shape[1])
-        answer = _answer(input_ids, prompt, longest, stopping_criteria, config, streamer)
+        ranks = speculation.options.ranks
+        answer = _answer(input_ids, prompt, longest, stopping_criteria, config, streamer, ranks)
         cache, first_logits = model_kwargs.get("past_key_values"), None
         if prompt.is_embedded:
             output = self._prefill(input_ids, config, model_kwargs)
@@ -110,7 +115,8 @@ class SpeculativeMixin:
             config, logits_processor, self.device, answer.keeps_scores, has_first_logits=first_logits is not None
         )
         shortest = _shortest(logits_processor)
-        request = _request(prompt, answer, route, logits_processor, config, shortest, cache, first_logits)
+        speculation.agree(_asked(prompt, config, logits_processor, stopping_criteria))
+        request = _request(prompt, answer, route, logits_processor, config, shortest, cache, first_logits, ranks)
         speculation.plans.keep(self, prompt, config, logits_processor, stopping_criteria, answer, route)
         self._run(request, answer, route)
 
@@ -143,7 +149,8 @@ class SpeculativeMixin:
 
     def _run(self, request: Request, answer: Answer, route: Route) -> None:
         """Run rounds until every row of the answer has ended."""
-        with closing(self.speculation.run(request)) as rounds:
+        ranks = self.speculation.options.ranks
+        with nullcontext() if ranks is None else ranks.call(), closing(self.speculation.run(request)) as rounds:
             for gained in rounds:
                 if route is not Route.ON_HOST:  # there the acceptor has given them to the answer
                     answer.take(gained)
@@ -224,7 +231,7 @@ def _unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict
 
 def _request(
     prompt: Prompt, answer: Answer, route: Route, processors: list, generation_config, shortest: int,
-    cache: Cache | None = None, first_logits: Tensor | None = None,
+    cache: Cache | None = None, first_logits: Tensor | None = None, ranks: Ranks | None = None,
 ) -> Request:  # fmt: skip
     """The request for the rounds of one call. Widths of the answer become lengths of each row without its padding.
 
@@ -233,6 +240,8 @@ def _request(
     seed, temperature = None, 0.0
     if generation_config.do_sample:
         seed, temperature = int(torch.randint((1 << 63) - 1, ())), generation_config.temperature or 1.0
+        if ranks is not None:
+            (seed,) = ranks.lead(lambda: [seed])
     differences = [len(tokens) - answer.prompt_width for tokens in prompt.tokens]  # a row's length less its width
     return Request(
         prompts=prompt.tokens,
@@ -243,11 +252,22 @@ def _request(
         past=pasts.read(cache, prompt.padding) if cache is not None and cache.get_seq_length() > 0 else None,
         has_unknown_tokens=prompt.has_unknown_tokens,
         first_logits=first_logits,
-        acceptor=make_acceptor(route, answer, processors, seed),
+        acceptor=make_acceptor(route, answer, processors, seed, ranks),
         seed=seed or 0,
         temperature=temperature,
         prefill_chunk_size=generation_config.prefill_chunk_size,
     )
+
+
+def _asked(prompt: Prompt, generation_config, processors: list, criteria: list) -> dict:
+    """What one call asks for, by name, as far as ranks have to agree on it."""
+    options = {name: value for name, value in vars(generation_config).items() if not name.startswith("_")}
+    return {
+        "the prompts": (prompt.tokens, prompt.padding),
+        "the generation config": sorted((name, value) for name, value in options.items() if is_plain(value)),
+        "the logits processors": [type(processor).__name__ for processor in processors],
+        "the stopping criteria": [type(criterion).__name__ for criterion in criteria],
+    }
 
 
 def _shortest(processors: list) -> int:
@@ -262,6 +282,13 @@ def _shortest(processors: list) -> int:
     )
 
 
+def _led(criteria, ranks: Ranks | None):
+    """Stopping criteria whose verdict is that of the first rank, where alone they are called."""
+    if ranks is None:
+        return criteria
+    return lambda ids, scores: torch.tensor(ranks.lead(lambda: criteria(ids, scores).tolist()))
+
+
 def _longest(input_ids: Tensor, stopping_criteria, generation_config) -> int:
     """The width at which every row ends."""
     lengths = [c.max_length for c in stopping_criteria if type(c).__name__ == "MaxLengthCriteria"]
@@ -269,7 +296,10 @@ def _longest(input_ids: Tensor, stopping_criteria, generation_config) -> int:
     return max(longest, input_ids.shape[1] + 1)
 
 
-def _answer(input_ids: Tensor, prompt: Prompt, longest: int, stopping_criteria, generation_config, streamer) -> Answer:
+def _answer(
+    input_ids: Tensor, prompt: Prompt, longest: int, stopping_criteria, generation_config, streamer,
+    ranks: Ranks | None = None,
+) -> Answer:  # fmt: skip
     """The answer of one call, still without tokens; ValueError if rows may end before others and no padding is set."""
     names = {type(criterion).__name__ for criterion in stopping_criteria}
     eos = next((c.eos_token_id.tolist() for c in stopping_criteria if type(c).__name__ == "EosTokenCriteria"), [])
@@ -282,7 +312,7 @@ def _answer(input_ids: Tensor, prompt: Prompt, longest: int, stopping_criteria, 
         longest,
         eos,
         None if pad is None else int(pad),
-        criteria=None if names <= CRITERIA_IN_ROUND else stopping_criteria,
+        criteria=None if names <= CRITERIA_IN_ROUND else _led(stopping_criteria, ranks),
         streamer=streamer,
         keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
         keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),

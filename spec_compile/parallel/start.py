@@ -1,0 +1,57 @@
+"""The option ``tensor_parallel``: which processes share a model."""
+
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .ranks import Ranks
+
+TIMEOUT = datetime.timedelta(minutes=10)
+"""After which a rank that waits for another gives up. One that dies is noticed at once."""
+ADVICE = "start the script by torchrun --standalone --nproc-per-node N"
+
+
+def find_ranks(option: Any, device: torch.device) -> Ranks | None:
+    """The ranks that the option ``tensor_parallel`` of `speculate` names; None: this process alone.
+
+    option: None; "auto": all processes that torchrun started; their number; or a process group, or a device mesh of one
+    dimension. device: of the model. All ranks call this.
+    Raises TypeError or ValueError, naming the option, if there are no such processes.
+    """
+    if option is None:
+        return None
+    if isinstance(option, Ranks):
+        return option
+    count = None
+    if isinstance(option, int) and not isinstance(option, bool):
+        count = option
+        if count < 1:
+            raise ValueError(f"tensor_parallel: expected at least 1 process, got {count}")
+    elif hasattr(option, "get_group"):
+        option = option.get_group()
+    elif option != "auto" and not isinstance(option, dist.ProcessGroup):
+        raise TypeError(
+            f"tensor_parallel: expected None, 'auto', a number of processes, a process group or a device mesh, got "
+            f"{option!r}"
+        )
+    group = option if isinstance(option, dist.ProcessGroup) else _world(device)
+    size = 1 if group is None else group.size()
+    if count is not None and count != size:
+        raise ValueError(f"tensor_parallel: {count} processes were asked for and there are {size}; {ADVICE}")
+    if size == 1:
+        return None
+    members = dist.get_process_group_ranks(group)
+    talk = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
+    return Ranks(group, talk)
+
+
+def _world(device: torch.device) -> dist.ProcessGroup | None:
+    """The group of all processes, made if torchrun has started several and nobody has made it."""
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return None
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    return dist.group.WORLD
