@@ -213,11 +213,12 @@ def _cut(plan: Plan, node: fx.Node, inputs: dict[fx.Node, Layout], size: int) ->
 
 
 def _attended(plan: Plan, node: fx.Node, inputs: dict[fx.Node, Layout], size: int) -> Layout:
-    """Attention of a rank's heads. The learned sinks are those of its query heads."""
+    """Attention of a rank's heads. The learned sinks are those of its query heads; one key-value head is everyone's."""
     q, k, v, sinks = node.args[:4]
-    if not {q, k, v} <= inputs.keys() or any(inputs[each].dim != 1 or inputs[each].blocks != 1 for each in (q, k, v)):
-        raise _NoRule
-    if inputs[q].parts != size or inputs[k].parts != inputs[v].parts:
+    wanted = {q: size} | dict.fromkeys((k, v), min(shape_of(k)[1], size))
+    if {each: (layout.dim, layout.parts, layout.blocks) for each, layout in inputs.items()} != {
+        each: (1, parts, 1) for each, parts in wanted.items() if parts > 1
+    }:
         raise _NoRule
     if sinks is not None:
         if sinks.op != "get_attr":

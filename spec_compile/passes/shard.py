@@ -56,10 +56,10 @@ def _attending(graph: ModelGraph, size: int) -> dict[fx.Node, Cut]:
     """The products that feed queries, keys and values, with the cut of their outputs by heads."""
     cuts: dict[fx.Node, Cut] = {}
     for node in calls(graph.gm, ATTENTION):
-        kv_heads = shape_of(node.args[1])[1]
-        for source, parts in ((node.args[1], min(kv_heads, size)), (node.args[2], min(kv_heads, size)), (node.args[0], size)):
-            for product in _sources(source, lambda each: True) or ():
-                cuts[product.node] = Cut(-1, parts)
+        kv_parts = min(shape_of(node.args[1])[1], size)
+        for source, parts in zip(node.args[:3], (size, kv_parts, kv_parts)):
+            products = _sources(source, lambda each: True) if parts > 1 else None
+            cuts |= {product.node: Cut(-1, parts) for product in products or ()}
     return cuts
 
 
