@@ -1,11 +1,10 @@
 """`speculate`, the one call that users need, and `Speculation`, the object at ``model.speculation``."""
 
-import copy
 import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,13 @@ from .parallel.start import find_ranks
 from .report import html as report
 from .report.explain import explain
 from .runtime import past
+from .runtime.agreement import Agreement
 from .runtime.engine import Engine
-from .runtime.generate import SpeculativeMixin
+from .runtime.generate import SpeculativeMixin, shadow
 from .runtime.prepared import Plans
 from .runtime.prompt import Prompt
 from .runtime.request import Request
+from .runtime.runtime import max_positions
 from .runtime.session import Session
 from .stats import Stats
 
@@ -66,25 +67,25 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         return wrapper
     name = parse_algorithm(algo)
     ranks = find_ranks(options.get("tensor_parallel"), getattr(model, "device", None))
-    with nullcontext() if ranks is None else ranks.together("speculate()", parts := {}):
+    with ranks.together("speculate()", parts := {}):
         parsed = parse_options(ALGORITHMS[name].options, options)
         admit(model, parsed.exact)
-        if ranks is not None:
+        if ranks.size > 1:
             check_placement(model)
             parts |= facts(model, options.get("draft")) | {"algo": name}
             parts |= {name: value for name, value in options.items() if name not in ("draft", "tensor_parallel")}
-        parsed = dataclasses.replace(parsed, tensor_parallel=ranks)
+            parsed = dataclasses.replace(parsed, tensor_parallel=ranks)
         # Whatever cannot work is refused here: kernels that do not load, a CPU without a compiler.
         if model.device.type == "cuda":
             kernels.load(model.device)
         elif parsed.compile:
             check_compiler()
     with COMPILE_LOCK:  # because tracing and checking change settings of the whole process
-        with nullcontext() if ranks is None else ranks.together("speculate()", {}):
+        with ranks.together("speculate()", {}):
             algorithm = ALGORITHMS[name].build(model, parsed)
-            fast = _shadow(model)
+            fast = shadow(model)
             speculation = Speculation(model, fast, name, parsed, algorithm)
-        with nullcontext() if ranks is None else ranks.call():
+        with ranks.call():
             speculation.check_rewritten()
         fast.__dict__["speculation"] = speculation
     return fast
@@ -108,7 +109,7 @@ class Speculation:
             check_capture(model, graph)
         self.looped = False
         """Whether a decoding loop of transformers, or ours, ran in the last generate()."""
-        limit = _max_positions(model, graph.position_limit, options)
+        limit = max_positions(model, graph.position_limit, options)
         self.engine = Engine(graph, algorithm, options, model.device, limit)
         """The loop that runs rounds, with its sessions and their steps."""
         self.serves_padding = not options.check or check_generation(model, graph)
@@ -117,9 +118,11 @@ class Speculation:
         """The memory of weights that the graphs read."""
         self.watch = Watch(model, fast, self.weights.slots, reads)
         """The model as it was captured, compared with what it is at every call."""
+        self.agreement = Agreement(options.ranks)
+        """What the ranks of tensor parallelism agree on in each generate()."""
         self.plans = Plans()
         """What transformers has prepared for calls before."""
-        self._calls, self._is_forked, self._has_agreed = 0, False, False
+        self._calls, self._is_forked = 0, False
         forks.register(self)
 
     def check_rewritten(self) -> None:
@@ -234,7 +237,7 @@ class Speculation:
             if changes:
                 raise ValueError(describe(changes))
             self.weights.take_over()
-            if self.options.ranks is not None:
+            if self.options.ranks.size > 1:
                 self.options.ranks.slices.refresh()
             self.engine.refresh()
 
@@ -256,48 +259,20 @@ class Speculation:
         """
         if share_text is not None and not isinstance(share_text, bool):
             raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
-        with self._lock, torch.inference_mode(False), torch.no_grad(), self._agreeing():
+        with self._lock, torch.inference_mode(False), torch.no_grad(), self.agreement.awaited():
             if self._is_forked:
                 self._adopt()
             before = self._references, self._share_text
             self._references = [] if reference is None else self.engine.runtime.algorithm.documents(reference)
             self._share_text = getattr(self.options, "share_text", True) if share_text is None else share_text
+            self.agreement.add("the references", [reference.tolist() for reference in self._references])
+            self.agreement.add("share_text", self._share_text)
             self._calls += 1
             try:
                 yield
             finally:
                 self._references, self._share_text = before
                 self._calls -= 1
-
-    @contextmanager
-    def _agreeing(self) -> Iterator[None]:
-        """A context in which the ranks call `agree` once; those that do not come so far say why."""
-        ranks = self.options.ranks
-        if ranks is None:
-            yield
-            return
-        if self._calls:
-            raise RuntimeError(
-                "generate() inside a streamer, a criterion or a processor of another generate(): with tensor_parallel "
-                "these run on rank 0 alone, so no other rank could take part"
-            )
-        self._has_agreed = False
-        try:
-            yield
-        except Exception as error:
-            if not self._has_agreed:
-                ranks.agree("generate()", {}, error)
-            raise
-        if not self._has_agreed:
-            ranks.agree("generate()", {"who decodes": "transformers' own loop"})
-
-    def agree(self, parts: dict[str, Any]) -> None:
-        """Make sure that all ranks were asked for the same; see `Ranks.agree`. Without ranks nothing happens."""
-        ranks = self.options.ranks
-        if ranks is not None:
-            self._has_agreed = True
-            references = [reference.tolist() for reference in self._references]
-            ranks.agree("generate()", {**parts, "reference": references, "share_text": self._share_text})
 
     def step_aside(self, argument: str) -> None:
         """Warn, once for each `argument`, that transformers' own loop runs because of it."""
@@ -343,26 +318,3 @@ class Speculation:
         """See `forks`."""
         if in_child and not self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock, self._is_forked = threading.RLock(), True
-
-
-def _max_positions(model: PreTrainedModel, table: int | None, options: Options) -> int:
-    """Tokens that a sequence may have by default.
-
-    table: rows of a learned position table, or None. Raises ValueError if the option asks for more than it has.
-    """
-    if table is not None and (options.max_cache_len or 0) > table:
-        raise ValueError(
-            f"max_cache_len: the model has learned positions for {table} tokens, got {options.max_cache_len}"
-        )
-    config = model.config.get_text_config(decoder=True)
-    return table or getattr(config, "max_position_embeddings", None) or 1 << 20
-
-
-def _shadow(model: PreTrainedModel) -> PreTrainedModel:
-    """An object of a subclass with our generate(), which shares all modules and parameters of the model."""
-    cls = type(model)
-    names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    shadow: Any = adapters.shallow(model, type(cls.__name__, (SpeculativeMixin, cls), names))
-    shadow.generation_config = copy.deepcopy(model.generation_config)
-    shadow.__dict__.pop("generate", None)  # one set on the object is run by `SpeculativeMixin.generate`
-    return shadow

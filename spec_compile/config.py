@@ -6,7 +6,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from .errors import did_you_mean
 from .kernels import attention
-from .parallel.ranks import Ranks
+from .parallel.ranks import ALONE, Alone
 from .tree import MAX_NODES
 
 CACHE_DTYPES = ("auto", "fp8")
@@ -30,7 +30,7 @@ class Options:
     promise: "bits" refuses, by name, every model and setting in which the logits of a token may depend on what is
     drafted beside it; "auto" refuses none of them, and `explain()` names what stands in the way. tensor_parallel: the
     processes that share the model, each on a GPU of its own: None (this one alone), "auto" (all that torchrun has
-    started), their number, or a process group or device mesh; `speculate` puts its `Ranks` in its place.
+    started), their number, or a process group or device mesh.
     """
 
     num_draft_tokens: int = 16
@@ -69,9 +69,9 @@ class Options:
         _ = self.attention_backends  # raises if a name is not a backend's
 
     @property
-    def ranks(self) -> Ranks | None:
-        """The processes that share the model (None: each has all of it)."""
-        return self.tensor_parallel if isinstance(self.tensor_parallel, Ranks) else None
+    def ranks(self) -> Alone:
+        """The processes that share the model."""
+        return self.tensor_parallel if isinstance(self.tensor_parallel, Alone) else ALONE
 
     @cached_property
     def attention_backends(self) -> dict[str, str]:

@@ -17,7 +17,7 @@ from ..ngram.corpus import NgramCorpus
 from ..ngram.match import propose as match
 from ..ngram.match_options import MatchOptions
 from ..ngram.trie import NgramTrie
-from ..parallel.ranks import Ranks
+from ..parallel.ranks import ALONE, Alone
 from ..runtime.state import State
 
 _handles = count()
@@ -55,7 +55,7 @@ class NgramOptions(Options):
 class NgramDrafter(Drafter):
     """Continues the longest matches of each row's own end, found in prompts, outputs, references and corpora."""
 
-    def __init__(self, trie: NgramTrie, num_draft_tokens: int, batch: int, ranks: Ranks | None = None):
+    def __init__(self, trie: NgramTrie, num_draft_tokens: int, batch: int, ranks: Alone = ALONE):
         super().__init__()
         self.ranks = ranks
         self.trie, self.reading, self.num_draft_tokens = trie, trie, num_draft_tokens
@@ -89,7 +89,7 @@ class NgramDrafter(Drafter):
     def advance(self, *tensors: Tensor) -> None:
         """What `ops.ngram_propose` runs on the host. Of several ranks the first one's trie decides for all."""
         tick = time.perf_counter()
-        if self.ranks is None:
+        if self.ranks.size == 1:
             self.reading.advance(*tensors)
         else:
             trees = tensors[3:]

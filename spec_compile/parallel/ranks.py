@@ -27,18 +27,53 @@ GRACE = 2.0
 """Seconds that a process which is being killed takes to be seen as dead."""
 
 
-class Ranks:
+class Alone:
+    """One process that shares its model with no other, with the interface of `Ranks`."""
+
+    rank, size, leads = 0, 1, True
+
+    def lead(self, decide: Callable[[], Sequence[int]], check: int = 0) -> list[int]:
+        """See `Ranks.lead`."""
+        return [*decide()]
+
+    def agree(self, what: str, parts: dict[str, Any], error: BaseException | None = None) -> None:
+        """See `Ranks.agree`."""
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """See `Ranks.call`."""
+        yield
+
+    @contextmanager
+    def together(self, what: str, parts: dict[str, Any]) -> Iterator[None]:
+        """A context after which the ranks `agree` on `parts`, which may be filled inside; errors inside are told."""
+        try:
+            yield
+        except Exception as error:
+            self.agree(what, {}, error)
+            raise
+        self.agree(what, parts)
+
+    def check_peers(self) -> None:
+        """See `Ranks.check_peers`."""
+
+
+ALONE = Alone()
+
+
+class Ranks(Alone):
     """The group of tensor parallelism, and this process's place in it.
 
     group: of torch.distributed, whose collectives carry sums. talk: one of the same ranks on CPUs. Making one is a
     collective call: all ranks do it.
 
-    rank, size: this process's number, and how many there are. name: the group's, for `kernels.all_reduce`. slices: this
-    rank's parts of parameters.
+    rank, size: this process's number, and how many there are. leads: whether it is the first. name: the group's, for
+    `kernels.all_reduce`. slices: this rank's parts of parameters.
     """
 
     def __init__(self, group: dist.ProcessGroup, talk: dist.ProcessGroup):
         self.rank, self.size, self.name = group.rank(), group.size(), group.group_name
+        self.leads = self.rank == 0
         self.group, self._talk = group, talk
         self.slices = Slices(self.rank, self.size)
         self.failure = ""
@@ -56,11 +91,6 @@ class Ranks:
         self._exchange({})
         if self.leads:
             self._ring.unlink()
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is the first rank."""
-        return self.rank == 0
 
     def lead(self, decide: Callable[[], Sequence[int]], check: int = 0) -> list[int]:
         """What `decide` returns on the first rank, integers; on the others it is not called.
@@ -123,16 +153,6 @@ class Ranks:
                     f"{what}: the ranks disagree on {name}: rank {', '.join(map(str, others))} differs from rank 0; "
                     "call it alike on all ranks"
                 )
-
-    @contextmanager
-    def together(self, what: str, parts: dict[str, Any]) -> Iterator[None]:
-        """A context after which the ranks `agree` on `parts`, which may be filled inside; errors inside are told."""
-        try:
-            yield
-        except Exception as error:
-            self.agree(what, {}, error)
-            raise
-        self.agree(what, parts)
 
     def check_peers(self) -> None:
         """RuntimeError, naming the rank, if a rank's process is gone."""

@@ -7,24 +7,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .ranks import Ranks
+from .ranks import ALONE, Alone, Ranks
 
 TIMEOUT = datetime.timedelta(minutes=10)
 """After which a rank that waits for another gives up. One that dies is noticed at once."""
 ADVICE = "start the script by torchrun --standalone --nproc-per-node N"
 
 
-def find_ranks(option: Any, device: torch.device) -> Ranks | None:
-    """The ranks that the option ``tensor_parallel`` of `speculate` names; None: this process alone.
+def find_ranks(option: Any, device: torch.device) -> Alone:
+    """The ranks that the option ``tensor_parallel`` of `speculate` names.
 
     option: None; "auto": all processes that torchrun started; their number; or a process group, or a device mesh of one
     dimension. device: of the model. All ranks call this.
     Raises TypeError or ValueError, naming the option, if there are no such processes.
     """
-    if option is None:
-        return None
-    if isinstance(option, Ranks):
-        return option
+    if option is None or isinstance(option, Alone):
+        return option or ALONE
     count = None
     if isinstance(option, int) and not isinstance(option, bool):
         count = option
@@ -42,7 +40,7 @@ def find_ranks(option: Any, device: torch.device) -> Ranks | None:
     if count is not None and count != size:
         raise ValueError(f"tensor_parallel: {count} processes were asked for and there are {size}; {ADVICE}")
     if size == 1:
-        return None
+        return ALONE
     members = dist.get_process_group_ranks(group)
     talk = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
     return Ranks(group, talk)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from ..graph import ModelGraph
 from ..kernels.attention import Use
-from ..parallel.ranks import Ranks
+from ..parallel.ranks import ALONE, Alone
 from .apply import apply, check_order
 from .fuse_norms import fuse_norms
 from .fuse_qk_norms import fuse_qk_norms
@@ -27,13 +27,13 @@ class Settings:
     merge_linears: one matrix product for linear layers of one input. taps: hidden states to return after the logits,
     numbered as transformers' ``hidden_states`` (0 the embeddings, i the residual stream after layer i; -1 what the
     output head multiplies). attention: what the graph wants of its attention backend, and by its role what it is for.
-    ranks: the processes that share the graph's weights (None: each has all of them).
+    ranks: the processes that share the graph's weights.
     """
 
     merge_linears: bool = True
     taps: tuple[int, ...] = ()
     attention: Use = field(default_factory=Use)
-    ranks: Ranks | None = None
+    ranks: Alone = ALONE
 
     @property
     def purpose(self) -> str:

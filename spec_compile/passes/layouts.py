@@ -3,23 +3,23 @@
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from ..parallel.slices import ONCE, Cut
+from .products import SAME, Product, is_pointwise, name_of, product_of, shape_of
 
-aten = torch.ops.aten
 ATTENTION = torch.ops.spec_compile.attention.default
-SAME = {"alias", "clone", "contiguous", "copy_", "detach", "dropout", "to", "_to_copy", "type_as"}
-"""ATen ops that keep the shape."""
 REDUCTIONS = {"amax", "amin", "any", "mean", "softmax", "_softmax", "sum"}
 """ATen ops over the dimensions of their second argument."""
 LINEAR_OPS = (SAME - {"copy_"}) | {
     "expand", "index", "permute", "reshape", "slice", "squeeze", "sum", "transpose", "unsqueeze", "view",
 }  # fmt: skip
 """ATen ops of one tensor that may as well be done before partial sums are added up."""
+
+ALL = -1
+"""Every size of a list."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,12 @@ class MisfitError(Exception):
         self.weights = weights
 
 
-class Product(NamedTuple):
-    """A node that multiplies by a parameter. dims: the parameter's dimensions of what goes in and what comes out."""
-
-    node: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
-    dims: tuple[int, int]
-
-
 @dataclass
 class Plan:
     """What has to be changed in a graph so that every rank computes its parts.
 
     layouts: of nodes that are not the same on all ranks. cuts: of the parameters that a node reads. sizes: arguments of
-    a node's list of sizes that become smaller: index in it -> size (-1: all of them). reduced: partial sums and the
+    a node's list of sizes that become smaller: index in it (or `ALL`) -> size. reduced: partial sums and the
     users that need them added up.
     """
 
@@ -68,38 +59,10 @@ class Plan:
     reduced: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
 
-def product_of(node: fx.Node) -> Product | None:
-    """The product with a parameter that a node is: a linear layer, or the experts' grouped products."""
-    if node.target is aten.linear.default and node.args[1].op == "get_attr":
-        return Product(node, node.args[1], node.args[2] if len(node.args) > 2 else None, (1, 0))
-    if node.op == "call_function" and name_of(node).removeprefix("_").startswith("grouped_mm") and len(node.args) > 1:
-        weight = node.args[1]
-        if weight.op == "get_attr":
-            return Product(node, weight, None, (1, 2))
-        if weight.target is aten.transpose.int and {dim % 3 for dim in weight.args[1:]} == {1, 2}:
-            source = weight.args[0]
-            return Product(node, source, None, (2, 1)) if source.op == "get_attr" else None
-    return None
-
-
-def name_of(node: fx.Node) -> str:
-    """The name of the op that a node calls, without namespace and overload."""
-    schema = getattr(node.target, "_schema", None)
-    return schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in SAME
-
-
-def shape_of(node: fx.Node) -> torch.Size:
-    return node.meta["val"].shape
-
-
 def derive(graph: fx.Graph, columns: dict[fx.Node, Cut], size: int) -> Plan:
-    """The plan for a graph in which the products `columns` compute a part of their outputs; MisfitError if there is none.
+    """The plan for a graph in which the products `columns` compute a part of their outputs.
 
-    columns: node -> the cut of its output's last dimension. size: ranks.
+    columns: node -> the cut of its output's last dimension. size: ranks. MisfitError if there is no such plan.
     """
     plan = Plan()
     for node in graph.nodes:
@@ -260,7 +223,10 @@ def _reshaped(plan: Plan, node: fx.Node, layout: Layout) -> Layout:
 
 def _created(plan: Plan, node: fx.Node, layout: Layout) -> Layout:
     """Of a new tensor as large as the one that is cut."""
-    if len(shape_of(node)) != len(shape_of(node.args[0])) or node.args[1][layout.dim] != shape_of(node.args[0])[layout.dim]:
+    if (
+        len(shape_of(node)) != len(shape_of(node.args[0]))
+        or node.args[1][layout.dim] != shape_of(node.args[0])[layout.dim]
+    ):
         raise _NoRule
     plan.sizes.setdefault(node, {})[layout.dim] = shape_of(node)[layout.dim] // layout.parts
     return layout
@@ -313,13 +279,14 @@ def _divided(plan: Plan, node: fx.Node, layout: Layout) -> Layout:
     if len(pieces) != layout.blocks or len(sizes) > 1:
         raise _NoRule
     if name_of(node) != "chunk":
-        plan.sizes.setdefault(node, {})[-1] = sizes.pop() // layout.parts
+        plan.sizes.setdefault(node, {})[ALL] = sizes.pop() // layout.parts
     return replace(layout, blocks=1)
 
 
 RULES: dict[str, Callable[[Plan, fx.Node, Layout], Layout]] = {
     "reshape": _reshaped, "view": _reshaped, "expand": _expanded, "transpose": _transposed, "permute": _permuted,
-    "new_empty": _created, "new_zeros": _created, "unsqueeze": _unsqueezed, "slice": _sliced, "chunk": _divided, "split": _divided, "split_with_sizes": _divided,
+    "new_empty": _created, "new_zeros": _created, "unsqueeze": _unsqueezed, "slice": _sliced,
+    "chunk": _divided, "split": _divided, "split_with_sizes": _divided,
     **dict.fromkeys(REDUCTIONS, _within_parts),
 }  # fmt: skip
 """By the name of an ATen op whose first argument is cut."""

@@ -17,7 +17,8 @@ from ..kernels import all_reduce  # noqa: F401  registers the ops
 from ..kernels.linear import head_products
 from ..parallel.slices import Cut
 from .apply import comes_after
-from .layouts import ATTENTION, MisfitError, Plan, Product, derive, is_pointwise, name_of, product_of, shape_of
+from .layouts import ALL, ATTENTION, MisfitError, Plan, derive
+from .products import Product, is_pointwise, name_of, product_of, shape_of
 
 aten = torch.ops.aten
 ops = torch.ops.spec_compile
@@ -30,7 +31,7 @@ def shard(graph: ModelGraph, settings) -> str:
     UnsupportedModelError if heads or widths do not divide among the ranks, or if no layer can be cut.
     """
     ranks = settings.ranks
-    if ranks is None:
+    if ranks.size == 1:
         return "one process"
     attending, widths = _attending(graph, ranks.size), _feeding(graph)
     _check_sizes(graph, widths, ranks.size)
@@ -139,10 +140,11 @@ def _cut_weights(graph: ModelGraph, plan: Plan, ranks) -> None:
     for node, sizes in plan.sizes.items():
         arguments = node.args[1]
         for index, value in sizes.items():
-            if index < 0:  # of a split every size
-                node.args = (node.args[0], [value] * len(arguments) if isinstance(arguments, list) else value, *node.args[2:])
+            if index == ALL:
+                arguments = [value] * len(arguments) if isinstance(arguments, list) else value
             else:
-                node.args = (node.args[0], [*node.args[1][:index], value, *node.args[1][index + 1 :]], *node.args[2:])
+                arguments = [*arguments[:index], value, *arguments[index + 1 :]]
+        node.args = (node.args[0], arguments, *node.args[2:])
     for node, layout in plan.layouts.items():
         if layout.dim is not None:
             _shrink(node, layout.dim, layout.parts)
@@ -172,8 +174,9 @@ def _replace_weight(graph: ModelGraph, node: fx.Node, weight: fx.Node, cut: Cut,
 def _shrink(node: fx.Node, dim: int, parts: int) -> None:
     """Tell what follows of the smaller size of a value."""
     value = node.meta["val"]
-    shrunk = [each.narrow(dim, 0, each.shape[dim] // parts) for each in (value if isinstance(value, (list, tuple)) else [value])]
-    node.meta["val"] = shrunk if isinstance(value, (list, tuple)) else shrunk[0]
+    tensors = value if isinstance(value, (list, tuple)) else [value]
+    shrunk = [each.narrow(dim, 0, each.shape[dim] // parts) for each in tensors]
+    node.meta["val"] = shrunk if tensors is value else shrunk[0]
 
 
 def _reduce(graph: ModelGraph, plan: Plan, ranks) -> None:

@@ -97,11 +97,7 @@ class Call:
                 if self._flying:
                     break  # what is on its way first
                 self._grow(max(self.lengths) + MAX_NODES + self.runtime.algorithm.plan.lookahead_slots)
-            ranks = self.runtime.options.ranks
-            if ranks is None:
-                nodes = self._choose_nodes(active)
-            else:
-                (nodes,) = ranks.lead(lambda: [self._choose_nodes(active)], check=self._digest)
+            (nodes,) = self.runtime.options.ranks.lead(lambda: [self._choose_nodes(active)], check=self._digest)
             max_kv_len = self._max_kv_len(max(self.lengths) + nodes)
             if request.host_acceptor is None:
                 self._flying.append((nodes, session.launch(request.draw_in_round, nodes, max_kv_len)))

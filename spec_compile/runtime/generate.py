@@ -1,22 +1,26 @@
 """The drop-in: Hugging Face's ``generate()`` with our loop beneath its preparation."""
 
+import copy
 import math
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..capture import hooks
+from ..capture import adapters, hooks
 from ..capture.watch import describe
-from ..parallel.ranks import Ranks
+from ..parallel.ranks import ALONE, Alone
 from . import past as pasts
 from .accept import Route, choose_route, make_acceptor
 from .accept.processors import MINIMA, is_known
+from .agreement import asked, led
 from .answer import Answer
-from .prepared import Inputs, Plan, is_plain, make_key
+from .prepared import Inputs, Plan, make_key
 from .prompt import Prompt
 from .request import Request
 
@@ -46,8 +50,7 @@ class SpeculativeMixin:
         model and the like) they do, unaccelerated, with one warning that names it.
         """
         kwargs.pop("prompt_lookup_num_tokens", None)  # asks for n-gram drafts, which it gets anyway
-        ranks = self.speculation.options.ranks
-        if ranks is not None and not ranks.leads:
+        if not self.speculation.options.ranks.leads:  # the first rank alone streams
             kwargs.pop("streamer", None)
         if kwargs.get("custom_generate") is not None:
             self.speculation.step_aside("custom_generate")
@@ -115,7 +118,7 @@ class SpeculativeMixin:
             config, logits_processor, self.device, answer.keeps_scores, has_first_logits=first_logits is not None
         )
         shortest = _shortest(logits_processor)
-        speculation.agree(_asked(prompt, config, logits_processor, stopping_criteria))
+        speculation.agreement.reach(asked(prompt, config, logits_processor, stopping_criteria))
         request = _request(prompt, answer, route, logits_processor, config, shortest, cache, first_logits, ranks)
         speculation.plans.keep(self, prompt, config, logits_processor, stopping_criteria, answer, route)
         self._run(request, answer, route)
@@ -150,7 +153,7 @@ class SpeculativeMixin:
     def _run(self, request: Request, answer: Answer, route: Route) -> None:
         """Run rounds until every row of the answer has ended."""
         ranks = self.speculation.options.ranks
-        with nullcontext() if ranks is None else ranks.call(), closing(self.speculation.run(request)) as rounds:
+        with ranks.call(), closing(self.speculation.run(request)) as rounds:
             for gained in rounds:
                 if route is not Route.ON_HOST:  # there the acceptor has given them to the answer
                     answer.take(gained)
@@ -198,6 +201,16 @@ class SpeculativeMixin:
         return super()._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
 
 
+def shadow(model: PreTrainedModel) -> PreTrainedModel:
+    """An object of a subclass with our generate(), which shares all modules and parameters of the model."""
+    cls = type(model)
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    shadow: Any = adapters.shallow(model, type(cls.__name__, (SpeculativeMixin, cls), names))
+    shadow.generation_config = copy.deepcopy(model.generation_config)
+    shadow.__dict__.pop("generate", None)  # one set on the object is run by `SpeculativeMixin.generate`
+    return shadow
+
+
 def _refuse_changes(speculation) -> None:
     """Raise RuntimeError if the model has changed since it was captured."""
     if changes := speculation.watch.changes():
@@ -231,7 +244,7 @@ def _unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict
 
 def _request(
     prompt: Prompt, answer: Answer, route: Route, processors: list, generation_config, shortest: int,
-    cache: Cache | None = None, first_logits: Tensor | None = None, ranks: Ranks | None = None,
+    cache: Cache | None = None, first_logits: Tensor | None = None, ranks: Alone = ALONE,
 ) -> Request:  # fmt: skip
     """The request for the rounds of one call. Widths of the answer become lengths of each row without its padding.
 
@@ -239,9 +252,8 @@ def _request(
     """
     seed, temperature = None, 0.0
     if generation_config.do_sample:
-        seed, temperature = int(torch.randint((1 << 63) - 1, ())), generation_config.temperature or 1.0
-        if ranks is not None:
-            (seed,) = ranks.lead(lambda: [seed])
+        drawn, temperature = int(torch.randint((1 << 63) - 1, ())), generation_config.temperature or 1.0
+        (seed,) = ranks.lead(lambda: [drawn])
     differences = [len(tokens) - answer.prompt_width for tokens in prompt.tokens]  # a row's length less its width
     return Request(
         prompts=prompt.tokens,
@@ -259,17 +271,6 @@ def _request(
     )
 
 
-def _asked(prompt: Prompt, generation_config, processors: list, criteria: list) -> dict:
-    """What one call asks for, by name, as far as ranks have to agree on it."""
-    options = {name: value for name, value in vars(generation_config).items() if not name.startswith("_")}
-    return {
-        "the prompts": (prompt.tokens, prompt.padding),
-        "the generation config": sorted((name, value) for name, value in options.items() if is_plain(value)),
-        "the logits processors": [type(processor).__name__ for processor in processors],
-        "the stopping criteria": [type(criterion).__name__ for criterion in criteria],
-    }
-
-
 def _shortest(processors: list) -> int:
     """The width below which no row may end."""
     minima = [processor for processor in processors if is_known(processor, MINIMA)]
@@ -282,13 +283,6 @@ def _shortest(processors: list) -> int:
     )
 
 
-def _led(criteria, ranks: Ranks | None):
-    """Stopping criteria whose verdict is that of the first rank, where alone they are called."""
-    if ranks is None:
-        return criteria
-    return lambda ids, scores: torch.tensor(ranks.lead(lambda: criteria(ids, scores).tolist()))
-
-
 def _longest(input_ids: Tensor, stopping_criteria, generation_config) -> int:
     """The width at which every row ends."""
     lengths = [c.max_length for c in stopping_criteria if type(c).__name__ == "MaxLengthCriteria"]
@@ -298,7 +292,7 @@ def _longest(input_ids: Tensor, stopping_criteria, generation_config) -> int:
 
 def _answer(
     input_ids: Tensor, prompt: Prompt, longest: int, stopping_criteria, generation_config, streamer,
-    ranks: Ranks | None = None,
+    ranks: Alone = ALONE,
 ) -> Answer:  # fmt: skip
     """The answer of one call, still without tokens; ValueError if rows may end before others and no padding is set."""
     names = {type(criterion).__name__ for criterion in stopping_criteria}
@@ -312,7 +306,7 @@ def _answer(
         longest,
         eos,
         None if pad is None else int(pad),
-        criteria=None if names <= CRITERIA_IN_ROUND else _led(stopping_criteria, ranks),
+        criteria=None if names <= CRITERIA_IN_ROUND else led(stopping_criteria, ranks),
         streamer=streamer,
         keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
         keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import psutil
 import torch
+from transformers import PreTrainedModel
 
 from ..config import Options
 from ..drafting import Algorithm
@@ -82,3 +83,16 @@ class Runtime:
             )
         if self.on_gpu:
             self.say(f"{takes} {free / 1e9:.2f} GB")
+
+
+def max_positions(model: PreTrainedModel, table: int | None, options: Options) -> int:
+    """Tokens that a sequence may have by default.
+
+    table: rows of a learned position table, or None. Raises ValueError if the option asks for more than it has.
+    """
+    if table is not None and (options.max_cache_len or 0) > table:
+        raise ValueError(
+            f"max_cache_len: the model has learned positions for {table} tokens, got {options.max_cache_len}"
+        )
+    config = model.config.get_text_config(decoder=True)
+    return table or getattr(config, "max_position_embeddings", None) or 1 << 20

@@ -4,7 +4,7 @@ from enum import Enum
 
 import torch
 
-from ...parallel.ranks import Ranks
+from ...parallel.ranks import ALONE, Alone
 from ..answer import Answer
 from .draw import DrawInRound
 from .host import HostAcceptor
@@ -58,7 +58,7 @@ def choose_route(
 
 
 def make_acceptor(
-    route: Route, answer: Answer, processors: list, seed: int | None, ranks: Ranks | None = None
+    route: Route, answer: Answer, processors: list, seed: int | None, ranks: Alone = ALONE
 ) -> HostAcceptor | DrawInRound | None:
     """What accepts tokens on a route; None for GREEDY_IN_ROUND, which is a part of every round.
 

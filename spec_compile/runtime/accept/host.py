@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...parallel.ranks import Ranks
+from ...parallel.ranks import ALONE, Alone
 from ...tree import Accepted, Tree
 from ..answer import Answer
 from .processors import Processors
@@ -29,7 +29,7 @@ class HostAcceptor:
     that were themselves drawn (``tree.probs``) are tested by `rejection.accept_drawn` instead.
     """
 
-    def __init__(self, answer: Answer, processors: list, seed: int | None, ranks: Ranks | None = None):
+    def __init__(self, answer: Answer, processors: list, seed: int | None, ranks: Alone = ALONE):
         self.answer, self.seed, self.ranks = answer, seed, ranks
         self.processors = Processors(processors, answer.batch)
         self.lockstep = not self.processors.rowwise
@@ -55,7 +55,7 @@ class HostAcceptor:
                 if self.lockstep:
                     raw, scores, rows = raw[going], scores[going], torch.tensor(going)
                 chosen = self._choose(tree, rows, node[rows], torch.tensor(gained), scores).cpu()
-                if self.ranks is not None:
+                if self.ranks.size > 1:
                     chosen = torch.tensor(self.ranks.lead(chosen.tolist))
             path[rows, level], tokens[rows, level] = node[rows], chosen
             count[rows] += 1
