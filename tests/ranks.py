@@ -4,6 +4,7 @@ import datetime
 import multiprocessing
 import time
 import traceback
+from multiprocessing import connection
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,12 @@ def run_ranks(size, function, *arguments, rendezvous):
         end.close()
     deadline, results = time.monotonic() + LIMIT, []
     try:
-        for pipe, _ in pipes:
-            try:
-                has_answered = pipe.poll(max(0.0, deadline - time.monotonic()))
-                results.append(pipe.recv() if has_answered else TimeoutError(f"no answer within {LIMIT} s"))
-            except EOFError:
-                results.append(None)
+        for (pipe, _), process in zip(pipes, processes):
+            ready = connection.wait([pipe, process.sentinel], max(0.0, deadline - time.monotonic()))
+            if pipe.poll():
+                results.append(pipe.recv())
+            else:
+                results.append(None if ready else TimeoutError(f"no answer within {LIMIT} s"))
     finally:
         for process in processes:
             process.kill()

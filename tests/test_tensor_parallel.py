@@ -1,6 +1,9 @@
 """Tensor parallelism on two processes that talk by gloo: tokens are one process's, and what goes wrong is named."""
 
 import functools
+import os
+import signal
+import time
 from types import SimpleNamespace
 
 import models
@@ -9,12 +12,14 @@ import test_dflash as dflash
 import test_draft_rounds as rounds
 import torch
 from ranks import run_ranks
+from transformers import LogitsProcessor, StoppingCriteria
 
 from spec_compile import UnsupportedModelError, passes
 from spec_compile.capture.trace import capture
 from spec_compile.graph import calls
 from spec_compile.parallel.slices import Cut, Slices
 from spec_compile.parallel.start import find_ranks
+from spec_compile.runtime.call import Call
 
 pytestmark = pytest.mark.xdist_group("tensor_parallel")
 FIVE = ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
@@ -183,3 +188,209 @@ def test_slices():
     weight += 1
     slices.refresh()
     assert torch.equal(part, weight[:, :2])
+
+
+# --- what rank 0 decides, and what all agree on
+
+
+class Slow(StoppingCriteria):
+    """Ends rows at a length that differs from rank to rank, and notes that it was called."""
+
+    def __init__(self, width):
+        self.width, self.calls = width, 0
+
+    def __call__(self, ids, scores, **kwargs):
+        self.calls += 1
+        return torch.full((len(ids),), ids.shape[1] >= self.width)
+
+
+class Uneven(LogitsProcessor):
+    """Adds to the logits what no other rank adds."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __call__(self, ids, scores):
+        return scores.roll(self.rank, dims=-1)
+
+
+class Streamer:
+    def __init__(self, fails_at=10**9):
+        self.got, self.fails_at = [], fails_at
+
+    def put(self, tokens):
+        self.got.append(tokens.tolist())
+        if len(self.got) == self.fails_at:
+            raise KeyError("the pipe is closed")
+
+    def end(self):
+        self.got.append("end")
+
+
+GREEDY = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+
+def test_rank_0_decides(on_ranks):
+    model, (prompt, *_), _ = rounds.target("llama"), *models.prompts()[:2]
+
+    def on_a_rank(rank):
+        fast = shared(model)
+        slow, streamer = Slow(35 + 3 * rank), Streamer()
+        cut = fast.generate(prompt, stopping_criteria=[slow], streamer=streamer, **GREEDY)
+        uneven = fast.generate(prompt, logits_processor=[Uneven(rank)], **GREEDY)
+        torch.manual_seed(rank)
+        sampled = fast.generate(prompt, **GREEDY | dict(do_sample=True))
+        if rank == 1:
+            fast.speculation.ngram.add([5] * 50)
+        policies = [
+            policy for session in fast.speculation.engine.sessions.values() for policy in session.policies.values()
+        ]
+        for policy in policies:
+            policy.cost.update({nodes: (1 + rank * nodes) * 1e-3 for nodes in policy.sizes})
+        again = [fast.generate(prompt, **GREEDY) for _ in range(3)]
+        return (cut, uneven, sampled, *again), slow.calls, streamer.got
+
+    (first, calls, streamed), (second, others_calls, others_streamed) = on_ranks(on_a_rank)
+    assert same(first, second)
+    assert first[0].shape[1] == 35
+    assert calls and not others_calls
+    assert streamed[-1] == "end" and not others_streamed
+
+
+def raised(function):
+    """The type and the text of the exception that a function raises."""
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None, ""
+
+
+def test_disagreement_is_named_on_all_ranks(on_ranks):
+    model, (prompt, other, _) = rounds.target("llama"), models.prompts()[0]
+
+    def on_a_rank(rank):
+        fast = shared(model)
+        return [
+            raised(lambda: fast.generate((prompt, other)[rank], **GREEDY)),
+            raised(lambda: fast.generate(prompt, **GREEDY | dict(max_new_tokens=NEW + rank))),
+            raised(lambda: fast.generate(prompt + 1000 * rank, **GREEDY)),
+            raised(lambda: fast.generate(prompt, reference=[1, 2, 3 + rank], **GREEDY)),
+            raised(lambda: fast.generate(prompt, num_beams=1 + rank, **GREEDY)),
+            raised(lambda: fast.generate(prompt, **GREEDY)),
+        ]
+
+    first, second = on_ranks(on_a_rank)
+    for errors in zip(first[:2], second[:2]):
+        for kind, text in errors:
+            assert kind == "ValueError" and "rank 1 differs from rank 0" in text
+    assert "the prompts" in first[0][1] and "the generation config" in first[1][1]
+    assert "rank 1 refused it: ValueError: input_ids" in first[2][1]
+    assert (
+        second[2] == ("ValueError", "input_ids: token id 1003 is outside the vocabulary of 96 tokens") or second[2][0]
+    )
+    assert "the references" in first[3][1]
+    assert first[4][0] == second[4][0] == "ValueError"
+    assert first[5] == second[5] == (None, "")
+
+
+def test_models_and_options_that_differ_are_named_on_all_ranks(on_ranks):
+    llama, others = rounds.target("llama"), (rounds.target("llama"), models.ADMITTED["llama"]())
+
+    def on_a_rank(rank):
+        spread = (llama, models.ADMITTED["llama"]())[rank]
+        spread.hf_device_map = {"model": 0, "lm_head": rank}
+        errors = [raised(lambda: shared(spread))]
+        del spread.hf_device_map
+        return [
+            *errors,
+            raised(lambda: shared(others[rank])),
+            raised(lambda: shared(llama, num_draft_tokens=8 + rank)),
+            raised(lambda: shared(llama, capacity="much" if rank else 100)),
+            raised(lambda: shared(llama, tensor_parallel=3)),
+            raised(lambda: shared(llama, tensor_parallel="all")),
+            raised(lambda: shared(llama, tensor_parallel=2)),
+        ]
+
+    for rank, errors in enumerate(on_ranks(on_a_rank)):
+        spread, weights, nodes, capacity, count, word, fine = errors
+        assert "device_map over 0, 1" in spread[1]
+        assert "the ranks disagree on the weights" in weights[1]
+        assert "num_draft_tokens" in nodes[1]
+        assert (
+            ("capacity: expected int" in capacity[1])
+            if rank
+            else ("rank 1 refused it: TypeError: capacity" in capacity[1])
+        )
+        assert "3 processes were asked for and there are 2; start the script by torchrun" in count[1]
+        assert word[0] == "TypeError" and "tensor_parallel" in word[1]
+        assert fine == (None, "")
+
+
+def test_an_error_on_rank_0_ends_the_call_on_all(on_ranks):
+    model, prompt = rounds.target("llama"), models.prompts()[0][0]
+
+    def on_a_rank(rank):
+        fast = shared(model)
+        inner = SimpleNamespace(put=lambda tokens: fast.generate(prompt, **GREEDY), end=lambda: None)
+        return [
+            raised(lambda: fast.generate(prompt, streamer=Streamer(fails_at=5), **GREEDY)),
+            raised(lambda: fast.generate(prompt, streamer=inner, **GREEDY)),
+            fast.generate(prompt, **GREEDY),
+        ]
+
+    (failed, nested, answer), (told, told_of_nested, others_answer) = on_ranks(on_a_rank)
+    assert failed == ("KeyError", "'the pipe is closed'")
+    assert told == ("RuntimeError", "rank 0 ended this call: KeyError: 'the pipe is closed'")
+    assert nested[0] == "RuntimeError" and "inside a streamer" in nested[1]
+    assert "inside a streamer" in told_of_nested[1]
+    assert torch.equal(answer, others_answer)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_is_named(on_ranks, victim):
+    model, prompt = rounds.target("llama"), models.prompts()[0][0]
+
+    class Fatal(LogitsProcessor):
+        def __init__(self, rank):
+            self.rank, self.calls = rank, 0
+
+        def __call__(self, ids, scores):
+            self.calls += 1
+            if self.calls == 3 and self.rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return scores
+
+    def on_a_rank(rank):
+        fast = shared(model)
+        begin = time.monotonic()
+        error = raised(lambda: fast.generate(prompt, logits_processor=[Fatal(rank)], **GREEDY))
+        return error, raised(lambda: fast.generate(prompt, **GREEDY)), time.monotonic() - begin
+
+    results = on_ranks(on_a_rank)
+    assert results[victim] is None
+    (kind, text), (_, again), seconds = results[1 - victim]
+    assert kind == "RuntimeError" and f"rank {victim} (process" in text and "has died; restart all ranks" in text
+    assert again == text
+    assert seconds < 30
+
+
+def test_results_that_part_are_noticed(on_ranks, tmp_path):
+    model, prompt = rounds.target("llama"), models.prompts()[0][0]
+
+    def on_a_rank(rank):
+        fast = shared(model)
+        if rank == 1:
+            learn = Call.learn
+            Call.learn = lambda self, nodes, outcomes, seconds: learn(
+                self, nodes, [outcome._replace(tokens=[0] * nodes) for outcome in outcomes], seconds
+            )
+        error = raised(lambda: fast.generate(prompt, **GREEDY))
+        if rank == 1:
+            (tmp_path / "error").write_text(repr(error))
+            os._exit(1)  # as a script does that an exception ends
+        return error
+
+    (kind, text), _ = on_ranks(on_a_rank)
+    assert "rank 1 has computed something else than rank 0" in (tmp_path / "error").read_text()
+    assert kind == "RuntimeError" and "rank 1 (process" in text
