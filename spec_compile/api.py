@@ -18,7 +18,7 @@ from .capture import adapters
 from .capture.admit import admit
 from .capture.check_generation import check_generation
 from .capture.checks import check_capture, check_tree
-from .capture.ranks import check_placement, facts
+from .capture.ranks import check_placement, facts, share_memory
 from .capture.trace import capture
 from .capture.watch import Watch, config_reads, describe
 from .capture.weights import SharedWeights
@@ -72,14 +72,14 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         admit(model, parsed.exact)
         if ranks.size > 1:
             check_placement(model)
-            parts |= facts(model, options.get("draft")) | {"algo": name}
-            parts |= {name: value for name, value in options.items() if name not in ("draft", "tensor_parallel")}
+            parts |= facts(model, name, options)
             parsed = dataclasses.replace(parsed, tensor_parallel=ranks)
         # Whatever cannot work is refused here: kernels that do not load, a CPU without a compiler.
         if model.device.type == "cuda":
             kernels.load(model.device)
         elif parsed.compile:
             check_compiler()
+    share_memory(ranks, model.device)
     with COMPILE_LOCK:  # because tracing and checking change settings of the whole process
         with ranks.together("speculate()", {}):
             algorithm = ALGORITHMS[name].build(model, parsed)

@@ -1,5 +1,6 @@
 """What the ranks of tensor parallelism agree on before a model is shared out among them."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from ..kernels import all_reduce_memory
+from ..parallel.ranks import Alone
 from ..parallel.start import ADVICE
 
 SAMPLES = 1024
@@ -25,14 +28,26 @@ def check_placement(model: PreTrainedModel) -> None:
         )
 
 
-def facts(model: PreTrainedModel, draft: Any) -> dict[str, Any]:
-    """What must be the same on all ranks, by name: the model and its weights, the draft, and the libraries."""
+def facts(model: PreTrainedModel, algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same on all ranks, by name: the model and its weights, the draft, the options, the libraries."""
+    draft = options.get("draft")
     return {
+        "algo": algorithm,
+        **{name: value for name, value in options.items() if name not in ("draft", "tensor_parallel")},
         "the model": (type(model).__name__, sorted(model.config.to_dict().items(), key=lambda item: item[0])),
         "the weights": checksum(model),
         "the draft": checksum(draft) if isinstance(draft, nn.Module) else draft,
         "the versions of torch and transformers": (torch.__version__, transformers.__version__),
     }
+
+
+def share_memory(ranks: Alone, device: torch.device) -> None:
+    """Let the ranks' GPUs add up sums by a kernel over memory that they share, where that is to be had."""
+    if ranks.size == 1 or device.type != "cuda":
+        return
+    reason = all_reduce_memory.prepare(ranks.group, device)
+    ranks.find_missing = partial(all_reduce_memory.missing_rank, ranks.name)
+    ranks.notes = [f"sums over ranks: {'by our kernel' if reason is None else f'by NCCL, because {reason}'}"]
 
 
 @torch.no_grad()

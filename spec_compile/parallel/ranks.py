@@ -30,7 +30,8 @@ GRACE = 2.0
 class Alone:
     """One process that shares its model with no other, with the interface of `Ranks`."""
 
-    rank, size, leads = 0, 1, True
+    rank, size, leads, name = 0, 1, True, ""
+    notes: Sequence[str] = ()
 
     def lead(self, decide: Callable[[], Sequence[int]], check: int = 0) -> list[int]:
         """See `Ranks.lead`."""
@@ -54,6 +55,9 @@ class Alone:
             raise
         self.agree(what, parts)
 
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+
     def check_peers(self) -> None:
         """See `Ranks.check_peers`."""
 
@@ -64,31 +68,41 @@ ALONE = Alone()
 class Ranks(Alone):
     """The group of tensor parallelism, and this process's place in it.
 
-    group: of torch.distributed, whose collectives carry sums. talk: one of the same ranks on CPUs. Making one is a
-    collective call: all ranks do it.
+    group: of torch.distributed, whose collectives carry sums. talk: one of the same ranks on CPUs. place: of this
+    process's GPU, "" on a CPU. Making one is a collective call: all ranks do it. ValueError if two share a GPU.
 
     rank, size: this process's number, and how many there are. leads: whether it is the first. name: the group's, for
     `kernels.all_reduce`. slices: this rank's parts of parameters.
     """
 
-    def __init__(self, group: dist.ProcessGroup, talk: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, talk: dist.ProcessGroup, place: str = ""):
         self.rank, self.size, self.name = group.rank(), group.size(), group.group_name
         self.leads = self.rank == 0
         self.group, self._talk = group, talk
         self.slices = Slices(self.rank, self.size)
         self.failure = ""
         """Why no call can be served any more."""
+        self.find_missing: Callable[[], int | None] = lambda: None
+        """After an error of the GPU: the rank that it waited for in vain."""
+        self.notes: list[str] = []
+        """Lines about the exchange for ``explain()``."""
         self._processes: list[tuple[int, float]] = []
         self._ring = CommandRing(0, self.size, None, self.check_peers) if self.leads else None
         me = psutil.Process()
-        hello = {"host": os.uname().nodename, "process": [me.pid, me.create_time()]}
+        hello = {"host": os.uname().nodename, "process": [me.pid, me.create_time()], "place": place}
         heard = self._exchange(hello | ({"ring": self._ring.path} if self._ring else {}))
         if len({each["host"] for each in heard}) > 1:
             raise ValueError("tensor_parallel: the ranks have to be processes of one host; start torchrun on one")
+        places = [each["place"] for each in heard if each["place"]]
+        if len(set(places)) < len(places):
+            raise ValueError(
+                "tensor_parallel: two ranks have the model on one GPU; load it with "
+                "device_map={'': int(os.environ['LOCAL_RANK'])} on each"
+            )
         self._processes = [(int(pid), made) for pid, made in (each["process"] for each in heard)]
         if not self._ring:
             self._ring = CommandRing(self.rank, self.size, heard[0]["ring"], self.check_peers)
-        self._exchange({})
+        self.meet()
         if self.leads:
             self._ring.unlink()
 
@@ -154,6 +168,10 @@ class Ranks(Alone):
                     "call it alike on all ranks"
                 )
 
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        self._exchange({})
+
     def check_peers(self) -> None:
         """RuntimeError, naming the rank, if a rank's process is gone."""
         for rank, (pid, made) in enumerate(self._processes):
@@ -167,8 +185,13 @@ class Ranks(Alone):
                 raise RuntimeError(self.failure)
 
     def _name_the_dead(self, error: BaseException) -> None:
-        """Raise in place of an error of torch.distributed one that names the rank that died, if one did."""
-        if self.failure or not (isinstance(error, RuntimeError) and "onnection" in str(error)):
+        """Raise, in place of an error of torch.distributed or of the GPU, one that names the rank that caused it."""
+        if self.failure or not isinstance(error, RuntimeError):
+            return
+        if (missing := self.find_missing()) is not None:
+            self.failure = f"rank {missing} has stopped answering; restart all ranks"
+            raise RuntimeError(self.failure) from error
+        if "onnection" not in str(error):
             return
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline:

@@ -43,7 +43,15 @@ def find_ranks(option: Any, device: torch.device) -> Alone:
         return ALONE
     members = dist.get_process_group_ranks(group)
     talk = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
-    return Ranks(group, talk)
+    return Ranks(group, talk, place_of(device))
+
+
+def place_of(device: torch.device) -> str:
+    """What tells the GPUs of a host apart; "" for a CPU."""
+    if device.type != "cuda":
+        return ""
+    torch.cuda.set_device(device)  # the collectives' streams and memory are those of the current device
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _world(device: torch.device) -> dist.ProcessGroup | None:
@@ -51,5 +59,6 @@ def _world(device: torch.device) -> dist.ProcessGroup | None:
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return None
+        os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # else captured collectives take streams of their own
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     return dist.group.WORLD

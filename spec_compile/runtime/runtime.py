@@ -1,7 +1,8 @@
 """`Runtime`: what every session of an engine shares."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import psutil
@@ -12,6 +13,7 @@ from ..config import Options
 from ..drafting import Algorithm
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
+from ..kernels.all_reduce_memory import EXCHANGES, WARM_UP_SECONDS, set_deadline
 from ..kernels.linear import MAX_ROWS
 from ..stats import Stats
 
@@ -19,6 +21,9 @@ log = logging.getLogger("spec_compile")
 
 GPU_CACHE = 8192
 """Tokens a sequence may have on a GPU, where memory is taken at once, unless the user says how many."""
+
+DEADLINE = 10.0
+"""Seconds that a GPU waits for another rank's part of a sum."""
 
 
 @dataclass
@@ -56,6 +61,17 @@ class Runtime:
             return min(self.max_positions, GPU_CACHE)
         memory = psutil.virtual_memory().total
         return min(self.max_positions, max(memory // 4 // (self.token_bytes * batch), 1024))
+
+    @contextmanager
+    def ranks_apart(self) -> Iterator[None]:
+        """A context in which ranks may take minutes longer than others, because each compiles for itself."""
+        ranks, has_deadline = self.options.ranks, self.options.ranks.name in EXCHANGES
+        if has_deadline:
+            set_deadline(ranks.name, WARM_UP_SECONDS)
+        yield
+        if has_deadline:
+            ranks.meet()
+            set_deadline(ranks.name, DEADLINE)
 
     def check_rows(self, batch: int) -> None:
         """UnsupportedModelError if exact="bits" is asked for, and rounds of this batch size have more rows than the
