@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import forks, kernels
+from . import forks, kernels, passes
 from .capture import adapters
 from .capture.admit import admit
 from .capture.check_generation import check_generation
 from .capture.checks import check_capture, check_tree
-from .capture.ranks import check_placement, facts, share_memory
+from .capture.ranks import facts, share_memory
 from .capture.trace import capture
 from .capture.watch import Watch, config_reads, describe
 from .capture.weights import SharedWeights
@@ -66,12 +66,11 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         wrapper: Any = adapters.wrap_alike(model, speculate(base, algo, **options))
         return wrapper
     name = parse_algorithm(algo)
-    ranks = find_ranks(options.get("tensor_parallel"), getattr(model, "device", None))
+    ranks = find_ranks(options.get("tensor_parallel"), model)
     with ranks.together("speculate()", parts := {}):
         parsed = parse_options(ALGORITHMS[name].options, options)
         admit(model, parsed.exact)
         if ranks.size > 1:
-            check_placement(model)
             parts |= facts(model, name, options)
             parsed = dataclasses.replace(parsed, tensor_parallel=ranks)
         # Whatever cannot work is refused here: kernels that do not load, a CPU without a compiler.
@@ -105,14 +104,15 @@ class Speculation:
         # Capture, and compare the graph with the model's own forward. reads: the config values that it depends on.
         with config_reads(model) as reads:
             graph = capture(model)
+        self._runnable = passes.runnable(graph, options.ranks)
         if options.check:
-            check_capture(model, graph)
+            check_capture(model, self._runnable)
         self.looped = False
         """Whether a decoding loop of transformers, or ours, ran in the last generate()."""
         limit = max_positions(model, graph.position_limit, options)
         self.engine = Engine(graph, algorithm, options, model.device, limit)
         """The loop that runs rounds, with its sessions and their steps."""
-        self.serves_padding = not options.check or check_generation(model, graph)
+        self.serves_padding = not options.check or check_generation(model, self._runnable)
         """Whether batches padded on the left are served: the model's own positions follow the padding."""
         self.weights = SharedWeights(model, algorithm.draft_module)
         """The memory of weights that the graphs read."""
@@ -128,7 +128,7 @@ class Speculation:
     def check_rewritten(self) -> None:
         """UnsupportedModelError if the rewritten graph computes something else than the captured one."""
         if self.options.check:
-            check_tree(type(self._model).__name__, self.engine.captured, self.engine.runtime.verify)
+            check_tree(type(self._model).__name__, self._runnable, self.engine.runtime.verify)
 
     @property
     def original(self) -> PreTrainedModel:

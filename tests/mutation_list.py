@@ -306,7 +306,7 @@ OTHERS = [
     ),
     Mutation(
         "the tree attention is never checked", "spec_compile/api.py",
-        "check_tree(type(self._model).__name__, self.engine.captured, self.engine.runtime.verify)",
+        "check_tree(type(self._model).__name__, self._runnable, self.engine.runtime.verify)",
         "self.engine.runtime.verify",
         f"{GENERATE} -k test_every_check_is_run",
     ),

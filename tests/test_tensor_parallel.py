@@ -11,10 +11,11 @@ import pytest
 import test_dflash as dflash
 import test_draft_rounds as rounds
 import torch
+import transformers
 from ranks import run_ranks
 from transformers import LogitsProcessor, StoppingCriteria
 
-from spec_compile import UnsupportedModelError, passes
+from spec_compile import UnsupportedModelError, passes, speculate
 from spec_compile.capture.trace import capture
 from spec_compile.graph import calls
 from spec_compile.parallel.slices import Cut, Slices
@@ -394,3 +395,36 @@ def test_results_that_part_are_noticed(on_ranks, tmp_path):
     (kind, text), _ = on_ranks(on_a_rank)
     assert "rank 1 has computed something else than rank 0" in (tmp_path / "error").read_text()
     assert kind == "RuntimeError" and "rank 1 (process" in text
+
+
+# --- models that transformers has spread over the ranks
+
+
+def test_models_that_transformers_has_sharded(on_ranks, tmp_path):
+    targets = {name: rounds.target(name) for name in ("llama", "deepseek_v3")}
+    for name, model in targets.items():
+        model.save_pretrained(tmp_path / name)
+    head = rounds.draft_of("eagle3", "llama")
+    systems = {name: (name, "ngram", {}) for name in targets} | {"eagle3": ("llama", "eagle3", {"draft": head})}
+    alone = {
+        case: answers(shared(targets[name], algo, tensor_parallel=None, **options))
+        for case, (name, algo, options) in systems.items()
+    }
+
+    def on_a_rank(rank):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+        transformers.utils.logging.disable_progress_bar()
+        results, loaded = {}, {}
+        for case, (name, algo, options) in systems.items():
+            if name not in loaded:
+                loaded[name] = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, tp_plan="auto")
+            fast = speculate(loaded[name], algo, **PLAIN | options | {"check": True})
+            held = [part.data_ptr() for part in fast.speculation.engine.runtime.verify.gm.buffers()]
+            local = loaded[name].model.layers[0].mlp.down_proj.weight if name == "llama" else None
+            results[case] = answers(fast), local is None or local._local_tensor.data_ptr() in held
+        return results
+
+    for results in on_ranks(on_a_rank):
+        for case, (got, takes_memory_once) in results.items():
+            assert same(got, alone[case]), case
+            assert takes_memory_once, case

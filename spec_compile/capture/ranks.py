@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
@@ -17,7 +18,7 @@ SAMPLES = 1024
 """Numbers of a parameter that its checksum looks at."""
 
 
-def check_placement(model: PreTrainedModel) -> None:
+def _check_placement(model: PreTrainedModel) -> None:
     """UnsupportedModelError if a model that is to be shared out among ranks is spread over devices already."""
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
@@ -29,7 +30,11 @@ def check_placement(model: PreTrainedModel) -> None:
 
 
 def facts(model: PreTrainedModel, algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same on all ranks, by name: the model and its weights, the draft, the options, the libraries."""
+    """What must be the same on all ranks, by name: the model and its weights, the draft, the options, the libraries.
+
+    UnsupportedModelError if the model is spread over devices.
+    """
+    _check_placement(model)
     draft = options.get("draft")
     return {
         "algo": algorithm,
@@ -52,10 +57,12 @@ def share_memory(ranks: Alone, device: torch.device) -> None:
 
 @torch.no_grad()
 def checksum(module: nn.Module) -> bytes:
-    """Bytes that differ for weights that differ, but for single numbers: of shapes, and of samples of each tensor."""
+    """Bytes that differ for weights that differ, but for single numbers: of shapes, and of samples of whole tensors."""
     parts, shapes = [], []
     for tensor in (*module.parameters(), *module.buffers()):
         shapes.append((tuple(tensor.shape), str(tensor.dtype)))
+        if isinstance(tensor, DTensor):
+            continue
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLES)].double()
         parts.append((sample * torch.arange(1, len(sample) + 1, device=sample.device)).sum())

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .ranks import ALONE, Alone, Ranks
 
@@ -14,15 +16,21 @@ TIMEOUT = datetime.timedelta(minutes=10)
 ADVICE = "start the script by torchrun --standalone --nproc-per-node N"
 
 
-def find_ranks(option: Any, device: torch.device) -> Alone:
-    """The ranks that the option ``tensor_parallel`` of `speculate` names.
+def find_ranks(option: Any, model: Any) -> Alone:
+    """The ranks that the option ``tensor_parallel`` of `speculate` names, or that transformers has spread a model over.
 
     option: None; "auto": all processes that torchrun started; their number; or a process group, or a device mesh of one
-    dimension. device: of the model. All ranks call this.
+    dimension. model: what the user gave. All ranks call this.
     Raises TypeError or ValueError, naming the option, if there are no such processes.
     """
-    if option is None or isinstance(option, Alone):
-        return option or ALONE
+    if isinstance(option, Alone):
+        return option
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    spread = next((each for each in parameters if isinstance(each, DTensor)), None)
+    option = spread.device_mesh if option is None and spread is not None else option
+    if option is None:
+        return ALONE
+    device = getattr(model, "device", torch.device("cpu"))
     count = None
     if isinstance(option, int) and not isinstance(option, bool):
         count = option

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from torch.distributed.tensor import DTensor
+
 from ..graph import ModelGraph
 from ..kernels.attention import Use
 from ..parallel.ranks import ALONE, Alone
@@ -47,6 +49,12 @@ PIPELINE = [
 ]  # fmt: skip
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
 check_order(PIPELINE)
+
+
+def runnable(graph: ModelGraph, ranks: Alone) -> ModelGraph:
+    """A captured graph as every rank can run it: one whose parameters are spread over the ranks is shared out."""
+    is_spread = any(isinstance(parameter, DTensor) for parameter in graph.gm.parameters())
+    return run(graph, Settings(ranks=ranks), [tidy, shard]) if is_spread else graph
 
 
 def run(graph: ModelGraph, settings: Settings, pipeline=None, keep_code: bool = False) -> ModelGraph:

@@ -9,13 +9,14 @@ from collections import Counter
 from dataclasses import replace
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, attribute, calls, owner
 from ..kernels import all_reduce  # noqa: F401  registers the ops
 from ..kernels.linear import head_products
-from ..parallel.slices import Cut
+from ..parallel.slices import Cut, whole
 from .apply import comes_after
 from .layouts import ALL, ATTENTION, MisfitError, Plan, derive
 from .products import Product, is_pointwise, name_of, product_of, shape_of
@@ -46,6 +47,7 @@ def shard(graph: ModelGraph, settings) -> str:
     _cut_weights(graph, plan, ranks)
     _reduce(graph, plan, ranks)
     gathered = _cut_head(graph, ranks)
+    _gather_others(graph)
     graph.layers = tuple(
         replace(layer, heads=shape_of(node.args[0])[1], kv_heads=shape_of(node.args[1])[1])
         for layer, node in zip(graph.layers, calls(graph.gm, ATTENTION))
@@ -158,7 +160,7 @@ def _replace_weight(graph: ModelGraph, node: fx.Node, weight: fx.Node, cut: Cut,
     """Let a node read this rank's part of a parameter, maybe through a transposition."""
     part = ranks.slices.part(attribute(graph.gm, weight.target), cut)
     name = f"part_{weight.target.replace('.', '_')}"
-    graph.gm.register_parameter(name, part)
+    _register(graph.gm, name, part)
     with graph.gm.graph.inserting_before(node):
         fresh = graph.gm.graph.get_attr(name)
         fresh.meta = {**weight.meta, "val": weight.meta["val"].new_empty(part.shape)}
@@ -169,6 +171,24 @@ def _replace_weight(graph: ModelGraph, node: fx.Node, weight: fx.Node, cut: Cut,
             node.replace_input_with(between, turned)
             return
     node.replace_input_with(weight, fresh)
+
+
+def _register(gm: fx.GraphModule, name: str, tensor: Tensor) -> None:
+    if isinstance(tensor, nn.Parameter):
+        gm.register_parameter(name, tensor)
+    else:
+        gm.register_buffer(name, tensor, persistent=False)
+
+
+def _gather_others(graph: ModelGraph) -> None:
+    """Put the whole tensor in the place of every DTensor that is still read."""
+    for node in [node for node in graph.gm.graph.nodes if node.op == "get_attr"]:
+        if not node.users:
+            graph.gm.graph.erase_node(node)
+        elif isinstance(tensor := attribute(graph.gm, node.target), DTensor):
+            name = f"whole_{node.target.replace('.', '_')}"
+            _register(graph.gm, name, whole(tensor, keep=True))
+            node.target = name
 
 
 def _shrink(node: fx.Node, dim: int, parts: int) -> None:

@@ -94,5 +94,7 @@ def linear_layers(graph: ModelGraph) -> list[fx.Node]:
 
 def head_products(graph: ModelGraph) -> list[fx.Node]:
     """The `linear_layers` that multiply by the output embedding."""
-    address = attribute(graph.gm, graph.head_weight).data_ptr()
-    return [node for node in linear_layers(graph) if attribute(graph.gm, node.args[1].target).data_ptr() == address]
+    head = attribute(graph.gm, graph.head_weight)
+    weights = [(node, attribute(graph.gm, node.args[1].target)) for node in linear_layers(graph)]
+    # A DTensor has no address.
+    return [node for node, weight in weights if weight is head or (weight.data_ptr() == head.data_ptr() != 0)]
