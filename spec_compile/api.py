@@ -237,9 +237,8 @@ class Speculation:
             if changes:
                 raise ValueError(describe(changes))
             self.weights.take_over()
-            if self.options.ranks.size > 1:
-                self.options.ranks.slices.refresh()
             self.engine.refresh()
+            self.options.ranks.refresh()
 
     @contextmanager
     def reporting(self, progress: Callable[[str], None] | None) -> Iterator[None]:

@@ -302,7 +302,7 @@ OTHERS = [
     ),
     Mutation(
         "the captured graph is never checked", "spec_compile/api.py",
-        "check_capture(model, graph)", "model, graph", f"{GENERATE} -k test_every_check_is_run",
+        "check_capture(model, self._runnable)", "model, self._runnable", f"{GENERATE} -k test_every_check_is_run",
     ),
     Mutation(
         "the tree attention is never checked", "spec_compile/api.py",

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.xdist_group("tensor_parallel")
 FIVE = ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
 PLAIN = dict(compile=False, max_cache_len=200, check=False)
 NEW = 20
+GREEDY = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
 @pytest.fixture
@@ -49,10 +50,9 @@ def shared(model, algo="ngram", **options):
 def answers(fast):
     """What a system answers: to one prompt and to three, greedily and sampling."""
     rows, ids, mask = models.prompts()
-    greedy = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
-    alone, batch = fast.generate(rows[0], **greedy), fast.generate(ids, attention_mask=mask, **greedy)
+    alone, batch = fast.generate(rows[0], **GREEDY), fast.generate(ids, attention_mask=mask, **GREEDY)
     torch.manual_seed(3)
-    sampled = fast.generate(rows[0], **greedy | dict(do_sample=True, temperature=0.9))
+    sampled = fast.generate(rows[0], **GREEDY | dict(do_sample=True, temperature=0.9))
     return alone, batch, sampled
 
 
@@ -83,13 +83,20 @@ def test_every_algorithm_gives_one_processs_tokens(on_ranks, case):
         options = {**options, "draft": draft}
     alone = answers(shared(model, algo, **options, tensor_parallel=None))
 
-    def on_a_rank(rank):
-        fast = shared(model, algo, **options)
-        return answers(fast), fast.speculation.stats.accept_length
+    sizes = [{}] if algo == "ngram" else [{"draft_tensor_parallel_size": size} for size in (1, 2)]
 
-    for got, accept_length in on_ranks(on_a_rank):
-        assert same(got, alone)
-        assert accept_length > 1
+    def on_a_rank(rank):
+        systems = [shared(model, algo, **options, **size) for size in sizes]
+        return [(answers(fast), fast.speculation.stats.accept_length, fast.speculation.explain()) for fast in systems]
+
+    for results in on_ranks(on_a_rank):
+        for (got, accept_length, explained), size in zip(results, sizes):
+            assert same(got, alone)
+            assert accept_length == pytest.approx(results[0][1], abs=0.1)
+            assert accept_length > 1
+            if size:
+                place = {1: "whole on each rank", 2: "shared by 2 ranks"}[size["draft_tensor_parallel_size"]]
+                assert f"the draft is {place}" in explained
 
 
 @pytest.mark.parametrize("name", FIVE)
@@ -109,6 +116,26 @@ def test_every_architecture_gives_one_processs_tokens(on_ranks, name):
 
 def speculated_bytes(model):
     return models.captured(model).token_bytes
+
+
+def test_new_weights_are_taken_over(on_ranks):
+    def on_a_rank(rank):
+        model = models.ADMITTED["llama"]()
+        hot = rounds.SCHEDULES["hot"] | {"draft": rounds.draft_of("eagle", "llama")}
+        fast = [
+            speculate(model, **PLAIN, tensor_parallel="auto"),
+            speculate(model, "eagle", **PLAIN | hot, tensor_parallel=2),
+        ]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 1 + 0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1))
+        for each in fast:
+            each.speculation.refresh()
+        prompt = models.prompts()[0][0]
+        return [each.generate(prompt, **GREEDY) for each in (model, *fast)]
+
+    for plain, *ours in on_ranks(on_a_rank):
+        assert all(torch.equal(plain, each) for each in ours)
 
 
 # --- the pass
@@ -226,9 +253,6 @@ class Streamer:
 
     def end(self):
         self.got.append("end")
-
-
-GREEDY = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
 def test_rank_0_decides(on_ranks):

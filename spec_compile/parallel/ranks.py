@@ -58,6 +58,9 @@ class Alone:
     def meet(self) -> None:
         """Wait until all ranks are here."""
 
+    def refresh(self) -> None:
+        """Copy the rank's parts of parameters anew, because these have changed."""
+
     def check_peers(self) -> None:
         """See `Ranks.check_peers`."""
 
@@ -171,6 +174,10 @@ class Ranks(Alone):
     def meet(self) -> None:
         """Wait until all ranks are here."""
         self._exchange({})
+
+    def refresh(self) -> None:
+        """Copy the rank's parts of parameters anew, because these have changed."""
+        self.slices.refresh()
 
     def check_peers(self) -> None:
         """RuntimeError, naming the rank, if a rank's process is gone."""
