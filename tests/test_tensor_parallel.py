@@ -3,7 +3,10 @@
 import functools
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import models
@@ -451,3 +454,13 @@ def test_models_that_transformers_has_sharded(on_ranks, tmp_path):
         for case, (got, takes_memory_once) in results.items():
             assert same(got, alone[case]), case
             assert takes_memory_once, case
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus():
+    script = Path(__file__).parent / "two_gpus.py"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    result = subprocess.run(launch, capture_output=True, text=True, timeout=1200)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    assert result.stdout.count("torch.bfloat16") == 5
