@@ -265,7 +265,8 @@ class Speculation:
             self._references = [] if reference is None else self.engine.runtime.algorithm.documents(reference)
             self._share_text = getattr(self.options, "share_text", True) if share_text is None else share_text
             self.agreement.add("the references", [reference.tolist() for reference in self._references])
-            self.agreement.add("share_text", self._share_text)
+            stored = self.engine.runtime.algorithm.stored
+            self.agreement.add("share_text or the n-gram store", (self._share_text, stored))
             self._calls += 1
             try:
                 yield

@@ -144,6 +144,11 @@ class Ngram(Algorithm):
         self.store, self.options = store, options
         self.plan = DraftPlan(options.num_draft_tokens, sizes="adaptive" if options.adaptive else "tree")
 
+    @property
+    def stored(self) -> int:
+        """Tokens of the corpus. Of tries that of the first rank alone is asked."""
+        return len(self.store) if isinstance(self.store, NgramCorpus) else 0
+
     def drafter(self, batch: int, slots: int) -> Drafter:
         nodes = self.options.num_draft_tokens
         if isinstance(self.store, NgramTrie):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...compat import tensors_in
@@ -34,7 +35,9 @@ class Captured:
                 function(*arguments)
         torch.cuda.current_stream().wait_stream(stream)
         try:
-            with _workspaces_of_the_pool(), torch.cuda.graph(self._graph, pool=pool, stream=stream):
+            mode = "thread_local" if dist.is_initialized() else "global"  # NCCL has threads that look at the GPU
+            capture = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode=mode)
+            with _workspaces_of_the_pool(), capture:
                 self.output = function(*arguments)
         except Exception as error:
             torch.cuda.synchronize()
