@@ -1,6 +1,5 @@
 """`speculate`, the one call that users need, and `Speculation`, the object at ``model.speculation``."""
 
-import copy
 import dataclasses
 import threading
 import warnings
@@ -14,11 +13,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import forks, kernels
+from . import forks, kernels, passes
 from .capture import adapters
 from .capture.admit import admit
 from .capture.check_generation import check_generation
 from .capture.checks import check_capture, check_tree
+from .capture.ranks import facts, share_memory
 from .capture.trace import capture
 from .capture.watch import Watch, config_reads, describe
 from .capture.weights import SharedWeights
@@ -29,14 +29,17 @@ from .drafters.ngram import Ngram
 from .drafting import Algorithm
 from .errors import check_int
 from .ngram import NgramStore
+from .parallel.start import find_ranks
 from .report import html as report
 from .report.explain import explain
 from .runtime import past
+from .runtime.agreement import Agreement
 from .runtime.engine import Engine
-from .runtime.generate import SpeculativeMixin
+from .runtime.generate import SpeculativeMixin, shadow
 from .runtime.prepared import Plans
 from .runtime.prompt import Prompt
 from .runtime.request import Request
+from .runtime.runtime import max_positions
 from .runtime.session import Session
 from .stats import Stats
 
@@ -63,17 +66,27 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         wrapper: Any = adapters.wrap_alike(model, speculate(base, algo, **options))
         return wrapper
     name = parse_algorithm(algo)
-    parsed = parse_options(ALGORITHMS[name].options, options)
-    admit(model, parsed.exact)
-    # Whatever cannot work is refused here: kernels that do not load, a CPU without a compiler.
-    if model.device.type == "cuda":
-        kernels.load(model.device)
-    elif parsed.compile:
-        check_compiler()
+    ranks = find_ranks(options.get("tensor_parallel"), model)
+    with ranks.together("speculate()", parts := {}):
+        parsed = parse_options(ALGORITHMS[name].options, options)
+        admit(model, parsed.exact)
+        if ranks.size > 1:
+            parts |= facts(model, name, options)
+            parsed = dataclasses.replace(parsed, tensor_parallel=ranks)
+        # Whatever cannot work is refused here: kernels that do not load, a CPU without a compiler.
+        if model.device.type == "cuda":
+            kernels.load(model.device)
+        elif parsed.compile:
+            check_compiler()
+    share_memory(ranks, model.device)
     with COMPILE_LOCK:  # because tracing and checking change settings of the whole process
-        algorithm = ALGORITHMS[name].build(model, parsed)
-        fast = _shadow(model)
-        fast.__dict__["speculation"] = Speculation(model, fast, name, parsed, algorithm)
+        with ranks.together("speculate()", {}):
+            algorithm = ALGORITHMS[name].build(model, parsed)
+            fast = shadow(model)
+            speculation = Speculation(model, fast, name, parsed, algorithm)
+        with ranks.call():
+            speculation.check_rewritten()
+        fast.__dict__["speculation"] = speculation
     return fast
 
 
@@ -91,25 +104,31 @@ class Speculation:
         # Capture, and compare the graph with the model's own forward. reads: the config values that it depends on.
         with config_reads(model) as reads:
             graph = capture(model)
+        self._runnable = passes.runnable(graph, options.ranks)
         if options.check:
-            check_capture(model, graph)
+            check_capture(model, self._runnable)
         self.looped = False
         """Whether a decoding loop of transformers, or ours, ran in the last generate()."""
-        limit = _max_positions(model, graph.position_limit, options)
+        limit = max_positions(model, graph.position_limit, options)
         self.engine = Engine(graph, algorithm, options, model.device, limit)
         """The loop that runs rounds, with its sessions and their steps."""
-        if options.check:
-            check_tree(type(model).__name__, graph, self.engine.runtime.verify)
-        self.serves_padding = not options.check or check_generation(model, graph)
+        self.serves_padding = not options.check or check_generation(model, self._runnable)
         """Whether batches padded on the left are served: the model's own positions follow the padding."""
         self.weights = SharedWeights(model, algorithm.draft_module)
         """The memory of weights that the graphs read."""
         self.watch = Watch(model, fast, self.weights.slots, reads)
         """The model as it was captured, compared with what it is at every call."""
+        self.agreement = Agreement(options.ranks)
+        """What the ranks of tensor parallelism agree on in each generate()."""
         self.plans = Plans()
         """What transformers has prepared for calls before."""
         self._calls, self._is_forked = 0, False
         forks.register(self)
+
+    def check_rewritten(self) -> None:
+        """UnsupportedModelError if the rewritten graph computes something else than the captured one."""
+        if self.options.check:
+            check_tree(type(self._model).__name__, self._runnable, self.engine.runtime.verify)
 
     @property
     def original(self) -> PreTrainedModel:
@@ -219,6 +238,7 @@ class Speculation:
                 raise ValueError(describe(changes))
             self.weights.take_over()
             self.engine.refresh()
+            self.options.ranks.refresh()
 
     @contextmanager
     def reporting(self, progress: Callable[[str], None] | None) -> Iterator[None]:
@@ -238,12 +258,15 @@ class Speculation:
         """
         if share_text is not None and not isinstance(share_text, bool):
             raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad(), self.agreement.awaited():
             if self._is_forked:
                 self._adopt()
             before = self._references, self._share_text
             self._references = [] if reference is None else self.engine.runtime.algorithm.documents(reference)
             self._share_text = getattr(self.options, "share_text", True) if share_text is None else share_text
+            self.agreement.add("the references", [reference.tolist() for reference in self._references])
+            stored = self.engine.runtime.algorithm.stored
+            self.agreement.add("share_text or the n-gram store", (self._share_text, stored))
             self._calls += 1
             try:
                 yield
@@ -295,26 +318,3 @@ class Speculation:
         """See `forks`."""
         if in_child and not self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock, self._is_forked = threading.RLock(), True
-
-
-def _max_positions(model: PreTrainedModel, table: int | None, options: Options) -> int:
-    """Tokens that a sequence may have by default.
-
-    table: rows of a learned position table, or None. Raises ValueError if the option asks for more than it has.
-    """
-    if table is not None and (options.max_cache_len or 0) > table:
-        raise ValueError(
-            f"max_cache_len: the model has learned positions for {table} tokens, got {options.max_cache_len}"
-        )
-    config = model.config.get_text_config(decoder=True)
-    return table or getattr(config, "max_position_embeddings", None) or 1 << 20
-
-
-def _shadow(model: PreTrainedModel) -> PreTrainedModel:
-    """An object of a subclass with our generate(), which shares all modules and parameters of the model."""
-    cls = type(model)
-    names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    shadow: Any = adapters.shallow(model, type(cls.__name__, (SpeculativeMixin, cls), names))
-    shadow.generation_config = copy.deepcopy(model.generation_config)
-    shadow.__dict__.pop("generate", None)  # one set on the object is run by `SpeculativeMixin.generate`
-    return shadow

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -22,6 +23,9 @@ CPU_OPTIONS = {**INDUCTOR_OPTIONS, "realize_reads_threshold": 0}
 GPU_OPTIONS = {"triton.cudagraphs": False, "emulate_precision_casts": True}
 """Options on a GPU. Rounds are captured into CUDA graphs by `runtime.steps`, not by Inductor. Values are rounded to 16
 bits wherever the model rounds them, whatever is fused, so that rounds of all sizes compute the same."""
+
+gather_flat = dist.all_gather_single if TORCH >= (2, 13) else dist.all_gather_into_tensor
+"""``gather_flat(output, input, group=)``: the inputs of all ranks one after the other; its old name warns."""
 
 
 def renew_compile_threads() -> None:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from .errors import did_you_mean
 from .kernels import attention
+from .parallel.ranks import ALONE, Alone
 from .tree import MAX_NODES
 
 CACHE_DTYPES = ("auto", "fp8")
@@ -27,7 +28,9 @@ class Options:
     draft's trees; a head's prompts, too). kv_cache_dtype: "auto" (the model's) or "fp8": on a GPU, keys and values of
     the target rounded to float8_e4m3fn, which halves them, and changes answers a little. exact: what `speculate` must
     promise: "bits" refuses, by name, every model and setting in which the logits of a token may depend on what is
-    drafted beside it; "auto" refuses none of them, and `explain()` names what stands in the way.
+    drafted beside it; "auto" refuses none of them, and `explain()` names what stands in the way. tensor_parallel: the
+    processes that share the model, each on a GPU of its own: None (this one alone), "auto" (all that torchrun has
+    started), their number, or a process group or device mesh.
     """
 
     num_draft_tokens: int = 16
@@ -39,6 +42,7 @@ class Options:
     attention_backend: Any = "auto"
     kv_cache_dtype: str = "auto"
     exact: str = "auto"
+    tensor_parallel: Any = None
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -63,6 +67,11 @@ class Options:
                     f"{name}: expected one of {', '.join(known)}, got {value!r}." + did_you_mean(value, known)
                 )
         _ = self.attention_backends  # raises if a name is not a backend's
+
+    @property
+    def ranks(self) -> Alone:
+        """The processes that share the model."""
+        return self.tensor_parallel if isinstance(self.tensor_parallel, Alone) else ALONE
 
     @cached_property
     def attention_backends(self) -> dict[str, str]:

@@ -106,6 +106,11 @@ class Algorithm:
         return self.graph is not None
 
     @property
+    def stored(self) -> int:
+        """How much every rank has to have stored alike for the same drafts."""
+        return 0
+
+    @property
     def token_bytes(self) -> int:
         """Bytes that its own cache takes for each token of a sequence."""
         return 0 if self.graph is None else self.graph.token_bytes

@@ -262,6 +262,16 @@ ANSWERS = [
 ]  # fmt: skip
 OTHERS = [
     Mutation(
+        "parts that were read look as if they had been sent again", "spec_compile/kernels/all_reduce_kernel.py",
+        "tl.full(word.shape, MISSING, tl.int32)", "tl.full(word.shape, 0, tl.int32)",
+        "tests/test_kernels_all_reduce.py -k names_of_ranks",
+    ),
+    Mutation(
+        "a product that others read is summed away", "spec_compile/passes/fuse_residuals.py",
+        "len(product.users) == len(summand.users) == 1", "len(summand.users) == 1",
+        "tests/test_passes.py -k fused_residuals_of_ranks",
+    ),
+    Mutation(
         "weights are never compared", "spec_compile/runtime/generate.py",
         "if changes := speculation.watch.changes():", "if changes := []:",
         "tests/test_watch.py -k test_generate_raises",
@@ -292,11 +302,12 @@ OTHERS = [
     ),
     Mutation(
         "the captured graph is never checked", "spec_compile/api.py",
-        "check_capture(model, graph)", "model, graph", f"{GENERATE} -k test_every_check_is_run",
+        "check_capture(model, self._runnable)", "model, self._runnable", f"{GENERATE} -k test_every_check_is_run",
     ),
     Mutation(
         "the tree attention is never checked", "spec_compile/api.py",
-        "check_tree(type(model).__name__, graph, self.engine.runtime.verify)", "self.engine.runtime.verify",
+        "check_tree(type(self._model).__name__, self._runnable, self.engine.runtime.verify)",
+        "self.engine.runtime.verify",
         f"{GENERATE} -k test_every_check_is_run",
     ),
 ]  # fmt: skip

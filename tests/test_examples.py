@@ -12,12 +12,14 @@ SETTINGS = {
     "batch_and_streaming.py": ["--eager", "--new-tokens", "12"],
     "train_head.py": ["--eager", "--steps", "2", "--texts", "4", "--batch-size", "2", "--output", "{folder}"],
     "compile_backend.py": ["--layers", "1"],
+    "tensor_parallel.py": ["--eager", "--new-tokens", "12"],
 }
 PRINTS = {
     "hello.py": ["def mean(values):", "accept length"],
     "batch_and_streaming.py": ["class Stack:", "4 sampled answers", "--- streamed:\ndef mean(values):"],
     "train_head.py": ["2 steps", "accept length"],
     "compile_backend.py": ["largest difference", "join_linears"],
+    "tensor_parallel.py": ["def mean(values):", "1 processes, accept length"],
 }
 TESTED_ELSEWHERE = {"demo.py", "medusa.py"}
 """In tests/test_demo.py and tests/test_extending.py."""

@@ -1,5 +1,4 @@
-"""Whether attention's kernels, and the product that ends in the cache, compiled for a Hopper GPU, fit into its shared
-memory at the sizes of real models.
+"""Whether kernels, compiled for a Hopper GPU, fit into its shared memory at the sizes of real models.
 
 Triton compiles without a GPU. It does so in another process: in this one it interprets.
 """
@@ -16,16 +15,12 @@ pytest.importorskip("triton")
 MEMORY = 232_448
 """Bytes of shared memory that a program may take on an H100 or H200."""
 
-SCRIPT = """
+START = """
 import json, sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from spec_compile.kernels import dependent_launch
-from spec_compile.kernels.attention import tree_attention
-from spec_compile.kernels.linear import plans, small_m
-from spec_compile.kernels.attention.call import Call
-from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 
 
 class Hopper:
@@ -46,16 +41,23 @@ class Compiled:
         self.kernel = kernel
 
     def __getitem__(self, grid):
-        return lambda *args, **options: found.append(self.kernel.warmup(*args, grid=grid, **options).metadata.shared)
+        return lambda *args, **options: found.append(self.kernel.warmup(*args, grid=grid, **options))
 
 
 driver.set_active(Hopper())
 memory = int(sys.argv[1])
-tree_attention._device = lambda index: (132, memory)
 dependent_launch.available = lambda tensor: True
+results = {}
+"""
+
+ATTENTION = """
+from spec_compile.kernels.attention import tree_attention
+from spec_compile.kernels.attention.call import Call
+from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
+
+tree_attention._device = lambda index: (132, memory)
 for name in ("append_kernel", "prompt_kernel", "merge_parts_kernel", "tree_kernel", "merge_spans_kernel"):
     setattr(tree_attention, name, Compiled(getattr(tree_attention, name)))
-results = {}
 for heads, kv_heads, size in ((32, 8, 64), (32, 8, 128), (8, 1, 256)):
     for nodes, causal in ((1, False), (16, False), (64, False), (2048, True)):
         for turned, window in ((True, None), (False, 512)):
@@ -71,7 +73,15 @@ for heads, kv_heads, size in ((32, 8, 64), (32, 8, 128), (8, 1, 256)):
             call = Call(*inputs, None, 0.1, None, window, *turning, 1e-6)
             tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
             tree_attention.launch(call._replace(tiles=tiles))
-            results[f"{nodes} nodes, heads of {size}, turned {turned}, window {window}"] = max(found)
+            used = max(kernel.metadata.shared for kernel in found)
+            results[f"{nodes} nodes, heads of {size}, turned {turned}, window {window}"] = used
+print(json.dumps(results))
+"""
+
+
+PRODUCTS = """
+from spec_compile.kernels.linear import plans, small_m
+
 small_m.small_m_kernel = Compiled(small_m.small_m_kernel)
 for heads, kv_heads, size, inputs, norms in ((32, 8, 64, 2048, False), (16, 8, 128, 1024, True), (9, 3, 64, 576, True)):
     weight = torch.zeros((heads + 2 * kv_heads) * size, inputs, dtype=torch.bfloat16)
@@ -82,17 +92,45 @@ for heads, kv_heads, size, inputs, norms in ((32, 8, 64, 2048, False), (16, 8, 1
         ends = small_m.Heads(angle[None], angle[None], norm, norm, 1e-6, None, cache, cache, torch.tensor([1024]))
         found, tile = [], plans.appending(how.tile(rows), size if norms else 0, memory)
         small_m.launch(x, weight, None, out, how.parts, tile, heads=ends)
-        results[f"{rows} rows, {heads} heads of {size}, norms {norms}"] = max(found)
+        used = max(kernel.metadata.shared for kernel in found)
+        results[f"{rows} rows, {heads} heads of {size}, norms {norms}"] = used
+print(json.dumps(results))
+"""
+
+ALL_REDUCE = """
+from spec_compile.kernels import all_reduce_launch as launch
+from spec_compile.kernels.all_reduce_memory import make_exchange
+
+
+class OnGpu(Compiled):
+    def __getitem__(self, grid):
+        return lambda *args, **options: Compiled.__getitem__(self, grid)(*args, **{**options, "ON_GPU": True})
+
+
+launch.all_reduce_kernel = OnGpu(launch.all_reduce_kernel)
+launch._processors = lambda device: 132
+for ranks in (2, 4):
+    slots = torch.empty(2, ranks, 1 << 20, dtype=torch.int32)
+    exchange = make_exchange(slots, 1, [slots.data_ptr()] * ranks)
+    for rows, size in ((1, 4096), (16, 4096), (64, 8192), (3, 4090)):
+        found = []
+        part, out = torch.zeros(rows, size), torch.zeros(rows, size, dtype=torch.bfloat16)
+        stream = out, out[0], 0.0, out, torch.zeros(rows, -(-size // 64))
+        launch.launch(exchange, part, out, stream, 64)
+        launch.launch(exchange, out, out)
+        for kernel in found:
+            assert "ld.volatile.global" in kernel.asm["ptx"] and "trap" in kernel.asm["ptx"]
+        results[f"{ranks} ranks, {rows} rows of {size}"] = max(kernel.metadata.shared for kernel in found)
 print(json.dumps(results))
 """
 
 
-def test_kernels_fit():
+@pytest.mark.parametrize("script", [ATTENTION, PRODUCTS, ALL_REDUCE], ids=["attention", "products", "all_reduce"])
+def test_kernels_fit(script):
     pytest.importorskip("triton.backends.nvidia")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(MEMORY)], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", START + script, str(MEMORY)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     used = json.loads(done.stdout.splitlines()[-1])
     assert {case: size for case, size in used.items() if size > MEMORY} == {}

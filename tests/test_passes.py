@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from spec_compile import kernels, passes
 from spec_compile.capture.trace import capture
 from spec_compile.graph import LayerSpec, ModelGraph, attribute, calls
-from spec_compile.kernels import linear, ops
+from spec_compile.kernels import all_reduce, linear, ops
 from spec_compile.kernels.attention import Use, attention_calls, sdpa
 from spec_compile.kernels.linear import avx512, transposed
 from spec_compile.kernels.linear.transposed import transposed_linear
@@ -990,6 +990,28 @@ def test_fused_residuals(half_on_gpu, monkeypatch, name, taps, joined, apart):
     assert not calls(result.gm, own.small_m_swiglu.default) or not joined
     for want, got in zip(prefix_then_chunk(apart_from_it.gm, graph), prefix_then_chunk(result.gm, graph), strict=True):
         assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
+
+
+def test_fused_residuals_of_ranks(half_on_gpu, monkeypatch):
+    """A product that ranks sum before the addition takes the op that also sums; one that others read does not."""
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
+    monkeypatch.setitem(all_reduce.REDUCERS, "ranks", lambda part: part + part)
+    graph = half_on_gpu("llama")
+    own, sums = torch.ops.spec_compile, []
+    for name in ("o_proj", "down_proj"):
+        for product in [node for node in linear.linear_layers(graph) if name in node.args[1].target]:
+            with graph.gm.graph.inserting_after(product):
+                sums.append(graph.gm.graph.call_function(own.all_reduce.default, (product, "ranks")))
+            sums[-1].meta = dict(product.meta)
+            product.replace_all_uses_with(sums[-1], lambda user: user is not sums[-1])
+    plain, result = rewritten(graph, (fuse_residuals,)), rewritten(graph)
+    counts = [len(calls(result.gm, op.default)) for op in (own.small_m_all_reduce_add, own.all_reduce, own.small_m_add)]
+    assert counts == [len(sums), 0, 0] and len(sums) == 4
+    for want, got in zip(prefix_then_chunk(plain.gm, graph), prefix_then_chunk(result.gm, graph), strict=True):
+        assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
+    for node in graph.gm.graph.find_nodes(op="output", target="output"):
+        node.args = ((*node.args[0], sums[0].args[0]),)
+    assert len(calls(rewritten(graph).gm, own.all_reduce.default)) == 1
 
 
 def test_regions_end_behind_fused_residuals(half_on_gpu, monkeypatch):

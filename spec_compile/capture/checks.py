@@ -97,7 +97,8 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
             return _linear_logits(graph, ids, prefix, ancestors[0].tolist())
 
         def tree(dtype: torch.dtype) -> Tensor:
-            return _tree_logits(verify, replace(graph, dtype=dtype), ids, prefix, ancestors, depth)
+            like = replace(graph, dtype=dtype, layers=verify.layers)
+            return _tree_logits(verify, like, ids, prefix, ancestors, depth)
 
         if not has_half(graph):
             with full_precision():

@@ -1,5 +1,7 @@
 """Capture: one cache-free trace of a Hugging Face causal LM, with one marker node per attention layer."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
@@ -9,6 +11,7 @@ from ..errors import UnsupportedModelError
 from ..graph import LayerSpec, ModelGraph, attribute, calls
 from ..kernels import ops
 from .adapters import twin
+from .sharded import bind, fake_twin, is_sharded
 
 IMPLEMENTATION = "spec_compile"
 HARMLESS = {
@@ -57,16 +60,18 @@ class _Forward(nn.Module):
 
 
 def capture(model: PreTrainedModel) -> ModelGraph:
-    """Trace `model` (already admitted) into a `ModelGraph` that shares its parameters.
+    """Trace `model` (already admitted) into a `ModelGraph` that shares its parameters, whole or parts of ranks.
 
     Raises UnsupportedModelError if the trace fails, or does not show exactly one attention call per layer.
     """
-    name = type(model).__name__
-    model = twin(model)
+    name, original = type(model).__name__, model
+    model, mode = fake_twin(model) if is_sharded(model) else (twin(model), nullcontext())
     attention = _Attention(model)
     try:
         with attention_implementation(model, IMPLEMENTATION, attention):
-            gm = _trace(_Forward(model), *_example(model.device))
+            with mode:
+                example = _example(original.device)
+            gm = _trace(_Forward(model), *example)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -75,7 +80,10 @@ def capture(model: PreTrainedModel) -> ModelGraph:
         if attention.count == 0:
             problem = "does not call its attention through transformers' AttentionInterface, so it cannot be rewritten"
         raise UnsupportedModelError(f"model: {name} {problem} ({type(error).__name__}: {reason})") from error
-    return _describe(model, gm)
+    graph = _describe(model, gm)
+    if is_sharded(original):
+        bind(gm, original)
+    return graph
 
 
 def capture_head(head: nn.Module, width: int | None = None) -> ModelGraph:

@@ -30,6 +30,7 @@ from .hidden_states import tapped_states
 from .modules.dflash import Context, DFlashDraft
 from .options import check_sample_method
 from .self_check import STRIDE, own_text
+from .shared_draft import choose_ranks
 from .trees.block import BlockTree
 from .trees.propose import propose_block, propose_grown
 from .trees.schedule import Schedule
@@ -46,7 +47,8 @@ class DFlashOptions(Options):
     (default: as many as the draft was trained with; fewer work, too). topk: tokens of each place that are looked at (1:
     a chain). num_draft_tokens: nodes verified, the root included (default: as many as a chain of all drafts has).
     score_temperature: of the draft's probabilities by which the nodes of a tree are chosen. draft_sample_method: see
-    `DraftOptions`. rope_theta: base of the draft's RoPE, where its config is known to be wrong.
+    `DraftOptions`. draft_tensor_parallel_size: as there; the output matrix stays whole. rope_theta: base of the draft's
+    RoPE, where its config is known to be wrong.
     """
 
     draft: Any = None
@@ -55,6 +57,7 @@ class DFlashOptions(Options):
     topk: int = 1
     score_temperature: float = 1.0
     draft_sample_method: str = "greedy"
+    draft_tensor_parallel_size: int | None = None
     rope_theta: float | None = None
 
     def __post_init__(self):
@@ -104,14 +107,17 @@ class DFlash(Algorithm):
         self.tree = None
         if options.topk > 1:
             self.tree = BlockTree(self.block_size - draft.first, options.topk, nodes).to(draft.embedding.device)
-        self.context, self.checked = Context(draft), []
 
         def causal_layers(graph: ModelGraph, settings: passes.Settings) -> str:
             return restrict_to_causal(graph, draft.causal)
 
         pipeline = [*passes.PIPELINE, causal_layers]
-        settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
-        self.graph = passes.run(capture_head(draft), settings, pipeline)
+        captured = capture_head(draft)
+        ranks, self.sharing = choose_ranks(options.draft_tensor_parallel_size, options.ranks, captured)
+        settings = passes.Settings(options.merge_linears, attention=options.attention("draft"), ranks=ranks)
+        self.graph = passes.run(captured, settings, pipeline)
+        parts = captured.layers[0].kv_heads // self.graph.layers[0].kv_heads
+        self.context, self.checked = Context(draft, parts, ranks.rank * parts // ranks.size), []
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return DFlashDrafter(self, batch, slots)
@@ -120,7 +126,7 @@ class DFlash(Algorithm):
         self.context.refresh()
 
     def explain(self) -> list[str]:
-        return [*self.draft.report, *self.checked]
+        return [*self.draft.report, *self.checked, *([self.sharing] if self.sharing else [])]
 
 
 def restrict_to_causal(graph: ModelGraph, causal: tuple[bool, ...]) -> str:

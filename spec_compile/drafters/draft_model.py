@@ -23,6 +23,7 @@ from ..runtime.state import State
 from ..runtime.steps.compile import PartCompiler
 from ..runtime.steps.regions import compile_regions
 from .options import DraftOptions
+from .shared_draft import choose_ranks
 from .trees.propose import propose_grown
 
 
@@ -33,13 +34,19 @@ class DraftModel(Algorithm):
         """graph: of `draft`. vocab_size: of the target."""
         self.draft_module = draft
         self.schedule, self.vocab_size = options.schedule, vocab_size
-        drafting = passes.Settings(options.merge_linears, attention=options.attention("draft"))
-        prefilling = passes.Settings(options.merge_linears, attention=options.attention("prefill"))
+        ranks, self.sharing = choose_ranks(options.draft_tensor_parallel_size, options.ranks, graph)
+        drafting, prefilling = (
+            passes.Settings(options.merge_linears, attention=options.attention(role), ranks=ranks)
+            for role in ("draft", "prefill")
+        )
         self.graph, self.prefill = passes.run(graph, drafting), passes.run(graph, prefilling)
         self.plan = DraftPlan(self.schedule.nodes, lookahead_slots=1 + self.schedule.fed, draws=options.draws)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return ModelDrafter(self, batch, slots)
+
+    def explain(self) -> list[str]:
+        return [self.sharing] if self.sharing else []
 
 
 class ModelDrafter(Drafter):

@@ -16,7 +16,6 @@ from .. import passes
 from ..cache import Cache
 from ..capture.trace import capture_head
 from ..drafting import Algorithm, Drafter, DraftPlan
-from ..kernels.linear import few_rows_linear
 from ..kernels.ops import gather_rows
 from ..runtime.state import State
 from ..tree import Accepted
@@ -25,6 +24,7 @@ from .hidden_states import keep_row
 from .modules.head import Head
 from .options import DraftOptions
 from .self_check import calibrate
+from .shared_draft import DraftHead, choose_ranks
 from .trees.propose import propose_grown
 from .trees.schedule import Schedule
 from .trees.static import StaticTree
@@ -67,8 +67,10 @@ class Heads(Algorithm):
         if isinstance(self.schedule, StaticTree):
             self.schedule.to(head.head_weight.device)
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else head
-        settings = passes.Settings(options.merge_linears, attention=options.attention("draft"))
-        self.graph = passes.run(capture_head(head, head.hidden_size), settings)
+        captured, size = capture_head(head, head.hidden_size), options.draft_tensor_parallel_size
+        ranks, self.sharing = choose_ranks(size, options.ranks, captured, head.head_weight.nbytes)
+        settings = passes.Settings(options.merge_linears, attention=options.attention("draft"), ranks=ranks)
+        self.graph, self.logits = passes.run(captured, settings), DraftHead(head.head_weight, ranks)
         self.plan = DraftPlan(self.schedule.nodes, head.taps, self.schedule.fed, options.draws)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
@@ -78,7 +80,7 @@ class Heads(Algorithm):
         self.head.refresh()
 
     def explain(self) -> list[str]:
-        return ["draft head:", *(f"  {line}" for line in self.head.report)]
+        return ["draft head:", *(f"  {line}" for line in [*self.head.report, self.sharing] if line)]
 
 
 class HeadDrafter(Drafter):
@@ -87,6 +89,7 @@ class HeadDrafter(Drafter):
     def __init__(self, algorithm: Heads, batch: int, slots: int):
         super().__init__()
         self.head, self.block, self.draws = algorithm.head, algorithm.graph.gm, algorithm.plan.draws
+        self.logits = algorithm.logits
         self.schedule = schedule = algorithm.schedule
         self.longest = min(schedule.nodes, schedule.num_steps + 1)  # nodes of a path
         self.cache = Cache(algorithm.graph, batch, slots)
@@ -121,7 +124,7 @@ class HeadDrafter(Drafter):
             keep_row(buffer, values, row, present)
 
     def propose(self, state: State, max_kv_len: int) -> None:
-        logits = few_rows_linear(self.normed.clone(), self.head.head_weight)
+        logits = self.logits(self.normed.clone())
         step = partial(self._step, state.lengths.clone(), max_kv_len)
         hidden, draft_to_target = self.hidden.clone(), self.head.draft_to_target
         propose_grown(state, self.schedule, self.draws, logits, hidden, step, draft_to_target)
@@ -132,7 +135,7 @@ class HeadDrafter(Drafter):
         hidden, normed = self.block(
             tokens, positions, hidden, lengths + offset, ancestors, self.cache.tensors, max_kv_len
         )
-        return hidden, few_rows_linear(normed[:, -wanted:], self.head.head_weight)
+        return hidden, self.logits(normed[:, -wanted:])
 
 
 def build(algorithm: str | None, model: PreTrainedModel, options: HeadOptions) -> Heads:

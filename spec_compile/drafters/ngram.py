@@ -17,6 +17,7 @@ from ..ngram.corpus import NgramCorpus
 from ..ngram.match import propose as match
 from ..ngram.match_options import MatchOptions
 from ..ngram.trie import NgramTrie
+from ..parallel.ranks import ALONE, Alone
 from ..runtime.state import State
 
 _handles = count()
@@ -54,8 +55,9 @@ class NgramOptions(Options):
 class NgramDrafter(Drafter):
     """Continues the longest matches of each row's own end, found in prompts, outputs, references and corpora."""
 
-    def __init__(self, trie: NgramTrie, num_draft_tokens: int, batch: int):
+    def __init__(self, trie: NgramTrie, num_draft_tokens: int, batch: int, ranks: Alone = ALONE):
         super().__init__()
+        self.ranks = ranks
         self.trie, self.reading, self.num_draft_tokens = trie, trie, num_draft_tokens
         self.open_streams: list[int] = []
         self.register_buffer("streams", torch.zeros(batch, dtype=torch.int64), persistent=False)
@@ -85,10 +87,21 @@ class NgramDrafter(Drafter):
         state.propose(*trees)
 
     def advance(self, *tensors: Tensor) -> None:
-        """What `ops.ngram_propose` runs on the host."""
+        """What `ops.ngram_propose` runs on the host. Of several ranks the first one's trie decides for all."""
         tick = time.perf_counter()
-        self.reading.advance(*tensors)
+        if self.ranks.size == 1:
+            self.reading.advance(*tensors)
+        else:
+            trees = tensors[3:]
+            numbers = self.ranks.lead(lambda: self._advanced(tensors))
+            for tree, part in zip(trees, torch.tensor(numbers).split([tree.numel() for tree in trees])):
+                tree.copy_(part.view(tree.shape))
         self.seconds += time.perf_counter() - tick
+
+    def _advanced(self, tensors: tuple[Tensor, ...]) -> list[int]:
+        """The trees and their numbers that the trie proposes, one after the other."""
+        self.reading.advance(*tensors)
+        return torch.cat([tree.flatten() for tree in tensors[3:]]).tolist()
 
     def finish(self, lengths: list[int]) -> None:
         while self.open_streams:
@@ -131,10 +144,15 @@ class Ngram(Algorithm):
         self.store, self.options = store, options
         self.plan = DraftPlan(options.num_draft_tokens, sizes="adaptive" if options.adaptive else "tree")
 
+    @property
+    def stored(self) -> int:
+        """Tokens of the corpus. Of tries that of the first rank alone is asked."""
+        return len(self.store) if isinstance(self.store, NgramCorpus) else 0
+
     def drafter(self, batch: int, slots: int) -> Drafter:
         nodes = self.options.num_draft_tokens
         if isinstance(self.store, NgramTrie):
-            return NgramDrafter(self.store, nodes, batch)
+            return NgramDrafter(self.store, nodes, batch, self.options.ranks)
         windows = {name: value for name, value in self.options.ngram.items() if name != "capacity"}
         return MatchingDrafter(self.store, MatchOptions(**windows), nodes)
 

@@ -18,7 +18,8 @@ class DraftOptions(Options):
     num_draft_tokens: see `Options` (default: what `Schedule` says; for a chain num_steps + 1). score_temperature: of
     the draft's probabilities by which the nodes of a tree are ranked. draft_sample_method: "greedy", or
     "probabilistic": where tokens are sampled the drafts, a chain, are drawn too, at the same temperature, and tested
-    against what they were drawn from.
+    against what they were drawn from. draft_tensor_parallel_size: with tensor_parallel, how many ranks share the draft:
+    1 (it is whole on each), as many as share the model, or None: what takes less time.
     """
 
     draft: Any = None
@@ -27,6 +28,7 @@ class DraftOptions(Options):
     topk: int = 1
     score_temperature: float = 1.0
     draft_sample_method: str = "greedy"
+    draft_tensor_parallel_size: int | None = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -4,6 +4,7 @@ Kernels that let the next one begin early keep two rules. At least one program w
 read or write what other kernels write: then a kernel that is done means that all before it are. Before its wait a
 program writes nothing, and reads only what no kernel of this kind writes: weights, lengths, positions. (CUDA C++
 Programming Guide, "Programmatic Dependent Launch and Synchronization".)
+`all_reduce_kernel` says why it need not keep the second rule behind a product.
 """
 
 import functools

@@ -31,3 +31,17 @@ def prefetch_l2(address):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def nanoseconds():
+    """The GPU's clock, int64."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def trap():
+    """End the kernel with an error, after the host can see what this thread has stored."""
+    tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from torch.distributed.tensor import DTensor
+
 from ..graph import ModelGraph
 from ..kernels.attention import Use
+from ..parallel.ranks import ALONE, Alone
 from .apply import apply, check_order
 from .fuse_append import fuse_append
 from .fuse_norms import fuse_norms
@@ -13,6 +16,7 @@ from .fuse_rotary import fuse_rotary
 from .fuse_swiglu import fuse_swiglu
 from .merge_linears import merge_linears
 from .select_logits import select_logits
+from .shard import shard
 from .tap_hidden_states import tap_hidden_states
 from .tidy import tidy
 from .use_small_m_linears import use_small_m_linears
@@ -26,11 +30,13 @@ class Settings:
     merge_linears: one matrix product for linear layers of one input. taps: hidden states to return after the logits,
     numbered as transformers' ``hidden_states`` (0 the embeddings, i the residual stream after layer i; -1 what the
     output head multiplies). attention: what the graph wants of its attention backend, and by its role what it is for.
+    ranks: the processes that share the graph's weights.
     """
 
     merge_linears: bool = True
     taps: tuple[int, ...] = ()
     attention: Use = field(default_factory=Use)
+    ranks: Alone = ALONE
 
     @property
     def purpose(self) -> str:
@@ -39,11 +45,17 @@ class Settings:
 
 
 PIPELINE = [
-    tidy, merge_linears, tap_hidden_states, use_tree_attention, select_logits,
+    tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, select_logits,
     use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_norms, fuse_residuals, fuse_append,
 ]  # fmt: skip
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
 check_order(PIPELINE)
+
+
+def runnable(graph: ModelGraph, ranks: Alone) -> ModelGraph:
+    """A captured graph as every rank can run it: one whose parameters are spread over the ranks is shared out."""
+    is_spread = any(isinstance(parameter, DTensor) for parameter in graph.gm.parameters())
+    return run(graph, Settings(ranks=ranks), [tidy, shard]) if is_spread else graph
 
 
 def run(graph: ModelGraph, settings: Settings, pipeline=None, keep_code: bool = False) -> ModelGraph:

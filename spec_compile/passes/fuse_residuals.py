@@ -18,25 +18,33 @@ def fuse_residuals(graph: ModelGraph, settings) -> str:
     `normed_matmul` or `normed_swiglu`, so that the norm needs no kernel.
 
     Only in bfloat16, because the first half of a norm may leave the range of float16. What else reads the normed
-    stream, as a hidden state that a draft taps does, gets a norm for itself.
+    stream, as a hidden state that a draft taps does, gets a norm for itself. Where the ranks of tensor parallelism sum
+    their products before the addition, it is `small_m_all_reduce_add`.
     """
     joined, fits = 0, graph.dtype == torch.bfloat16 and graph.device.type == "cuda"
     for both in calls(graph.gm, ops.add_rms_norm.default) if fits else []:
-        product, residual = _product_and_residual(both)
+        summand, residual = _product_and_residual(both)
         parts = {user.args[1]: user for user in both.users}
         readers = [user for user in parts[1].users if _begins(user, parts[1])] if 1 in parts else []
-        if product is not None and readers:
-            _join(graph.gm.graph, both, product, residual, parts, readers)
+        if summand is not None and readers:
+            _join(graph.gm.graph, both, summand, residual, parts, readers)
             joined += 1
     return f"{joined} additions and norms joined to the products around them"
 
 
 def _product_and_residual(both: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """The summand that is a product for this sum alone, and the other one."""
-    for product, residual in (both.args[:2], both.args[1::-1]):
-        if product.target == linear.SMALL_M.op and len(product.users) == 1 and product is not residual:
-            return product, residual
+    """The summand that is a product for this sum alone, or what ranks sum of one, and the other summand."""
+    for summand, residual in (both.args[:2], both.args[1::-1]):
+        product = _product(summand)
+        alone = len(product.users) == len(summand.users) == 1
+        if product.target == linear.SMALL_M.op and alone and summand is not residual:
+            return summand, residual
     return None, None
+
+
+def _product(summand: fx.Node) -> fx.Node:
+    """The part of this rank, if ranks sum."""
+    return summand.args[0] if summand.target == ops.all_reduce.default else summand
 
 
 def _begins(user: fx.Node, normed: fx.Node) -> bool:
@@ -44,11 +52,13 @@ def _begins(user: fx.Node, normed: fx.Node) -> bool:
     return user.target in (linear.SMALL_M.op, linear.SMALL_M.swiglu) and user.args[0] is normed
 
 
-def _join(graph: fx.Graph, both: fx.Node, product: fx.Node, residual: fx.Node, parts: dict, readers: list) -> None:
+def _join(graph: fx.Graph, both: fx.Node, summand: fx.Node, residual: fx.Node, parts: dict, readers: list) -> None:
     _, _, weight, eps, offset = both.args
+    product = _product(summand)
+    op, group = (ops.small_m_add, ()) if product is summand else (ops.small_m_all_reduce_add, summand.args[1:])
     with graph.inserting_before(both):
-        arguments = *product.args[:2], linear.bias_of(product), residual, weight, offset or 0.0
-        ended = graph.call_function(ops.small_m_add.default, arguments)
+        arguments = *product.args[:2], linear.bias_of(product), residual, weight, offset or 0.0, *group
+        ended = graph.call_function(op.default, arguments)
         ended.meta = {key: value for key, value in product.meta.items() if key != "val"}
         stream, scaled, squares = (graph.call_function(operator.getitem, (ended, index)) for index in range(3))
     stream.meta = dict(product.meta)
@@ -69,5 +79,5 @@ def _join(graph: fx.Graph, both: fx.Node, product: fx.Node, residual: fx.Node, p
         parts[1].replace_all_uses_with(apart)
     if 0 in parts:
         parts[0].replace_all_uses_with(stream)
-    for node in (*parts.values(), both, product):
+    for node in dict.fromkeys((*parts.values(), both, summand, product)):
         graph.erase_node(node)

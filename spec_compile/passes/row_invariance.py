@@ -37,8 +37,13 @@ CREATES = {
 CHOOSES = {"amax", "amin", "argmax", "argmin", "argsort", "embedding", "max", "min", "sort", "topk"}
 """ATen ops that look up or choose elements of a row, which is the same in any order."""
 INVARIANT_OPS = MOVES | CREATES | CHOOSES
-KERNELS = {"spec_compile::rms_norm", "spec_compile::add_rms_norm"}
-"""Kernels of ours in which a program takes a row."""
+KERNELS = {
+    "spec_compile::rms_norm",
+    "spec_compile::add_rms_norm",
+    "spec_compile::all_gather",
+    "spec_compile::all_reduce",
+}
+"""Kernels of ours in which a program takes a row, or that add up each element by itself."""
 PRODUCTS = {"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"}
 
 

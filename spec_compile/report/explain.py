@@ -20,6 +20,7 @@ def explain(speculation) -> str:
         f"key-value heads of {layer.key_dim}, vocabulary {graph.vocab_size}, {graph.dtype}".replace("torch.", ""),
         f"algorithm {speculation.algorithm}, rounds over {', '.join(map(str, engine.runtime.sizes))} nodes",
         f"attention: {_backends(engine)}",
+        *speculation.options.ranks.notes,
         *_bits(variant_parts(graph)),
         "passes (call nodes before -> after):",
     ]

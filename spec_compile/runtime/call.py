@@ -42,6 +42,8 @@ class Call:
         """[2, B] on the CPU, until it is read: the numbers of nodes and the hints of the first trees."""
         self._counts: list[int] = []
         self._hints: list[int] = []
+        self._digest = 0
+        """Of all outcomes so far, which every rank must have alike."""
 
     @property
     def is_over(self) -> bool:
@@ -95,17 +97,20 @@ class Call:
                 if self._flying:
                     break  # what is on its way first
                 self._grow(max(self.lengths) + MAX_NODES + self.runtime.algorithm.plan.lookahead_slots)
-            if request.first_logits is not None or not request.drafts:
-                nodes = 1
-            elif self._flying or self._first is not None:
-                nodes = self._policy.choose_ahead()
-            else:
-                nodes = self._policy.choose([self._counts[row] for row in active], [self._hints[row] for row in active])
+            (nodes,) = self.runtime.options.ranks.lead(lambda: [self._choose_nodes(active)], check=self._digest)
             max_kv_len = self._max_kv_len(max(self.lengths) + nodes)
             if request.host_acceptor is None:
                 self._flying.append((nodes, session.launch(request.draw_in_round, nodes, max_kv_len)))
             else:
                 self._flying.append((nodes, self._chosen(nodes, max_kv_len)))
+
+    def _choose_nodes(self, active: list[int]) -> int:
+        """How many nodes the next round verifies."""
+        if self.request.first_logits is not None or not self.request.drafts:
+            return 1
+        if self._flying or self._first is not None:
+            return self._policy.choose_ahead()
+        return self._policy.choose([self._counts[row] for row in active], [self._hints[row] for row in active])
 
     def collect(self) -> tuple[int, list[Outcome]]:
         """Wait for the round that was launched first: its number of nodes, and what came of each row."""
@@ -121,6 +126,7 @@ class Call:
         gains, paths = [[] for _ in outcomes], []
         for row in active:
             outcome = outcomes[row]
+            self._digest = hash((self._digest, outcome.finished, *outcome.gained, *outcome.tokens, *outcome.parents))
             if -1 in outcome.gained:
                 raise RuntimeError(NO_PROBABILITIES)
             gains[row] = outcome.gained

@@ -37,8 +37,8 @@ class Engine:
         plan, merge = algorithm.plan, options.merge_linears
         self.captured = graph
         self.settings = {
-            "verify": passes.Settings(merge, plan.taps, options.attention("verify")),
-            "prefill": passes.Settings(merge, plan.taps, options.attention("prefill")),
+            purpose: passes.Settings(merge, plan.taps, options.attention(purpose), options.ranks)
+            for purpose in ("verify", "prefill")
         }
         """What `passes.run` made each graph of the runtime with."""
         graphs = {purpose: passes.run(graph, settings) for purpose, settings in self.settings.items()}

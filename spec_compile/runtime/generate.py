@@ -1,19 +1,24 @@
 """The drop-in: Hugging Face's ``generate()`` with our loop beneath its preparation."""
 
+import copy
 import math
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..capture import hooks
+from ..capture import adapters, hooks
 from ..capture.watch import describe
+from ..parallel.ranks import ALONE, Alone
 from . import past as pasts
 from .accept import Route, choose_route, make_acceptor
 from .accept.processors import MINIMA, is_known
+from .agreement import asked, led
 from .answer import Answer
 from .prepared import Inputs, Plan, make_key
 from .prompt import Prompt
@@ -45,6 +50,8 @@ class SpeculativeMixin:
         model and the like) they do, unaccelerated, with one warning that names it.
         """
         kwargs.pop("prompt_lookup_num_tokens", None)  # asks for n-gram drafts, which it gets anyway
+        if not self.speculation.options.ranks.leads:  # the first rank alone streams
+            kwargs.pop("streamer", None)
         if kwargs.get("custom_generate") is not None:
             self.speculation.step_aside("custom_generate")
         replaced = vars(self.speculation.original).get("generate")  # by a repository's custom_generate, or by a user
@@ -99,7 +106,8 @@ class SpeculativeMixin:
             raise RuntimeError(f"prefill_chunk_size: expected at least 1, got {config.prefill_chunk_size}")
         longest = _longest(input_ids, stopping_criteria, config)
         speculation.admit_request(prompt, longest - input_ids.shape[1])
-        answer = _answer(input_ids, prompt, longest, stopping_criteria, config, streamer)
+        ranks = speculation.options.ranks
+        answer = _answer(input_ids, prompt, longest, stopping_criteria, config, streamer, ranks)
         cache, first_logits = model_kwargs.get("past_key_values"), None
         if prompt.is_embedded:
             output = self._prefill(input_ids, config, model_kwargs)
@@ -110,7 +118,8 @@ class SpeculativeMixin:
             config, logits_processor, self.device, answer.keeps_scores, has_first_logits=first_logits is not None
         )
         shortest = _shortest(logits_processor)
-        request = _request(prompt, answer, route, logits_processor, config, shortest, cache, first_logits)
+        speculation.agreement.reach(asked(prompt, config, logits_processor, stopping_criteria))
+        request = _request(prompt, answer, route, logits_processor, config, shortest, cache, first_logits, ranks)
         speculation.plans.keep(self, prompt, config, logits_processor, stopping_criteria, answer, route)
         self._run(request, answer, route)
 
@@ -143,7 +152,8 @@ class SpeculativeMixin:
 
     def _run(self, request: Request, answer: Answer, route: Route) -> None:
         """Run rounds until every row of the answer has ended."""
-        with closing(self.speculation.run(request)) as rounds:
+        ranks = self.speculation.options.ranks
+        with ranks.call(), closing(self.speculation.run(request)) as rounds:
             for gained in rounds:
                 if route is not Route.ON_HOST:  # there the acceptor has given them to the answer
                     answer.take(gained)
@@ -191,6 +201,16 @@ class SpeculativeMixin:
         return super()._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
 
 
+def shadow(model: PreTrainedModel) -> PreTrainedModel:
+    """An object of a subclass with our generate(), which shares all modules and parameters of the model."""
+    cls = type(model)
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    shadow: Any = adapters.shallow(model, type(cls.__name__, (SpeculativeMixin, cls), names))
+    shadow.generation_config = copy.deepcopy(model.generation_config)
+    shadow.__dict__.pop("generate", None)  # one set on the object is run by `SpeculativeMixin.generate`
+    return shadow
+
+
 def _refuse_changes(speculation) -> None:
     """Raise RuntimeError if the model has changed since it was captured."""
     if changes := speculation.watch.changes():
@@ -224,7 +244,7 @@ def _unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict
 
 def _request(
     prompt: Prompt, answer: Answer, route: Route, processors: list, generation_config, shortest: int,
-    cache: Cache | None = None, first_logits: Tensor | None = None,
+    cache: Cache | None = None, first_logits: Tensor | None = None, ranks: Alone = ALONE,
 ) -> Request:  # fmt: skip
     """The request for the rounds of one call. Widths of the answer become lengths of each row without its padding.
 
@@ -232,7 +252,8 @@ def _request(
     """
     seed, temperature = None, 0.0
     if generation_config.do_sample:
-        seed, temperature = int(torch.randint((1 << 63) - 1, ())), generation_config.temperature or 1.0
+        drawn, temperature = int(torch.randint((1 << 63) - 1, ())), generation_config.temperature or 1.0
+        (seed,) = ranks.lead(lambda: [drawn])
     differences = [len(tokens) - answer.prompt_width for tokens in prompt.tokens]  # a row's length less its width
     return Request(
         prompts=prompt.tokens,
@@ -243,7 +264,7 @@ def _request(
         past=pasts.read(cache, prompt.padding) if cache is not None and cache.get_seq_length() > 0 else None,
         has_unknown_tokens=prompt.has_unknown_tokens,
         first_logits=first_logits,
-        acceptor=make_acceptor(route, answer, processors, seed),
+        acceptor=make_acceptor(route, answer, processors, seed, ranks),
         seed=seed or 0,
         temperature=temperature,
         prefill_chunk_size=generation_config.prefill_chunk_size,
@@ -269,7 +290,10 @@ def _longest(input_ids: Tensor, stopping_criteria, generation_config) -> int:
     return max(longest, input_ids.shape[1] + 1)
 
 
-def _answer(input_ids: Tensor, prompt: Prompt, longest: int, stopping_criteria, generation_config, streamer) -> Answer:
+def _answer(
+    input_ids: Tensor, prompt: Prompt, longest: int, stopping_criteria, generation_config, streamer,
+    ranks: Alone = ALONE,
+) -> Answer:  # fmt: skip
     """The answer of one call, still without tokens; ValueError if rows may end before others and no padding is set."""
     names = {type(criterion).__name__ for criterion in stopping_criteria}
     eos = next((c.eos_token_id.tolist() for c in stopping_criteria if type(c).__name__ == "EosTokenCriteria"), [])
@@ -282,7 +306,7 @@ def _answer(input_ids: Tensor, prompt: Prompt, longest: int, stopping_criteria, 
         longest,
         eos,
         None if pad is None else int(pad),
-        criteria=None if names <= CRITERIA_IN_ROUND else stopping_criteria,
+        criteria=None if names <= CRITERIA_IN_ROUND else led(stopping_criteria, ranks),
         streamer=streamer,
         keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
         keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),

@@ -171,13 +171,13 @@ def make_key(model, device: torch.device, inputs: Inputs, options: dict) -> Key 
     if any(values.get(name) is not None for values in configs for name in ("max_length", "min_length")):
         return None  # transformers warns if they come with max_new_tokens or min_new_tokens
     values = [value for part in (*configs, options) for value in part.values() if type(value) not in SCALARS]
-    if not all(map(_is_plain, values)):
+    if not all(map(is_plain, values)):
         return None
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or _is_distributed():
         return None
     if not vars(model).keys().isdisjoint(METHODS):
         return None
-    read = {name: value for name, value in vars(model.config).items() if type(value) in SCALARS or _is_plain(value)}
+    read = {name: value for name, value in vars(model.config).items() if type(value) in SCALARS or is_plain(value)}
     facts = marshal.dumps((options, *configs, read, LOGGER.getEffectiveLevel()), 2)  # tells 1, 1.0 and True apart
     mask = None if inputs.mask is None else inputs.mask.dtype
     methods = _methods(type(model)), _methods(type(model).__bases__[1])  # ours, and those of the model's own class
@@ -208,9 +208,9 @@ def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether a value is a number, a text, None, or lists, tuples and dictionaries of such."""
     cls = type(value)
     if cls in (list, tuple):
-        return all(map(_is_plain, value))
-    return cls in SCALARS or (cls is dict and all(map(_is_plain, (*value, *value.values()))))
+        return all(map(is_plain, value))
+    return cls in SCALARS or (cls is dict and all(map(is_plain, (*value, *value.values()))))

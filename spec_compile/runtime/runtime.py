@@ -1,16 +1,19 @@
 """`Runtime`: what every session of an engine shares."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import psutil
 import torch
+from transformers import PreTrainedModel
 
 from ..config import Options
 from ..drafting import Algorithm
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
+from ..kernels.all_reduce_memory import EXCHANGES, WARM_UP_SECONDS, set_deadline
 from ..kernels.linear import MAX_ROWS
 from ..stats import Stats
 
@@ -18,6 +21,9 @@ log = logging.getLogger("spec_compile")
 
 GPU_CACHE = 8192
 """Tokens a sequence may have on a GPU, where memory is taken at once, unless the user says how many."""
+
+DEADLINE = 10.0
+"""Seconds that a GPU waits for another rank's part of a sum."""
 
 
 @dataclass
@@ -56,6 +62,17 @@ class Runtime:
         memory = psutil.virtual_memory().total
         return min(self.max_positions, max(memory // 4 // (self.token_bytes * batch), 1024))
 
+    @contextmanager
+    def ranks_apart(self) -> Iterator[None]:
+        """A context in which ranks may take minutes longer than others, because each compiles for itself."""
+        ranks, has_deadline = self.options.ranks, self.options.ranks.name in EXCHANGES
+        if has_deadline:
+            set_deadline(ranks.name, WARM_UP_SECONDS)
+        yield
+        if has_deadline:
+            ranks.meet()
+            set_deadline(ranks.name, DEADLINE)
+
     def check_rows(self, batch: int) -> None:
         """UnsupportedModelError if exact="bits" is asked for, and rounds of this batch size have more rows than the
         products that keep them."""
@@ -82,3 +99,16 @@ class Runtime:
             )
         if self.on_gpu:
             self.say(f"{takes} {free / 1e9:.2f} GB")
+
+
+def max_positions(model: PreTrainedModel, table: int | None, options: Options) -> int:
+    """Tokens that a sequence may have by default.
+
+    table: rows of a learned position table, or None. Raises ValueError if the option asks for more than it has.
+    """
+    if table is not None and (options.max_cache_len or 0) > table:
+        raise ValueError(
+            f"max_cache_len: the model has learned positions for {table} tokens, got {options.max_cache_len}"
+        )
+    config = model.config.get_text_config(decoder=True)
+    return table or getattr(config, "max_position_embeddings", None) or 1 << 20

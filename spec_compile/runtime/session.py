@@ -46,7 +46,8 @@ class Session:
         self.policies = {
             part: SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight) for part in ("round", "look")
         }
-        self.ring = OutcomeRing(batch * WIDEST, runtime.device) if runtime.on_gpu else None
+        check_peers = options.ranks.check_peers
+        self.ring = OutcomeRing(batch * WIDEST, runtime.device, check_peers) if runtime.on_gpu else None
         self.texts: list[list[int]] = []
         """What each row was in the last call, prompt and output: of these the drafter's own cache knows."""
         self.steps: dict[tuple[str, int], Callable] = {}
@@ -142,7 +143,7 @@ class Session:
         name = f"{part}_b{self.batch}" + (f"_n{nodes}" if nodes else "")
         runtime.say(f"compiling {name}")
         begin = time.perf_counter()
-        with torch.no_grad(), self._untouched():
+        with torch.no_grad(), runtime.ranks_apart(), self._untouched():
             step, arguments = self._function(part, nodes), self._arguments(part, nodes)
             step(*arguments)
             if captures:
@@ -168,7 +169,7 @@ class Session:
                 return finish(accepted.path, accepted.tokens, accepted.count, features, max_kv_len)
 
             sampled = self.ring.publishing(sampled) if self.runtime.on_gpu else sampled
-            with torch.no_grad(), self._untouched():
+            with torch.no_grad(), self.runtime.ranks_apart(), self._untouched():
                 self.steps[key] = self._capture(sampled, (PAGE,)) if self.captures else sampled
                 self.policies["look"].cost[nodes] = min(self._seconds(self.steps[key], (PAGE,)) for _ in range(TRIALS))
             forgotten = [k for k in self.steps if k[0].startswith("sampled")][:-SAMPLERS]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...parallel.slices import whole
 from .files import Checkpoint
 
 
@@ -25,9 +26,8 @@ class Target:
         if output is None or getattr(output, "bias", None) is not None:
             problem = "has no output layer" if output is None else "has an output layer with a bias"
             raise ValueError(f"draft: {type(model).__name__} {problem}, which draft heads share")
-        return cls(
-            model, model.config.get_text_config(decoder=True), model.get_input_embeddings().weight, output.weight
-        )
+        shared = (whole(part.weight, keep=True) for part in (model.get_input_embeddings(), output))
+        return cls(model, model.config.get_text_config(decoder=True), *shared)
 
     @property
     def hidden_size(self) -> int:

@@ -92,10 +92,13 @@ class Context(nn.Module):
     """What the layers of a draft see of the target's states: the keys and values of all in one product.
 
     It holds the layers' key and value projections a second time, stacked.
+
+    parts, part: of how many equal stretches of key-value heads it holds which one.
     """
 
-    def __init__(self, draft: DFlashDraft):
+    def __init__(self, draft: DFlashDraft, parts: int = 1, part: int = 0):
         super().__init__()
+        self.parts, self.part = parts, part
         first = draft.blocks[0].self_attn
         self.draft, self.head_dim, self.eps = draft, first.head_dim, first.k_norm.variance_epsilon
         for name, value in self._stacked().items():
@@ -106,10 +109,14 @@ class Context(nn.Module):
         linears = [linear for layer in layers for linear in (layer.k_proj, layer.v_proj)]
         biased = linears[0].bias is not None
         return {
-            "weight": torch.cat([linear.weight.detach() for linear in linears]),
-            "bias": torch.cat([linear.bias.detach() for linear in linears]) if biased else None,
+            "weight": torch.cat([self._rows(linear.weight) for linear in linears]),
+            "bias": torch.cat([self._rows(linear.bias) for linear in linears]) if biased else None,
             "key_norm": torch.stack([layer.k_norm.weight.detach() for layer in layers])[:, None],
         }
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """The rows of a projection that make its heads."""
+        return tensor.detach().chunk(self.parts)[self.part]
 
     def refresh(self) -> None:
         """Stack the draft's projections, which have changed, anew."""

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ...graph import ModelGraph, attribute, calls
 from .. import HALF
-from . import append, avx512, small_m, stream, transposed  # noqa: F401
+from . import all_reduce_add, append, avx512, small_m, stream, transposed  # noqa: F401
 from .plans import MAX_ROWS  # noqa: F401
 
 aten = torch.ops.aten
@@ -44,7 +44,9 @@ PLAIN = aten.linear.default
 """The op of a captured linear layer, and of every one that no form serves."""
 NORMED = torch.ops.spec_compile.normed_matmul.default, torch.ops.spec_compile.normed_swiglu.default
 APPENDS = torch.ops.spec_compile.small_m_append.default
-JOINED = (torch.ops.spec_compile.small_m_add.default, *NORMED, APPENDS)
+JOINED = (
+    torch.ops.spec_compile.small_m_add.default, torch.ops.spec_compile.small_m_all_reduce_add.default, *NORMED, APPENDS
+)  # fmt: skip
 """Products of the form "small_m" with what stands around them."""
 LINEARS = {PLAIN, *JOINED} | {op for form in FORMS for op in (form.op, form.swiglu) if op}
 PRODUCTS = LINEARS | {aten.addmm.default}
@@ -93,5 +95,7 @@ def linear_layers(graph: ModelGraph) -> list[fx.Node]:
 
 def head_products(graph: ModelGraph) -> list[fx.Node]:
     """The `linear_layers` that multiply by the output embedding."""
-    address = attribute(graph.gm, graph.head_weight).data_ptr()
-    return [node for node in linear_layers(graph) if attribute(graph.gm, node.args[1].target).data_ptr() == address]
+    head = attribute(graph.gm, graph.head_weight)
+    weights = [(node, attribute(graph.gm, node.args[1].target)) for node in linear_layers(graph)]
+    # A DTensor has no address.
+    return [node for node, weight in weights if weight is head or (weight.data_ptr() == head.data_ptr() != 0)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import HALF, dependent_launch
+from ..all_reduce_memory import Exchange
 from ..counters import zero_counters
 from ..ops import as_rows
 from .plans import CUT, MAX_ROWS, Plan, Tile, ceil_div, plan, squared_columns
@@ -150,25 +151,28 @@ def plan_of(x: Tensor, weight: Tensor) -> Plan | None:
 
 def run(
     x: Tensor, weight: Tensor, bias: Tensor | None, how: Plan, *, gated: bool = False, normed: Normed | None = None,
-    stream: Stream | None = None,
+    stream: Stream | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [..., I] times weight [O, I] by a plan, as `launch` computes it -> [..., O], gated [..., O / 2]."""
+    """x [..., I] times weight [O, I] by a plan, as `launch` computes it -> [..., O], gated [..., O / 2], of x's dtype
+    or the one given."""
     flat = as_rows(x)
-    out = x.new_empty(flat.shape[0], weight.shape[0] // (1 + gated))
+    out = x.new_empty(flat.shape[0], weight.shape[0] // (1 + gated), dtype=dtype)
     bias = bias if bias is None else bias.contiguous()
     launch(flat, weight, bias, out, how.parts, how.tile(len(flat)), gated=gated, normed=normed, stream=stream)
     return out.view(*x.shape[:-1], out.shape[1])
 
 
 def launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: int, tile: Tile, *, gated: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, parts: int, tile: Tile, *, gated: bool = False,
     normed: Normed | None = None, stream: Stream | None = None, heads: Heads | None = None, early: bool | None = None,
+    exchange: Exchange | None = None,
 ) -> None:  # fmt: skip
     """Run the kernel: x [R, I] of any row stride, weight [O, I] and bias [O] contiguous, out [R, O] contiguous.
 
     gated: the first half of the weights' rows is a gate, the second half what it gates; out [R, O / 2]. normed: x is
     the first half of a norm. stream: out is the residual stream with the product added. heads: out [R, H * D] is the
-    queries, R = B * N. early: whether to use programmatic dependent launch (None: where the GPU can).
+    queries, R = B * N. early: whether to use programmatic dependent launch (None: where the GPU can). exchange: the
+    product goes to all ranks, and to no out.
     """
     rows, (outputs, inputs) = len(x), weight.shape
     early = dependent_launch.available(x) if early is None else early
@@ -183,11 +187,13 @@ def launch(
     residual, norm, offset, scaled, new_squares = stream or (None, None, 0.0, None, None)
     cos, sin, q_norm, k_norm, head_eps, head_offset, key_cache, value_cache, lengths = heads or NO_HEADS
     nodes, (_, kv_heads, capacity, size) = (cos.shape[1], key_cache.shape) if heads else (1, (0, 0, 0, 0))
+    sent = (exchange.peers, exchange.state, exchange.rank, exchange.words) if exchange else (None, None, 0, 0)
     small_m_kernel[(grid[0] * parts, grid[1])](
         x, weight, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived,
         cos, sin, q_norm, k_norm, key_cache, value_cache, lengths, rows, outputs, inputs,
         x.stride(0), 0 if residual is None else residual.stride(0), tile.late, tile.prefetch, eps, offset,
         nodes, capacity, head_eps, head_offset or 0.0,
+        *sent, RANKS=exchange.ranks if exchange else 1,
         BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
         TERMS=terms, BLOCK_TERMS=triton.next_power_of_2(terms), SQUARED=squared_columns(outputs), GATED=gated,
         EVEN=inputs % tile.block_k == 0, PDL=early,

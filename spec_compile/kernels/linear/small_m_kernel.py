@@ -11,7 +11,8 @@ What a plain kernel loses at its beginning and end is kept small:
   launched the same way after this one begins no earlier than when all that came before this one is done.
 - What stands around a product in a decoder layer is done while its sums are in registers: the RMSNorm of x before it
   (`squares`), the gate of an MLP, the residual stream behind it with the first half of the next norm
-  (`_store_stream`), or what makes queries, keys and values of it (`append_kernel`).
+  (`_store_stream`), or what makes queries, keys and values of it (`append_kernel`). A part of a sum over ranks is sent
+  to all of them (`send`).
 
 Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
 [BLOCK_N, BLOCK_K], sums [BLOCK_O, BLOCK_N].
@@ -20,9 +21,17 @@ Import this module only where Triton is installed. Shapes of a tile: weights [BL
 import triton
 import triton.language as tl
 
+from ..all_reduce_kernel import send, slot_of_turn
 from ..pairs import sum_in_pairs, sum_rows_in_pairs
 from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
 from .append_kernel import load_for_heads, store_heads
+
+
+@triton.jit
+def _columns_of(part, inputs, CUT: tl.constexpr, PARTS: tl.constexpr):
+    """The columns begin .. end of a part, cut at multiples of CUT."""
+    cuts = tl.cdiv(inputs, CUT)
+    return part * cuts // PARTS * CUT, tl.minimum((part + 1) * cuts // PARTS * CUT, inputs)
 
 
 @triton.jit
@@ -90,6 +99,13 @@ def _sum_of_parts(
 
 
 @triton.jit
+def _divided_by_rms(acc, squares, bias, inputs, eps, BLOCK_N: tl.constexpr, BLOCK_TERMS: tl.constexpr):
+    """acc [HEIGHT, BLOCK_N] over the root mean square of each row of x, plus bias [HEIGHT]."""
+    scale = tl.rsqrt(sum_in_pairs(squares, BLOCK_N, BLOCK_TERMS) / inputs + eps)
+    return tl.fma(acc, scale[None, :] + tl.zeros_like(acc), bias[:, None] + tl.zeros_like(acc))
+
+
+@triton.jit
 def _load_bias(bias_ptr, o):
     """Zeros where there is no bias."""
     bias = tl.zeros(o.shape, tl.float32)
@@ -144,21 +160,27 @@ def _store(value, out_ptr, column, n, rows, height):
     tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "late", "prefetch", "nodes"])
+@triton.jit
+def _send(value, peers, slot, column, n, rows, height, rank, RANKS: tl.constexpr):
+    """value [HEIGHT, BLOCK_N] to all ranks, as a part [rows, height] of their sum."""
+    mask = (column < height)[:, None] & (n < rows)[None, :]
+    send(value, peers, slot, n[None, :].to(tl.int64) * height + column[:, None], mask, rank, RANKS, True)
+
+
+@triton.jit(do_not_specialize=["rows", "late", "prefetch", "nodes", "rank"])
 def small_m_kernel(
-    x_ptr, weight_ptr, bias_ptr, squares_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr,
-    partial_ptr, arrived_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr,
-    rows, outputs, inputs, stride_x, stride_r, late, prefetch, eps, offset, nodes, capacity, head_eps, head_offset,
-    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr,
-    TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, squares_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr, partial_ptr,
+    arrived_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, rows, outputs,
+    inputs, stride_x, stride_r, late, prefetch, eps, offset, nodes, capacity, head_eps, head_offset, peers, state_ptr,
+    rank, words, RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr, SQUARED: tl.constexpr,
+    GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the weights' rows * PARTS, tiles of x's rows). Columns are cut at multiples of CUT."""
+    """Grid (tiles of the weights' rows * PARTS, tiles of x's rows)."""
     # This program's tile [BLOCK_O, BLOCK_N], and its part of the columns: begin .. end.
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    cuts = tl.cdiv(inputs, CUT)
-    begin = part * cuts // PARTS * CUT
-    end = tl.minimum((part + 1) * cuts // PARTS * CUT, inputs)
+    begin, end = _columns_of(part, inputs, CUT, PARTS)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
 
     # Rows of the weights in the tile, o [BLOCK_O]; HEIGHT columns of out come of them.
@@ -169,12 +191,13 @@ def small_m_kernel(
     o = _weight_rows(tile, outputs, D // 2 if APPENDS else height, PAIRED, BLOCK_O)
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
 
-    # The product of those columns, acc [BLOCK_O, BLOCK_N]. What its end needs is loaded first if registers can hold it,
-    # so that it has arrived by then.
+    # The product of those columns, acc [BLOCK_O, BLOCK_N]. What its end needs is loaded first if registers hold it.
     EAGER: tl.constexpr = BLOCK_N <= 64
     if PDL:
         _fetch_first_tiles(weight_ptr, o, begin, end, inputs, prefetch, BLOCK_K)
         wait_for_kernel_before()
+    if RANKS > 1:
+        slot = slot_of_turn(state_ptr, rank, words, RANKS)
     if EAGER and squares_ptr is not None:
         squares = _load_squares(squares_ptr, n, rows, TERMS, BLOCK_TERMS)
     if EAGER and residual_ptr is not None:
@@ -195,14 +218,12 @@ def small_m_kernel(
 
     # What comes behind the product, with the sums in registers.
     if done:
-        bias = _load_bias(bias_ptr, o)
         if squares_ptr is not None:
             if not EAGER:
                 squares = _load_squares(squares_ptr, n, rows, TERMS, BLOCK_TERMS)
-            scale = tl.rsqrt(sum_in_pairs(squares, BLOCK_N, BLOCK_TERMS) / inputs + eps)
-            acc = tl.fma(acc, scale[None, :] + tl.zeros_like(acc), bias[:, None] + tl.zeros_like(acc))
+            acc = _divided_by_rms(acc, squares, _load_bias(bias_ptr, o), inputs, eps, BLOCK_N, BLOCK_TERMS)
         elif bias_ptr is not None:
-            acc += bias[:, None]
+            acc += _load_bias(bias_ptr, o)[:, None]
         if PAIRED:
             first, second = acc.reshape(HEIGHT, 2, BLOCK_N).permute(0, 2, 1).split()
         if APPENDS:
@@ -223,5 +244,7 @@ def small_m_kernel(
             )  # fmt: skip
         elif GATED:
             _store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, rows, height)
+        elif RANKS > 1:
+            _send(acc, peers, slot, column, n, rows, height, rank, RANKS)
         else:
             _store(acc, out_ptr, column, n, rows, height)

@@ -26,22 +26,32 @@ def small_m_add(
     squares [R, T] float32: sums of the squares of each `squared_columns` columns of the stream's R rows.
     """
     how = plan_of(x, weight)
-    rows = residual.numel() // residual.shape[-1]
-    squares = x.new_empty(rows, ceil_div(len(weight), squared_columns(len(weight))), dtype=torch.float32)
     if how is None:
-        stream = F.linear(x, weight, bias) + residual
-        squares.copy_(_squares(stream))
-        return stream, (stream.float() * (norm_weight.float() + offset)).to(x.dtype), squares
-    before, scaled = as_rows(residual), torch.empty(residual.shape, dtype=x.dtype, device=x.device)
-    behind = Stream(before, norm_weight.contiguous(), offset, scaled.view(before.shape), squares)
-    return run(x, weight, bias, how, stream=behind), scaled, squares
+        return plain_stream(F.linear(x, weight, bias), residual, norm_weight, offset)
+    behind = stream_behind(residual, norm_weight, offset)
+    return run(x, weight, bias, how, stream=behind), behind.scaled.view(residual.shape), behind.squares
 
 
 @small_m_add.register_fake
 def _(x, weight, bias, residual, norm_weight, offset):
-    terms = ceil_div(weight.shape[0], squared_columns(weight.shape[0]))
-    squares = x.new_empty(residual.numel() // residual.shape[-1], terms, dtype=torch.float32)
-    return x.new_empty(residual.shape), x.new_empty(residual.shape), squares
+    behind = stream_behind(residual, norm_weight, offset)
+    return x.new_empty(residual.shape), behind.scaled.view(residual.shape), behind.squares
+
+
+def stream_behind(residual: Tensor, norm_weight: Tensor, offset: float) -> Stream:
+    """What a kernel needs to add to residual [..., O], with memory for what it returns beside the stream."""
+    size = residual.shape[-1]
+    squares = residual.new_empty(residual.numel() // size, ceil_div(size, squared_columns(size)), dtype=torch.float32)
+    before = as_rows(residual)
+    return Stream(before, norm_weight.contiguous(), offset, before.new_empty(before.shape), squares)
+
+
+def plain_stream(
+    product: Tensor, residual: Tensor, norm_weight: Tensor, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `small_m_add` means, of a product that is rounded."""
+    stream = product + residual
+    return stream, (stream.float() * (norm_weight.float() + offset)).to(stream.dtype), _squares(stream)
 
 
 def _squares(stream: Tensor) -> Tensor:

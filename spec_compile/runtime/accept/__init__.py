@@ -4,6 +4,7 @@ from enum import Enum
 
 import torch
 
+from ...parallel.ranks import ALONE, Alone
 from ..answer import Answer
 from .draw import DrawInRound
 from .host import HostAcceptor
@@ -57,11 +58,11 @@ def choose_route(
 
 
 def make_acceptor(
-    route: Route, answer: Answer, processors: list, seed: int | None
+    route: Route, answer: Answer, processors: list, seed: int | None, ranks: Alone = ALONE
 ) -> HostAcceptor | DrawInRound | None:
     """What accepts tokens on a route; None for GREEDY_IN_ROUND, which is a part of every round.
 
-    answer, processors, seed: see `HostAcceptor`.
+    answer, processors, seed, ranks: see `HostAcceptor`.
     """
     match route:
         case Route.GREEDY_IN_ROUND:
@@ -69,4 +70,4 @@ def make_acceptor(
         case Route.DRAW_IN_ROUND:
             return DrawInRound(processors)
         case Route.ON_HOST:
-            return HostAcceptor(answer, processors, seed)
+            return HostAcceptor(answer, processors, seed, ranks)

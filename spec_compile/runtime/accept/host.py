@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ...parallel.ranks import ALONE, Alone
 from ...tree import Accepted, Tree
 from ..answer import Answer
 from .processors import Processors
@@ -18,6 +19,7 @@ class HostAcceptor:
     answer: takes the tokens as they are chosen.
     processors: any logits processors. Only nodes that are reached are processed, each with its true prefix.
     seed: of the random numbers with which tokens are drawn; None takes the likeliest token.
+    ranks: the processes that share the model; processors run on all of them, and the first one's choice counts.
 
     If all processors are known to treat rows by themselves, each row goes as far as its tree allows. Otherwise rows go
     in lockstep, which also serves processors that remember what they saw. Then processors, stopping criteria and
@@ -27,8 +29,8 @@ class HostAcceptor:
     that were themselves drawn (``tree.probs``) are tested by `rejection.accept_drawn` instead.
     """
 
-    def __init__(self, answer: Answer, processors: list, seed: int | None):
-        self.answer, self.seed = answer, seed
+    def __init__(self, answer: Answer, processors: list, seed: int | None, ranks: Alone = ALONE):
+        self.answer, self.seed, self.ranks = answer, seed, ranks
         self.processors = Processors(processors, answer.batch)
         self.lockstep = not self.processors.rowwise
 
@@ -53,6 +55,8 @@ class HostAcceptor:
                 if self.lockstep:
                     raw, scores, rows = raw[going], scores[going], torch.tensor(going)
                 chosen = self._choose(tree, rows, node[rows], torch.tensor(gained), scores).cpu()
+                if self.ranks.size > 1:
+                    chosen = torch.tensor(self.ranks.lead(chosen.tolist))
             path[rows, level], tokens[rows, level] = node[rows], chosen
             count[rows] += 1
             follows = (tree.parents[rows] == node[rows, None]) & (tree.tokens[rows] == chosen[:, None])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...compat import tensors_in
@@ -34,7 +35,9 @@ class Captured:
                 function(*arguments)
         torch.cuda.current_stream().wait_stream(stream)
         try:
-            with _workspaces_of_the_pool(), torch.cuda.graph(self._graph, pool=pool, stream=stream):
+            mode = "thread_local" if dist.is_initialized() else "global"  # NCCL has threads that look at the GPU
+            capture = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode=mode)
+            with _workspaces_of_the_pool(), capture:
                 self.output = function(*arguments)
         except Exception as error:
             torch.cuda.synchronize()
@@ -65,8 +68,9 @@ def _workspaces_of_the_pool() -> Iterator[None]:
 class OutcomeRing:
     """Outcomes on their way to the host: rounds write them to pinned memory, each in a slot of its own."""
 
-    def __init__(self, width: int, device: torch.device):
-        """`width`: most numbers of an outcome."""
+    def __init__(self, width: int, device: torch.device, check_peers: Callable[[], None]):
+        """width: most numbers of an outcome. check_peers: raises if an outcome waits for a rank that is gone."""
+        self._check_peers = check_peers
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
         """[1]: rounds so far, counted by the rounds themselves; negative: what they write is not for anyone."""
         self._slots = torch.zeros(SLOTS + 1, 1 + width, dtype=torch.int64, pin_memory=True)
@@ -98,6 +102,8 @@ class OutcomeRing:
             for look in itertools.count(1):
                 if slot[0] == number:
                     break
+                if look % LOOKS == 0:
+                    self._check_peers()
                 if look % LOOKS == 0 and torch.cuda.current_stream(self.turn.device).query() and slot[0] != number:
                     raise RuntimeError("the GPU is idle and a round has left no outcome; please report this")
                 time.sleep(0)

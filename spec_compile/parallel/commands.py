@@ -1,0 +1,83 @@
+"""`CommandRing`: what the first rank decides, on its way to the others through memory that they share."""
+
+import itertools
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+WORDS = 1 << 18
+"""Numbers that the ring holds."""
+SPINS, NAP = 2000, 50e-6
+"""A reader looks so often without a pause, and then after each pause of so many seconds."""
+LOOKS = 2000
+"""After so many naps a reader makes sure that the others are alive."""
+
+
+class CommandRing:
+    """A ring of int64 that one process writes and the others of the same host read.
+
+    rank, size: the reader's number and how many processes there are; 0 writes. path: of the file that is shared; None
+    makes one. check_peers: raises if a process has died; it is called while nothing arrives.
+
+    Each message is its length and its numbers. Words 0 to size - 1 count what each process has written or read so far.
+    """
+
+    def __init__(self, rank: int, size: int, path: str | None, check_peers: Callable[[], None]):
+        self.rank, self.size, self.check_peers = rank, size, check_peers
+        if path is None:
+            folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+            descriptor, path = tempfile.mkstemp(prefix="spec_compile_", dir=folder)
+            os.ftruncate(descriptor, 8 * (size + WORDS))
+        else:
+            descriptor = os.open(path, os.O_RDWR)
+        self.path = path
+        self._memory = mmap.mmap(descriptor, 8 * (size + WORDS))
+        os.close(descriptor)
+        words = np.frombuffer(self._memory, dtype=np.int64)
+        self._counts, self._ring = words[:size], words[size:]
+
+    def unlink(self) -> None:
+        """Take the file's name away, once every process has opened it."""
+        Path(self.path).unlink()
+
+    @property
+    def position(self) -> int:
+        """Numbers that this process has written or read."""
+        return int(self._counts[self.rank])
+
+    def skip_to(self, position: int) -> None:
+        """A reader leaves out what was written before a position of the writer."""
+        self._counts[self.rank] = position
+
+    def write(self, numbers: list[int]) -> None:
+        """Send one message to every reader."""
+        message = np.array([len(numbers), *numbers], dtype=np.int64)
+        if len(message) > WORDS:
+            raise ValueError(f"a decision of {len(message)} numbers does not fit into a ring of {WORDS}")
+        begin = self.position
+        self._wait(lambda: begin + len(message) - int(self._counts[1:].min()) <= WORDS)
+        self._ring[np.arange(begin, begin + len(message)) % WORDS] = message
+        self._counts[0] = begin + len(message)
+
+    def read(self) -> list[int]:
+        """The next message."""
+        begin = self.position
+        self._wait(lambda: int(self._counts[0]) > begin)
+        length = int(self._ring[begin % WORDS])
+        numbers = self._ring[np.arange(begin + 1, begin + 1 + length) % WORDS].tolist()
+        self._counts[self.rank] = begin + 1 + length
+        return numbers
+
+    def _wait(self, is_ready: Callable[[], bool]) -> None:
+        for look in itertools.count():
+            if is_ready():
+                return
+            if look > SPINS:
+                time.sleep(NAP)
+                if look % LOOKS == 0:
+                    self.check_peers()

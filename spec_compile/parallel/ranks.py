@@ -1,0 +1,229 @@
+"""`Ranks`: the processes that share one model, as one of them sees them.
+
+All of them run the same code. What a clock, a measurement, a callback or the host decides, the first rank decides, and
+the others take it over (`Ranks.lead`). Before that they agree on what they were asked for (`Ranks.agree`).
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from .commands import CommandRing
+from .slices import Slices
+
+WIDTH = 4096
+"""Bytes of what a rank says when the ranks agree."""
+DECISION, ABORT = 0, 1
+"""How a message of the first rank begins."""
+GRACE = 2.0
+"""Seconds that a process which is being killed takes to be seen as dead."""
+
+
+class Alone:
+    """One process that shares its model with no other, with the interface of `Ranks`."""
+
+    rank, size, leads, name = 0, 1, True, ""
+    notes: Sequence[str] = ()
+
+    def lead(self, decide: Callable[[], Sequence[int]], check: int = 0) -> list[int]:
+        """See `Ranks.lead`."""
+        return [*decide()]
+
+    def agree(self, what: str, parts: dict[str, Any], error: BaseException | None = None) -> None:
+        """See `Ranks.agree`."""
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """See `Ranks.call`."""
+        yield
+
+    @contextmanager
+    def together(self, what: str, parts: dict[str, Any]) -> Iterator[None]:
+        """A context after which the ranks `agree` on `parts`, which may be filled inside; errors inside are told."""
+        try:
+            yield
+        except Exception as error:
+            self.agree(what, {}, error)
+            raise
+        self.agree(what, parts)
+
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+
+    def refresh(self) -> None:
+        """Copy the rank's parts of parameters anew, because these have changed."""
+
+    def check_peers(self) -> None:
+        """See `Ranks.check_peers`."""
+
+
+ALONE = Alone()
+
+
+class Ranks(Alone):
+    """The group of tensor parallelism, and this process's place in it.
+
+    group: of torch.distributed, whose collectives carry sums. talk: one of the same ranks on CPUs. place: of this
+    process's GPU, "" on a CPU. Making one is a collective call: all ranks do it. ValueError if two share a GPU.
+
+    rank, size: this process's number, and how many there are. leads: whether it is the first. name: the group's, for
+    `kernels.all_reduce`. slices: this rank's parts of parameters.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, talk: dist.ProcessGroup, place: str = ""):
+        self.rank, self.size, self.name = group.rank(), group.size(), group.group_name
+        self.leads = self.rank == 0
+        self.group, self._talk = group, talk
+        self.slices = Slices(self.rank, self.size)
+        self.failure = ""
+        """Why no call can be served any more."""
+        self.find_missing: Callable[[], int | None] = lambda: None
+        """After an error of the GPU: the rank that it waited for in vain."""
+        self.notes: list[str] = []
+        """Lines about the exchange for ``explain()``."""
+        self._processes: list[tuple[int, float]] = []
+        self._ring = CommandRing(0, self.size, None, self.check_peers) if self.leads else None
+        me = psutil.Process()
+        hello = {"host": os.uname().nodename, "process": [me.pid, me.create_time()], "place": place}
+        heard = self._exchange(hello | ({"ring": self._ring.path} if self._ring else {}))
+        if len({each["host"] for each in heard}) > 1:
+            raise ValueError("tensor_parallel: the ranks have to be processes of one host; start torchrun on one")
+        places = [each["place"] for each in heard if each["place"]]
+        if len(set(places)) < len(places):
+            raise ValueError(
+                "tensor_parallel: two ranks have the model on one GPU; load it with "
+                "device_map={'': int(os.environ['LOCAL_RANK'])} on each"
+            )
+        self._processes = [(int(pid), made) for pid, made in (each["process"] for each in heard)]
+        if not self._ring:
+            self._ring = CommandRing(self.rank, self.size, heard[0]["ring"], self.check_peers)
+        self.meet()
+        if self.leads:
+            self._ring.unlink()
+
+    def lead(self, decide: Callable[[], Sequence[int]], check: int = 0) -> list[int]:
+        """What `decide` returns on the first rank, integers; on the others it is not called.
+
+        check: a number that must be the same on all ranks. RuntimeError if it is not, or if the first rank has given up
+        the call.
+        """
+        if self.leads:
+            values = [*decide()]
+            self._ring.write([DECISION, check, *values])
+            return values
+        kind, expected, *values = self._ring.read()
+        if kind == ABORT:
+            raise RuntimeError("rank 0 ended this call: " + bytes(values).decode())
+        if expected != check:
+            self.failure = f"rank {self.rank} has computed something else than rank 0; restart all ranks"
+            raise RuntimeError(self.failure)
+        return values
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A context in which the ranks run the same rounds; they leave it together.
+
+        An exception on the first rank ends it on all. RuntimeError, naming the rank, if one has died.
+        """
+        try:
+            yield
+            self.lead(list)
+        except BaseException as error:
+            if self.leads:
+                text = f"{type(error).__name__}: {error}".encode()[:WIDTH]
+                self._ring.write([ABORT, 0, *text])
+            self._name_the_dead(error)
+            raise
+
+    def agree(self, what: str, parts: dict[str, Any], error: BaseException | None = None) -> None:
+        """Make sure that all ranks were asked for the same. All of them call this.
+
+        what: the call, for messages. parts: what they must agree on, by name, each a value with a `repr` of its own or
+        bytes. error: why this rank cannot go on, if it cannot; then nothing is raised here.
+        ValueError on every other rank if one has an error or another value, with the part and the ranks.
+        """
+        if self.failure:
+            raise RuntimeError(self.failure)
+        digests = {name: digest(value) for name, value in parts.items()}
+        reason = f"{type(error).__name__}: {error}"[: WIDTH // 4] if error is not None else None
+        heard = self._exchange({"error": reason, "parts": digests, "position": self._ring.position})
+        if not self.leads:
+            self._ring.skip_to(heard[0]["position"])
+        if error is not None:
+            return
+        for rank, each in enumerate(heard):
+            if each["error"] is not None:
+                raise ValueError(f"{what}: rank {rank} refused it: {each['error']}")
+        first = heard[0]["parts"]
+        for name in dict.fromkeys([*first, *(name for each in heard for name in each["parts"])]):
+            others = [rank for rank, each in enumerate(heard) if each["parts"].get(name) != first.get(name)]
+            if others:
+                raise ValueError(
+                    f"{what}: the ranks disagree on {name}: rank {', '.join(map(str, others))} differs from rank 0; "
+                    "call it alike on all ranks"
+                )
+
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        self._exchange({})
+
+    def refresh(self) -> None:
+        """Copy the rank's parts of parameters anew, because these have changed."""
+        self.slices.refresh()
+
+    def check_peers(self) -> None:
+        """RuntimeError, naming the rank, if a rank's process is gone."""
+        for rank, (pid, made) in enumerate(self._processes):
+            try:
+                process = psutil.Process(pid)
+                is_alive = process.status() != psutil.STATUS_ZOMBIE and process.create_time() == made
+            except psutil.NoSuchProcess:
+                is_alive = False
+            if not is_alive:
+                self.failure = f"rank {rank} (process {pid}) has died; restart all ranks"
+                raise RuntimeError(self.failure)
+
+    def _name_the_dead(self, error: BaseException) -> None:
+        """Raise, in place of an error of torch.distributed or of the GPU, one that names the rank that caused it."""
+        if self.failure or not isinstance(error, RuntimeError):
+            return
+        if (missing := self.find_missing()) is not None:
+            self.failure = f"rank {missing} has stopped answering; restart all ranks"
+            raise RuntimeError(self.failure) from error
+        if "onnection" not in str(error):
+            return
+        deadline = time.monotonic() + GRACE
+        while time.monotonic() < deadline:
+            try:
+                self.check_peers()
+            except RuntimeError as death:
+                raise death from error
+            time.sleep(0.05)
+
+    def _exchange(self, message: dict) -> list[dict]:
+        """The messages of all ranks, by rank."""
+        text = json.dumps(message).encode()
+        if len(text) > WIDTH:
+            raise ValueError(f"a message of {len(text)} bytes to the other ranks is longer than {WIDTH}")
+        mine = torch.frombuffer(bytearray(text.ljust(WIDTH)), dtype=torch.uint8)
+        heard = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            dist.all_gather(heard, mine, group=self._talk)
+        except RuntimeError as error:
+            if self._processes:
+                self._name_the_dead(error)
+            raise
+        return [json.loads(bytes(each.tolist())) for each in heard]
+
+
+def digest(value: Any) -> str:
+    """A short text that differs for values that differ."""
+    return hashlib.blake2b(value if isinstance(value, bytes) else repr(value).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,93 @@
+"""`Slices`: the parts of parameters that one rank of tensor parallelism holds."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Cut(NamedTuple):
+    """How a tensor is divided: dimension `dim` is `blocks` equal stretches, each of them in `parts` equal parts.
+
+    There may be fewer parts than ranks; then neighbours share one.
+    """
+
+    dim: int
+    parts: int
+    blocks: int = 1
+
+
+ONCE = Cut(0, 0)
+"""Of a tensor that the first rank has, and the others have zeros of."""
+
+
+class Slices:
+    """The parts of rank `rank` of `size`, made once for each parameter, so that all graphs of a model share them."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self._made: dict[tuple[int, Cut], tuple[Tensor, Cut, Tensor]] = {}
+
+    def part(self, parameter: Tensor, cut: Cut) -> Tensor:
+        """This rank's part of a parameter, contiguous; a view where the part lies in one piece.
+
+        Of a DTensor that is cut alike, it is the tensor that the rank has of it, so that memory is taken once.
+        """
+        key = id(parameter), cut
+        if key not in self._made:
+            part = local_part(parameter, cut)
+            if part is None:
+                part = nn.Parameter(self._take(parameter, cut).contiguous(), requires_grad=False)
+            self._made[key] = parameter, cut, part
+        return self._made[key][2]
+
+    def refresh(self) -> None:
+        """Copy the parts anew, because the parameters have changed."""
+        for parameter, cut, part in self._made.values():
+            if local_part(parameter, cut) is not part:
+                part.data.copy_(self._take(parameter, cut))
+
+    def _take(self, parameter: Tensor, cut: Cut) -> Tensor:
+        """Where the parts do not divide a block, the last one ends with zeros."""
+        taken, weight = [], whole(parameter).detach()
+        if cut is ONCE:
+            return weight if self.rank == 0 else torch.zeros_like(weight)
+        for block in weight.chunk(cut.blocks, cut.dim):
+            each = -(-block.shape[cut.dim] // cut.parts)
+            begin = min(self.rank * cut.parts // self.size * each, block.shape[cut.dim])
+            piece = block.narrow(cut.dim, begin, min(each, block.shape[cut.dim] - begin))
+            missing = each - piece.shape[cut.dim]
+            if missing:
+                piece = F.pad(piece, [0, 0] * (weight.dim() - 1 - cut.dim) + [0, missing])
+            taken.append(piece)
+        return taken[0] if len(taken) == 1 else torch.cat(taken, dim=cut.dim)
+
+
+_whole = WeakIdKeyDictionary()
+"""DTensor -> all of it, gathered once for those who need it whole."""
+
+
+def whole(parameter: Tensor, keep: bool = False) -> Tensor:
+    """All of a parameter, which every rank asks for if it is a DTensor. keep: whether others will ask for it, too."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if parameter in _whole:
+        return _whole[parameter]
+    gathered = nn.Parameter(parameter.detach().full_tensor(), requires_grad=False)
+    if keep:
+        _whole[parameter] = gathered
+    return gathered
+
+
+def local_part(parameter: Tensor, cut: Cut) -> Tensor | None:
+    """What this rank has of a DTensor, if that is the part by `cut`."""
+    if not isinstance(parameter, DTensor) or cut is ONCE:
+        return None
+    (placement,), local = parameter.placements, parameter._local_tensor
+    if parameter.device_mesh.size() != cut.parts or getattr(placement, "dim", None) != cut.dim % parameter.dim():
+        return None
+    is_alike = getattr(placement, "split_factor", 1) == cut.blocks and local.is_contiguous()
+    return local if is_alike and local.shape[cut.dim] * cut.parts == parameter.shape[cut.dim] else None

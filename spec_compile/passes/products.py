@@ -1,0 +1,47 @@
+"""Products of a captured graph with its parameters, and what passes ask of any node: its op's name, its shape."""
+
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+SAME = {"alias", "clone", "contiguous", "copy_", "detach", "dropout", "to", "_to_copy", "type_as"}
+"""ATen ops that keep the shape."""
+
+
+class Product(NamedTuple):
+    """A node that multiplies by a parameter. dims: the parameter's dimensions of what goes in and what comes out."""
+
+    node: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    dims: tuple[int, int]
+
+
+def product_of(node: fx.Node) -> Product | None:
+    """The product with a parameter that a node is: a linear layer, or the experts' grouped products."""
+    if node.target is aten.linear.default and node.args[1].op == "get_attr":
+        return Product(node, node.args[1], node.args[2] if len(node.args) > 2 else None, (1, 0))
+    if node.op == "call_function" and name_of(node).removeprefix("_").startswith("grouped_mm") and len(node.args) > 1:
+        weight = node.args[1]
+        if weight.op == "get_attr":
+            return Product(node, weight, None, (1, 2))
+        if weight.target is aten.transpose.int and {dim % 3 for dim in weight.args[1:]} == {1, 2}:
+            source = weight.args[0]
+            return Product(node, source, None, (2, 1)) if source.op == "get_attr" else None
+    return None
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of the op that a node calls, without namespace and overload."""
+    schema = getattr(node.target, "_schema", None)
+    return schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in SAME
+
+
+def shape_of(node: fx.Node) -> torch.Size:
+    return node.meta["val"].shape

@@ -1,0 +1,250 @@
+"""shard: every rank of tensor parallelism computes its heads, its part of each MLP and expert, and its logits.
+
+Which weights may be cut follows from the graph: those whose products feed attention, or a product of which nothing but
+elementwise ops part them (Megatron-LM, arXiv:1909.08053, section 3). `layouts.derive` follows the parts through the
+graph and says where partial sums meet; a weight whose parts would not fit what follows stays whole.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import UnsupportedModelError
+from ..graph import ModelGraph, attribute, calls, owner
+from ..kernels import all_reduce  # noqa: F401  registers the ops
+from ..kernels.linear import head_products
+from ..parallel.slices import Cut, whole
+from .apply import comes_after
+from .layouts import ALL, ATTENTION, MisfitError, Plan, derive
+from .products import Product, is_pointwise, name_of, product_of, shape_of
+
+aten = torch.ops.aten
+ops = torch.ops.spec_compile
+
+
+@comes_after("tidy")
+def shard(graph: ModelGraph, settings) -> str:
+    """Cut the weights of attention, MLPs, experts and the output head; add up partial sums and gather logits.
+
+    UnsupportedModelError if heads or widths do not divide among the ranks, or if no layer can be cut.
+    """
+    ranks = settings.ranks
+    if ranks.size == 1:
+        return "one process"
+    attending, widths = _attending(graph, ranks.size), _feeding(graph)
+    _check_sizes(graph, widths, ranks.size)
+    columns = attending | {node: Cut(-1, ranks.size, _blocks(node)) for node in widths}
+    plan = _fitting_plan(graph, columns, ranks.size)
+    if not columns:
+        raise UnsupportedModelError(
+            "tensor_parallel: no layer of the model can be shared out, because attention and MLPs are not made of "
+            "linear layers as in Llama; run it in one process, tensor_parallel=None"
+        )
+    before = graph.layers
+    _cut_weights(graph, plan, ranks)
+    _reduce(graph, plan, ranks)
+    gathered = _cut_head(graph, ranks)
+    _gather_others(graph)
+    graph.layers = tuple(
+        replace(layer, heads=shape_of(node.args[0])[1], kv_heads=shape_of(node.args[1])[1])
+        for layer, node in zip(graph.layers, calls(graph.gm, ATTENTION))
+    )
+    return _summary(graph, plan, before, ranks) + gathered
+
+
+def _attending(graph: ModelGraph, size: int) -> dict[fx.Node, Cut]:
+    """The products that feed queries, keys and values, with the cut of their outputs by heads."""
+    cuts: dict[fx.Node, Cut] = {}
+    for node in calls(graph.gm, ATTENTION):
+        kv_parts = min(shape_of(node.args[1])[1], size)
+        for source, parts in zip(node.args[:3], (size, kv_parts, kv_parts)):
+            products = _sources(source, lambda each: True) if parts > 1 else None
+            cuts |= {product.node: Cut(-1, parts) for product in products or ()}
+    return cuts
+
+
+def _feeding(graph: ModelGraph) -> dict[fx.Node, int]:
+    """The products of which elementwise ops alone make the input of another product, with that input's width."""
+    widths = {}
+    for node in calls(graph.gm):
+        if product_of(node) is not None:
+            for product in _sources(node.args[0], _keeps_columns) or ():
+                widths[product.node] = shape_of(node.args[0])[-1]
+    return widths
+
+
+def _keeps_columns(node: fx.Node) -> bool:
+    """Whether a column of what a node gives depends on one column of its inputs, or on one of each of their halves."""
+    return is_pointwise(node) or name_of(node) in ("chunk", "split", "split_with_sizes", "getitem")
+
+
+def _sources(node: fx.Node, passes_through) -> list[Product] | None:
+    """The products that a value is computed from, by ops that `passes_through` accepts; None if there is another."""
+    products, seen, todo = {}, set(), [node]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        product = product_of(node) if node.op == "call_function" else None
+        if product is not None:
+            products[node] = product
+        elif node.op == "call_function" and passes_through(node):
+            todo += [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), torch.SymInt)]
+        elif not passes_through(node):
+            return None
+    return [*products.values()]
+
+
+def _blocks(node: fx.Node) -> int:
+    """Into how many equal blocks what follows a product takes its outputs apart, as those of gate and up."""
+    users = [user for user in node.users if name_of(user) in ("chunk", "split", "split_with_sizes")]
+    return len(users[0].meta["val"]) if len(users) == 1 == len(node.users) else 1
+
+
+def _check_sizes(graph: ModelGraph, widths: dict[fx.Node, int], size: int) -> None:
+    """UnsupportedModelError, naming sizes that would fit, if heads or the widths of MLPs do not divide."""
+
+    def fits(ranks: int) -> bool:
+        heads = all(
+            layer.heads % ranks == 0 and (layer.kv_heads % ranks == 0 or ranks % layer.kv_heads == 0)
+            for layer in graph.layers
+        )
+        return heads and all(width % ranks == 0 for width in widths.values())
+
+    if not fits(size):
+        layer = graph.layers[0]
+        fitting = [ranks for ranks in range(1, layer.heads + 1) if fits(ranks)]
+        raise UnsupportedModelError(
+            f"tensor_parallel: {layer.heads} query and {layer.kv_heads} key-value heads and MLPs of "
+            f"{', '.join(map(str, sorted(set(widths.values()))))} do not divide among {size} ranks; start one of "
+            f"{', '.join(map(str, fitting))}"
+        )
+
+
+def _fitting_plan(graph: ModelGraph, columns: dict[fx.Node, Cut], size: int) -> Plan:
+    """The plan with as many of `columns` as fit; the others are taken out of it."""
+    while True:
+        try:
+            return derive(graph.gm.graph, columns, size)
+        except MisfitError as misfit:
+            for node in misfit.weights & columns.keys():
+                del columns[node]
+
+
+def _cut_weights(graph: ModelGraph, plan: Plan, ranks) -> None:
+    """Put this rank's parts in the place of weights, and the parts' sizes in that of sizes."""
+    for (node, weight), cut in plan.cuts.items():
+        _replace_weight(graph, node, weight, cut, ranks)
+    for node, sizes in plan.sizes.items():
+        arguments = node.args[1]
+        for index, value in sizes.items():
+            if index == ALL:
+                arguments = [value] * len(arguments) if isinstance(arguments, list) else value
+            else:
+                arguments = [*arguments[:index], value, *arguments[index + 1 :]]
+        node.args = (node.args[0], arguments, *node.args[2:])
+    for node, layout in plan.layouts.items():
+        if layout.dim is not None:
+            _shrink(node, layout.dim, layout.parts)
+    for node, sizes in plan.sizes.items():
+        if node not in plan.layouts:  # an expansion of what all ranks have
+            for index, value in sizes.items():
+                _shrink(node, index, shape_of(node)[index] // value)
+
+
+def _replace_weight(graph: ModelGraph, node: fx.Node, weight: fx.Node, cut: Cut, ranks) -> None:
+    """Let a node read this rank's part of a parameter, maybe through a transposition."""
+    part = ranks.slices.part(attribute(graph.gm, weight.target), cut)
+    name = f"part_{weight.target.replace('.', '_')}"
+    _register(graph.gm, name, part)
+    with graph.gm.graph.inserting_before(node):
+        fresh = graph.gm.graph.get_attr(name)
+        fresh.meta = {**weight.meta, "val": weight.meta["val"].new_empty(part.shape)}
+        if weight not in node.all_input_nodes:
+            between = next(each for each in node.all_input_nodes if weight in each.all_input_nodes)
+            turned = graph.gm.graph.node_copy(between, lambda each: fresh)
+            turned.meta = {**between.meta, "val": fresh.meta["val"].transpose(1, 2)}
+            node.replace_input_with(between, turned)
+            return
+    node.replace_input_with(weight, fresh)
+
+
+def _register(gm: fx.GraphModule, name: str, tensor: Tensor) -> None:
+    if isinstance(tensor, nn.Parameter):
+        gm.register_parameter(name, tensor)
+    else:
+        gm.register_buffer(name, tensor, persistent=False)
+
+
+def _gather_others(graph: ModelGraph) -> None:
+    """Put the whole tensor in the place of every DTensor that is still read."""
+    for node in [node for node in graph.gm.graph.nodes if node.op == "get_attr"]:
+        if not node.users:
+            graph.gm.graph.erase_node(node)
+        elif isinstance(tensor := attribute(graph.gm, node.target), DTensor):
+            name = f"whole_{node.target.replace('.', '_')}"
+            _register(graph.gm, name, whole(tensor, keep=True))
+            node.target = name
+
+
+def _shrink(node: fx.Node, dim: int, parts: int) -> None:
+    """Tell what follows of the smaller size of a value."""
+    value = node.meta["val"]
+    tensors = value if isinstance(value, (list, tuple)) else [value]
+    shrunk = [each.narrow(dim, 0, each.shape[dim] // parts) for each in tensors]
+    node.meta["val"] = shrunk if tensors is value else shrunk[0]
+
+
+def _reduce(graph: ModelGraph, plan: Plan, ranks) -> None:
+    """Add up partial sums before the first op that needs them whole."""
+    for node, users in plan.reduced.items():
+        if not users:
+            continue
+        with graph.gm.graph.inserting_after(node):
+            total = graph.gm.graph.call_function(ops.all_reduce.default, (node, ranks.name))
+        total.meta = dict(node.meta)
+        for user in users:
+            user.replace_input_with(node, total)
+
+
+def _cut_head(graph: ModelGraph, ranks) -> str:
+    """Let the output head compute this rank's logits, and gather all ranks' behind it."""
+    heads = head_products(graph) if graph.head_weight else []
+    for head in heads:
+        vocab = shape_of(head)[-1]
+        users = list(head.users)
+        cut = Cut(0, ranks.size)
+        biases = [node for node in head.args[2:] if node is not None]
+        for weight in (head.args[1], *biases):
+            _replace_weight(graph, head, weight, cut, ranks)
+        graph.head_weight = head.args[1].target
+        with graph.gm.graph.inserting_after(head):
+            logits = graph.gm.graph.call_function(ops.all_gather.default, (head, ranks.size, ranks.name))
+        logits.meta = dict(head.meta)
+        if vocab % ranks.size:
+            with graph.gm.graph.inserting_after(logits):
+                logits = graph.gm.graph.call_function(aten.slice.Tensor, (logits, -1, 0, vocab))
+            logits.meta = dict(head.meta)
+        for user in users:
+            user.replace_input_with(head, logits)
+    return "; logits gathered" if heads else ""
+
+
+def _summary(graph: ModelGraph, plan: Plan, before: tuple, ranks) -> str:
+    """What a rank has, and what stays whole."""
+    was, now = before[0], graph.layers[0]
+    sums = len(calls(graph.gm, ops.all_reduce.default))
+    whole = Counter(
+        owner(node).rpartition(".")[2]
+        for node in calls(graph.gm)
+        if (product := product_of(node)) is not None and not product.weight.target.startswith("part_")
+    )
+    stays = ", ".join(f"{name} ({count})" for name, count in whole.items()) or "nothing"
+    return (
+        f"rank {ranks.rank} of {ranks.size} has {now.heads} of {was.heads} query and {now.kv_heads} of {was.kv_heads} "
+        f"key-value heads; {sums} sums a forward; whole on each rank: {stays}"
+    )

@@ -1,0 +1,75 @@
+"""`Agreement`: the ranks of tensor parallelism make sure that they run the same generate()."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..parallel.ranks import Alone
+from .prepared import is_plain
+from .prompt import Prompt
+
+
+class Agreement:
+    """What the ranks agree on in each generate(): once, before the first of them decides anything for all."""
+
+    def __init__(self, ranks: Alone):
+        self.ranks = ranks
+        self._parts: dict[str, Any] = {}
+        self._is_awaited = False
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """The context of one generate(). A rank that leaves it before `reach` says why, so that no other waits."""
+        if self._is_awaited or self._parts:
+            raise RuntimeError(
+                "generate() inside a streamer, criterion or processor of another generate(): with tensor_parallel "
+                "rank 0 alone runs these, so no other rank would take part; call it when the other one is over"
+            )
+        if self.ranks.size == 1:
+            yield
+            return
+        self._is_awaited = True
+        try:
+            yield
+            if self._is_awaited:
+                self.reach({"the decoding loop": "transformers' own"})
+        except Exception as error:
+            if self._is_awaited:
+                self._is_awaited = False
+                self.ranks.agree("generate()", {}, error)
+            raise
+        finally:
+            self._is_awaited = False
+            self._parts.clear()
+
+    def add(self, name: str, value: Any) -> None:
+        """Agree on this, too."""
+        if self._is_awaited:
+            self._parts[name] = value
+
+    def reach(self, parts: dict[str, Any]) -> None:
+        """Wait for the other ranks. ValueError if one was asked for something else, or has refused its call."""
+        if self._is_awaited:
+            self._is_awaited = False
+            self.ranks.agree("generate()", self._parts | parts)
+
+
+def asked(prompt: Prompt, generation_config, processors: list, criteria: list) -> dict[str, Any]:
+    """What one call asks for, by name, as far as ranks have to agree on it."""
+    options = {name: value for name, value in vars(generation_config).items() if not name.startswith("_")}
+    return {
+        "the prompts": (prompt.tokens, prompt.padding),
+        "the generation config": sorted((name, value) for name, value in options.items() if is_plain(value)),
+        "the logits processors": [type(processor).__name__ for processor in processors],
+        "the stopping criteria": [type(criterion).__name__ for criterion in criteria],
+    }
+
+
+def led(criteria: Callable[[Tensor, Any], Tensor], ranks: Alone) -> Callable[[Tensor, Any], Tensor]:
+    """Stopping criteria whose verdict is that of the first rank, where alone they are called."""
+    if ranks.size == 1:
+        return criteria
+    return lambda ids, scores: torch.tensor(ranks.lead(lambda: criteria(ids, scores).tolist()))
