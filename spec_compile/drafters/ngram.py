@@ -20,6 +20,7 @@ from ..ngram.trie import NgramTrie
 from ..runtime.state import State
 
 _handles = count()
+_private_streams = count(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,12 @@ class NgramOptions(Options):
 class NgramDrafter(Drafter):
     """Continues the longest matches of each row's own end, found in prompts, outputs, references and corpora."""
 
-    def __init__(self, trie: NgramTrie, num_draft_tokens: int, batch: int):
+    def __init__(
+        self, trie: NgramTrie, num_draft_tokens: int, batch: int, private: dict[int, tuple[NgramTrie, int]]
+    ):  # fmt: skip
+        """private: of rows whose text nobody else drafts from: their trie and its stream, by the row's `streams`."""
         super().__init__()
+        self.private = private
         self.trie, self.reading, self.num_draft_tokens = trie, trie, num_draft_tokens
         self.open_streams: list[int] = []
         self.register_buffer("streams", torch.zeros(batch, dtype=torch.int64), persistent=False)
@@ -68,6 +73,24 @@ class NgramDrafter(Drafter):
 
     def mute(self) -> None:
         self.streams.fill_(-1)
+
+    def row_buffers(self) -> list[Tensor]:
+        return [self.streams]
+
+    def enter(self, row: int, share_text: bool) -> None:
+        trie = self.trie if share_text else self.trie.overlay()
+        self.streams[row] = stream = trie.open() if share_text else next(_private_streams)
+        if not share_text:
+            self.private[stream] = trie, trie.open()
+
+    def vacate(self, row: int) -> None:
+        self.streams[row] = -1
+
+    def leave(self, state: State, row: int, length: int, share_text: bool) -> None:
+        stream = int(self.streams[row])
+        if self.private.pop(stream, None) is None:
+            self.trie.close(stream)
+        self.vacate(row)
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.reading = self.trie if share_text else self.trie.overlay()
@@ -87,7 +110,12 @@ class NgramDrafter(Drafter):
     def advance(self, *tensors: Tensor) -> None:
         """What `ops.ngram_propose` runs on the host."""
         tick = time.perf_counter()
-        self.reading.advance(*tensors)
+        streams, *texts_and_trees = tensors
+        private = {row: self.private[s] for row, s in enumerate(streams.tolist()) if s in self.private}
+        shared = streams.index_fill(0, torch.tensor([*private], dtype=torch.int64), -1) if private else streams
+        self.reading.advance(shared, *texts_and_trees)
+        for row, (trie, stream) in private.items():
+            trie.advance(torch.tensor([stream]), *(tensor[row : row + 1] for tensor in texts_and_trees))
         self.seconds += time.perf_counter() - tick
 
     def finish(self, lengths: list[int]) -> None:
@@ -115,6 +143,10 @@ class MatchingDrafter(Drafter):
         text, length = self.corpus.text, self.corpus.length
         state.propose(*match(state.tokens, state.lengths + 1, text, length, self.num_draft_tokens, self.options))
 
+    def leave(self, state: State, row: int, length: int, share_text: bool) -> None:
+        if share_text:
+            self.corpus.append(state.tokens[row, : length + 1])
+
     def finish(self, lengths: list[int]) -> None:
         if not self.share_text:
             while self.references:
@@ -129,12 +161,13 @@ class Ngram(Algorithm):
 
     def __init__(self, store: NgramStore, options: NgramOptions):
         self.store, self.options = store, options
+        self.private: dict[int, tuple[NgramTrie, int]] = {}
         self.plan = DraftPlan(options.num_draft_tokens, sizes="adaptive" if options.adaptive else "tree")
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         nodes = self.options.num_draft_tokens
         if isinstance(self.store, NgramTrie):
-            return NgramDrafter(self.store, nodes, batch)
+            return NgramDrafter(self.store, nodes, batch, self.private)
         windows = {name: value for name, value in self.options.ngram.items() if name != "capacity"}
         return MatchingDrafter(self.store, MatchOptions(**windows), nodes)
 
