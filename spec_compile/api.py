@@ -212,7 +212,7 @@ class Speculation:
         Raises RuntimeError inside a generate() of this model. It waits for a generate() in another thread.
         """
         with self.turns, torch.inference_mode(False), torch.no_grad():
-            if self._calls:
+            if self._calls or any(batch.is_busy for batch in self.engine.batches):
                 raise RuntimeError("refresh(): a generate() of this model is running; call refresh() when it is over")
             changes = [change for change in self.watch.changes() if change.remedy == "speculate"]
             if changes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..cache import PAGE
-from ..outcome import unpack
+from ..outcome import Outcome, unpack
 from ..runtime.accept.draw_rows import DrawRows
 from ..runtime.accept.greedy import accept_greedy
 from ..runtime.accept.random_numbers import NO_PROBABILITIES
@@ -42,6 +42,10 @@ class Decoder:
         self.lanes, self.texts = Lanes(runtime, rows, capacity), Texts(rows, capacity)
         self.jobs: list[Job | None] = [None] * rows
         self.rounds = 0
+        self._most = runtime.algorithm.plan.nodes if self.lanes.has_one_size else None
+        """Nodes of every tree, if they have one size."""
+        self._has_trees = True
+        """Whether the round launched last has proposed trees."""
         self._flying: deque[Flight] = deque()
 
     @property
@@ -99,6 +103,9 @@ class Decoder:
             begin = time.perf_counter()
             nodes = self._size(session, part, riders)
             max_kv_len = self._max_kv_len(max(job.length for _, job in riders) + nodes)
+            if nodes > 1 and not self._has_trees:
+                session.propose(max_kv_len)
+            self._has_trees = nodes > 1 or self._most is None
             if acceptors:
                 read = self._accept_on_host(session, nodes, riders, max_kv_len)
             else:
@@ -112,31 +119,29 @@ class Decoder:
         rows = flight.read()
         self.rounds += 1
         seconds = None if self.runtime.on_gpu else time.perf_counter() - flight.begin
-        gained, known, paths = [], [], []
-        for row, job in flight.riders:
-            if job.is_over:
-                continue
-            outcome = unpack(rows[row])
-            if job.count is not None:
-                known.append(job)
-                paths.append(outcome.path[1:])
-            self._take(job, outcome, flight.nodes)
-            if outcome.gained or job.is_over:
-                gained.append(job)
-        # The trees that were verified are those that `count` and `hint` told of until now.
-        counts, hints = [job.count for job in known], [job.hint for job in known]
+        riders = [(job, unpack(rows[row])) for row, job in flight.riders if not job.is_over]
+        known = [(job, outcome) for job, outcome in riders if job.count is not None]
+        # The trees that were verified are those that `count` and `hint` have told of until now.
+        counts, hints = [self._most or job.count for job, _ in known], [job.hint for job, _ in known]
+        paths = [outcome.path[1:] for _, outcome in known]
         flight.session.policies[flight.part].learn(flight.nodes, counts, hints, paths, seconds)
-        for row, job in flight.riders:
-            job.count, job.hint = rows[row][2:4]
-        return gained
+        for job, outcome in riders:
+            self._take(job, outcome, flight.nodes)
+            job.count, job.hint = outcome.next_count, outcome.next_hint
+        stats = self.runtime.stats
+        stats.trace = []  # of the round alone, because a batch never ends
+        stats.count_round(flight.nodes, [len(outcome.gained) for _, outcome in riders], len(riders))
+        return [job for job, outcome in riders if outcome.gained or job.is_over]
 
-    def _take(self, job: Job, outcome, nodes: int) -> None:
+    def _take(self, job: Job, outcome: Outcome, nodes: int) -> None:
         """Give a request what a round has gained for its row."""
-        drafted = min(job.count or nodes, nodes) - 1
+        drafted = min(self._most or job.count or nodes, nodes) - 1
         job.speculation.count(drafted, max(len(outcome.path) - 1, 0), len(outcome.gained))
         self.runtime.stats.count_depths(outcome.depth, max(len(outcome.path) - 1, 0))
         before = len(job.tokens)
         try:
+            if job.failure is not None:
+                raise job.failure
             if -1 in outcome.gained:
                 raise RuntimeError(NO_PROBABILITIES)
             job.gain(outcome.gained)
@@ -147,7 +152,7 @@ class Decoder:
     def _size(self, session: Session, part: str, riders: list[tuple[int, Job]]) -> int:
         """Nodes of the next round."""
         policy = session.policies[part]
-        if self._flying or any(job.count is None for _, job in riders):
+        if self._flying or self._most or any(job.count is None for _, job in riders):
             return policy.choose_ahead()
         return policy.choose([job.count for _, job in riders], [job.hint for _, job in riders])
 
@@ -176,7 +181,7 @@ class Decoder:
             try:
                 result = job.acceptor(own, logits[row : row + 1])
             except Exception as error:  # of a logits processor or a criterion of its own; the others go on
-                job.fail(error)
+                job.failure = error
                 state.finished[row].fill_(True)
                 continue
             for part in ("path", "tokens", "count"):

@@ -14,7 +14,7 @@ from .output import Output, RequestSpeculation
 from .prepare import Prepared
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Job:
     """A request and what it has gained so far.
 
@@ -47,6 +47,8 @@ class Job:
     """Real nodes of its pending tree and the drafter's confidence in it; None if only the GPU knows them yet."""
     settings: RowSettings | None = None
     """How tokens are drawn in the round; None if the likeliest is taken or the host chooses."""
+    failure: Exception | None = None
+    """What its acceptor has raised in a round that is still under way."""
     acceptor: HostAcceptor | None = None
     """What accepts its tokens on the host; None if the round does."""
 

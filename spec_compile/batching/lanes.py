@@ -1,14 +1,17 @@
 """Rows of one cache, over the first b of which rounds run, and the copying of a row to another place.
 
-A captured round has fixed addresses. So there is a session for 1, 2, 4, ... rows, each over the first rows of the same
+A captured round has fixed addresses. So there is a session for 1, 4, 16, ... rows, each over the first rows of the same
 buffers, and rows that are in use are kept at the front: when few are left, the last of them is copied to a free one.
 Copying a row of 1,000 tokens takes as long as reading them once in a round, and it happens once in a request.
 """
+
+from itertools import count, takewhile
 
 import torch
 
 from ..cache import Cache
 from ..drafting import caches
+from ..runtime.draft_length import SizePolicy
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
 
@@ -22,10 +25,16 @@ class Lanes:
         self.all.state.finished.fill_(True)
         for row in range(rows):
             self.all.drafter.vacate(row)
-        self.all.policies["look"].share(self.all.policies["round"])
-        self.widths = [*(1 << power for power in range(rows.bit_length()) if 1 << power < rows), rows]
+        self._choose_sizes(self.all)
+        growth = 4 if runtime.options.compile else 2  # because each width is compiled by itself
+        self.widths = [*takewhile(lambda width: width < rows, (growth**power for power in count())), rows]
         """Numbers of rows for which there are rounds."""
         self._sessions = {rows: self.all}
+
+    @property
+    def has_one_size(self) -> bool:
+        """Whether the drafter's trees have one size, so that a round verifies all of one or plainly the root."""
+        return self.runtime.algorithm.plan.sizes == "fixed"
 
     @property
     def state(self):
@@ -46,7 +55,16 @@ class Lanes:
         width = self.width(rows)
         if width not in self._sessions:
             self._sessions[width] = Session(self.runtime, width, self.all.capacity, self.all)
+            self._choose_sizes(self._sessions[width])
         return self._sessions[width]
+
+    def _choose_sizes(self, session: Session) -> None:
+        """Let all sessions share what they learn of gains. A drafter that has one size may verify nothing, too."""
+        if self.has_one_size:
+            sizes = (1, self.runtime.sizes[-1])
+            session.policies = {part: SizePolicy(sizes) for part in session.policies}
+        for policy in session.policies.values():
+            policy.share(self.all.policies["round"])
 
     def copy_row(self, row: int, to: int, slots: int, target: "Lanes | None" = None) -> None:
         """Copy a row with its pending tree and the first `slots` slots of its caches to row `to` of `target` (None: of

@@ -1,12 +1,12 @@
 """`Manager`: transformers' continuous batching over our rounds."""
 
-import gc
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,12 +19,12 @@ from transformers.generation.continuous_batching.continuous_api import (
     OutputRouter,
 )
 
+from ..runtime.generate import refuse_changes
 from .job import Job, seed_of
 from .metrics import Metrics
 from .output import Output
 from .prepare import Preparer, without_end
-from .scheduler import Scheduler
-from .slots import choose_slots
+from .slots import take_scheduler
 
 log = logging.getLogger("spec_compile")
 
@@ -54,11 +54,10 @@ class Manager(ContinuousBatchingManager):
             raise ValueError("return_logprobs: log-probabilities are not computed; leave it out")
         self._speculation = model.speculation
         engine = self._speculation.engine
-        slots, capacity = choose_slots(engine.runtime, config.max_requests_per_batch, workload_hints)
-        self.prepare = Preparer(model, capacity)
         with self._speculation.turns.of_a_round():
-            self.scheduler = Scheduler(engine.runtime, slots, capacity)
-        engine.batches.add(self.scheduler)
+            self.scheduler = take_scheduler(engine, config.max_requests_per_batch, workload_hints)
+        self.scheduler.check = partial(refuse_changes, self._speculation)
+        self.prepare = Preparer(model, self.scheduler.capacity)
         self.metrics = Metrics(self.scheduler)
         self.observers: list[Callable[[Output], None]] = []
         self._endless = without_end(generation_config), without_end(model.generation_config)
@@ -113,10 +112,12 @@ class Manager(ContinuousBatchingManager):
             self.model._cached_continuous_batching_manager = self
 
     def destroy(self) -> None:
-        """Stop, and give back the memory of the rows."""
+        """Stop at once. The next manager takes over the rows, with all that is compiled."""
         self.stop(hard_stop=True)
+        if self.scheduler is not None and self.background_thread_status.fatal_error is None:
+            self._clear()
+            self._speculation.engine.idle_batch = self.scheduler
         self.scheduler = None
-        gc.collect()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -126,7 +127,8 @@ class Manager(ContinuousBatchingManager):
 
     def stalled_seconds(self) -> float:
         """Seconds since a round last ended; 0.0 if no request is under way."""
-        return time.perf_counter() - self._last_round if self.scheduler.is_busy else 0.0
+        is_busy = self.scheduler is not None and self.scheduler.is_busy
+        return time.perf_counter() - self._last_round if is_busy else 0.0
 
     # --- requests
 
@@ -248,13 +250,21 @@ class Manager(ContinuousBatchingManager):
                     self._wake_up_loop.wait(IDLE)
                     self._wake_up_loop.clear()
                     self._last_round = time.perf_counter()
-            self._fail_all(RuntimeError("the manager was stopped"))
+            self._clear()
         except BaseException as error:  # of the device, or a bug: nobody can go on
             log.exception("the thread of continuous batching died")
             status.record_fatal_error(error)
+            self._speculation.engine.batches.discard(self.scheduler)
             self._fail_all(error)
         finally:
             status.mark_as_stopped()
+
+    def _clear(self) -> None:
+        """End all requests."""
+        error = RuntimeError("the manager was stopped")
+        with self._speculation.turns.of_a_round():
+            self.scheduler.clear(error)
+        self._fail_all(error)
 
     def _fail_all(self, error: BaseException) -> None:
         with self._request_lock:

@@ -13,7 +13,7 @@ class Metrics:
     """Counters of finished requests, and gauges of the scheduler. Calling it gives all of them as a dict."""
 
     def __init__(self, scheduler: Scheduler):
-        self._scheduler = scheduler
+        self._scheduler, self._rounds_before = scheduler, scheduler.decoder.rounds
         self._counters: Counter[str] = Counter()
         self._finished, self._rejected = dict.fromkeys(REASONS, 0), dict.fromkeys(REJECTIONS, 0)
         self._positions: list[int] = []
@@ -51,7 +51,7 @@ class Metrics:
             "cache_tokens": tokens,
             "cache_tokens_used": used,
             "cache_usage": used / tokens,
-            "rounds_total": decoder.rounds,
+            "rounds_total": decoder.rounds - self._rounds_before,
             **{
                 f"{name}_total": counters[name]
                 for name in (

@@ -24,3 +24,8 @@ class BatchingMixin(SpeculativeMixin):
             return kept
         config = generation_config or self.generation_config
         return Manager(self, config, continuous_batching_config or ContinuousBatchingConfig(), workload_hints)
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        """Give back the memory of a manager that was kept, and of the rows that an earlier one has left."""
+        super().destroy_cached_continuous_batching_manager()
+        self.speculation.engine.idle_batch = None

@@ -1,6 +1,7 @@
 """What happens between two rounds: requests leave, wait, have their prompts processed, and enter."""
 
 from collections import deque
+from collections.abc import Callable
 
 from ..runtime.runtime import Runtime
 from .decoding import Decoder
@@ -20,6 +21,8 @@ class Scheduler:
         self.prompts = Prompts(runtime, min(ROWS[runtime.device.type], slots), capacity)
         self.decoder = Decoder(runtime, slots, capacity)
         self._keeps_a_token_less = runtime.algorithm.remembers
+        self.check: Callable[[], None] = lambda: None
+        """Raises if the model has changed."""
 
     @property
     def is_busy(self) -> bool:
@@ -64,6 +67,12 @@ class Scheduler:
                 for nodes in session.runtime.sizes:
                     session.step("round", nodes)
 
+    def clear(self, error: BaseException) -> None:
+        """End all requests by an error, and every round."""
+        self.drop(self.jobs, error)
+        while self.decoder.is_flying:
+            self.decoder.collect()
+
     def drop(self, jobs: list[Job], error: BaseException | None = None) -> list[Job]:
         """End these requests, as cancelled or by an error."""
         for job in jobs:
@@ -83,6 +92,7 @@ class Scheduler:
                 return
             job = self.waiting.popleft()
             try:
+                self.check()
                 job.admit()
             except Exception as error:  # of a processor or a criterion of its own
                 job.fail(error)

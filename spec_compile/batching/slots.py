@@ -2,12 +2,29 @@
 
 import torch
 
+from ..runtime.engine import Engine
 from ..runtime.runtime import Runtime
+from .scheduler import Scheduler
 
 MOST = {"cpu": 16, "cuda": 64}
 """Slots unless the user says how many: beyond, rounds cost arithmetic."""
 SHARE = 0.8
 """Of the free memory of a GPU that the slots may take."""
+
+
+def take_scheduler(engine: Engine, requested: int | None, hints=None) -> Scheduler:
+    """The scheduler that an earlier manager has left, if it has enough slots, or a new one.
+
+    requested, hints: see `choose_slots`.
+    """
+    slots, capacity = choose_slots(engine.runtime, requested, hints)
+    idle, engine.idle_batch = engine.idle_batch, None
+    if idle is not None and (idle.slots == slots or (requested is None and idle.slots > slots)):
+        return idle
+    del idle  # its memory first
+    scheduler = Scheduler(engine.runtime, slots, capacity)
+    engine.batches.add(scheduler)
+    return scheduler
 
 
 def choose_slots(runtime: Runtime, requested: int | None, hints=None) -> tuple[int, int]:
@@ -20,10 +37,8 @@ def choose_slots(runtime: Runtime, requested: int | None, hints=None) -> tuple[i
         raise ValueError(f"max_requests_per_batch: expected at least 1, got {requested}")
     slots = requested or MOST[runtime.device.type]
     if requested is None and hints is not None and hints.num_requests:
-        slots = min(slots, hints.num_requests)
+        slots = min(slots, 1 << (hints.num_requests - 1).bit_length())
     capacity = runtime.capacity(slots)
-    if hints is not None and hints.max_generated_length:
-        capacity = min(capacity, hints.max_prompt_length + hints.max_generated_length)
     if runtime.on_gpu and requested is None:
         free = SHARE * torch.cuda.mem_get_info(runtime.device)[0]
         slots = max(1, min(slots, int(free / (runtime.token_bytes * (capacity + 2048)))))

@@ -3,6 +3,7 @@
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -59,6 +60,8 @@ class Engine:
         """Calls of `run` under way: the outermost first, then those that its streamer, criteria or processors made."""
         self.batches: weakref.WeakSet = weakref.WeakSet()
         """The schedulers of requests that this engine's runtime serves besides its calls."""
+        self.idle_batch: Any = None
+        """One of them whose manager is gone, with all that is compiled."""
         if options.max_cache_len is not None:
             self.runtime.check_memory(1, options.max_cache_len)
 

@@ -51,7 +51,7 @@ class SpeculativeMixin:
                 prompt = None if plan is None else inputs.prompt(plan.padding)
                 if prompt is not None:
                     return self._generate_by_plan(plan, prompt, inputs)
-            _refuse_changes(self.speculation)
+            refuse_changes(self.speculation)
             self.speculation.looped = False
             with self.speculation.plans.awaiting(key):
                 output = super().generate(*args, **kwargs)
@@ -114,7 +114,7 @@ class SpeculativeMixin:
         speculation, (least, most) = self.speculation, plan.new_tokens
         on_gpu = speculation.engine.runtime.on_gpu
         if not on_gpu:
-            _refuse_changes(speculation)
+            refuse_changes(speculation)
         if inputs.streamer is not None:
             inputs.streamer.put(inputs.ids.cpu())
         speculation.admit_request(prompt, most)
@@ -123,7 +123,7 @@ class SpeculativeMixin:
         )
         shortest = prompt.width + least if least else 0
         request = make_request(prompt, answer, plan.route, plan.processors, plan.config, shortest)
-        request.check = partial(_refuse_changes, speculation) if on_gpu else None
+        request.check = partial(refuse_changes, speculation) if on_gpu else None
         self._run(request, answer, plan.route)
         return answer.sequences()
 
@@ -177,7 +177,7 @@ class SpeculativeMixin:
         return super()._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
 
 
-def _refuse_changes(speculation) -> None:
+def refuse_changes(speculation) -> None:
     """Raise RuntimeError if the model has changed since it was captured."""
     if changes := speculation.watch.changes():
         raise RuntimeError(describe(changes))
