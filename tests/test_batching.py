@@ -42,7 +42,7 @@ def generated(fast, prompt, seed=None, **options):
     """The tokens of a request's own ``generate()``."""
     if seed is not None:
         torch.manual_seed(seed)
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=fast.device)
     return fast.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..cache import PAGE
 from ..outcome import Outcome, unpack
-from ..runtime.accept.draw_rows import DrawRows
+from ..runtime.accept.draw_rows import DrawRows, RowSettings
 from ..runtime.accept.greedy import accept_greedy
 from ..runtime.accept.random_numbers import NO_PROBABILITIES
 from ..runtime.call import AHEAD
@@ -44,6 +44,8 @@ class Decoder:
         self.rounds = 0
         self._most = runtime.algorithm.plan.nodes if self.lanes.has_one_size else None
         """Nodes of every tree, if they have one size."""
+        self._settings = RowSettings()
+        """What any row so far was drawn with; rounds are captured for that, rather than anew for every mixture."""
         self._has_trees = True
         """Whether the round launched last has proposed trees."""
         self._flying: deque[Flight] = deque()
@@ -106,11 +108,12 @@ class Decoder:
             if nodes > 1 and not self._has_trees:
                 session.propose(max_kv_len)
             self._has_trees = nodes > 1 or self._most is None
+            for _, job in riders:
+                self._settings = self._settings.merge(job.settings)
             if acceptors:
                 read = self._accept_on_host(session, nodes, riders, max_kv_len)
             else:
-                settings = [job.settings for _, job in riders if job.settings]
-                read = session.launch(DrawRows(settings) if settings else None, nodes, max_kv_len)
+                read = session.launch(DrawRows(self._settings) if part == "look" else None, nodes, max_kv_len)
             self._flying.append(Flight(session, part, nodes, riders, read, begin))
 
     def collect(self) -> list[Job]:
@@ -167,10 +170,9 @@ class Decoder:
     def _accept_rows(self, session: Session, riders: list[tuple[int, Job]], tree: Tree, logits: Tensor) -> Accepted:
         """Greedily, but the rows that have acceptors or settings of their own by these."""
         device, state = logits.device, session.state
-        settings = [job.settings for _, job in riders if job.settings]
         ancestors, depth = ancestry(tree.parents)
-        if settings:
-            accepted = DrawRows(settings)(state, tree, ancestors, depth, logits)
+        if any(job.settings for _, job in riders):
+            accepted = DrawRows(self._settings)(state, tree, ancestors, depth, logits)
         else:
             accepted = accept_greedy(tree, ancestors, depth, state.forbid_early_eos(logits, depth))
         for row, job in riders:

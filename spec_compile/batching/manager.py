@@ -236,8 +236,10 @@ class Manager(ContinuousBatchingManager):
 
     def _run(self) -> None:
         """Run rounds until somebody says that it is enough."""
-        status = self.background_thread_status
+        status, device = self.background_thread_status, self._speculation.engine.runtime.device
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
             while status.local_status != BackgroundThreadStatus.HARD_STOP:
                 if self.scheduler.is_busy:
                     with self._speculation.turns.of_a_round():

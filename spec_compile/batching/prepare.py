@@ -111,10 +111,11 @@ class Preparer:
     def _prepare_anew(self, ids: Tensor, config: GenerationConfig, tokenizer, arguments: dict) -> Prepared:
         """By transformers, for a prompt `ids` [1, W]."""
         device, given = self._alike.ids.device, {} if tokenizer is None else {"tokenizer": tokenizer}
-        call = self._shadow.generate(
-            ids.to(device), attention_mask=torch.ones_like(ids, device=device), generation_config=config, **given,
-            **arguments,
-        )  # fmt: skip
+        with self._speculation.turns:  # because a GPU allows nobody else to take memory while a graph is captured
+            call = self._shadow.generate(
+                ids.to(device), attention_mask=torch.ones_like(ids, device=device), generation_config=config, **given,
+                **arguments,
+            )  # fmt: skip
         prompt = Prompt.of(call.input_ids, call.config, call.model_kwargs)
         reason = unserved(self._speculation, prompt, call.config, call.model_kwargs)
         if reason is not None or call.config.return_dict_in_generate:

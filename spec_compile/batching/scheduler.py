@@ -57,15 +57,16 @@ class Scheduler:
 
     def warmup(self) -> None:
         """Compile and capture what rounds and prompts of all widths need."""
-        for lanes in (self.prompts.lanes, self.decoder.lanes):
-            for width in lanes.widths:
-                session = lanes.session(width)
-                if lanes is self.prompts.lanes:
-                    session.build_prefill()
-                    session.build_proposal()
-                    continue
-                for nodes in session.runtime.sizes:
-                    session.step("round", nodes)
+        for width in self.prompts.lanes.widths:
+            session = self.prompts.lanes.session(width)
+            session.build_prefill()
+            session.build_proposal()
+        for width in self.decoder.lanes.widths:
+            session = self.decoder.lanes.session(width)
+            for nodes in session.policies["round"].sizes:
+                session.step("round", nodes)
+            if self.decoder.lanes.has_one_size:
+                session.build_proposal()
 
     def clear(self, error: BaseException) -> None:
         """End all requests by an error, and every round."""

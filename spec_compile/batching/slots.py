@@ -2,6 +2,7 @@
 
 import torch
 
+from ..kernels.linear import MAX_ROWS
 from ..runtime.engine import Engine
 from ..runtime.runtime import Runtime
 from .scheduler import Scheduler
@@ -38,6 +39,8 @@ def choose_slots(runtime: Runtime, requested: int | None, hints=None) -> tuple[i
     slots = requested or MOST[runtime.device.type]
     if requested is None and hints is not None and hints.num_requests:
         slots = min(slots, 1 << (hints.num_requests - 1).bit_length())
+    if requested is None and runtime.options.exact == "bits":
+        slots = min(slots, MAX_ROWS // runtime.sizes[-1])
     capacity = runtime.capacity(slots)
     if runtime.on_gpu and requested is None:
         free = SHARE * torch.cuda.mem_get_info(runtime.device)[0]

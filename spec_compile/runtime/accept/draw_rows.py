@@ -44,6 +44,13 @@ class RowSettings:
             settings |= {"min_p": each.min_p} if hasattr(each, "min_p") else {}
         return cls(**settings)
 
+    def merge(self, other: "RowSettings | None") -> "RowSettings":
+        """Settings that exclude something by each of the ways by which either does."""
+        if other is None:
+            return self
+        names = ("top_k", "excluded_p", "min_p")
+        return RowSettings(*(max(getattr(self, name), getattr(other, name)) for name in names))
+
     def numbers(self) -> dict[str, int | float]:
         """For the buffers of a `State`."""
         return {"top_k": self.top_k, "excluded_p": self.excluded_p, "min_p": self.min_p}
@@ -53,16 +60,15 @@ class DrawRows(DrawInRound):
     """Draws after every node of the trees with the settings of the node's row, which lie in the `State`; rows of
     temperature 0 take the likeliest token.
 
-    settings: of the rows. A captured round depends on which of them any row has, not on their values.
+    settings: of the rows, merged. A captured round depends on which of them any row has, not on their values.
 
     The tokens are those of `DrawInRound` with one row's processors, because every operation on a row is the same.
     """
 
-    def __init__(self, settings: list[RowSettings]):
+    def __init__(self, settings: RowSettings):
         super().__init__([])
-        self.has_top_k = any(each.top_k > 0 for each in settings)
-        self.has_top_p = any(each.excluded_p >= 0 for each in settings)
-        self.has_min_p = any(each.min_p > 0 for each in settings)
+        self.has_top_k, self.has_top_p = settings.top_k > 0, settings.excluded_p >= 0
+        self.has_min_p = settings.min_p > 0
         self.key = ("rows", self.has_top_k, self.has_top_p, self.has_min_p)
 
     def process(self, state: State, scores: Tensor) -> Tensor:
