@@ -71,6 +71,13 @@ def static(fast, tokenizer, prompts: list[list[int]], count: int, new_tokens: in
     return {"tokens_per_s": tokens / (time.perf_counter() - begin)}
 
 
+def forget(fast) -> None:
+    """No text of a request so far helps later ones."""
+    fast.speculation.refresh()
+    if fast.speculation.algorithm == "ngram":
+        fast.speculation.ngram.reset()
+
+
 def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> list[dict]:
     """Rows of the table for one system."""
     rows = []
@@ -82,12 +89,14 @@ def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> li
     try:
         for count in options.in_flight:
             in_flight(manager, prompts[:count], count, min(16, options.new_tokens))
+            forget(fast)
             rows.append({"system": name, "in_flight": count, **in_flight(manager, prompts, count, options.new_tokens)})
             print(row_text(rows[-1]), flush=True)
     finally:
         manager.destroy()
     for count in options.in_flight if options.static else ():
         static(fast, tokenizer, prompts[:count], count, 16)
+        forget(fast)
         result = static(fast, tokenizer, prompts, count, options.new_tokens)
         rows.append({"system": f"{name}, static batch", "in_flight": count, **result})
         print(row_text(rows[-1]), flush=True)

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from spec_compile import speculate
+from spec_compile.batching.job import seed_of
 from spec_compile.batching.texts import Texts
+from spec_compile.runtime.accept.random_numbers import uniform
 
 MODEL = Path(__file__).parent.parent / "examples" / "tiny_coder"
 TEXT = (Path(__file__).parent / "conftest.py").read_text()
@@ -106,8 +108,28 @@ def mixed_request(rng):
     return prompt, options
 
 
+def is_near_tie(fast, manager, prompt, options, tokens, expected):
+    """Whether two answers part where rounding decides: two logits are equal but for that, or a random number lies at
+    the border of two tokens. Rounding depends on the number of rows that are computed together."""
+    seed = options.get("seed")
+    options = {name: value for name, value in options.items() if name not in ("seed", "tokenizer", "stop_strings")}
+    begin = next(place for place, pair in enumerate(zip(tokens, expected)) if pair[0] != pair[1])
+    ids = torch.tensor([prompt + tokens[:begin]], device=fast.device)
+    prepared = manager.prepare(prompt, GenerationConfig(pad_token_id=0), fast.generation_config, None, options)
+    logits = fast.speculation.original(ids).logits[:, -1].detach().double()
+    scores = prepared.processors(ids, logits)[0]
+    if not options.get("do_sample"):
+        best = scores.topk(2).values
+        return bool(best[0] - best[1] < 1e-4)
+    borders = scores.softmax(dim=0).cumsum(dim=0).cpu()
+    number = uniform(seed_of(seed), torch.tensor(0), torch.tensor(begin))
+    low, high = sorted((tokens[begin], expected[begin]))
+    return bool((borders[[low, high - 1]] - number).abs().max() < 1e-6)
+
+
 def answers_are_those_of_generate(fast, count, seed, slots):
-    """`count` mixed requests, some of which are cancelled; returns the outputs."""
+    """`count` mixed requests, some of which are cancelled; returns the outputs. At most one answer of 200 may part at a
+    near-tie."""
     rng = random.Random(seed)
     requests = [mixed_request(rng) for _ in range(count)]
     cancelled = {f"r{number}" for number in rng.sample(range(count), count // 20)}
@@ -124,6 +146,7 @@ def answers_are_those_of_generate(fast, count, seed, slots):
     finally:
         manager.destroy()
     fast.speculation.stats.reset()
+    ties = 0
     for number, (prompt, options) in enumerate(requests):
         output = outputs[f"r{number}"]
         assert output.error is None, output.error
@@ -131,7 +154,10 @@ def answers_are_those_of_generate(fast, count, seed, slots):
         if output.finish_reason == "cancelled":
             assert output.request_id in cancelled
             expected = expected[: len(output.generated_tokens)]
-        assert output.generated_tokens == expected, (number, options)
+        if output.generated_tokens != expected:
+            ties += 1
+            assert is_near_tie(fast, manager, prompt, options, output.generated_tokens, expected), (number, options)
+    assert ties <= -(-count // 200)
     return outputs
 
 
