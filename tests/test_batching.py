@@ -50,10 +50,11 @@ def generated(fast, prompt, seed=None, **options):
 
 def collect(manager, count):
     """The last outputs of `count` requests, by id."""
-    outputs, deadline = {}, time.monotonic() + 300
+    outputs, deadline = {}, time.monotonic() + 120
     while len(outputs) < count:
         output = manager.get_result(timeout=1)
         assert time.monotonic() < deadline and (output or manager.is_running())
+        deadline = time.monotonic() + 120 if output else deadline
         if output and output.is_finished():
             outputs[output.request_id] = output
     return outputs

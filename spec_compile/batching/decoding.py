@@ -1,7 +1,7 @@
 """The rows that decode: rounds over as many of them as are in use."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -133,6 +133,9 @@ class Decoder:
             job.count, job.hint = outcome.next_count, outcome.next_hint
         stats = self.runtime.stats
         stats.trace = []  # of the round alone, because a batch never ends
+        depths = Counter((outcome.depth, max(len(outcome.path) - 1, 0)) for _, outcome in riders)
+        for (offered, accepted), count in depths.items():
+            stats.count_depths(offered, accepted, count)
         stats.count_round(flight.nodes, [len(outcome.gained) for _, outcome in riders], len(riders))
         return [job for job, outcome in riders if outcome.gained or job.is_over]
 
@@ -140,7 +143,6 @@ class Decoder:
         """Give a request what a round has gained for its row."""
         drafted = min(self._most or job.count or nodes, nodes) - 1
         job.speculation.count(drafted, max(len(outcome.path) - 1, 0), len(outcome.gained))
-        self.runtime.stats.count_depths(outcome.depth, max(len(outcome.path) - 1, 0))
         before = len(job.tokens)
         try:
             if job.failure is not None:

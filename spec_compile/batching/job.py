@@ -78,7 +78,7 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        return self.status >= RequestStatus.FINISHED
+        return self.finish_reason is not None
 
     def numbers(self) -> dict[str, int | float]:
         """For the buffers of a `State`."""
@@ -91,7 +91,7 @@ class Job:
 
     def gain(self, tokens: list[int]) -> bool:
         """Take tokens that a round has given to the row; returns whether the request is over."""
-        self._set_status(RequestStatus.DECODING)
+        self.status = RequestStatus.DECODING
         before = len(self.tokens)
         if self.acceptor is not None:  # it has given them to the answer
             self.tokens = self._answer.rows[0][: self._answer.columns]
@@ -100,16 +100,15 @@ class Job:
             self.tokens = self._answer.rows[0][: self._answer.columns]
         else:
             self.tokens.extend(tokens)
-        now = time.perf_counter()
         if self.record_timestamps:
-            self.timestamps += [now] * (len(self.tokens) - before)
+            self.timestamps += [time.perf_counter()] * (len(self.tokens) - before)
         if self.first_token_time is None and self.tokens:
-            self.first_token_time = now
-        ends = self.tokens[-1:] and self.tokens[-1] in self._answer.eos
-        if ends or (self._answer.done and len(self.tokens) + len(self.prompt) < self.prepared.longest):
+            self.first_token_time = time.perf_counter()
+        is_full = len(self.tokens) + len(self.prompt) >= self.prepared.longest
+        if self.tokens and self.tokens[-1] in self._answer.eos:
             self.finish("stop")
-        elif len(self.tokens) + len(self.prompt) >= self.prepared.longest:
-            self.finish("length")
+        elif is_full or self._answer.done:
+            self.finish("length" if is_full else "stop")
         return self.is_over
 
     def finish(self, reason: str) -> None:

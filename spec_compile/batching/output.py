@@ -9,37 +9,42 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 class RequestSpeculation:
     """Counters of one request.
 
-    steps: rounds that it took part in. drafted: draft tokens that were verified, roots left out. accepted: those of
-    them that were accepted. per_step_drafted, per_step_accepted, per_step_tokens: the same and the tokens gained, a
-    number for each step. accepted_per_position[d]: how often a node at depth d + 1 was accepted. reused_prompt_tokens:
+    per_step_drafted: for each round that it took part in, the draft tokens that were verified, roots left out.
+    per_step_accepted, per_step_tokens: those of them that were accepted, and the tokens gained. reused_prompt_tokens:
     prompt tokens whose keys and values another request had left.
     """
 
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
     per_step_drafted: list[int] = field(default_factory=list)
     per_step_accepted: list[int] = field(default_factory=list)
     per_step_tokens: list[int] = field(default_factory=list)
-    accepted_per_position: list[int] = field(default_factory=list)
     reused_prompt_tokens: int = 0
 
     def count(self, drafted: int, accepted: int, tokens: int) -> None:
         """Count a step."""
-        self.steps += 1
-        self.drafted += drafted
-        self.accepted += accepted
         self.per_step_drafted.append(drafted)
         self.per_step_accepted.append(accepted)
         self.per_step_tokens.append(tokens)
-        add_depths(self.accepted_per_position, accepted)
 
+    @property
+    def steps(self) -> int:
+        """Rounds that it took part in."""
+        return len(self.per_step_tokens)
 
-def add_depths(counts: list[int], depth: int) -> None:
-    """Add 1 to the first `depth` of `counts`, which grows as needed."""
-    counts += [0] * (depth - len(counts))
-    for index in range(depth):
-        counts[index] += 1
+    @property
+    def drafted(self) -> int:
+        """Draft tokens that were verified."""
+        return sum(self.per_step_drafted)
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that were accepted."""
+        return sum(self.per_step_accepted)
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """How often a node was accepted at depth 1, 2, and so on."""
+        deepest = max(self.per_step_accepted, default=0)
+        return [sum(accepted > depth for accepted in self.per_step_accepted) for depth in range(deepest)]
 
 
 @dataclass
