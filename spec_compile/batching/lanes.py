@@ -33,8 +33,10 @@ class Lanes:
 
     @property
     def has_one_size(self) -> bool:
-        """Whether the drafter's trees have one size, so that a round verifies all of one or plainly the root."""
-        return self.runtime.algorithm.plan.sizes == "fixed"
+        """Whether the drafter's trees have one size, so that a round verifies all of one or plainly the root. Where
+        drafts are drawn, tokens depend on which of them are verified, so that the load must not decide it."""
+        plan = self.runtime.algorithm.plan
+        return plan.sizes == "fixed" and not plan.draws
 
     @property
     def state(self):

@@ -71,7 +71,8 @@ class Pieces:
         key = min(nodes, 2) if on_gpu else nodes
         if key not in self._rounds:
             # A drafter that knows one size alone is not run for a round that verifies nothing.
-            proposes = nodes > 1 or self.runtime.algorithm.plan.sizes != "fixed"
+            plan = self.runtime.algorithm.plan
+            proposes = nodes > 1 or plan.sizes != "fixed" or plan.draws
             round_ = Round(self.runtime.verify, self.drafter, self.state, None if on_gpu else nodes, proposes)
             compiler = self._compile_round(round_, nodes) if self.runtime.options.compile else None
             self._rounds[key] = round_, compiler
