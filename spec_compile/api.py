@@ -1,7 +1,7 @@
 """`speculate`, the one call that users need, and `Speculation`, the object at ``model.speculation``."""
 
+import copy
 import dataclasses
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import forks, kernels, passes
+from .batching.model import BatchingMixin
 from .capture import adapters
 from .capture.admit import admit
 from .capture.check_generation import check_generation
@@ -35,12 +36,12 @@ from .report.explain import explain
 from .runtime import past
 from .runtime.agreement import Agreement
 from .runtime.engine import Engine
-from .runtime.generate import SpeculativeMixin, shadow
 from .runtime.prepared import Plans
 from .runtime.prompt import Prompt
 from .runtime.request import Request
 from .runtime.runtime import max_positions
 from .runtime.session import Session
+from .runtime.turns import Turns
 from .stats import Stats
 
 
@@ -59,7 +60,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
     model in training mode) or UnsupportedModelError (the model cannot be rewritten exactly), before any change.
     """
-    if isinstance(model, SpeculativeMixin):
+    if isinstance(model, BatchingMixin):
         model = vars(model)["speculation"].original
     if adapters.is_wrapped(model):
         base: Any = adapters.base_of(model)
@@ -82,7 +83,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     with COMPILE_LOCK:  # because tracing and checking change settings of the whole process
         with ranks.together("speculate()", {}):
             algorithm = ALGORITHMS[name].build(model, parsed)
-            fast = shadow(model)
+            fast = _shadow(model)
             speculation = Speculation(model, fast, name, parsed, algorithm)
         with ranks.call():
             speculation.check_rewritten()
@@ -97,7 +98,7 @@ class Speculation:
 
     def __init__(self, model: PreTrainedModel, fast: nn.Module, name: str, options: Options, algorithm: Algorithm):
         self.algorithm, self.options = name, options
-        self._model, self._lock = model, threading.RLock()
+        self._model, self.turns = model, Turns()
         self._references: list[torch.Tensor] = []
         self._announced: set[str] = set()
         self._share_text = True
@@ -202,7 +203,7 @@ class Speculation:
             raise TypeError(f"do_sample must be True or False, not {type(do_sample).__name__}")
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be a function of a line, not {type(progress).__name__}")
-        with self._lock, torch.inference_mode(False), torch.no_grad(), self.reporting(progress):
+        with self.turns, torch.inference_mode(False), torch.no_grad(), self.reporting(progress):
             session = self.engine.session(batch_size)
             session.build_prefill()
             for nodes in self.engine.runtime.sizes:
@@ -212,7 +213,7 @@ class Speculation:
 
     def compile_anew(self) -> None:
         """Compile one round for a single sequence again, so that tools such as depyf can watch it."""
-        with self._lock:
+        with self.turns:
             Session(self.engine.runtime, 1).step("round", self.engine.runtime.sizes[-1])
 
     def refresh(self) -> None:
@@ -230,8 +231,8 @@ class Speculation:
         is tied otherwise than at speculate(), or if something besides tensors has changed.
         Raises RuntimeError inside a generate() of this model. It waits for a generate() in another thread.
         """
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            if self._calls:
+        with self.turns, torch.inference_mode(False), torch.no_grad():
+            if self._calls or any(batch.is_busy for batch in self.engine.batches):
                 raise RuntimeError("refresh(): a generate() of this model is running; call refresh() when it is over")
             changes = [change for change in self.watch.changes() if change.remedy == "speculate"]
             if changes:
@@ -258,7 +259,7 @@ class Speculation:
         """
         if share_text is not None and not isinstance(share_text, bool):
             raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
-        with self._lock, torch.inference_mode(False), torch.no_grad(), self.agreement.awaited():
+        with self.turns, torch.inference_mode(False), torch.no_grad(), self.agreement.awaited():
             if self._is_forked:
                 self._adopt()
             before = self._references, self._share_text
@@ -316,5 +317,15 @@ class Speculation:
 
     def after_fork(self, in_child: bool) -> None:
         """See `forks`."""
-        if in_child and not self._lock._is_owned():  # type: ignore[attr-defined]
-            self._lock, self._is_forked = threading.RLock(), True
+        if in_child and not self.turns.is_mine:
+            self.turns, self._is_forked = Turns(), True
+
+
+def _shadow(model: PreTrainedModel) -> PreTrainedModel:
+    """An object of a subclass with our generate(), which shares all modules and parameters of the model."""
+    cls = type(model)
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    shadow: Any = adapters.shallow(model, type(cls.__name__, (BatchingMixin, cls), names))
+    shadow.generation_config = copy.deepcopy(model.generation_config)
+    shadow.__dict__.pop("generate", None)  # one set on the object is run by `SpeculativeMixin.generate`
+    return shadow

@@ -32,6 +32,11 @@ class Cache(nn.Module):
         """Tokens that each row has room for."""
         return self.tensors[0].shape[2]
 
+    def share(self, other: "Cache") -> None:
+        """Take the first rows of `other` in place of rows of its own."""
+        for (name, tensor), larger in zip(list(self.named_buffers()), other.tensors):
+            setattr(self, name, larger[: len(tensor)])
+
     def resize(self, slots: int) -> list[Tensor]:
         """Put empty tensors of `slots` slots in place of the present `tensors`, and return the latter."""
         before = self.tensors

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 
+from .cache import Cache
 from .graph import ModelGraph
 from .tree import Accepted
 
@@ -83,9 +84,37 @@ class Drafter(nn.Module):
         """[graph] Call ``state.propose`` with the trees to verify next: siblings distinct, parents first."""
         raise NotImplementedError
 
+    def share(self, other: "Drafter") -> None:
+        """Take the first rows of `other`, a drafter of the same algorithm for more rows, in place of rows of its own.
+        What `enter` and `leave` do to `other` is then true of this one, too."""
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            setattr(self, name, getattr(other, name)[: len(buffer)])
+        for cache, larger in zip(caches(self), caches(other)):
+            cache.share(larger)
+
+    def row_buffers(self) -> list[Tensor]:
+        """The buffers on the drafter itself that have an entry for each row [B, ...], which move with a row."""
+        return list(self.buffers(recurse=False))
+
+    def enter(self, row: int, share_text: bool) -> None:
+        """A text begins in one row, while the others go on. share_text: see `start`."""
+        for buffer in self.row_buffers():
+            buffer[row].zero_()
+
+    def vacate(self, row: int) -> None:
+        """The text of a row goes on in a row of another drafter of the same algorithm, which has what the row had."""
+
+    def leave(self, state: "State", row: int, length: int, share_text: bool) -> None:
+        """The text of one row is over. length: tokens of the row less one."""
+
     def finish(self, lengths: list[int]) -> None:
         """The call of generate() is over, by an error, too. lengths: tokens of each row less one; empty if no round
         had begun."""
+
+
+def caches(drafter: Drafter) -> list[Cache]:
+    """The drafter's own caches."""
+    return [module for module in drafter.modules() if isinstance(module, Cache)]
 
 
 class Algorithm:

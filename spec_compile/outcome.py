@@ -48,7 +48,6 @@ def unpack(row: list[int]) -> Outcome:
     """One row that `pack` made."""
     gained, finished, next_count, next_hint, depth, *columns = row
     nodes = len(columns) // PER_NODE
-    tokens, path, tree_tokens, tree_parents = (columns[part * nodes :][:nodes] for part in range(PER_NODE))
-    return Outcome(
-        tokens[:gained], bool(finished), next_count, next_hint, depth, path[:gained], tree_tokens, tree_parents
-    )
+    tokens, path = columns[:gained], columns[nodes : nodes + gained]
+    tree_tokens, tree_parents = columns[2 * nodes : 3 * nodes], columns[3 * nodes :]
+    return Outcome(tokens, bool(finished), next_count, next_hint, depth, path, tree_tokens, tree_parents)

@@ -53,16 +53,16 @@ class Stats:
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
-    def count_depths(self, offered: int, accepted: int) -> None:
-        """Count a row's tree that reached depth `offered` and was accepted down to depth `accepted`."""
+    def count_depths(self, offered: int, accepted: int, rows: int = 1) -> None:
+        """Count the trees of some rows that reached depth `offered` and were accepted down to depth `accepted`."""
         missing = offered - len(self.offered)
         if missing > 0:
             self.offered += [0] * missing
             self.accepted += [0] * missing
         for depth in range(offered):
-            self.offered[depth] += 1
+            self.offered[depth] += rows
         for depth in range(accepted):
-            self.accepted[depth] += 1
+            self.accepted[depth] += rows
 
     def __str__(self) -> str:
         busy = {name: value for name, value in self.seconds.items() if name != "compile"}

@@ -173,7 +173,7 @@ DRAWS = [
     ),
     Mutation(
         "random numbers ignore the seed", f"{RUNTIME}accept/host.py",
-        "draw(weights, uniform(self.seed, rows, gained)", "draw(weights, uniform(0, rows, gained)",
+        "draw(weights, uniform(self.seed, numbers, gained)", "draw(weights, uniform(0, numbers, gained)",
         f"{SAMPLING} -k test_the_seed_decides",
     ),
     Mutation(
@@ -241,7 +241,7 @@ ANSWERS = [
         f"{GENERATE} -k 'every_row_ends'",
     ),
     Mutation(
-        "the minimum of new tokens is one too small", f"{RUNTIME}generate.py",
+        "the minimum of new tokens is one too small", f"{RUNTIME}read_call.py",
         "max(0, shortest + difference)", "max(0, shortest + difference - 1)",
         f"{GENERATE} -k 'test_a_minimum_of_new_tokens'",
     ),
@@ -288,8 +288,8 @@ OTHERS = [
     ),
     Mutation(
         "calls of several threads do not wait for each other", "spec_compile/api.py",
-        "self._model, self._lock = model, threading.RLock()",
-        "self._model, self._lock = model, __import__('contextlib').nullcontext()",
+        "self._model, self.turns = model, Turns()",
+        "self._model, self.turns = model, __import__('contextlib').nullcontext()",
         "tests/test_reentry.py -k another_thread_waits",
     ),
     Mutation(

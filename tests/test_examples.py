@@ -10,6 +10,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SETTINGS = {
     "hello.py": ["--eager"],
     "batch_and_streaming.py": ["--eager", "--new-tokens", "12"],
+    "many_requests.py": ["--eager", "--new-tokens", "12"],
     "train_head.py": ["--eager", "--steps", "2", "--texts", "4", "--batch-size", "2", "--output", "{folder}"],
     "compile_backend.py": ["--layers", "1"],
     "tensor_parallel.py": ["--eager", "--new-tokens", "12"],
@@ -17,6 +18,7 @@ SETTINGS = {
 PRINTS = {
     "hello.py": ["def mean(values):", "accept length"],
     "batch_and_streaming.py": ["class Stack:", "4 sampled answers", "--- streamed:\ndef mean(values):"],
+    "many_requests.py": ["stop", "cancelled"],
     "train_head.py": ["2 steps", "accept length"],
     "compile_backend.py": ["largest difference", "join_linears"],
     "tensor_parallel.py": ["def mean(values):", "1 processes, accept length"],

@@ -11,7 +11,6 @@ import threading
 import time
 import traceback
 import warnings
-from unittest import mock
 
 import models
 import pytest
@@ -20,7 +19,6 @@ import test_draft_rounds as rounds
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import LogitsProcessor
-from transformers.generation.continuous_batching import ContinuousMixin
 
 from spec_compile import NgramTrie, speculate
 
@@ -361,17 +359,3 @@ def test_speculate_again_takes_the_original():
     assert again.speculation.original is fast.speculation.original
     assert again.speculation.options.num_draft_tokens == 4
     assert answer(again, OUTER_IDS) == answer(fast, OUTER_IDS)
-
-
-def test_continuous_batching_says_that_it_is_transformers_own(monkeypatch):
-    begin = mock.Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(ContinuousMixin, "init_continuous_batching", begin)
-    with pytest.warns(UserWarning, match="generate_batch"), pytest.raises(InterruptedError):
-        system("ngram").generate_batch([OUTER_IDS[0].tolist()], max_new_tokens=4)
-    assert begin.call_count == 1
-
-
-@pytest.mark.slow
-def test_continuous_batching():
-    with pytest.warns(UserWarning, match="generate_batch"):
-        system("ngram").generate_batch([OUTER_IDS[0].tolist()], max_new_tokens=4)

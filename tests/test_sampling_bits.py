@@ -196,6 +196,7 @@ def test_the_routes_agree(name, is_drawn):
     tree = Tree(tokens, parents, torch.ones_like(tokens, dtype=torch.bool), draft if is_drawn else None)
     state = SimpleNamespace(
         forbid_early_eos=lambda logits, depth: logits, seed=torch.tensor([7], device=DEVICE),
+        numbers=torch.arange(rows, device=DEVICE),
         lengths=torch.full((rows,), 3, device=DEVICE), prompt_lengths=torch.full((rows,), 4, device=DEVICE),
     )  # fmt: skip
     answer = Answer(torch.zeros(rows, 4, dtype=torch.int64), 4 + nodes, [], 0)

@@ -19,7 +19,7 @@ from spec_compile.drafters.trees.static import EAGLE1_CHOICES, StaticTree
 from spec_compile.kernels.top_logits import top_logits
 from spec_compile.runtime.accept.chain import accept_chain, chain_numbers
 from spec_compile.runtime.accept.host import HostAcceptor
-from spec_compile.runtime.accept.random_numbers import probabilities
+from spec_compile.runtime.accept.random_numbers import counter, probabilities
 from spec_compile.runtime.accept.rejection import accept_drawn
 from spec_compile.runtime.answer import Answer
 from spec_compile.tree import Tree
@@ -305,7 +305,7 @@ def test_refused_logits():
     root, draft = torch.zeros(1).long(), Draft(table)
     with pytest.raises(ValueError, match="at most the 3 logits"):
         grow(Schedule(2, 4), root, *draft.begin(), draft)
-    drawn = torch.ones(1), 0, root
+    drawn = torch.ones(1), 0, root, root
     with pytest.raises(ValueError, match="topk must be 1"):
         draw_chain(Schedule(2, 4), root, *draft.begin(), draft, *drawn, 3)
     with pytest.raises(ValueError, match="vocab_size = 4"):
@@ -339,7 +339,7 @@ def drawn(table, temperature, schedule, rows, seed=5, **options):
     root = torch.full((rows,), 3)
     place = torch.full((rows,), 2)
     temperature = torch.full((rows,), temperature)
-    return draw_chain(schedule, root, *draft.begin(), draft, temperature, seed, place, **options)
+    return draw_chain(schedule, root, *draft.begin(), draft, temperature, seed, torch.arange(rows), place, **options)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -367,7 +367,7 @@ def test_temperature_0_is_the_argmax():
     table = VALUES["ties"]((1, 97, 4)).repeat(2, 1, 1)
     table[:, ::4] = math.nan
     draft, root = Draft(table), torch.tensor([3, 3])
-    options = torch.tensor([0.0, 1.0]), 5, torch.tensor([0, 0])
+    options = torch.tensor([0.0, 1.0]), 5, torch.arange(2), torch.tensor([0, 0])
     tokens, _, probs = draw_chain(Schedule(7, 1), root, *draft.begin(), draft, *options, VOCAB, DRAFTED)
     draft = Draft(table)
     expected, _, _ = grow(Schedule(7, 1), root, *draft.begin(), draft, DRAFTED)
@@ -394,6 +394,11 @@ def slow_accept(target, draft, tokens, real, u):
         if chosen[-1:] != children:
             return path, chosen
         path.append(node + 1)
+
+
+def numbers(seed, place, nodes):
+    """Those of rows 0, 1, 2 ... of a call, whose chains begin at place [B]."""
+    return chain_numbers(torch.full_like(place, seed), torch.arange(len(place)), place, nodes)
 
 
 @given(st.integers(0, 100_000), st.integers(1, 30), st.integers(1, 8), st.integers(2, 9))
@@ -432,7 +437,7 @@ def test_accept_chain_is_the_walk():
     tree = Tree(tokens, torch.arange(-1, nodes - 1).expand(rows, -1), real, draft)
     expected = HostAcceptor(answer, LogitsProcessorList(), seed=77)(tree, logits)
     target = probabilities(logits.flatten(0, 1)).view(rows, nodes, vocab)
-    accepted = accept_chain(target, draft, tokens, real, chain_numbers(77, place, nodes))
+    accepted = accept_chain(target, draft, tokens, real, numbers(77, place, nodes))
     assert torch.equal(accepted.count, expected.count)
     counts = torch.arange(nodes) < expected.count[:, None]
     assert torch.equal(accepted.tokens[counts], expected.tokens[counts])
@@ -475,12 +480,12 @@ def chained(rows, nodes, temperature=1.0):
         before = torch.where(gained > 0, text.gather(1, (gained - 1).clamp(min=0)[:, None])[:, 0], 0)[:, None]
         hidden = torch.cat([last, before], dim=1)
         logits = draft_table[last[:, 0] * VOCAB + before[:, 0]]
-        options = torch.full((rows,), temperature), 9, gained, VOCAB, DRAFTED
+        options = torch.full((rows,), temperature), 9, torch.arange(rows), gained, VOCAB, DRAFTED
         tokens, _, probs = draw_chain(Schedule(nodes - 1, 1), last[:, 0], logits, hidden.float(), Text(), *options)
         pairs = tokens * VOCAB + torch.cat([before, tokens[:, :-1]], dim=1)
         target = target_table[pairs].double().softmax(dim=2)
         real = torch.arange(nodes) < 1 + (gained[:, None] + torch.arange(rows)[:, None]) % nodes
-        accepted = accept_chain(target, probs, tokens, real, chain_numbers(9, gained, nodes))
+        accepted = accept_chain(target, probs, tokens, real, numbers(9, gained, nodes))
         going = gained < PLACES
         count = torch.where(going, accepted.count, 0)
         sizes += count.bincount(minlength=nodes + 1)
@@ -541,11 +546,11 @@ def verified(table, _, seed, place):
     """A drawn chain, and what is accepted of it."""
     draft, temperature = Draft(table), torch.ones_like(place, dtype=torch.float32)
     tokens, _, probs = draw_chain(
-        Schedule(4, 1), place, *draft.begin(), draft, temperature, seed, place, table.shape[2]
+        Schedule(4, 1), place, *draft.begin(), draft, temperature, seed, counter(2, place.device), place, table.shape[2]
     )
     target = probs.double() + 0.1
     target = target / target.sum(dim=2, keepdim=True)
-    real, u = torch.ones_like(tokens, dtype=torch.bool), chain_numbers(seed, place, 5)
+    real, u = torch.ones_like(tokens, dtype=torch.bool), chain_numbers(seed, counter(2, place.device), place, 5)
     accepted = accept_chain(target, probs, tokens, real, u)
     return tokens, probs, accepted.tokens, accepted.count
 

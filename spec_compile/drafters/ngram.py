@@ -21,6 +21,7 @@ from ..parallel.ranks import ALONE, Alone
 from ..runtime.state import State
 
 _handles = count()
+_private_streams = count(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,13 @@ class NgramOptions(Options):
 class NgramDrafter(Drafter):
     """Continues the longest matches of each row's own end, found in prompts, outputs, references and corpora."""
 
-    def __init__(self, trie: NgramTrie, num_draft_tokens: int, batch: int, ranks: Alone = ALONE):
+    def __init__(
+        self, trie: NgramTrie, num_draft_tokens: int, batch: int, private: dict[int, tuple[NgramTrie, int]],
+        ranks: Alone = ALONE,
+    ):  # fmt: skip
+        """private: of rows whose text nobody else drafts from: their trie and its stream, by the row's `streams`."""
         super().__init__()
-        self.ranks = ranks
+        self.private, self.ranks = private, ranks
         self.trie, self.reading, self.num_draft_tokens = trie, trie, num_draft_tokens
         self.open_streams: list[int] = []
         self.register_buffer("streams", torch.zeros(batch, dtype=torch.int64), persistent=False)
@@ -70,6 +75,24 @@ class NgramDrafter(Drafter):
 
     def mute(self) -> None:
         self.streams.fill_(-1)
+
+    def row_buffers(self) -> list[Tensor]:
+        return [self.streams]
+
+    def enter(self, row: int, share_text: bool) -> None:
+        trie = self.trie if share_text else self.trie.overlay()
+        self.streams[row] = stream = trie.open() if share_text else next(_private_streams)
+        if not share_text:
+            self.private[stream] = trie, trie.open()
+
+    def vacate(self, row: int) -> None:
+        self.streams[row] = -1
+
+    def leave(self, state: State, row: int, length: int, share_text: bool) -> None:
+        stream = int(self.streams[row])
+        if self.private.pop(stream, None) is None:
+            self.trie.close(stream)
+        self.vacate(row)
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.reading = self.trie if share_text else self.trie.overlay()
@@ -90,7 +113,7 @@ class NgramDrafter(Drafter):
         """What `ops.ngram_propose` runs on the host. Of several ranks the first one's trie decides for all."""
         tick = time.perf_counter()
         if self.ranks.size == 1:
-            self.reading.advance(*tensors)
+            self._advance(*tensors)
         else:
             trees = tensors[3:]
             numbers = self.ranks.lead(lambda: self._advanced(tensors))
@@ -98,9 +121,16 @@ class NgramDrafter(Drafter):
                 tree.copy_(part.view(tree.shape))
         self.seconds += time.perf_counter() - tick
 
+    def _advance(self, streams: Tensor, *texts_and_trees: Tensor) -> None:
+        private = {row: self.private[s] for row, s in enumerate(streams.tolist()) if s in self.private}
+        shared = streams.index_fill(0, torch.tensor([*private], dtype=torch.int64), -1) if private else streams
+        self.reading.advance(shared, *texts_and_trees)
+        for row, (trie, stream) in private.items():
+            trie.advance(torch.tensor([stream]), *(tensor[row : row + 1] for tensor in texts_and_trees))
+
     def _advanced(self, tensors: tuple[Tensor, ...]) -> list[int]:
         """The trees and their numbers that the trie proposes, one after the other."""
-        self.reading.advance(*tensors)
+        self._advance(*tensors)
         return torch.cat([tree.flatten() for tree in tensors[3:]]).tolist()
 
     def finish(self, lengths: list[int]) -> None:
@@ -128,6 +158,10 @@ class MatchingDrafter(Drafter):
         text, length = self.corpus.text, self.corpus.length
         state.propose(*match(state.tokens, state.lengths + 1, text, length, self.num_draft_tokens, self.options))
 
+    def leave(self, state: State, row: int, length: int, share_text: bool) -> None:
+        if share_text:
+            self.corpus.append(state.tokens[row, : length + 1])
+
     def finish(self, lengths: list[int]) -> None:
         if not self.share_text:
             while self.references:
@@ -142,6 +176,7 @@ class Ngram(Algorithm):
 
     def __init__(self, store: NgramStore, options: NgramOptions):
         self.store, self.options = store, options
+        self.private: dict[int, tuple[NgramTrie, int]] = {}
         self.plan = DraftPlan(options.num_draft_tokens, sizes="adaptive" if options.adaptive else "tree")
 
     @property
@@ -152,7 +187,7 @@ class Ngram(Algorithm):
     def drafter(self, batch: int, slots: int) -> Drafter:
         nodes = self.options.num_draft_tokens
         if isinstance(self.store, NgramTrie):
-            return NgramDrafter(self.store, nodes, batch, self.options.ranks)
+            return NgramDrafter(self.store, nodes, batch, self.private, self.options.ranks)
         windows = {name: value for name, value in self.options.ngram.items() if name != "capacity"}
         return MatchingDrafter(self.store, MatchOptions(**windows), nodes)
 

@@ -69,6 +69,7 @@ class Call:
             session.ring.begin()
         state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos, request.ids)
         state.seed.fill_(request.seed)
+        state.numbers.copy_(torch.arange(state.batch))
         state.temperature.fill_(request.temperature)
         begins = self._take_past()
         session.texts = [list(prompt) for prompt in request.prompts]

@@ -36,6 +36,10 @@ class SizePolicy:
         self._seen: dict[int, int] = {}
         """Trees of each bucket that hindsight has told of."""
 
+    def share(self, other: "SizePolicy") -> None:
+        """Know from now on what `other` knows of gains, and the other way round; each knows its own costs."""
+        self.gain, self._seen, self.hindsight = other.gain, other._seen, other.hindsight
+
     def choose(self, counts: list[int], hints: list[int]) -> int:
         """The size for a round over rows with `counts` real nodes (root included) and `hints`; none is left: 1."""
         if self.hindsight is not None and self.adaptive:

@@ -1,7 +1,9 @@
 """The engine: sessions for each batch size, and the loop that runs their rounds."""
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -56,6 +58,10 @@ class Engine:
         """By nesting depth and batch size."""
         self.running: list[tuple[Session, Clock]] = []
         """Calls of `run` under way: the outermost first, then those that its streamer, criteria or processors made."""
+        self.batches: weakref.WeakSet = weakref.WeakSet()
+        """The schedulers of requests that this engine's runtime serves besides its calls."""
+        self.idle_batch: Any = None
+        """One of them whose manager is gone, with all that is compiled."""
         if options.max_cache_len is not None:
             self.runtime.check_memory(1, options.max_cache_len)
 
@@ -91,6 +97,8 @@ class Engine:
         self.runtime.algorithm.refresh()
         for session in self.sessions.values():
             session.texts = []
+        for scheduler in self.batches:
+            scheduler.forget()
 
     @torch.no_grad()
     def run(self, request: Request) -> Iterator[list[list[int]]]:

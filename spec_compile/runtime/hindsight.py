@@ -39,6 +39,15 @@ class Hindsight:
         self._ends = [-1] * state.batch
         """The slot of each row's last token at the last `look`."""
 
+    def move(self, row: int, to: int) -> None:
+        """The text of one row goes on in another."""
+        self._trees[to], self._ends[to] = self._trees[row], self._ends[row]
+        self.forget(row)
+
+    def forget(self, row: int) -> None:
+        """The row has another text from now on."""
+        self._trees[row], self._ends[row] = [], int(self._state.lengths[row])
+
     def look(self) -> list[tuple[int, list[int]]]:
         """Call this before each round. Returns (hint, accepted nodes, root left out) of the trees that the text has
         left since the last call."""

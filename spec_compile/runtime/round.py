@@ -18,10 +18,13 @@ class Round(nn.Module):
     plain tensors, so that each can be compiled by itself (see `steps.pieces`).
     """
 
-    def __init__(self, graph: ModelGraph, drafter: nn.Module, state: State, nodes: int | None):
-        """`nodes`: None if each call says how many."""
+    def __init__(
+        self, graph: ModelGraph, drafter: nn.Module, state: State, nodes: int | None, proposes: bool = True
+    ):  # fmt: skip
+        """nodes: None if each call says how many. proposes: otherwise the next trees are roots alone."""
         super().__init__()
-        self.verify, self.drafter, self.state, self.nodes = graph.gm, drafter, state, nodes
+        self.verify, self.drafter, self.state = graph.gm, drafter, state
+        self.nodes, self.proposes = nodes, proposes
 
     def forward(self, max_kv_len: int, nodes: int = 0) -> Tensor:
         """`max_kv_len`: slots of the cache to look at, at least lengths.max() + N.
@@ -61,7 +64,8 @@ class Round(nn.Module):
 
     def _finish(self, tree, depth, path, tokens, count, features, max_kv_len) -> Tensor:
         gained = self.settle(path, tokens, count, features, max_kv_len)
-        self.drafter.propose(self.state, max_kv_len)
+        if self.proposes:
+            self.drafter.propose(self.state, max_kv_len)
         return self.outcome(gained, tree, depth, path, tokens)
 
     def accept(self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor) -> tuple[Tensor, ...]:

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..cache import PAGE, Cache
+from ..cache import PAGE
+from ..drafting import caches
 from ..kernels.attention import BACKENDS
 from ..outcome import WIDEST
 from ..tree import MAX_NODES, ancestry
@@ -33,26 +34,35 @@ CAPTURED_TOKENS = 2048
 class Session:
     """Everything for `batch` sequences of up to `capacity` tokens."""
 
-    def __init__(self, runtime: Runtime, batch: int):
-        self.runtime, self.batch, self.capacity = runtime, batch, runtime.capacity(batch)
-        algorithm, options = runtime.algorithm, runtime.options
+    def __init__(self, runtime: Runtime, batch: int, capacity: int | None = None, larger: "Session | None" = None):
+        """capacity: None: see `Runtime.capacity`. larger: a session whose first rows this one runs over, in place of
+        rows of its own."""
+        self.runtime, self.batch, plan = runtime, batch, runtime.algorithm.plan
+        self.capacity = capacity or runtime.capacity(batch)
         self.prefill_sizes = prefill_chunks.SIZES[runtime.device.type]
-        slots = self._slots(self.capacity)
+        slots = PAGE if larger else self._slots(self.capacity)
         runtime.check_rows(batch)
         runtime.check_memory(batch, slots)
-        self.drafter, plan = algorithm.drafter(batch, slots), algorithm.plan
+        self.drafter = runtime.algorithm.drafter(batch, slots)
         self.state = State(runtime.verify, batch, slots, runtime.device, plan.nodes if plan.draws else 0)
+        if larger is not None:
+            self.state.share(larger.state)
+            self.drafter.share(larger.drafter)
         hindsight = None if runtime.on_gpu else Hindsight(self.state)
         self.policies = {
             part: SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight) for part in ("round", "look")
         }
-        check_peers = options.ranks.check_peers
+        if larger is not None:
+            for policy in self.policies.values():
+                policy.share(larger.policies["round"])
+        check_peers = runtime.options.ranks.check_peers
         self.ring = OutcomeRing(batch * WIDEST, runtime.device, check_peers) if runtime.on_gpu else None
         self.texts: list[list[int]] = []
         """What each row was in the last call, prompt and output: of these the drafter's own cache knows."""
         self.steps: dict[tuple[str, int], Callable] = {}
-        self.captures = runtime.on_gpu and options.cuda_graphs
-        self.pool = torch.cuda.graph_pool_handle() if runtime.on_gpu else None
+        self.captures = runtime.on_gpu and runtime.options.cuda_graphs
+        # Rounds of one session at a time are under way, so that those of the larger one may use the same memory.
+        self.pool = larger.pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
         self.is_growing = False
         self._pieces = Pieces(runtime, self.state, self.drafter)
 
@@ -71,13 +81,13 @@ class Session:
         self.steps.clear()
         self._pieces.clear()
         self.capacity, self.is_growing = tokens, True
-        caches = [self.state.kv, *(module for module in self.drafter.modules() if isinstance(module, Cache))]
-        before = [cache.resize(slots) for cache in caches]
+        rows_of_keys = [self.state.kv, *caches(self.drafter)]
+        before = [cache.resize(slots) for cache in rows_of_keys]
         self.state.resize(slots)
         if not used:
             self.texts = []
         yield
-        for cache, tensors in zip(caches, before):
+        for cache, tensors in zip(rows_of_keys, before):
             for new, old in zip(cache.tensors, tensors):
                 new[:, :, :used] = old[:, :, :used]
         self.is_growing = False

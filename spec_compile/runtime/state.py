@@ -34,20 +34,24 @@ class State(nn.Module):
         buffer("min_lengths", batch)  # no end-of-sequence token before a row holds this many tokens
         buffer("max_lengths", batch)
         buffer("finished", batch, dtype=torch.bool)
-        buffer("seed", 1)
-        buffer("is_eos", graph.vocab_size, dtype=torch.bool)
+        buffer("seed", batch)  # of the random numbers of each row, see `accept.random_numbers.uniform`
+        buffer("numbers", batch)  # of each row among those that share its seed
+        buffer("is_eos", batch, graph.vocab_size, dtype=torch.bool)
         buffer("tree_tokens", batch, MAX_NODES)
         buffer("tree_parents", batch, MAX_NODES)
         buffer("tree_count", batch)
         buffer("tree_hint", batch)
         buffer("temperature", batch, dtype=torch.float32)  # at which drafts are drawn
+        buffer("top_k", batch)  # these three: see `accept.draw_rows.RowSettings`
+        buffer("excluded_p", batch, dtype=torch.float32)
+        buffer("min_p", batch, dtype=torch.float32)
         if drawn:
             buffer("tree_probs", batch, drawn, graph.vocab_size, dtype=torch.float32)
         else:
             self.tree_probs = None
         self.kv = Cache(graph, batch, capacity)
         self.on_gpu = device.type == "cuda"
-        self._eos: list[int] = []  # what `is_eos` holds
+        self._eos: list[int] | None = []  # what `reset` has put into `is_eos`
         self.root()
 
     @property
@@ -58,6 +62,28 @@ class State(nn.Module):
     def small_buffers(self) -> list[Tensor]:
         """Every buffer except the cache."""
         return list(self.buffers(recurse=False))
+
+    def share(self, other: "State") -> None:
+        """Take the first rows of `other`, of every buffer, in place of rows of its own."""
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            setattr(self, name, getattr(other, name)[: len(buffer)])
+        self.kv.share(other.kv)
+        self.capacity = other.capacity
+
+    def enter(self, row: int, prompt: Tensor, eos: list[int], **numbers: int | float) -> None:
+        """Begin a new sequence in one row, while the others go on; it is finished until somebody says otherwise.
+
+        prompt: [W] int64 on the CPU. eos: ids of the tokens that end it. numbers: for the [B] buffers of these names.
+        """
+        self.tokens[row, : len(prompt)].copy_(prompt, non_blocking=True)
+        self.is_eos[row].zero_()
+        for token in eos:
+            self.is_eos[row, token].fill_(True)
+        for name, value in numbers.items():
+            getattr(self, name)[row].fill_(value)
+        self.prompt_lengths[row].fill_(len(prompt))
+        self.finished[row].fill_(True)
+        self._eos = None  # rows differ
 
     def fill(self, past: Past, lengths: list[int]) -> None:
         """Take over keys and values that exist already of the prompts given to `reset`; `lengths` [B] of them count."""
@@ -100,7 +126,7 @@ class State(nn.Module):
         self.finished.zero_()
         if eos != self._eos:
             self.is_eos.zero_()
-            self.is_eos[eos] = True
+            self.is_eos[:, eos] = True
             self._eos = [*eos]
 
     def tree(self, nodes: int) -> Tree:
@@ -142,7 +168,7 @@ class State(nn.Module):
     def forbid_early_eos(self, logits: Tensor, depth: Tensor) -> Tensor:
         """Minus infinity for end-of-sequence tokens of nodes [B, N] whose row would be shorter than its minimum."""
         early = self.lengths[:, None] + 1 + depth < self.min_lengths[:, None]
-        return logits.masked_fill(early[:, :, None] & self.is_eos, float("-inf"))
+        return logits.masked_fill(early[:, :, None] & self.is_eos[:, None, :], float("-inf"))
 
     def commit(self, accepted: Accepted) -> Tensor:
         """Add the accepted tokens to each unfinished row, move their keys and values into place, and stop rows.
@@ -152,7 +178,7 @@ class State(nn.Module):
         nodes = accepted.tokens.shape[1]
         number = torch.arange(nodes, device=self.tokens.device)
         tokens = accepted.tokens.clamp(min=0)  # -1: nothing could be drawn, which the engine will report
-        ends = self.is_eos[tokens] & (number < accepted.count[:, None])
+        ends = self.is_eos.gather(1, tokens) & (number < accepted.count[:, None])
         until_end = torch.where(ends, number + 1, nodes + 1).amin(dim=1)
         room = (self.max_lengths - (self.lengths + 1)).clamp(min=0)
         gained = torch.minimum(torch.minimum(accepted.count, until_end), room)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...compat import argmax
-from ...runtime.accept.random_numbers import counter, draw, uniform
+from ...runtime.accept.random_numbers import draw, uniform
 from ...tree import MAX_NODES
 from .schedule import Schedule
 from .step import Step, chain_parents, feed
@@ -23,14 +23,15 @@ def draw_chain(
     step: Step,
     temperature: Tensor,
     seed: int | Tensor,
+    sequence: Tensor,
     place: Tensor,
     vocab_size: int,
     draft_to_target: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A chain whose tokens are drawn from the draft: tokens, parents [B, N] int64, and probs [B, N, vocab_size].
 
-    temperature [B]: of the draft's softmax; where it is 0, the likeliest token has all the probability. seed, place
-    [B]: of `uniform`, place counting the tokens of a row between its prompt and the root's child. vocab_size:
+    temperature [B]: of the draft's softmax; where it is 0, the likeliest token has all the probability. seed, sequence,
+    place [B]: of `uniform`, place counting the tokens of a row between its prompt and the root's child. vocab_size:
     the target's. Row i of the float32 probs is what node i's child was drawn from; the last is zeros. The rest is as
     in `grow`.
 
@@ -44,7 +45,6 @@ def draw_chain(
             f"logits must have vocab_size = {vocab_size} columns without draft_to_target, not {logits.shape[1]}"
         )
     tokens, probs = [root[:, None]], []
-    sequence = counter(root.shape[0], root.device)
     for level in range(1, schedule.nodes):
         if level > 1:
             hidden, logits = feed(step, tokens[-1], hidden, level - 1)

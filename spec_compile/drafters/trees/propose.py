@@ -30,8 +30,8 @@ def propose_grown(
     if draws:
         place = state.lengths + 1 - state.prompt_lengths
         tokens, parents, probs = draw_chain(
-            schedule, root, logits, hidden, step, state.temperature, state.seed, place, state.is_eos.shape[0],
-            draft_to_target,
+            schedule, root, logits, hidden, step, state.temperature, state.seed, state.numbers, place,
+            state.is_eos.shape[1], draft_to_target,
         )  # fmt: skip
     else:
         tokens, parents, _ = grow(schedule, root, logits, hidden, step, draft_to_target)

@@ -8,14 +8,14 @@ from .random_numbers import counter, draw, uniform
 from .rejection import is_accepted, residual
 
 
-def chain_numbers(seed: int | Tensor, gained: Tensor, nodes: int) -> Tensor:
+def chain_numbers(seed: Tensor, row: Tensor, gained: Tensor, nodes: int) -> Tensor:
     """The random numbers [B, N, 2] float64 for chains of N nodes, those that `host.HostAcceptor` takes.
 
-    seed: see `uniform`. gained: [B] int64, tokens that each row has gained before the root's child.
+    seed, row: [B] int64, see `uniform`. gained: [B] int64, tokens that each row has gained before the root's child.
     """
-    row = counter(gained.shape[0], gained.device)[:, None, None]
+    seed, row, gained = (x[:, None, None] for x in (seed, row, gained))
     level = torch.arange(nodes, device=gained.device)[:, None]
-    return uniform(seed, row, gained[:, None, None] + level, counter(2, gained.device))
+    return uniform(seed, row, gained + level, counter(2, gained.device))
 
 
 def accept_chain(target: Tensor, draft: Tensor, tokens: Tensor, real: Tensor, u: Tensor) -> Accepted:

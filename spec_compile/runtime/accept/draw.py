@@ -38,18 +38,23 @@ class DrawInRound:
         with row_invariant(logits.device, self.processors):
             return self._accept(state, tree, ancestors, depth, logits)
 
-    def _accept(self, state: State, tree: Tree, ancestors: Tensor, depth: Tensor, logits: Tensor) -> Accepted:
-        batch, nodes, vocab = logits.shape
-        scores = state.forbid_early_eos(logits.float(), depth).reshape(batch * nodes, vocab)
+    def process(self, state: State, scores: Tensor) -> Tensor:
+        """The processed scores of [B, N, V]."""
+        scores = scores.reshape(-1, scores.shape[2])
         for processor in self.processors:
             scores = processor(None, scores)
-        weights = scores.double().softmax(dim=-1)
+        return scores
+
+    def _accept(self, state: State, tree: Tree, ancestors: Tensor, depth: Tensor, logits: Tensor) -> Accepted:
+        batch, nodes, vocab = logits.shape
+        scores = self.process(state, state.forbid_early_eos(logits.float(), depth))
+        weights = scores.reshape(batch * nodes, vocab).double().softmax(dim=-1)
         gained = state.lengths + 1 - state.prompt_lengths  # [B]
         if tree.probs is not None:  # a chain that was itself drawn
-            numbers = chain_numbers(state.seed, gained, nodes)
+            numbers = chain_numbers(state.seed, state.numbers, gained, nodes)
             return accept_chain(weights.view(batch, nodes, vocab), tree.probs, tree.tokens, tree.real, numbers)
-        rows = torch.arange(batch, device=logits.device)[:, None].expand(batch, nodes)
-        choice = draw(weights, uniform(state.seed, rows, gained[:, None] + depth).reshape(-1))
+        seed, row = state.seed[:, None], state.numbers[:, None]
+        choice = draw(weights, uniform(seed, row, gained[:, None] + depth).reshape(-1))
         choice = torch.where(weights.sum(dim=-1).isfinite(), choice.clamp(max=vocab - 1), -1)
         return follow(tree, ancestors, depth, choice.view(batch, nodes))
 

@@ -31,6 +31,7 @@ class HostAcceptor:
 
     def __init__(self, answer: Answer, processors: list, seed: int | None, ranks: Alone = ALONE):
         self.answer, self.seed, self.ranks = answer, seed, ranks
+        self.first_row = 0  # the number of the answer's first row among those that share the seed
         self.processors = Processors(processors, answer.batch)
         self.lockstep = not self.processors.rowwise
 
@@ -82,12 +83,12 @@ class HostAcceptor:
         """
         if self.seed is None:
             return scores.argmax(dim=-1)
-        weights = probabilities(scores)
+        weights, numbers = probabilities(scores), rows + self.first_row
         if tree.probs is None:
-            return draw(weights, uniform(self.seed, rows, gained).to(weights.device))
+            return draw(weights, uniform(self.seed, numbers, gained).to(weights.device))
         is_child = (tree.parents[rows] == node[:, None]) & tree.real[rows]  # [R, N]
         streams = torch.arange(int(is_child.sum(dim=1).max()) + 1)
-        numbers = uniform(self.seed, rows[:, None], gained[:, None], streams).to(weights.device)
+        numbers = uniform(self.seed, numbers[:, None], gained[:, None], streams).to(weights.device)
         chosen = []
         for row, parent, mask, target, u in zip(rows.tolist(), node.tolist(), is_child, weights, numbers):
             children = tree.tokens[row, mask].tolist()

@@ -16,9 +16,9 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 def uniform(seed: int | Tensor, row: Tensor, position: Tensor, stream: int | Tensor = 0) -> Tensor:
     """Random numbers in [0, 1), float64, that depend on nothing but (seed, row, position, stream).
 
-    seed: an int, or [1] int64.
-    row, position, stream: int64 that broadcast to the shape of the result. They are the row of the batch, the tokens
-        that the row had generated, and which one of the numbers for that position it is.
+    seed: an int, or int64.
+    row, position, stream: int64, which with `seed` broadcast to the shape of the result. They are the row of the
+        batch, the tokens that the row had generated, and which one of the numbers for that position it is.
 
     The counters go one after the other through the finaliser of SplitMix64 (Steele, Lea and Flood 2014, section 3), in
     arithmetic modulo 2**64.

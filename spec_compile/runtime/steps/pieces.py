@@ -70,7 +70,10 @@ class Pieces:
         on_gpu = self.runtime.on_gpu
         key = min(nodes, 2) if on_gpu else nodes
         if key not in self._rounds:
-            round_ = Round(self.runtime.verify, self.drafter, self.state, None if on_gpu else nodes)
+            # A drafter that knows one size alone is not run for a round that verifies nothing.
+            plan = self.runtime.algorithm.plan
+            proposes = nodes > 1 or plan.sizes != "fixed" or plan.draws
+            round_ = Round(self.runtime.verify, self.drafter, self.state, None if on_gpu else nodes, proposes)
             compiler = self._compile_round(round_, nodes) if self.runtime.options.compile else None
             self._rounds[key] = round_, compiler
         return self._rounds[key]

@@ -1,0 +1,144 @@
+"""`Job`: one request, from its admission to its last output."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from ..runtime.accept import Route, make_acceptor
+from ..runtime.accept.draw_rows import RowSettings
+from ..runtime.accept.host import HostAcceptor
+from ..runtime.answer import Answer
+from .output import Output, RequestSpeculation
+from .prepare import Prepared
+
+
+@dataclass(eq=False, repr=False)
+class Job:
+    """A request and what it has gained so far.
+
+    prompt: token ids. prepared: what it asks for. number: of its sequence among those of one call, see
+    `random_numbers.uniform`. seed: of its random numbers. share_text: whether other requests may draft from its text.
+    """
+
+    request_id: str
+    prompt: list[int]
+    prepared: Prepared
+    seed: int
+    number: int = 0
+    streaming: bool = False
+    record_timestamps: bool = False
+    share_text: bool = True
+    status: RequestStatus = RequestStatus.PENDING
+    tokens: list[int] = field(default_factory=list)
+    timestamps: list[float] = field(default_factory=list)
+    created_time: float = field(default_factory=time.perf_counter)
+    lifespan: tuple[float, float] = (-1, -1)
+    first_token_time: float | None = None
+    speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
+    error: str | None = None
+    finish_reason: str | None = None
+    is_cancelled: bool = False
+    row: int = -1
+    """Where it lies among the rows that decode, or before that among those of prompts."""
+    count: int | None = None
+    hint: int | None = None
+    """Real nodes of its pending tree and the drafter's confidence in it; None if only the GPU knows them yet."""
+    settings: RowSettings | None = None
+    """How tokens are drawn in the round; None if the likeliest is taken or the host chooses."""
+    failure: Exception | None = None
+    """What its acceptor has raised in a round that is still under way."""
+    acceptor: HostAcceptor | None = None
+    """What accepts its tokens on the host; None if the round does."""
+
+    def admit(self) -> None:
+        """Make what is needed once the request has a row."""
+        prepared, route = self.prepared, self.prepared.route
+        self._set_status(RequestStatus.PREFILLING)
+        self._answer: Answer = prepared.make_answer()
+        self.eos = sorted(self._answer.eos)
+        if route is Route.DRAW_IN_ROUND:
+            self.settings = RowSettings.of(prepared.processors)
+            route = route if self.settings else Route.ON_HOST
+        if route is Route.ON_HOST:
+            seed = self.seed if prepared.config.do_sample else None
+            self.acceptor = make_acceptor(route, self._answer, prepared.processors, seed)
+            self.acceptor.first_row = self.number
+
+    @property
+    def length(self) -> int:
+        """Tokens that the row has for sure, less one; as `State.lengths` counts."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still gain."""
+        return self.prepared.longest - self.length - 1
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None
+
+    def numbers(self) -> dict[str, int | float]:
+        """For the buffers of a `State`."""
+        prepared, config = self.prepared, self.prepared.config
+        numbers = {
+            "min_lengths": prepared.shortest, "max_lengths": prepared.longest, "seed": self.seed,
+            "numbers": self.number, "temperature": (config.temperature or 1.0) if config.do_sample else 0.0,
+        }  # fmt: skip
+        return numbers | (self.settings or RowSettings()).numbers()
+
+    def gain(self, tokens: list[int]) -> bool:
+        """Take tokens that a round has given to the row; returns whether the request is over."""
+        self.status = RequestStatus.DECODING
+        before = len(self.tokens)
+        if self.acceptor is not None:  # it has given them to the answer
+            self.tokens = self._answer.rows[0][: self._answer.columns]
+        elif self.prepared.has_criteria:
+            self._answer.take([tokens])
+            self.tokens = self._answer.rows[0][: self._answer.columns]
+        else:
+            self.tokens.extend(tokens)
+        if self.record_timestamps:
+            self.timestamps += [time.perf_counter()] * (len(self.tokens) - before)
+        if self.first_token_time is None and self.tokens:
+            self.first_token_time = time.perf_counter()
+        is_full = len(self.tokens) + len(self.prompt) >= self.prepared.longest
+        if self.tokens and self.tokens[-1] in self._answer.eos:
+            self.finish("stop")
+        elif is_full or self._answer.done:
+            self.finish("length" if is_full else "stop")
+        return self.is_over
+
+    def finish(self, reason: str) -> None:
+        """End the request: "stop", "length" or "cancelled"."""
+        self.finish_reason = reason
+        self._set_status(RequestStatus.FINISHED)
+
+    def fail(self, error: BaseException) -> None:
+        """End the request by an error."""
+        self.error, self.finish_reason = str(error) or type(error).__name__, "error"
+        self._set_status(RequestStatus.FAILED)
+
+    def output(self) -> Output:
+        """What it delivers now."""
+        return Output(
+            self.request_id, self.prompt, list(self.tokens), [], self.error, self.status, self.created_time,
+            self.lifespan, list(self.timestamps) if self.record_timestamps else None, self.finish_reason,
+            self.speculation, self.first_token_time,
+        )  # fmt: skip
+
+    def _set_status(self, status: RequestStatus) -> None:
+        now = time.perf_counter()
+        if self.status is RequestStatus.PENDING:
+            self.lifespan = (now, -1)
+        if status >= RequestStatus.FINISHED:
+            self.lifespan = (self.lifespan[0], now)
+        self.status = status
+
+
+def seed_of(seed: int | None) -> int:
+    """The seed that ``generate()`` has after ``torch.manual_seed(seed)``; None: as it would have now."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return int(torch.randint((1 << 63) - 1, (), generator=generator))

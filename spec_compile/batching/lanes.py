@@ -1,0 +1,93 @@
+"""Rows of one cache, over the first b of which rounds run, and the copying of a row to another place.
+
+A captured round has fixed addresses. So there is a session for 1, 4, 16, ... rows, each over the first rows of the same
+buffers, and rows that are in use are kept at the front: when few are left, the last of them is copied to a free one.
+Copying a row of 1,000 tokens takes as long as reading them once in a round, and it happens once in a request.
+"""
+
+from itertools import count, takewhile
+
+import torch
+
+from ..cache import Cache
+from ..drafting import caches
+from ..runtime.draft_length import SizePolicy
+from ..runtime.runtime import Runtime
+from ..runtime.session import Session
+
+
+class Lanes:
+    """`rows` rows of up to `capacity` tokens each, all of them idle at first."""
+
+    def __init__(self, runtime: Runtime, rows: int, capacity: int):
+        self.runtime, self.rows = runtime, rows
+        self.all = Session(runtime, rows, capacity)
+        self.all.state.finished.fill_(True)
+        for row in range(rows):
+            self.all.drafter.vacate(row)
+        self._choose_sizes(self.all)
+        growth = 4 if runtime.options.compile else 2  # because each width is compiled by itself
+        self.widths = [*takewhile(lambda width: width < rows, (growth**power for power in count())), rows]
+        """Numbers of rows for which there are rounds."""
+        self._sessions = {rows: self.all}
+
+    @property
+    def has_one_size(self) -> bool:
+        """Whether the drafter's trees have one size, so that a round verifies all of one or plainly the root. Where
+        drafts are drawn, tokens depend on which of them are verified, so that the load must not decide it."""
+        plan = self.runtime.algorithm.plan
+        return plan.sizes == "fixed" and not plan.draws
+
+    @property
+    def state(self):
+        """Of all rows."""
+        return self.all.state
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values, the draft's included."""
+        return sum(tensor.nbytes for cache in self._caches() for tensor in cache.tensors)
+
+    def width(self, rows: int) -> int:
+        """The smallest width for the first `rows` rows."""
+        return next(width for width in self.widths if width >= rows)
+
+    def session(self, rows: int) -> Session:
+        """The session over the first `rows` rows, or a few more; made on first use."""
+        width = self.width(rows)
+        if width not in self._sessions:
+            self._sessions[width] = Session(self.runtime, width, self.all.capacity, self.all)
+            self._choose_sizes(self._sessions[width])
+        return self._sessions[width]
+
+    def _choose_sizes(self, session: Session) -> None:
+        """Let all sessions share what they learn of gains. A drafter that has one size may verify nothing, too."""
+        if self.has_one_size:
+            sizes = (1, self.runtime.sizes[-1])
+            session.policies = {part: SizePolicy(sizes) for part in session.policies}
+        for policy in session.policies.values():
+            policy.share(self.all.policies["round"])
+
+    def copy_row(self, row: int, to: int, slots: int, target: "Lanes | None" = None) -> None:
+        """Copy a row with its pending tree and the first `slots` slots of its caches to row `to` of `target` (None: of
+        these lanes). The row itself is idle then."""
+        target = target or self
+        buffers = [[*lanes.state.small_buffers(), *lanes.all.drafter.row_buffers()] for lanes in (self, target)]
+        for source, destination in zip(*buffers):
+            width = min(source[row].numel(), destination[to].numel())  # texts may have room for more in one of them
+            destination[to].view(-1)[:width].copy_(source[row].view(-1)[:width])
+        self.copy_slots(row, to, slots, target)
+        self.state.finished[row].fill_(True)
+        self.all.drafter.vacate(row)
+
+    def copy_slots(self, row: int, to: int, slots: int, target: "Lanes") -> None:
+        """Copy the first `slots` slots of a row's caches to row `to` of `target`."""
+        for source, destination in zip(self._caches(), target._caches()):
+            views = [
+                [tensor[index, :, :slots] for tensor in cache.tensors]
+                for cache, index in ((destination, to), (source, row))
+            ]
+            torch._foreach_copy_(*views)
+
+    def _caches(self) -> list[Cache]:
+        return [self.state.kv, *caches(self.all.drafter)]

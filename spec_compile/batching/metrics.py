@@ -1,0 +1,65 @@
+"""Numbers about a manager, for whoever watches it."""
+
+from collections import Counter
+
+from .job import Job
+from .scheduler import Scheduler
+
+REASONS = ("stop", "length", "cancelled", "error")
+REJECTIONS = ("queue_full", "invalid", "stopping")
+
+
+class Metrics:
+    """Counters of finished requests, and gauges of the scheduler. Calling it gives all of them as a dict."""
+
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler, self._rounds_before = scheduler, scheduler.decoder.rounds
+        self._counters: Counter[str] = Counter()
+        self._finished, self._rejected = dict.fromkeys(REASONS, 0), dict.fromkeys(REJECTIONS, 0)
+        self._positions: list[int] = []
+
+    def reject(self, reason: str) -> None:
+        """Count a request that was not taken, by one of `REJECTIONS`."""
+        self._rejected[reason] += 1
+
+    def finish(self, job: Job) -> None:
+        """Count a request that is over."""
+        speculation = job.speculation
+        self._finished[job.finish_reason] += 1
+        self._counters.update(
+            drafts=sum(drafted > 0 for drafted in speculation.per_step_drafted), draft_tokens=speculation.drafted,
+            accepted_tokens=speculation.accepted, prompt_tokens=len(job.prompt),
+            reused_prompt_tokens=speculation.reused_prompt_tokens, generation_tokens=len(job.tokens),
+        )  # fmt: skip
+        self._positions += [0] * (len(speculation.accepted_per_position) - len(self._positions))
+        for depth, accepted in enumerate(speculation.accepted_per_position):
+            self._positions[depth] += accepted
+
+    def __call__(self) -> dict:
+        """Gauges: requests, slots and tokens of the cache now. Counters, which end with ``_total``: since the start, of
+        requests that are over."""
+        scheduler, counters = self._scheduler, self._counters
+        decoder, prompts = scheduler.decoder, scheduler.prompts
+        tokens, used = scheduler.slots * scheduler.capacity, decoder.texts.used
+        return {
+            "requests_running": len(decoder.active),
+            "requests_prefilling": len(prompts.active),
+            "requests_waiting": len(scheduler.waiting),
+            "slots": scheduler.slots,
+            "slot_tokens": scheduler.capacity,
+            "cache_bytes": decoder.lanes.bytes + prompts.lanes.bytes,
+            "cache_tokens": tokens,
+            "cache_tokens_used": used,
+            "cache_usage": used / tokens,
+            "rounds_total": decoder.rounds - self._rounds_before,
+            **{
+                f"{name}_total": counters[name]
+                for name in (
+                    "drafts", "draft_tokens", "accepted_tokens", "prompt_tokens", "reused_prompt_tokens",
+                    "generation_tokens",
+                )
+            },
+            "accepted_tokens_per_position_total": list(self._positions),
+            "requests_finished_total": dict(self._finished),
+            "requests_rejected_total": dict(self._rejected),
+        }  # fmt: skip

@@ -1,0 +1,31 @@
+"""The models that `speculate` makes: our ``generate()``, and continuous batching."""
+
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from ..runtime.generate import SpeculativeMixin
+from .manager import Manager
+
+
+class BatchingMixin(SpeculativeMixin):
+    """Put in front of a model's own class, makes ``generate_batch()`` and continuous batching ours, too."""
+
+    def init_continuous_batching(
+        self, generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None, workload_hints=None,
+    ) -> Manager:  # fmt: skip
+        """A `Manager`, not started, with transformers' arguments; the one that was kept, if there is one.
+
+        Of `continuous_batching_config`, `max_requests_per_batch` (slots), `max_queue_size` and `seed` count; pages and
+        graphs are not what our cache has.
+        """
+        kept = vars(self).get("_cached_continuous_batching_manager")
+        if isinstance(kept, Manager):
+            return kept
+        config = generation_config or self.generation_config
+        return Manager(self, config, continuous_batching_config or ContinuousBatchingConfig(), workload_hints)
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        """Give back the memory of a manager that was kept, and of the rows that an earlier one has left."""
+        super().destroy_cached_continuous_batching_manager()
+        self.speculation.engine.idle_batch = None

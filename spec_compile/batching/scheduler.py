@@ -1,0 +1,105 @@
+"""What happens between two rounds: requests leave, wait, have their prompts processed, and enter."""
+
+from collections import deque
+from collections.abc import Callable
+
+from ..runtime.runtime import Runtime
+from .decoding import Decoder
+from .job import Job
+from .prompts import ROWS, Prompts
+
+
+class Scheduler:
+    """First come, first served. A request waits until a row is free for it; then its prompt is processed in chunks, at
+    most one between two rounds, and its row joins the next round."""
+
+    def __init__(self, runtime: Runtime, slots: int, capacity: int):
+        """slots: requests that decode at once. capacity: tokens of each."""
+        self.slots, self.capacity = slots, capacity
+        self.waiting: deque[Job] = deque()
+        """Any thread may append to it."""
+        self.prompts = Prompts(runtime, min(ROWS[runtime.device.type], slots), capacity)
+        self.decoder = Decoder(runtime, slots, capacity)
+        self._keeps_a_token_less = runtime.algorithm.remembers
+        self.check: Callable[[], None] = lambda: None
+        """Raises if the model has changed."""
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting) or bool(self.prompts.active) or self.decoder.is_busy
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All requests that are not over."""
+        return [*self.waiting, *self.prompts.active, *self.decoder.active]
+
+    def step(self) -> list[Job]:
+        """Run a round, and what comes before it; returns the requests that gained tokens or are over."""
+        news = self.drop([job for job in self.jobs if job.is_cancelled])
+        self._admit(news)
+        if self.prompts.active:
+            for job in self.prompts.step(others_decode=bool(self.decoder.active)):
+                self.prompts.move(job, self.decoder.lanes, self.decoder.free_row())
+                self.decoder.enter(job)
+        else:
+            self.decoder.compact()
+        self.decoder.launch()
+        if self.decoder.is_flying:
+            news += self.decoder.collect()
+        for job in news:
+            if job.is_over and job in self.decoder.jobs:
+                self.decoder.leave(job)
+        return news
+
+    def forget(self) -> None:
+        """The weights have changed: keys and values of earlier requests are of no use."""
+        self.decoder.texts.forget()
+
+    def warmup(self) -> None:
+        """Compile and capture what rounds and prompts of all widths need."""
+        for width in self.prompts.lanes.widths:
+            session = self.prompts.lanes.session(width)
+            session.build_prefill()
+            session.build_proposal()
+        for width in self.decoder.lanes.widths:
+            session = self.decoder.lanes.session(width)
+            for nodes in session.policies["round"].sizes:
+                session.step("round", nodes)
+            if self.decoder.lanes.has_one_size:
+                session.build_proposal()
+
+    def clear(self, error: BaseException) -> None:
+        """End all requests by an error, and every round."""
+        self.drop(self.jobs, error)
+        while self.decoder.is_flying:
+            self.decoder.collect()
+
+    def drop(self, jobs: list[Job], error: BaseException | None = None) -> list[Job]:
+        """End these requests, as cancelled or by an error."""
+        for job in jobs:
+            if job in self.waiting:
+                self.waiting.remove(job)
+            elif job in self.prompts.jobs:
+                self.prompts.drop(job)
+            else:
+                self.decoder.leave(job)
+            job.finish("cancelled") if error is None else job.fail(error)
+        return jobs
+
+    def _admit(self, news: list[Job]) -> None:
+        """Begin with the prompts of those that wait, as far as there are rows for them. Those that fail are `news`."""
+        while self.waiting and self.prompts.has_room:
+            if len(self.prompts.active) + len(self.decoder.active) == self.slots:
+                return
+            job = self.waiting.popleft()
+            try:
+                self.check()
+                job.admit()
+            except Exception as error:  # of a processor or a criterion of its own
+                job.fail(error)
+                news.append(job)
+                continue
+            row, known = self.decoder.texts.longest_prefix(job.prompt)
+            # A drafter's slot may depend on the token behind it, as that of a head does.
+            known = max(min(known, len(job.prompt) - 1) - self._keeps_a_token_less, 0)
+            self.prompts.enter(job, self.decoder.lanes, row, known)

@@ -1,0 +1,48 @@
+"""How many requests decode at once, and how many tokens each may have."""
+
+import torch
+
+from ..kernels.linear import MAX_ROWS
+from ..runtime.engine import Engine
+from ..runtime.runtime import Runtime
+from .scheduler import Scheduler
+
+MOST = {"cpu": 16, "cuda": 64}
+"""Slots unless the user says how many: beyond, rounds cost arithmetic."""
+SHARE = 0.8
+"""Of the free memory of a GPU that the slots may take."""
+
+
+def take_scheduler(engine: Engine, requested: int | None, hints=None) -> Scheduler:
+    """The scheduler that an earlier manager has left, if it has enough slots, or a new one.
+
+    requested, hints: see `choose_slots`.
+    """
+    slots, capacity = choose_slots(engine.runtime, requested, hints)
+    idle, engine.idle_batch = engine.idle_batch, None
+    if idle is not None and (idle.slots == slots or (requested is None and idle.slots > slots)):
+        return idle
+    del idle  # its memory first
+    scheduler = Scheduler(engine.runtime, slots, capacity)
+    engine.batches.add(scheduler)
+    return scheduler
+
+
+def choose_slots(runtime: Runtime, requested: int | None, hints=None) -> tuple[int, int]:
+    """Slots, and tokens of each.
+
+    requested: slots that the user asks for; None leaves it to the memory. hints: transformers' WorkloadHints.
+    Raises ValueError if `requested` is below 1.
+    """
+    if requested is not None and requested < 1:
+        raise ValueError(f"max_requests_per_batch: expected at least 1, got {requested}")
+    slots = requested or MOST[runtime.device.type]
+    if requested is None and hints is not None and hints.num_requests:
+        slots = min(slots, 1 << (hints.num_requests - 1).bit_length())
+    if requested is None and runtime.options.exact == "bits":
+        slots = min(slots, MAX_ROWS // runtime.sizes[-1])
+    capacity = runtime.capacity(slots)
+    if runtime.on_gpu and requested is None:
+        free = SHARE * torch.cuda.mem_get_info(runtime.device)[0]
+        slots = max(1, min(slots, int(free / (runtime.token_bytes * (capacity + 2048)))))
+    return slots, capacity

@@ -1,0 +1,54 @@
+"""The texts whose keys and values lie in the rows of a batch, and which of them begins like a prompt."""
+
+import numpy as np
+
+LEAST = 16
+"""A beginning of fewer tokens is computed again rather than copied."""
+
+
+class Texts:
+    """A text of up to `capacity` tokens for each of `rows` rows."""
+
+    def __init__(self, rows: int, capacity: int):
+        self._tokens = np.zeros((rows, capacity), dtype=np.int32)
+        self._lengths = np.zeros(rows, dtype=np.int64)
+
+    def put(self, row: int, tokens: list[int]) -> None:
+        """The row has this text from now on."""
+        self._lengths[row] = 0
+        self.extend(row, tokens)
+
+    def extend(self, row: int, tokens: list[int]) -> None:
+        """The row's text goes on with these."""
+        begin = self._lengths[row]
+        self._tokens[row, begin : begin + len(tokens)] = tokens
+        self._lengths[row] += len(tokens)
+
+    def move(self, row: int, to: int) -> None:
+        """A row's text is in another row now, and no longer in this one."""
+        length = self._lengths[row]
+        self._tokens[to, :length], self._lengths[to] = self._tokens[row, :length], length
+        self._lengths[row] = 0
+
+    def forget(self) -> None:
+        """No keys and values of any text count any more."""
+        self._lengths[:] = 0
+
+    def longest_prefix(self, prompt: list[int]) -> tuple[int, int]:
+        """The row whose text begins with most of the prompt, and with how many of its tokens: 0 if they are few.
+
+        The last token of a text does not count, because it has no keys and values yet.
+        """
+        width = min(len(prompt), int(self._lengths.max()))
+        if width < LEAST:
+            return 0, 0
+        differs = self._tokens[:, :width] != np.asarray(prompt[:width], dtype=np.int32)
+        alike = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+        alike = np.minimum(alike, self._lengths - 1)
+        row = int(alike.argmax())
+        return (row, int(alike[row])) if alike[row] >= LEAST else (0, 0)
+
+    @property
+    def used(self) -> int:
+        """Tokens of all texts."""
+        return int(self._lengths.sum())

@@ -1,0 +1,118 @@
+"""What one call asks for, read from what transformers prepares for its decoding loop."""
+
+import math
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from . import past as pasts
+from .accept import Route, make_acceptor
+from .accept.processors import MINIMA, is_known
+from .answer import Answer
+from .prompt import Prompt
+from .request import Request
+
+SERVED_ARGUMENTS = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
+    "inputs_embeds", "tokenizer", "assistant_tokenizer",
+}  # fmt: skip
+"""Arguments of the model's forward that the loop understands."""
+CRITERIA_IN_ROUND = {"MaxLengthCriteria", "EosTokenCriteria"}
+"""Stopping criteria that a round checks by itself."""
+
+
+def unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict) -> str | None:
+    """The first thing asked for that only transformers' own loop does, if there is one."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return "torch.autocast"
+    if generation_config.return_dict_in_generate:
+        for name in ("output_attentions", "output_hidden_states"):
+            if getattr(generation_config, name, None):
+                return name
+    if not prompt.is_left_padded:
+        return "attention_mask / position_ids (anything but padding on the left)"
+    if any(prompt.padding) and not speculation.serves_padding:
+        return "attention_mask (padding on the left, which the model's own positions do not follow)"
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and not pasts.is_plain(cache):
+        return f"past_key_values / cache_implementation ({type(cache).__name__})"
+    is_filled = cache is not None and cache.get_seq_length() > 0
+    if (is_filled or prompt.is_embedded) and not speculation.caches_alike:
+        name = "past_key_values" if is_filled else "inputs_embeds"
+        return f"{name} (the model's own cache holds something else than the keys and values of each layer)"
+    no_images = {"mm_encoder_outputs": {}}  # what a model that could read images is told if there are none
+    others = ((name, value) for name, value in model_kwargs.items() if name not in SERVED_ARGUMENTS)
+    others = ((name, value) for name, value in others if value is not None)
+    return next((name for name, value in others if name not in no_images or value != no_images[name]), None)
+
+
+def make_request(
+    prompt: Prompt, answer: Answer, route: Route, processors: list, generation_config, shortest: int,
+    cache: Cache | None = None, first_logits: Tensor | None = None, generator: torch.Generator | None = None,
+) -> Request:  # fmt: skip
+    """The request for the rounds of one call. Widths of the answer become lengths of each row without its padding.
+
+    shortest: the width below which no row may end. generator: gives the seed; None: torch's own.
+    """
+    seed, temperature = None, 0.0
+    if generation_config.do_sample:
+        seed = int(torch.randint((1 << 63) - 1, (), generator=generator))
+        temperature = generation_config.temperature or 1.0
+    differences = [len(tokens) - answer.prompt_width for tokens in prompt.tokens]  # a row's length less its width
+    return Request(
+        prompts=prompt.tokens,
+        min_lengths=[max(0, shortest + difference) for difference in differences],
+        max_lengths=[answer.longest + difference for difference in differences],
+        eos=sorted(answer.eos),
+        ids=None if any(prompt.padding) or prompt.has_unknown_tokens else prompt.ids,
+        past=pasts.read(cache, prompt.padding) if cache is not None and cache.get_seq_length() > 0 else None,
+        has_unknown_tokens=prompt.has_unknown_tokens,
+        first_logits=first_logits,
+        acceptor=make_acceptor(route, answer, processors, seed),
+        seed=seed or 0,
+        temperature=temperature,
+        prefill_chunk_size=generation_config.prefill_chunk_size,
+    )
+
+
+def shortest_width(processors: list) -> int:
+    """The width below which no row may end."""
+    minima = [processor for processor in processors if is_known(processor, MINIMA)]
+    return max(
+        (
+            each.min_length if hasattr(each, "min_length") else each.prompt_length_to_skip + each.min_new_tokens
+            for each in minima
+        ),
+        default=0,
+    )
+
+
+def longest_width(input_ids: Tensor, stopping_criteria, generation_config) -> int:
+    """The width at which every row ends."""
+    lengths = [c.max_length for c in stopping_criteria if type(c).__name__ == "MaxLengthCriteria"]
+    longest = math.ceil(min(lengths, default=generation_config.max_length))
+    return max(longest, input_ids.shape[1] + 1)
+
+
+def make_answer(
+    input_ids: Tensor, prompt: Prompt, longest: int, stopping_criteria, generation_config, streamer
+) -> Answer:
+    """The answer of one call, still without tokens; ValueError if rows may end before others and no padding is set."""
+    names = {type(criterion).__name__ for criterion in stopping_criteria}
+    eos = next((c.eos_token_id.tolist() for c in stopping_criteria if type(c).__name__ == "EosTokenCriteria"), [])
+    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    pad = generation_config._pad_token_tensor if has_eos else None
+    if pad is None and has_eos:
+        raise ValueError("If `eos_token_id` is defined, make sure that `pad_token_id` is defined.")
+    return Answer(
+        prompt.ids,
+        longest,
+        eos,
+        None if pad is None else int(pad),
+        criteria=None if names <= CRITERIA_IN_ROUND else stopping_criteria,
+        streamer=streamer,
+        keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
+        keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
+        device=input_ids.device,
+    )
