@@ -1,7 +1,7 @@
 """The command line.
 
-``python -m spec_compile audit --model MODEL --prompt TEXT`` and
-``python -m spec_compile train --model MODEL --data FILE --output FOLDER``.
+``python -m spec_compile audit --model MODEL --prompt TEXT``,
+``python -m spec_compile train --model MODEL --data FILE --output FOLDER`` and ``python -m spec_compile serve MODEL``.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from . import audit, speculate
 from .audit import check_samples
 from .command_line import add_model, at_least, json_object, load_model, one_line, read_prompts
 from .report.audit import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
+from .serving import cli as serving
 from .training import cli
 
 
@@ -22,10 +23,11 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_audit(commands)
     cli.add_command(commands)
+    serving.add_command(commands)
     parsed = parser.parse_args(arguments)
     try:
         return parsed.run(parsed)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         if parsed.traceback:
             raise
         print(f"{parser.prog} {parsed.command}: error: {one_line(error)}", file=sys.stderr)

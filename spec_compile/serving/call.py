@@ -1,0 +1,95 @@
+"""`Call`, what one HTTP request asked of the manager, and the middleware that ends it when its client leaves."""
+
+import asyncio
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+CURRENT: ContextVar["Call"] = ContextVar("CURRENT")
+"""The call that the running task serves. Tasks that are started for it share the object."""
+
+
+@dataclass
+class Call:
+    """One HTTP request.
+
+    request_id: the manager's name of the request that was added for it, or None. output: the last that the manager
+    delivered. has_own_limit: whether the client said how many tokens it wants.
+    """
+
+    request_id: str | None = None
+    output: Any = None
+    has_own_limit: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the manager works on its request."""
+        return self.request_id is not None and not (self.output is not None and self.output.is_finished())
+
+
+class CallMiddleware:
+    """ASGI middleware: sets `CURRENT`, stops the answer when the client leaves, and cancels what is then still open.
+
+    Starlette notices only in streams that a client has left, and transformers' handlers cancel only from within one.
+    """
+
+    def __init__(self, app: Callable, cancel: Callable[[str], None]):
+        """cancel: called with the request_id of a call that ends before its request."""
+        self.app, self.cancel = app, cancel
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        call = Call()
+        CURRENT.set(call)
+        client = _Client(receive, send)
+        answering = asyncio.ensure_future(self.app(scope, client.receive, client.send))
+        leaving = asyncio.ensure_future(client.leaves())
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (answering, leaving):
+                task.cancel()  # does nothing to one that is done
+            await asyncio.gather(answering, leaving, return_exceptions=True)
+            if call.is_open:
+                self.cancel(call.request_id)
+        if not answering.cancelled():
+            answering.result()  # raises what the app raised
+
+
+class _Client:
+    """The ASGI channels of one request, with the moment at which the client leaves."""
+
+    def __init__(self, receive: Callable, send: Callable):
+        self._receive, self._send = receive, send
+        self._has_body, self._is_gone = asyncio.Event(), asyncio.Event()
+        self._is_answered = False
+
+    async def receive(self) -> dict:
+        """The body, and http.disconnect once the client has left."""
+        if self._has_body.is_set():
+            await self._is_gone.wait()
+            return {"type": "http.disconnect"}
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._is_gone.set()
+        if not message.get("more_body", False):
+            self._has_body.set()
+        return message
+
+    async def send(self, message: dict) -> None:
+        """Send a part of the answer."""
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._is_answered = True
+
+    async def leaves(self) -> None:
+        """Return when the client has left before its answer was complete."""
+        await self._has_body.wait()
+        while not self._is_gone.is_set():
+            if (await self._receive())["type"] == "http.disconnect":
+                self._is_gone.set()
+        if self._is_answered:  # servers report the end of an answer in the same way
+            await asyncio.Event().wait()

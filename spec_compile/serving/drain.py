@@ -1,0 +1,56 @@
+"""`Runner`, which runs a server until a signal, answers what it has admitted, and ends when its worker dies."""
+
+import threading
+import time
+
+import uvicorn
+
+from .server import Server
+
+GRACE = 30.0
+"""Seconds that requests have to end after SIGTERM, by default."""
+WATCH = 0.2
+"""Seconds between two looks at the worker."""
+FAREWELL = 2.0
+"""Seconds in which /health still tells that the worker has died."""
+
+
+class Runner(uvicorn.Server):
+    """uvicorn's server. At a signal new requests get 503; those admitted have `grace` seconds; a second signal ends."""
+
+    def __init__(self, server: Server, grace: float = GRACE):
+        server.config.timeout_graceful_shutdown = 5  # for clients that read slowly what is ready
+        super().__init__(server.config)
+        self.requests, self.grace = server.requests, grace
+        self.has_failed = False
+
+    def run(self, sockets: list | None = None) -> None:
+        """Serve until a signal, or until the worker dies."""
+        threading.Thread(target=self._watch, daemon=True).start()
+        try:
+            super().run(sockets)
+        finally:
+            self.requests.stop()
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """A signal: stop admitting, and end once nothing runs."""
+        if self.requests.is_draining:
+            super().handle_exit(sig, frame)
+        else:
+            self.requests.is_draining = True
+            threading.Thread(target=self._drain, args=(sig, frame), daemon=True).start()
+
+    def _drain(self, sig: int, frame: object) -> None:
+        end = time.monotonic() + self.grace
+        while self.requests.is_alive() and self.requests.active() and time.monotonic() < end:
+            time.sleep(WATCH)
+        self.requests.stop()
+        super().handle_exit(sig, frame)
+
+    def _watch(self) -> None:
+        """End the server if its worker dies."""
+        while self.requests.is_alive():
+            time.sleep(WATCH)
+        self.has_failed = True
+        time.sleep(FAREWELL)
+        self.should_exit = True

@@ -1,0 +1,85 @@
+"""The page /metrics, for Prometheus: vLLM's names behind a prefix of our own."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+PREFIX = "spec_compile:"
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+GAUGES = {
+    "num_requests_running": ("requests_running", "Requests that are being decoded."),
+    "num_requests_prefilling": ("requests_prefilling", "Requests whose prompts are being read."),
+    "num_requests_waiting": ("requests_waiting", "Requests that wait for a row."),
+    "kv_cache_usage_perc": ("cache_usage", "The share of the cache that is used, 0 to 1."),
+}
+"""For each gauge, the entry of `Manager.metrics()` and the help text."""
+COUNTERS = {
+    "spec_decode_num_drafts": ("drafts_total", "Rounds of a request in which something was drafted."),
+    "spec_decode_num_draft_tokens": ("draft_tokens_total", "Draft tokens that were verified."),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens_total", "Draft tokens that were accepted."),
+    "prompt_tokens": ("prompt_tokens_total", "Tokens of prompts."),
+    "prompt_tokens_cached": ("reused_prompt_tokens_total", "Tokens of prompts that were in the cache already."),
+    "generation_tokens": ("generation_tokens_total", "Tokens of answers."),
+}
+LABELLED = {
+    "request_success": ("requests_finished_total", "finished_reason", "Requests that ended, by the reason."),
+    "request_rejected": ("requests_rejected_total", "reason", "Requests that were refused, by the reason."),
+}
+
+
+class Metrics:
+    """Counters of the manager, and times of requests."""
+
+    def __init__(self, read: Callable[[], dict]):
+        """read: the manager's `metrics`."""
+        self._read = read
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.", LONG)
+        self._between = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer.", SHORT)
+        self._whole = self._histogram("e2e_request_latency_seconds", "From a request to its end.", LONG)
+        self._queued = self._histogram("request_queue_time_seconds", "From a request to its admission.", LONG)
+
+    def _histogram(self, name: str, text: str, buckets: tuple) -> Histogram:
+        return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)
+
+    def collect(self) -> Iterator[Any]:
+        """The families of metrics, as prometheus_client asks for them."""
+        values = self._read()
+        for name, (entry, text) in GAUGES.items():
+            yield GaugeMetricFamily(PREFIX + name, text, value=values[entry])
+        for name, (entry, text) in COUNTERS.items():
+            yield CounterMetricFamily(PREFIX + name, text, value=values[entry])
+        for name, (entry, label, text) in LABELLED.items():
+            yield _labelled(name, text, label, values[entry].items())
+        positions = enumerate(values["accepted_tokens_per_position_total"])
+        text = "Draft tokens that were accepted, by their depth in the tree."
+        yield _labelled("spec_decode_num_accepted_tokens_per_pos", text, "position", positions)
+
+    def observe(self, output: Any) -> None:
+        """Count the times of a finished output of the manager. All are perf_counter seconds."""
+        admitted, finished = output.lifespan
+        if finished > 0:
+            self._whole.observe(finished - output.created_time)
+        if admitted > 0:
+            self._queued.observe(admitted - output.created_time)
+        if output.first_token_time is not None:
+            self._first.observe(output.first_token_time - output.created_time)
+        times = output.timestamps or []
+        for before, after in zip(times, times[1:]):
+            self._between.observe(after - before)
+
+    def page(self) -> bytes:
+        """The page, in the text format of Prometheus."""
+        return generate_latest(self.registry)
+
+
+def _labelled(name: str, text: str, label: str, values: Any) -> CounterMetricFamily:
+    """A counter with one label. values: pairs of the label's value and the count."""
+    family = CounterMetricFamily(PREFIX + name, text, labels=[label])
+    for value, count in values:
+        family.add_metric([str(value)], count)
+    return family

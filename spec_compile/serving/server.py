@@ -1,0 +1,129 @@
+"""transformers' server, built with our parts in place of some of its own."""
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from transformers.cli.serve import Serve
+from transformers.cli.serving.model_manager import ModelManager
+
+from ..api import speculate
+from .call import CallMiddleware
+from .generation import Requests, State
+from .handlers import HANDLERS
+
+MODULES = {
+    "ChatCompletionHandler": "chat_completion",
+    "CompletionHandler": "completion",
+    "ResponseHandler": "response",
+    "ModelManager": "model_manager",
+    "GenerationState": "utils",
+}
+"""Where transformers' server, while it is built, imports the classes that ours replace."""
+REPLACED_ROUTES = {"/health", "/load_model", "/reset"}
+"""The last two would load other models beside this one, and drop it."""
+MAX_QUEUE = 256
+"""Requests that may wait, by default."""
+
+
+class Models(ModelManager):
+    """transformers' manager of models, for the one model that is served, wrapped by `speculate`."""
+
+    def __init__(self, algo: str, options: dict, device: str = "auto", **settings: Any):
+        self._speculate = partial(speculate, algo=algo, **options)
+        self._since = int(time.time())
+        if device == "auto":  # transformers would spread a model over all GPUs
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(device=device, **settings)
+
+    def _load_model(self, *args: Any, **kwargs: Any) -> Any:
+        return self._speculate(super()._load_model(*args, **kwargs).eval())
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:
+        """The one model, in OpenAI's form."""
+        return [{"id": self.force_model, "object": "model", "created": self._since, "owned_by": "spec_compile"}]
+
+
+class _Unstarted(Serve):
+    """transformers' server, which does not run when it is made."""
+
+    def start_server(self) -> None:
+        """Nothing; whoever makes it runs its app."""
+
+
+class Server:
+    """A server that is ready. app: the ASGI application. config: uvicorn's. requests: what stands before the manager."""
+
+    def __init__(self, built: Serve, requests: Requests):
+        self.config = built.server.config
+        self.app, self.requests = self.config.app, requests
+
+
+def build(
+    model: str | Path,
+    algo: str = "ngram",
+    options: dict | None = None,
+    *,
+    slots: int | None = None,
+    max_queue: int = MAX_QUEUE,
+    **flags: Any,
+) -> Server:
+    """Load a model, wrap it, compile its rounds, and put transformers' server around it, which does not listen yet.
+
+    model: a directory, or a name on the model hub. options: those of `speculate`. slots: requests that are answered at
+    once. max_queue: requests that may wait besides. flags: arguments of transformers' `Serve`, such as port=8000.
+
+    Raises what `speculate` raises, ValueError if the model cannot be loaded, and TypeError for an unknown flag.
+    """
+    parts: dict[str, Callable] = HANDLERS | {
+        "ModelManager": partial(Models, algo, options or {}),
+        "GenerationState": State,
+    }
+    flags |= {"continuous_batching": True, "compile": False}  # as ever here; rounds are compiled by `speculate`
+    with _replaced(parts):
+        built = _Unstarted(str(model), non_blocking=True, **flags)
+    state = built._generation_state
+    loaded = next(iter(built._model_manager.loaded_models.values()))
+    state.open(loaded.model, slots, max_queue)
+    _add_routes(built.server.config.app, state.requests)
+    return Server(built, state.requests)
+
+
+@contextmanager
+def _replaced(parts: dict[str, Callable]) -> Iterator[None]:
+    """A context in which transformers' server is built of `parts`, by the names of the classes that they replace."""
+    modules = {name: importlib.import_module(f"transformers.cli.serving.{MODULES[name]}") for name in parts}
+    originals = {name: getattr(module, name) for name, module in modules.items()}
+    try:
+        for name, module in modules.items():
+            setattr(module, name, parts[name])
+        yield
+    finally:
+        for name, module in modules.items():
+            setattr(module, name, originals[name])
+
+
+def _add_routes(app: FastAPI, requests: Requests) -> None:
+    """Add /health and /metrics, and what ends the requests of clients that leave."""
+    app.router.routes[:] = [route for route in app.router.routes if route.path not in REPLACED_ROUTES]
+
+    @app.get("/health")
+    def health() -> JSONResponse:
+        ailment = requests.ailment()
+        if ailment is not None:
+            return JSONResponse({"status": "unhealthy", "reason": ailment}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(requests.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    app.add_middleware(CallMiddleware, cancel=requests.manager.cancel_request)
