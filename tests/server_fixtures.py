@@ -5,11 +5,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from spec_compile.serving.drain import Runner
-from spec_compile.serving.server import build
 
 DEMO = Path(__file__).parent.parent / "examples" / "tiny_coder"
 TEMPLATE = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
@@ -31,6 +27,11 @@ def save_model(folder: Path) -> Path:
 @contextmanager
 def running(folder: Path, grace: float = 30.0, **settings):
     """A client of a server that listens at a free port, with the runner as its attribute."""
+    import httpx
+
+    from spec_compile.serving.drain import Runner
+    from spec_compile.serving.server import build
+
     flags = {"dtype": "float32", "device": "cpu", "port": 0, "host": "127.0.0.1", "log_level": "error"}
     server = build(folder, "ngram", EAGER, **flags | settings)
     server.config.log_config = server.config.log_level = None

@@ -56,7 +56,9 @@ FIELDS = {
     "prompt": TEXT,
     "suffix": TEXT,
     "messages": MESSAGES,
-    "input": Field(lambda value: isinstance(value, (str, list)) and len(value) > 0, "a text, or a list that is not empty"),
+    "input": Field(
+        lambda value: isinstance(value, (str, list)) and len(value) > 0, "a text, or a list that is not empty"
+    ),
     "stream": Field(lambda value: isinstance(value, bool), "true or false"),
     "max_tokens": COUNT,
     "max_completion_tokens": COUNT,

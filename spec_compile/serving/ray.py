@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
 from ray import serve
 from ray.serve.config import BackpressureConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..api import speculate
 from .cli import require_packages
@@ -80,21 +79,44 @@ def app(
 class Answers:
     """For ``map_batches``: takes batches with prompts, and adds answers. The model is loaded once in each actor."""
 
-    def __init__(self, model: str, algo: str = "ngram", options: dict | None = None, device: str = "cuda", **settings):
-        """model, algo, options: as for `app`. settings: fields of GenerationConfig, such as max_new_tokens."""
+    def __init__(
+        self, model: str, algo: str = "ngram", options: dict | None = None, device: str = "cuda", dtype: str = "auto",
+        **settings: Any,
+    ):  # fmt: skip
+        """model, algo, options, device: as for `app`. settings: fields of GenerationConfig, such as max_new_tokens."""
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="float32" if device == "cpu" else "auto")
-        self.model = speculate(loaded.to(torch.device(device)).eval(), algo, **(options or {}))
-        self.config = GenerationConfig.from_model_config(loaded.config)
-        self.config.update(**settings)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+        self.settings = settings
+        self.manager = speculate(loaded, algo, **(options or {})).init_continuous_batching()
+        self.manager.warmup()
+        self.manager.start()
 
     def __call__(self, batch: dict) -> dict:
-        """batch: columns, of which "prompt" has texts. Adds "answer", texts, and "accept_length", tokens a step."""
-        inputs = [self.tokenizer(prompt)["input_ids"] for prompt in batch["prompt"]]
-        outputs = self.model.generate_batch(inputs, generation_config=self.config, persistent_manager=True).values()
-        failed = next((output.error for output in outputs if output.error is not None), None)
-        if failed is not None:
-            raise RuntimeError(f"a prompt was not answered: {failed}")
-        answers = [self.tokenizer.decode(output.generated_tokens, skip_special_tokens=True) for output in outputs]
-        lengths = [len(output.generated_tokens) / max(1, output.speculation.steps) for output in outputs]
-        return batch | {"answer": answers, "accept_length": lengths}
+        """Answer a batch. A prompt that cannot be answered does not disturb the others.
+
+        batch: columns, of which "prompt" has texts. Returns it with "answer", texts; "accept_length", tokens a step;
+        and "error", why there is no answer, or "". Raises RuntimeError if the worker dies.
+        """
+        names = [self._add(prompt) for prompt in batch["prompt"]]
+        outputs = {name: None for name in names if isinstance(name, str)}
+        while None in outputs.values():
+            output = self.manager.get_result(timeout=1)
+            if output is not None:
+                outputs[output.request_id] = output
+            elif not self.manager.is_running():
+                raise RuntimeError(f"the worker died: {self.manager.background_thread_status.fatal_error}")
+        rows = [self._row(outputs[name]) if isinstance(name, str) else ("", 0.0, str(name)) for name in names]
+        return dict(batch) | dict(zip(("answer", "accept_length", "error"), zip(*rows)))
+
+    def _add(self, prompt: str) -> str | Exception:
+        """The name of the request for a prompt, or why it was refused."""
+        try:
+            return self.manager.add_request(
+                self.tokenizer(prompt)["input_ids"], tokenizer=self.tokenizer, **self.settings
+            )
+        except ValueError as error:
+            return error
+
+    def _row(self, output: Any) -> tuple[str, float, str]:
+        answer = self.tokenizer.decode(output.generated_tokens, skip_special_tokens=True)
+        return answer, len(output.generated_tokens) / max(1, output.speculation.steps), output.error or ""

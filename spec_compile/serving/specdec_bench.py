@@ -5,6 +5,7 @@ Its run.py takes engines from a table: add ``"SPEC_COMPILE": SpecCompileModel`` 
 
 import asyncio
 import time
+from dataclasses import asdict
 from typing import Any
 
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
@@ -113,7 +114,7 @@ class SpecCompileModel:
     def get_serving_config(self) -> dict:
         """What the benchmark writes into configuration.json."""
         speculation = self.model.speculation
-        return {"engine": "spec_compile", "algo": speculation.algorithm, "options": vars(speculation.options)}
+        return {"engine": "spec_compile", "algo": speculation.algorithm, "options": asdict(speculation.options)}
 
     def stop(self) -> None:
         """End the worker."""

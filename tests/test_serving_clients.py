@@ -1,0 +1,112 @@
+"""Programs that take a wrapped model: lm-evaluation-harness, and specdec_bench's engine."""
+
+import asyncio
+
+import pytest
+import torch
+from server_fixtures import EAGER, PROMPT, save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spec_compile import speculate
+from spec_compile.serving.specdec_bench import SpecCompileModel
+
+TEXTS = ["def mean(values):\n", "import json\n\nx =", "class Stack:\n    def"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+
+
+@pytest.fixture(scope="module")
+def fast(plain):
+    return speculate(plain, **EAGER)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_lm_eval_gives_the_same_scores(plain, fast, folder, batch_size):
+    pytest.importorskip("lm_eval", reason="needs lm_eval, the lm-evaluation-harness")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def scores(model):
+        harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        options = {"until": ["1"], "max_gen_toks": 16, "do_sample": False}
+        until = [Instance("generate_until", {}, (text, options), number) for number, text in enumerate(TEXTS)]
+        pairs = [Instance("loglikelihood", {}, (text, " x = 1"), number) for number, text in enumerate(TEXTS)]
+        return harness.generate_until(until), harness.loglikelihood(pairs)
+
+    rounds = fast.speculation.stats.rounds
+    assert scores(fast) == scores(plain)
+    assert fast.speculation.stats.rounds > rounds
+
+
+def test_what_lm_eval_asks_of_a_model_is_answered_alike(plain, fast, folder):
+    """Without the harness: its padded batch, its criterion, which answers once for a whole batch, and its forward."""
+    from transformers import StoppingCriteria
+
+    class Until(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return all("1" in text for text in tokenizer.batch_decode(input_ids[:, width:]))
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    batch = tokenizer(TEXTS, return_tensors="pt", padding="longest")
+    width = batch["input_ids"].shape[1]
+    options = {"stopping_criteria": [Until()], "max_length": width + 16, "do_sample": False, "use_cache": True}
+    assert torch.equal(fast.generate(**batch, **options), plain.generate(**batch, **options))
+    assert torch.equal(fast(batch["input_ids"]).logits, plain(batch["input_ids"]).logits)
+
+
+def engine(folder, **settings):
+    options = {"device": "cpu", "dtype": "float32", "compile": False, "check": False}
+    return SpecCompileModel(str(folder), 2, {"temperature": 0.0}, **options | settings)
+
+
+def test_specdec_bench_gets_a_chunk_a_round(folder, plain):
+    """The contract of its engines, with three requests at once."""
+    model = engine(folder, speculative_algorithm="NGRAM", speculative_num_draft_tokens=8, tokenizer_path="unused")
+    ids = AutoTokenizer.from_pretrained(folder)("x = [1, 1, 1, 1, 1,")["input_ids"]
+
+    async def ask():
+        return await asyncio.gather(*(model.run(ids, 40, -1, number, 0) for number in range(3)))
+
+    answers = asyncio.run(ask())
+    model.stop()
+    wanted = plain.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, eos_token_id=[], pad_token_id=0)
+    for answer in answers:
+        chunks, times = answer["output_ids"][0], answer["token_times"]
+        assert sum(chunks, []) == wanted[0, len(ids) :].tolist()
+        assert len(chunks) < 40 and len(times) == len(chunks) + 1 and times == sorted(times)
+    config = model.get_serving_config()
+    assert config["algo"] == "ngram" and config["options"]["num_draft_tokens"] == 8
+
+
+def test_specdec_bench_strips_the_end(folder):
+    model = engine(folder, speculative_algorithm="NONE")
+    ids = AutoTokenizer.from_pretrained(folder)(PROMPT)["input_ids"]
+    whole = asyncio.run(model.run(ids, 12, -1, "a", 0))["output_ids"][0]
+    assert all(len(chunk) == 1 for chunk in whole)  # plain decoding
+    end = whole[3][0]
+    cut = asyncio.run(model.run(ids, 12, end, "a", 1))["output_ids"][0]
+    model.stop()
+    assert cut == whole[: whole.index([end])]
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"speculative_algorithm": "EAGLE9"}, "speculative_algorithm"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 65}, "num_draft_tokens"),
+    ],
+)
+def test_specdec_bench_is_told_what_is_not_served(folder, settings, name):
+    with pytest.raises(ValueError, match=name):
+        engine(folder, **settings)
