@@ -130,6 +130,8 @@ def flags(words: list[str]) -> list[str]:
 
 def known_flags(command: str) -> list[str]:
     """Of a command of ``python -m spec_compile``."""
+    if command == "serve":
+        return [flag for parameter in command_line.serving.make_command().params for flag in parameter.opts]
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers()
     command_line._add_audit(commands)

@@ -22,6 +22,7 @@ from spec_compile import speculate
 from spec_compile.serving import drain
 from spec_compile.serving.call import CURRENT, Call
 
+SHORT = {"prompt": PROMPT, "max_tokens": 24}
 LONG = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 2.0, "seed": 1}
 """An answer that takes a while, because nothing drafted is accepted."""
 
@@ -54,7 +55,7 @@ def expected(alone, prompt, seed=0, **options):
 
 def complete(client, **body):
     """The body of an answer."""
-    response = client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 24} | body)
+    response = client.post("/v1/completions", json=SHORT | body)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -97,7 +98,7 @@ def test_each_request_has_its_own_settings(client, alone):
 
     async def ask():
         async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as many:
-            bodies = [{"prompt": PROMPT, "max_tokens": 24} | body for body, _ in wanted]
+            bodies = [SHORT | body for body, _ in wanted]
             return await asyncio.gather(*(many.post("/v1/completions", json=body) for body in bodies))
 
     answers = [response.json()["choices"][0] for response in asyncio.run(ask())]
@@ -259,7 +260,7 @@ def test_a_slow_client_loses_its_own_request_alone(client, alone, monkeypatch):
         ids = alone[1](PROMPT)["input_ids"]
         pieces, _ = requests.generate_streaming(None, alone[1], {"input_ids": ids}, config, "slow")
         async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as other:
-            answer = await other.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 24})
+            answer = await other.post("/v1/completions", json=SHORT)
         while slow.is_open:
             await asyncio.sleep(0.01)
         waiting = [pieces.get_nowait() for _ in range(pieces.qsize())]

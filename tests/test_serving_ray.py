@@ -24,6 +24,7 @@ from spec_compile.serving.ray import Answers, app
 
 EXAMPLES = DEMO.parent
 pytestmark = pytest.mark.slow
+SHORT = {"prompt": PROMPT, "max_tokens": 24}
 LONG = {"prompt": PROMPT, "max_tokens": 1900, "temperature": 2.0, "seed": 1}
 
 
@@ -53,7 +54,7 @@ def client(folder):
 
 
 def complete(client, **body):
-    return client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 24} | body)
+    return client.post("/v1/completions", json=SHORT | body)
 
 
 def replicas():

@@ -5,7 +5,11 @@ import importlib
 import inspect
 from typing import Annotated, Any
 
+import typer
+from transformers.cli.serve import Serve
+
 from ..command_line import json_object
+from . import GRACE, MAX_QUEUE
 
 PACKAGES = ("fastapi", "openai", "prometheus_client", "uvicorn")
 
@@ -32,49 +36,49 @@ def require_packages() -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Run the command. Ends by SystemExit, as typer does."""
     require_packages()
-    import typer
-
-    application = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    application.command()(_command())
-    return typer.main.get_command(application)(parsed.arguments, prog_name="python -m spec_compile serve")
+    return make_command()(parsed.arguments, prog_name="python -m spec_compile serve")
 
 
-def _command() -> Any:
-    """The function that typer calls: ours, with transformers' own flags behind our own."""
-    import typer
-    from transformers.cli.serve import Serve
+def make_command() -> Any:
+    """typer's command: our own options, and behind them transformers' own."""
+    own = [each for each in inspect.signature(_serve).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    fixed = {"self", "force_model", "non_blocking"}
+    theirs = [each for name, each in inspect.signature(Serve.__init__).parameters.items() if name not in fixed]
 
-    from .drain import GRACE, Runner
-    from .server import MAX_QUEUE, build
+    def serve(**arguments: Any) -> None:
+        _serve(**arguments)
 
-    def serve(
-        model: Annotated[str, typer.Argument(help="A directory, or a name on the model hub.")],
-        algo: Annotated[str, typer.Option(help="How drafts are made.")] = "ngram",
-        draft: Annotated[str | None, typer.Option(help="The draft: a directory, or a name on the model hub.")] = None,
-        options: Annotated[str, typer.Option(help="Options of speculate(), as JSON.")] = "{}",
-        slots: Annotated[int | None, typer.Option(help="Requests that are answered at once.", min=1)] = None,
-        max_queue: Annotated[int, typer.Option(help="Requests that may wait; others get 429.", min=1)] = MAX_QUEUE,
-        grace: Annotated[float, typer.Option(help="Seconds that requests have to end after SIGTERM.", min=0)] = GRACE,
-        **flags: Any,
-    ) -> None:
-        """An HTTP server with OpenAI's API: transformers' own, around speculative models and continuous batching.
-
-        POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics.
-        """
-        try:
-            choices = json_object(options)
-        except argparse.ArgumentTypeError as error:
-            raise typer.BadParameter(str(error), param_hint="--options") from error
-        if draft is not None:
-            choices["draft"] = draft
-        runner = Runner(build(model, algo, choices, slots=slots, max_queue=max_queue, **flags), grace)
-        runner.run()
-        if runner.has_failed:
-            raise typer.Exit(1)
-
-    own = [each for each in inspect.signature(serve).parameters.values() if each.kind is not each.VAR_KEYWORD]
-    hidden = {"self", "force_model", "non_blocking"}
-    theirs = [each for name, each in inspect.signature(Serve.__init__).parameters.items() if name not in hidden]
     serve.__signature__ = inspect.Signature([*own, *theirs])
     serve.__annotations__ = {each.name: each.annotation for each in (*own, *theirs)}
-    return serve
+    application = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    application.command(help=_serve.__doc__)(serve)
+    return typer.main.get_command(application)
+
+
+def _serve(
+    model: Annotated[str, typer.Argument(help="A directory, or a name on the model hub.")],
+    algo: Annotated[str, typer.Option(help="How drafts are made.")] = "ngram",
+    draft: Annotated[str | None, typer.Option(help="The draft: a directory, or a name on the model hub.")] = None,
+    options: Annotated[str, typer.Option(help="Options of speculate(), as JSON.")] = "{}",
+    slots: Annotated[int | None, typer.Option(help="Requests that are answered at once.", min=1)] = None,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; others get 429.", min=1)] = MAX_QUEUE,
+    grace: Annotated[float, typer.Option(help="Seconds that requests have to end after SIGTERM.", min=0)] = GRACE,
+    **flags: Any,
+) -> None:
+    """An HTTP server with OpenAI's API: transformers' own, around speculative models and continuous batching.
+
+    POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics.
+    """
+    from .drain import Runner
+    from .server import build
+
+    try:
+        choices = json_object(options)
+    except argparse.ArgumentTypeError as error:
+        raise typer.BadParameter(str(error), param_hint="--options") from error
+    if draft is not None:
+        choices["draft"] = draft
+    runner = Runner(build(model, algo, choices, slots=slots, max_queue=max_queue, **flags), grace)
+    runner.run()
+    if runner.has_failed:
+        raise typer.Exit(1)

@@ -5,10 +5,9 @@ import time
 
 import uvicorn
 
+from . import GRACE
 from .server import Server
 
-GRACE = 30.0
-"""Seconds that requests have to end after SIGTERM, by default."""
 WATCH = 0.2
 """Seconds between two looks at the worker."""
 FAREWELL = 2.0

@@ -1,6 +1,7 @@
 """The page /metrics, for Prometheus: vLLM's names behind a prefix of our own."""
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -68,8 +69,7 @@ class Metrics:
             self._queued.observe(admitted - output.created_time)
         if output.first_token_time is not None:
             self._first.observe(output.first_token_time - output.created_time)
-        times = output.timestamps or []
-        for before, after in zip(times, times[1:]):
+        for before, after in pairwise(output.timestamps or []):
             self._between.observe(after - before)
 
     def page(self) -> bytes:

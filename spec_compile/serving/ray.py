@@ -65,10 +65,11 @@ def app(
     require_packages()
     settings = {"slots": slots, "max_queue": max_queue, "device": device} | (flags or {})
     actor = {"num_gpus": 0 if device == "cpu" else 1} | deployment.pop("ray_actor_options", {})
-    overload = BackpressureConfig(status_code=429, retry_after_s=1)
     merged = DEPLOYMENT | {
         # One more than the replica holds, so that it can say itself that it is full.
-        "max_ongoing_requests": slots + max_queue + 1, "max_queued_requests": max_queue, "backpressure_config": overload,
+        "max_ongoing_requests": slots + max_queue + 1,
+        "max_queued_requests": max_queue,
+        "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1),
     } | deployment  # fmt: skip
     if "autoscaling_config" in merged:
         merged.pop("num_replicas")

@@ -16,6 +16,7 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 
 from ..api import speculate
+from . import MAX_QUEUE
 from .call import CallMiddleware
 from .generation import Requests, State
 from .handlers import HANDLERS
@@ -30,8 +31,6 @@ MODULES = {
 """Where transformers' server, while it is built, imports the classes that ours replace."""
 REPLACED_ROUTES = {"/health", "/load_model", "/reset"}
 """The last two would load other models beside this one, and drop it."""
-MAX_QUEUE = 256
-"""Requests that may wait, by default."""
 
 
 class Models(ModelManager):
@@ -60,7 +59,7 @@ class _Unstarted(Serve):
 
 
 class Server:
-    """A server that is ready. app: the ASGI application. config: uvicorn's. requests: what stands before the manager."""
+    """A server that is ready. app: the ASGI application. config: uvicorn's. requests: what feeds the manager."""
 
     def __init__(self, built: Serve, requests: Requests):
         self.config = built.server.config

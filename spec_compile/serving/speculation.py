@@ -6,8 +6,9 @@ from typing import Any
 def speculation_fields(output: Any, num_spec_tokens: int) -> dict:
     """The field `metrics` of an answer, as vLLM has it.
 
-    output: a finished output of the manager. num_spec_tokens: draft tokens that a step verifies at most. A tree counts as drafted by its nodes without the root, and the histogram
-    counts steps by the number of tokens accepted, so by the depth of the accepted path.
+    output: a finished output of the manager. num_spec_tokens: draft tokens that a step verifies at most. Of a tree, all
+    nodes but the root count as drafted. The histogram counts steps by the draft tokens accepted in them, which is the
+    depth of the accepted path.
     """
     steps, drafted = output.speculation.per_step_accepted, output.speculation.per_step_drafted
     accepted, offered = sum(steps), sum(drafted)
