@@ -107,7 +107,8 @@ class Answers:
             elif not self.manager.is_running():
                 raise RuntimeError(f"the worker died: {self.manager.background_thread_status.fatal_error}")
         rows = [self._row(outputs[name]) if isinstance(name, str) else ("", 0.0, str(name)) for name in names]
-        return dict(batch) | dict(zip(("answer", "accept_length", "error"), zip(*rows)))
+        columns = map(list, zip(*rows))
+        return dict(batch) | dict(zip(("answer", "accept_length", "error"), columns))
 
     def _add(self, prompt: str) -> str | Exception:
         """The name of the request for a prompt, or why it was refused."""
