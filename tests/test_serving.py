@@ -224,7 +224,8 @@ def test_a_client_that_leaves_before_its_answer_frees_its_row(client):
     with pytest.raises(httpx.ReadTimeout):
         client.post("/v1/completions", json=LONG, timeout=0.2)
     wait_until(lambda: finished(client, "cancelled") == before + 1)
-    assert client.runner.requests.active() == 0 and manager_of(client).output_router.result_handlers == {}
+    wait_until(lambda: manager_of(client).output_router.result_handlers == {})
+    assert client.runner.requests.active() == 0
 
 
 def test_a_full_queue_answers_429_at_once(client, alone):
@@ -315,10 +316,26 @@ def test_metrics_count_requests_tokens_and_drafts(client):
 # The end
 
 
-def test_a_dead_worker_is_told_and_ends_the_server(folder, monkeypatch):
+def test_a_dead_worker_is_told_to_all_and_ends_the_server(folder, monkeypatch):
     monkeypatch.setattr(drain, "FAREWELL", 1.0)
-    with running(folder, slots=1) as client:
-        manager_of(client).background_thread_status.record_fatal_error(RuntimeError("the device is gone"))
+
+    def fail():
+        raise RuntimeError("the device is gone")
+
+    async def ask(client):
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as many:
+            waiting = asyncio.ensure_future(many.post("/v1/completions", json=LONG))
+            async with many.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
+                lines = stream.aiter_lines()
+                received = [await anext(lines)]
+                manager_of(client).scheduler.step = fail
+                received += [line async for line in lines if line]
+            return await waiting, received
+
+    with running(folder, slots=2) as client:
+        answer, received = asyncio.run(ask(client))
+        assert answer.status_code == 503 and "the device is gone" in answer.text
+        assert "the device is gone" in json.loads(received[-1].removeprefix("data: "))["error"]
         for path, body in (("/health", None), ("/v1/completions", {"prompt": "a"})):
             response = client.request("POST" if body else "GET", path, json=body)
             assert response.status_code == 503 and "the device is gone" in response.text
