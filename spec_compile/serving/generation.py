@@ -15,6 +15,7 @@ from transformers.cli.serving.utils import (
     CBWorkerDeadError,
     GenerationState,
     _StreamError,
+    response_events_to_chunks,
 )
 
 from .call import CURRENT
@@ -28,6 +29,21 @@ LONGEST_ROUND = 30.0
 """Seconds without the end of a round, while rows are active, after which the server counts as unhealthy."""
 RETRY_SECONDS = 1
 """What Retry-After says when the queue is full, or the server ends."""
+
+
+class Streamer(CBStreamer):
+    """transformers' streamer, which makes one piece of text of what a round has gained, not one of each token."""
+
+    def put(self, output: Any) -> None:
+        """Take the new tokens of an output."""
+        tokens = output.generated_tokens[self._prev_len :]
+        self._prev_len = self.total_tokens = len(output.generated_tokens)
+        pieces = [self._decode_stream.step(self._tokenizer, token) for token in tokens]
+        text = "".join(filter(None, pieces))  # None: the token does not end a character
+        if text:
+            items = [text] if self._parser is None else response_events_to_chunks(self._parser.feed(text))
+            for item in items:
+                self._queue.put_nowait(item)
 
 
 class Requests(CBGenerateManager):
@@ -68,7 +84,7 @@ class Requests(CBGenerateManager):
         """See transformers; HTTPException if the request cannot be taken."""
         name, pieces = uuid.uuid4().hex, asyncio.Queue()
         tokenizer = getattr(processor, "tokenizer", processor)
-        streamer = CBStreamer(
+        streamer = Streamer(
             self.manager, name, tokenizer._tokenizer, asyncio.get_running_loop(), pieces, response_parser
         )
 
