@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..cache import PAGE
@@ -42,6 +43,8 @@ class Decoder:
         self.lanes, self.texts = Lanes(runtime, rows, capacity), Texts(rows, capacity)
         self.jobs: list[Job | None] = [None] * rows
         self.rounds = 0
+        self._digest = 0
+        """Of all outcomes so far, which every rank must have alike."""
         self._most = runtime.algorithm.plan.nodes if self.lanes.has_one_size else None
         """Nodes of every tree, if they have one size."""
         self._settings = RowSettings()
@@ -103,7 +106,7 @@ class Decoder:
             session = self.lanes.session(riders[-1][0] + 1)
             part = "look" if acceptors or any(job.settings for _, job in riders) else "round"
             begin = time.perf_counter()
-            nodes = self._size(session, part, riders)
+            (nodes,) = self.runtime.options.ranks.lead(lambda: [self._size(session, part, riders)], check=self._digest)  # noqa: B023
             max_kv_len = self._max_kv_len(max(job.length for _, job in riders) + nodes)
             if nodes > 1 and not self._has_trees:
                 session.propose(max_kv_len)
@@ -131,6 +134,8 @@ class Decoder:
         for job, outcome in riders:
             self._take(job, outcome, flight.nodes)
             job.count, job.hint = outcome.next_count, outcome.next_hint
+            self._digest = hash((self._digest, outcome.depth, *outcome.gained))
+        self._end_alike([job for job, _ in riders])
         stats = self.runtime.stats
         stats.trace = []  # of the round alone, because a batch never ends
         depths = Counter((outcome.depth, max(len(outcome.path) - 1, 0)) for _, outcome in riders)
@@ -138,6 +143,18 @@ class Decoder:
             stats.count_depths(offered, accepted, count)
         stats.count_round(flight.nodes, [len(outcome.gained) for _, outcome in riders], len(riders))
         return [job for job, outcome in riders if outcome.gained or job.is_over]
+
+    def _end_alike(self, jobs: list[Job]) -> None:
+        """Give requests the tokens and the end that they have on the first rank."""
+        ranks = self.runtime.options.ranks
+        if ranks.size == 1:
+            return
+        verdicts = iter(ranks.lead(lambda: [number for job in jobs for number in (len(job.tokens), job.is_over)]))
+        for job, length, is_over in zip(jobs, verdicts, verdicts):
+            if not ranks.leads:
+                del job.tokens[length:]
+                if is_over:
+                    job.finish("stop")
 
     def _take(self, job: Job, outcome: Outcome, nodes: int) -> None:
         """Give a request what a round has gained for its row."""
@@ -177,6 +194,25 @@ class Decoder:
             accepted = DrawRows(self._settings)(state, tree, ancestors, depth, logits)
         else:
             accepted = accept_greedy(tree, ancestors, depth, state.forbid_early_eos(logits, depth))
+        ranks = self.runtime.options.ranks
+        if ranks.leads:
+            self._ask_acceptors(riders, tree, logits, accepted)
+        if ranks.size > 1:
+            failed = [row for row, job in riders if ranks.leads and job.failure is not None]
+            parts = accepted.path, accepted.tokens, accepted.count
+            numbers = ranks.lead(
+                lambda: [len(failed), *failed, *torch.cat([each.flatten() for each in parts]).tolist()]
+            )
+            for row in numbers[1 : 1 + numbers[0]]:
+                state.finished[row].fill_(True)
+            chosen = torch.tensor(numbers[1 + numbers[0] :], device=device).split([each.numel() for each in parts])
+            for part, values in zip(parts, chosen):
+                part.copy_(values.view(part.shape))
+        return accepted
+
+    def _ask_acceptors(self, riders: list[tuple[int, Job]], tree: Tree, logits: Tensor, accepted: Accepted) -> None:
+        """Replace what was accepted of the rows that have an acceptor."""
+        device, state = logits.device, self.lanes.state
         for row, job in riders:
             if job.acceptor is None:
                 continue
@@ -190,7 +226,6 @@ class Decoder:
                 continue
             for part in ("path", "tokens", "count"):
                 getattr(accepted, part)[row : row + 1] = getattr(result, part).to(device)
-        return accepted
 
     def _hindsight(self, what: str, *rows: int) -> None:
         hindsight = self.lanes.all.policies["round"].hindsight

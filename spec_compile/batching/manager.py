@@ -235,31 +235,44 @@ class Manager(ContinuousBatchingManager):
     # --- the thread
 
     def _run(self) -> None:
-        """Run rounds until somebody says that it is enough."""
-        status, device = self.background_thread_status, self._speculation.engine.runtime.device
+        """Run rounds until somebody says that it is enough; on other ranks than the first, until that one says so."""
+        ranks, device = self._speculation.options.ranks, self._speculation.engine.runtime.device
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            while status.local_status != BackgroundThreadStatus.HARD_STOP:
-                if self.scheduler.is_busy:
-                    with self._speculation.turns.of_a_round():
-                        news = self.scheduler.step()
-                    self._last_round = time.perf_counter()
-                    self._deliver(news)
-                elif status.local_status == BackgroundThreadStatus.FLUSH_AND_STOP:
-                    break
-                else:
-                    self._wake_up_loop.wait(IDLE)
-                    self._wake_up_loop.clear()
-                    self._last_round = time.perf_counter()
-            self._clear()
+            with ranks.call():
+                self._run_rounds() if ranks.leads else self._follow_rounds()
+                self._clear()
         except BaseException as error:  # of the device, or a bug: nobody can go on
             log.exception("the thread of continuous batching died")
-            status.record_fatal_error(error)
+            self.background_thread_status.record_fatal_error(error)
             self._speculation.engine.batches.discard(self.scheduler)
             self._fail_all(error)
         finally:
-            status.mark_as_stopped()
+            self.background_thread_status.mark_as_stopped()
+
+    def _run_rounds(self) -> None:
+        status, ranks = self.background_thread_status, self._speculation.options.ranks
+        while status.local_status != BackgroundThreadStatus.HARD_STOP:
+            if self.scheduler.is_busy:
+                with self._speculation.turns.of_a_round():
+                    ranks.lead(lambda: [True])
+                    news = self.scheduler.step()
+                self._last_round = time.perf_counter()
+                self._deliver(news)
+            elif status.local_status == BackgroundThreadStatus.FLUSH_AND_STOP:
+                break
+            else:
+                self._wake_up_loop.wait(IDLE)
+                self._wake_up_loop.clear()
+                self._last_round = time.perf_counter()
+        ranks.lead(lambda: [False])
+
+    def _follow_rounds(self) -> None:
+        ranks = self._speculation.options.ranks
+        while any(ranks.lead(list)):  # another round
+            with self._speculation.turns.of_a_round():
+                self.scheduler.step()
 
     def _clear(self) -> None:
         """End all requests."""

@@ -7,6 +7,7 @@ from ..runtime.runtime import Runtime
 from .decoding import Decoder
 from .job import Job
 from .prompts import ROWS, Prompts
+from .ranks import Admission, Shadow, pack, unpack
 
 
 class Scheduler:
@@ -21,6 +22,7 @@ class Scheduler:
         self.prompts = Prompts(runtime, min(ROWS[runtime.device.type], slots), capacity)
         self.decoder = Decoder(runtime, slots, capacity)
         self._keeps_a_token_less = runtime.algorithm.remembers
+        self.ranks = runtime.options.ranks
         self.check: Callable[[], None] = lambda: None
         """Raises if the model has changed."""
 
@@ -35,8 +37,13 @@ class Scheduler:
 
     def step(self) -> list[Job]:
         """Run a round, and what comes before it; returns the requests that gained tokens or are over."""
-        news = self.drop([job for job in self.jobs if job.is_cancelled])
-        self._admit(news)
+        news: list[Job] = []
+        if self.ranks.size == 1:
+            self._change(news)
+        elif self.ranks.leads:
+            self.ranks.lead(lambda: pack(self._change(news)))
+        else:
+            self._change_alike(*unpack(self.ranks.lead(list)))
         if self.prompts.active:
             for job in self.prompts.step(others_decode=bool(self.decoder.active)):
                 self.prompts.move(job, self.decoder.lanes, self.decoder.free_row())
@@ -86,11 +93,27 @@ class Scheduler:
             job.finish("cancelled") if error is None else job.fail(error)
         return jobs
 
-    def _admit(self, news: list[Job]) -> None:
+    def _change(self, news: list[Job]) -> tuple[list[str], list[Admission]]:
+        """Let those leave that were cancelled and those enter for which there are rows. Those that are over are `news`.
+
+        Returns who has left and who has entered, for the other ranks.
+        """
+        cancelled = [job for job in self.jobs if job.is_cancelled]
+        news += self.drop(cancelled)
+        return [job.request_id for job in cancelled], self._admit(news)
+
+    def _change_alike(self, left: list[str], entered: list[Admission]) -> None:
+        """What the first rank has done by `_change`."""
+        self.drop([job for job in self.jobs if job.request_id in left])
+        for admission in entered:
+            self.prompts.enter(Shadow(admission), self.decoder.lanes, admission.row, admission.known)
+
+    def _admit(self, news: list[Job]) -> list[Admission]:
         """Begin with the prompts of those that wait, as far as there are rows for them. Those that fail are `news`."""
+        entered: list[Admission] = []
         while self.waiting and self.prompts.has_room:
             if len(self.prompts.active) + len(self.decoder.active) == self.slots:
-                return
+                break
             job = self.waiting.popleft()
             try:
                 self.check()
@@ -103,3 +126,5 @@ class Scheduler:
             # A drafter's slot may depend on the token behind it, as that of a head does.
             known = max(min(known, len(job.prompt) - 1) - self._keeps_a_token_less, 0)
             self.prompts.enter(job, self.decoder.lanes, row, known)
+            entered.append(Admission.of(job, row, known))
+        return entered

@@ -18,7 +18,8 @@ def take_scheduler(engine: Engine, requested: int | None, hints=None) -> Schedul
 
     requested, hints: see `choose_slots`.
     """
-    slots, capacity = choose_slots(engine.runtime, requested, hints)
+    ranks = engine.runtime.options.ranks
+    slots, capacity = ranks.lead(lambda: choose_slots(engine.runtime, requested, hints))
     idle, engine.idle_batch = engine.idle_batch, None
     if idle is not None and (idle.slots == slots or (requested is None and idle.slots > slots)):
         return idle

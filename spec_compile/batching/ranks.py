@@ -1,0 +1,78 @@
+"""Batches on several ranks: what the first one lets in and out, on its way to the others.
+
+The first rank alone has requests. Before each round it says which of them enter and leave; the others have a `Shadow`
+of each, and run the same rounds on their own parts of the model. What ends a request the first rank says after each
+round.
+"""
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..runtime.accept.draw_rows import RowSettings
+from .job import Job
+
+
+@dataclass
+class Admission:
+    """A request that enters, as far as the other ranks need it.
+
+    eos, numbers, longest: see `Job`. has_acceptor: whether the first rank accepts its tokens on the host. row, known:
+    the row of which the first `known` slots are copied, because its text begins alike.
+    """
+
+    request_id: str
+    prompt: list[int]
+    eos: list[int]
+    numbers: dict[str, int | float]
+    longest: int
+    settings: RowSettings | None
+    has_acceptor: bool
+    share_text: bool
+    row: int
+    known: int
+
+    @classmethod
+    def of(cls, job: Job, row: int, known: int) -> "Admission":
+        """What is to be known of `job` on its way into the batch."""
+        return cls(
+            job.request_id, job.prompt, job.eos, job.numbers(), job.prepared.longest, job.settings,
+            job.acceptor is not None, job.share_text, row, known,
+        )  # fmt: skip
+
+
+class Shadow(Job):
+    """A request of the first rank, on another one: it takes tokens, and ends when the first rank says so."""
+
+    def __init__(self, admission: Admission):
+        super().__init__(admission.request_id, admission.prompt, None, 0, share_text=admission.share_text)
+        self.admission, self.eos, self.settings = admission, admission.eos, admission.settings
+        self.acceptor = admission.has_acceptor or None
+
+    @property
+    def room(self) -> int:
+        """See `Job`."""
+        return self.admission.longest - self.length - 1
+
+    def numbers(self) -> dict[str, int | float]:
+        """See `Job`."""
+        return self.admission.numbers
+
+    def gain(self, tokens: list[int]) -> bool:
+        """Take tokens of a round, of which the first rank may keep fewer."""
+        self.tokens.extend(tokens)
+        return False
+
+
+def pack(value: Any) -> list[int]:
+    """An object as integers, for `Ranks.lead`."""
+    data = pickle.dumps(value)
+    return [len(data), *np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), dtype=np.int64).tolist()]
+
+
+def unpack(numbers: list[int]) -> Any:
+    """The object that `pack` was given."""
+    length, *words = numbers
+    return pickle.loads(np.array(words, dtype=np.int64).tobytes()[:length])
