@@ -5,7 +5,9 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
+import psutil
 import pytest
 import torch
 
@@ -369,25 +371,50 @@ def test_a_signal_stops_admission_and_lets_requests_end(folder, grace):
     assert answer.status_code == (200 if grace else 500)
 
 
-@pytest.mark.slow
-def test_the_command_serves_until_sigterm(folder):
-    command = [sys.executable, "-m", "spec_compile", "serve", str(folder), "--algo", "ngram", "--port", "8123"]
-    options = ["--options", '{"compile": false}', "--device", "cpu", "--dtype", "float32", "--continuous-batching"]
-    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+@contextmanager
+def command(folder, port, *more):
+    """The process of the command, and a client of it, once it listens."""
+    flags = ["--device", "cpu", "--dtype", "float32", "--port", port, "--continuous-batching"]
+    words = ["-m", "spec_compile", "serve", folder, "--algo", "ngram", "--options", '{"compile": false}', *flags, *more]
+    process = subprocess.Popen([sys.executable, *map(str, words)], stderr=subprocess.PIPE, text=True)
     try:
-        with httpx.Client(base_url="http://localhost:8123", timeout=60) as client:
-            for _ in range(600):
+        with httpx.Client(base_url=f"http://localhost:{port}", timeout=60) as client:
+            for _ in range(1200):
                 try:
                     client.get("/health")
                     break
                 except httpx.ConnectError:
                     assert process.poll() is None, process.stderr.read()
                     time.sleep(0.1)
-            assert complete(client)["usage"]["completion_tokens"] == 24
-            process.terminate()
-            assert process.wait(30) in (0, -15)
+            yield process, client
     finally:
         process.kill()
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_sigterm(folder, alone):
+    with command(folder, 8123) as (process, client):
+        assert complete(client)["choices"][0]["text"] == expected(alone, PROMPT, max_new_tokens=24, do_sample=False)
+        process.terminate()
+        assert process.wait(30) in (0, -15)
+
+
+@pytest.mark.slow
+def test_ranks_serve_one_model_and_end_together(folder, alone):
+    """The server ends with a status when a rank dies, and the other ranks end with the server."""
+    with command(folder, 8125, "--tensor-parallel", 2) as (process, client):
+        assert complete(client)["choices"][0]["text"] == expected(alone, PROMPT, max_new_tokens=24, do_sample=False)
+        text = complete(client, temperature=0.8, seed=5)["choices"][0]["text"]
+        options = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 24}
+        assert text == expected(alone, PROMPT, seed=5, **options)
+        (follower,) = psutil.Process(process.pid).children()
+        follower.kill()
+        wait_until(lambda: client.get("/health").status_code == 503)
+        assert "rank 1" in client.get("/health").text and process.wait(30) == 1
+    with command(folder, 8125, "--tensor-parallel", 2) as (process, _):
+        (follower,) = psutil.Process(process.pid).children()
+        process.kill()
+        wait_until(lambda: not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,16 @@ def test_a_replica_that_is_killed_breaks_its_streams_alone(client):
     wait_until(lambda: len({process.pid for process in replicas()}) == 2 and {p.pid for p in replicas()} != before, 60)
 
 
+def test_a_replica_may_be_of_several_ranks(client, folder):
+    one = complete(client).json()["choices"][0]["text"]
+    settings = {"options": EAGER, "device": "cpu", "slots": 2, "flags": {"dtype": "float32"}, "tensor_parallel": 2}
+    actor = {"ray_actor_options": {"num_cpus": 0.5}}
+    serve.run(app(folder, **settings, **actor), name="ranks", route_prefix="/ranks")
+    response = client.post("/ranks/v1/completions", json=SHORT)
+    serve.delete("ranks")
+    assert response.json()["choices"][0]["text"] == one
+
+
 def test_a_job_that_was_stopped_goes_on_where_it_was(client, folder, tmp_path, monkeypatch):
     """examples/ray_data.py, with a file of answers whose last line is torn."""
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"

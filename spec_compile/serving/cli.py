@@ -62,6 +62,7 @@ def _serve(
     options: Annotated[str, typer.Option(help="Options of speculate(), as JSON.")] = "{}",
     slots: Annotated[int | None, typer.Option(help="Requests that are answered at once.", min=1)] = None,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; others get 429.", min=1)] = MAX_QUEUE,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs that share the model.", min=1)] = 1,
     grace: Annotated[float, typer.Option(help="Seconds that requests have to end after SIGTERM.", min=0)] = GRACE,
     **flags: Any,
 ) -> None:
@@ -78,7 +79,8 @@ def _serve(
         raise typer.BadParameter(str(error), param_hint="--options") from error
     if draft is not None:
         choices["draft"] = draft
-    runner = Runner(build(model, algo, choices, slots=slots, max_queue=max_queue, **flags), grace)
+    sizes = {"slots": slots, "max_queue": max_queue, "tensor_parallel": tensor_parallel}
+    runner = Runner(build(model, algo, choices, **sizes, **flags), grace)
     runner.run()
     if runner.has_failed:
         raise typer.Exit(1)

@@ -19,6 +19,7 @@ from transformers.cli.serving.utils import (
 )
 
 from .call import CURRENT
+from .followers import Followers
 from .metrics import Metrics
 
 MOST_UNREAD = 4096
@@ -56,6 +57,7 @@ class Requests(CBGenerateManager):
         self.metrics = Metrics(self.manager.metrics)
         self.most_unread = MOST_UNREAD
         self.is_draining = False
+        self.followers: Followers | None = None
         self.manager.warmup()
         self.manager.start()
 
@@ -63,13 +65,20 @@ class Requests(CBGenerateManager):
         """Nothing, because the manager runs since the start and takes the settings of each request."""
 
     def is_alive(self) -> bool:
-        """Whether the manager's thread works."""
-        return self.manager.background_thread_status.fatal_error is None
+        """Whether the manager's thread works, and the processes of all ranks."""
+        return self._death() is None
+
+    def _death(self) -> str | None:
+        """What the worker died of, if it did."""
+        error = self.manager.background_thread_status.fatal_error
+        if error is not None:
+            return f"the worker died: {error}"
+        return None if self.followers is None else self.followers.ailment()
 
     def ailment(self) -> str | None:
         """Why the server cannot answer now, or None."""
-        if not self.is_alive():
-            return f"the worker died: {self.manager.background_thread_status.fatal_error}"
+        if death := self._death():
+            return death
         if self.is_draining:
             return "the server is ending"
         stalled = self.manager.stalled_seconds()
@@ -170,6 +179,8 @@ class Requests(CBGenerateManager):
         """End the manager; what still runs fails."""
         if self.manager.is_running():
             self.manager.stop(block=True, timeout=10, hard_stop=True)
+        if self.followers is not None:
+            self.followers.stop()
 
 
 class State(GenerationState):

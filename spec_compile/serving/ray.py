@@ -49,6 +49,7 @@ def app(
     device: str = "cuda",
     slots: int = SLOTS,
     max_queue: int = MAX_QUEUE,
+    tensor_parallel: int = 1,
     flags: dict | None = None,
     **deployment: Any,
 ) -> serve.Application:
@@ -56,15 +57,18 @@ def app(
 
     model: a directory that every machine has, or a name on the model hub. options: those of `speculate`. device: "cuda"
     gives each replica a GPU, "cpu" gives it none. slots: requests that a replica answers at once. max_queue: requests
-    that wait for that in a replica, and again before the replicas; others get 429 with Retry-After. flags: arguments of
+    that wait for that in a replica, and again before the replicas; others get 429 with Retry-After. tensor_parallel:
+    GPUs of one machine that share the model in each replica, which has a process for each. flags: arguments of
     transformers' `Serve`, such as dtype="bfloat16". deployment: options of Ray's deployment, such as num_replicas,
     autoscaling_config and ray_actor_options.
 
     Raises ImportError if a package of the extra ``serve`` is missing.
     """
     require_packages()
-    settings = {"slots": slots, "max_queue": max_queue, "device": device} | (flags or {})
-    actor = {"num_gpus": 0 if device == "cpu" else 1} | deployment.pop("ray_actor_options", {})
+    settings = {"slots": slots, "max_queue": max_queue, "device": device, "tensor_parallel": tensor_parallel} | (
+        flags or {}
+    )
+    actor = {"num_gpus": 0 if device == "cpu" else tensor_parallel} | deployment.pop("ray_actor_options", {})
     merged = DEPLOYMENT | {
         # One more than the replica holds, so that it can say itself that it is full.
         "max_ongoing_requests": slots + max_queue + 1,

@@ -1,6 +1,7 @@
 """transformers' server, built with our parts in place of some of its own."""
 
 import importlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from ..api import speculate
 from . import MAX_QUEUE
 from .call import CallMiddleware
+from .followers import Followers
 from .generation import Requests, State
 from .handlers import HANDLERS
 
@@ -41,6 +43,8 @@ class Models(ModelManager):
         self._since = int(time.time())
         if device == "auto":  # transformers would spread a model over all GPUs
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         super().__init__(device=device, **settings)
 
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,15 +77,25 @@ def build(
     *,
     slots: int | None = None,
     max_queue: int = MAX_QUEUE,
+    tensor_parallel: int = 1,
+    follows: bool = False,
     **flags: Any,
 ) -> Server:
     """Load a model, wrap it, compile its rounds, and put transformers' server around it, which does not listen yet.
 
     model: a directory, or a name on the model hub. options: those of `speculate`. slots: requests that are answered at
-    once. max_queue: requests that may wait besides. flags: arguments of transformers' `Serve`, such as port=8000.
+    once. max_queue: requests that may wait besides. tensor_parallel: GPUs of this process that share the model; a
+    process is started for each but the first. follows: whether this is one of these. flags: arguments of transformers'
+    `Serve`, such as port=8000.
 
     Raises what `speculate` raises, ValueError if the model cannot be loaded, and TypeError for an unknown flag.
     """
+    followers = None
+    if tensor_parallel > 1:
+        options = (options or {}) | {"tensor_parallel": tensor_parallel}
+        if not follows:
+            arguments = {"model": str(model), "algo": algo, "options": options, "slots": slots, "max_queue": max_queue}
+            followers = Followers(tensor_parallel, arguments | {"tensor_parallel": tensor_parallel} | flags)
     parts: dict[str, Callable] = HANDLERS | {
         "ModelManager": partial(Models, algo, options or {}),
         "GenerationState": State,
@@ -92,6 +106,7 @@ def build(
     state = built._generation_state
     loaded = next(iter(built._model_manager.loaded_models.values()))
     state.open(loaded.model, slots, max_queue)
+    state.requests.followers = followers
     _add_routes(built.server.config.app, state.requests)
     return Server(built, state.requests)
 

@@ -1,0 +1,80 @@
+"""`Followers`: the processes of the other ranks of a server that shares its model out among several GPUs.
+
+The server starts them; they load the same model, and follow the rounds of its manager. They end when the pipe to the
+server breaks, so that none is left behind whatever happens to it.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+TIMEOUT = 10
+"""Seconds that a follower has to end by itself."""
+
+
+class Followers:
+    """Makes this process the first of `size` ranks, and starts the others.
+
+    size: ranks, one for each GPU of this process. arguments: of `server.build`, all of them JSON.
+    """
+
+    def __init__(self, size: int, arguments: dict[str, Any]):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ |= _place(0, size, port)
+        command = [sys.executable, "-m", "spec_compile.serving.followers"]
+        self.processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | _place(rank, size, port))
+            for rank in range(1, size)
+        ]
+        for process in self.processes:
+            process.stdin.write(json.dumps(arguments).encode() + b"\n")
+            process.stdin.flush()
+
+    def ailment(self) -> str | None:
+        """Which follower has ended, or None."""
+        for rank, process in enumerate(self.processes, 1):
+            if process.poll() is not None:
+                return f"rank {rank} (process {process.pid}) has ended with status {process.returncode}"
+        return None
+
+    def stop(self) -> None:
+        """End them all."""
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(TIMEOUT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _place(rank: int, size: int, port: int) -> dict[str, str]:
+    """The variables that torchrun would set."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def main() -> None:
+    """Follow until the server has gone."""
+    from .server import build
+
+    arguments = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_the_server, daemon=True).start()
+    requests = build(**arguments, follows=True).requests
+    requests.manager.join(0.0)
+    os._exit(0 if requests.is_alive() else 1)
+
+
+def _end_with_the_server() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
