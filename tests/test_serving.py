@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,8 +22,9 @@ from server_fixtures import EAGER, PROMPT, running, save_model, wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from spec_compile import speculate
-from spec_compile.serving import drain
+from spec_compile.serving import drain, followers
 from spec_compile.serving.call import CURRENT, Call
+from spec_compile.serving.server import build
 
 SHORT = {"prompt": PROMPT, "max_tokens": 24}
 LONG = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 2.0, "seed": 1}
@@ -415,6 +417,30 @@ def test_ranks_serve_one_model_and_end_together(folder, alone):
         (follower,) = psutil.Process(process.pid).children()
         process.kill()
         wait_until(lambda: not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_start_ends_the_server():
+    """Which would wait for it."""
+    script = (
+        "import sys, time; from spec_compile.serving import followers\n"
+        "followers.COMMAND = [sys.executable, '-c', 'input(); raise SystemExit(3)']\n"
+        "with followers.Followers(2, {}): time.sleep(100)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "rank 1" in ended.stderr and "status 3" in ended.stderr
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_other_ranks(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(followers, "COMMAND", [sys.executable, "-c", "input(); input()"])
+    monkeypatch.setattr(followers.Followers, "stop", lambda ranks: started.extend(ranks.processes))
+    monkeypatch.setattr(followers.os, "environ", dict(os.environ))
+    with pytest.raises(OSError, match="none"):
+        build(tmp_path / "none", tensor_parallel=2, device="cpu")
+    (process,) = started
+    process.stdin.close()
+    assert process.wait(10) == 1  # input() has met the end of its pipe
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ import sys
 import threading
 from typing import Any
 
+COMMAND = [sys.executable, "-m", "spec_compile.serving.followers"]
+WATCH = 0.5
+"""Seconds between two looks at the followers, while the model is loaded."""
 TIMEOUT = 10
 """Seconds that a follower has to end by itself."""
 
@@ -19,22 +22,42 @@ TIMEOUT = 10
 class Followers:
     """Makes this process the first of `size` ranks, and starts the others.
 
-    size: ranks, one for each GPU of this process. arguments: of `server.build`, all of them JSON.
+    As a context manager it is around the loading of the model here: the others end if that fails, and this process ends
+    if one of them does, because it would wait for it.
     """
 
     def __init__(self, size: int, arguments: dict[str, Any]):
+        """size: ranks, one for each GPU of this process. arguments: of `server.build`, all of them JSON."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         os.environ |= _place(0, size, port)
-        command = [sys.executable, "-m", "spec_compile.serving.followers"]
+        self._is_loaded = threading.Event()
         self.processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | _place(rank, size, port))
+            # In sessions of their own, so that Ctrl-C reaches the server alone, which lets requests end.
+            subprocess.Popen(
+                COMMAND, stdin=subprocess.PIPE, start_new_session=True, env=os.environ | _place(rank, size, port)
+            )
             for rank in range(1, size)
         ]
         for process in self.processes:
             process.stdin.write(json.dumps(arguments).encode() + b"\n")
             process.stdin.flush()
+
+    def __enter__(self) -> "Followers":
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        self._is_loaded.set()
+        if error is not None:
+            self.stop()
+
+    def _watch(self) -> None:
+        while not self._is_loaded.wait(WATCH):
+            if ailment := self.ailment():
+                print(f"{ailment} while the model was loaded", file=sys.stderr, flush=True)
+                os._exit(1)
 
     def ailment(self) -> str | None:
         """Which follower has ended, or None."""

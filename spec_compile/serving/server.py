@@ -17,6 +17,7 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 
 from ..api import speculate
+from ..errors import check_int
 from . import MAX_QUEUE
 from .call import CallMiddleware
 from .followers import Followers
@@ -90,23 +91,30 @@ def build(
 
     Raises what `speculate` raises, ValueError if the model cannot be loaded, and TypeError for an unknown flag.
     """
-    followers = None
-    if tensor_parallel > 1:
-        options = (options or {}) | {"tensor_parallel": tensor_parallel}
-        if not follows:
-            arguments = {"model": str(model), "algo": algo, "options": options, "slots": slots, "max_queue": max_queue}
-            followers = Followers(tensor_parallel, arguments | {"tensor_parallel": tensor_parallel} | flags)
+    check_int("tensor_parallel", tensor_parallel, 1, 8)
+    sizes, options = {"slots": slots, "max_queue": max_queue}, options or {}
+    if tensor_parallel == 1 or follows:
+        return _build(model, algo, options, sizes, flags)
+    arguments = {"model": str(model), "algo": algo, "tensor_parallel": tensor_parallel}
+    arguments["options"] = options = options | {"tensor_parallel": tensor_parallel}
+    with Followers(tensor_parallel, arguments | sizes | flags) as followers:
+        server = _build(model, algo, options, sizes, flags)
+    server.requests.followers = followers
+    return server
+
+
+def _build(model: str | Path, algo: str, options: dict, sizes: dict, flags: dict) -> Server:
+    """A rank's server; see `build`."""
     parts: dict[str, Callable] = HANDLERS | {
-        "ModelManager": partial(Models, algo, options or {}),
+        "ModelManager": partial(Models, algo, options),
         "GenerationState": State,
     }
-    flags |= {"continuous_batching": True, "compile": False}  # as ever here; rounds are compiled by `speculate`
+    flags = flags | {"continuous_batching": True, "compile": False}  # as ever here; `speculate` compiles rounds
     with _replaced(parts):
         built = _Unstarted(str(model), non_blocking=True, **flags)
     state = built._generation_state
     loaded = next(iter(built._model_manager.loaded_models.values()))
-    state.open(loaded.model, slots, max_queue)
-    state.requests.followers = followers
+    state.open(loaded.model, **sizes)
     _add_routes(built.server.config.app, state.requests)
     return Server(built, state.requests)
 
