@@ -1,9 +1,11 @@
 """Continuous batching on two ranks: the answers of one process."""
 
+from functools import partial
+
 import pytest
 import torch
 from ranks import run_ranks
-from server_fixtures import PROMPT, save_model
+from server_fixtures import DEMO, PROMPT, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
 from spec_compile import speculate
@@ -24,11 +26,11 @@ def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def answers(rank, folder, ranks):
+def answers(rank, folder, ranks, algo="ngram", dtype="float32", **options):
     """Of all requests, on the first rank; the others follow until it stops."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-    fast = speculate(model, tensor_parallel=ranks if ranks > 1 else None, **OPTIONS)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    fast = speculate(model, algo, tensor_parallel=ranks if ranks > 1 else None, **OPTIONS | options)
     manager = fast.init_continuous_batching(
         GenerationConfig(do_sample=False), ContinuousBatchingConfig(max_requests_per_batch=3)
     )
@@ -55,3 +57,15 @@ def test_two_ranks_answer_as_one(folder, tmp_path):
     assert second == "None", second
     torch.set_num_threads(1)
     assert first == answers(0, folder, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("algo", "shape"), [("eagle3", {"num_steps": 3, "topk": 4}), ("dflash", {}), ("mtp", {})])
+def test_two_ranks_with_a_head_answer_as_one(algo, shape, tmp_path):
+    nodes = 2 if algo == "mtp" else 8
+    # In float64, because what a head draws for a sampled answer depends on the order of its own sums.
+    options = {"draft": str(DEMO / "heads" / algo), "num_draft_tokens": nodes, "dtype": "float64", **shape}
+    first, second = run_ranks(2, partial(answers, algo=algo, **options), DEMO, 2, rendezvous=tmp_path / "meet")
+    assert second == "None", second
+    torch.set_num_threads(1)
+    assert first == answers(0, DEMO, 1, algo, **options)
