@@ -1,6 +1,5 @@
 """`speculate`, the one call that users need, and `Speculation`, the object at ``model.speculation``."""
 
-import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import forks, kernels, passes
-from .batching.model import BatchingMixin
+from .batching.model import BatchingMixin, shadow
 from .capture import adapters
 from .capture.admit import admit
 from .capture.check_generation import check_generation
@@ -83,7 +82,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     with COMPILE_LOCK:  # because tracing and checking change settings of the whole process
         with ranks.together("speculate()", {}):
             algorithm = ALGORITHMS[name].build(model, parsed)
-            fast = _shadow(model)
+            fast = shadow(model)
             speculation = Speculation(model, fast, name, parsed, algorithm)
         with ranks.call():
             speculation.check_rewritten()
@@ -319,13 +318,3 @@ class Speculation:
         """See `forks`."""
         if in_child and not self.turns.is_mine:
             self.turns, self._is_forked = Turns(), True
-
-
-def _shadow(model: PreTrainedModel) -> PreTrainedModel:
-    """An object of a subclass with our generate(), which shares all modules and parameters of the model."""
-    cls = type(model)
-    names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    shadow: Any = adapters.shallow(model, type(cls.__name__, (BatchingMixin, cls), names))
-    shadow.generation_config = copy.deepcopy(model.generation_config)
-    shadow.__dict__.pop("generate", None)  # one set on the object is run by `SpeculativeMixin.generate`
-    return shadow

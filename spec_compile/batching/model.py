@@ -1,8 +1,12 @@
 """The models that `speculate` makes: our ``generate()``, and continuous batching."""
 
-from transformers import GenerationConfig
+import copy
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from ..capture import adapters
 from ..runtime.generate import SpeculativeMixin
 from .manager import Manager
 
@@ -29,3 +33,13 @@ class BatchingMixin(SpeculativeMixin):
         """Give back the memory of a manager that was kept, and of the rows that an earlier one has left."""
         super().destroy_cached_continuous_batching_manager()
         self.speculation.engine.idle_batch = None
+
+
+def shadow(model: PreTrainedModel) -> PreTrainedModel:
+    """An object of a subclass with our generate(), which shares all modules and parameters of the model."""
+    cls = type(model)
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    shadow: Any = adapters.shallow(model, type(cls.__name__, (BatchingMixin, cls), names))
+    shadow.generation_config = copy.deepcopy(model.generation_config)
+    shadow.__dict__.pop("generate", None)  # one set on the object is run by `SpeculativeMixin.generate`
+    return shadow

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..parallel.ranks import ALONE, Alone
 from . import past as pasts
 from .accept import Route, make_acceptor
 from .accept.processors import MINIMA, is_known
+from .agreement import led
 from .answer import Answer
 from .prompt import Prompt
 from .request import Request
@@ -50,6 +52,7 @@ def unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict)
 def make_request(
     prompt: Prompt, answer: Answer, route: Route, processors: list, generation_config, shortest: int,
     cache: Cache | None = None, first_logits: Tensor | None = None, generator: torch.Generator | None = None,
+    ranks: Alone = ALONE,
 ) -> Request:  # fmt: skip
     """The request for the rounds of one call. Widths of the answer become lengths of each row without its padding.
 
@@ -57,7 +60,8 @@ def make_request(
     """
     seed, temperature = None, 0.0
     if generation_config.do_sample:
-        seed = int(torch.randint((1 << 63) - 1, (), generator=generator))
+        drawn = int(torch.randint((1 << 63) - 1, (), generator=generator))
+        (seed,) = ranks.lead(lambda: [drawn])
         temperature = generation_config.temperature or 1.0
     differences = [len(tokens) - answer.prompt_width for tokens in prompt.tokens]  # a row's length less its width
     return Request(
@@ -69,7 +73,7 @@ def make_request(
         past=pasts.read(cache, prompt.padding) if cache is not None and cache.get_seq_length() > 0 else None,
         has_unknown_tokens=prompt.has_unknown_tokens,
         first_logits=first_logits,
-        acceptor=make_acceptor(route, answer, processors, seed),
+        acceptor=make_acceptor(route, answer, processors, seed, ranks),
         seed=seed or 0,
         temperature=temperature,
         prefill_chunk_size=generation_config.prefill_chunk_size,
@@ -96,8 +100,9 @@ def longest_width(input_ids: Tensor, stopping_criteria, generation_config) -> in
 
 
 def make_answer(
-    input_ids: Tensor, prompt: Prompt, longest: int, stopping_criteria, generation_config, streamer
-) -> Answer:
+    input_ids: Tensor, prompt: Prompt, longest: int, stopping_criteria, generation_config, streamer,
+    ranks: Alone = ALONE,
+) -> Answer:  # fmt: skip
     """The answer of one call, still without tokens; ValueError if rows may end before others and no padding is set."""
     names = {type(criterion).__name__ for criterion in stopping_criteria}
     eos = next((c.eos_token_id.tolist() for c in stopping_criteria if type(c).__name__ == "EosTokenCriteria"), [])
@@ -110,7 +115,7 @@ def make_answer(
         longest,
         eos,
         None if pad is None else int(pad),
-        criteria=None if names <= CRITERIA_IN_ROUND else stopping_criteria,
+        criteria=None if names <= CRITERIA_IN_ROUND else led(stopping_criteria, ranks),
         streamer=streamer,
         keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
         keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
