@@ -67,7 +67,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         return wrapper
     name = parse_algorithm(algo)
     ranks = find_ranks(options.get("tensor_parallel"), model)
-    with ranks.together("speculate()", parts := {}):
+    with ranks.together("speculate()", parts := dict[str, Any]()):
         parsed = parse_options(ALGORITHMS[name].options, options)
         admit(model, parsed.exact)
         if ranks.size > 1:
