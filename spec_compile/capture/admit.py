@@ -9,6 +9,7 @@ from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
 from ..kernels import HALF
+from .quantised import admit_quantisation
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -43,6 +44,7 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
     nested = [r for r in rope.values() if isinstance(r, dict)] if rope else []
     for rope_type in {r.get("rope_type", "default") for r in (nested or [rope])} & GROWING_ROPE:
         _refuse(model, f"uses RoPE of type {rope_type!r}, whose frequencies change with the length of the text")
+    admit_quantisation(model)
     _admit_tensors(model)
     if exact == "bits" and (model.device.type != "cuda" or model.dtype not in HALF):
         raise UnsupportedModelError(

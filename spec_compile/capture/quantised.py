@@ -1,0 +1,80 @@
+"""Quantised targets: which are served, decided by the configuration and by the classes of modules.
+
+A dtype says little here: GPTQ and AWQ keep their weights in buffers, torchao's tensors claim bfloat16, and a
+method that transformers does not know leaves weights that were never scaled.
+"""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedModelError
+
+READ: dict[str, str] = {}
+"""Methods of ``quantization_config`` whose packed layers are read, by how people name them."""
+UNPACKED = {"gguf": "GGUF", "mxfp4": "MXFP4"}
+"""Methods that transformers unpacks while it loads, on some machines."""
+LIBRARIES = {
+    "aqlm", "auto_gptq", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fp_quant", "gptqmodel",
+    "hqq", "optimum", "quark", "spqr_quant", "torchao", "vptq",
+}  # fmt: skip
+"""Packages whose modules and tensors hold quantised weights, besides ``transformers.integrations``."""
+ADVICE = {
+    "GgufLinear": "load its original checkpoint, or an FP8 one",
+    "Mxfp4GptOssExperts": "load it with quantization_config=Mxfp4Config(dequantize=True) if the memory allows",
+    "Mxfp4GptOssMLP": "load it with quantization_config=Mxfp4Config(dequantize=True) if the memory allows",
+}
+
+
+def admit_quantisation(model: PreTrainedModel) -> None:
+    """UnsupportedModelError if `model` has quantised weights that are not read, by the name of format and layer."""
+    method = _admit_method(model)
+    if method in ("gptq", "awq") and any(hasattr(part, "gate_up_proj") for part in model.modules()):
+        _refuse(
+            model,
+            f"is a mixture of experts quantised by {method}, whose experts transformers does not load (they are "
+            "random); load an FP8 or 16-bit checkpoint",
+        )
+    for path, part in model.named_modules():
+        name = type(part).__name__
+        if _is_quantised(part):
+            _refuse(model, f"has quantised layers of class {name} ({path}), {_advice(name)}")
+        for key, tensor in part._parameters.items():
+            if tensor is not None and _library_of(type(tensor)) | _library_of(type(tensor.data)):
+                _refuse(model, f"has weights of class {type(tensor.data).__name__} ({path}.{key}), {_advice(name)}")
+
+
+def _admit_method(model: PreTrainedModel) -> str | None:
+    """The quantisation method that the configuration names; UnsupportedModelError if it is not read."""
+    config = getattr(model.config, "quantization_config", None)
+    if config is None:
+        return None
+    if isinstance(config, dict):
+        _refuse(
+            model,
+            f"names the quantisation method {config.get('quant_method')!r}, which transformers did not apply, so that "
+            "its weights are not the model's; load a checkpoint in 16 bits, or one of another format",
+        )
+    method = getattr(config.quant_method, "value", config.quant_method)
+    if method not in READ and method not in UNPACKED:
+        _refuse(model, f"is quantised by the method {method!r}, {_advice(method)}")
+    return method
+
+
+def _is_quantised(part: nn.Module) -> bool:
+    """Whether a module is of a class that computes with quantised weights."""
+    module = type(part).__module__
+    return module.startswith("transformers.integrations.") or bool(_library_of(type(part)))
+
+
+def _library_of(cls: type) -> set[str]:
+    return {cls.__module__.partition(".")[0]} & LIBRARIES
+
+
+def _advice(name: str) -> str:
+    served = ", ".join(READ.values())
+    default = f"load one of the formats {served}, or 16 bits" if served else "load a checkpoint in 16 bits"
+    return f"which are not read yet; {ADVICE.get(name, default)}"
+
+
+def _refuse(model: PreTrainedModel, reason: str) -> None:
+    raise UnsupportedModelError(f"model: {type(model).__name__} {reason}")

@@ -1,0 +1,78 @@
+"""Writers of tiny quantised checkpoints, one for each published format: exactly its keys and its configuration.
+
+``write(name, folder)`` quantises a random Llama and writes `config.json` and one file of safetensors. Two calls give
+equal weights.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+VOCAB, H, INNER, HEADS, KV, LAYERS = 256, 256, 512, 4, 2, 2
+HEAD = H // HEADS
+OUTPUTS = {
+    "self_attn.q_proj": (H, H), "self_attn.k_proj": (KV * HEAD, H), "self_attn.v_proj": (KV * HEAD, H),
+    "self_attn.o_proj": (H, H), "mlp.gate_proj": (INNER, H), "mlp.up_proj": (INNER, H), "mlp.down_proj": (H, INNER),
+}  # fmt: skip
+"""Outputs and inputs of the linear layers of a decoder layer."""
+FP8 = torch.float8_e4m3fn
+
+
+def fp8_block(weight: Tensor) -> dict[str, Tensor]:
+    """Fine-grained FP8: a scale for each 128 x 128 weights. Weight [O, I]."""
+    blocks = weight.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scale = blocks.abs().amax(dim=(1, 3)) / 448
+    codes = (blocks / scale[:, None, :, None]).to(FP8).reshape(weight.shape)
+    return {"weight": codes, "weight_scale_inv": scale}
+
+
+def modelopt(weight: Tensor) -> dict[str, Tensor]:
+    """A format that transformers does not know: a scale for each matrix."""
+    scale = weight.abs().max() / 448
+    return {"weight": (weight / scale).to(FP8), "weight_scale": scale, "input_scale": torch.tensor(0.01)}
+
+
+FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], torch.dtype, dict]] = {
+    "fp8_block": (
+        fp8_block, torch.bfloat16,
+        dict(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_block_size=[128, 128]),
+    ),
+    "modelopt": (modelopt, torch.bfloat16, dict(quant_method="modelopt", quant_algo="FP8")),
+}  # fmt: skip
+"""Name -> how a matrix is quantised, the dtype of everything else, and ``quantization_config``."""
+
+
+def write(name: str, folder: Path, **changes) -> Path:
+    """Write the checkpoint of a format. changes: of its ``quantization_config``."""
+    quantise, dtype, config = FORMATS[name]
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tensors = {"model.norm.weight": 1 + 0.1 * normal(H)}
+    for key in ("model.embed_tokens", "lm_head"):
+        tensors[f"{key}.weight"] = normal(VOCAB, H) * (1 if "embed" in key else H**-0.5)
+    for layer in range(LAYERS):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{norm}.weight"] = 1 + 0.1 * normal(H)
+    tensors = {key: tensor.to(dtype) for key, tensor in tensors.items()}
+    for layer in range(LAYERS):
+        for module, shape in OUTPUTS.items():
+            weight = normal(*shape) * (2 * shape[1] ** -0.5)
+            for key, tensor in quantise(weight).items():
+                tensors[f"model.layers.{layer}.{module}.{key}"] = tensor.contiguous()
+    model = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=H, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=KV, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0,
+        architectures=["LlamaForCausalLM"], dtype=dtype,
+    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**model.to_dict(), "quantization_config": {**config, **changes}}))
+    return folder
