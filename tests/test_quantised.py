@@ -1,13 +1,64 @@
 """Quantised targets: what is not read is refused by name; what is read gives transformers' own answers."""
 
+import functools
+from unittest import mock
+
 import models
 import pytest
 import quantised_checkpoints as checkpoints
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPTQConfig, QuantoConfig
+from transformers import AutoModelForCausalLM, GPTQConfig, LlamaConfig, QuantoConfig
+from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from spec_compile import UnsupportedModelError, speculate
+from spec_compile import UnsupportedModelError, passes, speculate
+from spec_compile.capture.quantised import packed_layers
+from spec_compile.capture.trace import capture
+from spec_compile.drafters.modules.dflash import DFlashDraft
+from spec_compile.drafters.modules.layers import LayerKnobs
+from spec_compile.graph import calls
+from spec_compile.kernels.linear import QUANTISED, quantised
+from spec_compile.passes.tap_hidden_states import FINAL
+
+GREEDY = dict(do_sample=False, max_new_tokens=48, eos_token_id=None, pad_token_id=0)
+IDS = torch.randint(1, checkpoints.VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
+
+
+def fp8_forward(layer, x):
+    """What transformers' kernels compute for an `FP8Linear`, one block of weights after the other."""
+    out = torch.zeros(*x.shape[:-1], layer.out_features, dtype=torch.float64)
+    for column in range(0, layer.in_features, 128):
+        part = x[..., column : column + 128].float()
+        scale = part.abs().amax(-1, keepdim=True) / 448
+        part = ((part / scale).to(torch.float8_e4m3fn).float() * scale).double()
+        for row in range(0, layer.out_features, 128):
+            weight = layer.weight[row : row + 128, column : column + 128].float()
+            weight = weight * layer.weight_scale_inv[row // 128, column // 128]
+            out[..., row : row + 128] += part @ weight.T.double()
+    return out.to(x.dtype)
+
+
+def load(name, folder, dtype=torch.float32, **changes):
+    """A checkpoint of a format, still packed as on a GPU, whose layers also run on a CPU."""
+    with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None):
+        model = AutoModelForCausalLM.from_pretrained(checkpoints.write(name, folder, **changes), dtype=dtype)
+    for part in model.modules():
+        if isinstance(part, FP8Linear):
+            part.forward = functools.partial(fp8_forward, part)
+    return model.eval()
+
+
+def dflash(model):
+    """A random DFlash head for a model."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=checkpoints.H, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=checkpoints.VOCAB,
+    )  # fmt: skip
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    knobs = LayerKnobs(num_layers=2, qk_norm=True)
+    return DFlashDraft(config, embedding, output, (0, FINAL), 4, 0, knobs).to(model.dtype).requires_grad_(False).eval()
 
 
 def refuses(model, *texts):
@@ -51,3 +102,137 @@ def test_experts_that_were_not_loaded(method, monkeypatch):
     model.config.quantization_config = GPTQConfig(bits=4)
     model.config.quantization_config.quant_method = method
     refuses(model, "mixture of experts", method, "random")
+
+
+SERVED = ["fp8_block"]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
+    model = load(name, tmp_path)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    wanted = model.generate(IDS, **GREEDY)
+    fast = speculate(model, compile=False)
+    for _ in range(2):  # the second answer is drafted from the first
+        assert torch.equal(fast.generate(IDS, **GREEDY), wanted)
+    assert fast.speculation.stats.accept_length > 1.5
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+    assert torch.equal(model.generate(IDS, **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_head_drafts_for_a_quantised_target(name, tmp_path):
+    model = load(name, tmp_path)
+    fast = speculate(model, "dflash", draft=dflash(model), compile=False)
+    assert torch.equal(fast.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_layers_of_one_input_are_merged_without_a_copy(name, tmp_path):
+    model = load(name, tmp_path)
+    graph = capture(model)
+    assert len(calls(graph.gm, QUANTISED)) == 14
+    verify = passes.run(graph, passes.Settings())
+    assert len(calls(verify.gm, QUANTISED)) == 8
+    for layer in model.model.layers:
+        for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            parts = [quantised.read(layer.get_submodule(_path(part))).parts for part in group]
+            for tensors in zip(*(part.values() for part in parts)):
+                assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+
+
+def _path(name):
+    return f"{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}"
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_answer_in_16_bits(name, tmp_path):
+    model = load(name, tmp_path, torch.bfloat16)
+    fast = speculate(model, compile=False)  # which compares logits
+    assert fast.generate(IDS, **GREEDY).shape == (1, 68)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_refresh_takes_over_other_quantised_weights(name, tmp_path):
+    model = load(name, tmp_path)
+    fast = speculate(model, compile=False)
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for key in state:
+        if "scale" in key:
+            state[key] *= 1.5
+    model.load_state_dict(state, assign=True)
+    fast.speculation.refresh()
+    assert torch.equal(fast.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_layer_means_what_its_library_computes(name, tmp_path):
+    model = load(name, tmp_path)
+    for path, packed in packed_layers(model).items():
+        layer = model.get_submodule(path)
+        x = torch.randn(3, 5, layer.in_features)
+        got = QUANTISED(x, list(packed.parts.values()), packed.bias, packed.layout.kind)
+        torch.testing.assert_close(got, layer(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_op_is_one_of_torch(name, tmp_path):
+    packed = packed_layers(load(name, tmp_path))["model.layers.0.mlp.up_proj"]
+    arguments = torch.randn(3, checkpoints.H), list(packed.parts.values()), packed.bias, packed.layout.kind
+    torch.library.opcheck(QUANTISED, arguments, test_utils="test_faketensor")
+
+
+def test_rounding_of_a_row_depends_on_that_row_alone():
+    x = torch.randn(6, 300)
+    x[2] *= 50
+    x[3] = 0
+    rows = quantised.fp8_block.rounded_blocks(x, 128)
+    for row in range(6):
+        assert torch.equal(quantised.fp8_block.rounded_blocks(x[row : row + 1], 128)[0], rows[row])
+    assert ((rows - x).abs() <= x.abs() / 16 + x.abs().amax(1, keepdim=True) / 448 / 512).all()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(128, 256), (200, 300), (64, 100)])
+def test_fp8_blocks_of_any_size(outputs, inputs):
+    layer = FP8Linear(inputs, outputs, (128, 128), has_bias=True)
+    layer.weight.data = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+    layer.weight_scale_inv.data.uniform_(0.5, 2)
+    layer.bias.data.normal_()
+    packed = quantised.read(layer)
+    x = torch.randn(4, inputs)
+    got = QUANTISED(x, list(packed.parts.values()), packed.bias, packed.layout.kind)
+    torch.testing.assert_close(got, fp8_forward(layer, x) + layer.bias, rtol=1e-5, atol=1e-4)
+    weight = packed.layout.unrounded(torch.eye(inputs), list(packed.parts.values()), None).T
+    assert weight[-1, -1] == layer.weight[-1, -1].float() * layer.weight_scale_inv[-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(weight_block_size=None), "one scale for the whole matrix"),
+        (dict(activation_scheme="static"), "activations of the scheme 'static'"),
+    ],
+)
+def test_forms_of_fp8_that_are_not_read(changes, text):
+    model = models.ADMITTED["llama"]()
+    block = (128, 128) if "weight_block_size" not in changes else None
+    model.model.layers[0].mlp.up_proj = FP8Linear(64, 96, block, changes.get("activation_scheme", "dynamic"))
+    refuses(model, "model.layers.0.mlp.up_proj", text)
+
+
+@pytest.mark.parametrize(("fault", "text"), [("nan", "not finite"), ("shape", "shape [2, 3], expected [2, 2]")])
+def test_scales_that_cannot_be_right(fault, text, tmp_path):
+    model = load("fp8_block", tmp_path)
+    layer = model.model.layers[1].self_attn.q_proj
+    if fault == "nan":
+        layer.weight_scale_inv.data[0, 1] = float("nan")
+    else:
+        layer.weight_scale_inv = nn.Parameter(torch.ones(2, 3))
+    refuses(model, "model.layers.1.self_attn.q_proj", text)
+
+
+def test_a_quantised_output_head(tmp_path):
+    model = load("fp8_block", tmp_path)
+    model.lm_head = FP8Linear(checkpoints.H, checkpoints.VOCAB, (128, 128))
+    model.lm_head.weight_scale_inv.data.fill_(1)
+    refuses(model, "quantised output head (lm_head)")

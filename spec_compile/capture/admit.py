@@ -9,7 +9,7 @@ from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
 from ..kernels import HALF
-from .quantised import admit_quantisation
+from .quantised import admit_quantisation, packed_layers
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -65,7 +65,8 @@ def _admit_tensors(model: PreTrainedModel) -> None:
         if devices != ["cpu"]:
             _refuse(model, "is partly offloaded (hf_device_map); load all of it onto one device")
     _admit_device(model, torch.device(devices[0]))
-    unknown = sorted({str(p.dtype) for p in model.parameters()} - {str(d) for d in DTYPES})
+    read = {id(part) for packed in packed_layers(model).values() for part in packed.parts.values()}
+    unknown = sorted({str(p.dtype) for p in model.parameters() if id(p) not in read} - {str(d) for d in DTYPES})
     if unknown:
         raise UnsupportedModelError(
             f"model: {type(model).__name__} has parameters of dtype {', '.join(unknown)}; expected float32, bfloat16 "

@@ -19,6 +19,7 @@ from .checks import (
     on_some_text,
     random_ids,
 )
+from .quantised import with_plain_meaning
 
 STEPS = 4
 """Tokens that are generated, the first from the prompt and the others from the cache."""
@@ -37,6 +38,7 @@ def check_generation(model: PreTrainedModel, graph: ModelGraph) -> bool:
     """
     if hooks.overridden(model):
         return True
+    model = with_plain_meaning(model)
     windows = [layer.window for layer in graph.layers if layer.window is not None]
     limit = LONGEST if graph.position_limit is None else min(LONGEST, graph.position_limit - STEPS)
     length = min(max([24, announced_window(model), *windows]) + PADDING + 2, limit)

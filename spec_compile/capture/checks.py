@@ -21,7 +21,8 @@ from ..cache import PAGE, Cache
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, calls
 from ..tree import ancestry
-from .float32 import HALF, full_precision, in_float32
+from .float32 import HALF, in_float32
+from .quantised import with_plain_meaning
 
 log = logging.getLogger("spec_compile")
 
@@ -42,10 +43,12 @@ TREE = "the tree attention of the rewritten graph"
 def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
     """Compare the captured graph with the model's own forward on random ids, longer than any window.
 
+    Quantised layers have their plain meaning on both sides.
+
     A model of 16 bits whose own forward does not run in float32 (FlashAttention does not) is compared in 16 bits alone.
     Raises UnsupportedModelError if they differ.
     """
-    name = type(model).__name__
+    name, model = type(model).__name__, with_plain_meaning(model)
     windows = [layer.window for layer in graph.layers if layer.window is not None]
     announced = announced_window(model)
     if announced > LONGEST and announced not in windows:
@@ -65,7 +68,7 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
             return graph.gm(ids, positions)[0]
 
         if not has_half(graph):
-            with full_precision():
+            with in_float32():
                 return compare_logits(name, CAPTURE, captured(), expected())
         # In float32: what is computed. In 16 bits: how it is rounded, where each side is the other's yardstick.
         exact, wide = exact_logits(name, captured), in_float32_if_possible("the model's own forward", expected)
@@ -101,7 +104,7 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
             return _tree_logits(verify, like, ids, prefix, ancestors, depth)
 
         if not has_half(graph):
-            with full_precision():
+            with in_float32():
                 return compare_logits(name, TREE, tree(graph.dtype), linear())
         exact, wide = exact_logits(name, linear), in_float32_if_possible(TREE, lambda: tree(torch.float32))
         if wide is not None:

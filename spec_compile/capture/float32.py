@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..kernels.linear import QUANTISED, quantised
+
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 SELECTIONS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
@@ -18,6 +20,7 @@ def in_float32() -> Iterator[None]:
     """A context in which PyTorch computes in float32 what it would compute in 16 bits.
 
     Every op gets its operands of 16 bits as float32, one op's at a time, and a cast to 16 bits stays in float32.
+    Quantised layers do not round activations.
     Nothing is rounded to TF32, and nothing is compiled. An op that has no float32 form raises what it raises; one
     that would write to a tensor of 16 bits raises RuntimeError.
     """
@@ -52,6 +55,8 @@ class _Float32(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func == QUANTISED:  # activations that are rounded to codes are rounding, too
+            return quantised.unrounded_linear(*map(_widened, args))
         is_view, written = _aliasing(func)
         if is_view:  # widened when it is used
             return func(*args, **kwargs)

@@ -4,12 +4,14 @@ A dtype says little here: GPTQ and AWQ keep their weights in buffers, torchao's 
 method that transformers does not know leaves weights that were never scaled.
 """
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from ..kernels.linear import QUANTISED, quantised
+from .adapters import twin
 
-READ: dict[str, str] = {}
+READ = {"fp8": "fine-grained FP8"}
 """Methods of ``quantization_config`` whose packed layers are read, by how people name them."""
 UNPACKED = {"gguf": "GGUF", "mxfp4": "MXFP4"}
 """Methods that transformers unpacks while it loads, on some machines."""
@@ -34,13 +36,61 @@ def admit_quantisation(model: PreTrainedModel) -> None:
             f"is a mixture of experts quantised by {method}, whose experts transformers does not load (they are "
             "random); load an FP8 or 16-bit checkpoint",
         )
+    try:
+        packed = packed_layers(model)
+    except quantised.UnreadError as error:
+        _refuse(model, f"has the quantised layer {error}, {_advice()}")
     for path, part in model.named_modules():
         name = type(part).__name__
+        if path in packed:
+            if part is model.get_output_embeddings():
+                _refuse(model, f"has a quantised output head ({path}); quantise the model without it")
+            continue
         if _is_quantised(part):
             _refuse(model, f"has quantised layers of class {name} ({path}), {_advice(name)}")
         for key, tensor in part._parameters.items():
             if tensor is not None and _library_of(type(tensor)) | _library_of(type(tensor.data)):
                 _refuse(model, f"has weights of class {type(tensor.data).__name__} ({path}.{key}), {_advice(name)}")
+
+
+def packed_layers(model: nn.Module) -> dict[str, quantised.Packed]:
+    """The quantised linear layers of a model, by path; UnreadError, naming the first that is laid out otherwise."""
+    layers = {}
+    for path, part in model.named_modules():
+        try:
+            packed = quantised.read(part)
+        except quantised.UnreadError as error:
+            raise quantised.UnreadError(f"{path} ({type(part).__name__}), which {error}") from error
+        if packed is not None:
+            layers[path] = packed
+    return layers
+
+
+class QuantisedLinear(nn.Module):
+    """A quantised linear layer with its plain meaning. It holds the tensors of the layer that it was `read` from."""
+
+    def __init__(self, packed: quantised.Packed):
+        super().__init__()
+        self._kind, self._names = packed.layout.kind, list(packed.parts)
+        for name, tensor in {**packed.parts, "bias": packed.bias}.items():
+            register = self.register_parameter if isinstance(tensor, nn.Parameter) else self.register_buffer
+            register(name, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return QUANTISED(x, [getattr(self, name) for name in self._names], self.bias, self._kind)
+
+
+def mark(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with a `QuantisedLinear` in place of every quantised layer; it must be a `twin`, which is changed."""
+    for path, packed in packed_layers(model).items():
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, QuantisedLinear(packed))
+    return model
+
+
+def with_plain_meaning(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`, or if it has quantised layers, which may run nowhere but on a GPU, a marked twin."""
+    return mark(twin(model)) if packed_layers(model) else model
 
 
 def _admit_method(model: PreTrainedModel) -> str | None:
@@ -70,7 +120,7 @@ def _library_of(cls: type) -> set[str]:
     return {cls.__module__.partition(".")[0]} & LIBRARIES
 
 
-def _advice(name: str) -> str:
+def _advice(name: str = "") -> str:
     served = ", ".join(READ.values())
     default = f"load one of the formats {served}, or 16 bits" if served else "load a checkpoint in 16 bits"
     return f"which are not read yet; {ADVICE.get(name, default)}"

@@ -11,6 +11,7 @@ from ..errors import UnsupportedModelError
 from ..graph import LayerSpec, ModelGraph, attribute, calls
 from ..kernels import ops
 from .adapters import twin
+from .quantised import mark
 from .sharded import bind, fake_twin, is_sharded
 
 IMPLEMENTATION = "spec_compile"
@@ -65,7 +66,7 @@ def capture(model: PreTrainedModel) -> ModelGraph:
     Raises UnsupportedModelError if the trace fails, or does not show exactly one attention call per layer.
     """
     name, original = type(model).__name__, model
-    model, mode = fake_twin(model) if is_sharded(model) else (twin(model), nullcontext())
+    model, mode = fake_twin(model) if is_sharded(model) else (mark(twin(model)), nullcontext())
     attention = _Attention(model)
     try:
         with attention_implementation(model, IMPLEMENTATION, attention):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .quantised import packed_layers
+
 AGAIN = "call speculate() again"
 
 
@@ -61,6 +63,7 @@ class SharedWeights:
     """The slots of a target and of its draft, and `take_over`, which brings the graphs' memory up to date."""
 
     def __init__(self, target: nn.Module, draft: nn.Module | None = None):
+        self._target, self._kinds = target, _kinds(target)
         self.slots = list(_slots(target, ""))
         keys = {slot.key for slot in self.slots}
         for slot in _slots(draft, "draft.") if draft is not None else ():
@@ -71,8 +74,10 @@ class SharedWeights:
         """Copy the values of tensors that were moved or replaced into the graphs' memory, and make them views of it.
 
         ValueError, before anything is copied, if one is of another shape, dtype or device, has no values, or is shared
-        with others than it was.
+        with others than it was, or if a quantised layer is laid out otherwise.
         """
+        if _kinds(self._target) != self._kinds:
+            raise ValueError(f"the layout of quantised layers has changed; {AGAIN}")
         moved = [slot for slot in self.slots if slot.moved and not (slot.borrowed and slot.current is slot.tensor)]
         for slot in moved:
             if slot.misfit:
@@ -122,6 +127,11 @@ class SharedWeights:
                         f"{first.path} and {slot.path} were one tensor at speculate() and hold different values now; "
                         f"tie them again (model.tie_weights()), or {AGAIN}"
                     )
+
+
+def _kinds(model: nn.Module) -> dict[str, str]:
+    """The layout of each quantised layer, by path."""
+    return {path: packed.layout.kind for path, packed in packed_layers(model).items()}
 
 
 def _slots(module: nn.Module, prefix: str) -> Iterable[Slot]:

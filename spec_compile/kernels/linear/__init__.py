@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ...graph import ModelGraph, attribute, calls
 from .. import HALF
-from . import all_reduce_add, append, avx512, small_m, stream, transposed  # noqa: F401
+from . import all_reduce_add, append, avx512, quantised, small_m, stream, transposed  # noqa: F401
 from .plans import MAX_ROWS  # noqa: F401
 
 aten = torch.ops.aten
@@ -49,7 +49,9 @@ JOINED = (
 )  # fmt: skip
 """Products of the form "small_m" with what stands around them."""
 LINEARS = {PLAIN, *JOINED} | {op for form in FORMS for op in (form.op, form.swiglu) if op}
-PRODUCTS = LINEARS | {aten.addmm.default}
+QUANTISED = torch.ops.spec_compile.quantised_linear.default
+"""The op of a captured quantised linear layer."""
+PRODUCTS = LINEARS | {aten.addmm.default, QUANTISED}
 
 
 def choose(weight: Tensor, few_rows: bool) -> Form | None:
@@ -91,6 +93,27 @@ def bias_of(node: fx.Node) -> fx.Node | None:
 def linear_layers(graph: ModelGraph) -> list[fx.Node]:
     """The captured linear layers, ``linear(x, weight, bias)`` of a parameter, which have no other form yet."""
     return [node for node in calls(graph.gm, PLAIN) if node.args[1].op == "get_attr"]
+
+
+def quantised_layers(graph: ModelGraph) -> list[fx.Node]:
+    """The captured quantised linear layers, ``quantised_linear(x, parts, bias, kind)``."""
+    return calls(graph.gm, QUANTISED)
+
+
+def operands_of(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """The weights and the bias of a captured linear layer, quantised or not, each with its dimension of outputs."""
+    if node.target != QUANTISED:
+        return [(operand, 0) for operand in node.args[1:]]
+    _, parts, bias, kind = node.args
+    return [*zip(parts, quantised.layout_of(kind).output_dims), *([] if bias is None else [(bias, 0)])]
+
+
+def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple:
+    """The arguments of a captured linear layer with others in place of its `operands_of`."""
+    if node.target != QUANTISED:
+        return (node.args[0], *operands)
+    x, parts, bias, kind = node.args
+    return x, operands[: len(parts)], None if bias is None else operands[-1], kind
 
 
 def head_products(graph: ModelGraph) -> list[fx.Node]:

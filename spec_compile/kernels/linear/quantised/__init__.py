@@ -1,0 +1,46 @@
+"""Quantised linear layers: the op that marks them in a graph, and the formats, a file each, that it has a meaning for.
+
+A format is a `Layout`, and ``read(module)``, which takes a layer of its library apart without a copy.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from . import fp8_block
+from .layout import Layout, Packed, UnreadError  # noqa: F401
+
+FORMATS = (fp8_block,)
+LAYOUTS: dict[str, type[Layout]] = {layout.__name__: layout for layout in (fp8_block.Fp8Block,)}
+
+
+def read(module: nn.Module) -> Packed | None:
+    """A quantised linear layer of a format that is read, or None; UnreadError if it is not laid out as expected."""
+    return next((packed for format in FORMATS if (packed := format.read(module)) is not None), None)
+
+
+@functools.cache
+def layout_of(kind: str) -> Layout:
+    """The layout that `Layout.kind` names."""
+    name, *fields = kind.split()
+    return LAYOUTS[name](*map(int, fields))
+
+
+@torch.library.custom_op("spec_compile::quantised_linear", mutates_args=())
+def quantised_linear(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind: str) -> Tensor:
+    """A quantised linear layer: x [..., I], the parts of a layout, bias [O] or None -> [..., O] of x's dtype.
+
+    kind: of the layout. It is the same text for all layers that are laid out alike, so that they are compiled once.
+    """
+    return layout_of(kind).product(x, parts, bias).contiguous()
+
+
+@quantised_linear.register_fake
+def _(x, parts, bias, kind):
+    return x.new_empty(*x.shape[:-1], layout_of(kind).outputs(parts, x.shape[-1]))
+
+
+def unrounded_linear(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind: str) -> Tensor:
+    """`quantised_linear` without rounding of activations."""
+    return layout_of(kind).unrounded(x, parts, bias)

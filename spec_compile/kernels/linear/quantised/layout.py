@@ -1,0 +1,73 @@
+"""`Layout`: how a format keeps the weights of a linear layer, and what they mean in plain PyTorch."""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class UnreadError(ValueError):
+    """A layer is of a class that is read, but not as it is; the message ends a sentence about the layer."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of parts: the tensors of a layer, in order. Fields are integers, which are constants of a graph.
+
+    I inputs, O outputs. output_dims: the dimension of each part along which outputs lie.
+    """
+
+    output_dims: ClassVar[tuple[int, ...]]
+
+    @property
+    def kind(self) -> str:
+        """The text from which `quantised.layout_of` makes this layout again."""
+        return " ".join(map(str, (type(self).__name__, *astuple(self))))
+
+    @property
+    def step(self) -> int:
+        """Layers can be merged if the outputs of all but the last are a multiple of this."""
+        return 1
+
+    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
+        """O of a layer with so many inputs."""
+        raise NotImplementedError
+
+    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        """The weight [O, I], rounded as the format defines it."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """The layer: x [..., I] -> [..., O]. Formats that round activations override this."""
+        return self.unrounded(x, parts, bias)
+
+    def unrounded(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """The layer without rounding of activations, the reference of checks in float32."""
+        return F.linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
+
+
+class Packed(NamedTuple):
+    """A layer as a format's ``read(module)`` returns it. parts: by name, in the layout's order."""
+
+    layout: Layout
+    parts: dict[str, Tensor]
+    bias: Tensor | None
+
+
+def is_class(module: nn.Module, path: str) -> bool:
+    """Whether a module is exactly of the class ``package.module.Class``, which need not be importable."""
+    return f"{type(module).__module__}.{type(module).__qualname__}" == path
+
+
+def require(condition: bool, problem: str) -> None:
+    """UnreadError unless the condition holds."""
+    if not condition:
+        raise UnreadError(problem)
+
+
+def require_scale(name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
+    """UnreadError unless a scale has this shape and is finite."""
+    require(tuple(scale.shape) == shape, f"has {name} of shape {list(scale.shape)}, expected {list(shape)}")
+    require(bool(scale.float().isfinite().all()), f"has {name} with values that are not finite")
