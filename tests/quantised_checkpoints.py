@@ -31,6 +31,30 @@ def fp8_block(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": codes, "weight_scale_inv": scale}
 
 
+def ct_w4a16(weight: Tensor) -> dict[str, Tensor]:
+    """compressed-tensors, 4 bits in groups of 128, packed along the inputs, the lowest bits first."""
+    scale = (weight.unflatten(1, (-1, 128)).abs().amax(dim=2) / 7.5).bfloat16()
+    codes = (weight / scale.float().repeat_interleave(128, 1)).round().clamp(-8, 7).int() + 8
+    words = (codes.unflatten(1, (-1, 8)) << (4 * torch.arange(8))).sum(dim=2).int()
+    return {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+
+
+def ct_fp8(weight: Tensor) -> dict[str, Tensor]:
+    """compressed-tensors, FP8 with a scale for each output."""
+    scale = (weight.abs().amax(dim=1, keepdim=True) / 448).bfloat16()
+    return {"weight": (weight / scale.float()).to(FP8), "weight_scale": scale}
+
+
+def _ct(form: str, weights: dict, activations: dict | None) -> dict:
+    """A ``quantization_config`` of compressed-tensors."""
+    weights = dict(dynamic=False, symmetric=True, **weights)
+    group = dict(targets=["Linear"], weights=weights, input_activations=activations)
+    return dict(
+        quant_method="compressed-tensors", format=form, quantization_status="compressed", ignore=["lm_head"],
+        config_groups=dict(group_0=group),
+    )  # fmt: skip
+
+
 def modelopt(weight: Tensor) -> dict[str, Tensor]:
     """A format that transformers does not know: a scale for each matrix."""
     scale = weight.abs().max() / 448
@@ -41,6 +65,17 @@ FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], torch.dtype, dic
     "fp8_block": (
         fp8_block, torch.bfloat16,
         dict(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_block_size=[128, 128]),
+    ),
+    "ct_fp8": (
+        ct_fp8, torch.bfloat16,
+        _ct(
+            "float-quantized", dict(num_bits=8, type="float", strategy="channel"),
+            dict(num_bits=8, type="float", strategy="token", dynamic=True, symmetric=True),
+        ),
+    ),
+    "ct_w4a16": (
+        ct_w4a16, torch.bfloat16,
+        _ct("pack-quantized", dict(num_bits=4, type="int", strategy="group", group_size=128), None),
     ),
     "modelopt": (modelopt, torch.bfloat16, dict(quant_method="modelopt", quant_algo="FP8")),
 }  # fmt: skip

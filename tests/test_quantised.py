@@ -41,12 +41,19 @@ def fp8_forward(layer, x):
 
 def load(name, folder, dtype=torch.float32, **changes):
     """A checkpoint of a format, still packed as on a GPU, whose layers also run on a CPU."""
+    if name in LIBRARY:
+        pytest.importorskip(LIBRARY[name])
     with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None):
         model = AutoModelForCausalLM.from_pretrained(checkpoints.write(name, folder, **changes), dtype=dtype)
     for part in model.modules():
         if isinstance(part, FP8Linear):
             part.forward = functools.partial(fp8_forward, part)
     return model.eval()
+
+
+def own_answer(name, folder):
+    """The greedy answer of transformers' own loop, of another model, because its forward may unpack it."""
+    return load(name, folder).generate(IDS, **GREEDY)
 
 
 def dflash(model):
@@ -104,19 +111,20 @@ def test_experts_that_were_not_loaded(method, monkeypatch):
     refuses(model, "mixture of experts", method, "random")
 
 
-SERVED = ["fp8_block"]
+LIBRARY = {"ct_fp8": "compressed_tensors", "ct_w4a16": "compressed_tensors"}
+"""What transformers needs to load a format."""
+SERVED = ["fp8_block", *LIBRARY]
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
-    model = load(name, tmp_path)
+    model, wanted = load(name, tmp_path), own_answer(name, tmp_path)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    wanted = model.generate(IDS, **GREEDY)
     fast = speculate(model, compile=False)
     for _ in range(2):  # the second answer is drafted from the first
         assert torch.equal(fast.generate(IDS, **GREEDY), wanted)
     assert fast.speculation.stats.accept_length > 1.5
-    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())  # still packed
     assert torch.equal(model.generate(IDS, **GREEDY), wanted)
 
 
@@ -124,7 +132,7 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
 def test_a_head_drafts_for_a_quantised_target(name, tmp_path):
     model = load(name, tmp_path)
     fast = speculate(model, "dflash", draft=dflash(model), compile=False)
-    assert torch.equal(fast.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+    assert torch.equal(fast.generate(IDS, **GREEDY), own_answer(name, tmp_path))
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -162,14 +170,16 @@ def test_refresh_takes_over_other_quantised_weights(name, tmp_path):
             state[key] *= 1.5
     model.load_state_dict(state, assign=True)
     fast.speculation.refresh()
-    assert torch.equal(fast.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+    answer = fast.generate(IDS, **GREEDY)
+    assert torch.equal(answer, model.generate(IDS, **GREEDY))
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_layer_means_what_its_library_computes(name, tmp_path):
-    model = load(name, tmp_path)
+    model, own = load(name, tmp_path), load(name, tmp_path)
+    own(IDS)  # unpacks some
     for path, packed in packed_layers(model).items():
-        layer = model.get_submodule(path)
+        layer = own.get_submodule(path)
         x = torch.randn(3, 5, layer.in_features)
         got = QUANTISED(x, list(packed.parts.values()), packed.bias, packed.layout.kind)
         torch.testing.assert_close(got, layer(x), rtol=1e-5, atol=1e-5)
@@ -186,10 +196,16 @@ def test_rounding_of_a_row_depends_on_that_row_alone():
     x = torch.randn(6, 300)
     x[2] *= 50
     x[3] = 0
-    rows = quantised.fp8_block.rounded_blocks(x, 128)
-    for row in range(6):
-        assert torch.equal(quantised.fp8_block.rounded_blocks(x[row : row + 1], 128)[0], rows[row])
-    assert ((rows - x).abs() <= x.abs() / 16 + x.abs().amax(1, keepdim=True) / 448 / 512).all()
+    for function, argument, error in (
+        (quantised.fp8_block.rounded_blocks, 128, 1 / 16),
+        (quantised.compressed_tensors.rounded_rows, torch.float8_e4m3fn, 1 / 16),
+        (quantised.compressed_tensors.rounded_rows, torch.int8, 0),
+    ):
+        rows = function(x, argument)
+        for row in range(6):
+            assert torch.equal(function(x[row : row + 1], argument)[0], rows[row])
+        step = x.abs().amax(1, keepdim=True) / (127 if argument == torch.int8 else 448 * 512)
+        assert ((rows - x).abs() <= x.abs() * error + step).all()
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(128, 256), (200, 300), (64, 100)])
@@ -229,6 +245,33 @@ def test_scales_that_cannot_be_right(fault, text, tmp_path):
     else:
         layer.weight_scale_inv = nn.Parameter(torch.ones(2, 3))
     refuses(model, "model.layers.1.self_attn.q_proj", text)
+
+
+def test_a_model_that_its_own_forward_has_unpacked(tmp_path):
+    model = load("ct_w4a16", tmp_path)
+    model(IDS)
+    refuses(model, "model.layers.0.self_attn.q_proj (Linear)", "unpacked", "load it again")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(actorder=None, num_bits=8), "8 bits"),
+        (dict(symmetric=False), "zero points"),
+        (dict(strategy="tensor", group_size=None), "strategy 'tensor'"),
+    ],
+)
+def test_schemes_of_compressed_tensors_that_are_not_read(changes, text, tmp_path):
+    model = load("ct_w4a16", tmp_path)
+    for name, value in changes.items():
+        setattr(model.model.layers[0].mlp.up_proj.quantization_scheme.weights, name, value)
+    refuses(model, "model.layers.0", text)
+
+
+def test_a_cache_with_scales(tmp_path):
+    model = load("ct_fp8", tmp_path)
+    model.config.quantization_config.quantization_config.kv_cache_scheme = dict(num_bits=8, type="float")
+    refuses(model, "kv_cache_scheme")
 
 
 def test_a_quantised_output_head(tmp_path):

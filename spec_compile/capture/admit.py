@@ -65,7 +65,7 @@ def _admit_tensors(model: PreTrainedModel) -> None:
         if devices != ["cpu"]:
             _refuse(model, "is partly offloaded (hf_device_map); load all of it onto one device")
     _admit_device(model, torch.device(devices[0]))
-    read = {id(part) for packed in packed_layers(model).values() for part in packed.parts.values()}
+    read = {id(p) for path in packed_layers(model) for p in model.get_submodule(path).parameters()}
     unknown = sorted({str(p.dtype) for p in model.parameters() if id(p) not in read} - {str(d) for d in DTYPES})
     if unknown:
         raise UnsupportedModelError(

@@ -11,7 +11,7 @@ from ..errors import UnsupportedModelError
 from ..kernels.linear import QUANTISED, quantised
 from .adapters import twin
 
-READ = {"fp8": "fine-grained FP8"}
+READ = {"fp8": "fine-grained FP8", "compressed-tensors": "compressed-tensors"}
 """Methods of ``quantization_config`` whose packed layers are read, by how people name them."""
 UNPACKED = {"gguf": "GGUF", "mxfp4": "MXFP4"}
 """Methods that transformers unpacks while it loads, on some machines."""
@@ -85,6 +85,9 @@ def mark(model: PreTrainedModel) -> PreTrainedModel:
     for path, packed in packed_layers(model).items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantisedLinear(packed))
+    for number, hook in [*model._forward_pre_hooks.items()]:
+        if "ct_decompress_hook" in getattr(hook, "__qualname__", ""):  # it would unpack the layers of the original
+            del model._forward_pre_hooks[number]
     return model
 
 
@@ -105,6 +108,10 @@ def _admit_method(model: PreTrainedModel) -> str | None:
             "its weights are not the model's; load a checkpoint in 16 bits, or one of another format",
         )
     method = getattr(config.quant_method, "value", config.quant_method)
+    scheme = getattr(config, "quantization_config", config)  # compressed-tensors has its own inside
+    for name in ("kv_cache_scheme", "transform_config"):
+        if getattr(scheme, name, None):
+            _refuse(model, f"is quantised with a {name}, {_advice()}")
     if method not in READ and method not in UNPACKED:
         _refuse(model, f"is quantised by the method {method!r}, {_advice(method)}")
     return method

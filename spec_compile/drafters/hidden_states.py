@@ -5,12 +5,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..capture.adapters import twin
+from ..capture.quantised import mark
 from ..passes.tap_hidden_states import FINAL
 
 
 def tapped_states(model: PreTrainedModel, taps: tuple[int, ...], ids: Tensor) -> tuple[list[Tensor], Tensor]:
     """The tapped states [B, T, h] of the target at ids, and its choice of the next token at each [B, T]."""
-    model, states = twin(model), {}
+    model, states = mark(twin(model)), {}
 
     def keep(tap: int, value: Tensor | tuple) -> None:
         states[tap] = value[0] if isinstance(value, tuple) else value

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ..capture.quantised import with_plain_meaning
 from .hidden_states import tapped_states
 from .modules.head import Head
 
@@ -82,7 +83,7 @@ def own_text(model: PreTrainedModel) -> Tensor:
     second = torch.linspace(0, model.get_output_embeddings().weight.shape[0] - 1, STARTS + 2)[1:-1].long()
     first = torch.full_like(second, start if isinstance(start, int) else 0)
     ids = torch.stack([first, second], dim=1).to(model.device)
-    text, cache = ids, None
+    text, cache, model = ids, None, with_plain_meaning(model)
     while text.shape[1] < TOKENS:
         out = model(input_ids=ids, past_key_values=cache, use_cache=True)
         ids, cache = out.logits[:, -1:].argmax(dim=-1), out.past_key_values

@@ -5,7 +5,7 @@ import weakref
 from collections import defaultdict
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..graph import ModelGraph, attribute
@@ -26,7 +26,7 @@ def merge_linears(graph: ModelGraph, settings) -> str:
     linears = [*linear_layers(graph), *quantised_layers(graph)]
     if not settings.merge_linears:
         for node in linears:
-            for operand, _ in operands_of(node):
+            for operand in operands_of(node):
                 if operand is not None and operand.op == "get_attr":
                     _apart.setdefault(attribute(graph.gm, operand.target), weakref.WeakSet()).add(graph.gm)
         return "off"
@@ -38,7 +38,7 @@ def merge_linears(graph: ModelGraph, settings) -> str:
     for node in linears:
         if _is_private(graph, node, uses):
             operands = operands_of(node)
-            dtype = attribute(graph.gm, operands[0][0].target).dtype
+            dtype = attribute(graph.gm, operands[0].target).dtype
             groups[node.args[0], node.target, len(operands), dtype, node.args[3:]].append(node)
     alike = [group for group in groups.values() if len(group) > 1 and _fits(group)]
     merged = [group for group in alike if not _is_apart(graph.gm, group)]
@@ -56,22 +56,19 @@ _apart = WeakIdKeyDictionary()
 
 def _is_apart(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
     """Whether merging would move a parameter that a graph reads where it lies."""
-    for parameters, dim in _columns(gm, group):
-        if any(map(_apart.get, parameters)) and _joined(parameters, dim) is None:
+    for operands in zip(*map(operands_of, group)):
+        parameters = [attribute(gm, operand.target) for operand in operands]
+        if any(map(_apart.get, parameters)) and _joined(parameters) is None:
             return True
     return False
 
 
-def _columns(gm: fx.GraphModule, group: list[fx.Node]) -> list[tuple[list[Tensor], int]]:
-    """The tensors to be joined, with the dimension of outputs: the weights of all layers, then their biases."""
-    columns = zip(*map(operands_of, group))
-    return [([attribute(gm, operand.target) for operand, _ in column], column[0][1]) for column in columns]
-
-
 def _fits(group: list[fx.Node]) -> bool:
-    """Whether the outputs of layers can lie one behind the other: blocks with a scale must not be cut."""
-    step = 1 if group[0].target is PLAIN else quantised.layout_of(group[0].args[3]).step
-    return all(size % step == 0 for size in _sizes(group)[:-1])
+    """Whether the outputs of layers can lie one behind the other, so that no block with a scale of its own is cut."""
+    if group[0].target is PLAIN:
+        return True
+    layout = quantised.layout_of(group[0].args[3])
+    return layout.merges and all(size % layout.step == 0 for size in _sizes(group)[:-1])
 
 
 def _sizes(group: list[fx.Node]) -> list[int]:
@@ -79,7 +76,7 @@ def _sizes(group: list[fx.Node]) -> list[int]:
 
 
 def _is_private(graph: ModelGraph, node: fx.Node, uses: dict[str, int]) -> bool:
-    for operand, _ in operands_of(node):
+    for operand in operands_of(node):
         if operand.op != "get_attr" or uses[operand.target] != 1 or operand.target == graph.head_weight:
             return False
         if type(attribute(graph.gm, operand.target).data) is not Tensor:  # quantised, sharded: left alone
@@ -89,9 +86,10 @@ def _is_private(graph: ModelGraph, node: fx.Node, uses: dict[str, int]) -> bool:
 
 def _merge(gm: fx.GraphModule, group: list[fx.Node], name: str) -> None:
     first, targets = group[0], []
-    for (operand, _), (parameters, dim) in zip(operands_of(first), _columns(gm, group)):
-        target = f"{name}_{operand.target.rpartition('.')[2]}"
-        gm.register_buffer(target, join_parameters(parameters, dim), persistent=False)
+    for number, operands in enumerate(zip(*map(operands_of, group))):
+        target = f"{name}_{number}"
+        parameters = [attribute(gm, operand.target) for operand in operands]
+        gm.register_buffer(target, join_parameters(parameters), persistent=False)
         targets.append(target)
     with gm.graph.inserting_before(first):
         arguments = with_operands(first, [gm.graph.get_attr(target) for target in targets])
@@ -106,27 +104,23 @@ def _merge(gm: fx.GraphModule, group: list[fx.Node], name: str) -> None:
         gm.graph.erase_node(node)
 
 
-def _joined(parameters: list[Tensor], dim: int = 0) -> Tensor | None:
-    """All parameters as one tensor, if an earlier call has joined them along this dimension."""
+def _joined(parameters: list[nn.Parameter]) -> Tensor | None:
+    """The rows of all parameters, if an earlier call has joined them."""
     first, end = parameters[0], parameters[0].data_ptr()
-    size = sum(p.shape[dim] for p in parameters)
-    shape = (*first.shape[:dim], size, *first.shape[dim + 1 :])
-    strides = torch.empty(shape, device="meta").stride()
     for p in parameters:
-        if p.data_ptr() != end or p.untyped_storage()._cdata != first.untyped_storage()._cdata:
+        if p.data_ptr() != end or not p.is_contiguous() or p.untyped_storage()._cdata != first.untyped_storage()._cdata:
             return None
-        if p.stride() != strides:
-            return None
-        end += p.shape[dim] * strides[dim] * p.element_size()
-    return first.data.as_strided(shape, strides, first.storage_offset())
+        end += p.numel() * p.element_size()
+    rows = sum(p.shape[0] for p in parameters)
+    return first.data.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def join_parameters(parameters: list[Tensor], dim: int = 0) -> Tensor:
-    """All parameters in one tensor, one behind the other along `dim`, which they then view."""
-    merged = _joined(parameters, dim)
+def join_parameters(parameters: list[nn.Parameter]) -> Tensor:
+    """The rows of all parameters in one tensor, which the parameters then view."""
+    merged = _joined(parameters)
     if merged is not None:
         return merged
-    merged = torch.cat([p.data for p in parameters], dim)
-    for p, part in zip(parameters, merged.split([p.shape[dim] for p in parameters], dim)):
+    merged = torch.cat([p.data for p in parameters])
+    for p, part in zip(parameters, merged.split([p.shape[0] for p in parameters])):
         p.data = part
     return merged

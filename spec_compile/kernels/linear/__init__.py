@@ -100,12 +100,12 @@ def quantised_layers(graph: ModelGraph) -> list[fx.Node]:
     return calls(graph.gm, QUANTISED)
 
 
-def operands_of(node: fx.Node) -> list[tuple[fx.Node, int]]:
-    """The weights and the bias of a captured linear layer, quantised or not, each with its dimension of outputs."""
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The weights and the bias of a captured linear layer, quantised or not."""
     if node.target != QUANTISED:
-        return [(operand, 0) for operand in node.args[1:]]
-    _, parts, bias, kind = node.args
-    return [*zip(parts, quantised.layout_of(kind).output_dims), *([] if bias is None else [(bias, 0)])]
+        return list(node.args[1:])
+    _, parts, bias, _ = node.args
+    return [*parts, *([] if bias is None else [bias])]
 
 
 def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple:

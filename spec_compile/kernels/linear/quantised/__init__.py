@@ -8,11 +8,11 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from . import fp8_block
+from . import compressed_tensors, fp8_block
 from .layout import Layout, Packed, UnreadError  # noqa: F401
 
-FORMATS = (fp8_block,)
-LAYOUTS: dict[str, type[Layout]] = {layout.__name__: layout for layout in (fp8_block.Fp8Block,)}
+FORMATS = (fp8_block, compressed_tensors)
+LAYOUTS = {layout.__name__: layout for format in FORMATS for layout in format.LAYOUTS}
 
 
 def read(module: nn.Module) -> Packed | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .layout import Layout, Packed, is_class, require, require_scale
+from .layout import Layout, Packed, exact_linear, is_class, require, require_scale
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -19,11 +19,10 @@ LARGEST = torch.finfo(FP8).max
 @dataclass(frozen=True)
 class Fp8Block(Layout):
     """weight [O, I] float8_e4m3fn, scales [O / rows, I / columns] float32, both rounded up. Activations are rounded to
-    FP8 with a scale for each row and `columns` inputs, and products are summed in float32, on a CPU in float64."""
+    FP8 with a scale for each row and `columns` inputs, and products are summed in float32."""
 
     rows: int
     columns: int
-    output_dims = (0, 0)
 
     @property
     def step(self) -> int:
@@ -38,11 +37,7 @@ class Fp8Block(Layout):
         return codes.float() * scales.repeat_interleave(self.columns, 1)[:, :inputs]
 
     def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        # The last bit of a sum can move the codes of the next layer by a sixteenth, and on a CPU the order of summation
-        # depends on the number of rows. In float64 the sums are the same but for one in a billion.
-        wide = torch.float64 if x.device.type == "cpu" else torch.float32
-        rows, weight = rounded_blocks(x, self.columns), self.weight(parts, x.shape[-1])
-        out = F.linear(rows.to(wide), weight.to(wide)).to(x.dtype)
+        out = exact_linear(rounded_blocks(x, self.columns), self.weight(parts, x.shape[-1]), None).to(x.dtype)
         return out if bias is None else out + bias
 
 
@@ -52,6 +47,9 @@ def rounded_blocks(x: Tensor, columns: int) -> Tensor:
     scales = blocks.abs().amax(dim=-1, keepdim=True) / LARGEST
     scales = scales.where(scales > 0, 1.0)
     return ((blocks / scales).to(FP8).float() * scales).flatten(-2)[..., : x.shape[-1]]
+
+
+LAYOUTS = (Fp8Block,)
 
 
 def read(module: nn.Module) -> Packed | None:

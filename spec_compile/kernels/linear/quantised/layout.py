@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,10 +17,11 @@ class UnreadError(ValueError):
 class Layout:
     """A layout of parts: the tensors of a layer, in order. Fields are integers, which are constants of a graph.
 
-    I inputs, O outputs. output_dims: the dimension of each part along which outputs lie.
+    I inputs, O outputs. merges: whether layers of one input can be merged, because the first dimension of every part is
+    that of outputs.
     """
 
-    output_dims: ClassVar[tuple[int, ...]]
+    merges: ClassVar[bool] = True
 
     @property
     def kind(self) -> str:
@@ -28,7 +30,7 @@ class Layout:
 
     @property
     def step(self) -> int:
-        """Layers can be merged if the outputs of all but the last are a multiple of this."""
+        """Layers are merged if the outputs of all but the last are a multiple of this."""
         return 1
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
@@ -46,6 +48,23 @@ class Layout:
     def unrounded(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """The layer without rounding of activations, the reference of checks in float32."""
         return F.linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
+
+
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` in x's dtype, which on a CPU is summed in float64.
+
+    The last bit of a sum can move the codes of the next layer by a sixteenth, and on a CPU the order of summation
+    depends on the number of rows. In float64 all orders give the same but for one sum in a billion.
+    """
+    if x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+
+
+def unpacked_nibbles(words: Tensor) -> Tensor:
+    """words [R, C] int32 -> [R, 8 * C] int32, the four lowest bits of each word first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> shifts) & 15).flatten(1)
 
 
 class Packed(NamedTuple):

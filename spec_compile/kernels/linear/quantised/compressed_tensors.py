@@ -1,0 +1,106 @@
+"""compressed-tensors (llm-compressor's checkpoints): 8 bits with a scale for each output, and 4 bits in groups.
+
+A model of this library unpacks all its layers at its first own forward, in place. So layers are read before that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .layout import Layout, Packed, exact_linear, require, require_scale, unpacked_nibbles
+
+FP8 = torch.float8_e4m3fn
+LARGEST = {FP8: 448.0, torch.int8: 127.5}
+"""By what the largest absolute value of a row is divided to get its scale."""
+EIGHT_BITS = {"float-quantized", "int-quantized", "naive-quantized"}
+
+
+@dataclass(frozen=True)
+class PerChannel(Layout):
+    """weight [O, I] float8_e4m3fn or int8, scales [O, 1] of the model's dtype. Activations are rounded to the weights'
+    type with a scale for each row, all in their own dtype, as the library does."""
+
+    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
+        return parts[0].shape[0]
+
+    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        codes, scales = parts
+        return codes.to(scales.dtype) * scales
+
+    def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return exact_linear(rounded_rows(x, parts[0].dtype), self.weight(parts, x.shape[-1]).to(x.dtype), bias)
+
+
+def rounded_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [..., I] rounded to FP8 or int8 with a scale for each row; every step is rounded to x's dtype."""
+    scales = x.abs().amax(dim=-1, keepdim=True) / LARGEST[dtype]
+    codes = x / scales.where(scales > 0, 1.0)
+    if dtype == torch.int8:
+        codes = codes.round().clamp(-128, 127)
+    else:
+        codes = codes.clamp(-448, 448).to(dtype).to(x.dtype)
+    return codes * scales
+
+
+@dataclass(frozen=True)
+class Int4Group(Layout):
+    """weight [O, I / 8] int32, eight values of 4 bits a word, the first in the lowest bits, each plus 8; scales
+    [O, I / group] of the model's dtype."""
+
+    group: int
+
+    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
+        return parts[0].shape[0]
+
+    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        words, scales = parts
+        codes = unpacked_nibbles(words) - 8
+        return (codes.to(scales.dtype).unflatten(1, (-1, self.group)) * scales[:, :, None]).flatten(1)
+
+
+LAYOUTS = (PerChannel, Int4Group)
+
+
+def read(module: nn.Module) -> Packed | None:
+    """An `nn.Linear` with a ``quantization_scheme``, still compressed."""
+    scheme = getattr(module, "quantization_scheme", None)
+    if scheme is None:
+        return None
+    require(type(module) is nn.Linear, "quantises something besides linear layers (a cache, or activations)")
+    status = getattr(module.quantization_status, "value", module.quantization_status)
+    require(
+        status == "compressed",
+        "was unpacked by the model's own forward; load it again, and call speculate() before that",
+    )
+    require(scheme.output_activations is None, "quantises what it returns")
+    form = getattr(scheme.format, "value", scheme.format)
+    require(form in EIGHT_BITS or form == "pack-quantized", f"is of the form {form!r}")
+    return _eight_bits(module, scheme, form) if form in EIGHT_BITS else _four_bits(module, scheme)
+
+
+def _eight_bits(module: nn.Linear, scheme, form: str) -> Packed:
+    weights, rows = scheme.weights, scheme.input_activations
+    require(weights.strategy == "channel" and weights.symmetric, f"has weights of the strategy {weights.strategy!r}")
+    is_read = rows is not None and rows.strategy == "token" and rows.dynamic is True and rows.symmetric
+    require(
+        is_read and (rows.num_bits, rows.type) == (weights.num_bits, weights.type),
+        "does not round activations to the type of its weights, with a scale for each token",
+    )
+    require(module.weight.dtype in LARGEST, f"has weights of {module.weight.dtype} in the form {form!r}")
+    require_scale("weight_scale", module.weight_scale, (module.out_features, 1))
+    return Packed(PerChannel(), {"weight": module.weight, "weight_scale": module.weight_scale}, module.bias)
+
+
+def _four_bits(module: nn.Linear, scheme) -> Packed:
+    weights, outputs, inputs = scheme.weights, module.out_features, module.in_features
+    require(scheme.input_activations is None, "rounds activations beside packed weights")
+    require(weights.num_bits == 4 and weights.symmetric, f"has {weights.num_bits} bits, or zero points")
+    require(weights.strategy in ("group", "channel"), f"has weights of the strategy {weights.strategy!r}")
+    group = weights.group_size if weights.strategy == "group" else inputs
+    require(inputs % 8 == 0 and inputs % group == 0, f"has {inputs} inputs, no multiple of 8 and of its group {group}")
+    require(tuple(module.weight_packed.shape) == (outputs, inputs // 8), "has packed weights of another shape")
+    require_scale("weight_scale", module.weight_scale, (outputs, inputs // group))
+    parts = {"weight_packed": module.weight_packed, "weight_scale": module.weight_scale}
+    return Packed(Int4Group(group), parts, module.bias)
