@@ -4,6 +4,7 @@
 equal weights.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,38 @@ def ct_fp8(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": (weight / scale.float()).to(FP8), "weight_scale": scale}
 
 
+def _groups(weight: Tensor, groups: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [I, O], zeros [G, O] and scales [G, O] of 4 bits in groups of 128 inputs. groups [I]: of each input."""
+    groups = torch.arange(weight.shape[1]) // 128 if groups is None else groups
+    parts = [weight[:, groups == group] for group in range(int(groups.max()) + 1)]
+    low, high = (torch.stack([extreme(part, 1).values for part in parts]) for extreme in (torch.min, torch.max))
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales).round().clamp(1, 15).int()
+    codes = (weight.T / scales[groups] + zeros[groups]).round().clamp(0, 15).int()
+    return codes, zeros, scales
+
+
+def _words(values: Tensor) -> Tensor:
+    """values [R, 8 * C] -> [R, C] int32, the first in the lowest bits."""
+    return (values.long().unflatten(1, (-1, 8)) << (4 * torch.arange(8))).sum(dim=2).to(torch.int32)
+
+
+def gptq(weight: Tensor, by_activation: bool = False) -> dict[str, Tensor]:
+    """GPTQ in its first format, whose files have the zeros less 1. by_activation: groups follow no order of inputs."""
+    groups = torch.arange(weight.shape[1]) // 128
+    groups = groups.flip(0).roll(5) if by_activation else groups
+    codes, zeros, scales = _groups(weight, groups)
+    return {"qweight": _words(codes.T).T, "qzeros": _words(zeros - 1), "scales": scales, "g_idx": groups.int()}
+
+
+def awq(weight: Tensor) -> dict[str, Tensor]:
+    """AWQ, whose words have outputs in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+    codes, zeros, scales = _groups(weight)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    codes, zeros = (_words(x.unflatten(1, (-1, 8))[:, :, order].flatten(1)) for x in (codes, zeros))
+    return {"qweight": codes, "qzeros": zeros, "scales": scales}
+
+
 def _ct(form: str, weights: dict, activations: dict | None) -> dict:
     """A ``quantization_config`` of compressed-tensors."""
     weights = dict(dynamic=False, symmetric=True, **weights)
@@ -76,6 +109,18 @@ FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], torch.dtype, dic
     "ct_w4a16": (
         ct_w4a16, torch.bfloat16,
         _ct("pack-quantized", dict(num_bits=4, type="int", strategy="group", group_size=128), None),
+    ),
+    "gptq": (
+        gptq, torch.float16,
+        dict(quant_method="gptq", bits=4, group_size=128, sym=False, desc_act=False, checkpoint_format="gptq"),
+    ),
+    "gptq_by_activation": (
+        functools.partial(gptq, by_activation=True), torch.float16,
+        dict(quant_method="gptq", bits=4, group_size=128, sym=False, desc_act=True, checkpoint_format="gptq"),
+    ),
+    "awq": (
+        awq, torch.float16,
+        dict(quant_method="awq", bits=4, group_size=128, zero_point=True, version="gemm"),
     ),
     "modelopt": (modelopt, torch.bfloat16, dict(quant_method="modelopt", quant_algo="FP8")),
 }  # fmt: skip

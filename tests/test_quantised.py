@@ -7,8 +7,10 @@ import models
 import pytest
 import quantised_checkpoints as checkpoints
 import torch
+from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GPTQConfig, LlamaConfig, QuantoConfig
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, GPTQConfig, LlamaConfig, LlamaForCausalLM, QuantoConfig
 from transformers.integrations.finegrained_fp8 import FP8Linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -41,6 +43,8 @@ def fp8_forward(layer, x):
 
 def load(name, folder, dtype=torch.float32, **changes):
     """A checkpoint of a format, still packed as on a GPU, whose layers also run on a CPU."""
+    if name in PACKED_BY_HAND:
+        return packed_by_hand(name, checkpoints.write(name, folder), dtype)
     if name in LIBRARY:
         pytest.importorskip(LIBRARY[name])
     with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None):
@@ -49,6 +53,66 @@ def load(name, folder, dtype=torch.float32, **changes):
         if isinstance(part, FP8Linear):
             part.forward = functools.partial(fp8_forward, part)
     return model.eval()
+
+
+class LibraryLinear(nn.Module):
+    """A layer as gptqmodel holds it. Its forward unpacks the weights one by one."""
+
+    def __init__(self, tensors, inputs, outputs, is_awq):
+        super().__init__()
+        self.in_features, self.out_features, self.bits, self.bias, self.is_awq = inputs, outputs, 4, None, is_awq
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def qzero_format(self):
+        return 1
+
+    def forward(self, x):
+        weight = torch.empty(self.out_features, self.in_features)
+        for i in range(self.in_features):
+            group = i * len(self.scales) // self.in_features if self.is_awq else self.g_idx[i]
+            word, bits = (i, 0) if self.is_awq else (i // 8, i % 8 * 4)
+            for o in range(8):
+                nibble = (0, 4, 1, 5, 2, 6, 3, 7)[o] if self.is_awq else o
+                zero = (self.qzeros[group] >> 4 * nibble & 15) + (not self.is_awq)
+                code = self.qweight[word] >> 4 * nibble if self.is_awq else self.qweight[word, o::8] >> bits
+                weight[o::8, i] = ((code & 15) - zero) * self.scales[group, o::8]
+        return F.linear(x, weight.to(x.dtype))
+
+
+class KeepsWeight(LibraryLinear):
+    """The same, unpacked once."""
+
+    def forward(self, x):
+        if "_weight" not in vars(self):
+            self.__dict__["_weight"] = LibraryLinear.forward(self, torch.eye(self.in_features)).T
+        return F.linear(x, self._weight.to(x.dtype))
+
+
+def packed_by_hand(name, folder, dtype):
+    """A checkpoint of GPTQ or AWQ as transformers would hold it with gptqmodel, which need not be installed."""
+    config = LlamaConfig.from_pretrained(folder)
+    method = config.quantization_config["quant_method"]
+    del config.quantization_config
+    path = f"{'torch' if method == 'gptq' else 'torch_awq'}"
+    cls = type(
+        "TorchLinear" if method == "gptq" else "AwqTorchLinear", (KeepsWeight,),
+        {"__module__": f"gptqmodel.nn_modules.qlinear.{path}"},
+    )  # fmt: skip
+    model, tensors = LlamaForCausalLM(config).eval(), load_file(folder / "model.safetensors")
+    for prefix, layer in list(model.model.named_modules()):
+        if isinstance(layer, nn.Linear):
+            start = f"model.{prefix}."
+            parts = {key.removeprefix(start): tensors.pop(key) for key in list(tensors) if key.startswith(start)}
+            parent, _, child = prefix.rpartition(".")
+            packed = cls(parts, layer.in_features, layer.out_features, method == "awq")
+            setattr(model.model.get_submodule(parent), child, packed)
+    assert not model.load_state_dict(tensors, strict=False).unexpected_keys
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.quantization_config = GPTQConfig(bits=4)
+    model.config.quantization_config.quant_method = method
+    return model
 
 
 def own_answer(name, folder):
@@ -94,6 +158,17 @@ def test_a_class_of_quantised_layers_that_is_not_read(library):
     refuses(model, "PackedLinear", "model.layers.1.mlp.up_proj", "not read yet")
 
 
+@pytest.mark.parametrize(
+    ("library", "text"),
+    [("marlin", 'GPTQConfig(bits=4, backend="gptq_torch")'), ("machete_awq", 'backend="torch_awq"')],
+)
+def test_weights_that_a_kernel_has_repacked(library, text):
+    model = models.ADMITTED["llama"]()
+    module = f"gptqmodel.nn_modules.qlinear.{library}"
+    model.model.layers[1].mlp.up_proj.__class__ = type("KernelLinear", (nn.Linear,), {"__module__": module})
+    refuses(model, "KernelLinear", "model.layers.1.mlp.up_proj", "repacked", text)
+
+
 def test_a_class_of_quantised_tensors_that_is_not_read():
     model = models.ADMITTED["llama"]()
     packed = type("PackedTensor", (torch.Tensor,), {"__module__": "torchao.somewhere"})
@@ -113,7 +188,8 @@ def test_experts_that_were_not_loaded(method, monkeypatch):
 
 LIBRARY = {"ct_fp8": "compressed_tensors", "ct_w4a16": "compressed_tensors"}
 """What transformers needs to load a format."""
-SERVED = ["fp8_block", *LIBRARY]
+PACKED_BY_HAND = ["gptq", "gptq_by_activation", "awq"]
+SERVED = ["fp8_block", *LIBRARY, *PACKED_BY_HAND]
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -141,6 +217,9 @@ def test_layers_of_one_input_are_merged_without_a_copy(name, tmp_path):
     graph = capture(model)
     assert len(calls(graph.gm, QUANTISED)) == 14
     verify = passes.run(graph, passes.Settings())
+    if name in PACKED_BY_HAND:  # outputs lie in their second dimension
+        assert len(calls(verify.gm, QUANTISED)) == 14
+        return
     assert len(calls(verify.gm, QUANTISED)) == 8
     for layer in model.model.layers:
         for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):

@@ -11,7 +11,9 @@ from ..errors import UnsupportedModelError
 from ..kernels.linear import QUANTISED, quantised
 from .adapters import twin
 
-READ = {"fp8": "fine-grained FP8", "compressed-tensors": "compressed-tensors"}
+READ = {
+    "fp8": "fine-grained FP8", "compressed-tensors": "compressed-tensors", "gptq": "GPTQ", "awq": "AWQ",
+}  # fmt: skip
 """Methods of ``quantization_config`` whose packed layers are read, by how people name them."""
 UNPACKED = {"gguf": "GGUF", "mxfp4": "MXFP4"}
 """Methods that transformers unpacks while it loads, on some machines."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .layout import Layout, Packed, exact_linear, is_class, require, require_scale
+from .layout import Layout, Packed, class_path, exact_linear, require, require_scale
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -54,7 +54,7 @@ LAYOUTS = (Fp8Block,)
 
 def read(module: nn.Module) -> Packed | None:
     """An `FP8Linear` with scales of blocks and activations that are rounded on the fly."""
-    if not is_class(module, "transformers.integrations.finegrained_fp8.FP8Linear"):
+    if class_path(module) != "transformers.integrations.finegrained_fp8.FP8Linear":
         return None
     weight, scales = module.weight, module.weight_scale_inv
     require(module.block_size is not None, "has one scale for the whole matrix, where blocks are expected")

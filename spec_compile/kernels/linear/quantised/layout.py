@@ -75,9 +75,9 @@ class Packed(NamedTuple):
     bias: Tensor | None
 
 
-def is_class(module: nn.Module, path: str) -> bool:
-    """Whether a module is exactly of the class ``package.module.Class``, which need not be importable."""
-    return f"{type(module).__module__}.{type(module).__qualname__}" == path
+def class_path(module: nn.Module) -> str:
+    """The class of a module as ``package.module.Class``, to be compared with classes that need not be importable."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def require(condition: bool, problem: str) -> None:

@@ -1,0 +1,61 @@
+"""AWQ with 4 bits, in the layout that checkpoints publish (gptqmodel's kernel in plain PyTorch keeps it)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .layout import Layout, Packed, class_path, require, require_scale, unpacked_nibbles
+
+LIBRARY = "gptqmodel.nn_modules.qlinear."
+CLASSES = {f"{LIBRARY}torch_awq.{name}" for name in ("AwqTorchLinear", "AwqTorchQuantLinear")}
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which nibble of a word has output 0, 1, ... 7."""
+
+
+@dataclass(frozen=True)
+class Awq(Layout):
+    """codes [I, O / 8] int32 and zeros [I / group, O / 8] int32, eight outputs a word, interleaved; scales
+    [I / group, O] float16."""
+
+    group: int
+    merges = False
+
+    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
+        return parts[0].shape[1] * 8
+
+    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        codes, zeros, scales = parts
+        codes = _outputs_in_order(codes).unflatten(0, (-1, self.group))
+        return ((codes - _outputs_in_order(zeros)[:, None]) * scales[:, None]).flatten(0, 1).T
+
+
+def _outputs_in_order(words: Tensor) -> Tensor:
+    """words [R, C] int32 -> [R, 8 * C] int32."""
+    return unpacked_nibbles(words).unflatten(1, (-1, 8))[:, :, list(ORDER)].flatten(1)
+
+
+LAYOUTS = (Awq,)
+
+
+def read(module: nn.Module) -> Packed | None:
+    """A gptqmodel layer of AWQ for PyTorch."""
+    if class_path(module) not in CLASSES:
+        require(
+            not class_path(module).startswith(LIBRARY) or "awq" not in class_path(module),
+            "has repacked its weights for a kernel; load it with quantization_config=AwqConfig(bits=4, "
+            'backend="torch_awq")',
+        )
+        return None
+    inputs, outputs = module.in_features, module.out_features
+    require(module.bits == 4, f"has {module.bits} bits, where 4 are read")
+    require(not getattr(module, "adapter", None), "has an adapter inside")
+    groups = module.scales.shape[0]
+    require(inputs % groups == 0 and outputs % 8 == 0, f"has {inputs} inputs in {groups} groups, {outputs} outputs")
+    require(tuple(module.qweight.shape) == (inputs, outputs // 8), "has packed weights of another shape")
+    require(module.qweight.dtype == torch.int32, f"has packed weights of {module.qweight.dtype}, expected torch.int32")
+    require(tuple(module.qzeros.shape) == (groups, outputs // 8), "has zeros of another shape")
+    require_scale("scales", module.scales, (groups, outputs))
+    parts = {name: getattr(module, name) for name in ("qweight", "qzeros", "scales")}
+    return Packed(Awq(inputs // groups), parts, module.bias)

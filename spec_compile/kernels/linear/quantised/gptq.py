@@ -1,0 +1,58 @@
+"""GPTQ with 4 bits, in the layout that checkpoints publish (gptqmodel's kernel in plain PyTorch keeps it)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .layout import Layout, Packed, class_path, require, require_scale, unpacked_nibbles
+
+CLASSES = {f"gptqmodel.nn_modules.qlinear.torch.{name}" for name in ("TorchLinear", "TorchQuantLinear")}
+LIBRARY = "gptqmodel.nn_modules.qlinear."
+
+
+@dataclass(frozen=True)
+class Gptq(Layout):
+    """codes [I / 8, O] int32, eight inputs a word, the first in the lowest bits; zeros [G, O / 8] int32, eight outputs
+    a word; scales [G, O] float16; groups [I] int32, the group of each input. offset: what is added to zeros."""
+
+    offset: int
+    merges = False
+
+    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
+        return parts[0].shape[1]
+
+    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        codes, zeros, scales, groups = parts
+        zeros = unpacked_nibbles(zeros) + self.offset
+        groups = groups.long()
+        return (scales[groups] * (unpacked_nibbles(codes.T).T - zeros[groups])).T
+
+
+LAYOUTS = (Gptq,)
+
+
+def read(module: nn.Module) -> Packed | None:
+    """A gptqmodel layer for PyTorch."""
+    if class_path(module) not in CLASSES:
+        require(
+            not class_path(module).startswith(LIBRARY) or "awq" in class_path(module),
+            "has repacked its weights for a kernel; load it with quantization_config=GPTQConfig(bits=4, "
+            'backend="gptq_torch")',
+        )
+        return None
+    inputs, outputs = module.in_features, module.out_features
+    require(module.bits == 4, f"has {module.bits} bits, where 4 are read")
+    require(not getattr(module, "adapter", None), "has an adapter inside")
+    rotates = getattr(module, "online_full_had", False) or getattr(module, "online_partial_had", False)
+    require(not rotates, "rotates its input")
+    require(inputs % 8 == 0 and outputs % 8 == 0, f"has {inputs} inputs and {outputs} outputs, no multiples of 8")
+    require(tuple(module.qweight.shape) == (inputs // 8, outputs), "has packed weights of another shape")
+    require(module.qweight.dtype == torch.int32, f"has packed weights of {module.qweight.dtype}, expected torch.int32")
+    groups = module.qzeros.shape[0]
+    require_scale("scales", module.scales, (groups, outputs))
+    require(tuple(module.g_idx.shape) == (inputs,), "has an order of activations of another shape")
+    require(0 <= int(module.g_idx.min()) and int(module.g_idx.max()) < groups, "has groups without a scale")
+    parts = {name: getattr(module, name) for name in ("qweight", "qzeros", "scales", "g_idx")}
+    return Packed(Gptq(2 - module.qzero_format()), parts, module.bias)
