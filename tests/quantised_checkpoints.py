@@ -94,7 +94,8 @@ def modelopt(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": (weight / scale).to(FP8), "weight_scale": scale, "input_scale": torch.tensor(0.01)}
 
 
-FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], torch.dtype, dict]] = {
+FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], torch.dtype, dict | None]] = {
+    "plain": (lambda weight: {"weight": weight.bfloat16()}, torch.bfloat16, None),
     "fp8_block": (
         fp8_block, torch.bfloat16,
         dict(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_block_size=[128, 128]),
@@ -154,5 +155,6 @@ def write(name: str, folder: Path, **changes) -> Path:
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**model.to_dict(), "quantization_config": {**config, **changes}}))
+    quantisation = {} if config is None else {"quantization_config": {**config, **changes}}
+    (folder / "config.json").write_text(json.dumps({**model.to_dict(), **quantisation}))
     return folder

@@ -13,6 +13,7 @@ from .adapters import twin
 
 READ = {
     "fp8": "fine-grained FP8", "compressed-tensors": "compressed-tensors", "gptq": "GPTQ", "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes NF4 and FP4", "torchao": "torchao int8 and float8 weights",
 }  # fmt: skip
 """Methods of ``quantization_config`` whose packed layers are read, by how people name them."""
 UNPACKED = {"gguf": "GGUF", "mxfp4": "MXFP4"}
@@ -23,6 +24,7 @@ LIBRARIES = {
 }  # fmt: skip
 """Packages whose modules and tensors hold quantised weights, besides ``transformers.integrations``."""
 ADVICE = {
+    "Linear8bitLt": "load it with load_in_4bit=True, because a row's answer depends on outliers of other rows here",
     "GgufLinear": "load its original checkpoint, or an FP8 one",
     "Mxfp4GptOssExperts": "load it with quantization_config=Mxfp4Config(dequantize=True) if the memory allows",
     "Mxfp4GptOssMLP": "load it with quantization_config=Mxfp4Config(dequantize=True) if the memory allows",

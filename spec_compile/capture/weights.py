@@ -63,7 +63,7 @@ class SharedWeights:
     """The slots of a target and of its draft, and `take_over`, which brings the graphs' memory up to date."""
 
     def __init__(self, target: nn.Module, draft: nn.Module | None = None):
-        self._target, self._kinds = target, _kinds(target)
+        self._target, self._layouts = target, _layouts(target)
         self.slots = list(_slots(target, ""))
         keys = {slot.key for slot in self.slots}
         for slot in _slots(draft, "draft.") if draft is not None else ():
@@ -76,8 +76,8 @@ class SharedWeights:
         ValueError, before anything is copied, if one is of another shape, dtype or device, has no values, or is shared
         with others than it was, or if a quantised layer is laid out otherwise.
         """
-        if _kinds(self._target) != self._kinds:
-            raise ValueError(f"the layout of quantised layers has changed; {AGAIN}")
+        if _layouts(self._target) != self._layouts:
+            raise ValueError(f"the layout of quantised layers, or what cannot be copied, has changed; {AGAIN}")
         moved = [slot for slot in self.slots if slot.moved and not (slot.borrowed and slot.current is slot.tensor)]
         for slot in moved:
             if slot.misfit:
@@ -129,9 +129,15 @@ class SharedWeights:
                     )
 
 
-def _kinds(model: nn.Module) -> dict[str, str]:
-    """The layout of each quantised layer, by path."""
-    return {path: packed.layout.kind for path, packed in packed_layers(model).items()}
+def _layouts(model: nn.Module) -> dict[str, tuple]:
+    """The layout of each quantised layer, by path, with the addresses of parts that are in no slot."""
+    layouts = {}
+    for path, packed in packed_layers(model).items():
+        part = model.get_submodule(path)
+        slots = {*part._parameters, *part._buffers}
+        addresses = [tensor.data_ptr() for name, tensor in packed.parts.items() if name not in slots]
+        layouts[path] = packed.layout.kind, addresses
+    return layouts
 
 
 def _slots(module: nn.Module, prefix: str) -> Iterable[Slot]:

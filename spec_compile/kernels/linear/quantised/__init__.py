@@ -8,10 +8,10 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from . import awq, compressed_tensors, fp8_block, gptq
+from . import awq, bitsandbytes, compressed_tensors, fp8_block, gptq, torchao
 from .layout import Layout, Packed, UnreadError  # noqa: F401
 
-FORMATS = (fp8_block, compressed_tensors, gptq, awq)
+FORMATS = (fp8_block, compressed_tensors, gptq, awq, bitsandbytes, torchao)
 LAYOUTS = {layout.__name__: layout for format in FORMATS for layout in format.LAYOUTS}
 
 

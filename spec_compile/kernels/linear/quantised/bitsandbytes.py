@@ -1,0 +1,69 @@
+"""bitsandbytes with 4 bits, NF4 and FP4: a table of 16 values, and a scale for each block of the flattened weights.
+
+Reference: QLoRA (arXiv 2305.14314), section 3.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .layout import Layout, Packed, class_path, require, require_scale
+
+NESTED = 256
+"""Scales of a block that double quantisation rounds together."""
+
+
+@dataclass(frozen=True)
+class Table4(Layout):
+    """codes [O * I / 2, 1] uint8, the first of two in the high bits; scales [O * I / block] float32; table [16]
+    float32. nested: scales are uint8, followed by their offset, their scales [ceil(blocks / 256)] and table [256]."""
+
+    block: int
+    nested: int
+    merges = False
+
+    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
+        return parts[0].numel() * 2 // inputs
+
+    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        codes, scales, table, *second = parts
+        if self.nested:
+            offset, second_scales, second_table = second
+            second_scales = second_scales.repeat_interleave(NESTED)[: scales.numel()]
+            scales = second_table[scales.int()] * second_scales + offset
+        codes = codes.flatten()
+        values = table[torch.stack([codes >> 4, codes & 15], dim=1).int()]
+        return (values.view(-1, self.block) * scales[:, None]).view(-1, inputs)
+
+
+LAYOUTS = (Table4,)
+
+
+def read(module: nn.Module) -> Packed | None:
+    """A `Linear4bit` whose weights are on their device."""
+    if class_path(module) != "bitsandbytes.nn.modules.Linear4bit":
+        return None
+    state = module.weight.quant_state
+    require(state is not None, "is not quantised yet; move the model to its device")
+    require(not getattr(state, "packing_format_for_cpu", False), "was repacked by its first forward; load it again")
+    dtype = module.compute_dtype or state.dtype
+    require(
+        dtype == state.dtype,
+        f"computes in {dtype} with weights that are rounded to {state.dtype}; load it with "
+        f"bnb_4bit_compute_dtype={state.dtype}",
+    )
+    outputs, inputs = state.shape
+    codes, size = module.weight.data, outputs * inputs
+    require(codes.dtype == torch.uint8, f"keeps codes in {codes.dtype}; set bnb_4bit_quant_storage=torch.uint8")
+    require(codes.numel() * 2 == size and size % state.blocksize == 0, "has weights that do not fill its blocks")
+    parts = {"weight": codes, "absmax": state.absmax, "code": state.code}
+    blocks = size // state.blocksize
+    if state.nested:
+        require(state.state2.blocksize == NESTED, f"has {state.state2.blocksize} nested scales a block, not {NESTED}")
+        require_scale("state2.absmax", state.state2.absmax, (math.ceil(blocks / NESTED),))
+        parts |= {"offset": state.offset, "absmax2": state.state2.absmax, "code2": state.state2.code}
+    require_scale("absmax", state.absmax, (blocks,))
+    return Packed(Table4(state.blocksize, int(state.nested)), parts, module.bias)
