@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig
 
 VOCAB, H, INNER, HEADS, KV, LAYERS = 256, 256, 512, 4, 2, 2
 HEAD = H // HEADS
@@ -157,4 +157,36 @@ def write(name: str, folder: Path, **changes) -> Path:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     quantisation = {} if config is None else {"quantization_config": {**config, **changes}}
     (folder / "config.json").write_text(json.dumps({**model.to_dict(), **quantisation}))
+    return folder
+
+
+def write_mxfp4(folder: Path) -> Path:
+    """A gpt-oss with experts in MXFP4: 32 values of 4 bits in 16 bytes, and a power of two for each."""
+    config = GptOssConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2,
+        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=16, max_position_embeddings=512, pad_token_id=0,
+        architectures=["GptOssForCausalLM"], dtype=torch.bfloat16,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for key, shape in ((key, tensor.shape) for key, tensor in GptOssForCausalLM(config).state_dict().items()):
+        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = shape
+            blocks = experts, outputs, inputs // 32, 16
+            tensors[f"{key}_blocks"] = torch.randint(0, 256, blocks, dtype=torch.uint8, generator=generator)
+            tensors[f"{key}_scales"] = torch.full(blocks[:3], 122, dtype=torch.uint8)
+        else:
+            tensors[key] = (torch.randn(shape, generator=generator) / 8 + ("norm" in key)).bfloat16()
+    quantisation = dict(
+        quant_method="mxfp4",
+        modules_to_not_convert=[
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    )
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "quantization_config": quantisation}))
     return folder

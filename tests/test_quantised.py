@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    GgufConfig,
     GPTQConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -410,3 +411,35 @@ def test_a_quantised_output_head(tmp_path):
     model.lm_head = FP8Linear(checkpoints.H, checkpoints.VOCAB, (128, 128))
     model.lm_head.weight_scale_inv.data.fill_(1)
     refuses(model, "quantised output head (lm_head)")
+
+
+def test_experts_in_mxfp4_that_transformers_unpacks(tmp_path):
+    folder = checkpoints.write_mxfp4(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert not packed_layers(model)
+    fast = speculate(model, compile=False)
+    assert torch.equal(fast.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+
+
+def test_gguf_is_plain_weights():
+    model = models.ADMITTED["llama"]()
+    model.config.quantization_config = GgufConfig()
+    ids = IDS % models.VOCAB
+    fast = speculate(model, compile=False)
+    assert torch.equal(fast.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+
+
+def test_a_draft_model_may_be_quantised(tmp_path):
+    model = load("plain", tmp_path / "target")
+    fast = speculate(model, "draft_model", draft=load("fp8_block", tmp_path / "draft"), compile=False)
+    assert torch.equal(fast.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+    assert fast.speculation.stats.accept_length > 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SERVED)
+def test_the_answer_on_a_gpu(name, tmp_path):
+    model = load(name, tmp_path, torch.float16 if name in PACKED_BY_HAND else torch.bfloat16).to("cuda")
+    fast = speculate(model)  # which compares logits with the plain meaning
+    assert fast.generate(IDS.cuda(), **GREEDY).shape == (1, 68)
