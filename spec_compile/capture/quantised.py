@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..kernels.linear import QUANTISED, quantised
 from .adapters import twin
+from .sharded import is_sharded
 
 READ = {
     "fp8": "fine-grained FP8", "compressed-tensors": "compressed-tensors", "gptq": "GPTQ", "awq": "AWQ",
@@ -44,6 +45,8 @@ def admit_quantisation(model: PreTrainedModel) -> None:
         packed = packed_layers(model)
     except quantised.UnreadError as error:
         _refuse(model, f"has the quantised layer {error}, {_advice()}")
+    if packed and is_sharded(model):
+        _refuse(model, "is quantised and shared out among ranks; run it on one GPU, or load it in 16 bits")
     for path, part in model.named_modules():
         name = type(part).__name__
         if path in packed:
