@@ -99,8 +99,7 @@ class Speculation:
         self.algorithm, self.options = name, options
         self._model, self.turns = model, Turns()
         self._references: list[torch.Tensor] = []
-        self._announced: set[str] = set()
-        self._share_text = True
+        self._announced, self._share_text = set[str](), True
         # Capture, and compare the graph with the model's own forward. reads: the config values that it depends on.
         with config_reads(model) as reads:
             graph = capture(model)
@@ -112,7 +111,7 @@ class Speculation:
         limit = max_positions(model, graph.position_limit, options)
         self.engine = Engine(graph, algorithm, options, model.device, limit)
         """The loop that runs rounds, with its sessions and their steps."""
-        self.serves_padding = not options.check or check_generation(model, self._runnable)
+        self.serves_padding = True
         """Whether batches padded on the left are served: the model's own positions follow the padding."""
         self.weights = SharedWeights(model, algorithm.draft_module)
         """The memory of weights that the graphs read."""
@@ -126,9 +125,10 @@ class Speculation:
         forks.register(self)
 
     def check_rewritten(self) -> None:
-        """UnsupportedModelError if the rewritten graph computes something else than the captured one."""
+        """UnsupportedModelError if the rewritten graph, or transformers' loop, differs from the captured graph."""
         if self.options.check:
             check_tree(type(self._model).__name__, self._runnable, self.engine.runtime.verify)
+            self.serves_padding = check_generation(self._model, self._runnable)
 
     @property
     def original(self) -> PreTrainedModel:
