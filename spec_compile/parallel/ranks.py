@@ -69,16 +69,16 @@ ALONE = Alone()
 
 
 class Ranks(Alone):
-    """The group of tensor parallelism, and this process's place in it.
+    """The group of tensor parallelism, and this process's number in it.
 
-    group: of torch.distributed, whose collectives carry sums. talk: one of the same ranks on CPUs. place: of this
-    process's GPU, "" on a CPU. Making one is a collective call: all ranks do it. ValueError if two share a GPU.
+    group: of torch.distributed, whose collectives carry sums. talk: one of the same ranks on CPUs. gpu: names
+    this process's GPU, "" on a CPU. Making one is a collective call: all ranks do it. ValueError if two share a GPU.
 
     rank, size: this process's number, and how many there are. leads: whether it is the first. name: the group's, for
     `kernels.all_reduce`. slices: this rank's parts of parameters.
     """
 
-    def __init__(self, group: dist.ProcessGroup, talk: dist.ProcessGroup, place: str = ""):
+    def __init__(self, group: dist.ProcessGroup, talk: dist.ProcessGroup, gpu: str = ""):
         self.rank, self.size, self.name = group.rank(), group.size(), group.group_name
         self.leads = self.rank == 0
         self.group, self._talk = group, talk
@@ -92,12 +92,12 @@ class Ranks(Alone):
         self._processes: list[tuple[int, float]] = []
         self._ring = CommandRing(0, self.size, None, self.check_peers) if self.leads else None
         me = psutil.Process()
-        hello = {"host": os.uname().nodename, "process": [me.pid, me.create_time()], "place": place}
+        hello = {"host": os.uname().nodename, "process": [me.pid, me.create_time()], "gpu": gpu}
         heard = self._exchange(hello | ({"ring": self._ring.path} if self._ring else {}))
         if len({each["host"] for each in heard}) > 1:
             raise ValueError("tensor_parallel: the ranks have to be processes of one host; start torchrun on one")
-        places = [each["place"] for each in heard if each["place"]]
-        if len(set(places)) < len(places):
+        gpus = [each["gpu"] for each in heard if each["gpu"]]
+        if len(set(gpus)) < len(gpus):
             raise ValueError(
                 "tensor_parallel: two ranks have the model on one GPU; load it with "
                 "device_map={'': int(os.environ['LOCAL_RANK'])} on each"

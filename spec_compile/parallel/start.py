@@ -51,10 +51,10 @@ def find_ranks(option: Any, model: Any) -> Alone:
         return ALONE
     members = dist.get_process_group_ranks(group)
     talk = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
-    return Ranks(group, talk, place_of(device))
+    return Ranks(group, talk, gpu_of(device))
 
 
-def place_of(device: torch.device) -> str:
+def gpu_of(device: torch.device) -> str:
     """What tells the GPUs of a host apart; "" for a CPU."""
     if device.type != "cuda":
         return ""

@@ -238,12 +238,12 @@ def _summary(graph: ModelGraph, plan: Plan, before: tuple, ranks) -> str:
     """What a rank has, and what stays whole."""
     was, now = before[0], graph.layers[0]
     sums = len(calls(graph.gm, ops.all_reduce.default))
-    whole = Counter(
+    uncut = Counter(
         owner(node).rpartition(".")[2]
         for node in calls(graph.gm)
         if (product := product_of(node)) is not None and not product.weight.target.startswith("part_")
     )
-    stays = ", ".join(f"{name} ({count})" for name, count in whole.items()) or "nothing"
+    stays = ", ".join(f"{name} ({count})" for name, count in uncut.items()) or "nothing"
     return (
         f"rank {ranks.rank} of {ranks.size} has {now.heads} of {was.heads} query and {now.kv_heads} of {was.kv_heads} "
         f"key-value heads; {sums} sums a forward; whole on each rank: {stays}"

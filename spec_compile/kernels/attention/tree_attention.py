@@ -89,9 +89,8 @@ def prompt_tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize
 
 
 @functools.cache
-def tree_tuning(rows: int, key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
-    """For a tree of `rows` rows a KV head. Only block_m, and with it warps, may depend on them: the same instructions
-    must serve a row in any company."""
+def tree_tuning(key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
+    """For a tree of any number of rows, because the same instructions must serve a row in any company."""
     _, memory = _device(device)
     key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
     block_m, most, warps = 64, 64, 4
@@ -132,7 +131,7 @@ def launch(call: Call, config: Tuning | None = None) -> Tensor:
     call = call._replace(**{name: x if x is None else x.contiguous() for name, x in named.items()})
     if nodes > MAX_NODES:
         return _launch_prompt(call, config or prompt_tuning(rows, batch * kv_heads, *facts))
-    return _launch_tree(call, config or tree_tuning(rows, *facts))
+    return _launch_tree(call, config or tree_tuning(*facts))
 
 
 def _constants(call: Call, value_columns: int) -> dict:

@@ -127,8 +127,8 @@ def _attend_to_tail(
 def _tail_tile(
     tiles_ptr, ancestors_ptr, batch, tile, is_tail, member, nodes, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """A row of the table of `tail_tiles`: length of the path, first place and count of the tile's nodes. Also the nodes
-    of the rows `member` [M], and their ancestors."""
+    """A row of the table of `tail_tiles`: length of the path, where on it the tile's nodes begin, and their count. Also
+    the nodes of the rows `member` [M], and their ancestors."""
     first = tile * PER_TILE
     count = tl.minimum(PER_TILE, nodes - first)
     reach, node = first + count, first + member

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
+from .gptqmodel import LIBRARY, require_4_bits, require_words
 from .layout import Layout, Packed, class_path, require, require_scale, unpacked_nibbles
 
-LIBRARY = "gptqmodel.nn_modules.qlinear."
 CLASSES = {f"{LIBRARY}torch_awq.{name}" for name in ("AwqTorchLinear", "AwqTorchQuantLinear")}
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word has output 0, 1, ... 7."""
@@ -49,12 +48,10 @@ def read(module: nn.Module) -> Packed | None:
         )
         return None
     inputs, outputs = module.in_features, module.out_features
-    require(module.bits == 4, f"has {module.bits} bits, where 4 are read")
-    require(not getattr(module, "adapter", None), "has an adapter inside")
+    require_4_bits(module)
     groups = module.scales.shape[0]
     require(inputs % groups == 0 and outputs % 8 == 0, f"has {inputs} inputs in {groups} groups, {outputs} outputs")
-    require(tuple(module.qweight.shape) == (inputs, outputs // 8), "has packed weights of another shape")
-    require(module.qweight.dtype == torch.int32, f"has packed weights of {module.qweight.dtype}, expected torch.int32")
+    require_words(module, (inputs, outputs // 8))
     require(tuple(module.qzeros.shape) == (groups, outputs // 8), "has zeros of another shape")
     require_scale("scales", module.scales, (groups, outputs))
     parts = {name: getattr(module, name) for name in ("qweight", "qzeros", "scales")}

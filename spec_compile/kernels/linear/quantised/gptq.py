@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
+from .gptqmodel import LIBRARY, require_4_bits, require_words
 from .layout import Layout, Packed, class_path, require, require_scale, unpacked_nibbles
 
-CLASSES = {f"gptqmodel.nn_modules.qlinear.torch.{name}" for name in ("TorchLinear", "TorchQuantLinear")}
-LIBRARY = "gptqmodel.nn_modules.qlinear."
+CLASSES = {f"{LIBRARY}torch.{name}" for name in ("TorchLinear", "TorchQuantLinear")}
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,11 @@ def read(module: nn.Module) -> Packed | None:
         )
         return None
     inputs, outputs = module.in_features, module.out_features
-    require(module.bits == 4, f"has {module.bits} bits, where 4 are read")
-    require(not getattr(module, "adapter", None), "has an adapter inside")
+    require_4_bits(module)
     rotates = getattr(module, "online_full_had", False) or getattr(module, "online_partial_had", False)
     require(not rotates, "rotates its input")
     require(inputs % 8 == 0 and outputs % 8 == 0, f"has {inputs} inputs and {outputs} outputs, no multiples of 8")
-    require(tuple(module.qweight.shape) == (inputs // 8, outputs), "has packed weights of another shape")
-    require(module.qweight.dtype == torch.int32, f"has packed weights of {module.qweight.dtype}, expected torch.int32")
+    require_words(module, (inputs // 8, outputs))
     groups = module.qzeros.shape[0]
     require_scale("scales", module.scales, (groups, outputs))
     require(tuple(module.g_idx.shape) == (inputs,), "has an order of activations of another shape")
