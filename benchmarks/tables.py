@@ -224,6 +224,15 @@ def kv_cache_dtype(results: Results) -> str:
     return table(("prompts", "accept length, 16 bits", "fp8", "same answer"), rows)
 
 
+def bits(results: Results) -> str:
+    rows = []
+    for row in results.all("bits", "rows"):
+        if row["set"] == "all":
+            results.seen(row)
+            rows.append((row["model"], row["system"], row["mode"], f"{row['equal']} of {row['of']}"))
+    return table(("model", "drafts", "tokens are", "same answers as plain steps"), rows)
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "summary": summary,
     "cpu_workloads": cpu_workloads,
@@ -237,6 +246,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "attention": attention,
     "attention_prompts": attention_prompts,
     "kv_cache_dtype": kv_cache_dtype,
+    "bits": bits,
 }
 
 

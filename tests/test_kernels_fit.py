@@ -58,12 +58,13 @@ from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 tree_attention._device = lambda index: (132, memory)
 for name in ("append_kernel", "prompt_kernel", "merge_parts_kernel", "tree_kernel", "merge_spans_kernel"):
     setattr(tree_attention, name, Compiled(getattr(tree_attention, name)))
-for heads, kv_heads, size in ((32, 8, 64), (32, 8, 128), (8, 1, 256)):
+for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1, 256, 256), (4, 4, 24, 16)):
     for nodes, causal in ((1, False), (16, False), (64, False), (2048, True)):
         for turned, window in ((True, None), (False, 512)):
             heads_of = heads, kv_heads, kv_heads
-            q, k, v = (torch.zeros(1, nodes, n, size, dtype=torch.bfloat16).transpose(1, 2) for n in heads_of)
-            caches = torch.zeros(2, 1, kv_heads, 4096, size, dtype=torch.bfloat16)
+            shapes = zip(heads_of, (size, size, values))
+            q, k, v = (torch.zeros(1, nodes, n, d, dtype=torch.bfloat16).transpose(1, 2) for n, d in shapes)
+            caches = [torch.zeros(1, kv_heads, 4096, d, dtype=torch.bfloat16) for d in (size, values)]
             lengths, places = torch.tensor([1024]), torch.arange(nodes)[None]
             turning = [None] * 4
             if turned:

@@ -73,8 +73,8 @@ def append_kernel(
         slot = (tl.load(lengths_ptr + batch).to(tl.int32) + token)[:, None]
         at = (batch * KV_HEADS + head) * capacity + slot
         tl.store(key_cache_ptr + at * DK + dk[None, :], as_stored(keys, key_cache_ptr), mask=mask & (slot < capacity))
-        mask = inside & (slot < capacity) & (dv < DV)
-        tl.store(value_cache_ptr + at * DV + dv, as_stored(values, value_cache_ptr), mask=mask)
+        stored = inside & (slot < capacity) & (dv < DV)
+        tl.store(value_cache_ptr + at * DV + dv, as_stored(values, value_cache_ptr), mask=stored)
     elif cos_ptr is not None:
         head -= KV_HEADS
         row_ptr = q_ptr + batch * stride_qb + head * stride_qh + token[:, None] * stride_qn
