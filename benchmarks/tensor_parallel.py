@@ -6,6 +6,7 @@ No GPU ever holds a whole model: each makes its own parts. The rows go to standa
 """
 
 import argparse
+import gc
 import json
 import os
 
@@ -76,6 +77,8 @@ def main() -> None:
         if mesh.get_rank() == 0:
             print(json.dumps(row), flush=True)
             print(next(line for line in fast.speculation.explain().splitlines() if line.startswith("  shard")))
+        del fast
+        gc.collect()  # NCCL waits for captured graphs before its communicators end
     dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ python examples/tensor_parallel.py
 """
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def main() -> None:
     if rank == 0:
         print(f"{ranks} processes, accept length {fast.speculation.stats.accept_length:.2f}")
         print(next(line for line in fast.speculation.explain().splitlines() if line.startswith("  shard")))
+    del fast
+    gc.collect()  # NCCL waits for captured graphs before its communicators end
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -4,6 +4,7 @@ In float32 the tokens are those of the CPU. In bfloat16 both ranks compare every
 """
 
 import copy
+import gc
 import os
 
 import models
@@ -56,6 +57,8 @@ def main():
                 if dist.get_rank() == 0:
                     notes = fast.speculation.options.ranks.notes
                     print(algorithm, size, dtype, f"{fast.speculation.stats.accept_length:.2f}", *notes, flush=True)
+                del fast
+                gc.collect()  # NCCL waits for captured graphs before its communicators end
     dist.destroy_process_group()
 
 
