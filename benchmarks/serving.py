@@ -1,7 +1,7 @@
 """Throughput of many requests at once: tokens a second with so many in flight, with drafts and without, in one run.
 
     python benchmarks/serving.py [--model NAME] [--in-flight 1 4 16 64] [--requests 96] [--new-tokens 128]
-        [--algo ngram] [--draft PATH] [--static] [--json FILE]
+        [--systems plain ngram] [--draft PATH] [--static] [--json FILE]
 
 As many requests as --in-flight says are under way at any time, until all are answered. Answers are greedy and have all
 their tokens; end-of-sequence tokens end nothing. --static adds generate() with batches of that many rows, which wait
@@ -123,8 +123,8 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--algo", default="ngram")
-    parser.add_argument("--draft", default=None)
+    parser.add_argument("--systems", nargs="+", default=["plain", "ngram"], help="plain steps, and algorithms")
+    parser.add_argument("--draft", default=None, help="of the algorithms that need one")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-cache-len", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2, help="on a CPU")
@@ -147,9 +147,9 @@ def main() -> None:
     print(f"{len(prompts)} requests of {options.new_tokens} tokens, no prompt twice")
     shared = dict(compile=not options.eager, max_cache_len=options.max_cache_len)
     draft = {} if options.draft is None else {"draft": options.draft}
-    systems = {"plain": dict(algo="ngram", num_draft_tokens=1), options.algo: dict(algo=options.algo, **draft)}
     rows = []
-    for name, settings in systems.items():
+    for name in options.systems:
+        settings = dict(algo="ngram", num_draft_tokens=1) if name == "plain" else dict(algo=name, **draft)
         fast = spec_compile.speculate(model, **settings, **shared)
         rows += measure(name, fast, tokenizer, prompts, options)
         fast.destroy_cached_continuous_batching_manager()
