@@ -98,6 +98,34 @@ for heads, kv_heads, size, inputs, norms in ((32, 8, 64, 2048, False), (16, 8, 1
 print(json.dumps(results))
 """
 
+QUANTISED = """
+from spec_compile.kernels.linear import plans, quantised, small_m
+
+
+class OnGpu(Compiled):
+    def __getitem__(self, grid):
+        return lambda *args, **options: Compiled.__getitem__(self, grid)(*args, **{**options, "PTX": True})
+
+
+small_m.small_m_kernel = OnGpu(small_m.small_m_kernel)
+small_m._has_fp8 = lambda device: True
+for kind, dtype, rows in (("Fp8Block 128 128", "float8_e4m3fn", 1), ("Nibbles 64 1", "int32", 64)):
+    layout, (outputs, inputs) = quantised.layout_of(kind), (28672, 4096)
+    half = torch.float16 if kind.endswith("1") else torch.bfloat16
+    weight = torch.empty(outputs, inputs // (8 if layout.bits == 4 else 1), dtype=getattr(torch, dtype))
+    x, out = torch.empty(rows, inputs, dtype=half), torch.empty(rows, outputs // 2, dtype=half)
+    scales = torch.empty(1, dtype=torch.float32 if layout.bits == 8 else torch.int32)
+    found, how = [], plans.packed_plan(outputs, inputs, layout.bits, memory=memory)
+    normed = small_m.Normed(torch.empty(rows, 64), 1e-5)
+    small_m.launch(x, weight, None, out, how.parts, how.tile(rows), scales=scales, kind=kind, gated=True, normed=normed)
+    results[f"{kind}, {rows} rows"] = max(kernel.metadata.shared for kernel in found)
+    # The weights go to the tensor cores as they are, or from registers.
+    (kernel,) = found
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert layout.bits == 8 or "dot_op<{opIdx = 0" in kernel.asm["ttgir"]
+print(json.dumps(results))
+"""
+
 ALL_REDUCE = """
 from spec_compile.kernels import all_reduce_launch as launch
 from spec_compile.kernels.all_reduce_memory import make_exchange
@@ -126,7 +154,9 @@ print(json.dumps(results))
 """
 
 
-@pytest.mark.parametrize("script", [ATTENTION, PRODUCTS, ALL_REDUCE], ids=["attention", "products", "all_reduce"])
+@pytest.mark.parametrize(
+    "script", [ATTENTION, PRODUCTS, QUANTISED, ALL_REDUCE], ids=["attention", "products", "quantised", "all_reduce"]
+)
 def test_kernels_fit(script):
     pytest.importorskip("triton.backends.nvidia")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

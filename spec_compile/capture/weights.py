@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..kernels.linear.quantised import update
 from .quantised import packed_layers
 
 AGAIN = "call speculate() again"
@@ -92,6 +93,7 @@ class SharedWeights:
         for key, source in sources.items():
             targets[key].copy_(source)
         self._share()
+        update()
 
     def _share(self) -> None:
         """Make the tensors of the modules and those of the graphs views of the graphs' memory."""

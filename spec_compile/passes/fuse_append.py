@@ -73,13 +73,14 @@ VIEWS = {aten.view.default, aten.reshape.default, aten.unflatten.int}
 def _join(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
     call = node.kwargs
     if product.target == NORMED:
-        x, squares, weight, bias, rms_eps = product.args
+        x, squares, weight, bias, rms_eps = product.args[:5]
     else:
-        x, weight, bias = product.args
+        x, weight, bias = product.args[:3]
         squares, rms_eps = None, 0.0
     ends = *(call.get(name) for name in ("cos", "sin", "q_norm", "k_norm")), call.get("eps", 0.0), call.get("offset")
     with graph.inserting_before(node):
         arguments = x, weight, bias, squares, rms_eps, *ends, call["key_cache"], call["value_cache"], call["lengths"]
+        arguments += linear.packing_of(product)
         heads = graph.call_function(linear.APPENDS, arguments)
         queries = graph.call_function(aten.transpose.int, (heads, 1, 2))
     heads.meta = {**product.meta, "val": call["q"].args[0].meta["val"]}

@@ -58,6 +58,7 @@ def _join(graph: fx.Graph, both: fx.Node, summand: fx.Node, residual: fx.Node, p
     op, group = (ops.small_m_add, ()) if product is summand else (ops.small_m_all_reduce_add, summand.args[1:])
     with graph.inserting_before(both):
         arguments = *product.args[:2], linear.bias_of(product), residual, weight, offset or 0.0, *group
+        arguments += linear.packing_of(product)
         ended = graph.call_function(op.default, arguments)
         ended.meta = {key: value for key, value in product.meta.items() if key != "val"}
         stream, scaled, squares = (graph.call_function(operator.getitem, (ended, index)) for index in range(3))
@@ -65,10 +66,11 @@ def _join(graph: fx.Graph, both: fx.Node, summand: fx.Node, residual: fx.Node, p
     for reader in readers:
         with graph.inserting_before(reader):
             if reader.target == linear.SMALL_M.op:
-                arguments = scaled, squares, reader.args[1], linear.bias_of(reader), eps
+                arguments = scaled, squares, reader.args[1], linear.bias_of(reader), eps, *linear.packing_of(reader)
                 new = graph.call_function(ops.normed_matmul.default, arguments)
             else:
-                new = graph.call_function(ops.normed_swiglu.default, (scaled, squares, reader.args[1], eps))
+                arguments = scaled, squares, reader.args[1], eps, *linear.packing_of(reader)
+                new = graph.call_function(ops.normed_swiglu.default, arguments)
         new.meta = dict(reader.meta)
         reader.replace_all_uses_with(new)
         graph.erase_node(reader)

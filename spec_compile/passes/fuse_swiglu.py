@@ -5,7 +5,7 @@ import operator
 import torch
 
 from ..graph import ModelGraph, calls
-from ..kernels.linear import gated_op
+from ..kernels.linear import gated_op, packing_of
 from .apply import comes_after
 
 aten = torch.ops.aten
@@ -20,7 +20,7 @@ def fuse_swiglu(graph: ModelGraph, settings) -> str:
             source = _halves(activated, up)
             if source is not None:
                 with graph.gm.graph.inserting_before(product):
-                    fused = graph.gm.graph.call_function(gated_op(source), source.args[:2])
+                    fused = graph.gm.graph.call_function(gated_op(source), (*source.args[:2], *packing_of(source)))
                 fused.meta = dict(source.meta)
                 product.replace_all_uses_with(fused)
                 graph.gm.graph.erase_node(product)

@@ -17,7 +17,7 @@ from ..graph import ModelGraph, attribute, calls, owner
 from ..kernels import HALF, ops
 from ..kernels.attention.call import TARGETS
 from ..kernels.attention.tail_tiles import tail_tiles
-from ..kernels.linear import LINEARS, PLAIN, small_m, weight_of
+from ..kernels.linear import LINEARS, PLAIN, packing_of, small_m, weight_of
 
 INVARIANT_BACKEND = "triton"
 """The attention backend that sums the keys of a node in an order which its position alone decides."""
@@ -84,7 +84,9 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
         return None if graph.backend == INVARIANT_BACKEND else f"attention by {graph.backend}"
     if node.target in LINEARS and (source := weight_of(node)) is not None:
         weight = attribute(graph.gm, source.target)
-        lack = small_m.lack(weight) or ("library product" if node.target is PLAIN else None)
+        kind = packing_of(node)[1:]
+        lack = small_m.lack(weight, *kind, graph.dtype) if kind else small_m.lack(weight)
+        lack = lack or ("library product" if node.target is PLAIN else None)
         return lack and f"product {weight.shape[1]} -> {weight.shape[0]} ({lack})"
     space, name = _name(node)
     if f"{space}::{name}" in KERNELS or torch.Tag.pointwise in getattr(node.target, "tags", ()):

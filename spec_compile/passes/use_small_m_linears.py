@@ -1,5 +1,7 @@
 """use_small_m_linears: linear layers take the form that reads their weights fastest."""
 
+from torch import Tensor, fx
+
 from ..graph import ModelGraph, attribute
 from ..kernels import linear
 from .apply import comes_after
@@ -14,4 +16,31 @@ def use_small_m_linears(graph: ModelGraph, settings) -> str:
         if form is not None:
             node.target, node.args = form.op, (*node.args[:2], linear.bias_of(node))
             changed += 1
-    return f"{changed} linear layers take the form for few rows"
+    packed, copied = _use_packed(graph) if settings.purpose != "prefill" else (0, 0)
+    summary = f"{changed + packed} linear layers take the form for few rows"
+    return f"{summary}; copies of quantised weights for it take {copied / 1e9:.2f} GB" if copied else summary
+
+
+def _use_packed(graph: ModelGraph) -> tuple[int, int]:
+    """How many quantised layers have a kernel and now take it, and the bytes of weights that were copied for them."""
+    changed = copied = 0
+    for number, node in enumerate(linear.quantised_layers(graph)):
+        x, parts, bias, kind = node.args
+        own = [attribute(graph.gm, part.target) for part in parts]
+        form = linear.choose_packed(own, x.meta["val"].shape[-1], kind, graph.dtype)
+        if form is None:
+            continue
+        kind, tensors = form
+        if tensors[0] is not own[0]:
+            copied += sum(tensor.nbytes for tensor in tensors)
+            with graph.gm.graph.inserting_before(node):
+                parts = [_buffer(graph, f"packed_{number}_{index}", tensor) for index, tensor in enumerate(tensors)]
+        weight, scales = parts
+        node.target, node.args = linear.SMALL_M.op, (x, weight, bias, scales, kind)
+        changed += 1
+    return changed, copied
+
+
+def _buffer(graph: ModelGraph, name: str, tensor: Tensor) -> fx.Node:
+    graph.gm.register_buffer(name, tensor, persistent=False)
+    return graph.gm.graph.get_attr(name)

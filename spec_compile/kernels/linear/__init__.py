@@ -62,6 +62,17 @@ def choose(weight: Tensor, few_rows: bool) -> Form | None:
     return None
 
 
+def choose_packed(parts: list[Tensor], inputs: int, kind: str, dtype: torch.dtype) -> tuple[str, list[Tensor]] | None:
+    """The kind and the parts, weight and scales, by which `SMALL_M` multiplies few rows of a dtype in place of a
+    quantised layer's; None: it cannot."""
+    if dtype not in HALF or small_m.lack_of_device(parts[0].device) is not None:
+        return None
+    form = quantised.repacked(quantised.layout_of(kind), parts, inputs)
+    if form is None or small_m.lack(form[1][0], form[0].kind, dtype) is not None:
+        return None
+    return form[0].kind, form[1]
+
+
 def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
     """``F.linear(x, weight)`` of few rows: x [..., I], weight [O, I] -> [..., O]."""
     form = choose(weight, few_rows=True)
@@ -88,6 +99,11 @@ def weight_of(node: fx.Node) -> fx.Node | None:
 def bias_of(node: fx.Node) -> fx.Node | None:
     """The bias of a linear layer."""
     return node.args[2] if len(node.args) > 2 else None
+
+
+def packing_of(node: fx.Node) -> tuple:
+    """The last arguments of a product of the form "small_m" with a quantised weight, scales and kind; () of others."""
+    return tuple(node.args[-2:]) if isinstance(node.args[-1], str) and node.target != QUANTISED else ()
 
 
 def linear_layers(graph: ModelGraph) -> list[fx.Node]:

@@ -23,32 +23,36 @@ def lack(size: int, value_size: int, normed: bool) -> str | None:
 def small_m_append(
     x: Tensor, weight: Tensor, bias: Tensor | None, squares: Tensor | None, rms_eps: float, cos: Tensor, sin: Tensor,
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float, offset: float | None, key_cache: Tensor,
-    value_cache: Tensor, lengths: Tensor,
+    value_cache: Tensor, lengths: Tensor, scales: Tensor | None = None, kind: str = "",
 ) -> Tensor:  # fmt: skip
     """A linear layer to queries, keys and values, and what `tree_attention` does to them before it attends.
 
-    x [B, N, I], weight [(H + 2 Hkv) D, I], bias [(H + 2 Hkv) D] or None: as of `small_m_matmul`. With squares, x is
-    `scaled` of `normed_matmul`, and rms_eps of its norm. key_cache, value_cache [B, Hkv, S, D], and the others: as of
-    `attention.call.Call`. Nothing is written beyond the last slot S. -> queries [B, N, H, D], normed and rotated.
+    x [B, N, I], weight [(H + 2 Hkv) D, I], bias [(H + 2 Hkv) D] or None, scales, kind: as of `small_m_matmul`. With
+    squares, x is `scaled` of `normed_matmul`, and rms_eps of its norm. key_cache, value_cache [B, Hkv, S, D], and the
+    others: as of `attention.call.Call`. Nothing is written beyond the last slot S. -> queries [B, N, H, D], normed and
+    rotated.
     """
-    how = plan_of(x, weight)
+    how = plan_of(x, weight, kind)
     heads = Heads(cos, sin, q_norm, k_norm, eps, offset, key_cache, value_cache, lengths)
     if how is None:
         if squares is None:
-            return _append(small_m_matmul(x, weight, bias), heads)
-        return _append(normed_matmul(x, squares, weight, bias, rms_eps), heads)
+            return _append(small_m_matmul(x, weight, bias, scales, kind), heads)
+        return _append(normed_matmul(x, squares, weight, bias, rms_eps, scales, kind), heads)
     flat, size = as_rows(x), key_cache.shape[3]
     out = x.new_empty(len(flat), len(weight) - 2 * key_cache.shape[1] * size)
     heads = heads._replace(**{name: getattr(heads, name).contiguous() for name in ("cos", "sin", "lengths")})
     bias = bias if bias is None else bias.contiguous()
     normed = None if squares is None else Normed(squares, rms_eps)
     tile = appending(how.tile(len(flat)), size if q_norm is not None else 0, memory_of(x.device))
-    launch(flat, weight, bias, out, how.parts, tile, normed=normed, heads=heads)
+    launch(flat, weight, bias, out, how.parts, tile, normed=normed, heads=heads, scales=scales, kind=kind)
     return out.view(*x.shape[:-1], -1, size)
 
 
 @small_m_append.register_fake
-def _(x, weight, bias, squares, rms_eps, cos, sin, q_norm, k_norm, eps, offset, key_cache, value_cache, lengths):
+def _(
+    x, weight, bias, squares, rms_eps, cos, sin, q_norm, k_norm, eps, offset, key_cache, value_cache, lengths,
+    scales=None, kind="",
+):  # fmt: skip
     kv_heads, size = key_cache.shape[1], key_cache.shape[3]
     return x.new_empty(*x.shape[:-1], weight.shape[0] // size - 2 * kv_heads, size)
 

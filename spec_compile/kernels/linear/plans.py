@@ -15,7 +15,7 @@ class Tile(NamedTuple):
 
     block_o: rows of the weights, and block_k columns. block_n: rows of activations. warps, stages: of Triton's
     pipeline. late: the next kernel may begin when so many tiles are left. prefetch: so many of a program's first tiles
-    are fetched to the L2 cache before the wait.
+    are fetched to the L2 cache before the wait. bits: of a weight.
     """
 
     block_o: int
@@ -25,17 +25,20 @@ class Tile(NamedTuple):
     stages: int
     late: int = 1
     prefetch: int = 1
+    bits: int = 16
 
     def fitting(self, memory: int) -> "Tile":
         """The tile with as many stages as so many bytes of shared memory hold, and fewer columns if it has to be."""
         tile, reserve = self, 4096
-        while tile.block_k > 32 and 2 * tile._stage_bytes > memory - reserve:
+        if self.bits == 8:  # x is there a second time, as FP8
+            reserve += self.block_k * self.block_n
+        while self.bits == 16 and tile.block_k > 32 and 2 * tile._stage_bytes > memory - reserve:
             tile = tile._replace(block_k=tile.block_k // 2)
         return tile._replace(stages=max(1, min(tile.stages, (memory - reserve) // tile._stage_bytes)))
 
     @property
     def _stage_bytes(self) -> int:
-        return 2 * self.block_k * (self.block_o + self.block_n)
+        return self.block_k * (self.block_o * self.bits + self.block_n * 16) // 8
 
 
 class Plan(NamedTuple):
@@ -60,6 +63,11 @@ SHORT = Tile(64, 128, 16, 4, 5), Tile(64, 128, 64, 4, 5), Tile(64, 64, 128, 4, 4
 FEW_OUTPUTS = Tile(16, 256, 16, 4, 4), Tile(16, 256, 64, 4, 3), Tile(16, 64, 256, 4, 4)
 """Tuned by ``python benchmarks/matmul_kernel.py --tune`` on an H200 with the layers of Llama-3.1-8B, Llama-3.2-1B,
 Qwen3-0.6B and SmolLM2-135M."""
+PACKED = {
+    8: (Tile(128, 128, 16, 8, 5), Tile(128, 128, 64, 8, 4), Tile(128, 128, 128, 8, 3)),
+    4: (Tile(128, 256, 16, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 256, 128, 8, 2)),
+}
+"""Of quantised weights, by their bits, where tiles of so many outputs are enough for a GPU; else they are halved."""
 PARTS = {(1024, 3072): 4, (4096, 1024): 1}
 """Programs that share the columns, by (outputs, inputs), where it was found to differ from the rule in `plan`."""
 
@@ -104,3 +112,15 @@ def plan(outputs: int, inputs: int, processors: int = 132, memory: int = 232_448
         sizes = SHORT if elements < 1 << 23 else sizes
     manner = {"late": AT_ONCE if elements <= 1 << 24 else 1, "prefetch": 4 if elements < 1 << 23 else 1}
     return Plan(parts, tuple(tile._replace(**manner).fitting(memory) for tile in sizes))
+
+
+@functools.cache
+def packed_plan(outputs: int, inputs: int, bits: int, processors: int = 132, memory: int = 232_448) -> Plan:
+    """`plan` of a product with quantised weights of so many bits. Each multiprocessor gets at most two programs."""
+    halved = ceil_div(outputs, 128) <= processors
+    tiles = ceil_div(outputs, 64 if halved else 128)
+    parts = max(1, min(2 * processors // tiles, inputs // 512, 8))
+    manner = {"late": AT_ONCE if outputs * inputs * bits <= 1 << 28 else 1, "bits": bits}
+    if halved:
+        manner |= {"block_o": 64, "warps": 4}
+    return Plan(parts, tuple(tile._replace(**manner).fitting(memory) for tile in PACKED[bits]))

@@ -15,7 +15,8 @@ from .. import HALF, dependent_launch
 from ..all_reduce_memory import Exchange
 from ..counters import zero_counters
 from ..ops import as_rows
-from .plans import CUT, MAX_ROWS, Plan, Tile, ceil_div, plan, squared_columns
+from .plans import CUT, MAX_ROWS, Plan, Tile, ceil_div, packed_plan, plan, squared_columns
+from .quantised import layout_of, packed_linear
 
 try:
     import triton
@@ -70,37 +71,40 @@ class Stream(NamedTuple):
 
 
 @torch.library.custom_op("spec_compile::small_m_matmul", mutates_args=())
-def small_m_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def small_m_matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None, kind: str = ""
+) -> Tensor:
     """``F.linear``: x [..., I], weight [O, I], bias [O] or None -> [..., O], fp32 accumulation, x's dtype.
 
-    The kernel takes bf16 and fp16, up to 512 rows, where `lack` is None; else it is ``F.linear``.
+    scales, kind: of a quantised weight, whose `Layout` has this kind and a `packing`, and as parts weight and scales.
+    The kernel takes bf16 and fp16, up to 512 rows, where `lack` is None; else it is `packed_linear`.
     """
-    how = plan_of(x, weight)
+    how = plan_of(x, weight, kind)
     if how is None:
-        return F.linear(x, weight, bias)
-    return run(x, weight, bias, how)
+        return packed_linear(x, weight, bias, scales, kind)
+    return run(x, weight, bias, how, scales=scales, kind=kind)
 
 
 @small_m_matmul.register_fake
-def _(x, weight, bias):
+def _(x, weight, bias, scales=None, kind=""):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 @torch.library.custom_op("spec_compile::small_m_swiglu", mutates_args=())
-def small_m_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+def small_m_swiglu(x: Tensor, weight: Tensor, scales: Tensor | None = None, kind: str = "") -> Tensor:
     """``silu(gate) * up`` of ``gate, up = F.linear(x, weight).chunk(2, -1)``.
 
     x [..., I], weight [O, I] -> [..., O / 2]. The kernel rounds once, at the end.
     """
-    how = plan_of(x, weight)
+    how = plan_of(x, weight, kind)
     if how is None or weight.shape[0] % 2:
-        gate, up = F.linear(x, weight).chunk(2, -1)
+        gate, up = packed_linear(x, weight, None, scales, kind).chunk(2, -1)
         return F.silu(gate) * up
-    return run(x, weight, None, how, gated=True)
+    return run(x, weight, None, how, gated=True, scales=scales, kind=kind)
 
 
 @small_m_swiglu.register_fake
-def _(x, weight):
+def _(x, weight, scales=None, kind=""):
     return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
 
 
@@ -111,6 +115,12 @@ def _chip(device: torch.device) -> tuple[int, int]:
     if (facts.major, facts.minor) < OLDEST:
         return 0, 0
     return facts.multi_processor_count, facts.shared_memory_per_block_optin
+
+
+@functools.cache
+def _has_fp8(device: torch.device) -> bool:
+    """Whether a GPU's tensor cores take FP8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def memory_of(device: torch.device) -> int:
@@ -127,12 +137,15 @@ def lack_of_device(device: torch.device) -> str | None:
     return None if _chip(device)[0] else "the GPU has a compute capability below {}.{}".format(*OLDEST)
 
 
-def lack(weight: Tensor) -> str | None:
-    """Why the kernel cannot multiply by `weight` [O, I]; None if it can."""
+def lack(weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> str | None:
+    """Why the kernel cannot multiply by `weight` [O, I], or of this kind, x of a dtype (None: of the weight's); None if
+    it can."""
     reason = lack_of_device(weight.device)
     if reason is not None:
         return reason
-    if weight.dtype not in HALF:
+    if kind and (dtype not in HALF or not layout_of(kind).serves(dtype)):
+        return f"its kernel takes no {dtype}"
+    if not kind and weight.dtype not in HALF:
         return f"it is of {weight.dtype}"
     if not weight.is_contiguous() or weight.data_ptr() % 16:
         return "its rows do not lie one behind the other"
@@ -141,40 +154,50 @@ def lack(weight: Tensor) -> str | None:
     return None
 
 
-def plan_of(x: Tensor, weight: Tensor) -> Plan | None:
+def plan_of(x: Tensor, weight: Tensor, kind: str = "") -> Plan | None:
     """The plan where the kernel can run."""
-    if not x.is_cuda or lack(weight) is not None or x.dtype != weight.dtype:
+    if not x.is_cuda or lack(weight, kind, x.dtype) is not None or (not kind and x.dtype != weight.dtype):
         return None
     rows = x.numel() // x.shape[-1]
-    return plan(*weight.shape, *_chip(x.device)) if 0 < rows <= MAX_ROWS else None
+    if not 0 < rows <= MAX_ROWS:
+        return None
+    if kind:
+        return packed_plan(weight.shape[0], x.shape[-1], layout_of(kind).bits, *_chip(x.device))
+    return plan(*weight.shape, *_chip(x.device))
 
 
 def run(
     x: Tensor, weight: Tensor, bias: Tensor | None, how: Plan, *, gated: bool = False, normed: Normed | None = None,
-    stream: Stream | None = None, dtype: torch.dtype | None = None,
+    stream: Stream | None = None, dtype: torch.dtype | None = None, scales: Tensor | None = None, kind: str = "",
 ) -> Tensor:  # fmt: skip
     """x [..., I] times weight [O, I] by a plan, as `launch` computes it -> [..., O], gated [..., O / 2], of x's dtype
     or the one given."""
     flat = as_rows(x)
     out = x.new_empty(flat.shape[0], weight.shape[0] // (1 + gated), dtype=dtype)
     bias = bias if bias is None else bias.contiguous()
-    launch(flat, weight, bias, out, how.parts, how.tile(len(flat)), gated=gated, normed=normed, stream=stream)
+    launch(
+        flat, weight, bias, out, how.parts, how.tile(len(flat)), gated=gated, normed=normed, stream=stream,
+        scales=scales, kind=kind,
+    )  # fmt: skip
     return out.view(*x.shape[:-1], out.shape[1])
 
 
 def launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, parts: int, tile: Tile, *, gated: bool = False,
     normed: Normed | None = None, stream: Stream | None = None, heads: Heads | None = None, early: bool | None = None,
-    exchange: Exchange | None = None,
+    exchange: Exchange | None = None, scales: Tensor | None = None, kind: str = "",
 ) -> None:  # fmt: skip
     """Run the kernel: x [R, I] of any row stride, weight [O, I] and bias [O] contiguous, out [R, O] contiguous.
 
     gated: the first half of the weights' rows is a gate, the second half what it gates; out [R, O / 2]. normed: x is
     the first half of a norm. stream: out is the residual stream with the product added. heads: out [R, H * D] is the
     queries, R = B * N. early: whether to use programmatic dependent launch (None: where the GPU can). exchange: the
-    product goes to all ranks, and to no out.
+    product goes to all ranks, and to no out. scales, kind: of a quantised weight.
     """
-    rows, (outputs, inputs) = len(x), weight.shape
+    rows, inputs, outputs = *x.shape, len(weight)
+    form, group = layout_of(kind).packing if kind else (None, 1)
+    if weight.dtype == torch.float8_e4m3fn and not _has_fp8(x.device):
+        weight = weight.view(torch.uint8)
     early = dependent_launch.available(x) if early is None else early
     grid = ceil_div(outputs, tile.block_o), ceil_div(rows, tile.block_n)
     partial = arrived = None
@@ -189,14 +212,15 @@ def launch(
     nodes, (_, kv_heads, capacity, size) = (cos.shape[1], key_cache.shape) if heads else (1, (0, 0, 0, 0))
     sent = (exchange.peers, exchange.state, exchange.rank, exchange.words) if exchange else (None, None, 0, 0)
     small_m_kernel[(grid[0] * parts, grid[1])](
-        x, weight, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived,
+        x, weight, scales, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived,
         cos, sin, q_norm, k_norm, key_cache, value_cache, lengths, rows, outputs, inputs,
-        x.stride(0), 0 if residual is None else residual.stride(0), tile.late, tile.prefetch, eps, offset,
-        nodes, capacity, head_eps, head_offset or 0.0,
+        weight.stride(0), x.stride(0), 0 if residual is None else residual.stride(0), tile.late, tile.prefetch, eps,
+        offset, nodes, capacity, head_eps, head_offset or 0.0,
         *sent, RANKS=exchange.ranks if exchange else 1,
         BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, CUT=CUT, PARTS=parts,
         TERMS=terms, BLOCK_TERMS=triton.next_power_of_2(terms), SQUARED=squared_columns(outputs), GATED=gated,
         EVEN=inputs % tile.block_k == 0, PDL=early,
         HEADS=out.shape[1] // size if heads else 0, KV_HEADS=kv_heads, D=size, ROUND_FIRST=head_offset is None,
+        FORMAT=form, GROUP=group, PTX=x.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

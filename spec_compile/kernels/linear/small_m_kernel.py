@@ -25,13 +25,16 @@ from ..all_reduce_kernel import send, slot_of_turn
 from ..pairs import sum_in_pairs, sum_rows_in_pairs
 from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
 from .append_kernel import load_for_heads, store_heads
+from .quantised_kernel import multiply_quantised
 
 
 @triton.jit
-def _columns_of(part, inputs, CUT: tl.constexpr, PARTS: tl.constexpr):
-    """The columns begin .. end of a part, cut at multiples of CUT."""
+def _share_of_program(inputs, CUT: tl.constexpr, PARTS: tl.constexpr):
+    """The number of the program's tile, its part of the columns, and these columns begin .. end, cut at multiples of
+    CUT."""
+    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     cuts = tl.cdiv(inputs, CUT)
-    return part * cuts // PARTS * CUT, tl.minimum((part + 1) * cuts // PARTS * CUT, inputs)
+    return tile, part, part * cuts // PARTS * CUT, tl.minimum((part + 1) * cuts // PARTS * CUT, inputs)
 
 
 @triton.jit
@@ -46,12 +49,15 @@ def _weight_rows(tile, outputs, half, PAIRED: tl.constexpr, BLOCK_O: tl.constexp
 
 
 @triton.jit
-def _fetch_first_tiles(weight_ptr, o, begin, end, inputs, prefetch, BLOCK_K: tl.constexpr):
+def _fetch_first_tiles(weight_ptr, o, begin, end, stride_w, prefetch, BLOCK_K: tl.constexpr):
     """Fetch at most `prefetch` of a program's first tiles to the L2 cache. o [BLOCK_O]: its rows of the weights."""
-    line = tl.arange(0, BLOCK_K // 64 if BLOCK_K > 64 else 1) * 64  # of 128 bytes
-    lines = weight_ptr + o.to(tl.int64)[:, None] * inputs + begin + line[None, :]
+    SIZE: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth
+    BITS: tl.constexpr = 4 if SIZE == 32 else SIZE
+    LINES: tl.constexpr = BLOCK_K * BITS // 1024  # of 128 bytes
+    line = tl.arange(0, LINES if LINES > 1 else 1) * (1024 // SIZE)
+    lines = weight_ptr + o.to(tl.int64)[:, None] * stride_w + begin * BITS // SIZE + line[None, :]
     for step in range(0, tl.minimum(tl.cdiv(end - begin, BLOCK_K), prefetch)):
-        prefetch_l2((lines + step * BLOCK_K).to(tl.int64))
+        prefetch_l2((lines + step * (BLOCK_K * BITS // SIZE)).to(tl.int64))
 
 
 @triton.jit
@@ -79,13 +85,34 @@ def _multiply(
 
 
 @triton.jit
+def _product(
+    weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """`_multiply`, or what a format of quantised weights has in its place."""
+    if FORMAT is None:
+        acc = _multiply(
+            weight_ptr, x_ptr, o, n, begin, end, rows, inputs, stride_x, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL
+        )
+    else:
+        acc = multiply_quantised(
+            weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late, FORMAT,
+            GROUP, BLOCK_N, BLOCK_O, EVEN, PDL, PTX,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
 def _sum_of_parts(
     acc, partial_ptr, arrived_ptr, tile, part, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Store the program's part of a tile -> the sum of all parts [BLOCK_O, BLOCK_N], and whether it is valid, because
     only the last program to arrive has it. partial [tiles, PARTS, BLOCK_O, BLOCK_N]; arrived: 0 before and after."""
     SIZE: tl.constexpr = BLOCK_O * BLOCK_N
-    partial_ptr += tile.to(tl.int64) * (PARTS * SIZE)
+    number = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tile
+    partial_ptr += number.to(tl.int64) * (PARTS * SIZE)
+    arrived_ptr += number
     at = partial_ptr + tl.arange(0, BLOCK_O)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     tl.store(at + part * SIZE, acc)
     tl.debug_barrier()  # every thread's stores come before the release by one of them
@@ -169,18 +196,18 @@ def _send(value, peers, slot, column, n, rows, height, rank, RANKS: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows", "late", "prefetch", "nodes", "rank"])
 def small_m_kernel(
-    x_ptr, weight_ptr, bias_ptr, squares_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr, partial_ptr,
-    arrived_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, rows, outputs,
-    inputs, stride_x, stride_r, late, prefetch, eps, offset, nodes, capacity, head_eps, head_offset, peers, state_ptr,
-    rank, words, RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
-    CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr, SQUARED: tl.constexpr,
-    GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    D: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, squares_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr,
+    partial_ptr, arrived_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr,
+    rows, outputs, inputs, stride_w, stride_x, stride_r, late, prefetch, eps, offset, nodes, capacity, head_eps,
+    head_offset, peers, state_ptr, rank, words, RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr,
+    SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, ROUND_FIRST: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the weights' rows * PARTS, tiles of x's rows)."""
     # This program's tile [BLOCK_O, BLOCK_N], and its part of the columns: begin .. end.
-    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    begin, end = _columns_of(part, inputs, CUT, PARTS)
+    tile, part, begin, end = _share_of_program(inputs, CUT, PARTS)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
 
     # Rows of the weights in the tile, o [BLOCK_O]; HEIGHT columns of out come of them.
@@ -194,7 +221,7 @@ def small_m_kernel(
     # The product of those columns, acc [BLOCK_O, BLOCK_N]. What its end needs is loaded first if registers hold it.
     EAGER: tl.constexpr = BLOCK_N <= 64
     if PDL:
-        _fetch_first_tiles(weight_ptr, o, begin, end, inputs, prefetch, BLOCK_K)
+        _fetch_first_tiles(weight_ptr, o, begin, end, stride_w, prefetch, BLOCK_K)
         wait_for_kernel_before()
     if RANKS > 1:
         slot = slot_of_turn(state_ptr, rank, words, RANKS)
@@ -206,15 +233,15 @@ def small_m_kernel(
         loaded = load_for_heads(
             cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, lengths_ptr, column, n, rows, nodes, HEADS, KV_HEADS, D
         )
-    acc = _multiply(
-        weight_ptr, x_ptr, o, n, begin, end, rows, inputs, stride_x, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL
-    )
+    acc = _product(
+        weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late, FORMAT, GROUP,
+        BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX,
+    )  # fmt: skip
 
     # Where programs share the columns, the last to arrive adds all parts up.
     done = True
     if PARTS > 1:
-        number = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tile
-        acc, done = _sum_of_parts(acc, partial_ptr, arrived_ptr + number, number, part, BLOCK_N, BLOCK_O, PARTS)
+        acc, done = _sum_of_parts(acc, partial_ptr, arrived_ptr, tile, part, BLOCK_N, BLOCK_O, PARTS)
 
     # What comes behind the product, with the sums in registers.
     if done:

@@ -8,11 +8,12 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from . import awq, bitsandbytes, compressed_tensors, fp8_block, gptq, torchao
+from . import awq, bitsandbytes, compressed_tensors, fp8_block, gptq, nibbles, torchao
 from .layout import Layout, Packed, UnreadError  # noqa: F401
+from .repack import repacked, update  # noqa: F401
 
 FORMATS = (fp8_block, compressed_tensors, gptq, awq, bitsandbytes, torchao)
-LAYOUTS = {layout.__name__: layout for format in FORMATS for layout in format.LAYOUTS}
+LAYOUTS = {layout.__name__: layout for format in (*FORMATS, nibbles) for layout in format.LAYOUTS}
 
 
 def read(module: nn.Module) -> Packed | None:
@@ -44,3 +45,8 @@ def _(x, parts, bias, kind):
 def unrounded_linear(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind: str) -> Tensor:
     """`quantised_linear` without rounding of activations."""
     return layout_of(kind).unrounded(x, parts, bias)
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, kind: str) -> Tensor:
+    """``F.linear``, or with a kind `quantised_linear` of its two parts."""
+    return layout_of(kind).product(x, [weight, scales], bias) if kind else nn.functional.linear(x, weight, bias)

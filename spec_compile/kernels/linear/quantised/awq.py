@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
+from . import nibbles
 from .gptqmodel import LIBRARY, require_4_bits, require_words
 from .layout import Layout, Packed, class_path, require, require_scale, unpacked_nibbles
 
@@ -28,6 +30,10 @@ class Awq(Layout):
         codes, zeros, scales = parts
         codes = _outputs_in_order(codes).unflatten(0, (-1, self.group))
         return ((codes - _outputs_in_order(zeros)[:, None]) * scales[:, None]).flatten(0, 1).T
+
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
+        codes, zeros, scales = parts
+        return nibbles.pack(_outputs_in_order(codes).to(torch.uint8).T, _outputs_in_order(zeros), scales)
 
 
 def _outputs_in_order(words: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from . import nibbles
 from .layout import Layout, Packed, exact_linear, require, require_scale, unpacked_nibbles
 
 FP8 = torch.float8_e4m3fn
@@ -58,6 +59,10 @@ class Int4Group(Layout):
         words, scales = parts
         codes = unpacked_nibbles(words) - 8
         return (codes.to(scales.dtype).unflatten(1, (-1, self.group)) * scales[:, :, None]).flatten(1)
+
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
+        words, scales = parts
+        return nibbles.pack(unpacked_nibbles(words).to(torch.uint8), 8, scales.T)
 
 
 LAYOUTS = (PerChannel, Int4Group)

@@ -28,6 +28,10 @@ class Fp8Block(Layout):
     def step(self) -> int:
         return self.rows
 
+    @property
+    def packing(self) -> tuple[str, int] | None:
+        return ("fp8_blocks", self.rows) if self.rows == self.columns == 128 else None
+
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         return parts[0].shape[0]
 

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
+from . import nibbles
 from .gptqmodel import LIBRARY, require_4_bits, require_words
 from .layout import Layout, Packed, class_path, require, require_scale, unpacked_nibbles
 
@@ -27,6 +29,12 @@ class Gptq(Layout):
         zeros = unpacked_nibbles(zeros) + self.offset
         groups = groups.long()
         return (scales[groups] * (unpacked_nibbles(codes.T).T - zeros[groups])).T
+
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
+        codes, zeros, scales, groups = parts
+        if not torch.equal(groups.long(), torch.arange(inputs, device=groups.device) // (inputs // len(scales))):
+            return None  # an order of activations
+        return nibbles.pack(unpacked_nibbles(codes.T).to(torch.uint8), unpacked_nibbles(zeros) + self.offset, scales)
 
 
 LAYOUTS = (Gptq,)

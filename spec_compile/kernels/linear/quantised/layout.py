@@ -18,10 +18,11 @@ class Layout:
     """A layout of parts: the tensors of a layer, in order. Fields are integers, which are constants of a graph.
 
     I inputs, O outputs. merges: whether layers of one input can be merged, because the first dimension of every part is
-    that of outputs.
+    that of outputs. bits: of a weight, where the kernel for few rows reads the layout.
     """
 
     merges: ClassVar[bool] = True
+    bits: ClassVar[int] = 8
 
     @property
     def kind(self) -> str:
@@ -32,6 +33,20 @@ class Layout:
     def step(self) -> int:
         """Layers are merged if the outputs of all but the last are a multiple of this."""
         return 1
+
+    @property
+    def packing(self) -> tuple[str, int] | None:
+        """How the kernel for few rows reads the parts, weights and scales: the name of a format there, and its group.
+        None: not at all."""
+        return None
+
+    def serves(self, dtype: torch.dtype) -> bool:
+        """Whether that kernel takes activations of a dtype of 16 bits."""
+        return True
+
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple["Layout", list[Tensor]] | None:
+        """New parts with the same meaning, in a layout that has a `packing`; None: there is no such layout."""
+        return None
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         """O of a layer with so many inputs."""

@@ -1,0 +1,51 @@
+"""Layers of which the kernel for few rows reads a copy in another layout, made once for all graphs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from .layout import Layout
+
+
+@dataclass(eq=False)
+class Repacked:
+    """A layer's parts in a layout that the kernel reads, and what they were made of: layout, parts, inputs."""
+
+    layout: Layout
+    parts: list[Tensor]
+    source: tuple[Layout, list[Tensor], int]
+
+    def update(self) -> None:
+        layout, parts, inputs = self.source
+        for old, new in zip(self.parts, layout.for_few_rows(parts, inputs)[1]):
+            old.copy_(new)
+
+
+_known: "WeakValueDictionary[tuple, Repacked]" = WeakValueDictionary()
+"""By the addresses of a layer's parts."""
+
+
+def repacked(layout: Layout, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
+    """A layout that the kernel for few rows reads, and its parts; None if it does not read such a layer.
+
+    Where these are a copy, its first part has it in `made_of`, which also keeps the layer's addresses in use.
+    """
+    if layout.packing is not None:
+        return layout, list(parts)
+    key = layout.kind, inputs, *(part.data_ptr() for part in parts)
+    known = _known.get(key)
+    if known is None:
+        form = layout.for_few_rows(parts, inputs)
+        if form is None:
+            return None
+        known = _known[key] = Repacked(*form, (layout, list(parts), inputs))
+        known.parts[0].made_of = known
+    return known.layout, known.parts
+
+
+def update() -> None:
+    """Copies have the present values of the layers that they were made of."""
+    for known in list(_known.values()):
+        known.update()

@@ -1,0 +1,138 @@
+"""Products of few rows with quantised weights against the plain meaning of their formats, and their bits.
+
+Without a GPU the kernel runs in Triton's interpreter, in float32; ``pytest -m gpu`` runs it on a CUDA device.
+"""
+
+import pytest
+import torch
+from places import ON_GPU
+from torch.nn import functional as F
+
+from spec_compile.kernels import counters
+from spec_compile.kernels.linear import quantised, small_m
+from spec_compile.kernels.linear.plans import Tile
+from spec_compile.kernels.linear.quantised.awq import Awq
+from spec_compile.kernels.linear.quantised.compressed_tensors import Int4Group
+from spec_compile.kernels.linear.quantised.fp8_block import Fp8Block
+from spec_compile.kernels.linear.quantised.gptq import Gptq
+
+FP8 = torch.float8_e4m3fn
+
+
+def words(*shape):
+    """Random words of eight nibbles."""
+    return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int64).to(torch.int32)
+
+
+def fp8_block(outputs, inputs):
+    codes = (torch.randn(outputs, inputs) * 60).to(FP8)
+    return Fp8Block(128, 128), [codes, torch.rand(-(-outputs // 128), -(-inputs // 128)) / 60 / inputs**0.5]
+
+
+def compressed(group, dtype=torch.bfloat16):
+    def draw(outputs, inputs):
+        scales = torch.rand(outputs, inputs // (group or inputs)) / 4 / inputs**0.5
+        return Int4Group(group or inputs), [words(outputs, inputs // 8), scales.to(dtype)]
+
+    return draw
+
+
+def gptq(outputs, inputs, group=128):
+    scales = (torch.rand(inputs // group, outputs) / 4 / inputs**0.5).half()
+    groups = (torch.arange(inputs) // group).int()
+    return Gptq(1), [words(inputs // 8, outputs), words(inputs // group, outputs // 8), scales, groups]
+
+
+def awq(outputs, inputs, group=64):
+    scales = (torch.rand(inputs // group, outputs) / 4 / inputs**0.5).half()
+    return Awq(group), [words(inputs, outputs // 8), words(inputs // group, outputs // 8), scales]
+
+
+DRAWN = {
+    "fp8": fp8_block, "ct128": compressed(128), "ct32": compressed(32), "ct": compressed(None),
+    "ct64 fp16": compressed(64, torch.float16), "gptq": gptq, "awq": awq,
+}  # fmt: skip
+HALF = {name: torch.float16 if name in ("ct64 fp16", "gptq", "awq") else torch.bfloat16 for name in DRAWN}
+TILES = {"fp8": Tile(64, 128, 16, 4, 2, bits=8)}
+FOUR = Tile(64, 256, 16, 4, 2, bits=4)
+
+
+def prepared(name, outputs, inputs, device="cpu"):
+    """A layer as its library has it, and as the kernel reads it: layout and parts of both."""
+    layout, parts = DRAWN[name](outputs, inputs)
+    parts = [part.to(device) for part in parts]
+    return (layout, parts), quantised.repacked(layout, parts, inputs)
+
+
+def launch(x, layout, parts, count, tile, **around):
+    out = x.new_full((len(x), len(parts[0]) // (2 if around.get("gated") else 1)), torch.nan)
+    small_m.launch(x, parts[0], None, out, count, tile, scales=parts[1], kind=layout.kind, **around)
+    assert counters.all_zero()
+    return out
+
+
+@pytest.mark.parametrize("name", [name for name in DRAWN if name != "fp8"])
+def test_repacked_weights_are_equal(name):
+    for outputs, inputs in ((48, 512), (8, 384)):
+        (layout, parts), (packed, ours) = prepared(name, outputs, inputs)
+        assert torch.equal(packed.weight(ours, inputs), layout.weight(parts, inputs))
+        assert quantised.layout_of(packed.kind) == packed
+        assert quantised.repacked(layout, parts, inputs)[1][0] is ours[0]  # one copy for all graphs
+
+
+def test_repacked_weights_follow_their_layer():
+    (layout, parts), (packed, ours) = prepared("ct128", 16, 256)
+    parts[0].add_(1)
+    quantised.update()
+    assert torch.equal(packed.weight(ours, 256), layout.weight(parts, 256))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("rows, outputs, inputs, count", [(1, 72, 768, 2), (18, 136, 384, 1)])
+def test_products(name, rows, outputs, inputs, count):
+    (layout, parts), (packed, ours) = prepared(name, outputs, inputs)
+    x = torch.randn(rows, inputs)
+    got = launch(x, packed, ours, count, TILES.get(name, FOUR))
+    torch.testing.assert_close(got, layout.product(x, parts, None), rtol=1e-4, atol=1e-5)
+    if name in ("fp8", "ct128"):
+        gate, up = layout.product(x, parts, None).chunk(2, -1)
+        gated = launch(x, packed, ours, count, TILES.get(name, FOUR), gated=True)
+        torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-4, atol=1e-5)
+
+
+def test_all_values_of_fp8():
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[127, 255]] = 0  # NaN
+    weight = torch.zeros(64, 128, dtype=torch.uint8)
+    weight[:, 0] = codes.view(4, 64)[0]
+    for part in codes.view(4, 64):
+        weight[:, 0] = part
+        x = torch.zeros(1, 128)
+        x[0, 0] = 448.0
+        layout, parts = Fp8Block(128, 128), [weight.view(FP8), torch.ones(1, 1)]
+        got = launch(x, layout, parts, 1, TILES["fp8"])
+        assert torch.equal(got[0], part.view(FP8).float() * 448)
+
+
+def test_activations_are_rounded_as_pytorch_does():
+    """All codes and what lies halfway between two of them, against the identity."""
+    codes = torch.arange(126, dtype=torch.uint8).view(FP8).float()
+    x = torch.stack([codes, (codes + torch.arange(1, 127, dtype=torch.uint8).view(FP8).float()) / 2, codes * 1.01])
+    x = F.pad(x, (0, 2), value=448.0)
+    layout, parts = Fp8Block(128, 128), [torch.eye(128).to(FP8), torch.ones(1, 1)]
+    assert torch.equal(launch(x, layout, parts, 1, TILES["fp8"]), layout.product(x, parts, None))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU) for name in DRAWN])
+def test_bits_of_rows(name):
+    """A row's bits are those of the row alone, in every form."""
+    for outputs, inputs in ((4096, 4096), (1536, 1024), (512, 2048)):
+        _, (packed, (weight, scales)) = prepared(name, outputs, inputs, "cuda")
+        x = torch.randn(300, inputs, device="cuda", dtype=HALF[name])
+        alone = torch.cat([small_m.small_m_matmul(row[None], weight, None, scales, packed.kind) for row in x[:64]])
+        for rows in (2, 16, 17, 64, 300):
+            got = small_m.small_m_matmul(x[:rows], weight, None, scales, packed.kind)
+            assert torch.equal(got[:64], alone[:rows]), rows
+        want = packed.product(x.float(), [weight, scales], None)
+        got = small_m.small_m_matmul(x, weight, None, scales, packed.kind).float()
+        assert (got - want).norm() < 4e-3 * want.norm()
