@@ -39,6 +39,7 @@ CHOOSES = {"amax", "amin", "argmax", "argmin", "argsort", "embedding", "max", "m
 INVARIANT_OPS = MOVES | CREATES | CHOOSES
 KERNELS = {
     "spec_compile::rms_norm",
+    "spec_compile::route",
     "spec_compile::add_rms_norm",
     "spec_compile::all_gather",
     "spec_compile::all_reduce",
