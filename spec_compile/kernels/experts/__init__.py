@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from . import launch
-from .launch import lack  # noqa: F401
 from .kinds import Kind, kind_of, unrounded  # noqa: F401
+from .launch import lack  # noqa: F401
 
 
 @torch.library.custom_op("spec_compile::experts_up", mutates_args=())

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ..linear.quantised.fp8_block import rounded_blocks
 from ..linear.quantised.layout import exact_linear
 
+
 @dataclass(frozen=True)
 class Kind:
     """Of one product of all experts, whose parts are the weight, the scales if it is of FP8, and the bias.
