@@ -1,10 +1,13 @@
 """Experts: transformers' experts interface is given a function that emits the two markers of routed experts."""
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from ..compat import EXPERTS_INTERFACES, default_gate, set_experts_implementation
 from ..kernels.experts import DOWN, UP, Kind
+from ..kernels.linear.quantised.fp8_block import FP8
+from ..kernels.linear.quantised.layout import class_path, require, require_scale
 
 IMPLEMENTATION = "spec_compile"
 GPT_OSS = "GptOssExperts._apply_gate"
@@ -59,6 +62,22 @@ def _is_plain_fp8(module: nn.Module) -> bool:
     """Whether experts of FP8 have the default gate."""
     changes = "swiglu_alpha", "limit", "gate_softcap"
     return _block(module) > 0 and all(getattr(module, name, None) is None for name in changes)
+
+
+def are_packed(module: nn.Module) -> bool:
+    """Whether a module is a mixture's experts in FP8; UnreadError if they are laid out otherwise than `Kind` says."""
+    if class_path(module) != "transformers.integrations.finegrained_fp8.FP8Experts":
+        return False
+    size = module.block_size
+    require(size is not None and size[0] == size[1], f"has blocks of {size}, expected square ones")
+    require(module.activation_scheme == "dynamic", f"has activations of the scheme {module.activation_scheme!r}")
+    for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+        weight, scales = getattr(module, name), getattr(module, f"{name}_scale_inv")
+        require(weight.dtype == FP8, f"has weights of {weight.dtype}, expected {FP8}")
+        require(scales.dtype == torch.float32, f"has scales of {scales.dtype}, expected torch.float32")
+        experts, *sizes = weight.shape
+        require_scale(f"{name}_scale_inv", scales, (experts, *(-(-each // size[0]) for each in sizes)))
+    return True
 
 
 def _block(module: nn.Module) -> int:

@@ -11,7 +11,6 @@ from ..errors import UnsupportedModelError
 from ..graph import LayerSpec, ModelGraph, attribute, calls
 from ..kernels import ops
 from .adapters import twin
-from .experts import mark_experts
 from .quantised import mark
 from .sharded import bind, fake_twin, is_sharded
 
@@ -67,8 +66,8 @@ def capture(model: PreTrainedModel) -> ModelGraph:
     Raises UnsupportedModelError if the trace fails, or does not show exactly one attention call per layer.
     """
     name, original = type(model).__name__, model
-    model, mode = fake_twin(model) if is_sharded(model) else (mark(twin(model)), nullcontext())
-    mark_experts(model)
+    model, mode = fake_twin(model) if is_sharded(model) else (twin(model), nullcontext())
+    mark(model)
     attention = _Attention(model)
     try:
         with attention_implementation(model, IMPLEMENTATION, attention):
