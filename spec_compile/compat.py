@@ -8,7 +8,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations import finegrained_fp8, moe
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -63,11 +63,26 @@ def attention_implementation(model: nn.Module, name: str, function: Callable) ->
         AttentionInterface._global_mapping.pop(name, None)
 
 
-def set_experts_implementation(model: nn.Module, name: str) -> None:
-    """Let `model` compute its routed experts by the function that is registered as `name`."""
-    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-        if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = name
+def set_experts_implementation(model: nn.Module, name: str) -> list[tuple[PreTrainedConfig, str]]:
+    """Let `model` compute its routed experts by the function that is registered as `name` -> its configurations, and
+    what each named before."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    configs = [config for config in configs if hasattr(config, "_experts_implementation")]
+    before = [(config, config._experts_implementation) for config in configs]
+    for config in configs:
+        config._experts_implementation = name
+    return before
+
+
+@contextmanager
+def experts_implementation(model: nn.Module, name: str) -> Iterator[None]:
+    """A context in which `model` computes its routed experts by the function that is registered as `name`."""
+    before = set_experts_implementation(model, name)
+    try:
+        yield
+    finally:
+        for config, implementation in before:
+            config._experts_implementation = implementation
 
 
 def check_compiler() -> None:

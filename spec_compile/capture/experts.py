@@ -1,10 +1,12 @@
 """Experts: transformers' experts interface is given a function that emits the two markers of routed experts."""
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from ..compat import EXPERTS_INTERFACES, default_gate, set_experts_implementation
+from ..compat import EXPERTS_INTERFACES, default_gate, experts_implementation
 from ..kernels.experts import DOWN, UP, Kind
 from ..kernels.linear.quantised.fp8_block import FP8
 from ..kernels.linear.quantised.layout import class_path, require, require_scale
@@ -13,13 +15,13 @@ IMPLEMENTATION = "spec_compile"
 GPT_OSS = "GptOssExperts._apply_gate"
 
 
-def mark_experts(model: nn.Module) -> None:
-    """Let `model`, a twin whose configurations are its own, show its routed experts as markers.
+def marked_experts(model: nn.Module) -> AbstractContextManager:
+    """A context in which `model` shows its routed experts as markers.
 
     One function serves all families, because their experts are modules of one form (transformers'
     ``use_experts_implementation``). A mixture that does not ask the interface keeps its own forward.
     """
-    set_experts_implementation(model, IMPLEMENTATION)
+    return experts_implementation(model, IMPLEMENTATION)
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..compat import set_experts_implementation
 from ..errors import UnsupportedModelError
 from ..kernels.linear import QUANTISED, quantised
 from .adapters import twin
-from .experts import are_packed, mark_experts
+from .experts import IMPLEMENTATION, are_packed
 from .sharded import is_sharded
 
 READ = {
@@ -97,9 +98,7 @@ class QuantisedLinear(nn.Module):
 
 
 def mark(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` with a `QuantisedLinear` in place of every quantised layer, and its routed experts as markers; it must be
-    a `twin`, which is changed."""
-    mark_experts(model)
+    """`model` with a `QuantisedLinear` in place of every quantised layer; it must be a `twin`, which is changed."""
     for path, packed in packed_layers(model).items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantisedLinear(packed))
@@ -111,7 +110,11 @@ def mark(model: PreTrainedModel) -> PreTrainedModel:
 
 def with_plain_meaning(model: PreTrainedModel) -> PreTrainedModel:
     """`model`, or if it has quantised layers, which may run nowhere but on a GPU, a marked twin."""
-    return mark(twin(model)) if packed_layers(model) else model
+    if not packed_layers(model):
+        return model
+    model = mark(twin(model))
+    set_experts_implementation(model, IMPLEMENTATION)
+    return model
 
 
 def _admit_method(model: PreTrainedModel) -> str | None:
