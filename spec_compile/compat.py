@@ -8,7 +8,8 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.integrations import finegrained_fp8, moe
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -23,6 +24,11 @@ CPU_OPTIONS = {**INDUCTOR_OPTIONS, "realize_reads_threshold": 0}
 GPU_OPTIONS = {"triton.cudagraphs": False, "emulate_precision_casts": True}
 """Options on a GPU. Rounds are captured into CUDA graphs by `runtime.steps`, not by Inductor. Values are rounded to 16
 bits wherever the model rounds them, whatever is fused, so that rounds of all sizes compute the same."""
+
+EXPERTS_INTERFACES = moe.ALL_EXPERTS_FUNCTIONS, finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
+"""Tables of what computes routed experts, by the name that `set_experts_implementation` gives a model."""
+default_gate = moe._default_apply_gate
+"""The gate of experts that have none of their own."""
 
 gather_flat = dist.all_gather_single if TORCH >= (2, 13) else dist.all_gather_into_tensor
 """``gather_flat(output, input, group=)``: the inputs of all ranks one after the other; its old name warns."""
@@ -55,6 +61,28 @@ def attention_implementation(model: nn.Module, name: str, function: Callable) ->
         for config, implementation in before:
             config._attn_implementation = implementation
         AttentionInterface._global_mapping.pop(name, None)
+
+
+def set_experts_implementation(model: nn.Module, name: str) -> list[tuple[PreTrainedConfig, str]]:
+    """Let `model` compute its routed experts by the function that is registered as `name` -> its configurations, and
+    what each named before."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    configs = [config for config in configs if hasattr(config, "_experts_implementation")]
+    before = [(config, config._experts_implementation) for config in configs]
+    for config in configs:
+        config._experts_implementation = name
+    return before
+
+
+@contextmanager
+def experts_implementation(model: nn.Module, name: str) -> Iterator[None]:
+    """A context in which `model` computes its routed experts by the function that is registered as `name`."""
+    before = set_experts_implementation(model, name)
+    try:
+        yield
+    finally:
+        for config, implementation in before:
+            config._experts_implementation = implementation
 
 
 def check_compiler() -> None:

@@ -126,6 +126,44 @@ for kind, dtype, rows in (("Fp8Block 128 128", "float8_e4m3fn", 1), ("Nibbles 64
 print(json.dumps(results))
 """
 
+EXPERTS = """
+from spec_compile.kernels.experts import Kind, launch
+
+
+class OnGpu(Compiled):
+    def __getitem__(self, grid):
+        return lambda *args, **options: Compiled.__getitem__(self, grid)(*args, **{**options, "DECODES": False})
+
+
+launch.experts_kernel = OnGpu(launch.experts_kernel)
+SHAPES = {
+    "Qwen3-30B-A3B": (128, 8, 2048, 768, {}),
+    "the same in FP8": (128, 8, 2048, 768, dict(block=128)),
+    "Mixtral": (8, 2, 4096, 14336, {}),
+    "gpt-oss": (32, 4, 2880, 2880, dict(transposed=True, biased=True)),
+}
+for name, (count, top, size, inner, layout) in SHAPES.items():
+    clamped = dict(gate="clamped", interleaved=True, alpha=1.7, limit=7.0)
+    first, second = Kind(**(clamped if layout.get("biased") else dict(gate="silu")), **layout), Kind(**layout)
+
+    def parts(outputs, inputs):
+        sizes = (inputs, outputs) if second.transposed else (outputs, inputs)
+        dtype = torch.float8_e4m3fn if second.block else torch.bfloat16
+        scales = [torch.empty(count, outputs // 128, inputs // 128, device="meta")] if second.block else []
+        bias = [torch.empty(count, outputs, dtype=torch.bfloat16, device="meta")] if second.biased else []
+        return [torch.empty(count, *sizes, dtype=dtype, device="meta"), *scales, *bias]
+
+    for tokens in (1, 64):
+        found, ids = [], torch.zeros(tokens, top, dtype=torch.int64)
+        x = torch.zeros(tokens, size, dtype=torch.bfloat16)
+        inside = launch.up(x, ids, parts(2 * inner, size), first)
+        launch.down(inside, ids, torch.zeros(tokens, top), parts(size, inner), second)
+        for kernel in found:
+            assert "wgmma" in kernel.asm["ptx"] and "cp.async" in kernel.asm["ptx"], name
+        results[f"{tokens} tokens, {name}"] = max(kernel.metadata.shared for kernel in found)
+print(json.dumps(results))
+"""
+
 ALL_REDUCE = """
 from spec_compile.kernels import all_reduce_launch as launch
 from spec_compile.kernels.all_reduce_memory import make_exchange
@@ -154,9 +192,16 @@ print(json.dumps(results))
 """
 
 
-@pytest.mark.parametrize(
-    "script", [ATTENTION, PRODUCTS, QUANTISED, ALL_REDUCE], ids=["attention", "products", "quantised", "all_reduce"]
-)
+SCRIPTS = {
+    "attention": ATTENTION,
+    "products": PRODUCTS,
+    "quantised": QUANTISED,
+    "experts": EXPERTS,
+    "all_reduce": ALL_REDUCE,
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_kernels_fit(script):
     pytest.importorskip("triton.backends.nvidia")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -730,7 +730,7 @@ JOINED = (fuse_rotary, fuse_qk_norms, fuse_norms)
 @pytest.fixture
 def half_on_gpu(monkeypatch):
     """A function: name of a tiny model -> its graph in bfloat16, which passes take for one on a GPU."""
-    for module in ("attention.tree_attention", "norm"):
+    for module in ("attention.tree_attention", "norm", "experts.route"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
     return lambda name: capture(models.ADMITTED[name]().to(torch.bfloat16))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from unittest import mock
 
 import models
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    FineGrainedFP8Config,
     GgufConfig,
     GPTQConfig,
     LlamaConfig,
@@ -21,7 +23,7 @@ from transformers import (
     QuantoConfig,
     TorchAoConfig,
 )
-from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from spec_compile import UnsupportedModelError, passes, speculate
@@ -30,7 +32,7 @@ from spec_compile.capture.trace import capture
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.graph import ModelGraph, calls
-from spec_compile.kernels import linear
+from spec_compile.kernels import experts, linear
 from spec_compile.kernels.linear import QUANTISED, quantised
 from spec_compile.passes import fuse_append, fuse_residuals, fuse_swiglu, use_small_m_linears
 from spec_compile.passes.row_invariance import variant_parts
@@ -464,6 +466,51 @@ def test_experts_in_mxfp4_that_transformers_unpacks(tmp_path):
     assert not packed_layers(model)
     fast = speculate(model, compile=False)
     assert torch.equal(fast.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+
+
+def experts_forward(experts, x, weight, scale, activation_scale=None):
+    """What transformers' kernels compute for one of `FP8Experts`."""
+    layer = SimpleNamespace(weight=weight, weight_scale_inv=scale, out_features=len(weight), in_features=x.shape[-1])
+    return fp8_forward(layer, x)
+
+
+@pytest.fixture
+def fp8_mixture():
+    """A tiny Qwen3-MoE in FP8, still packed as on a GPU, whose layers also run on a CPU."""
+    sizes = models.GQA16 | models.MOE | dict(moe_intermediate_size=128)
+    model = models.build("Qwen3MoeConfig", "Qwen3MoeForCausalLM", sizes)
+    model.config.quantization_config = FineGrainedFP8Config()
+    replace_with_fp8_linear(model, ["lm_head"], model.config.quantization_config)
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                value = torch.rand(parameter.shape) / 2 + 0.5 if "scale" in name else torch.randn(parameter.shape) / 8
+                part._parameters[name] = nn.Parameter(value.to(parameter.dtype), requires_grad=False)
+        if isinstance(part, FP8Linear):
+            part.forward = functools.partial(fp8_forward, part)
+        if type(part).__name__ == "FP8Experts":
+            part.linear = functools.partial(experts_forward, part)
+    model.config._experts_implementation = "eager"
+    return model.eval()
+
+
+def test_experts_in_fp8(fp8_mixture):
+    ids = IDS % models.VOCAB
+    graph = capture(fp8_mixture)
+    markers = calls(graph.gm, experts.UP) + calls(graph.gm, experts.DOWN)
+    assert {experts.kind_of(node.args[-1]).block for node in markers} == {128}
+    with torch.no_grad():
+        expected = fp8_mixture(input_ids=ids).logits
+        got = graph.gm(ids, torch.arange(ids.shape[1])[None])[0]
+    assert (got - expected).abs().max() < 1e-4 * expected.std()
+    fast = speculate(fp8_mixture, compile=False)
+    assert torch.equal(fast.generate(ids, **GREEDY), fp8_mixture.generate(ids, **GREEDY))
+    assert fp8_mixture.model.layers[0].mlp.experts.down_proj.dtype == torch.float8_e4m3fn
+
+
+def test_experts_in_fp8_that_are_not_read(fp8_mixture):
+    fp8_mixture.model.layers[1].mlp.experts.activation_scheme = "static"
+    refuses(fp8_mixture, "model.layers.1.mlp.experts (FP8Experts)", "scheme 'static'")
 
 
 def test_gguf_is_plain_weights():

@@ -11,7 +11,7 @@ import spec_compile
 from spec_compile import UnsupportedModelError, passes
 from spec_compile.capture.trace import capture
 from spec_compile.graph import ModelGraph
-from spec_compile.kernels import linear
+from spec_compile.kernels import experts, linear
 from spec_compile.kernels.attention import Use
 from spec_compile.passes import Settings
 from spec_compile.passes.row_invariance import require_same_bits, variant_parts
@@ -22,10 +22,11 @@ aten = torch.ops.aten
 @pytest.fixture
 def half_on_gpu(monkeypatch):
     """A function: name of a tiny model -> its verify graph in bfloat16, which passes take for one on a GPU."""
-    for module in ("attention.tree_attention", "norm"):
+    for module in ("attention.tree_attention", "norm", "experts.route"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
-    monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: None)
+    for module in (linear.small_m, experts.launch):
+        monkeypatch.setattr(module, "lack_of_device", lambda device: None)
     monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SMALL_M, device="cpu"),))
 
     def rewrite(architecture, **use):
@@ -35,7 +36,9 @@ def half_on_gpu(monkeypatch):
     return rewrite
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma2", "mistral", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
+)
 def test_kernels_of_ours_compute_all_of_these(half_on_gpu, name):
     graph = half_on_gpu(name)
     assert variant_parts(graph) == []
@@ -47,7 +50,6 @@ def test_kernels_of_ours_compute_all_of_these(half_on_gpu, name):
     [
         ("gpt2", ["transformer.h.0-1.ln_1: op layer_norm", "transformer.h.0-1.attn.c_attn: product by addmm",
                   "transformer.ln_f: op layer_norm"]),
-        ("mixtral", ["model.layers.0-1.mlp.gate: op softmax, op sum"]),
         ("cohere", ["model.layers.0-1.input_layernorm: op mean", "model.norm: op mean"]),
         ("deepseek_v3", ["model.layers.0-2.self_attn.kv_b_proj: product 24 -> 112 (24 inputs are no multiple of 16)"]),
     ],
@@ -61,9 +63,10 @@ def test_what_no_kernel_of_ours_computes_is_named(half_on_gpu, name, parts):
     assert all(part in str(error.value) for part in said)
 
 
-def test_experts_are_named(half_on_gpu):
-    (line,) = [part for part in variant_parts(half_on_gpu("mixtral")) if "experts" in part]
-    assert line.startswith("model.layers.0-1.mlp.experts: ") and "grouped_mm" in line
+def test_experts_without_the_kernel_are_named(half_on_gpu, monkeypatch):
+    monkeypatch.setattr(experts.launch, "lack_of_device", lambda device: "there is none")
+    said = variant_parts(half_on_gpu("mixtral"))
+    assert said == ["model.layers.0-1.mlp.experts: experts (there is none)"]
 
 
 def test_other_attention_is_named(half_on_gpu):

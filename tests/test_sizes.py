@@ -3,8 +3,11 @@
 import random
 from statistics import mode
 
+import models
 import pytest
+import torch
 
+from spec_compile import speculate
 from spec_compile.runtime.draft_length import SizePolicy
 
 SIZES = (1, 4, 16)
@@ -199,3 +202,14 @@ def test_what_slows_every_size_down_is_expected_of_all():
         policy.learn(1, [1], [0], [[]], 3 * CPU[1])
     assert policy.cost[1] == pytest.approx(3 * CPU[1], rel=0.01)
     assert CPU[16] < policy.cost[16] < 3 * CPU[16]
+
+
+def test_costs_are_measured_over_tokens_that_differ():
+    """Equal tokens go to the same experts of a mixture, so that 64 of them would cost what one does."""
+    model = models.ADMITTED["mixtral"]()
+    session = speculate(model, compile=False).speculation.engine.session(2)
+    trees = []
+    for _ in range(2):
+        session._seconds(lambda: trees.append(session.state.tree_tokens.clone()), ())
+        session.state.root()
+    assert torch.equal(*trees) and trees[0].unique().numel() > models.VOCAB / 2

@@ -147,7 +147,7 @@ def test_new_weights_are_taken_over(on_ranks):
 
 # --- the pass
 
-SUMS = dict(llama=4, qwen3_moe=4, deepseek_v3=6, gpt_neox=2, phi3=2, gpt_oss=4)
+SUMS = dict(llama=4, qwen3_moe=4, deepseek_v3=6, gpt_neox=2, phi3=2, gpt_oss=8)
 """Sums of a forward: two a layer; one where attention and MLP are parallel, or where one of them stays whole."""
 
 

@@ -9,7 +9,7 @@ from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
 from ..kernels import HALF
-from .quantised import admit_quantisation, packed_layers
+from .quantised import admit_quantisation, packed_experts, packed_layers
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -65,7 +65,8 @@ def _admit_tensors(model: PreTrainedModel) -> None:
         if devices != ["cpu"]:
             _refuse(model, "is partly offloaded (hf_device_map); load all of it onto one device")
     _admit_device(model, torch.device(devices[0]))
-    read = {id(p) for path in packed_layers(model) for p in model.get_submodule(path).parameters()}
+    packed = *packed_layers(model), *packed_experts(model)
+    read = {id(p) for path in packed for p in model.get_submodule(path).parameters()}
     unknown = sorted({str(p.dtype) for p in model.parameters() if id(p) not in read} - {str(d) for d in DTYPES})
     if unknown:
         raise UnsupportedModelError(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..kernels import experts
 from ..kernels.linear import QUANTISED, quantised
 
 aten = torch.ops.aten
@@ -57,6 +58,8 @@ class _Float32(TorchDispatchMode):
         kwargs = kwargs or {}
         if func == QUANTISED:  # activations that are rounded to codes are rounding, too
             return quantised.unrounded_linear(*map(_widened, args))
+        if func in (experts.UP, experts.DOWN):
+            args = *args[:-1], experts.unrounded(args[-1])
         is_view, written = _aliasing(func)
         if is_view:  # widened when it is used
             return func(*args, **kwargs)

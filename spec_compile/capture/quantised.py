@@ -4,12 +4,16 @@ A dtype says little here: GPTQ and AWQ keep their weights in buffers, torchao's 
 method that transformers does not know leaves weights that were never scaled.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..compat import set_experts_implementation
 from ..errors import UnsupportedModelError
 from ..kernels.linear import QUANTISED, quantised
 from .adapters import twin
+from .experts import IMPLEMENTATION, are_packed
 from .sharded import is_sharded
 
 READ = {
@@ -42,7 +46,7 @@ def admit_quantisation(model: PreTrainedModel) -> None:
             "random); load an FP8 or 16-bit checkpoint",
         )
     try:
-        packed = packed_layers(model)
+        packed = packed_layers(model).keys() | packed_experts(model)
     except quantised.UnreadError as error:
         _refuse(model, f"has the quantised layer {error}, {_advice()}")
     if packed and is_sharded(model):
@@ -62,15 +66,21 @@ def admit_quantisation(model: PreTrainedModel) -> None:
 
 def packed_layers(model: nn.Module) -> dict[str, quantised.Packed]:
     """The quantised linear layers of a model, by path; UnreadError, naming the first that is laid out otherwise."""
-    layers = {}
-    for path, part in model.named_modules():
-        try:
-            packed = quantised.read(part)
-        except quantised.UnreadError as error:
-            raise quantised.UnreadError(f"{path} ({type(part).__name__}), which {error}") from error
-        if packed is not None:
-            layers[path] = packed
-    return layers
+    layers = {path: _named(path, part, quantised.read) for path, part in model.named_modules()}
+    return {path: packed for path, packed in layers.items() if packed is not None}
+
+
+def packed_experts(model: nn.Module) -> set[str]:
+    """The paths of routed experts that are packed and read; UnreadError as of `packed_layers`."""
+    return {path for path, part in model.named_modules() if _named(path, part, are_packed)}
+
+
+def _named(path: str, part: nn.Module, read: Callable):
+    """What `read` gives for a module; UnreadError, naming the module."""
+    try:
+        return read(part)
+    except quantised.UnreadError as error:
+        raise quantised.UnreadError(f"{path} ({type(part).__name__}), which {error}") from error
 
 
 class QuantisedLinear(nn.Module):
@@ -100,7 +110,11 @@ def mark(model: PreTrainedModel) -> PreTrainedModel:
 
 def with_plain_meaning(model: PreTrainedModel) -> PreTrainedModel:
     """`model`, or if it has quantised layers, which may run nowhere but on a GPU, a marked twin."""
-    return mark(twin(model)) if packed_layers(model) else model
+    if not packed_layers(model):
+        return model
+    model = mark(twin(model))
+    set_experts_implementation(model, IMPLEMENTATION)
+    return model
 
 
 def _admit_method(model: PreTrainedModel) -> str | None:

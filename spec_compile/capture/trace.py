@@ -11,6 +11,7 @@ from ..errors import UnsupportedModelError
 from ..graph import LayerSpec, ModelGraph, attribute, calls
 from ..kernels import ops
 from .adapters import twin
+from .experts import marked_experts
 from .quantised import mark
 from .sharded import bind, fake_twin, is_sharded
 
@@ -69,7 +70,7 @@ def capture(model: PreTrainedModel) -> ModelGraph:
     model, mode = fake_twin(model) if is_sharded(model) else (mark(twin(model)), nullcontext())
     attention = _Attention(model)
     try:
-        with attention_implementation(model, IMPLEMENTATION, attention):
+        with attention_implementation(model, IMPLEMENTATION, attention), marked_experts(model):
             with mode:
                 example = _example(original.device)
             gm = _trace(_Forward(model), *example)
@@ -94,7 +95,8 @@ def capture_head(head: nn.Module, width: int | None = None) -> ModelGraph:
     arguments = _example(parameter.device)
     if width is not None:
         arguments = (*arguments, parameter.new_zeros(2, 7, width))
-    gm = _trace(head, *arguments)
+    with marked_experts(head):
+        gm = _trace(head, *arguments)
     markers = calls(gm, torch.ops.spec_compile.attention.default)
     layers = tuple(_layer(node) for node in markers)
     return ModelGraph(gm, layers, 0, head.hidden_size, parameter.dtype, position_limit=None, head_weight="")

@@ -12,5 +12,6 @@ def load(device: torch.device) -> None:
     """Register the ops that have kernels, and make ready what they share on a GPU; needs triton."""
     from . import compact, counters, linear, norm, row_scan  # noqa: F401
     from .attention import tree_attention  # noqa: F401
+    from .experts import route  # noqa: F401
 
     counters.prepare(device)

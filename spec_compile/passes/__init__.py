@@ -13,6 +13,7 @@ from .fuse_norms import fuse_norms
 from .fuse_qk_norms import fuse_qk_norms
 from .fuse_residuals import fuse_residuals
 from .fuse_rotary import fuse_rotary
+from .fuse_routers import fuse_routers
 from .fuse_swiglu import fuse_swiglu
 from .merge_linears import merge_linears
 from .select_logits import select_logits
@@ -45,7 +46,7 @@ class Settings:
 
 
 PIPELINE = [
-    tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, select_logits,
+    tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, select_logits, fuse_routers,
     use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_norms, fuse_residuals, fuse_append,
 ]  # fmt: skip
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""

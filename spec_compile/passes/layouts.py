@@ -131,9 +131,10 @@ def _multiplied(plan: Plan, product: Product, cut: Cut | None, size: int) -> Lay
     _whole(plan, source, node)
     if cut is None:
         return None
-    plan.cuts[node, product.weight] = cut._replace(dim=product.dims[1])
+    blocks = cut.blocks * product.blocks
+    plan.cuts[node, product.weight] = cut._replace(dim=product.dims[1], blocks=blocks)
     if product.bias is not None:
-        plan.cuts[node, product.bias] = cut._replace(dim=0)
+        plan.cuts[node, product.bias] = cut._replace(dim=len(shape_of(product.bias)) - 1, blocks=blocks)
     return Layout(len(shape_of(node)) - 1, cut.parts, cut.blocks, frozenset({node}))
 
 

@@ -5,31 +5,32 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from ..kernels import experts
+
 aten = torch.ops.aten
 SAME = {"alias", "clone", "contiguous", "copy_", "detach", "dropout", "to", "_to_copy", "type_as"}
 """ATen ops that keep the shape."""
 
 
 class Product(NamedTuple):
-    """A node that multiplies by a parameter. dims: the parameter's dimensions of what goes in and what comes out."""
+    """A node that multiplies by a parameter. dims: the parameter's dimensions of what goes in and what comes out.
+    blocks: equal stretches of the latter, of each of which a column of the result is made, as of gate and up."""
 
     node: fx.Node
     weight: fx.Node
     bias: fx.Node | None
     dims: tuple[int, int]
+    blocks: int = 1
 
 
 def product_of(node: fx.Node) -> Product | None:
-    """The product with a parameter that a node is: a linear layer, or the experts' grouped products."""
+    """The product with a parameter that a node is: a linear layer, or one of the two of experts."""
     if node.target is aten.linear.default and node.args[1].op == "get_attr":
         return Product(node, node.args[1], node.args[2] if len(node.args) > 2 else None, (1, 0))
-    if node.op == "call_function" and name_of(node).removeprefix("_").startswith("grouped_mm") and len(node.args) > 1:
-        weight = node.args[1]
-        if weight.op == "get_attr":
-            return Product(node, weight, None, (1, 2))
-        if weight.target is aten.transpose.int and {dim % 3 for dim in weight.args[1:]} == {1, 2}:
-            source = weight.args[0]
-            return Product(node, source, None, (2, 1)) if source.op == "get_attr" else None
+    if node.target in (experts.UP, experts.DOWN):
+        kind, parts = experts.kind_of(node.args[-1]), experts.parts_of(node)
+        blocks = 1 if kind.gate == "none" or kind.interleaved else 2
+        return Product(node, parts[0], kind.bias(parts), (1, 2) if kind.transposed else (2, 1), blocks)
     return None
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, attribute, calls, owner
-from ..kernels import HALF, ops
+from ..kernels import HALF, experts, ops
 from ..kernels.attention.call import TARGETS
 from ..kernels.attention.tail_tiles import tail_tiles
 from ..kernels.linear import LINEARS, PLAIN, packing_of, small_m, weight_of
@@ -39,6 +39,7 @@ CHOOSES = {"amax", "amin", "argmax", "argmin", "argsort", "embedding", "max", "m
 INVARIANT_OPS = MOVES | CREATES | CHOOSES
 KERNELS = {
     "spec_compile::rms_norm",
+    "spec_compile::route",
     "spec_compile::add_rms_norm",
     "spec_compile::all_gather",
     "spec_compile::all_reduce",
@@ -88,6 +89,10 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
         lack = small_m.lack(weight, *kind, graph.dtype) if kind else small_m.lack(weight)
         lack = lack or ("library product" if node.target is PLAIN else None)
         return lack and f"product {weight.shape[1]} -> {weight.shape[0]} ({lack})"
+    if node.target in (experts.UP, experts.DOWN):
+        weights = [attribute(graph.gm, part.target) for part in experts.parts_of(node)]
+        lack = experts.lack(weights, experts.kind_of(node.args[-1]))
+        return lack and f"experts ({lack})"
     space, name = _name(node)
     if f"{space}::{name}" in KERNELS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return None

@@ -157,19 +157,13 @@ def _cut_weights(graph: ModelGraph, plan: Plan, ranks) -> None:
 
 
 def _replace_weight(graph: ModelGraph, node: fx.Node, weight: fx.Node, cut: Cut, ranks) -> None:
-    """Let a node read this rank's part of a parameter, maybe through a transposition."""
+    """Let a node read this rank's part of a parameter."""
     part = ranks.slices.part(attribute(graph.gm, weight.target), cut)
     name = f"part_{weight.target.replace('.', '_')}"
     _register(graph.gm, name, part)
     with graph.gm.graph.inserting_before(node):
         fresh = graph.gm.graph.get_attr(name)
         fresh.meta = {**weight.meta, "val": weight.meta["val"].new_empty(part.shape)}
-        if weight not in node.all_input_nodes:
-            between = next(each for each in node.all_input_nodes if weight in each.all_input_nodes)
-            turned = graph.gm.graph.node_copy(between, lambda each: fresh)
-            turned.meta = {**between.meta, "val": fresh.meta["val"].transpose(1, 2)}
-            node.replace_input_with(between, turned)
-            return
     node.replace_input_with(weight, fresh)
 
 

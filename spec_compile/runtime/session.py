@@ -223,7 +223,11 @@ class Session:
         self.policies[part].cost.update({nodes: min(trial[nodes] for trial in times) for nodes in steps})
 
     def _seconds(self, step: Callable, arguments: tuple) -> float:
-        """How long a step takes that has run before."""
+        """How long a step takes that has run before, over tokens that differ: equal ones would go to the same experts
+        of a mixture, and any number of them would cost what one does."""
+        self.state.draw_tree()
+        if self.runtime.on_gpu:
+            torch.cuda.synchronize()
         tick = time.perf_counter()
         outcome = step(*arguments)
         if self.runtime.on_gpu:

@@ -146,6 +146,11 @@ class State(nn.Module):
         self.tree_count.fill_(1)
         self.tree_hint.zero_()
 
+    def draw_tree(self) -> None:
+        """Put random tokens, always the same, in the place of the pending trees."""
+        shape, generator = self.tree_tokens.shape, torch.Generator().manual_seed(0)
+        self.tree_tokens.copy_(torch.randint(self.is_eos.shape[1], shape, generator=generator))
+
     def propose(
         self, tokens: Tensor, parents: Tensor, count: Tensor, hint: Tensor, probs: Tensor | None = None
     ) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...graph import ModelGraph, attribute, owner
+from ...kernels import experts
 from ...kernels.linear import is_product
 from .compile import PartCompiler
 
@@ -97,7 +98,7 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     ends = {}
     for index, node in enumerate(nodes):
         layer = re.match(r".*?\.\d+(?=\.)", owner(node))
-        if is_product(node) and layer:
+        if (is_product(node) or node.target == experts.DOWN) and layer:
             ends[layer.group()] = index + _results(nodes, index)
     regions, begin = [], 0
     for end in sorted(ends.values()):
@@ -123,7 +124,7 @@ def _results(nodes: list[fx.Node], index: int) -> int:
 
 def _weight_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> int:
     """Bytes of the weights that the products among `nodes` read."""
-    products = [node for node in nodes if is_product(node)]
+    products = [node for node in nodes if is_product(node) or node.target in (experts.UP, experts.DOWN)]
     names = {source.target for node in products for source in node.all_input_nodes if source.op == "get_attr"}
     return sum(attribute(gm, name).nbytes for name in names)
 

@@ -1,0 +1,88 @@
+"""Experts: transformers' experts interface is given a function that emits the two markers of routed experts."""
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from ..compat import EXPERTS_INTERFACES, default_gate, experts_implementation
+from ..kernels.experts import DOWN, UP, Kind
+from ..kernels.linear.quantised.fp8_block import FP8
+from ..kernels.linear.quantised.layout import class_path, require, require_scale
+
+IMPLEMENTATION = "spec_compile"
+GPT_OSS = "GptOssExperts._apply_gate"
+
+
+def marked_experts(model: nn.Module) -> AbstractContextManager:
+    """A context in which `model` shows its routed experts as markers.
+
+    One function serves all families, because their experts are modules of one form (transformers'
+    ``use_experts_implementation``). A mixture that does not ask the interface keeps its own forward.
+    """
+    return experts_implementation(model, IMPLEMENTATION)
+
+
+def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward of a mixture's experts: hidden_states [T, H], top_k_index, top_k_weights [T, k] -> [T, H]."""
+    if getattr(module, "has_post_expert_norm", False):  # stands between the second product and the weights
+        return EXPERTS_INTERFACES[0]["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
+    first, second = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+    layout = dict(transposed=getattr(module, "is_transposed", False), biased=module.has_bias)
+    layout["block"] = _block(module)
+    gate = _gate(module)
+    x = UP(hidden_states, top_k_index, _parts(module, first), Kind(**gate, **layout).text)
+    if gate["gate"] == "none":
+        apply = module._apply_gate if module.has_gate else module.act_fn
+        x = apply(x.flatten(0, 1)).unflatten(0, top_k_index.shape)
+    return DOWN(x, top_k_index, top_k_weights, _parts(module, second), Kind(**layout).text)
+
+
+for _interface in EXPERTS_INTERFACES:
+    _interface.register(IMPLEMENTATION, _experts)
+
+
+def _parts(module: nn.Module, name: str) -> list[Tensor]:
+    """The tensors of a product in the order of `Kind`."""
+    names = name, *([f"{name}_scale_inv"] if _block(module) else ()), *([f"{name}_bias"] if module.has_bias else ())
+    return [getattr(module, each) for each in names]
+
+
+def _gate(module: nn.Module) -> dict:
+    """The fields of a `Kind` for the gate between the products; "none": it stays in the graph."""
+    method = type(module)._apply_gate
+    is_default = method is default_gate or _is_plain_fp8(module)
+    if module.has_gate and is_default and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
+        return dict(gate="silu")
+    if method.__qualname__ == GPT_OSS:
+        return dict(gate="clamped", interleaved=True, alpha=float(module.alpha), limit=float(module.limit))
+    return dict(gate="none")
+
+
+def _is_plain_fp8(module: nn.Module) -> bool:
+    """Whether experts of FP8 have the default gate."""
+    changes = "swiglu_alpha", "limit", "gate_softcap"
+    return _block(module) > 0 and all(getattr(module, name, None) is None for name in changes)
+
+
+def are_packed(module: nn.Module) -> bool:
+    """Whether a module is a mixture's experts in FP8; UnreadError if they are laid out otherwise than `Kind` says."""
+    if class_path(module) != "transformers.integrations.finegrained_fp8.FP8Experts":
+        return False
+    size = module.block_size
+    require(size is not None and size[0] == size[1], f"has blocks of {size}, expected square ones")
+    require(module.activation_scheme == "dynamic", f"has activations of the scheme {module.activation_scheme!r}")
+    for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+        weight, scales = getattr(module, name), getattr(module, f"{name}_scale_inv")
+        require(weight.dtype == FP8, f"has weights of {weight.dtype}, expected {FP8}")
+        require(scales.dtype == torch.float32, f"has scales of {scales.dtype}, expected torch.float32")
+        experts, *sizes = weight.shape
+        require_scale(f"{name}_scale_inv", scales, (experts, *(-(-each // size[0]) for each in sizes)))
+    return True
+
+
+def _block(module: nn.Module) -> int:
+    """The size of blocks of weights that share a scale; 0: they are not quantised."""
+    size = getattr(module, "block_size", None)
+    return 0 if size is None else size[0]

@@ -1,0 +1,221 @@
+"""The kernel of routed experts: both products of a mixture, each of which reads an expert's weights once.
+
+**A row's result has the same bits whatever other rows there are.** A program finds the rows of its expert, gathers them
+into tiles, in which a row's sums are formed by the same instructions wherever it stands, and adds a product up in one
+chain along the columns of the weights. What a token's experts give is added up by the last program to arrive at a
+stretch of outputs, in the router's order.
+
+A **pair** is a token and one of its experts; pair p is expert p % k of token p // k. Programs have a **slot** each.
+Where there are fewer pairs than experts, slot s serves the expert of pair s, unless a pair before it has the same; else
+slot s is expert s. So no list of experts has to be made first, and slots with nothing to do end at once.
+
+Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
+[BLOCK_N, BLOCK_K], sums [BLOCK_O, BLOCK_N].
+"""
+
+import triton
+import triton.language as tl
+
+from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
+
+CHUNK = 128
+"""Pairs that a program looks through at a time."""
+LARGEST_FP8 = tl.constexpr(448.0)
+
+
+@triton.jit
+def _expert_of(ids_ptr, slot, pairs, BY_PAIR: tl.constexpr, CHUNK: tl.constexpr):
+    """The expert that a slot serves, and its number of pairs, 0 if another slot serves it."""
+    pair = tl.arange(0, CHUNK)
+    expert = slot
+    if BY_PAIR:
+        expert = tl.load(ids_ptr + slot).to(tl.int32)
+    count = slot * 0
+    first = slot * 0 + pairs
+    for begin in range(0, pairs, CHUNK):
+        same = tl.load(ids_ptr + begin + pair, mask=begin + pair < pairs, other=-1).to(tl.int32) == expert
+        count += tl.sum(same.to(tl.int32))
+        first = tl.minimum(first, tl.min(tl.where(same, begin + pair, pairs)))
+    if BY_PAIR:
+        count = tl.where(first == slot, count, 0)
+    return expert, count
+
+
+@triton.jit
+def _pairs_of(ids_ptr, expert, n, pairs, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pairs of an expert with the numbers n [BLOCK_N] among its own; 0 behind the last."""
+    pair = tl.arange(0, CHUNK)
+    found = tl.zeros([BLOCK_N], tl.int32)
+    before = expert * 0
+    for begin in range(0, pairs, CHUNK):
+        same = tl.load(ids_ptr + begin + pair, mask=begin + pair < pairs, other=-1).to(tl.int32) == expert
+        number = before + tl.cumsum(same.to(tl.int32), 0) - 1
+        hit = (number[None, :] == n[:, None]) & same[None, :]
+        found += tl.sum(tl.where(hit, begin + pair[None, :], 0), 1)
+        before += tl.sum(same.to(tl.int32))
+    return found
+
+
+@triton.jit
+def _weight_rows(tile, outputs, SPLIT: tl.constexpr, BLOCK_O: tl.constexpr):
+    """Outputs in a tile [BLOCK_O], the last may lie behind the end. SPLIT: the first half are gates, the second half
+    what they gate; in the tile they alternate."""
+    r = tl.arange(0, BLOCK_O)
+    if SPLIT:
+        pair = tile * (BLOCK_O // 2) + r // 2
+        return tl.where(pair < outputs // 2, pair + r % 2 * (outputs // 2), outputs)
+    else:
+        return tile * BLOCK_O + r
+
+
+@triton.jit
+def _scaled_product(a, b, scale_at, DECODES: tl.constexpr):
+    """A tile's product of FP8: weights a [BLOCK_O, BLOCK_K] with scales of their outputs at scale_at [BLOCK_O], and
+    activations b [BLOCK_N, BLOCK_K], rounded to FP8 here. DECODES: the tensor cores get 16 or 32 bits."""
+    wide = b.to(tl.float32)
+    scale = tl.div_rn(tl.max(tl.abs(wide), 1), tl.full([b.shape[0]], LARGEST_FP8, tl.float32))
+    scale = tl.where(scale > 0, scale, 1.0)
+    codes = tl.div_rn(wide, scale[:, None] + tl.zeros_like(wide)).to(tl.float8e4nv)
+    if DECODES:
+        part = tl.dot(a.to(b.dtype), codes.to(b.dtype).T, input_precision="ieee")
+    else:
+        part = tl.dot(a, codes.T)
+    return part * (tl.load(scale_at)[:, None] * scale[None, :])
+
+
+@triton.jit
+def _multiply(
+    weight_ptr, scale_ptr, x_ptr, o, x_row, valid, outputs, inputs, stride_w, stride_x, BLOCK_N: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, SCALED: tl.constexpr,
+    DECODES: tl.constexpr,
+):  # fmt: skip
+    """The sums [BLOCK_O, BLOCK_N] of an expert's outputs o [BLOCK_O] for the rows x_row [BLOCK_N], in one chain.
+    EVEN: no tile reaches beyond the inputs. SCALED: outputs and inputs that share a scale, 0: there are no scales."""
+    k = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + k[None, :]
+    if TRANSPOSED:
+        w_at = weight_ptr + k.to(tl.int64)[:, None] * stride_w + o[None, :]
+        exists = (o < outputs)[None, :]
+    else:
+        w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + k[None, :]
+        exists = (o < outputs)[:, None]
+    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+    for start in tl.range(0, inputs, BLOCK_K):
+        inside = k < (BLOCK_K if EVEN else inputs - start)
+        if TRANSPOSED:
+            step, mask = start * stride_w, exists & inside[:, None]
+        else:
+            step, mask = start, exists & inside[None, :]
+        a = tl.load(w_at + step, mask=mask, other=0.0, eviction_policy="evict_first")
+        b = tl.load(x_at + start, mask=valid[:, None] & inside[None, :], other=0.0)
+        if SCALED > 0:
+            scales = tl.cdiv(inputs, SCALED)
+            row = tl.minimum(o, outputs - 1) // SCALED
+            acc += _scaled_product(a, b, scale_ptr + start // SCALED + row * scales, DECODES)
+        else:
+            acc = tl.dot(a.T if TRANSPOSED else a, b.T, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _gated(acc, alpha, limit, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, CLAMPED: tl.constexpr):
+    """acc [BLOCK_O, BLOCK_N], in which gate and up alternate -> [BLOCK_O / 2, BLOCK_N]."""
+    gate, up = acc.reshape(BLOCK_O // 2, 2, BLOCK_N).permute(0, 2, 1).split()
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1
+    else:
+        alpha = 1.0
+    return gate / (1 + tl.exp(-alpha * gate)) * up
+
+
+@triton.jit
+def _combine(
+    pairs_ptr, routing_ptr, out_ptr, column, rows, height, TOP: tl.constexpr, BLOCK_R: tl.constexpr,
+    HEIGHT: tl.constexpr,
+):  # fmt: skip
+    """What experts give, at pairs_ptr [rows * TOP, height], times the router's weights [rows, TOP], added up in the
+    router's order, to out [rows, height]."""
+    for begin in range(0, rows, BLOCK_R):
+        n = begin + tl.arange(0, BLOCK_R)
+        mask = (n < rows)[:, None] & (column < height)[None, :]
+        total = tl.zeros([BLOCK_R, HEIGHT], tl.float32)
+        for rank in tl.static_range(TOP):
+            pair = n * TOP + rank
+            weight = tl.load(routing_ptr + pair, mask=n < rows, other=0.0).to(tl.float32)
+            at = pairs_ptr + pair.to(tl.int64)[:, None] * height + column[None, :]
+            value = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            total = tl.fma(value, weight[:, None] + tl.zeros_like(value), total)
+        at = out_ptr + n.to(tl.int64)[:, None] * height + column[None, :]
+        tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fetch_first_tiles(weight_ptr, o, stride_w, prefetch, BLOCK_K: tl.constexpr):
+    """Fetch the first `prefetch` tiles of an expert's weights to the L2 cache."""
+    line = tl.arange(0, BLOCK_K // 64 if BLOCK_K > 64 else 1) * 64  # of 128 bytes, or of half a line of FP8
+    for step in range(0, prefetch):
+        at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + step * BLOCK_K + line[None, :]
+        prefetch_l2(at.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["pairs", "prefetch"])
+def experts_kernel(
+    x_ptr, ids_ptr, weight_ptr, scale_ptr, bias_ptr, pairs_ptr, routing_ptr, out_ptr, arrived_ptr, pairs, outputs,
+    inputs, stride_e, stride_w, stride_x, scale_stride, prefetch, alpha, limit, TOP: tl.constexpr,
+    BY_PAIR: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, DECODES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of outputs, slots). The first product of a mixture has rows of x for tokens, and its results go to
+    pairs_ptr [pairs, height]; the second, with a router's weights, has a row for each pair, and adds up to out."""
+    DOWN: tl.constexpr = routing_ptr is not None
+    tile, slot = tl.program_id(0), tl.program_id(1)
+    HEIGHT: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
+    height = outputs // 2 if GATED else outputs
+    column = tile * HEIGHT + tl.arange(0, HEIGHT)
+    o = _weight_rows(tile, outputs, GATED and not INTERLEAVED, BLOCK_O)
+
+    # The experts are known before the first product, so the second need not wait to find its own.
+    if PDL and not DOWN:
+        wait_for_kernel_before()
+    expert, count = _expert_of(ids_ptr, slot, pairs, BY_PAIR, CHUNK)
+    weight_ptr += expert.to(tl.int64) * stride_e
+    if PDL and DOWN:
+        if not TRANSPOSED:
+            _fetch_first_tiles(
+                weight_ptr, tl.minimum(o, outputs - 1), stride_w, tl.where(count > 0, prefetch, 0), BLOCK_K
+            )
+        wait_for_kernel_before()
+    if PDL:
+        let_next_kernel_begin(0, 0)
+    if SCALED > 0:
+        scale_ptr += expert.to(tl.int64) * scale_stride
+
+    # The expert's rows, BLOCK_N at a time. More than one tile of them finds the weights in the L2 cache.
+    for begin in range(0, count, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        pair = _pairs_of(ids_ptr, expert, n, pairs, CHUNK, BLOCK_N)
+        valid = n < count
+        acc = _multiply(
+            weight_ptr, scale_ptr, x_ptr, o, pair if DOWN else pair // TOP, valid, outputs, inputs, stride_w, stride_x,
+            BLOCK_N, BLOCK_O, BLOCK_K, EVEN, TRANSPOSED, SCALED, DECODES,
+        )  # fmt: skip
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + expert.to(tl.int64) * outputs + o, mask=o < outputs, other=0.0)
+            acc += bias.to(tl.float32)[:, None]
+        mask = (column < height)[:, None] & valid[None, :]
+        at = pairs_ptr + pair[None, :].to(tl.int64) * height + column[:, None]
+        if GATED:
+            value = _gated(acc, alpha, limit, BLOCK_O, BLOCK_N, CLAMPED)
+            tl.store(at, value.to(pairs_ptr.dtype.element_ty), mask=mask)
+        else:
+            tl.store(at, acc.to(pairs_ptr.dtype.element_ty), mask=mask)
+
+    # The last slot to arrive at these outputs adds up all pairs of each token.
+    if DOWN:
+        tl.debug_barrier()  # every thread's stores come before the release by one of them
+        done = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == tl.num_programs(1) - 1
+        if done:
+            _combine(pairs_ptr, routing_ptr, out_ptr, column, pairs // TOP, height, TOP, 16, HEIGHT)
+            tl.store(arrived_ptr + tile, 0)

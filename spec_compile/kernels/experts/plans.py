@@ -1,0 +1,38 @@
+"""How the products of experts are cut: the tuned constants."""
+
+from typing import NamedTuple
+
+MAX_ROWS = 512
+"""Tokens that the kernel takes in 16 bits; the experts of more are PyTorch's grouped products."""
+
+
+class Tile(NamedTuple):
+    """What a program multiplies at a time, of one expert: block_o outputs by block_k inputs, and block_n rows. None of
+    it changes a bit of the result, but for block_o: from 64 on the tensor cores take instructions of whole groups of
+    warps. warps, stages: of Triton's pipeline. prefetch: the tiles that the second product fetches before it waits."""
+
+    block_o: int
+    block_k: int
+    block_n: int
+    warps: int = 4
+    stages: int = 4
+    prefetch: int = 1
+
+
+TILES = Tile(64, 128, 16), Tile(64, 128, 32), Tile(64, 64, 64)
+"""Of 16 bits, in ascending order of rows."""
+SCALED = Tile(64, 128, 16, stages=5), Tile(64, 128, 32), Tile(64, 128, 64, stages=3)
+"""Of FP8, whose inputs have scales in blocks of 128."""
+WIDE = (Tile(64, 32, 16, stages=2),)
+"""Of float32, which is not tuned."""
+
+
+def tile(tokens: int, top: int, experts: int, block: int, size: int) -> Tile:
+    """The tile for so many tokens, of which each has `top` of the experts. block: of scales, or 0. size: bytes of a
+    number of the activations.
+
+    Rows of a tile are those that an expert has on average, twice over, so that few experts need a second tile.
+    """
+    tiles = SCALED if block else WIDE if size == 4 else TILES
+    rows = min(tokens, -(-2 * tokens * top // experts))
+    return next((each for each in tiles if rows <= each.block_n), tiles[-1])

@@ -1,0 +1,87 @@
+"""The choice of experts by a softmax of the router's logits, in one small kernel.
+
+Import this module only where Triton is installed. A program takes a row, so that its weights have the same bits beside
+any others. Of equal experts the first is chosen.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .. import dependent_launch
+from ..ops import as_rows
+
+AMONG = ("all", "all, to a sum of 1", "chosen")
+
+
+@torch.library.custom_op("spec_compile::route", mutates_args=(), device_types="cpu")
+def route(logits: Tensor, top: int, among: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The `top` experts of each row of logits [T, E], the largest first -> weights [T, top] of `dtype`, ids int64.
+
+    The weights are a softmax in float32, by `among`: of "all" experts; of all, divided by their sum ("all, to a sum of
+    1"); or of the "chosen" alone.
+    """
+    wide = logits.float()
+    values, ids = (wide if among == "chosen" else wide.softmax(dim=-1)).topk(top)
+    if among == "chosen":
+        values = values.softmax(dim=-1)
+    elif among != "all":
+        values = values / values.sum(dim=-1, keepdim=True)
+    return values.to(dtype), ids.contiguous()
+
+
+@route.register_fake
+def _(logits, top, among, dtype):
+    return logits.new_empty(len(logits), top, dtype=dtype), logits.new_empty(len(logits), top, dtype=torch.int64)
+
+
+@route.register_kernel("cuda")
+def launch(logits, top, among, dtype) -> tuple[Tensor, Tensor]:
+    """`route` by the kernel."""
+    logits, early = as_rows(logits), dependent_launch.available(logits)
+    weights = logits.new_empty(len(logits), top, dtype=dtype)
+    ids = torch.empty_like(weights, dtype=torch.int64)
+    if len(logits):
+        route_kernel[(len(logits),)](
+            logits, weights, ids, logits.stride(0), logits.shape[1], TOP=top, AMONG=AMONG.index(among),
+            BLOCK_E=triton.next_power_of_2(logits.shape[1]), BLOCK_T=triton.next_power_of_2(top), EARLY=early,
+            num_warps=1, **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
+    return weights, ids
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr, weights_ptr, ids_ptr, stride, experts, TOP: tl.constexpr, AMONG: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows)."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    expert, rank = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_T)
+    value = tl.load(logits_ptr + row * stride + expert, mask=expert < experts, other=-float("inf")).to(tl.float32)
+    if AMONG < 2:
+        value = tl.exp(value - tl.max(value, 0))
+        value = tl.where(expert < experts, value / tl.sum(value, 0), -1.0)
+
+    # The largest that is left, TOP times over.
+    chosen = tl.full([BLOCK_T], -float("inf"), tl.float32)
+    ids = tl.zeros([BLOCK_T], tl.int32)
+    for each in tl.static_range(TOP):
+        largest = tl.max(value, 0)
+        first = tl.min(tl.where(value == largest, expert, BLOCK_E), 0)
+        chosen = tl.where(rank == each, largest, chosen)
+        ids = tl.where(rank == each, first, ids)
+        value = tl.where(expert == first, -float("inf"), value)
+
+    if AMONG == 2:
+        chosen = tl.exp(chosen - tl.max(chosen, 0))
+    if AMONG > 0:
+        chosen = chosen / tl.sum(tl.where(rank < TOP, chosen, 0.0), 0)
+    at, mask = row * TOP + rank, rank < TOP
+    tl.store(weights_ptr + at, chosen.to(weights_ptr.dtype.element_ty), mask=mask)
+    tl.store(ids_ptr + at, ids.to(tl.int64), mask=mask)

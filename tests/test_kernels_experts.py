@@ -1,0 +1,160 @@
+"""Routed experts: the kernel against its plain meaning and its bits, and the markers against transformers' forwards.
+
+Without a GPU the kernels run in Triton's interpreter, in float32; ``pytest -m gpu`` runs them on a CUDA device.
+"""
+
+import models
+import pytest
+import torch
+from places import GPU, places
+
+from spec_compile.capture.experts import IMPLEMENTATION
+from spec_compile.capture.trace import capture
+from spec_compile.compat import EXPERTS_INTERFACES
+from spec_compile.graph import calls
+from spec_compile.kernels import counters, experts
+from spec_compile.kernels.experts import Kind, launch, plans
+
+route = pytest.importorskip("spec_compile.kernels.experts.route", exc_type=ImportError)
+
+PLACES = places(torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+TILE = plans.Tile(32, 32, 16, stages=2)
+SILU, CLAMPED = Kind("silu"), Kind("clamped", True, True, True, 1.702, 7.0)
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    """Device and dtype."""
+    return request.param
+
+
+class Mixture:
+    """Random experts, and tokens that are routed to them."""
+
+    def __init__(self, place, tokens, top, count, size, inner, first):
+        self.first = first
+        self.second = Kind(transposed=first.transposed, biased=first.biased, block=first.block)
+        outputs = inner * (1 if first.gate == "none" else 2)
+        self.up, self.down = self.parts(place, count, outputs, size), self.parts(place, count, size, inner)
+        self.x = torch.randn(tokens, size).to(*place)
+        self.ids = torch.stack([torch.randperm(count)[:top] for _ in range(tokens)]).to(place[0])
+        self.weights = torch.rand(tokens, top).to(place[0])
+
+    def parts(self, place, count, outputs, inputs):
+        weight = torch.randn(count, outputs, inputs) / inputs**0.5
+        if self.first.block:
+            blocks = [-(-size // self.first.block) for size in (outputs, inputs)]
+            return [weight.to(place[0], torch.float8_e4m3fn), torch.rand(count, *blocks).to(place[0]) + 0.5]
+        weight = weight.transpose(1, 2).contiguous() if self.first.transposed else weight
+        return [each.to(*place) for each in (weight, *([torch.randn(count, outputs)] if self.first.biased else ()))]
+
+    def plain(self):
+        """The plain meaning in float64, in which a GPU has no kernel."""
+        parts = [[each.cpu().double() for each in side] for side in (self.up, self.down)]
+        ids, weights = self.ids.cpu(), self.weights.cpu().double()
+        inner = experts.experts_up(self.x.cpu().double(), ids, parts[0], self.first.text)
+        return experts.experts_down(inner, ids, weights, parts[1], self.second.text)
+
+    def kernel(self, rows=slice(None), tile=TILE):
+        inner = launch.up(self.x[rows], self.ids[rows], self.up, self.first, tile)
+        out = launch.down(inner, self.ids[rows], self.weights[rows], self.down, self.second, tile)
+        assert counters.all_zero()
+        return out
+
+    def error(self, **options):
+        """Of the kernel, relative to the plain meaning."""
+        expected = self.plain()
+        return ((self.kernel(**options).cpu().double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(
+    "tokens, top, count, size, inner, kind",
+    [
+        (1, 2, 4, 48, 20, SILU),
+        (3, 1, 9, 64, 40, Kind("none")),
+        (17, 3, 5, 33, 34, SILU),  # more pairs than experts, and odd sizes
+        (5, 2, 12, 64, 33, CLAMPED),
+        (70, 2, 5, 32, 16, SILU),  # pairs that do not fit into one look
+        (6, 2, 3, 80, 48, Kind("silu", biased=True)),
+    ],
+)
+def test_experts(place, tokens, top, count, size, inner, kind):
+    assert Mixture(place, tokens, top, count, size, inner, kind).error() < TOLERANCE[place[1]]
+
+
+@pytest.mark.parametrize("count", [4, 42])
+def test_all_tokens_at_the_same_experts_and_at_none_alike(place, count):
+    mixture = Mixture(place, 20, 2, count, 32, 16, SILU)
+    mixture.ids[:] = torch.tensor([count - 1, 1])
+    assert mixture.error() < TOLERANCE[place[1]]  # 20 rows are two tiles
+    mixture.ids = torch.arange(40, device=place[0]).view(20, 2) % count
+    assert mixture.error() < TOLERANCE[place[1]]
+
+
+def test_a_row_has_the_same_bits_beside_any_others(place):
+    mixture = Mixture(place, 40, 3, 7, 64, 32, SILU)
+    mixture.ids[20:] = mixture.ids[20]
+    wide = plans.Tile(32, 32, 64, stages=2)
+    everything = mixture.kernel()
+    for rows in ([0], [39, 20], [7, 3, 21, 22, 5]):
+        for tile in (TILE, wide) if GPU else (TILE,):  # numpy adds up by the size of a tile
+            assert torch.equal(mixture.kernel(rows, tile), everything[rows])
+
+
+def test_experts_in_fp8():
+    """Activations that are codes already, because the interpreter rounds others in another way."""
+    place = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
+    mixture = Mixture(place, 3, 2, 8, 256, 128, Kind("none", block=128))
+    codes = torch.randint(-15, 16, (3, 256)).float()
+    codes[:, ::128] = 448
+    mixture.x = codes.to(*place)
+    up = [each.cpu() for each in mixture.up]
+    expected = experts.experts_up(mixture.x.cpu(), mixture.ids.cpu(), up, mixture.first.text)
+    got = launch.up(mixture.x, mixture.ids, mixture.up, mixture.first, plans.Tile(32, 128, 16, stages=2)).cpu()
+    assert (got - expected).norm() < TOLERANCE[place[1]] * expected.norm()
+
+
+@pytest.mark.parametrize("among", route.AMONG)
+@pytest.mark.parametrize("count, top", [(8, 2), (100, 6)])
+def test_route(place, among, count, top):
+    logits = (torch.randn(5, count) * 3).to(*place)
+    weights, ids = route.launch(logits, top, among, torch.float32)
+    expected_weights, expected_ids = route.route(logits.cpu(), top, among, torch.float32)
+    distinct = logits.sort(dim=1).values.diff(dim=1).ne(0).all(dim=1).cpu()  # of equal ones PyTorch takes any
+    assert torch.equal(ids.cpu()[distinct], expected_ids[distinct])
+    torch.testing.assert_close(weights.cpu(), expected_weights, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_of_equal_experts_is_chosen(place):
+    _, ids = route.launch(torch.zeros(2, 12, device=place[0]), 3, "all", torch.float32)
+    assert ids.tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_markers_mean_what_the_library_computes(captured, name):
+    model, graph = captured(name)
+    assert model.config._experts_implementation != IMPLEMENTATION
+    ids, positions = torch.randint(3, models.VOCAB, (2, 9)), torch.arange(9).expand(2, 9)
+    with torch.no_grad():
+        expected, got = model(input_ids=ids).logits, graph.gm(ids, positions)[0]
+    assert (got - expected).abs().max() < 1e-5 * expected.std()
+    mixtures = sum(hasattr(module, "down_proj") and hasattr(module, "num_experts") for module in model.modules())
+    for op in (experts.UP, experts.DOWN):
+        assert len(calls(graph.gm, op)) == mixtures > 0
+
+
+def test_a_gate_that_has_no_kernel_stays_in_the_graph():
+    """Of an activation that is not SiLU, and of experts without a gate."""
+    model = models.ADMITTED["mixtral"]()
+    for layer in model.model.layers:
+        layer.mlp.experts.act_fn = torch.nn.GELU()
+    graph = capture(model)
+    assert {node.args[-1].split()[0] for node in calls(graph.gm, experts.UP)} == {"none"}
+    ids, positions = torch.randint(3, models.VOCAB, (1, 9)), torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(graph.gm(ids, positions)[0], model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_interfaces_keep_their_own_functions():
+    assert all({"grouped_mm", "batched_mm", IMPLEMENTATION} <= {*table} for table in EXPERTS_INTERFACES)
