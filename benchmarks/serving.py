@@ -154,7 +154,12 @@ def main() -> None:
         rows += measure(name, fast, tokenizer, prompts, options)
         fast.destroy_cached_continuous_batching_manager()
         del fast
-    facts = {"model": options.model, "requests": len(prompts), "new_tokens": options.new_tokens, "stamp": stamp()}
+    facts = {
+        "model": options.model,
+        "requests": len(prompts),
+        "new_tokens": options.new_tokens,
+        "stamp": stamp(model.device),
+    }
     write_json(options.json, {"rows": [{**row, **facts} for row in rows]})
 
 

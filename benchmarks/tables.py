@@ -233,6 +233,26 @@ def bits(results: Results) -> str:
     return table(("model", "drafts", "tokens are", "same answers as plain steps"), rows)
 
 
+def serving(results: Results) -> str:
+    rows = []
+    for row in map(results.seen, results.all("serving", "rows")):
+        waits = (f"{row[key] * 1e3:.0f} ms" if key in row else "" for key in ("first_token_s", "first_token_p99_s"))
+        rows.append((row["model"], row["system"], str(row["in_flight"]), f"{row['tokens_per_s']:,.0f}", *waits))
+    return table(("model", "drafts", "in flight", "tokens/s", "first token after", "99th percentile"), rows)
+
+
+def tensor_parallel(results: Results) -> str:
+    rows = []
+    for row in map(results.seen, results.all("tensor_parallel", "rows")):
+        alone = {
+            str(one["nodes"]): one["ms"] for one in results.all("gpu", "shapes", row["shape"], "rounds")
+            if one["batch"] == 1 and one["context"] == row["context"]
+        }  # fmt: skip
+        for nodes, ms in row["ms"].items():
+            rows.append((SHAPES[row["shape"]], row["system"], nodes, f"{ms:.2f} ms", number(alone, nodes) + " ms"))
+    return table(("shape", "drafts", "N", "two GPUs", "one GPU"), rows)
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "summary": summary,
     "cpu_workloads": cpu_workloads,
@@ -247,6 +267,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "attention_prompts": attention_prompts,
     "kv_cache_dtype": kv_cache_dtype,
     "bits": bits,
+    "serving": serving,
+    "tensor_parallel": tensor_parallel,
 }
 
 

@@ -1,17 +1,20 @@
 """Rounds of models at published sizes, with random weights, shared out among the GPUs of one host.
 
 torchrun --standalone --nproc-per-node 2 benchmarks/tensor_parallel.py [--shape llama-8b] [--sizes 1 16 64] [--drafts]
+    [--json FILE]
 
-No GPU ever holds a whole model: each makes its own parts. The rows go to standard output as JSON, a line each.
+No GPU ever holds a whole model: each makes its own parts. The rows go into --json.
 """
 
 import argparse
 import gc
 import json
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common import RESULTS, stamp, write_json
 from drafts import TREE, make
 from gpu import families, rounds
 from shapes import SHAPES
@@ -56,6 +59,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--drafts", action="store_true", help="a tree of EAGLE-3, too, whole on each GPU and shared")
+    parser.add_argument("--json", type=Path, default=RESULTS / "tensor_parallel.json")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh("cuda", (int(os.environ["WORLD_SIZE"]),))
@@ -67,6 +71,7 @@ def main() -> None:
         for size in (1, mesh.size()):
             draft = TREE | dict(draft=head, draft_tensor_parallel_size=size)
             systems[f"EAGLE-3, tree of 16 in 5 steps, on {size}"] = ("eagle3", draft, [16])
+    rows = []
     for name, (algo, more, sizes) in systems.items():
         fast = spec_compile.speculate(model, algo, check=False, max_cache_len=8192, **more)
         times = rounds(fast, options.context, 1, sizes)
@@ -75,10 +80,13 @@ def main() -> None:
         row |= {"us_by_family_at_last": spent, "kernels_at_last": kernels}
         row |= {"notes": fast.speculation.options.ranks.notes}
         if mesh.get_rank() == 0:
+            rows.append({**row, "stamp": stamp(model.device)})
             print(json.dumps(row), flush=True)
             print(next(line for line in fast.speculation.explain().splitlines() if line.startswith("  shard")))
         del fast
         gc.collect()  # NCCL waits for captured graphs before its communicators end
+    if rows:
+        write_json(options.json, {"rows": rows})
     dist.destroy_process_group()
 
 
