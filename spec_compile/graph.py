@@ -93,6 +93,11 @@ class ModelGraph:
         self.decoder_layers = self.decoder_layers or len(self.layers)
 
     @property
+    def clamps_prompts(self) -> bool:
+        """Whether the model clamps the time steps of prompts, and not those of tokens that it generates."""
+        return bool(calls(self.gm, torch.ops.spec_compile.clamp_prompt.default))
+
+    @property
     def device(self) -> torch.device:
         """The device of the parameters."""
         return next(self.gm.parameters()).device

@@ -21,6 +21,7 @@ from spec_compile.passes.tap_hidden_states import FINAL
 NEW = 48
 OFTEN = ("lfm2", "qwen3_5", "falcon_h1", "nemotron_h", "jamba")
 NAMES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in models.HYBRIDS]
+NOISY = {"zamba": 5e-5}  # as far as its own generate() is from a plain forward
 PURE = ("mamba", "mamba2")
 """Without attention, their caches are not `past_key_values`."""
 
@@ -93,7 +94,7 @@ def test_the_answer_and_the_states_are_those_of_transformers(name):
             continue
         state = fast.speculation.engine.session(3).state
         for ours, theirs in zip(as_cached(state), states_of(plain.past_key_values), strict=True):
-            assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max(), name
+            assert (ours - theirs).abs().max() <= NOISY.get(name, 1e-5) * theirs.abs().max()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -185,6 +186,15 @@ def test_a_cache_that_comes_in_goes_to_transformers():
     with pytest.warns(UserWarning, match="past_key_values"):
         got = answer(fast, ids, mask, 8, past_key_values=first)
     assert torch.equal(got, answer(model, ids, mask, 8))
+
+
+def test_a_cache_that_single_steps_would_fill_otherwise_is_left_to_transformers():
+    """Nemotron-H clamps time steps in a forward over several tokens alone, by which we would fill the cache."""
+    model, fast = system("nemotron_h")
+    ids, mask = batch((40,))
+    with pytest.warns(UserWarning, match="past_key_values"):
+        got = answer(fast, ids, mask, 8, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, answer(model, ids, mask, 8))
 
 
 def test_a_projection_with_a_bias_shares_no_padding():

@@ -6,7 +6,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
-from ..graph import ModelGraph, calls
+from ..graph import ModelGraph
 from . import adapters, hooks
 from .checks import (
     LONGEST,
@@ -61,7 +61,7 @@ def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, paddi
     name, ids = type(model).__name__, ids.to(model.device)
 
     # The captured graph clamps time steps everywhere, the model in prompts alone.
-    tokens = 1 if calls(graph.gm, torch.ops.spec_compile.clamp_prompt.default) else STEPS
+    tokens = 1 if graph.clamps_prompts else STEPS
 
     def steps() -> tuple[Tensor, Tensor]:
         return _generated_logits(model, ids, padding, tokens)

@@ -17,13 +17,7 @@ from transformers.cache_utils import (
 from ..graph import LayerSpec
 
 READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
-RECURRENT = {
-    getattr(cache_utils, name)
-    for name in (
-        "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndStaticFullAttentionLayer"
-    )
-    if hasattr(cache_utils, name)
-}  # fmt: skip
+RECURRENT = {value for name, value in vars(cache_utils).items() if name.startswith("LinearAttention")}
 """Caches of layers with states, which the model itself fills (see `is_alike`)."""
 EMPTY = {getattr(cache_utils, "DummyLayer", DynamicLayer)}
 """The cache of a layer that reads another layer's keys and values."""

@@ -43,6 +43,9 @@ def unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict)
     if (is_filled or prompt.is_embedded) and not speculation.caches_alike:
         name = "past_key_values" if is_filled else "inputs_embeds"
         return f"{name} (the model's own cache holds something else than the keys and values of each layer)"
+    is_asked_for = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    if cache is not None and is_asked_for and speculation.engine.captured.clamps_prompts:
+        return "past_key_values (the model's forward over several tokens leaves other states than single steps)"
     states = model_kwargs.get("cache_params")  # what a model without attention has in place of past_key_values
     if states is not None and (generation_config.return_dict_in_generate or getattr(states, "_is_user_defined", False)):
         return "cache_params"

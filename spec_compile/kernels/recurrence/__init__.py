@@ -15,7 +15,6 @@ from .base import Kind
 KINDS: dict[str, Kind] = {
     kind.name: kind for kind in (convolution.KIND, linear.DECAY, linear.DELTA, selective.KIND)
 }  # fmt: skip
-FLOOR = "spec_compile::clamp_prompt"
 
 
 @torch.library.custom_op("spec_compile::recurrence", mutates_args=())
