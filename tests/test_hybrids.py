@@ -14,8 +14,9 @@ from spec_compile import UnsupportedModelError, passes
 from spec_compile.capture.checks import check_tree
 from spec_compile.capture.trace import capture
 from spec_compile.drafters.modules.eagle import Eagle3Head
+from spec_compile.graph import ModelGraph
 from spec_compile.kernels import recurrence as recurrences
-from spec_compile.passes.row_invariance import variant_parts
+from spec_compile.passes.row_invariance import require_same_bits, variant_parts
 from spec_compile.passes.tap_hidden_states import FINAL
 
 NEW = 48
@@ -236,9 +237,13 @@ def test_the_check_of_a_tree_sees_states(monkeypatch):
             check_tree("Qwen", graph, verify)
 
 
-def test_bits_are_not_promised():
+def test_bits_are_not_promised(monkeypatch):
     graph = passes.run(capture(models.HYBRIDS["lfm2"]()), passes.Settings())
-    assert variant_parts(graph) == ["float32 on a CPU (bits are promised in bfloat16 and float16 on a GPU)"]
+    monkeypatch.setattr(ModelGraph, "device", torch.device("cuda"))
+    graph.dtype = torch.bfloat16
+    assert any("layers.0.conv: recurrence of kind convolution" in part for part in variant_parts(graph))
+    with pytest.raises(UnsupportedModelError, match=r"exact: 'bits' cannot be kept.*recurrence of kind convolution"):
+        require_same_bits(graph)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
         _refuse(model, "keeps a recurrent state that cannot be rolled back when drafted tokens are rejected")
     unknown = sorted(set(layer_types(config)) - set(PARTS if is_recurrent else ATTENTION))
     if unknown:
-        _refuse(model, f"has layers of type {', '.join(unknown)}; only full and sliding-window attention is exact")
+        _refuse(model, f"has layers of type {', '.join(unknown)}, which a token tree cannot express here")
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         _refuse(model, "uses ALiBi position biases, which a token tree cannot express yet")
     rope = getattr(config, "rope_parameters", None) or {}
