@@ -255,3 +255,19 @@ def test_compiled(name):
     fast = spec_compile.speculate(model)
     assert torch.equal(answer(fast, ids, mask, 24, reference=texts(plain, mask)), plain)
     assert fast.speculation.stats.rounds < 12
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "kimi_linear", "falcon_h1", "nemotron_h", "jamba", "mamba2"])
+def test_on_a_gpu(name, compile):
+    """Captured rounds, uncompiled ones too, in float32: the answer, and the states of a model with a cache."""
+    model = models.HYBRIDS[name]().cuda()
+    fast = spec_compile.speculate(model, compile=compile, max_cache_len=512)
+    for lengths, seed in (((5, 70, 131), 0), ((1, 2, 65), 1)):
+        ids, mask = (tensor.cuda() for tensor in batch(lengths, seed))
+        plain = answer(model, ids, mask)
+        references = [row.cpu() for row in texts(plain, mask)]
+        assert torch.equal(answer(fast, ids, mask, reference=references), plain)
+    assert fast.speculation.stats.accept_length > 3

@@ -157,3 +157,26 @@ def test_siblings_have_windows_of_their_own():
     state = torch.tensor([7.0, 8.0, 9.0])[None, :, None].expand(B, -1, 6).contiguous()
     out = advance_or_look("convolution", inputs, state, stash_of("convolution", inputs), VALID, ancestry(parents)[0])
     assert out[0, :, 0].tolist() == [7891.0, 8912.0, 8913.0, 9124.0, 9135.0]
+
+
+@pytest.mark.parametrize("kind", ["convolution", "delta", "selective"])
+def test_one_compilation_serves_every_number_of_nodes(kind):
+    """As a round on a GPU is compiled, whose guards are dropped."""
+    torch._dynamo.reset()
+    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    look = torch.compile(advance_or_look, backend="aot_eager", dynamic=True, fullgraph=True, options=options)
+    state = None
+    for nodes in (37, 5, 64):
+        inputs = inputs_of(kind, nodes)
+        state = some_state(kind, inputs) if state is None else state
+        ancestors = ancestry(tree_of("random", nodes).expand(B, -1))[0]
+        if nodes == 37:
+            varying = [x for number, x in enumerate(inputs) if number not in KINDS[name_of(kind)].constants]
+            for tensor in (*varying, ancestors):
+                torch._dynamo.mark_dynamic(tensor, 1)
+        stashes = stash_of(kind, inputs), stash_of(kind, inputs)
+        with torch.compiler.set_stance("default" if nodes == 37 else "fail_on_recompile"):
+            out = look(name_of(kind), inputs, state, stashes[0], VALID, ancestors)
+        expected = advance_or_look(name_of(kind), inputs, state, stashes[1], VALID, ancestors)
+        torch.testing.assert_close(out, expected)
+        assert all(torch.equal(*pair) for pair in zip(*stashes))
