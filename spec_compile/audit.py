@@ -232,7 +232,7 @@ def _speculative_logits(fast: Any, ids: Tensor, options: dict) -> tuple[Tensor, 
 def _graph_logits(verify: ModelGraph, text: Tensor, count: int) -> Tensor:
     """Logits [count, V] of the rewritten graph, not compiled, at the last `count` positions of `text` [1, T]."""
     length = text.shape[1]
-    cache = Cache(verify, 1, -(-length // PAGE) * PAGE).tensors  # a multiple of pages, as a session's
+    cache = Cache(verify, 1, -(-length // PAGE) * PAGE).argument  # a multiple of pages, as a session's
     positions = torch.arange(length, device=text.device)[None]
     return verify.gm(text, positions, text.new_zeros(1), None, cache, length)[0][0, -count:]
 

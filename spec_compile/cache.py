@@ -1,4 +1,4 @@
-"""`Cache`: the keys and values of a batch of sequences, at fixed addresses."""
+"""`Cache`: the keys, values and states of a batch of sequences, at fixed addresses."""
 
 import mmap
 
@@ -11,8 +11,56 @@ PAGE = 128
 """Slots of a cache come in multiples of this many."""
 
 
+class States(nn.Module):
+    """The states of B sequences in every recurrence of a graph, and a stash of what their trees would change.
+
+    A state is behind the committed tokens. It changes where a chunk of a prompt is processed, and where nodes of a tree
+    are committed; the verification of a tree reads it alone.
+    """
+
+    def __init__(self, graph: ModelGraph, batch: int):
+        super().__init__()
+        self.kinds = [spec.kind for spec in graph.recurrences]
+        for number, spec in enumerate(graph.recurrences):
+            is_shared = [False, *(shared for _, shared in spec.stash)]
+            for part, (shape, dtype, shared) in enumerate(zip(spec.shapes, spec.dtypes, is_shared)):
+                rows = () if shared else (batch,)
+                empty = torch.zeros(*rows, *shape, dtype=dtype or graph.dtype, device=graph.device)
+                self.register_buffer(f"part_{number}_{part}", empty, persistent=False)
+        self.parts = [1 + len(spec.stash) for spec in graph.recurrences]
+        for name in ("valid", "prompt_lengths") if self.kinds else ():
+            counts = torch.zeros(batch, dtype=torch.int64, device=graph.device)
+            self.register_buffer(name, counts, persistent=False)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, list[Tensor]]:
+        """State and stash of a recurrence."""
+        state, *stash = (getattr(self, f"part_{number}_{part}") for part in range(self.parts[number]))
+        return state, stash
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """How many tokens of a chunk count [B], the lengths of the prompts [B], and the parts of each recurrence."""
+        if not self.kinds:
+            return []
+        parts = [tensor for number in range(len(self.kinds)) for tensor in (self[number][0], *self[number][1])]
+        return [self.valid, self.prompt_lengths, *parts]
+
+    def reset(self, prompt_lengths: Tensor) -> None:
+        """Begin B new sequences, whose prompts have these lengths [B]."""
+        if self.kinds:
+            self.prompt_lengths.copy_(prompt_lengths)
+            for number in range(len(self.kinds)):
+                self[number][0].zero_()
+
+    def commit(self, path: Tensor, gained: Tensor) -> None:
+        """Lead every state over the first gained[b] nodes of the path [B, N] of the tree that was verified last."""
+        for number, kind in enumerate(self.kinds):
+            state, stash = self[number]
+            torch.ops.spec_compile.recurrence_commit(kind, stash, state, path, gained)
+
+
 class Cache(nn.Module):
-    """Keys and values of B sequences of up to `slots` tokens, in every attention layer of a graph."""
+    """Keys and values of B sequences of up to `slots` tokens, in every attention layer of a graph, and their states."""
 
     def __init__(self, graph: ModelGraph, batch: int, slots: int):
         super().__init__()
@@ -21,6 +69,12 @@ class Cache(nn.Module):
             for name, size in (("keys", layer.key_dim), ("values", layer.value_dim)):
                 empty = _zeros((batch, layer.kv_heads, slots, size), graph.cache_dtype or graph.dtype, graph.device)
                 self.register_buffer(f"{name}_{number}", empty, persistent=False)
+        self.states = States(graph, batch)
+
+    @property
+    def argument(self) -> list[Tensor]:
+        """What a rewritten graph takes as ``cache``."""
+        return [*self.tensors, *self.states.tensors]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -34,13 +88,13 @@ class Cache(nn.Module):
 
     def share(self, other: "Cache") -> None:
         """Take the first rows of `other` in place of rows of its own."""
-        for (name, tensor), larger in zip(list(self.named_buffers()), other.tensors):
+        for (name, tensor), larger in zip(list(self.named_buffers(recurse=False)), other.tensors):
             setattr(self, name, larger[: len(tensor)])
 
     def resize(self, slots: int) -> list[Tensor]:
         """Put empty tensors of `slots` slots in place of the present `tensors`, and return the latter."""
         before = self.tensors
-        for name, tensor in list(self.named_buffers()):
+        for name, tensor in list(self.named_buffers(recurse=False)):
             batch, heads, _, size = tensor.shape
             setattr(self, name, _zeros((batch, heads, slots, size), tensor.dtype, tensor.device))
         return before

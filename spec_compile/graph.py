@@ -1,9 +1,14 @@
 """`ModelGraph`: the captured model, and the contract between capture, the passes and the runtime."""
 
+import math
+import re
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+
+LAYER = re.compile(r"\.(?:layers|h|blocks|decoder_layers)\.(\d+)(?:\.|$)")
+"""The number of a decoder layer in the path of a module."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,26 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class RecurrenceSpec:
+    """One recurrence: its kind, and what a batch of sequences keeps of it.
+
+    kind: a key of `kernels.recurrence.KINDS`. state: shape of a row's state. stash: for each input that a commit reads,
+    a shape, and whether it has no entry for each row. dtypes: of the state and of each part of the stash; None is the
+    dtype of the model.
+    """
+
+    kind: str
+    state: tuple[int, ...]
+    stash: tuple[tuple[tuple[int, ...], bool], ...]
+    dtypes: tuple[torch.dtype | None, ...]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the state and of each part of the stash, without rows."""
+        return [self.state, *(shape for shape, _ in self.stash)]
+
+
+@dataclass(frozen=True)
 class PassReport:
     """The result of one pass: a sentence on what it changed, the call nodes before and after, the code after it."""
 
@@ -40,7 +65,8 @@ class ModelGraph:
     """A causal LM as one FX graph of ATen calls.
 
     As captured, ``gm(input_ids[B, T], positions[B, T]) -> (logits[B, T, V],)`` with one
-    ``spec_compile::attention`` node per layer, symbolic B and T, and parameters shared with the model.
+    ``spec_compile::attention`` node for each attention, one ``spec_compile::recurrence`` node for each recurrence and
+    each short convolution, symbolic B and T, and parameters shared with the model.
     """
 
     gm: fx.GraphModule
@@ -59,6 +85,17 @@ class ModelGraph:
     """Whether a call whose result nobody reads can be dropped."""
     backend: str = ""
     """Name of its attention backend ("": its layers have no cache yet)."""
+    recurrences: tuple[RecurrenceSpec, ...] = ()
+    decoder_layers: int = 0
+    """Decoder layers of a model, which may have attention, recurrences, both or none (0: as many as attend)."""
+
+    def __post_init__(self):
+        self.decoder_layers = self.decoder_layers or len(self.layers)
+
+    @property
+    def clamps_prompts(self) -> bool:
+        """Whether the model clamps the time steps of prompts, and not those of tokens that it generates."""
+        return bool(calls(self.gm, torch.ops.spec_compile.clamp_prompt.default))
 
     @property
     def device(self) -> torch.device:
@@ -70,6 +107,12 @@ class ModelGraph:
         """Bytes of the keys and values of one token."""
         numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
         return numbers * (self.cache_dtype or self.dtype).itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the states of one sequence and of the stash of its tree."""
+        parts = [(shape, dtype) for spec in self.recurrences for shape, dtype in zip(spec.shapes, spec.dtypes)]
+        return sum(math.prod(shape) * (dtype or self.dtype).itemsize for shape, dtype in parts)
 
     def copy(self) -> "ModelGraph":
         """A copy that passes may rewrite, with the same parameters."""
@@ -89,6 +132,15 @@ def owner(node: fx.Node) -> str:
     """Path of the innermost module that issued a node ('' if unknown)."""
     stack = node.meta.get("nn_module_stack")
     return next(reversed(stack.values()))[0] if stack else ""
+
+
+def layer_of(node: fx.Node) -> int | None:
+    """Number of the decoder layer that issued a node; None: it stands outside of them."""
+    for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values()):
+        match = LAYER.search(path)
+        if match:
+            return int(match[1])
+    return None
 
 
 def attribute(gm: fx.GraphModule, name: str) -> torch.Tensor:

@@ -446,7 +446,7 @@ FLAVOURS = {
     "mtp_deepseek_nextn": Flavour("mtp", models.ADMITTED["deepseek_v3"], mtp_deepseek, options={"export": True}),
     "mtp_glm": Flavour("mtp", glm, mtp_glm),
     "mtp_mimo": Flavour("mtp", models.ADMITTED["qwen2"], mtp_mimo, "bin"),
-    "mtp_qwen": Flavour("mtp", models.REFUSED["qwen3_next"], mtp_qwen, "sharded"),
+    "mtp_qwen": Flavour("mtp", models.HYBRIDS["qwen3_next"], mtp_qwen, "sharded"),
     "mtp_qwen35": Flavour("mtp", qwen35, mtp_qwen),
 }  # fmt: skip
 

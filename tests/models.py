@@ -1,4 +1,4 @@
-"""Tiny random causal LMs for the tests: `ADMITTED` and `REFUSED` map a name to a zero-argument
+"""Tiny random causal LMs for the tests: `ADMITTED`, `HYBRIDS` and `REFUSED` map a name to a zero-argument
 builder of a fresh fp32 CPU eval() model.  Two calls give equal weights, and the global random
 state is left alone.  `python tests/models.py [name ...]` prints what Hugging Face's own greedy
 generation does with each."""
@@ -69,6 +69,53 @@ _ADMITTED = {
         num_experts_per_tok=2, rope_parameters=dict(rope_type="default", rope_theta=10000.0))),
 }
 
+GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+           layer_types=[LIN, FULL])
+SSD = dict(GQA, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=2, mamba_chunk_size=16)
+MLA = dict(BASE, num_key_value_heads=4, layer_types=[LIN, FULL], kv_lora_rank=24, qk_rope_head_dim=8,
+           qk_nope_head_dim=16, v_head_dim=12, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1)
+_HYBRID = {  # layers with recurrences or short convolutions
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", dict(
+        GQA16, **MOE, **GDN, shared_expert_intermediate_size=32), dict(seed=1)),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", dict(GQA16, **GDN)),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", dict(
+        GQA16, **MOE, **GDN, shared_expert_intermediate_size=32)),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", dict(
+        GQA, **dict(GDN, linear_num_key_heads=4, linear_key_head_dim=12, linear_value_head_dim=24))),
+    "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM", dict(
+        MLA, linear_num_heads=4, linear_head_dim=16, num_local_experts=4, n_shared_experts=1)),
+    "bailing_hybrid": ("BailingHybridConfig", "BailingHybridForCausalLM", dict(
+        MLA, q_lora_rank=32, head_dim=16, num_experts=4)),
+    "bamba": ("BambaConfig", "BambaForCausalLM", dict(SSD, attn_layer_indices=[1])),
+    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", dict(SSD, head_dim=16, mamba_d_ssm=128)),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", dict(
+        SSD, layer_types=[LIN, FULL], num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48)),
+    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", dict(
+        GQA16, layers_block_type=[LIN, "mlp", FULL, "moe"], mamba_num_heads=8, mamba_head_dim=16, n_groups=2,
+        ssm_state_size=16, chunk_size=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32, n_group=1, topk_group=1)),
+    "zamba2": ("Zamba2Config", "Zamba2ForCausalLM", dict(
+        BASE, num_key_value_heads=4, num_hidden_layers=3, layers_block_type=[LIN, "hybrid", LIN], mamba_d_state=16,
+        mamba_headdim=16, n_mamba_heads=8, mamba_ngroups=2, chunk_size=16, num_mem_blocks=1, adapter_rank=8)),
+    "zamba": ("ZambaConfig", "ZambaForCausalLM", dict(
+        BASE, num_key_value_heads=4, num_hidden_layers=3, layers_block_type=[LIN, "hybrid", "hybrid"],
+        mamba_d_state=8, mamba_dt_rank=8, n_mamba_heads=4)),
+    "jamba": ("JambaConfig", "JambaForCausalLM", dict(
+        GQA, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, num_experts=4,
+        num_experts_per_tok=2, mamba_d_state=8, mamba_dt_rank=8)),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", dict(
+        GQA, block_auto_adjust_ff_dim=False, layer_types=["conv", FULL])),
+    "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", dict(
+        GQA, **MOE, layer_types=["conv", FULL], num_dense_layers=1)),
+    "lfm3": ("Lfm3Config", "Lfm3ForCausalLM", dict(
+        GQA, num_hidden_layers=3, layer_types=["conv", FULL, WIN], sliding_window=8)),
+    "mamba": ("MambaConfig", "MambaForCausalLM", dict(
+        vocab_size=VOCAB, hidden_size=64, state_size=8, num_hidden_layers=2, time_step_rank=8)),
+    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", dict(
+        vocab_size=VOCAB, hidden_size=64, state_size=16, num_hidden_layers=2, num_heads=8, head_dim=16, n_groups=1,
+        chunk_size=16)),
+}
+
 _REFUSED = {
     "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", dict(
         GQA16, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=1, interleave_moe_layer_step=2,
@@ -82,23 +129,8 @@ _REFUSED = {
     "falcon_alibi": ("FalconConfig", "FalconForCausalLM", dict(
         BASE, ffn_hidden_size=96, alibi=True, multi_query=False, parallel_attn=False, bias=True), dict(embed=0.12)),
     "gptj": ("GPTJConfig", "GPTJForCausalLM", dict(GPT2, rotary_dim=8)),
-    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", dict(
-        GQA16, **MOE, layer_types=[LIN, FULL], shared_expert_intermediate_size=32, linear_num_key_heads=2,
-        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16), dict(seed=1)),
-    "jamba": ("JambaConfig", "JambaForCausalLM", dict(
-        GQA, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, num_experts=4,
-        num_experts_per_tok=2, mamba_d_state=8, mamba_dt_rank=8)),
-    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", dict(
-        GQA, head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16)),
     "recurrent_gemma": ("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", dict(
         GQA, num_hidden_layers=3, lru_width=64, attention_window_size=64), dict(embed=0.06, final=3.0, seed=1)),
-    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", dict(
-        GQA, block_auto_adjust_ff_dim=False, layer_types=["conv", FULL])),
-    "mamba": ("MambaConfig", "MambaForCausalLM", dict(
-        vocab_size=VOCAB, hidden_size=64, state_size=8, num_hidden_layers=2, time_step_rank=8)),
-    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", dict(
-        vocab_size=VOCAB, hidden_size=64, state_size=16, num_hidden_layers=2, num_heads=8, head_dim=16, n_groups=1,
-        chunk_size=16)),
     "rwkv": ("RwkvConfig", "RwkvForCausalLM", dict(
         vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, context_length=512, intermediate_size=96)),
     "t5": ("T5Config", "T5ForConditionalGeneration", dict(
@@ -152,6 +184,7 @@ def build(config, model, kwargs, over=()):
 
 
 ADMITTED = {name: (lambda row=row: build(*row)) for name, row in _ADMITTED.items()}
+HYBRIDS = {name: (lambda row=row: build(*row)) for name, row in _HYBRID.items() if hasattr(transformers, row[1])}
 REFUSED = {name: (lambda row=row: build(*row)) for name, row in _REFUSED.items()}
 
 
@@ -196,7 +229,7 @@ def main(names):
     rows, ids, mask = prompts()
     print(f"{'name':<16}{'params':>8}{'distinct':>12}{'min gap':>10}{'med gap':>9}  "
           "left-padded = single rows (24, 9, 15)")
-    for kind, zoo in (("admitted", ADMITTED), ("refused", REFUSED)):
+    for kind, zoo in (("admitted", ADMITTED), ("hybrid", HYBRIDS), ("refused", REFUSED)):
         print(f"-- {kind}")
         for name, builder in zoo.items():
             if names and name not in names:

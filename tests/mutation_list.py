@@ -57,6 +57,26 @@ STATE = [
         f"{ROUND} -k 'test_rounds_over_random_trees and llama-16-3'",
     ),
     Mutation(
+        "states are led over rejected nodes", f"{RUNTIME}state.py",
+        "self.kv.states.commit(accepted.path, gained)", "self.kv.states.commit(accepted.path, gained + 1)",
+        "tests/test_hybrids.py -k test_the_answer_and_the_states",
+    ),
+    Mutation(
+        "a state of a call is that of the next", f"{RUNTIME}state.py",
+        "self.kv.states.reset(self.prompt_lengths)", "self.kv.states.valid",
+        "tests/test_hybrids.py -k test_the_answer_and_the_states",
+    ),
+    Mutation(
+        "what stands behind a prompt enters its state", f"{RUNTIME}round.py",
+        "(state.prompt_lengths - 1 - state.lengths).clamp(0, size)", "(state.prompt_lengths + size).clamp(0, size)",
+        "tests/test_hybrids.py -k test_the_answer_and_the_states",
+    ),
+    Mutation(
+        "steps that are tried change states", f"{RUNTIME}session.py",
+        "self.state.finished.fill_(True)", "self.state.finished.any()",
+        "tests/test_hybrids.py -k test_building_steps",
+    ),
+    Mutation(
         "the finished rows of a call are those of the next", f"{RUNTIME}state.py",
         "self.finished.zero_()", "self.finished.any()",
         f"{ROUND} -k test_a_request_leaves_nothing_to_the_next",

@@ -71,13 +71,7 @@ REASONS = {
     "falcon_rope": "does not call its attention through transformers",
     "falcon_alibi": "ALiBi",
     "gptj": "attention through transformers'",
-    "qwen3_next": "recurrent state",
-    "jamba": "recurrent state",
-    "falcon_h1": "recurrent state",
     "recurrent_gemma": "recurrent state",
-    "lfm2": "layers of type conv",
-    "mamba": "recurrent state",
-    "mamba2": "recurrent state",
     "rwkv": "recurrent state",
     "t5": "encoder-decoder",
 }

@@ -1073,7 +1073,7 @@ def test_models_without_a_draft(tmp_path):
     with pytest.raises(ValueError, match="training mode"):
         train(tmp_path / "head", model=models.ADMITTED["llama"]().train())
     with pytest.raises(UnsupportedModelError, match="recurrent state"):
-        train(tmp_path / "head", model=models.REFUSED["mamba"]())
+        train(tmp_path / "head", model=models.REFUSED["rwkv"]())
     with pytest.raises(UnsupportedModelError, match=r"Gemma3ForCausalLM.*use algo='eagle3'"):
         train(tmp_path / "head", "mtp", model=target("gemma3"))
 

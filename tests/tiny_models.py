@@ -82,6 +82,17 @@ BY_CLASS: dict[str, dict] = {
     "Gemma4ForConditionalGeneration": dict(text_config=dict(layer_types=[models.WIN, models.FULL] * 2)),
     "Gemma4UnifiedForConditionalGeneration": dict(text_config=dict(layer_types=[models.WIN, models.FULL] * 2)),
     "GraniteMoeHybridForCausalLM": dict(layer_types=["mamba", models.FULL] * 2),
+    "ZambaForCausalLM": dict(
+        layers_block_type=[models.LIN, "hybrid", "hybrid", models.LIN], attention_hidden_size=128, attention_head_dim=32
+    ),
+    "Zamba2ForCausalLM": dict(
+        layers_block_type=[models.LIN, "hybrid", models.LIN, models.LIN],
+        num_mem_blocks=1,
+        n_mamba_heads=8,
+        attention_hidden_size=128,
+        attention_head_dim=32,
+    ),
+    "ZayaForCausalLM": dict(num_experts_per_tok=1),
     "XmodForCausalLM": dict(default_language="en_XX"),
     "ReformerModelWithLMHead": dict(axial_pos_shape=[16, 32], axial_pos_embds_dim=[32, 32]),
 }

@@ -9,9 +9,10 @@ from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
 from ..kernels import HALF
+from .layers import ATTENTION, PARTS, layer_types
 from .quantised import admit_quantisation, packed_experts, packed_layers
+from .recurrences import has_recurrences
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 OLDEST_GPU = (8, 0)
 GROWING_ROPE = {"dynamic", "longrope"}
@@ -33,11 +34,12 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
         _refuse(model, "is not a causal language model; load it with AutoModelForCausalLM")
     if not hasattr(model.get_output_embeddings(), "weight"):
         _refuse(model, "has several output heads; only models with one head, over one vocabulary, can be speculated")
-    if getattr(model, "_is_stateful", False):
+    is_recurrent = has_recurrences(model)
+    if getattr(model, "_is_stateful", False) and not is_recurrent:
         _refuse(model, "keeps a recurrent state that cannot be rolled back when drafted tokens are rejected")
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    unknown = sorted(set(layer_types(config)) - set(PARTS if is_recurrent else ATTENTION))
     if unknown:
-        _refuse(model, f"has layers of type {', '.join(unknown)}; only full and sliding-window attention is exact")
+        _refuse(model, f"has layers of type {', '.join(unknown)}, which a token tree cannot express here")
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         _refuse(model, "uses ALiBi position biases, which a token tree cannot express yet")
     rope = getattr(config, "rope_parameters", None) or {}

@@ -60,8 +60,11 @@ def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, paddi
     """UnsupportedModelError if `generate` fails or differs. ids [B, T]: the first `padding[b]` of row b are masked."""
     name, ids = type(model).__name__, ids.to(model.device)
 
+    # The captured graph clamps time steps everywhere, the model in prompts alone.
+    tokens = 1 if graph.clamps_prompts else STEPS
+
     def steps() -> tuple[Tensor, Tensor]:
-        return _generated_logits(model, ids, padding)
+        return _generated_logits(model, ids, padding, tokens)
 
     if not has_half(graph):
         generated, texts = steps()
@@ -76,12 +79,14 @@ def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, paddi
         compare_rounding(name, GENERATE, generated, _captured_logits(graph, texts, padding, generated.shape[1]), exact)
 
 
-def _generated_logits(model: PreTrainedModel, ids: Tensor, padding: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _generated_logits(
+    model: PreTrainedModel, ids: Tensor, padding: tuple[int, ...], tokens: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Logits [B, steps, V] by `generate`, and the texts [B, T + steps - 1] behind them, their padding on the right."""
     pads = torch.tensor(padding, device=ids.device)[:, None]
     mask = (torch.arange(ids.shape[1], device=ids.device) >= pads).long()
     try:
-        output = _generate(model, ids, mask)
+        output = _generate(model, ids, mask, tokens)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise UnsupportedModelError(
@@ -99,11 +104,11 @@ def _captured_logits(graph: ModelGraph, texts: Tensor, padding: tuple[int, ...],
     return logits[rows, last + torch.arange(1 - steps, 1, device=texts.device)]
 
 
-def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor):
-    """Greedy tokens by transformers' `generate`, with the raw logits of each, whatever the model's settings."""
+def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: int):
+    """So many greedy tokens by transformers' `generate`, with the raw logits of each, whatever the model's settings."""
     other = adapters.shallow(model)
     other.generation_config = GenerationConfig(pad_token_id=0)
     return GenerationMixin.generate(
-        other, ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, num_beams=1, use_cache=True,
+        other, ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, num_beams=1, use_cache=True,
         return_dict_in_generate=True, output_logits=True, disable_compile=True,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ..cache import PAGE, Cache
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, calls
+from ..kernels.recurrence.linear import BLOCK
 from ..tree import ancestry
 from .float32 import HALF, in_float32
 from .quantised import with_plain_meaning
@@ -55,7 +56,8 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
         raise UnsupportedModelError(
             f"model: {name} has a sliding window of {announced} that its attention is not told of"
         )
-    length = min(max([24, announced, *windows]) + 17, LONGEST, graph.position_limit or LONGEST)
+    behind = BLOCK + 17 if graph.recurrences else 17
+    length = min(max([24, announced, *windows]) + behind, LONGEST, graph.position_limit or LONGEST)
 
     def check(seed: int) -> None:
         ids = random_ids(graph, 2, length, seed).to(model.device)
@@ -86,22 +88,31 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
 def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
     """Compare a small tree behind a prefix with plain forwards of the captured graph over each of its paths.
 
+    Where the model has recurrences, a path of the tree is committed, and the same tree is compared behind it, because
+    what a commit does to a state shows nowhere else.
+
     An attention backend for 16 bits alone is compared in 16 bits alone. Raises UnsupportedModelError if they differ.
     """
     windows = [layer.window for layer in graph.layers if layer.window is not None]
     parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 6, 7, 8, 8, 12, 14]  # 16 nodes behind 16: sizes of rounds
-    prefix = min(max([13, *windows]) + 3, LONGEST, (graph.position_limit or LONGEST) - len(parents))
+    path = [0, 2, 5, 8, 13] if graph.recurrences else []
+    shown = len(parents) + len(path)
+    prefix = min(max([13, *windows]) + 3, LONGEST, (graph.position_limit or LONGEST) - shown)
     ancestors, depth = ancestry(torch.tensor([parents], device=graph.device))
 
     def check(seed: int) -> None:
         ids = random_ids(graph, 1, prefix + len(parents), seed).to(graph.device)
+        behind = torch.cat([ids[:, :prefix], ids[:, prefix:][:, path], ids[:, prefix:]], dim=1)
 
         def linear() -> Tensor:
-            return _linear_logits(graph, ids, prefix, ancestors[0].tolist())
+            first = _linear_logits(graph, ids, prefix, ancestors[0].tolist())
+            if not path:
+                return first
+            return torch.cat([first, _linear_logits(graph, behind, prefix + len(path), ancestors[0].tolist())])
 
         def tree(dtype: torch.dtype) -> Tensor:
             like = replace(graph, dtype=dtype, layers=verify.layers)
-            return _tree_logits(verify, like, ids, prefix, ancestors, depth)
+            return _tree_logits(verify, like, ids, prefix, ancestors, depth, path)
 
         if not has_half(graph):
             with in_float32():
@@ -144,14 +155,32 @@ def compare_rounding(name: str, what: str, got: Tensor, plain: Tensor, exact: Te
 
 
 def _tree_logits(
-    verify: ModelGraph, graph: ModelGraph, ids: Tensor, prefix: int, ancestors: Tensor, depth: Tensor
+    verify: ModelGraph, graph: ModelGraph, ids: Tensor, prefix: int, ancestors: Tensor, depth: Tensor, path: list[int]
 ) -> Tensor:
-    """Logits [N, V] of the tree's nodes by `verify`, with a cache of `graph`'s dtype."""
-    slots = ids.shape[1]
-    cache = Cache(graph, 1, -(-slots // PAGE) * PAGE).tensors  # a multiple of pages, as a session's
+    """Logits [N, V] of the tree's nodes by `verify`, with a cache of `graph`'s dtype.
+
+    path: nodes to be committed, behind which the same tree is verified again -> [2 N, V]. []: none.
+    """
+    slots, begin = ids.shape[1] + len(path), prefix - 2 if path else 0
+    cache = Cache(graph, 1, -(-slots // PAGE) * PAGE)  # a multiple of pages, as a session's
+    cache.states.reset(torch.tensor([slots], device=ids.device))
     start = torch.zeros(1, dtype=torch.int64, device=ids.device)
-    verify.gm(ids[:, :prefix], torch.arange(prefix, device=ids.device)[None], start, None, cache, prefix)
-    return verify.gm(ids[:, prefix:], prefix + depth, start + prefix, ancestors, cache, slots)[0][0]
+    for first, last in ((0, begin), (begin, prefix)):  # a state is carried over from chunk to chunk
+        if first < last:
+            for counted in cache.states.tensors[:1]:
+                counted.fill_(last - first)
+            positions = torch.arange(first, last, device=ids.device)[None]
+            verify.gm(ids[:, first:last], positions, start + first, None, cache.argument, prefix)
+    tree = ids[:, prefix:]
+    logits = verify.gm(tree, prefix + depth, start + prefix, ancestors, cache.argument, slots)[0][0]
+    if not path:
+        return logits
+    nodes, length = torch.tensor([path], device=ids.device), prefix + len(path)
+    cache.states.commit(nodes, start + len(path))
+    for tensor in cache.tensors:
+        tensor[:, :, prefix:length] = tensor[:, :, prefix + nodes[0]]
+    again = verify.gm(tree, length + depth, start + length, ancestors, cache.argument, slots)[0][0]
+    return torch.cat([logits, again])
 
 
 def _linear_logits(graph: ModelGraph, ids: Tensor, prefix: int, ancestors: list[int]) -> Tensor:

@@ -10,8 +10,10 @@ from ..compat import attention_implementation
 from ..errors import UnsupportedModelError
 from ..graph import LayerSpec, ModelGraph, attribute, calls
 from ..kernels import ops
+from . import recurrences
 from .adapters import twin
 from .experts import marked_experts
+from .layers import check_layers
 from .quantised import mark
 from .sharded import bind, fake_twin, is_sharded
 
@@ -70,7 +72,8 @@ def capture(model: PreTrainedModel) -> ModelGraph:
     model, mode = fake_twin(model) if is_sharded(model) else (mark(twin(model)), nullcontext())
     attention = _Attention(model)
     try:
-        with attention_implementation(model, IMPLEMENTATION, attention), marked_experts(model):
+        attention_marked = attention_implementation(model, IMPLEMENTATION, attention)
+        with attention_marked, marked_experts(model), recurrences.marked(model):
             with mode:
                 example = _example(original.device)
             gm = _trace(_Forward(model), *example)
@@ -79,7 +82,7 @@ def capture(model: PreTrainedModel) -> ModelGraph:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         problem = "could not be captured as one graph"
-        if attention.count == 0:
+        if attention.count == 0 and not recurrences.has_recurrences(model):
             problem = "does not call its attention through transformers' AttentionInterface, so it cannot be rewritten"
         raise UnsupportedModelError(f"model: {name} {problem} ({type(error).__name__}: {reason})") from error
     graph = _describe(model, gm)
@@ -120,11 +123,7 @@ def _trace(module: nn.Module, *arguments: Tensor) -> fx.GraphModule:
 def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:
     config = model.config.get_text_config(decoder=True)
     markers = calls(gm, torch.ops.spec_compile.attention.default)
-    if len(markers) != config.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"model: {type(model).__name__} called attention through transformers' interface {len(markers)} times in "
-            f"{config.num_hidden_layers} layers; every layer must, or its own mask or state would be lost"
-        )
+    check_layers(model, gm)
     head = model.get_output_embeddings().weight
     names = [n.target for n in gm.graph.nodes if n.op == "get_attr" and attribute(gm, n.target) is head]
     names = names or [
@@ -146,6 +145,8 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:
         dtype=head.dtype,
         position_limit=min(config.max_position_embeddings, *tables) if tables else None,
         head_weight=names[0] if names else "",
+        recurrences=recurrences.describe(gm),
+        decoder_layers=config.num_hidden_layers,
     )
 
 

@@ -18,6 +18,7 @@ from ..capture.admit import admit
 from ..capture.checks import check_capture
 from ..capture.trace import capture
 from ..drafting import Algorithm, Drafter, DraftPlan
+from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from ..runtime.state import State
 from ..runtime.steps.compile import PartCompiler
@@ -131,6 +132,11 @@ def build(model: PreTrainedModel, options: DraftOptions) -> DraftModel:
             check_capture(draft, graph)
     except (TypeError, ValueError) as error:
         raise type(error)(f"draft: {error}") from error
+    if graph.recurrences:
+        raise UnsupportedModelError(
+            f"draft: {type(draft).__name__} keeps recurrent states, and a draft model is fed some tokens again in each "
+            "round; pass a draft model of attention alone"
+        )
     _check_fit(model, draft)
     return DraftModel(draft, graph, options, model.get_output_embeddings().weight.shape[0])
 

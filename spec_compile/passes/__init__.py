@@ -21,6 +21,7 @@ from .shard import shard
 from .tap_hidden_states import tap_hidden_states
 from .tidy import tidy
 from .use_small_m_linears import use_small_m_linears
+from .use_states import use_states
 from .use_tree_attention import use_tree_attention
 
 
@@ -46,7 +47,7 @@ class Settings:
 
 
 PIPELINE = [
-    tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, select_logits, fuse_routers,
+    tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, use_states, select_logits, fuse_routers,
     use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_norms, fuse_residuals, fuse_append,
 ]  # fmt: skip
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""

@@ -18,6 +18,7 @@ from ..kernels import HALF, experts, ops
 from ..kernels.attention.call import TARGETS
 from ..kernels.attention.tail_tiles import tail_tiles
 from ..kernels.linear import LINEARS, PLAIN, packing_of, small_m, weight_of
+from ..kernels.recurrence import advance_or_look
 
 INVARIANT_BACKEND = "triton"
 """The attention backend that sums the keys of a node in an order which its position alone decides."""
@@ -83,6 +84,8 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
         return None
     if node.target in TARGETS:
         return None if graph.backend == INVARIANT_BACKEND else f"attention by {graph.backend}"
+    if node.target is advance_or_look:
+        return f"recurrence of kind {node.kwargs['kind']}"
     if node.target in LINEARS and (source := weight_of(node)) is not None:
         weight = attribute(graph.gm, source.target)
         kind = packing_of(node)[1:]

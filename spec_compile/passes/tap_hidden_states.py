@@ -1,16 +1,13 @@
 """tap_hidden_states: hidden states that a draft model reads become outputs of the graph."""
 
-import re
-
 from torch import fx
 
-from ..graph import ModelGraph
+from ..graph import ModelGraph, layer_of
 from ..kernels.linear import head_products
 from .apply import comes_after
 
 FINAL = -1
 """The tap of what the output head multiplies: the hidden state behind the final norm."""
-LAYER = re.compile(r"\.(?:layers|h|blocks|decoder_layers)\.(\d+)(?:\.|$)")
 
 
 @comes_after("tidy")
@@ -21,7 +18,7 @@ def tap_hidden_states(graph: ModelGraph, settings) -> str:
     """
     if not settings.taps:
         return "none wanted"
-    layers = len(graph.layers)
+    layers = graph.decoder_layers
     outside = [tap for tap in settings.taps if not FINAL <= tap <= layers]
     if outside:
         raise ValueError(f"taps: expected 0 to {layers} for a model of {layers} layers, got {outside}")
@@ -36,7 +33,7 @@ def tap_hidden_states(graph: ModelGraph, settings) -> str:
 def _residual_stream(graph: ModelGraph) -> dict[int, fx.Node]:
     """Hidden state number -> the node that holds it."""
     nodes = list(graph.gm.graph.nodes)
-    layer = {node: _layer_of(node) for node in nodes}
+    layer = {node: layer_of(node) for node in nodes}
     states: dict[int, fx.Node] = {}
     for node in nodes:
         value = node.meta.get("val")
@@ -54,11 +51,3 @@ def _residual_stream(graph: ModelGraph) -> dict[int, fx.Node]:
         elif any(then is None or then > layer[node] for then in following):
             states[layer[node] + 1] = node
     return states
-
-
-def _layer_of(node: fx.Node) -> int | None:
-    for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values()):
-        match = LAYER.search(path)
-        if match:
-            return int(match[1])
-    return None

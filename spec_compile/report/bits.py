@@ -37,14 +37,14 @@ def first_difference(engine: Engine, text: Tensor) -> str:
     The trees have the last tokens of `text` [1, T] on a path, and beside each of them a rival. Returns "" if every bit
     is the same, or if the layers of the model cannot be told apart.
     """
-    taps = (*range(len(engine.captured.layers) + 1), FINAL)
+    taps = (*range(engine.captured.decoder_layers + 1), FINAL)
     try:
         graph = passes.run(engine.captured, dataclasses.replace(engine.settings["verify"], taps=taps))
     except KeyError:  # a tap that `tap_hidden_states` does not find
         return ""
     names = [
         "the embeddings",
-        *(f"layer {n}" for n in range(len(engine.captured.layers))),
+        *(f"layer {n}" for n in range(engine.captured.decoder_layers)),
         "the final norm",
         "the head",
     ]
@@ -60,7 +60,7 @@ def _both(graph: ModelGraph, text: Tensor, begin: int) -> tuple[list[Tensor], li
     """Taps and logits [1, T - begin, *] of `text` [1, T] from `begin` on: as a path of a tree, and by plain steps."""
     length = text.shape[1]
     slots = -(-(length + MAX_NODES) // PAGE) * PAGE
-    cache = Cache(graph, 1, slots).tensors
+    cache = Cache(graph, 1, slots).argument
     steps = torch.arange(length, device=text.device)[None]
     graph.gm(text[:, :begin], steps[:, :begin], steps.new_zeros(1), None, cache, slots)
     in_tree = _tree(graph, text[:, begin:], steps[:, begin : begin + 1], cache, slots)

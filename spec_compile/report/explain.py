@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from .. import passes
+from ..graph import ModelGraph
 from ..kernels import attention
 from ..passes.row_invariance import variant_parts
 
@@ -14,10 +15,9 @@ def explain(speculation) -> str:
     """A readable account of the captured model, the passes and the round."""
     engine = speculation.engine
     graph = engine.runtime.verify
-    layer = graph.layers[0]
     lines = [
-        f"{type(speculation.original).__name__}: {len(graph.layers)} layers, {layer.heads} query and {layer.kv_heads} "
-        f"key-value heads of {layer.key_dim}, vocabulary {graph.vocab_size}, {graph.dtype}".replace("torch.", ""),
+        f"{type(speculation.original).__name__}: {_layers(graph)}, vocabulary {graph.vocab_size}, "
+        f"{graph.dtype}".replace("torch.", ""),
         f"algorithm {speculation.algorithm}, rounds over {', '.join(map(str, engine.runtime.sizes))} nodes",
         f"attention: {_backends(engine)}",
         *speculation.options.ranks.notes,
@@ -29,10 +29,21 @@ def explain(speculation) -> str:
     return "\n".join([*lines, *engine.runtime.algorithm.explain()])
 
 
+def _layers(graph: ModelGraph) -> str:
+    """How many layers there are, and what attends in them."""
+    layers = f"{graph.decoder_layers} layers"
+    if not graph.layers:
+        return f"{layers}, none attends"
+    if graph.recurrences:
+        layers = f"{layers}, {len(graph.layers)} attend"
+    layer = graph.layers[0]
+    return f"{layers}, {layer.heads} query and {layer.kv_heads} key-value heads of {layer.key_dim}"
+
+
 def _backends(engine) -> str:
     """The attention backend of each role."""
     graphs = zip(attention.ROLES, (engine.runtime.prefill, engine.runtime.verify, engine.runtime.algorithm.graph))
-    return ", ".join(f"{role} by {graph.backend}" for role, graph in graphs if graph is not None)
+    return ", ".join(f"{role} by {graph.backend or 'none'}" for role, graph in graphs if graph is not None)
 
 
 def _bits(parts: list[str]) -> list[str]:

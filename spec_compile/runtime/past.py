@@ -17,6 +17,8 @@ from transformers.cache_utils import (
 from ..graph import LayerSpec
 
 READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
+RECURRENT = {value for name, value in vars(cache_utils).items() if name.startswith("LinearAttention")}
+"""Caches of layers with states, which the model itself fills (see `is_alike`)."""
 EMPTY = {getattr(cache_utils, "DummyLayer", DynamicLayer)}
 """The cache of a layer that reads another layer's keys and values."""
 
@@ -41,7 +43,7 @@ def is_plain(cache) -> bool:
     return (
         isinstance(cache, Cache)
         and not cache.offloading
-        and all(type(layer) in READABLE | EMPTY for layer in cache.layers)
+        and all(type(layer) in READABLE | RECURRENT | EMPTY for layer in cache.layers)
         and getattr(cache, "layer_class_to_replicate", None) in (None, *READABLE)
     )
 
@@ -49,14 +51,15 @@ def is_plain(cache) -> bool:
 def is_alike(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> bool:
     """Whether the model's own cache holds the keys and values of each of `layers`, as ours does.
 
-    It does not if it holds latents of them (MLA), or if layers share them. A forward over two tokens shows it.
+    It does not if it holds latents of them (MLA) or states, or if layers share them. A forward over two tokens shows.
     """
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
     if not isinstance(cache, Cache) or not is_plain(cache) or len(cache.layers) != len(layers):
         return False
     return all(
-        getattr(layer, "keys", None) is not None
+        type(layer) not in RECURRENT
+        and getattr(layer, "keys", None) is not None
         and (layer.keys.shape[1], layer.keys.shape[3]) == (spec.kv_heads, spec.key_dim)
         and (layer.values.shape[1], layer.values.shape[3]) == (spec.kv_heads, spec.value_dim)
         for layer, spec in zip(cache.layers, layers)
@@ -87,9 +90,9 @@ def extend(cache: Cache, state, padding: list[int], length: int) -> None:
     begin = int(cache.get_seq_length())
     if length <= begin:
         return
-    for layer in range(len(state.cache) // 2):
+    for layer in range(len(state.kv.tensors) // 2):
         added = []
-        for slots in state.cache[2 * layer :][:2]:  # keys, values
+        for slots in state.kv.tensors[2 * layer :][:2]:  # keys, values
             block = slots.new_zeros(slots.shape[0], slots.shape[1], length - begin, slots.shape[3], dtype=state.dtype)
             for row, pad in enumerate(padding):
                 first = max(begin, pad)

@@ -17,7 +17,7 @@ from .request import Request
 
 SERVED_ARGUMENTS = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
-    "inputs_embeds", "tokenizer", "assistant_tokenizer",
+    "inputs_embeds", "tokenizer", "assistant_tokenizer", "cache_params",
 }  # fmt: skip
 """Arguments of the model's forward that the loop understands."""
 CRITERIA_IN_ROUND = {"MaxLengthCriteria", "EosTokenCriteria"}
@@ -43,6 +43,12 @@ def unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict)
     if (is_filled or prompt.is_embedded) and not speculation.caches_alike:
         name = "past_key_values" if is_filled else "inputs_embeds"
         return f"{name} (the model's own cache holds something else than the keys and values of each layer)"
+    is_asked_for = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    if cache is not None and is_asked_for and speculation.engine.captured.clamps_prompts:
+        return "past_key_values (the model's forward over several tokens leaves other states than single steps)"
+    states = model_kwargs.get("cache_params")  # what a model without attention has in place of past_key_values
+    if states is not None and (generation_config.return_dict_in_generate or getattr(states, "_is_user_defined", False)):
+        return "cache_params"
     no_images = {"mm_encoder_outputs": {}}  # what a model that could read images is told if there are none
     others = ((name, value) for name, value in model_kwargs.items() if name not in SERVED_ARGUMENTS)
     others = ((name, value) for name, value in others if value is not None)

@@ -115,4 +115,6 @@ class Prefill(nn.Module):
         state = self.state
         offsets = torch.arange(size, device=state.tokens.device)[None, :]
         ids = state.tokens.gather(1, (state.lengths[:, None] + offsets).clamp(max=state.capacity - 1))
+        if state.kv.states.kinds:  # keys and values behind a prompt are never seen, but a state has no places
+            state.kv.states.valid.copy_((state.prompt_lengths - 1 - state.lengths).clamp(0, size))
         return ids, state.positions(offsets)

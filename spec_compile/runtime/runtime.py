@@ -60,7 +60,7 @@ class Runtime:
         if self.on_gpu:
             return min(self.max_positions, GPU_CACHE)
         memory = psutil.virtual_memory().total
-        return min(self.max_positions, max(memory // 4 // (self.token_bytes * batch), 1024))
+        return min(self.max_positions, max(memory // 4 // max(self.token_bytes * batch, 1), 1024))
 
     @contextmanager
     def ranks_apart(self) -> Iterator[None]:
@@ -86,7 +86,7 @@ class Runtime:
     def check_memory(self, batch: int, tokens: int, argument: str = "max_cache_len") -> None:
         """Say what caches of `tokens` tokens for `batch` sequences take; UnsupportedModelError, naming the argument
         that asks for them, if the memory cannot hold them."""
-        needed, memory = tokens * self.token_bytes * batch, "the machine has"
+        needed, memory = (tokens * self.token_bytes + self.verify.row_bytes) * batch, "the machine has"
         free = psutil.virtual_memory().total  # on a CPU, where pages are taken as they are written
         if self.on_gpu:
             free, memory = torch.cuda.mem_get_info(self.device)[0], "free on the GPU are"

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..cache import PAGE
 from ..drafting import caches
 from ..kernels.attention import BACKENDS
+from ..kernels.recurrence import KINDS
 from ..outcome import WIDEST
 from ..tree import MAX_NODES, ancestry
 from . import prefill_chunks
@@ -126,7 +127,9 @@ class Session:
 
     def _prefill_key(self, size: int) -> int:
         captured = self.captures and size * self.batch <= CAPTURED_TOKENS
-        return size if captured and BACKENDS[self.runtime.prefill.backend].prompts_captured else 0
+        captured &= not any(KINDS[spec.kind].steps for spec in self.runtime.prefill.recurrences)
+        backend = BACKENDS.get(self.runtime.prefill.backend)  # None: no layer attends
+        return size if captured and (backend is None or backend.prompts_captured) else 0
 
     def build(self, nodes: int, request: Request) -> None:
         """Make the steps of the rounds of a request over `nodes` nodes."""
@@ -243,6 +246,8 @@ class Session:
         held = {buffer: buffer.clone() for buffer in buffers}
         try:
             self.drafter.mute()
+            self.state.finished.fill_(True)  # so that no state is led over what these steps verify
+            self.state.prompt_lengths.zero_()
             if self.ring:
                 self.ring.turn.fill_(-1)
             yield

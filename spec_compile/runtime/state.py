@@ -56,8 +56,8 @@ class State(nn.Module):
 
     @property
     def cache(self) -> list[Tensor]:
-        """See `Cache.tensors`."""
-        return self.kv.tensors
+        """See `Cache.argument`."""
+        return self.kv.argument
 
     def small_buffers(self) -> list[Tensor]:
         """Every buffer except the cache."""
@@ -87,7 +87,7 @@ class State(nn.Module):
 
     def fill(self, past: Past, lengths: list[int]) -> None:
         """Take over keys and values that exist already of the prompts given to `reset`; `lengths` [B] of them count."""
-        for (keys, values), key_cache, value_cache in zip(past.layers, self.cache[::2], self.cache[1::2]):
+        for (keys, values), key_cache, value_cache in zip(past.layers, self.kv.tensors[::2], self.kv.tensors[1::2]):
             first = past.length - keys.shape[2]  # a sliding window holds the last tokens only
             for row, pad in enumerate(past.padding):
                 skipped = max(pad - first, 0)
@@ -123,6 +123,7 @@ class State(nn.Module):
         numbers = numbers.to(self.tokens.device, non_blocking=True)
         torch._foreach_copy_(buffers, [*numbers[: len(few)].split(self.batch)])
         self.tokens[:, : ids.shape[1]] = numbers[len(few) :].view(ids.shape)
+        self.kv.states.reset(self.prompt_lengths)
         self.finished.zero_()
         if eos != self._eos:
             self.is_eos.zero_()
@@ -176,7 +177,8 @@ class State(nn.Module):
         return logits.masked_fill(early[:, :, None] & self.is_eos[:, None, :], float("-inf"))
 
     def commit(self, accepted: Accepted) -> Tensor:
-        """Add the accepted tokens to each unfinished row, move their keys and values into place, and stop rows.
+        """Add the accepted tokens to each unfinished row, move their keys and values into place, lead states over them,
+        and stop rows.
 
         Returns how many tokens each row [B] really gained: those up to its first end-of-sequence token or its limit.
         """
@@ -191,13 +193,14 @@ class State(nn.Module):
 
         slots = self.lengths[:, None] + number
         if nodes > 1 and self.tokens.device.type == "cuda":
-            torch.ops.spec_compile.compact(self.cache, self.lengths, accepted.path, accepted.count)
+            torch.ops.spec_compile.compact(self.kv.tensors, self.lengths, accepted.path, accepted.count)
         elif nodes > 1:
             row = torch.arange(self.batch, device=slots.device)[:, None, None]
             source, target = (self.lengths[:, None] + accepted.path)[:, None, :], slots[:, None, :]
-            for cache in self.cache:
+            for cache in self.kv.tensors:
                 head = torch.arange(cache.shape[1], device=slots.device)[None, :, None]
                 cache.index_put_((row, head, target), cache[row, head, source])
+        self.kv.states.commit(accepted.path, gained)
         self.tokens.scatter_(1, slots + 1, tokens)
         self.lengths.add_(gained)
         self.finished.logical_or_((gained == until_end) | (self.lengths + 1 >= self.max_lengths))

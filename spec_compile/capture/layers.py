@@ -1,0 +1,53 @@
+"""What each decoder layer of a captured graph must show: its attention, its recurrence, both or neither."""
+
+from collections import Counter
+
+import torch
+from torch import fx
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..errors import UnsupportedModelError
+from ..graph import calls, layer_of
+
+ATTENTION = ("full_attention", "sliding_attention")
+PARTS = {
+    "full_attention": {"attention"},
+    "sliding_attention": {"attention"},
+    "linear_attention": {"convolution", "recurrence"},
+    "conv": {"convolution"},
+    "hybrid": {"attention", "convolution", "recurrence"},
+    "mlp": set(),
+    "moe": set(),
+}
+"""By the type that the configuration gives to a layer, what mixes its tokens."""
+MARKERS = torch.ops.spec_compile.attention.default, torch.ops.spec_compile.recurrence.default
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """The type of each layer; empty if the configuration does not say."""
+    return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+
+
+def check_layers(model: PreTrainedModel, gm: fx.GraphModule) -> None:
+    """UnsupportedModelError unless every layer shows the markers of its type, and nothing else that mixes tokens."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    attention, recurrence = (calls(gm, marker) for marker in MARKERS)
+    if not recurrence:
+        if len(attention) != config.num_hidden_layers:
+            raise UnsupportedModelError(
+                f"model: {name} called attention through transformers' interface {len(attention)} times in "
+                f"{config.num_hidden_layers} layers; every layer must, or its own mask or state would be lost"
+            )
+        return
+    if calls(gm, torch.ops.aten.conv1d.default):
+        raise UnsupportedModelError(f"model: {name} has convolutions over tokens that are not of a known form")
+    shown = Counter((layer_of(node), "attention") for node in attention)
+    for node in recurrence:
+        shown[layer_of(node), "convolution" if node.args[0] == "convolution" else "recurrence"] += 1
+    for number, layer_type in enumerate(layer_types(config) or ["linear_attention"] * config.num_hidden_layers):
+        parts = {part for layer, part in shown if layer == number}
+        if parts != PARTS[layer_type] or shown[number, "attention"] > 1:
+            raise UnsupportedModelError(
+                f"model: {name}: layer {number} of type {layer_type} shows {', '.join(sorted(parts)) or 'nothing'} in "
+                f"place of {', '.join(sorted(PARTS[layer_type])) or 'nothing'}; its own state would be lost"
+            )

@@ -1,0 +1,134 @@
+"""Recurrences of transformers' models: the functions that are replaced by the marker op during the trace."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from ..errors import UnsupportedModelError
+from ..graph import RecurrenceSpec, calls
+from ..kernels import HALF
+from ..kernels.recurrence import KINDS, recurrence, stash_shapes
+
+MARKER = torch.ops.spec_compile.recurrence.default
+
+
+def _causal_conv1d(hidden_states, weight, bias=None, activation=None, seq_idx=None, **extra) -> Tensor:
+    """hidden_states [B, C, T], weight [C, w], bias [C] -> [B, C, T]."""
+    _check(seq_idx=seq_idx, initial_states=extra.get("initial_states"))
+    out = recurrence("convolution", [hidden_states.transpose(1, 2), weight]).transpose(1, 2)
+    if bias is not None:
+        out = out + bias.float()[:, None]
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.to(hidden_states.dtype)
+
+
+def _delta_rule(
+    query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, cu_seqlens=None, **extra,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """query, key [B, T, Hk, Dk], value [B, T, H, Dv], g [B, T, H] or [B, T, H, Dk], beta [B, T, H] -> [B, T, H, Dv]."""
+    _check(initial_state=initial_state, output_final_state=output_final_state or None, cu_seqlens=cu_seqlens)
+    q, k = query.float(), key.float()
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (q, k))
+    inputs = [q * query.shape[-1] ** -0.5, k, value.float(), g.float(), beta.float()]
+    return recurrence("delta", inputs).to(query.dtype), None
+
+
+def _state_space(
+    hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, initial_states=None, dt_softplus=False,
+    dt_limit=(0.0, math.inf), return_final_states=False, z=None, seq_idx=None, **extra,
+) -> Tensor:  # fmt: skip
+    """hidden_states [B, T, H, P], dt [B, T, H], A, D, dt_bias [H], B, C [B, T, G, n] -> [B, T, H, P] float32."""
+    _check(initial_states=initial_states, return_final_states=return_final_states or None, z=z, seq_idx=seq_idx)
+    x, dt = hidden_states.float(), _time_steps(dt, dt_bias, dt_softplus)
+    low, high = map(float, dt_limit)
+    if low > 0.0 or high < math.inf:
+        dt = torch.ops.spec_compile.clamp_prompt(dt, low, high)
+    out = recurrence("decay", [C.float(), B.float(), x * dt[..., None], dt * A.float()])
+    return out if D is None else out + D.float()[:, None] * x
+
+
+def _selective_scan(
+    hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False, **extra
+) -> Tensor:  # fmt: skip
+    """hidden_states, dt, z [B, d, T], A [d, n], B, C [B, n, T], D, delta_bias [d] -> [B, d, T] float32."""
+    _check(return_last_state=return_last_state or None)
+    x = hidden_states.float()
+    steps = _time_steps(dt.transpose(1, 2), delta_bias, delta_softplus)
+    inputs = [C.transpose(1, 2).float(), B.transpose(1, 2).float(), x.transpose(1, 2), steps, A.float()]
+    out = recurrence("selective", inputs).transpose(1, 2)
+    if D is not None:
+        out = out + x * D.float()[:, None]
+    return out if z is None else out * F.silu(z)
+
+
+def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """dt [B, T, H] in float32, with its bias [H] and activation."""
+    dt = dt.float() if bias is None else dt.float() + bias.float()
+    return F.softplus(dt) if softplus else dt
+
+
+def _check(**arguments) -> None:
+    """UnsupportedModelError if an argument has a value that the markers do not express."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedModelError(f"model: its recurrent layers pass {name} in a forward without a cache")
+
+
+FUNCTIONS: dict[str, Callable] = {
+    "causal_conv1d_fn": _causal_conv1d,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _state_space,
+    "mamba_selective_scan": _selective_scan,
+}
+"""By the name that every modelling file of transformers gives to the function that is replaced."""
+
+
+def _homes(model: nn.Module) -> list[tuple[ModuleType, str]]:
+    """The modules of Python in which classes of `model` are defined, and the functions that they have of these."""
+    files = {type(module).__module__ for module in model.modules()}
+    return [(sys.modules[file], name) for file in files for name in FUNCTIONS if hasattr(sys.modules[file], name)]
+
+
+def has_recurrences(model: nn.Module) -> bool:
+    """Whether the model's layers may call functions that can be replaced."""
+    return bool(_homes(model))
+
+
+@contextmanager
+def marked(model: nn.Module) -> Iterator[None]:
+    """A context in which recurrences of `model` are marker ops. The names are global, so one thread at a time."""
+    before = [(home, name, getattr(home, name)) for home, name in _homes(model)]
+    try:
+        for home, name, _ in before:
+            setattr(home, name, FUNCTIONS[name])
+        yield
+    finally:
+        for home, name, function in before:
+            setattr(home, name, function)
+
+
+def describe(gm: fx.GraphModule) -> tuple[RecurrenceSpec, ...]:
+    """The recurrences of a captured graph, in its order."""
+    specs = []
+    for node in calls(gm, MARKER):
+        kind, inputs = node.args[0], [x.meta["val"] for x in node.args[1]]
+        (state, dtype), stash = KINDS[kind].state(inputs), stash_shapes(kind, inputs)
+        dtypes = (dtype, *(dtype for _, dtype, _ in stash))
+        specs.append(
+            RecurrenceSpec(
+                kind, state, tuple((shape, is_shared) for shape, _, is_shared in stash),
+                tuple(None if dtype in HALF else dtype for dtype in dtypes),
+            )
+        )  # fmt: skip
+    return tuple(specs)

@@ -1,0 +1,113 @@
+"""Recurrences: layers that read a state of fixed size in place of keys and values. A kind is a file and an entry here.
+
+Capture sees the op `recurrence`, a function of a whole sequence. The graphs of the runtime call `advance_or_look`: it
+leads a state over a chunk of a prompt, or looks at the nodes of a tree behind a state, which `commit` leads over the
+accepted path. A state is read and written at these places alone.
+"""
+
+import torch
+from torch import Tensor
+
+from ...tree import MAX_NODES
+from . import convolution, linear, selective
+from .base import Kind
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind for kind in (convolution.KIND, linear.DECAY, linear.DELTA, selective.KIND)
+}  # fmt: skip
+
+
+@torch.library.custom_op("spec_compile::recurrence", mutates_args=())
+def recurrence(kind: str, inputs: list[Tensor]) -> Tensor:
+    """A recurrence over a whole sequence, from a state of zeros; what capture sees in place of a model's own.
+
+    kind, inputs: see `KINDS` and the files of the kinds. -> [B, T, ...] float32, contiguous.
+    """
+    state = initial_state(kind, inputs, len(inputs[0]))
+    tokens = torch.full((len(inputs[0]),), inputs[0].shape[1], device=inputs[0].device)
+    return KINDS[kind].chunk(inputs, state, tokens)[0].contiguous()
+
+
+@recurrence.register_fake
+def _(kind, inputs):
+    return inputs[KINDS[kind].output].new_empty(inputs[KINDS[kind].output].shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("spec_compile::clamp_prompt", mutates_args=())
+def clamp_prompt(x: Tensor, low: float, high: float) -> Tensor:
+    """x [B, T, ...] clamped. Of tokens that are generated it is left alone: transformers' forward over one token has no
+    clamp (Nemotron-H, Zamba2)."""
+    return x.clamp(low, high)
+
+
+@clamp_prompt.register_fake
+def _(x, low, high):
+    return torch.empty_like(x)
+
+
+def clamp_in_prompt(x: Tensor, low: float, high: float, positions: Tensor, prompt_lengths: Tensor) -> Tensor:
+    """x [B, T, H] clamped where positions [B, T] are below prompt_lengths [B]."""
+    return torch.where((positions < prompt_lengths[:, None])[:, :, None], x.clamp(low, high), x)
+
+
+def initial_state(kind: str, inputs: list[Tensor], batch: int) -> Tensor:
+    """The state of `batch` rows before their first token."""
+    shape, dtype = KINDS[kind].state(inputs)
+    return torch.zeros(batch, *shape, dtype=dtype, device=inputs[0].device)
+
+
+def stash_shapes(kind: str, inputs: list[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:
+    """Of each input that is kept: the shape without the batch, the dtype, and whether it is one for all rows."""
+    shapes = []
+    for number in KINDS[kind].kept:
+        x, is_constant = inputs[number], number in KINDS[kind].constants
+        shapes.append((tuple(x.shape) if is_constant else (MAX_NODES, *x.shape[2:]), x.dtype, is_constant))
+    return shapes
+
+
+@torch.fx.node.has_side_effect
+def advance_or_look(
+    kind: str, inputs: list[Tensor], state: Tensor, stash: list[Tensor], valid: Tensor, ancestors: Tensor | None
+) -> Tensor:
+    """A recurrence over a block of tokens behind `state` [B, ...]. -> [B, N, ...] float32.
+
+    ancestors: None for a chunk of a prompt, whose first valid[b] tokens lead the state on. Otherwise [B, N] int64, the
+    bits of a tree as attention has them: the state stays, and the inputs that `commit` needs are put into the `stash`.
+    """
+    if ancestors is None:
+        return torch.ops.spec_compile.recurrence_advance(kind, inputs, state, valid)
+    for buffer, number in zip(stash, KINDS[kind].kept):
+        if number in KINDS[kind].constants:
+            buffer.copy_(inputs[number])
+        else:
+            buffer[:, : inputs[number].shape[1]] = inputs[number]
+    return KINDS[kind].tree(inputs, state, ancestors)
+
+
+@torch.library.custom_op("spec_compile::recurrence_advance", mutates_args=("state",))
+def recurrence_advance(kind: str, inputs: list[Tensor], state: Tensor, valid: Tensor) -> Tensor:
+    """Lead a state over the first valid[b] of a chunk's tokens. An op, because the number of blocks is not fixed."""
+    out, after = KINDS[kind].chunk(inputs, state, valid)
+    state.copy_(after)
+    return out.contiguous()
+
+
+@recurrence_advance.register_fake
+def _(kind, inputs, state, valid):
+    return inputs[KINDS[kind].output].new_empty(inputs[KINDS[kind].output].shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("spec_compile::recurrence_commit", mutates_args=("state",))
+def commit(kind: str, stash: list[Tensor], state: Tensor, path: Tensor, gained: Tensor) -> None:
+    """Lead a state over the first gained[b] nodes of the path [B, N] int64. A row that gained none keeps its bits."""
+    inputs: list[Tensor | None] = [None] * (max(KINDS[kind].kept + KINDS[kind].constants) + 1)
+    rows = torch.arange(len(path), device=path.device)[:, None]
+    for buffer, number in zip(stash, KINDS[kind].kept):
+        inputs[number] = buffer if number in KINDS[kind].constants else buffer[rows, path]
+    after = KINDS[kind].chunk(inputs, state, gained)[1]
+    state.copy_(torch.where((gained > 0).view(-1, *[1] * (state.dim() - 1)), after, state))
+
+
+@commit.register_fake
+def _(kind, stash, state, path, gained):
+    return None
