@@ -1,12 +1,17 @@
 """Seeds, one thread, and tiny models built once a process."""
 
 import functools
+import importlib.util
 import os
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run in its interpreter; it looks when imported
+    if importlib.util.find_spec("triton"):
+        from interpreter import hasten
+
+        hasten()
 
 import hypothesis
 import models
