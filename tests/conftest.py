@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 
         hasten()
 
+import captures
 import hypothesis
 import models
 import pytest
@@ -21,6 +22,7 @@ import transformers
 from spec_compile.capture.admit import admit
 from spec_compile.capture.trace import capture
 
+captures.share()
 torch.set_num_threads(1)  # a second thread on a busy core makes OpenMP wait, up to 50 times longer
 transformers.logging.set_verbosity_error()
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)
