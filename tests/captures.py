@@ -15,13 +15,8 @@ from spec_compile.capture.watch import _facts, config_reads
 from spec_compile.drafters import dflash, draft_model, heads
 from spec_compile.graph import ModelGraph
 
-SHARED = (
-    "torch.nn.modules.",
-    "transformers.models.",
-    "transformers.activations",
-    "transformers.pytorch_utils",
-    "spec_compile.drafters.modules.",
-)
+SHARED = ("torch.nn.", "transformers.models.", "transformers.activations", "transformers.pytorch_utils")
+SHARED += ("spec_compile.drafters.modules.",)
 GRAPHS: dict[tuple, tuple[ModelGraph, list[set]]] = {}
 """By what a trace depends on: a graph, and the names that were read of each configuration."""
 
@@ -32,7 +27,9 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def fingerprint(module: nn.Module) -> tuple | None:
     """All that a trace depends on, or None for a module that is captured every time."""
-    parts, addresses = [], {}
+    parts, addresses, tensors = [], {}, tensors_of(module)
+    if not {*map(type, tensors.values())} <= {torch.Tensor, nn.Parameter} or hasattr(module, "hf_quantizer"):
+        return None
     for path, part in module.named_modules():
         facts = _facts(part)
         values = {name: x for name, x in facts.values.items() if not hasattr(x, "to_json_string")}
@@ -42,9 +39,9 @@ def fingerprint(module: nn.Module) -> tuple | None:
         config = getattr(part, "config", None)
         settings = "" if config is None else f"{config._attn_implementation} {config.to_json_string(use_diff=False)}"
         parts.append((path, type(part), facts.forward, repr(values), settings))
-    for name, x in tensors_of(module).items():
+    for name, x in tensors.items():
         address = addresses.setdefault(x.data_ptr(), name)
-        parts.append((name, type(x), x.shape, x.dtype, x.device, x.requires_grad, address))
+        parts.append((name, type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, address))
     return tuple(parts)
 
 
@@ -70,7 +67,7 @@ def once(capture, prefix: str):
             graph, names = GRAPHS[key]
             with config_reads(module) as reads:
                 configs = [config for config, _ in reads]
-            for config, read in zip(configs, names):  # as the trace does, of which the watch is told
+            for config, read in zip(configs, names):  # as a trace does, and `Watch` learns
                 for name in read:
                     getattr(config, name, None)
             return bound(graph, module, prefix)
