@@ -19,8 +19,8 @@ import models
 import pytest
 import transformers
 
+from spec_compile import api
 from spec_compile.capture.admit import admit
-from spec_compile.capture.trace import capture
 
 captures.share()
 torch.set_num_threads(1)  # a second thread on a busy core makes OpenMP wait, up to 50 times longer
@@ -39,7 +39,7 @@ def seed():
 def _captured(name: str):
     model = models.ADMITTED[name]()
     admit(model)
-    return model, capture(model)
+    return model, api.capture(model)
 
 
 @pytest.fixture

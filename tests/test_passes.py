@@ -739,7 +739,7 @@ def half_on_gpu(monkeypatch):
     for module in ("attention.tree_attention", "norm", "experts.route"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
-    return captured_in_half
+    return lambda name: captured_in_half(name).copy()
 
 
 def rewritten(graph, without=(), **settings):
