@@ -16,11 +16,11 @@ demo: setup
 
 test: setup
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/python -m pytest -m "not gpu and not slow" -n $(WORKERS) --dist loadfile
+	$(VENV)/bin/python -m pytest -m "not gpu and not slow" -n $(WORKERS) --dist worksteal
 
 test-all: setup
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile
+	$(VENV)/bin/python -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal
 
 mutations: setup
 	$(VENV)/bin/python tests/mutations.py --workers $(WORKERS)

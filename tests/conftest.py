@@ -1,21 +1,28 @@
 """Seeds, one thread, and tiny models built once a process."""
 
 import functools
+import importlib.util
 import os
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run in its interpreter; it looks when imported
+    if importlib.util.find_spec("triton"):
+        from interpreter import hasten
 
+        hasten()
+
+import captures
 import hypothesis
 import models
 import pytest
 import transformers
 
+from spec_compile import api
 from spec_compile.capture.admit import admit
-from spec_compile.capture.trace import capture
 
+captures.share()
 torch.set_num_threads(1)  # a second thread on a busy core makes OpenMP wait, up to 50 times longer
 transformers.logging.set_verbosity_error()
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)
@@ -32,7 +39,7 @@ def seed():
 def _captured(name: str):
     model = models.ADMITTED[name]()
     admit(model)
-    return model, capture(model)
+    return model, api.capture(model)
 
 
 @pytest.fixture

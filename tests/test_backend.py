@@ -280,7 +280,13 @@ def test_the_tolerance_notices_a_wrong_scale():
         check_forward(net, wrong, None)
 
 
-@pytest.mark.parametrize("name", models.ADMITTED)
+ALIKE = {"llama", "qwen2", "gemma", "olmo3", "glm4", "nemotron", "qwen2_moe", "cohere"}
+"""Another architecture has every part of these, or another test takes them."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else []) for name in models.ADMITTED]
+)
 def test_every_architecture_keeps_its_logits(name, interpreted):
     net = models.ADMITTED[name]()
     step, padded = torch.compile(net, backend=spec, dynamic=False), models.prompts((24, 9))[2]
@@ -292,7 +298,10 @@ def test_every_architecture_keeps_its_logits(name, interpreted):
         assert attention.summary.startswith("0 ") == (net.config._attn_implementation == "eager")
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "mixtral", "deepseek_v3", "gpt_oss"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mixtral", "deepseek_v3")]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", *SLOW])
 def test_logits_without_a_mask(name, interpreted):
     net = models.ADMITTED[name]()
     check_forward(net, torch.compile(net, backend=spec, dynamic=False), None)

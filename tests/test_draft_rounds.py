@@ -28,7 +28,14 @@ SCHEDULES = {
     "static": dict(tree_choices="eagle1"),
     "hot": dict(num_steps=3, topk=2, num_draft_tokens=8, token_map=[*range(90, 20, -1), 90]),
 }
-COMMON = ("chain", "one", "tree", "cut")
+ALGORITHMS = {
+    "eagle": SCHEDULES,
+    "eagle3": SCHEDULES,
+    "draft_model": ("chain", "one", "tree", "cut"),
+    "mtp": ("one", "tree"),
+}
+FAST = {"eagle": ("chain", "cut", "hot"), "eagle3": ("one", "tree", "static"), "draft_model": ("chain", "tree")}
+"""Each schedule once, chains and trees of each algorithm."""
 NEW = 24
 TAPS = (1, 0, FINAL)
 STEPS = 80
@@ -94,9 +101,14 @@ def fast(algorithm, name, schedule, compile=False):
     return models.speculate_captured(target(name), algorithm, **options)
 
 
+@functools.cache
+def draft_model(name):
+    return models.ADMITTED[name]()
+
+
 def draft_of(algorithm, name):
     if algorithm == "draft_model":
-        return models.ADMITTED[name]()
+        return draft_model(name)
     return head("eagle" if algorithm == "naive_eagle" else algorithm, name)
 
 
@@ -156,9 +168,9 @@ def drafted(algorithm, draft, model, schedule, text):
 @pytest.mark.parametrize(
     ("algorithm", "schedule"),
     [
-        *itertools.product(("eagle", "eagle3"), SCHEDULES),
-        *itertools.product(("draft_model",), COMMON),
-        *itertools.product(("mtp",), ("one", "tree")),
+        pytest.param(name, schedule, marks=[] if schedule in FAST.get(name, ("one", "tree")) else pytest.mark.slow)
+        for name, schedules in ALGORITHMS.items()
+        for schedule in schedules
     ],
 )
 @torch.no_grad()
@@ -195,9 +207,7 @@ def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
     assert stats.accept_length > 1.03
 
 
-FEW = {("eagle", "chain", "qwen3"), ("mtp", "tree", "qwen3"), ("eagle3", "tree", "mixtral")}
-FEW |= {("mtp", "chain", "mixtral")}
-FEW |= {("mtp", "tree", "deepseek_v3"), ("draft_model", "chain", "deepseek_v3"), ("draft_model", "tree", "mixtral")}
+FEW = {("eagle", "chain", "qwen3"), ("eagle3", "tree", "mixtral"), ("mtp", "tree", "deepseek_v3")}
 PAIRS = [*itertools.product(("eagle", "eagle3", "mtp", "draft_model"), ("chain", "tree")), ("naive_eagle", "one")]
 
 

@@ -883,7 +883,7 @@ def stops(random: Random, said: list[list[int]]):
     return lambda: dict(makers, stopping_criteria=StoppingCriteriaList([make() for make in criteria]))
 
 
-@pytest.mark.parametrize("chunk", range(10))
+@pytest.mark.parametrize("chunk", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 10))])
 def test_stops_at_the_same_token(chunk):
     """Criteria, stop strings and end tokens in the middle of accepted runs."""
     random = Random(chunk)

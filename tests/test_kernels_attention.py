@@ -143,7 +143,7 @@ class Case:
 
     def check(self, config=SMALL):
         inputs = self.inputs()
-        if config is not None and self.dtype == torch.float32:
+        if config is not None and (self.device, self.dtype) == ("cuda", torch.float32):
             config = config._replace(block_m=16, block_n=16)  # larger blocks of float32 take long to compile
         self.compare(attention.launch(inputs, config), inputs[3:5])
 
@@ -178,7 +178,7 @@ def test_the_tolerance_notices_a_wrong_scale(dtype, factor):
 @pytest.mark.parametrize("nodes, causal", [(1, False), (7, False), (70, True)])
 @pytest.mark.parametrize("run", [attention.tree_attention, lambda *call: attention.launch(Call(*call), SMALL)])
 def test_a_block_that_lies_in_the_cache_already(place, nodes, causal, run):
-    case = Case(place, [40, 7], nodes, random_tree(nodes), heads=(4, 2), causal=causal)
+    case = Case(place, [40] if causal else [40, 7], nodes, random_tree(nodes), heads=(4, 2), causal=causal)
     call = case.inputs()
     out = run(*call)
     caches = [cache.clone() for cache in (call.key_cache, call.value_cache)]
@@ -213,8 +213,8 @@ def test_trees(place, nodes, shape):
 
 
 def test_rows_of_different_trees(place):
-    case = Case(place, [40, 7, 64], 16)
-    trees = torch.tensor([random_tree(16), star(16), chain(16)])
+    case = Case(place, [40, 7, 64], 7)
+    trees = torch.tensor([random_tree(7), star(7), chain(7)])
     case.ancestors, depth = ancestry(trees)
     case.positions = case.lengths[:, None] + depth
     case.check()
@@ -234,17 +234,17 @@ def test_rows_of_different_trees(place):
     ],
 )
 def test_heads_and_sizes(place, heads, sizes):
-    Case(place, [37, 50], 4, random_tree(4), heads, sizes).check()
+    Case(place, [50], 4, random_tree(4), heads, sizes).check()
 
 
 @pytest.mark.parametrize("window, causal", thinned(2, [1, 2, 5, 16, 17, 50, 1000], [False, True]))
 def test_sliding_window(place, window, causal):
-    Case(place, [0, 5, 60, 129], 7, random_tree(7), window=window, causal=causal).check()
+    Case(place, [0, 5, 60, 129], 4, random_tree(4), window=window, causal=causal).check()
 
 
 @pytest.mark.parametrize("softcap, sinks, window", thinned(2, [(3.0, False), (None, True), (3.0, True)], [None, 20]))
 def test_softcap_and_sinks(place, softcap, sinks, window):
-    case = Case(place, [0, 1, 66], 6, random_tree(6), heads=(6, 2), softcap=softcap, sinks=sinks, window=window)
+    case = Case(place, [0, 1, 66], 4, random_tree(4), heads=(6, 2), softcap=softcap, sinks=sinks, window=window)
     case.q *= 4
     case.check()
 
@@ -300,12 +300,16 @@ def test_causal_chunk_of_a_large_group(place):
 
 @pytest.mark.parametrize("splits, least, block_n", [(1, 16, 16), (2, 16, 16), (5, 16, 16), (8, 16, 32), (17, 64, 16)])
 def test_splits(place, splits, least, block_n):
-    config = SMALL._replace(splits=splits, least=least, block_n=block_n)
-    Case(place, [0, 15, 64, 128, 131], 4, star(4), heads=(4, 2)).check(config)
+    Case(place, [131], 66, causal=True).check(SMALL._replace(splits=splits, least=least, block_n=block_n))
+
+
+@pytest.mark.parametrize("least, block_n", [(16, 16), (16, 32), (64, 16)])
+def test_spans(place, least, block_n):
+    Case(place, [0, 15, 64, 128, 131], 3, star(3)).check(SMALL._replace(least=least, block_n=block_n))
 
 
 def test_tiles_of_64_rows(place):
-    Case(place, [100, 3], 33, random_tree(33), heads=(4, 1)).check(SMALL._replace(block_m=64, block_n=64))
+    Case(place, [100], 17, random_tree(17), heads=(4, 1)).check(SMALL._replace(block_m=64, block_n=64))
 
 
 @pytest.mark.parametrize("nodes", [1, 9])
@@ -336,16 +340,14 @@ def test_rising_scores(place):
 HEADS = [((4, 2), (64, 64)), ((3, 3), (80, 48)), ((5, 1), (24, 24))]
 
 
-@pytest.mark.parametrize("nodes, heads, sizes", thinned(3, [1, 3, 16], HEADS))
+@pytest.mark.parametrize("nodes, heads, sizes", thinned(3, [1, 3, 6], HEADS))
 def test_rotary(place, nodes, heads, sizes):
     Case(place, [70, 0], nodes, random_tree(nodes), heads, sizes, rotary=True).check()
 
 
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=20), dict(softcap=2.0, sinks=True)])
 def test_rotary_of_other_attention(place, options):
-    case = Case(place, [0, 5, 60], 7, random_tree(7), heads=(4, 2), rotary=True, **options)
-    case.check()
-    case.check(SMALL._replace(splits=1))
+    Case(place, [0, 5, 60], 7, random_tree(7), heads=(4, 2), rotary=True, **options).check()
 
 
 FP8 = torch.float8_e4m3fn
@@ -354,7 +356,7 @@ FP8 = torch.float8_e4m3fn
 @pytest.mark.parametrize(
     "nodes, options",
     [
-        *thinned(3, [1, 7, 33], [dict(), dict(causal=True), dict(window=20, softcap=2.0, sinks=True)]),
+        *thinned(3, [1, 7, 17], [dict(), dict(causal=True), dict(window=20, softcap=2.0, sinks=True)]),
         (70, dict(causal=True, sinks=True)),
     ],
 )
@@ -368,8 +370,8 @@ def test_caches_of_8_bits(place, nodes, options):
         for x in (case.k, case.v):
             small, large = x.abs() < 1 / 64, x.abs() > 448
             x.copy_(torch.where(small, 1 / 64, torch.where(large, x, x.clamp(-448, 448).to(FP8).to(x.dtype))))
-    case.check()
-    case.check(SMALL._replace(splits=1))
+    for splits in (3, 1) if nodes > 64 else (3,):
+        case.check(SMALL._replace(splits=splits))
 
 
 def test_operator_with_caches_of_8_bits():
@@ -380,7 +382,7 @@ def test_operator_with_caches_of_8_bits():
     case.compare(torch.ops.spec_compile.tree_attention(*inputs), inputs[3:5])
 
 
-@pytest.mark.parametrize("nodes, heads, sizes, offset", thinned(3, [1, 7, 16], HEADS, [None, 1.0]))
+@pytest.mark.parametrize("nodes, heads, sizes, offset", thinned(3, [1, 3, 6], HEADS, [None, 1.0]))
 def test_norms(place, nodes, heads, sizes, offset):
     case = Case(place, [70, 0], nodes, random_tree(nodes), heads, sizes, rotary=True, norms=True, offset=offset)
     case.q *= torch.logspace(-2, 2, heads[0])[:, None, None]  # each head has a norm of its own
@@ -415,7 +417,7 @@ def test_rotated_is_transformers(dtype):
 def test_anything(place, data):
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     causal = data.draw(st.booleans())
-    nodes = data.draw(st.integers(1, (150 if causal else 64) if GPU else (80 if causal else 20)))
+    nodes = data.draw(st.integers(1, (150 if causal else 64) if GPU else (80 if causal else 12)))
     reach = data.draw(st.integers(1, 64))
     parents = [-1, *(data.draw(st.integers(max(0, i - reach), i - 1)) for i in range(1, nodes))]
     lengths = data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=3))

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections import Counter
 
 import models
@@ -727,13 +728,18 @@ def test_few_rows_leave_other_dtypes_alone():
 JOINED = (fuse_rotary, fuse_qk_norms, fuse_norms)
 
 
+@functools.cache
+def captured_in_half(name):
+    return capture(models.ADMITTED[name]().to(torch.bfloat16))
+
+
 @pytest.fixture
 def half_on_gpu(monkeypatch):
     """A function: name of a tiny model -> its graph in bfloat16, which passes take for one on a GPU."""
     for module in ("attention.tree_attention", "norm", "experts.route"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
-    return lambda name: capture(models.ADMITTED[name]().to(torch.bfloat16))
+    return lambda name: captured_in_half(name).copy()
 
 
 def rewritten(graph, without=(), **settings):

@@ -1119,6 +1119,7 @@ def test_conversations_that_cannot_be_read(tmp_path):
 
 
 def test_the_command_line(tmp_path, capsys):
+    transformers.utils.logging.enable_progress_bar()  # scripts that other tests run turn it off
     rows = [json.dumps({"text": f"def f{n}(x):\n    return x + {n} - {n}\n"}) for n in range(6)]
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
     options = json.dumps({"sequence_length": 16, "batch_size": 2, "ttt_steps": 2, "intermediate_size": 32})

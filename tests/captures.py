@@ -1,0 +1,89 @@
+"""Models that differ in their weights alone are captured once a process, and the graph is bound to each one's weights.
+
+Of two seconds that `speculate` takes with a tiny model, capture takes more than one. What no two models share (classes
+of tests, adapters, hooks, quantised layers) is captured every time; so is what a test captures itself.
+"""
+
+import functools
+from types import FunctionType, MethodType
+
+import torch
+from torch import nn
+
+from spec_compile import api
+from spec_compile.capture.watch import _facts, config_reads
+from spec_compile.drafters import dflash, draft_model, heads
+from spec_compile.graph import ModelGraph
+
+SHARED = ("torch.nn.", "transformers.models.", "transformers.activations", "transformers.pytorch_utils")
+SHARED += ("spec_compile.drafters.modules.",)
+GRAPHS: dict[tuple, tuple[ModelGraph, list[set]]] = {}
+"""By what a trace depends on: a graph, and the names that were read of each configuration."""
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+
+
+def fingerprint(module: nn.Module) -> tuple | None:
+    """All that a trace depends on, or None for a module that is captured every time."""
+    parts, addresses, tensors = [], {}, tensors_of(module)
+    if not {*map(type, tensors.values())} <= {torch.Tensor, nn.Parameter} or hasattr(module, "hf_quantizer"):
+        return None
+    for path, part in module.named_modules():
+        facts = _facts(part)
+        values = {name: x for name, x in facts.values.items() if not hasattr(x, "to_json_string")}
+        plain = not any(isinstance(x, torch.Tensor | FunctionType | MethodType) for x in values.values())
+        if not type(part).__module__.startswith(SHARED) or facts.hooks or not plain or "forward" in vars(part):
+            return None
+        config = getattr(part, "config", None)
+        settings = "" if config is None else f"{config._attn_implementation} {config.to_json_string(use_diff=False)}"
+        parts.append((path, type(part), facts.forward, repr(values), settings))
+    for name, x in tensors.items():
+        address = addresses.setdefault(x.data_ptr(), name)
+        parts.append((name, type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, address))
+    return tuple(parts)
+
+
+def bound(graph: ModelGraph, module: nn.Module, prefix: str) -> ModelGraph:
+    """A copy of a graph that reads the tensors of `module`."""
+    graph, tensors = graph.copy(), tensors_of(module)
+    for target in {node.target for node in graph.gm.graph.nodes if node.op == "get_attr"}:
+        path, _, name = target.rpartition(".")
+        owner, tensor = graph.gm.get_submodule(path), tensors[target.removeprefix(prefix)]
+        delattr(owner, name)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        owner.register_parameter(name, tensor) if is_parameter else owner.register_buffer(name, tensor)
+    return graph
+
+
+def once(capture, prefix: str):
+    """`capture`, whose graphs name tensors by `prefix` and the name in the module, once a fingerprint."""
+
+    @functools.wraps(capture)
+    def cached(module, *arguments):
+        key = fingerprint(module), prefix, arguments
+        if key in GRAPHS:
+            graph, names = GRAPHS[key]
+            with config_reads(module) as reads:
+                configs = [config for config, _ in reads]
+            for config, read in zip(configs, names):  # as a trace does, and `Watch` learns
+                for name in read:
+                    getattr(config, name, None)
+            return bound(graph, module, prefix)
+        with config_reads(module) as reads:
+            graph = capture(module, *arguments)
+        read = {node.target.removeprefix(prefix) for node in graph.gm.graph.nodes if node.op == "get_attr"}
+        if key[0] and read <= tensors_of(module).keys():
+            GRAPHS[key] = graph.copy(), [names for _, names in reads]
+        return graph
+
+    return cached
+
+
+def share() -> None:
+    """Captures of `speculate` from now on."""
+    for module in (api, draft_model):
+        module.capture = once(module.capture, "model.")
+    for module in (heads, dflash):
+        module.capture_head = once(module.capture_head, "")
