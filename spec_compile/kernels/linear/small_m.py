@@ -17,10 +17,12 @@ from ..counters import zero_counters
 from ..ops import as_rows
 from .plans import CUT, MAX_ROWS, Plan, Tile, ceil_div, packed_plan, plan, squared_columns
 from .quantised import layout_of, packed_linear
+from .quantised.compressed_tensors import LARGEST
 
 try:
     import triton
 
+    from .quantised_kernel import round_rows_kernel
     from .small_m_kernel import small_m_kernel
 except ImportError:  # no GPU
     triton = None
@@ -199,6 +201,7 @@ def launch(
     if weight.dtype == torch.float8_e4m3fn and not _has_fp8(x.device):
         weight = weight.view(torch.uint8)
     early = dependent_launch.available(x) if early is None else early
+    x, units = _rounded_rows(x, weight.dtype, early) if kind and layout_of(kind).rounds_rows else (x, None)
     grid = ceil_div(outputs, tile.block_o), ceil_div(rows, tile.block_n)
     partial = arrived = None
     if parts > 1:
@@ -212,7 +215,7 @@ def launch(
     nodes, (_, kv_heads, capacity, size) = (cos.shape[1], key_cache.shape) if heads else (1, (0, 0, 0, 0))
     sent = (exchange.peers, exchange.state, exchange.rank, exchange.words) if exchange else (None, None, 0, 0)
     small_m_kernel[(grid[0] * parts, grid[1])](
-        x, weight, scales, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived,
+        x, units, weight, scales, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived,
         cos, sin, q_norm, k_norm, key_cache, value_cache, lengths, rows, outputs, inputs,
         weight.stride(0), x.stride(0), 0 if residual is None else residual.stride(0), tile.late, tile.prefetch, eps,
         offset, nodes, capacity, head_eps, head_offset or 0.0,
@@ -224,3 +227,16 @@ def launch(
         FORMAT=form, GROUP=group, PTX=x.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
+
+
+def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool) -> tuple[Tensor, Tensor]:
+    """x [R, I] rounded by row as weights of a dtype are: codes [R, I], and scales [R] float32. Where weights are bytes,
+    because the GPU has no FP8, codes are numbers of x's dtype."""
+    rows, inputs = x.shape
+    codes = x.new_empty(rows, inputs, dtype=x.dtype if dtype == torch.uint8 else dtype)
+    units, block = x.new_empty(rows, dtype=torch.float32), triton.next_power_of_2(inputs)
+    round_rows_kernel[(rows,)](
+        x, codes, units, inputs, x.stride(0), LARGEST[torch.int8 if dtype == torch.int8 else torch.float8_e4m3fn],
+        BLOCK=block, EARLY=early, num_warps=min(max(block // 512, 1), 16), **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return codes, units

@@ -23,6 +23,9 @@ class PerChannel(Layout):
     """weight [O, I] float8_e4m3fn or int8, scales [O, 1] of the model's dtype. Activations are rounded to the weights'
     type with a scale for each row, all in their own dtype, as the library does."""
 
+    packing = "channels", 1
+    rounds_rows = True
+
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         return parts[0].shape[0]
 

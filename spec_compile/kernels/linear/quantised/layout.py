@@ -18,11 +18,13 @@ class Layout:
     """A layout of parts: the tensors of a layer, in order. Fields are integers, which are constants of a graph.
 
     I inputs, O outputs. merges: whether layers of one input can be merged, because the first dimension of every part is
-    that of outputs. bits: of a weight, where the kernel for few rows reads the layout.
+    that of outputs. bits: of a weight, where the kernel for few rows reads the layout. rounds_rows: whether that kernel
+    gets activations that are rounded by row.
     """
 
     merges: ClassVar[bool] = True
     bits: ClassVar[int] = 8
+    rounds_rows: ClassVar[bool] = False
 
     @property
     def kind(self) -> str:
