@@ -86,7 +86,7 @@ def prepared(name, outputs, inputs, device="cpu"):
     """A layer as its library has it, and as the kernel reads it: layout and parts of both."""
     layout, parts = DRAWN[name](outputs, inputs)
     parts = [part.to(device) for part in parts]
-    return (layout, parts), quantised.repacked(layout, parts, inputs)
+    return (layout, parts), quantised.repacked(layout, [parts], inputs)
 
 
 def launch(x, layout, parts, count, tile, **around):
@@ -102,7 +102,9 @@ def test_repacked_weights_are_equal(name):
         (layout, parts), (packed, ours) = prepared(name, outputs, inputs)
         assert torch.equal(packed.weight(ours, inputs), layout.weight(parts, inputs))
         assert quantised.layout_of(packed.kind) == packed
-        assert quantised.repacked(layout, parts, inputs)[1][0] is ours[0]  # one copy for all graphs
+        assert quantised.repacked(layout, [parts], inputs)[1][0] is ours[0]  # one copy for all graphs
+        merged, both = quantised.repacked(layout, [parts, [part.clone() for part in parts]], inputs)
+        assert torch.equal(merged.weight(both, inputs), packed.weight(ours, inputs).repeat(2, 1))
 
 
 def test_repacked_weights_follow_their_layer():

@@ -318,8 +318,9 @@ def test_layers_take_the_kernel_for_few_rows(name, tmp_path, monkeypatch):
         return
     assert not calls(ours.gm, QUANTISED) and variant_parts(ours) == []
     own = torch.ops.spec_compile
-    counts = [len(calls(ours.gm, op.default)) for op in (own.small_m_append, own.normed_swiglu, own.small_m_add)]
-    assert counts == ([0, 0, 0] if name in UNMERGED else [2, 2, 4])
+    fused = own.small_m_append, own.small_m_swiglu, own.normed_swiglu, own.small_m_add
+    half = name in PACKED_BY_HAND  # float16, in which no norm joins a product
+    assert [len(calls(ours.gm, op.default)) for op in fused] == ([2, 2, 0, 0] if half else [2, 0, 2, 4])
     for want, got in zip(prefix_then_chunk(plain.gm, graph), prefix_then_chunk(ours.gm, graph), strict=True):
         error = 0.12 if name in ("fp8_block", "ct_fp8") else 0.03  # codes of activations move, see docs/quantised.md
         assert (got.float() - want.float()).norm() < error * want.float().norm()

@@ -50,6 +50,10 @@ class Layout:
         """New parts with the same meaning, in a layout that has a `packing`; None: there is no such layout."""
         return None
 
+    def joined(self, layers: list[list[Tensor]]) -> list[Tensor] | None:
+        """The parts of a layer that has the outputs of all layers; None: there is no such layer."""
+        return layers[0] if len(layers) == 1 else None
+
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         """O of a layer with so many inputs."""
         raise NotImplementedError

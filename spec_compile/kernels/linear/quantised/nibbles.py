@@ -16,15 +16,27 @@ TOO_LARGE = {torch.bfloat16: 128, torch.float16: 1024}
 """A number of this dtype whose lowest bits are a code is too large by this."""
 
 
-@dataclass(frozen=True)
-class Nibbles(Layout):
+class _Words(Layout):
     """words [O, W * 32] int32, W = I / 256 rounded up: nibble j of word w of each 32 is the code of column 32 * j + w
-    of their 256. units [W * 256 / group, O] int32: a scale in the lower half; in the upper half what is added to a code
+    of their 256. units: a row for each of so many columns, [G, O]."""
+
+    bits = 4
+
+    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
+        return parts[0].shape[0]
+
+    def joined(self, layers: list[list[Tensor]]) -> list[Tensor]:
+        words, units = zip(*layers)
+        return [torch.cat(words), torch.cat(units, dim=1)]
+
+
+@dataclass(frozen=True)
+class Nibbles(_Words):
+    """units [W * 256 / group, O] int32: a scale in the lower half; in the upper half what is added to a code
     that is `TOO_LARGE`, so that it is the code minus its zero point. dtype: of both halves, an index of `DTYPES`."""
 
     group: int
     dtype: int
-    bits = 4
 
     def serves(self, dtype: torch.dtype) -> bool:
         return dtype == DTYPES[self.dtype]
@@ -32,9 +44,6 @@ class Nibbles(Layout):
     @property
     def packing(self) -> tuple[str, int]:
         return "nibbles_fp16" if self.dtype else "nibbles_bf16", self.group
-
-    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
-        return parts[0].shape[0]
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         words, units = parts
@@ -45,19 +54,19 @@ class Nibbles(Layout):
 
 
 @dataclass(frozen=True)
-class TableNibbles(Layout):
-    """words as of `Nibbles`; units [1 + W * 256 / group, O] float32: a table of 16 numbers, then a scale in each row. A
+class TableNibbles(_Words):
+    """units [1 + W * 256 / group, O] float32: a table of 16 numbers, then a scale in each row. A
     weight is the number of its code times its scale in float32, rounded to the dtype of activations."""
 
     group: int
-    bits = 4
 
     @property
     def packing(self) -> tuple[str, int]:
         return "nibbles_table", self.group
 
-    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
-        return parts[0].shape[0]
+    def joined(self, layers: list[list[Tensor]]) -> list[Tensor] | None:
+        first, *others = (units[0, :16] for _, units in layers)
+        return super().joined(layers) if all(torch.equal(first, other) for other in others) else None
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         words, units = parts
