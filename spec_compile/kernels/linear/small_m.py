@@ -5,6 +5,7 @@ for it. So **no kernel of a layer may write weights**.
 """
 
 import functools
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from .. import HALF, dependent_launch
 from ..all_reduce_memory import Exchange
 from ..counters import zero_counters
 from ..ops import as_rows
+from . import tuned
 from .plans import CUT, MAX_ROWS, Plan, Tile, ceil_div, packed_plan, plan, squared_columns
 from .quantised import layout_of, packed_linear
 from .quantised.compressed_tensors import LARGEST
@@ -111,7 +113,7 @@ def _(x, weight, scales=None, kind=""):
 
 
 @functools.cache
-def _chip(device: torch.device) -> tuple[int, int]:
+def chip(device: torch.device) -> tuple[int, int]:
     """Multiprocessors of a GPU, and bytes of shared memory that a program may take; none if it is too old."""
     facts = torch.cuda.get_device_properties(device)
     if (facts.major, facts.minor) < OLDEST:
@@ -127,7 +129,7 @@ def _has_fp8(device: torch.device) -> bool:
 
 def memory_of(device: torch.device) -> int:
     """Bytes of shared memory that a program may take on a GPU."""
-    return _chip(device)[1]
+    return chip(device)[1]
 
 
 def lack_of_device(device: torch.device) -> str | None:
@@ -136,7 +138,7 @@ def lack_of_device(device: torch.device) -> str | None:
         return "Triton is not installed"
     if device.type != "cuda":
         return f"it is on {device.type}, not on a GPU"
-    return None if _chip(device)[0] else "the GPU has a compute capability below {}.{}".format(*OLDEST)
+    return None if chip(device)[0] else "the GPU has a compute capability below {}.{}".format(*OLDEST)
 
 
 def lack(weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> str | None:
@@ -163,9 +165,26 @@ def plan_of(x: Tensor, weight: Tensor, kind: str = "") -> Plan | None:
     rows = x.numel() // x.shape[-1]
     if not 0 < rows <= MAX_ROWS:
         return None
-    if kind:
-        return packed_plan(weight.shape[0], x.shape[-1], layout_of(kind).bits, *_chip(x.device))
-    return plan(*weight.shape, *_chip(x.device))
+    return _plan(len(weight), x.shape[-1], kind, x.device)
+
+
+@functools.cache
+def _plan(outputs: int, inputs: int, kind: str, device: torch.device) -> Plan:
+    layout = layout_of(kind) if kind else None
+    known = _tuned(device).get(tuned.name_of(layout and layout.packing, outputs, inputs))
+    if known is not None:
+        return known
+    return packed_plan(outputs, inputs, layout.bits, *chip(device)) if kind else plan(outputs, inputs, *chip(device))
+
+
+@functools.cache
+def _tuned(device: torch.device) -> dict[str, Plan]:
+    return tuned.read(tuned_file(device))
+
+
+def tuned_file(device: torch.device) -> Path:
+    """The file of the plans that `tune-kernels` has found on a GPU, whether it is there or not."""
+    return tuned.file_of(torch.cuda.get_device_name(device), triton.__version__)
 
 
 def run(
