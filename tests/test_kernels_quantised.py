@@ -3,6 +3,8 @@
 Without a GPU the kernel runs in Triton's interpreter, in float32; ``pytest -m gpu`` runs it on a CUDA device.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from places import ON_GPU
@@ -13,7 +15,13 @@ from spec_compile.kernels.linear import quantised, small_m
 from spec_compile.kernels.linear.plans import Tile
 from spec_compile.kernels.linear.quantised.awq import Awq
 from spec_compile.kernels.linear.quantised.bitsandbytes import Table4
-from spec_compile.kernels.linear.quantised.compressed_tensors import Int4Group, PerChannel, rounded_rows
+from spec_compile.kernels.linear.quantised.compressed_tensors import (
+    Int4Group,
+    PerChannel,
+    PerTensor,
+    read,
+    rounded_rows,
+)
 from spec_compile.kernels.linear.quantised.fp8_block import Fp8Block
 from spec_compile.kernels.linear.quantised.gptq import Gptq
 from spec_compile.kernels.linear.quantised.torchao import Float8Weight, Int8Weight
@@ -50,6 +58,14 @@ def awq(outputs, inputs, group=64):
     return Awq(group), [words(inputs, outputs // 8), words(inputs // group, outputs // 8), scales]
 
 
+def static(dtype):
+    def draw(outputs, inputs):
+        codes = (torch.randn(outputs, inputs) * 40).clamp(-128, 127).to(dtype)
+        return PerTensor(1), [codes, torch.rand(1) / 40 / inputs**0.5, torch.tensor([0.007])]
+
+    return draw
+
+
 def channels(layout, dtype):
     def draw(outputs, inputs):
         codes = (torch.randn(outputs, inputs) * 40).clamp(-128, 127).to(dtype)
@@ -73,6 +89,7 @@ def bitsandbytes(nested):
 
 DRAWN = {
     "fp8": fp8_block, "ct fp8": channels(PerChannel(), FP8), "ct int8": channels(PerChannel(), torch.int8),
+    "static fp8": static(FP8), "static int8": static(torch.int8),
     "ao int8": channels(Int8Weight(), torch.int8), "ao fp8": channels(Float8Weight(), FP8),
     "ct128": compressed(128), "ct32": compressed(32), "ct": compressed(None),
     "ct64 fp16": compressed(64, torch.float16), "gptq": gptq, "awq": awq, "table": bitsandbytes(False),
@@ -147,8 +164,31 @@ def test_rows_are_rounded_as_the_library_does(dtype):
     x = torch.randn(5, 48)[:, :40]
     x[1], x[2, :4], x[2, 4:] = 0, torch.tensor([255.0, 1.0, 3.0, -5.0]), 0.5
     for kept in {dtype, torch.uint8 if dtype == FP8 else dtype}:
-        codes, units = small_m._rounded_rows(x, kept, early=False)
+        codes, units = small_m._rounded_rows(x, kept, early=False, static=x[:0])
         assert torch.equal(codes.float() * units[:, None], rounded_rows(x, dtype))
+
+
+def test_layers_with_one_scale_are_read():
+    """Of compressed-tensors, without the library: static activations, weights by channel or with one scale."""
+    layer = torch.nn.Linear(64, 32, bias=False)
+    layer.weight = torch.nn.Parameter(layer.weight.to(FP8), requires_grad=False)
+    layer.quantization_status, layer.input_scale = "compressed", torch.tensor([0.5])
+    eight = dict(num_bits=8, type="float", symmetric=True)
+    for strategy, dynamic, shape in (("tensor", False, (1,)), ("channel", False, (32, 1)), ("tensor", True, (1,))):
+        layer.weight_scale = torch.rand(shape)
+        rows = SimpleNamespace(**eight, strategy="token" if dynamic else "tensor", dynamic=dynamic)
+        weights = SimpleNamespace(**eight, strategy=strategy)
+        layer.quantization_scheme = SimpleNamespace(
+            weights=weights, input_activations=rows, output_activations=None, format="float-quantized"
+        )
+        packed, x = read(layer), torch.randn(2, 3, 64)
+        unit = x.abs().amax(-1, keepdim=True) / 448 if dynamic else layer.input_scale
+        rounded = (x / unit).clamp(-448, 448).to(FP8).float() * unit
+        want = F.linear(rounded.double(), (layer.weight.float() * layer.weight_scale).double()).float()
+        assert torch.equal(packed.layout.product(x, list(packed.parts.values()), None), want)
+        rows.strategy = "channel"
+        with pytest.raises(quantised.UnreadError, match="a scale for each token or a constant one"):
+            read(layer)
 
 
 def test_activations_are_rounded_as_pytorch_does():

@@ -56,11 +56,12 @@ def _put(graph: ModelGraph, products: list[fx.Node], name: str, kind: str, tenso
     """Put the kernel's product in place of layers. Returns the bytes of weights that are copies."""
     first = products[0]
     x, parts, bias, _ = first.args
-    copied = 0
-    if tensors[0] is not attribute(graph.gm, parts[0].target):
-        copied = sum(tensor.nbytes for tensor in tensors)
-        with graph.gm.graph.inserting_before(first):
-            parts = [_buffer(graph, f"{name}_{index}", tensor) for index, tensor in enumerate(tensors)]
+    parts, copied = list(parts), 0
+    with graph.gm.graph.inserting_before(first):
+        for index, tensor in enumerate(tensors):
+            if tensor.data_ptr() != attribute(graph.gm, parts[index].target).data_ptr():
+                copied += tensor.nbytes
+                parts[index] = _buffer(graph, f"{name}_{index}", tensor)
     arguments = x, parts[0], bias, parts[1], kind
     if len(products) > 1:
         put_product(graph.gm.graph, products, linear.SMALL_M.op, arguments)

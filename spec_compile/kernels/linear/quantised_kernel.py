@@ -153,9 +153,10 @@ def _multiply_channels(
 
 @triton.jit
 def round_rows_kernel(
-    x_ptr, out_ptr, unit_ptr, inputs, stride_x, largest, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x_ptr, out_ptr, unit_ptr, static_ptr, inputs, stride_x, largest, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Grid (rows,): a row of x over its largest absolute value and times `largest`, as codes, and the scale.
+    """Grid (rows,): a row of x over its largest absolute value and times `largest`, or over the static scale, as codes,
+    and the scale.
 
     Every step is rounded to x's dtype, see `compressed_tensors.rounded_rows`. It is launched as RMSNorm is: see `norm`.
     """
@@ -165,7 +166,10 @@ def round_rows_kernel(
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride_x + column, mask=column < inputs, other=0.0).to(tl.float32)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    unit = tl.div_rn(tl.max(tl.abs(x), 0), largest).to(dtype).to(tl.float32)
+    if static_ptr is None:
+        unit = tl.div_rn(tl.max(tl.abs(x), 0), largest).to(dtype).to(tl.float32)
+    else:
+        unit = tl.load(static_ptr).to(dtype).to(tl.float32)
     divisor = tl.where(unit > 0, unit, 1.0)
     codes = tl.div_rn(x, divisor + tl.zeros_like(x)).to(dtype).to(tl.float32)
     if out_ptr.dtype.element_ty == tl.int8:

@@ -220,7 +220,9 @@ def launch(
     if weight.dtype == torch.float8_e4m3fn and not _has_fp8(x.device):
         weight = weight.view(torch.uint8)
     early = dependent_launch.available(x) if early is None else early
-    x, units = _rounded_rows(x, weight.dtype, early) if kind and layout_of(kind).rounds_rows else (x, None)
+    units = None
+    if kind and layout_of(kind).rounds_rows:
+        x, units = _rounded_rows(x, weight.dtype, early, scales[outputs:])
     grid = ceil_div(outputs, tile.block_o), ceil_div(rows, tile.block_n)
     partial = arrived = None
     if parts > 1:
@@ -248,14 +250,15 @@ def launch(
     )  # fmt: skip
 
 
-def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool) -> tuple[Tensor, Tensor]:
+def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool, static: Tensor) -> tuple[Tensor, Tensor]:
     """x [R, I] rounded by row as weights of a dtype are: codes [R, I], and scales [R] float32. Where weights are bytes,
-    because the GPU has no FP8, codes are numbers of x's dtype."""
+    because the GPU has no FP8, codes are numbers of x's dtype. static: the scale of all rows, or empty."""
     rows, inputs = x.shape
     codes = x.new_empty(rows, inputs, dtype=x.dtype if dtype == torch.uint8 else dtype)
     units, block = x.new_empty(rows, dtype=torch.float32), triton.next_power_of_2(inputs)
+    largest = LARGEST[torch.int8 if dtype == torch.int8 else torch.float8_e4m3fn]
     round_rows_kernel[(rows,)](
-        x, codes, units, inputs, x.stride(0), LARGEST[torch.int8 if dtype == torch.int8 else torch.float8_e4m3fn],
+        x, codes, units, static if len(static) else None, inputs, x.stride(0), largest,
         BLOCK=block, EARLY=early, num_warps=min(max(block // 512, 1), 16), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return codes, units
