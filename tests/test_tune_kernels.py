@@ -61,7 +61,7 @@ def test_the_file_of_a_gpu(tmp_path, monkeypatch):
     path = tuned.file_of("NVIDIA H200", "3.6.0")
     assert path == tmp_path / "spec_compile" / "plans" / "NVIDIA-H200_triton-3.6.0.json"
     assert tuned.read(path) == {}
-    names = [tuned.name_of(None, 4096, 4096), tuned.name_of(("nibbles_bf16", 128), 4096, 4096)]
+    names = [tuned.name_of("", torch.bfloat16, 4096, 4096), tuned.name_of("Nibbles 128 0", torch.int32, 4096, 4096)]
     plans = dict(zip(names, (plan(4096, 4096), packed_plan(4096, 4096, 4)), strict=True))
     for name, each in plans.items():
         tuned.add(path, {name: each})
@@ -86,11 +86,13 @@ def test_a_damaged_file_is_named(tmp_path, text):
 def test_a_kernel_takes_the_tuned_plan(monkeypatch):
     device, faster = torch.device("cuda", 7), packed_plan(64, 512, 8)
     monkeypatch.setattr(small_m, "chip", lambda device: (132, 232_448))
-    monkeypatch.setattr(small_m, "_tuned", lambda device: {tuned.name_of(("channels", 1), 4096, 4096): faster})
+    monkeypatch.setattr(
+        small_m, "_tuned", lambda device: {tuned.name_of("PerChannel 0", torch.int8, 4096, 4096): faster}
+    )
     monkeypatch.setattr(small_m, "_plan", small_m._plan.__wrapped__)
-    assert small_m._plan(4096, 4096, "PerChannel", device) == faster
-    assert small_m._plan(4096, 4096, "", device) == plan(4096, 4096)
-    assert small_m._plan(4096, 4096, "Nibbles 128 0", device) == packed_plan(4096, 4096, 4)
+    assert small_m._plan(4096, 4096, "PerChannel 0", torch.int8, device) == faster
+    assert small_m._plan(4096, 4096, "PerChannel 0", torch.float8_e4m3fn, device) == packed_plan(4096, 4096, 8)
+    assert small_m._plan(4096, 4096, "", torch.bfloat16, device) == plan(4096, 4096)
 
 
 @pytest.mark.parametrize(

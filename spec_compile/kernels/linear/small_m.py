@@ -165,16 +165,17 @@ def plan_of(x: Tensor, weight: Tensor, kind: str = "") -> Plan | None:
     rows = x.numel() // x.shape[-1]
     if not 0 < rows <= MAX_ROWS:
         return None
-    return _plan(len(weight), x.shape[-1], kind, x.device)
+    return _plan(len(weight), x.shape[-1], kind, weight.dtype, x.device)
 
 
 @functools.cache
-def _plan(outputs: int, inputs: int, kind: str, device: torch.device) -> Plan:
-    layout = layout_of(kind) if kind else None
-    known = _tuned(device).get(tuned.name_of(layout and layout.packing, outputs, inputs))
+def _plan(outputs: int, inputs: int, kind: str, dtype: torch.dtype, device: torch.device) -> Plan:
+    known = _tuned(device).get(tuned.name_of(kind, dtype, outputs, inputs))
     if known is not None:
         return known
-    return packed_plan(outputs, inputs, layout.bits, *chip(device)) if kind else plan(outputs, inputs, *chip(device))
+    if kind:
+        return packed_plan(outputs, inputs, layout_of(kind).bits, *chip(device))
+    return plan(outputs, inputs, *chip(device))
 
 
 @functools.cache

@@ -57,7 +57,7 @@ class Product(NamedTuple):
 
     @property
     def name(self) -> str:
-        return tuned.name_of(layout_of(self.kind).packing if self.kind else None, self.outputs, self.inputs)
+        return tuned.name_of(self.kind, self.weights[0][0].dtype, self.outputs, self.inputs)
 
 
 class Outcome(NamedTuple):

@@ -5,6 +5,8 @@ import os
 import re
 from pathlib import Path
 
+import torch
+
 from .plans import Plan, Tile
 
 
@@ -15,9 +17,9 @@ def file_of(gpu: str, triton: str) -> Path:
     return Path(cache) / "spec_compile" / "plans" / f"{name}_triton-{triton}.json"
 
 
-def name_of(packing: tuple[str, int] | None, outputs: int, inputs: int) -> str:
-    """The key of a product in the file. packing: of a `Layout`, None of 16 bits."""
-    return f"{' '.join(map(str, packing)) if packing else '16_bits'} {outputs}x{inputs}"
+def name_of(kind: str, dtype: torch.dtype, outputs: int, inputs: int) -> str:
+    """The key of a product in the file. kind: of a quantised weight's `Layout`. dtype: of the weight's tensor."""
+    return " ".join([*kind.split(), str(dtype).removeprefix("torch."), f"{outputs}x{inputs}"])
 
 
 def read(path: Path) -> dict[str, Plan]:
