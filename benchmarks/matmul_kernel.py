@@ -10,7 +10,6 @@ for all numbers of rows, and checks the bits of every one.
 
 import argparse
 import functools
-import itertools
 import json
 import multiprocessing
 import os
@@ -24,6 +23,7 @@ from torch.nn import functional as F
 
 from spec_compile.kernels.linear import small_m as kernel
 from spec_compile.kernels.linear.plans import CUT, Plan, Tile, ceil_div, plan
+from spec_compile.kernels.linear.tune import graph_time
 
 PARTS = ("qkv", "o", "gate_up", "down", "lm_head")
 MODELS = {  # of each part the shape of the weights
@@ -41,26 +41,6 @@ TILES = {  # block_o, block_k, warps, stages; for up to so many rows
          (32, 128, 4, 5), (32, 256, 4, 3), (16, 256, 4, 3), (16, 128, 4, 5)],
     WIDE: [(128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4), (64, 128, 8, 2), (32, 64, 4, 4), (16, 64, 4, 4)],
 }  # fmt: skip
-
-
-def graph_time(run, repeats: int = 5) -> float:
-    """Microseconds that a replay of the captured `run` takes."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-        graph.replay()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        stream.synchronize()
-    return sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))[repeats // 2] * 1e3
 
 
 class Product:

@@ -1,14 +1,15 @@
 """The command line.
 
 ``python -m spec_compile audit --model MODEL --prompt TEXT``,
-``python -m spec_compile train --model MODEL --data FILE --output FOLDER`` and ``python -m spec_compile serve MODEL``.
+``python -m spec_compile train --model MODEL --data FILE --output FOLDER``, ``python -m spec_compile serve MODEL`` and
+``python -m spec_compile tune-kernels --model MODEL``.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from . import audit, speculate
+from . import audit, speculate, tune_kernels
 from .audit import check_samples
 from .command_line import add_model, at_least, json_object, load_model, one_line, read_prompts
 from .report.audit import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
@@ -24,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     _add_audit(commands)
     cli.add_command(commands)
     serving.add_command(commands)
+    tune_kernels.add_command(commands)
     parsed = parser.parse_args(arguments)
     try:
         return parsed.run(parsed)

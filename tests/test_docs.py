@@ -136,6 +136,7 @@ def known_flags(command: str) -> list[str]:
     commands = parser.add_subparsers()
     command_line._add_audit(commands)
     command_line.cli.add_command(commands)
+    command_line.tune_kernels.add_command(commands)
     return list(commands.choices[command]._option_string_actions)
 
 

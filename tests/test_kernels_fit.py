@@ -108,21 +108,26 @@ class OnGpu(Compiled):
 
 
 small_m.small_m_kernel = OnGpu(small_m.small_m_kernel)
+small_m.round_rows_kernel = Compiled(small_m.round_rows_kernel)
 small_m._has_fp8 = lambda device: True
-for kind, dtype, rows in (("Fp8Block 128 128", "float8_e4m3fn", 1), ("Nibbles 64 1", "int32", 64)):
+KINDS = {
+    "Fp8Block 128 128": ("float8_e4m3fn", 1), "PerChannel": ("float8_e4m3fn", 64), "Int8Weight": ("int8", 1),
+    "Nibbles 64 1": ("int32", 64), "TableNibbles 64": ("int32", 16),
+}
+for kind, (dtype, rows) in KINDS.items():
     layout, (outputs, inputs) = quantised.layout_of(kind), (28672, 4096)
     half = torch.float16 if kind.endswith("1") else torch.bfloat16
     weight = torch.empty(outputs, inputs // (8 if layout.bits == 4 else 1), dtype=getattr(torch, dtype))
     x, out = torch.empty(rows, inputs, dtype=half), torch.empty(rows, outputs // 2, dtype=half)
-    scales = torch.empty(1, dtype=torch.float32 if layout.bits == 8 else torch.int32)
+    scales = torch.empty(1, dtype=torch.int32 if kind.startswith("Nibbles") else torch.float32)
     found, how = [], plans.packed_plan(outputs, inputs, layout.bits, memory=memory)
     normed = small_m.Normed(torch.empty(rows, 64), 1e-5)
     small_m.launch(x, weight, None, out, how.parts, how.tile(rows), scales=scales, kind=kind, gated=True, normed=normed)
     results[f"{kind}, {rows} rows"] = max(kernel.metadata.shared for kernel in found)
     # The weights go to the tensor cores as they are, or from registers.
-    (kernel,) = found
+    *_, kernel = found
     assert "wgmma.mma_async" in kernel.asm["ptx"]
-    assert layout.bits == 8 or "dot_op<{opIdx = 0" in kernel.asm["ttgir"]
+    assert dtype == "float8_e4m3fn" or "dot_op<{opIdx = 0" in kernel.asm["ttgir"]
 print(json.dumps(results))
 """
 

@@ -3,6 +3,8 @@
 Without a GPU the kernel runs in Triton's interpreter, in float32; ``pytest -m gpu`` runs it on a CUDA device.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from places import ON_GPU
@@ -12,9 +14,17 @@ from spec_compile.kernels import counters
 from spec_compile.kernels.linear import quantised, small_m
 from spec_compile.kernels.linear.plans import Tile
 from spec_compile.kernels.linear.quantised.awq import Awq
-from spec_compile.kernels.linear.quantised.compressed_tensors import Int4Group
+from spec_compile.kernels.linear.quantised.bitsandbytes import Table4
+from spec_compile.kernels.linear.quantised.compressed_tensors import (
+    Int4Group,
+    PerChannel,
+    PerTensor,
+    read,
+    rounded_rows,
+)
 from spec_compile.kernels.linear.quantised.fp8_block import Fp8Block
 from spec_compile.kernels.linear.quantised.gptq import Gptq
+from spec_compile.kernels.linear.quantised.torchao import Float8Weight, Int8Weight
 
 FP8 = torch.float8_e4m3fn
 
@@ -48,20 +58,52 @@ def awq(outputs, inputs, group=64):
     return Awq(group), [words(inputs, outputs // 8), words(inputs // group, outputs // 8), scales]
 
 
+def static(dtype):
+    def draw(outputs, inputs):
+        codes = (torch.randn(outputs, inputs) * 40).clamp(-128, 127).to(dtype)
+        return PerTensor(1), [codes, torch.rand(1) / 40 / inputs**0.5, torch.tensor([0.007])]
+
+    return draw
+
+
+def channels(layout, dtype):
+    def draw(outputs, inputs):
+        codes = (torch.randn(outputs, inputs) * 40).clamp(-128, 127).to(dtype)
+        return layout, [codes, torch.rand(outputs, 1) / 40 / inputs**0.5]
+
+    return draw
+
+
+def bitsandbytes(nested):
+    def draw(outputs, inputs):
+        blocks = outputs * inputs // 64
+        codes, table = torch.randint(0, 256, (outputs * inputs // 2, 1), dtype=torch.uint8), torch.randn(16)
+        if not nested:
+            return Table4(64, 0), [codes, torch.rand(blocks) / inputs**0.5, table]
+        scales = torch.randint(0, 256, (blocks,), dtype=torch.uint8)
+        second = [torch.rand(()), torch.rand(-(-blocks // 256)) / inputs**0.5, torch.randn(256)]
+        return Table4(64, 1), [codes, scales, table, *second]
+
+    return draw
+
+
 DRAWN = {
-    "fp8": fp8_block, "ct128": compressed(128), "ct32": compressed(32), "ct": compressed(None),
-    "ct64 fp16": compressed(64, torch.float16), "gptq": gptq, "awq": awq,
+    "fp8": fp8_block, "ct fp8": channels(PerChannel(), FP8), "ct int8": channels(PerChannel(), torch.int8),
+    "static fp8": static(FP8), "static int8": static(torch.int8),
+    "ao int8": channels(Int8Weight(), torch.int8), "ao fp8": channels(Float8Weight(), FP8),
+    "ct128": compressed(128), "ct32": compressed(32), "ct": compressed(None),
+    "ct64 fp16": compressed(64, torch.float16), "gptq": gptq, "awq": awq, "table": bitsandbytes(False),
+    "nested": bitsandbytes(True),
 }  # fmt: skip
 HALF = {name: torch.float16 if name in ("ct64 fp16", "gptq", "awq") else torch.bfloat16 for name in DRAWN}
-TILES = {"fp8": Tile(64, 128, 16, 4, 2, bits=8)}
-FOUR = Tile(64, 256, 16, 4, 2, bits=4)
+TILES = {8: Tile(64, 128, 16, 4, 2, bits=8), 4: Tile(64, 256, 16, 4, 2, bits=4)}
 
 
 def prepared(name, outputs, inputs, device="cpu"):
     """A layer as its library has it, and as the kernel reads it: layout and parts of both."""
     layout, parts = DRAWN[name](outputs, inputs)
     parts = [part.to(device) for part in parts]
-    return (layout, parts), quantised.repacked(layout, parts, inputs)
+    return (layout, parts), quantised.repacked(layout, [parts], inputs)
 
 
 def launch(x, layout, parts, count, tile, **around):
@@ -71,13 +113,15 @@ def launch(x, layout, parts, count, tile, **around):
     return out
 
 
-@pytest.mark.parametrize("name", [name for name in DRAWN if name != "fp8"])
+@pytest.mark.parametrize("name", ["ct128", "ct32", "ct", "ct64 fp16", "gptq", "awq", "table", "nested"])
 def test_repacked_weights_are_equal(name):
-    for outputs, inputs in ((48, 512), (8, 384)):
+    for outputs, inputs in ((48, 512), (16, 384)):
         (layout, parts), (packed, ours) = prepared(name, outputs, inputs)
         assert torch.equal(packed.weight(ours, inputs), layout.weight(parts, inputs))
         assert quantised.layout_of(packed.kind) == packed
-        assert quantised.repacked(layout, parts, inputs)[1][0] is ours[0]  # one copy for all graphs
+        assert quantised.repacked(layout, [parts], inputs)[1][0] is ours[0]  # one copy for all graphs
+        merged, both = quantised.repacked(layout, [parts, [part.clone() for part in parts]], inputs)
+        assert torch.equal(merged.weight(both, inputs), packed.weight(ours, inputs).repeat(2, 1))
 
 
 def test_repacked_weights_follow_their_layer():
@@ -92,11 +136,11 @@ def test_repacked_weights_follow_their_layer():
 def test_products(name, rows, outputs, inputs, count):
     (layout, parts), (packed, ours) = prepared(name, outputs, inputs)
     x = torch.randn(rows, inputs)
-    got = launch(x, packed, ours, count, TILES.get(name, FOUR))
+    got = launch(x, packed, ours, count, TILES[packed.bits])
     torch.testing.assert_close(got, layout.product(x, parts, None), rtol=1e-4, atol=1e-5)
-    if name in ("fp8", "ct128"):
+    if name in ("fp8", "ct128", "ct int8"):
         gate, up = layout.product(x, parts, None).chunk(2, -1)
-        gated = launch(x, packed, ours, count, TILES.get(name, FOUR), gated=True)
+        gated = launch(x, packed, ours, count, TILES[packed.bits], gated=True)
         torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-4, atol=1e-5)
 
 
@@ -110,8 +154,41 @@ def test_all_values_of_fp8():
         x = torch.zeros(1, 128)
         x[0, 0] = 448.0
         layout, parts = Fp8Block(128, 128), [weight.view(FP8), torch.ones(1, 1)]
-        got = launch(x, layout, parts, 1, TILES["fp8"])
+        got = launch(x, layout, parts, 1, TILES[8])
         assert torch.equal(got[0], part.view(FP8).float() * 448)
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.int8])
+def test_rows_are_rounded_as_the_library_does(dtype):
+    """With ties and a row of zeros; where the codes are numbers of x's dtype, too."""
+    x = torch.randn(5, 48)[:, :40]
+    x[1], x[2, :4], x[2, 4:] = 0, torch.tensor([255.0, 1.0, 3.0, -5.0]), 0.5
+    for kept in {dtype, torch.uint8 if dtype == FP8 else dtype}:
+        codes, units = small_m._rounded_rows(x, kept, early=False, static=x[:0])
+        assert torch.equal(codes.float() * units[:, None], rounded_rows(x, dtype))
+
+
+def test_layers_with_one_scale_are_read():
+    """Of compressed-tensors, without the library: static activations, weights by channel or with one scale."""
+    layer = torch.nn.Linear(64, 32, bias=False)
+    layer.weight = torch.nn.Parameter(layer.weight.to(FP8), requires_grad=False)
+    layer.quantization_status, layer.input_scale = "compressed", torch.tensor([0.5])
+    eight = dict(num_bits=8, type="float", symmetric=True)
+    for strategy, dynamic, shape in (("tensor", False, (1,)), ("channel", False, (32, 1)), ("tensor", True, (1,))):
+        layer.weight_scale = torch.rand(shape)
+        rows = SimpleNamespace(**eight, strategy="token" if dynamic else "tensor", dynamic=dynamic)
+        weights = SimpleNamespace(**eight, strategy=strategy)
+        layer.quantization_scheme = SimpleNamespace(
+            weights=weights, input_activations=rows, output_activations=None, format="float-quantized"
+        )
+        packed, x = read(layer), torch.randn(2, 3, 64)
+        unit = x.abs().amax(-1, keepdim=True) / 448 if dynamic else layer.input_scale
+        rounded = (x / unit).clamp(-448, 448).to(FP8).float() * unit
+        want = F.linear(rounded.double(), (layer.weight.float() * layer.weight_scale).double()).float()
+        assert torch.equal(packed.layout.product(x, list(packed.parts.values()), None), want)
+        rows.strategy = "channel"
+        with pytest.raises(quantised.UnreadError, match="a scale for each token or a constant one"):
+            read(layer)
 
 
 def test_activations_are_rounded_as_pytorch_does():
@@ -120,7 +197,7 @@ def test_activations_are_rounded_as_pytorch_does():
     x = torch.stack([codes, (codes + torch.arange(1, 127, dtype=torch.uint8).view(FP8).float()) / 2, codes * 1.01])
     x = F.pad(x, (0, 2), value=448.0)
     layout, parts = Fp8Block(128, 128), [torch.eye(128).to(FP8), torch.ones(1, 1)]
-    assert torch.equal(launch(x, layout, parts, 1, TILES["fp8"]), layout.product(x, parts, None))
+    assert torch.equal(launch(x, layout, parts, 1, TILES[8]), layout.product(x, parts, None))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU) for name in DRAWN])
@@ -133,6 +210,7 @@ def test_bits_of_rows(name):
         for rows in (2, 16, 17, 64, 300):
             got = small_m.small_m_matmul(x[:rows], weight, None, scales, packed.kind)
             assert torch.equal(got[:64], alone[:rows]), rows
-        want = packed.product(x.float(), [weight, scales], None)
+        wide = x if packed.rounds_rows else x.float()  # a row is rounded in its dtype
+        want = packed.product(wide, [weight, scales], None).float()
         got = small_m.small_m_matmul(x, weight, None, scales, packed.kind).float()
         assert (got - want).norm() < 4e-3 * want.norm()

@@ -238,7 +238,7 @@ LIBRARY = {
 """What transformers needs to load a format."""
 PACKED_BY_HAND = ["gptq", "gptq_by_activation", "awq"]
 SERVED = ["fp8_block", *LIBRARY, *PACKED_BY_HAND]
-KERNELS = ["fp8_block", "ct_w4a16", "gptq", "awq"]
+KERNELS = ["fp8_block", "ct_fp8", "ct_w4a16", "ao_int8", "ao_float8", "gptq", "awq", "nf4", "nf4_nested", "fp4"]
 """Formats with a kernel for few rows."""
 UNMERGED = [*PACKED_BY_HAND, "nf4", "nf4_nested", "fp4"]
 """Formats whose parts have outputs in another dimension than the first."""
@@ -318,10 +318,11 @@ def test_layers_take_the_kernel_for_few_rows(name, tmp_path, monkeypatch):
         return
     assert not calls(ours.gm, QUANTISED) and variant_parts(ours) == []
     own = torch.ops.spec_compile
-    counts = [len(calls(ours.gm, op.default)) for op in (own.small_m_append, own.normed_swiglu, own.small_m_add)]
-    assert counts == ([0, 0, 0] if name in UNMERGED else [2, 2, 4])
+    fused = own.small_m_append, own.small_m_swiglu, own.normed_swiglu, own.small_m_add
+    half = name in PACKED_BY_HAND  # float16, in which no norm joins a product
+    assert [len(calls(ours.gm, op.default)) for op in fused] == ([2, 2, 0, 0] if half else [2, 0, 2, 4])
     for want, got in zip(prefix_then_chunk(plain.gm, graph), prefix_then_chunk(ours.gm, graph), strict=True):
-        error = 0.12 if name == "fp8_block" else 0.03  # codes of activations move, see docs/quantised.md
+        error = 0.12 if name in ("fp8_block", "ct_fp8") else 0.03  # codes of activations move, see docs/quantised.md
         assert (got.float() - want.float()).norm() < error * want.float().norm()
 
 

@@ -1,6 +1,5 @@
 """merge_linears: linear layers that read the same input (q/k/v, gate/up) become one matrix product."""
 
-import operator
 import weakref
 from collections import defaultdict
 
@@ -11,8 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..graph import ModelGraph, attribute
 from ..kernels.linear import PLAIN, linear_layers, operands_of, quantised, quantised_layers, with_operands
 from .apply import comes_after
-
-aten = torch.ops.aten
+from .products import output_sizes, put_product
 
 
 @comes_after("tidy")
@@ -68,11 +66,7 @@ def _fits(group: list[fx.Node]) -> bool:
     if group[0].target is PLAIN:
         return True
     layout = quantised.layout_of(group[0].args[3])
-    return layout.merges and all(size % layout.step == 0 for size in _sizes(group)[:-1])
-
-
-def _sizes(group: list[fx.Node]) -> list[int]:
-    return [node.meta["val"].shape[-1] for node in group]
+    return layout.merges and all(size % layout.step == 0 for size in output_sizes(group)[:-1])
 
 
 def _is_private(graph: ModelGraph, node: fx.Node, uses: dict[str, int]) -> bool:
@@ -93,15 +87,7 @@ def _merge(gm: fx.GraphModule, group: list[fx.Node], name: str) -> None:
         targets.append(target)
     with gm.graph.inserting_before(first):
         arguments = with_operands(first, [gm.graph.get_attr(target) for target in targets])
-        product = gm.graph.call_function(first.target, arguments)
-        product.meta = {key: first.meta[key] for key in ("nn_module_stack",) if key in first.meta}
-        split = gm.graph.call_function(aten.split_with_sizes.default, (product, _sizes(group), -1))
-    for place, node in enumerate(group):
-        with gm.graph.inserting_before(node):
-            part = gm.graph.call_function(operator.getitem, (split, place))
-        part.meta = dict(node.meta)
-        node.replace_all_uses_with(part)
-        gm.graph.erase_node(node)
+    put_product(gm.graph, group, first.target, arguments)
 
 
 def _joined(parameters: list[nn.Parameter]) -> Tensor | None:

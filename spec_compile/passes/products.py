@@ -1,5 +1,7 @@
 """Products of a captured graph with its parameters, and what passes ask of any node: its op's name, its shape."""
 
+import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,3 +48,22 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def shape_of(node: fx.Node) -> torch.Size:
     return node.meta["val"].shape
+
+
+def output_sizes(products: list[fx.Node]) -> list[int]:
+    return [node.meta["val"].shape[-1] for node in products]
+
+
+def put_product(graph: fx.Graph, group: list[fx.Node], op: Callable, arguments: tuple) -> None:
+    """Put one product, ``op(*arguments)``, and a split of its outputs in place of a group of products."""
+    first = group[0]
+    with graph.inserting_before(first):
+        product = graph.call_function(op, arguments)
+        product.meta = {key: first.meta[key] for key in ("nn_module_stack",) if key in first.meta}
+        split = graph.call_function(aten.split_with_sizes.default, (product, output_sizes(group), -1))
+    for place, node in enumerate(group):
+        with graph.inserting_before(node):
+            part = graph.call_function(operator.getitem, (split, place))
+        part.meta = dict(node.meta)
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)

@@ -8,6 +8,7 @@ import torch
 from .. import passes
 from ..graph import ModelGraph
 from ..kernels import attention
+from ..kernels.linear import small_m
 from ..passes.row_invariance import variant_parts
 
 
@@ -22,6 +23,7 @@ def explain(speculation) -> str:
         f"attention: {_backends(engine)}",
         *speculation.options.ranks.notes,
         *_bits(variant_parts(graph)),
+        *_plans(graph),
         "passes (call nodes before -> after):",
     ]
     for report in graph.log:
@@ -51,6 +53,14 @@ def _bits(parts: list[str]) -> list[str]:
     if not parts:
         return ["same bits whatever is drafted: yes"]
     return ["same bits whatever is drafted: not promised, because of", *(f"  {part}" for part in parts)]
+
+
+def _plans(graph) -> list[str]:
+    """Where the plans of matrix products come from, on a GPU that runs their kernels."""
+    if small_m.lack_of_device(graph.device) is not None:
+        return []
+    path = small_m.tuned_file(graph.device)
+    return [f"plans of matrix products: {f'tuned on this GPU, {path}' if path.exists() else 'the built-in ones'}"]
 
 
 def dump(model, directory) -> list[Path]:

@@ -62,12 +62,14 @@ def choose(weight: Tensor, few_rows: bool) -> Form | None:
     return None
 
 
-def choose_packed(parts: list[Tensor], inputs: int, kind: str, dtype: torch.dtype) -> tuple[str, list[Tensor]] | None:
-    """The kind and the parts, weight and scales, by which `SMALL_M` multiplies few rows of a dtype in place of a
-    quantised layer's; None: it cannot."""
-    if dtype not in HALF or small_m.lack_of_device(parts[0].device) is not None:
+def choose_packed(
+    layers: list[list[Tensor]], inputs: int, kind: str, dtype: torch.dtype
+) -> tuple[str, list[Tensor]] | None:
+    """The kind and the parts, weight and scales, by which `SMALL_M` multiplies few rows of a dtype in place of
+    quantised layers of one input, whose parts are `layers`; None: it cannot."""
+    if dtype not in HALF or small_m.lack_of_device(layers[0][0].device) is not None:
         return None
-    form = quantised.repacked(quantised.layout_of(kind), parts, inputs)
+    form = quantised.repacked(quantised.layout_of(kind), layers, inputs)
     if form is None or small_m.lack(form[1][0], form[0].kind, dtype) is not None:
         return None
     return form[0].kind, form[1]

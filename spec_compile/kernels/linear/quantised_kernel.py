@@ -9,6 +9,7 @@ Import this module only where Triton is installed. Shapes of a tile: weights [BL
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..ptx import let_next_kernel_begin
 
@@ -18,21 +19,26 @@ LARGEST: tl.constexpr = tl.constexpr(448.0)
 
 @triton.jit
 def multiply_quantised(
-    weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr, PTX: tl.constexpr,
+    weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The columns begin .. end of x times the weights -> sums [BLOCK_O, BLOCK_N]. FORMAT, GROUP: of `Layout.packing`.
-    stride_w: elements of weight_ptr in a row."""
+    unit_ptr: the scales of x's rows, where x are codes. stride_w: elements of weight_ptr in a row."""
     if FORMAT == "fp8_blocks":
         acc = _multiply_fp8_blocks(
             weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, inputs, stride_w, stride_x, late, GROUP, BLOCK_N,
             BLOCK_O, EVEN, PDL,
         )  # fmt: skip
+    elif FORMAT == "channels":
+        acc = _multiply_channels(
+            weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, inputs, stride_w, stride_x, late, BLOCK_N,
+            BLOCK_O, BLOCK_K, EVEN, PDL,
+        )  # fmt: skip
     else:
         acc = _multiply_nibbles(
             weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-            FORMAT == "nibbles_bf16", GROUP, BLOCK_N, BLOCK_O, EVEN, PDL, PTX,
+            FORMAT, GROUP, BLOCK_N, BLOCK_O, EVEN, PDL, PTX,
         )  # fmt: skip
     return acc
 
@@ -102,13 +108,89 @@ def _float_of_fp8(codes, dtype: tl.constexpr):
 
 
 @triton.jit
+def _multiply_channels(
+    weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, inputs, stride_w, stride_x, late,
+    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """8 bits with a scale for each output: int8, or FP8 as in `_multiply_fp8_blocks`. unit_ptr: of x that `round_rows`
+    has rounded to the same type, the scale of each row; else None, and only weights are quantised."""
+    INTEGERS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
+    BYTES: tl.constexpr = weight_ptr.dtype.element_ty == tl.uint8
+    ROUNDED: tl.constexpr = unit_ptr is not None
+    k = tl.arange(0, BLOCK_K)
+    w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + k[None, :]
+    x_at = x_ptr + n.to(tl.int64)[:, None] * stride_x + k[None, :]
+    scale = tl.load(scale_ptr + o).to(tl.float32)
+    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.int32 if INTEGERS and ROUNDED else tl.float32)
+    for start in tl.range(begin, end, BLOCK_K):
+        if PDL:
+            let_next_kernel_begin((end - start + BLOCK_K - 1) // BLOCK_K, late)
+        if EVEN:
+            a = tl.load(w_at + start, eviction_policy="evict_first")
+            b = tl.load(x_at + start, mask=(n < rows)[:, None], other=0.0)
+        else:
+            inside = (k < inputs - start)[None, :]
+            a = tl.load(w_at + start, mask=inside, other=0.0, eviction_policy="evict_first")
+            b = tl.load(x_at + start, mask=(n < rows)[:, None] & inside, other=0.0)
+        if ROUNDED and INTEGERS:
+            acc = tl.dot(a, b.T, acc, out_dtype=tl.int32)
+        elif ROUNDED and not BYTES:
+            acc += tl.dot(a, b.T)  # a sum apart, because Hopper's tensor cores keep few bits of a sum of FP8
+        elif ROUNDED:
+            acc = tl.dot(_float_of_fp8(a, b.dtype), b.T, acc, input_precision="ieee")
+        elif INTEGERS:
+            acc = tl.dot(a.to(b.dtype), b.T, acc, input_precision="ieee")
+        else:  # weights are rounded to x's dtype
+            wide = _float_of_fp8(a, tl.float32) if BYTES else a.to(tl.float32)
+            acc = tl.dot((wide * scale[:, None]).to(b.dtype), b.T, acc, input_precision="ieee")
+    if ROUNDED:
+        unit = tl.load(unit_ptr + n, mask=n < rows, other=0.0)
+        acc = acc.to(tl.float32) * (scale[:, None] * unit[None, :])
+    elif INTEGERS:
+        acc *= scale.to(x_ptr.dtype.element_ty).to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit
+def round_rows_kernel(
+    x_ptr, out_ptr, unit_ptr, static_ptr, inputs, stride_x, largest, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """Grid (rows,): a row of x over its largest absolute value and times `largest`, or over the static scale, as codes,
+    and the scale.
+
+    Every step is rounded to x's dtype, see `compressed_tensors.rounded_rows`. It is launched as RMSNorm is: see `norm`.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride_x + column, mask=column < inputs, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    if static_ptr is None:
+        unit = tl.div_rn(tl.max(tl.abs(x), 0), largest).to(dtype).to(tl.float32)
+    else:
+        unit = tl.load(static_ptr).to(dtype).to(tl.float32)
+    divisor = tl.where(unit > 0, unit, 1.0)
+    codes = tl.div_rn(x, divisor + tl.zeros_like(x)).to(dtype).to(tl.float32)
+    if out_ptr.dtype.element_ty == tl.int8:
+        codes = tl.clamp((codes + 12582912.0) - 12582912.0, -128.0, 127.0)  # 1.5 * 2 ** 23 makes whole numbers
+    else:
+        codes = _nearest_fp8(codes)
+    tl.store(out_ptr + row * inputs + column, codes.to(out_ptr.dtype.element_ty), mask=column < inputs)
+    tl.store(unit_ptr + row, unit)
+
+
+@triton.jit
 def _multiply_nibbles(
     weight_ptr, unit_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-    BF16: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """4 bits: nibble j of word w of each 256 columns is column 32 * j + w of them. unit_ptr [I / GROUP, O]: see
-    `nibbles.Nibbles`."""
+    `nibbles.Nibbles`, or `nibbles.TableNibbles` with FORMAT "nibbles_table"."""
+    if FORMAT == "nibbles_table":
+        table = unit_ptr if not PTX else _number_of_lane(unit_ptr)
+        unit_ptr += outputs
     word = tl.arange(0, 32)
     w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + word[None, :]
     x_at = x_ptr + n.to(tl.int64)[:, None] * stride_x + word[None, :]
@@ -125,7 +207,10 @@ def _multiply_nibbles(
             else:
                 inside = (word < inputs - start - 32 * j)[None, :]
                 b = tl.load(x_at + start + 32 * j, mask=(n < rows)[:, None] & inside, other=0.0)
-            a = _numbers(words, unit[:, None] + tl.zeros_like(words), j, BF16, PTX)
+            if FORMAT == "nibbles_table":
+                a = _numbers_in_table(words, table, j, PTX) * unit[:, None]
+            else:
+                a = _numbers(words, unit[:, None] + tl.zeros_like(words), j, FORMAT == "nibbles_bf16", PTX)
             acc = tl.dot(a.to(b.dtype), b.T, acc, input_precision="ieee")
     return acc
 
@@ -161,3 +246,26 @@ def _numbers(words, unit, J: tl.constexpr, BF16: tl.constexpr, PTX: tl.constexpr
             "=r,r,r,r,r,r,r,r,r", [words, unit, half, 4 * (J % 4)], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _number_of_lane(table_ptr):
+    """For each thread the number of its lane in a table of 16, float32; the other half of a warp has it, too."""
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 l; .reg .b64 a; mov.u32 l, %laneid; and.b32 l, l, 15; mad.wide.u32 a, l, 4, $1;"
+        "ld.global.f32 $0, [a];}",
+        "=f,l", [table_ptr.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _numbers_in_table(words, table, J: tl.constexpr, PTX: tl.constexpr):
+    """The number in the table, float32, of nibble J of each word [BLOCK_O, 32]. table: a pointer, or with PTX
+    `_number_of_lane`, because the threads of a warp hand each other numbers as fast as shared memory would."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 n; shr.u32 n, $1, $3; shfl.sync.idx.b32 $0, $2, n, 0x101F, -1;}",
+            "=f,r,f,r", [words, table, 4 * J], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.load(table + ((words >> 4 * J) & 15))

@@ -5,6 +5,7 @@ for it. So **no kernel of a layer may write weights**.
 """
 
 import functools
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,12 +16,15 @@ from .. import HALF, dependent_launch
 from ..all_reduce_memory import Exchange
 from ..counters import zero_counters
 from ..ops import as_rows
+from . import tuned
 from .plans import CUT, MAX_ROWS, Plan, Tile, ceil_div, packed_plan, plan, squared_columns
 from .quantised import layout_of, packed_linear
+from .quantised.compressed_tensors import LARGEST
 
 try:
     import triton
 
+    from .quantised_kernel import round_rows_kernel
     from .small_m_kernel import small_m_kernel
 except ImportError:  # no GPU
     triton = None
@@ -109,7 +113,7 @@ def _(x, weight, scales=None, kind=""):
 
 
 @functools.cache
-def _chip(device: torch.device) -> tuple[int, int]:
+def chip(device: torch.device) -> tuple[int, int]:
     """Multiprocessors of a GPU, and bytes of shared memory that a program may take; none if it is too old."""
     facts = torch.cuda.get_device_properties(device)
     if (facts.major, facts.minor) < OLDEST:
@@ -125,7 +129,7 @@ def _has_fp8(device: torch.device) -> bool:
 
 def memory_of(device: torch.device) -> int:
     """Bytes of shared memory that a program may take on a GPU."""
-    return _chip(device)[1]
+    return chip(device)[1]
 
 
 def lack_of_device(device: torch.device) -> str | None:
@@ -134,7 +138,7 @@ def lack_of_device(device: torch.device) -> str | None:
         return "Triton is not installed"
     if device.type != "cuda":
         return f"it is on {device.type}, not on a GPU"
-    return None if _chip(device)[0] else "the GPU has a compute capability below {}.{}".format(*OLDEST)
+    return None if chip(device)[0] else "the GPU has a compute capability below {}.{}".format(*OLDEST)
 
 
 def lack(weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> str | None:
@@ -161,9 +165,27 @@ def plan_of(x: Tensor, weight: Tensor, kind: str = "") -> Plan | None:
     rows = x.numel() // x.shape[-1]
     if not 0 < rows <= MAX_ROWS:
         return None
+    return _plan(len(weight), x.shape[-1], kind, weight.dtype, x.device)
+
+
+@functools.cache
+def _plan(outputs: int, inputs: int, kind: str, dtype: torch.dtype, device: torch.device) -> Plan:
+    known = _tuned(device).get(tuned.name_of(kind, dtype, outputs, inputs))
+    if known is not None:
+        return known
     if kind:
-        return packed_plan(weight.shape[0], x.shape[-1], layout_of(kind).bits, *_chip(x.device))
-    return plan(*weight.shape, *_chip(x.device))
+        return packed_plan(outputs, inputs, layout_of(kind).bits, *chip(device))
+    return plan(outputs, inputs, *chip(device))
+
+
+@functools.cache
+def _tuned(device: torch.device) -> dict[str, Plan]:
+    return tuned.read(tuned_file(device))
+
+
+def tuned_file(device: torch.device) -> Path:
+    """The file of the plans that `tune-kernels` has found on a GPU, whether it is there or not."""
+    return tuned.file_of(torch.cuda.get_device_name(device), triton.__version__)
 
 
 def run(
@@ -199,6 +221,9 @@ def launch(
     if weight.dtype == torch.float8_e4m3fn and not _has_fp8(x.device):
         weight = weight.view(torch.uint8)
     early = dependent_launch.available(x) if early is None else early
+    units = None
+    if kind and layout_of(kind).rounds_rows:
+        x, units = _rounded_rows(x, weight.dtype, early, scales[outputs:])
     grid = ceil_div(outputs, tile.block_o), ceil_div(rows, tile.block_n)
     partial = arrived = None
     if parts > 1:
@@ -212,7 +237,7 @@ def launch(
     nodes, (_, kv_heads, capacity, size) = (cos.shape[1], key_cache.shape) if heads else (1, (0, 0, 0, 0))
     sent = (exchange.peers, exchange.state, exchange.rank, exchange.words) if exchange else (None, None, 0, 0)
     small_m_kernel[(grid[0] * parts, grid[1])](
-        x, weight, scales, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived,
+        x, units, weight, scales, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived,
         cos, sin, q_norm, k_norm, key_cache, value_cache, lengths, rows, outputs, inputs,
         weight.stride(0), x.stride(0), 0 if residual is None else residual.stride(0), tile.late, tile.prefetch, eps,
         offset, nodes, capacity, head_eps, head_offset or 0.0,
@@ -224,3 +249,17 @@ def launch(
         FORMAT=form, GROUP=group, PTX=x.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
+
+
+def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool, static: Tensor) -> tuple[Tensor, Tensor]:
+    """x [R, I] rounded by row as weights of a dtype are: codes [R, I], and scales [R] float32. Where weights are bytes,
+    because the GPU has no FP8, codes are numbers of x's dtype. static: the scale of all rows, or empty."""
+    rows, inputs = x.shape
+    codes = x.new_empty(rows, inputs, dtype=x.dtype if dtype == torch.uint8 else dtype)
+    units, block = x.new_empty(rows, dtype=torch.float32), triton.next_power_of_2(inputs)
+    largest = LARGEST[torch.int8 if dtype == torch.int8 else torch.float8_e4m3fn]
+    round_rows_kernel[(rows,)](
+        x, codes, units, static if len(static) else None, inputs, x.stride(0), largest,
+        BLOCK=block, EARLY=early, num_warps=min(max(block // 512, 1), 16), **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return codes, units

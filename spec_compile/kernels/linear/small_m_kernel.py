@@ -86,7 +86,7 @@ def _multiply(
 
 @triton.jit
 def _product(
-    weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
+    weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -97,8 +97,8 @@ def _product(
         )
     else:
         acc = multiply_quantised(
-            weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late, FORMAT,
-            GROUP, BLOCK_N, BLOCK_O, EVEN, PDL, PTX,
+            weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
+            FORMAT, GROUP, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX,
         )  # fmt: skip
     return acc
 
@@ -196,14 +196,14 @@ def _send(value, peers, slot, column, n, rows, height, rank, RANKS: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows", "late", "prefetch", "nodes", "rank"])
 def small_m_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, squares_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr,
-    partial_ptr, arrived_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr,
-    rows, outputs, inputs, stride_w, stride_x, stride_r, late, prefetch, eps, offset, nodes, capacity, head_eps,
-    head_offset, peers, state_ptr, rank, words, RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr,
-    SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, ROUND_FIRST: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
-    PTX: tl.constexpr,
+    x_ptr, unit_ptr, weight_ptr, scale_ptr, bias_ptr, squares_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr,
+    new_squares_ptr, partial_ptr, arrived_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_cache_ptr, value_cache_ptr,
+    lengths_ptr, rows, outputs, inputs, stride_w, stride_x, stride_r, late, prefetch, eps, offset, nodes, capacity,
+    head_eps, head_offset, peers, state_ptr, rank, words, RANKS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr,
+    BLOCK_TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROUND_FIRST: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the weights' rows * PARTS, tiles of x's rows)."""
     # This program's tile [BLOCK_O, BLOCK_N], and its part of the columns: begin .. end.
@@ -234,8 +234,8 @@ def small_m_kernel(
             cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, lengths_ptr, column, n, rows, nodes, HEADS, KV_HEADS, D
         )
     acc = _product(
-        weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late, FORMAT, GROUP,
-        BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX,
+        weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
+        FORMAT, GROUP, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX,
     )  # fmt: skip
 
     # Where programs share the columns, the last to arrive adds all parts up.

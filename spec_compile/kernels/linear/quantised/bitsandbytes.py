@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from . import nibbles
 from .layout import Layout, Packed, class_path, require, require_scale
 
 NESTED = 256
@@ -29,14 +30,29 @@ class Table4(Layout):
         return parts[0].numel() * 2 // inputs
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
-        codes, scales, table, *second = parts
+        values = parts[2][_unpacked(parts[0]).int()]
+        return (values.view(-1, self.block) * self._scales(parts)[:, None]).view(-1, inputs)
+
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
+        if inputs % self.block:
+            return None  # a block has parts of two rows
+        scales = self._scales(parts).view(-1, inputs // self.block)
+        return nibbles.pack_with_table(_unpacked(parts[0]).view(-1, inputs), parts[2], scales.T)
+
+    def _scales(self, parts: Sequence[Tensor]) -> Tensor:
+        """The scale of each block, float32."""
+        _, scales, _, *second = parts
         if self.nested:
             offset, second_scales, second_table = second
             second_scales = second_scales.repeat_interleave(NESTED)[: scales.numel()]
             scales = second_table[scales.int()] * second_scales + offset
-        codes = codes.flatten()
-        values = table[torch.stack([codes >> 4, codes & 15], dim=1).int()]
-        return (values.view(-1, self.block) * scales[:, None]).view(-1, inputs)
+        return scales
+
+
+def _unpacked(codes: Tensor) -> Tensor:
+    """Bytes of two codes -> codes [O * I] uint8."""
+    codes = codes.flatten()
+    return torch.stack([codes >> 4, codes & 15], dim=1).flatten()
 
 
 LAYOUTS = (Table4,)

@@ -1,4 +1,5 @@
-"""compressed-tensors (llm-compressor's checkpoints): 8 bits with a scale for each output, and 4 bits in groups.
+"""compressed-tensors (llm-compressor's checkpoints): 8 bits with a scale for each output or for all, and 4 bits in
+groups.
 
 A model of this library unpacks all its layers at its first own forward, in place. So layers are read before that.
 """
@@ -21,22 +22,54 @@ EIGHT_BITS = {"float-quantized", "int-quantized", "naive-quantized"}
 @dataclass(frozen=True)
 class PerChannel(Layout):
     """weight [O, I] float8_e4m3fn or int8, scales [O, 1] of the model's dtype. Activations are rounded to the weights'
-    type with a scale for each row, all in their own dtype, as the library does."""
+    type with a scale for each row, all in their own dtype, as the library does. static: their scale is instead a
+    constant, which is the last of scales [O + 1, 1]."""
+
+    static: int = 0
+    packing = "channels", 1
+    rounds_rows = True
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         return parts[0].shape[0]
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         codes, scales = parts
-        return codes.to(scales.dtype) * scales
+        return codes.to(scales.dtype) * scales[: len(codes)]
 
     def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        return exact_linear(rounded_rows(x, parts[0].dtype), self.weight(parts, x.shape[-1]).to(x.dtype), bias)
+        codes, scales = parts
+        x = rounded_rows(x, codes.dtype, scales[-1].to(x.dtype) if self.static else None)
+        return exact_linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
 
 
-def rounded_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [..., I] rounded to FP8 or int8 with a scale for each row; every step is rounded to x's dtype."""
-    scales = x.abs().amax(dim=-1, keepdim=True) / LARGEST[dtype]
+@dataclass(frozen=True)
+class PerTensor(Layout):
+    """`PerChannel` with weight [O, I], scales [O, 1] or one for all [1], and if static the activations' scale [1]."""
+
+    static: int
+    merges = False
+
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]]:
+        weight, scales, *activations = parts
+        scales = scales.view(-1, 1).expand(len(weight), 1)
+        return PerChannel(self.static), [weight, torch.cat([scales, *(scale.view(1, 1) for scale in activations)])]
+
+    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
+        return parts[0].shape[0]
+
+    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        layout, parts = self.for_few_rows(parts, inputs)
+        return layout.weight(parts, inputs)
+
+    def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        layout, parts = self.for_few_rows(parts, x.shape[-1])
+        return layout.product(x, parts, bias)
+
+
+def rounded_rows(x: Tensor, dtype: torch.dtype, scales: Tensor | None = None) -> Tensor:
+    """x [..., I] rounded to FP8 or int8 with a scale for each row, or the given; every step is rounded to x's dtype."""
+    if scales is None:
+        scales = x.abs().amax(dim=-1, keepdim=True) / LARGEST[dtype]
     codes = x / scales.where(scales > 0, 1.0)
     if dtype == torch.int8:
         codes = codes.round().clamp(-128, 127)
@@ -65,7 +98,7 @@ class Int4Group(Layout):
         return nibbles.pack(unpacked_nibbles(words).to(torch.uint8), 8, scales.T)
 
 
-LAYOUTS = (PerChannel, Int4Group)
+LAYOUTS = (PerChannel, PerTensor, Int4Group)
 
 
 def read(module: nn.Module) -> Packed | None:
@@ -87,15 +120,24 @@ def read(module: nn.Module) -> Packed | None:
 
 def _eight_bits(module: nn.Linear, scheme, form: str) -> Packed:
     weights, rows = scheme.weights, scheme.input_activations
-    require(weights.strategy == "channel" and weights.symmetric, f"has weights of the strategy {weights.strategy!r}")
-    is_read = rows is not None and rows.strategy == "token" and rows.dynamic is True and rows.symmetric
+    by_channel = weights.strategy == "channel"
+    is_read = weights.symmetric and (by_channel or weights.strategy == "tensor")
+    require(is_read, f"has weights of the strategy {weights.strategy!r}, or zero points")
+    is_read = rows is not None and (rows.strategy, rows.dynamic) in (("token", True), ("tensor", False))
     require(
-        is_read and (rows.num_bits, rows.type) == (weights.num_bits, weights.type),
-        "does not round activations to the type of its weights, with a scale for each token",
+        is_read and rows.symmetric and (rows.num_bits, rows.type) == (weights.num_bits, weights.type),
+        "does not round activations to the type of its weights, with a scale for each token or a constant one",
     )
     require(module.weight.dtype in LARGEST, f"has weights of {module.weight.dtype} in the form {form!r}")
-    require_scale("weight_scale", module.weight_scale, (module.out_features, 1))
-    return Packed(PerChannel(), {"weight": module.weight, "weight_scale": module.weight_scale}, module.bias)
+    require_scale("weight_scale", module.weight_scale, (module.out_features, 1) if by_channel else (1,))
+    parts = {"weight": module.weight, "weight_scale": module.weight_scale}
+    if by_channel and rows.dynamic:
+        return Packed(PerChannel(), parts, module.bias)
+    if not rows.dynamic:
+        require_scale("input_scale", module.input_scale, (1,))
+        require(float(module.input_scale) > 0, "has an input_scale that is not above 0")
+        parts["input_scale"] = module.input_scale
+    return Packed(PerTensor(int(not rows.dynamic)), parts, module.bias)
 
 
 def _four_bits(module: nn.Linear, scheme) -> Packed:

@@ -18,11 +18,13 @@ class Layout:
     """A layout of parts: the tensors of a layer, in order. Fields are integers, which are constants of a graph.
 
     I inputs, O outputs. merges: whether layers of one input can be merged, because the first dimension of every part is
-    that of outputs. bits: of a weight, where the kernel for few rows reads the layout.
+    that of outputs. bits: of a weight, where the kernel for few rows reads the layout. rounds_rows: whether that kernel
+    gets activations that are rounded by row.
     """
 
     merges: ClassVar[bool] = True
     bits: ClassVar[int] = 8
+    rounds_rows: ClassVar[bool] = False
 
     @property
     def kind(self) -> str:
@@ -47,6 +49,10 @@ class Layout:
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple["Layout", list[Tensor]] | None:
         """New parts with the same meaning, in a layout that has a `packing`; None: there is no such layout."""
         return None
+
+    def joined(self, layers: list[list[Tensor]]) -> list[Tensor] | None:
+        """The parts of a layer that has the outputs of all layers; None: there is no such layer."""
+        return layers[0] if len(layers) == 1 else None
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         """O of a layer with so many inputs."""

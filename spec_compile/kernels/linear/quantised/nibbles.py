@@ -1,4 +1,4 @@
-"""4 bits as the kernel for few rows reads them: what layers of GPTQ, AWQ and compressed-tensors are repacked into."""
+"""4 bits as the kernel for few rows reads them: what layers of all formats with 4 bits are repacked into."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +16,27 @@ TOO_LARGE = {torch.bfloat16: 128, torch.float16: 1024}
 """A number of this dtype whose lowest bits are a code is too large by this."""
 
 
-@dataclass(frozen=True)
-class Nibbles(Layout):
+class _Words(Layout):
     """words [O, W * 32] int32, W = I / 256 rounded up: nibble j of word w of each 32 is the code of column 32 * j + w
-    of their 256. units [W * 256 / group, O] int32: a scale in the lower half; in the upper half what is added to a code
+    of their 256. units: a row for each of so many columns, [G, O]."""
+
+    bits = 4
+
+    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
+        return parts[0].shape[0]
+
+    def joined(self, layers: list[list[Tensor]]) -> list[Tensor]:
+        words, units = zip(*layers)
+        return [torch.cat(words), torch.cat(units, dim=1)]
+
+
+@dataclass(frozen=True)
+class Nibbles(_Words):
+    """units [W * 256 / group, O] int32: a scale in the lower half; in the upper half what is added to a code
     that is `TOO_LARGE`, so that it is the code minus its zero point. dtype: of both halves, an index of `DTYPES`."""
 
     group: int
     dtype: int
-    bits = 4
 
     def serves(self, dtype: torch.dtype) -> bool:
         return dtype == DTYPES[self.dtype]
@@ -33,20 +45,42 @@ class Nibbles(Layout):
     def packing(self) -> tuple[str, int]:
         return "nibbles_fp16" if self.dtype else "nibbles_bf16", self.group
 
-    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
-        return parts[0].shape[0]
-
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         words, units = parts
-        dtype = DTYPES[self.dtype]
-        codes = words.view(torch.uint8).unflatten(1, (-1, 32, 4)).transpose(2, 3)
-        codes = torch.stack([codes & 15, codes >> 4], dim=3).flatten(1)
+        dtype, codes = DTYPES[self.dtype], _unpacked(words)
         scales, added = units.T.contiguous()[:, :, None].view(dtype).unbind(2)
         groups = (codes.to(dtype) + TOO_LARGE[dtype]).unflatten(1, (-1, self.group))
         return ((groups + added[:, :, None]) * scales[:, :, None]).flatten(1)[:, :inputs]
 
 
-LAYOUTS = (Nibbles,)
+@dataclass(frozen=True)
+class TableNibbles(_Words):
+    """units [1 + W * 256 / group, O] float32: a table of 16 numbers, then a scale in each row. A
+    weight is the number of its code times its scale in float32, rounded to the dtype of activations."""
+
+    group: int
+
+    @property
+    def packing(self) -> tuple[str, int]:
+        return "nibbles_table", self.group
+
+    def joined(self, layers: list[list[Tensor]]) -> list[Tensor] | None:
+        first, *others = (units[0, :16] for _, units in layers)
+        return super().joined(layers) if all(torch.equal(first, other) for other in others) else None
+
+    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        words, units = parts
+        numbers = units[0, :16][_unpacked(words).int()].unflatten(1, (-1, self.group))
+        return (numbers * units[1:].T[:, :, None]).flatten(1)[:, :inputs]
+
+
+LAYOUTS = (Nibbles, TableNibbles)
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """words [O, W * 32] of both layouts -> codes [O, W * 256] uint8."""
+    codes = words.view(torch.uint8).unflatten(1, (-1, 32, 4)).transpose(2, 3)
+    return torch.stack([codes & 15, codes >> 4], dim=3).flatten(1)
 
 
 def pack(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> tuple[Nibbles, list[Tensor]] | None:
@@ -54,13 +88,38 @@ def pack(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> tuple[Nibbles, l
 
     codes [O, I] uint8 of 0 to 15, zeros [G, O] or one for all, scales [G, O].
     """
-    (outputs, inputs), groups = codes.shape, len(scales)
-    group = inputs // groups if groups > 1 else -(-inputs // WIDTH) * WIDTH
-    if scales.dtype not in DTYPES or (group % WIDTH and group not in (32, 64, 128)):
+    group = _group(codes.shape[1], len(scales))
+    if scales.dtype not in DTYPES or group is None:
         return None
-    codes = F.pad(codes, (0, -inputs % WIDTH)).view(outputs, -1, 4, 2, 32)
-    words = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4).transpose(2, 3).contiguous().view(torch.int32)
+    words = _words(codes)
     added = (-TOO_LARGE[scales.dtype] - zeros + torch.zeros_like(scales, dtype=torch.int32)).to(scales.dtype)
     units = torch.stack([scales, added], dim=2).view(torch.int32)[:, :, 0]
-    units = F.pad(units, (0, 0, 0, codes.shape[1] * WIDTH // group - groups))
-    return Nibbles(group, DTYPES.index(scales.dtype)), [words.view(outputs, -1), units.contiguous()]
+    return Nibbles(group, DTYPES.index(scales.dtype)), [words, _padded(units, words, group)]
+
+
+def pack_with_table(codes: Tensor, table: Tensor, scales: Tensor) -> tuple[TableNibbles, list[Tensor]] | None:
+    """`pack` of codes whose numbers are in a table [16] float32. scales [G, O] float32."""
+    group = _group(codes.shape[1], len(scales))
+    if group is None or len(codes) < len(table):
+        return None
+    words = _words(codes)
+    first = F.pad(table, (0, len(codes) - len(table)))[None]
+    return TableNibbles(group), [words, torch.cat([first, _padded(scales, words, group)])]
+
+
+def _group(inputs: int, groups: int) -> int | None:
+    """The columns of a scale where one spans all inputs, or as many as the kernel reads; else None."""
+    group = inputs // groups if groups > 1 else -(-inputs // WIDTH) * WIDTH
+    return group if group % WIDTH == 0 or group in (32, 64, 128) else None
+
+
+def _words(codes: Tensor) -> Tensor:
+    """codes [O, I] uint8 -> words [O, W * 32] int32."""
+    codes = F.pad(codes, (0, -codes.shape[1] % WIDTH)).view(len(codes), -1, 4, 2, 32)
+    words = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4).transpose(2, 3).contiguous().view(torch.int32)
+    return words.view(len(codes), -1)
+
+
+def _padded(units: Tensor, words: Tensor, group: int) -> Tensor:
+    """Units [G, O] of all columns that words have."""
+    return F.pad(units, (0, 0, 0, words.shape[1] * 8 // group - len(units))).contiguous()

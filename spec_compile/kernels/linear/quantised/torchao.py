@@ -15,6 +15,8 @@ DTYPES = {"Int8Tensor": torch.int8, "Float8Tensor": torch.float8_e4m3fn}
 class _PerOutput(Layout):
     """codes [O, I], scales [O, 1] float32."""
 
+    packing = "channels", 1
+
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         return parts[0].shape[0]
 

@@ -1,0 +1,186 @@
+"""The search for the fastest plans of the matrix products of a model, on the GPU that it is on.
+
+A plan holds for every number of rows: tiles of different numbers of rows share its cuts of the columns and take the
+same instructions of the tensor cores. Whether all rows have the same bits is checked before a plan is taken.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...graph import ModelGraph, attribute
+from . import LINEARS, packing_of, small_m, tuned, weight_of
+from .plans import MAX_ROWS, Plan, Tile, ceil_div, squared_columns
+from .quantised import layout_of
+
+WIDTHS = 16, 64, 128
+"""Rows of a tile; those of a round are most often as few as the first two."""
+ROWS = 1, 2, 5, 16, 17, 33, 64, 65, 100, 128, 300
+"""Numbers of rows whose bits are compared with those of `MAX_ROWS`."""
+TILES = {  # by the bits of a weight and the rows of a tile: (block_o, block_k, warps, stages)
+    16: {
+        16: [(128, 128, 8, 4), (64, 256, 4, 4), (64, 128, 4, 5), (32, 256, 4, 4), (16, 256, 4, 4)],
+        64: [(128, 128, 8, 4), (128, 64, 8, 6), (64, 128, 4, 5), (32, 128, 4, 5), (16, 256, 4, 3)],
+        128: [(128, 64, 8, 4), (64, 64, 4, 4), (32, 64, 4, 4), (16, 64, 4, 4)],
+    },
+    8: {
+        16: [(128, 128, 8, 5), (128, 128, 8, 4), (64, 128, 4, 5), (64, 128, 4, 3)],
+        64: [(128, 128, 8, 4), (128, 128, 8, 3), (64, 128, 4, 4), (64, 128, 4, 3)],
+        128: [(128, 128, 8, 3), (64, 128, 4, 3)],
+    },
+    4: {
+        16: [(128, 256, 8, 4), (128, 256, 8, 3), (64, 256, 4, 4), (64, 256, 4, 3)],
+        64: [(128, 256, 8, 3), (64, 256, 4, 4), (64, 256, 4, 3)],
+        128: [(128, 256, 8, 2), (64, 256, 4, 2)],
+    },
+}  # fmt: skip
+GAIN = 0.98
+"""A new plan takes at most so much of the time of the present one."""
+
+
+class Product(NamedTuple):
+    """Products of one shape and format. weights: of each its weight and, where it is quantised, its scales."""
+
+    outputs: int
+    inputs: int
+    kind: str
+    dtype: torch.dtype
+    weights: list[tuple[Tensor, Tensor | None]]
+
+    @property
+    def bits(self) -> int:
+        return layout_of(self.kind).bits if self.kind else 16
+
+    @property
+    def name(self) -> str:
+        return tuned.name_of(self.kind, self.weights[0][0].dtype, self.outputs, self.inputs)
+
+
+class Outcome(NamedTuple):
+    """How the search of a product ended. before, after: microseconds of 1, 16 and 64 rows together. plan: None if the
+    present one stays. refused: plans in which bits of rows differed."""
+
+    before: float
+    after: float
+    plan: Plan | None
+    refused: int
+
+
+def products(graph: ModelGraph) -> list[Product]:
+    """The products of a graph that the kernel multiplies, of each shape and format one entry. What stands around a
+    product must not be fused into it yet."""
+    groups: dict[tuple, list] = defaultdict(list)
+    for node in graph.gm.graph.nodes:
+        if node.target not in LINEARS or (source := weight_of(node)) is None:
+            continue
+        weight, packing = attribute(graph.gm, source.target), packing_of(node)
+        scales, kind = (attribute(graph.gm, packing[0].target), packing[1]) if packing else (None, "")
+        if small_m.lack(weight, kind, graph.dtype) is None:
+            inputs = node.args[0].meta["val"].shape[-1]
+            groups[len(weight), inputs, kind].append((weight, scales))
+    return [Product(*key, graph.dtype, weights) for key, weights in groups.items()]
+
+
+def tune(product: Product, time: Callable | None = None) -> Outcome:
+    """Search for a plan of a product. time: ``time(product, rows, parts, tile)`` -> microseconds."""
+    time = time or _time
+    x = product.weights[0][0].new_empty(1, product.inputs, dtype=product.dtype)
+    present = small_m.plan_of(x, product.weights[0][0], product.kind)
+    before = sum(time(product, rows, present.parts, present.tile(rows)) for rows in (1, 16, 64))
+    times = defaultdict(lambda: defaultdict(list))
+    for width, parts, tile in candidates(product, present, *small_m.chip(x.device)):
+        rows = {16: (1, 16), 64: (64,)}.get(width, (width,))
+        taken = sum(time(product, each, parts, tile) for each in rows)
+        times[parts, tile.block_o >= 64][width].append((taken, tile))
+    refused = 0
+    for after, plan in ranked(times):
+        if after > GAIN * before:
+            break
+        if same_bits(product, plan):
+            return Outcome(before, after, plan, refused)
+        refused += 1
+    return Outcome(before, before, None, refused)
+
+
+def candidates(product: Product, present: Plan, processors: int, memory: int) -> Iterator[tuple[int, int, Tile]]:
+    """Rows of a tile, parts and tile of what is tried."""
+    manner = dict(late=present.tiles[0].late, prefetch=present.tiles[0].prefetch, bits=product.bits)
+    for width in WIDTHS:
+        for block_o, block_k, warps, stages in TILES[product.bits][width]:
+            tile = Tile(block_o, block_k, width, warps, stages, **manner)
+            if block_o < squared_columns(product.outputs) or tile.fitting(memory) != tile:
+                continue
+            most = min(8, product.inputs // 512, 3 * processors // ceil_div(product.outputs, block_o))
+            for parts in sorted({1, 2, 3, 4, 6, 8, present.parts}):
+                if parts in (1, present.parts) or parts <= most:
+                    yield width, parts, tile
+
+
+def ranked(times: dict) -> list[tuple[float, Plan]]:
+    """Plans, the fastest with few rows first, from times by (parts, instructions) and the rows of a tile."""
+    plans = []
+    for (parts, _), widths in times.items():
+        best = [min(widths.get(width, [(float("inf"), None)])) for width in WIDTHS]
+        if best[-1][0] < float("inf"):
+            taken = sum(taken for taken, _ in best[:-1])
+            plans.append((taken, Plan(parts, tuple(tile for _, tile in best))))
+    return sorted(plans, key=lambda plan: plan[0])
+
+
+def same_bits(product: Product, plan: Plan) -> bool:
+    """Whether a plan gives every row the same bits with any number of rows."""
+    weight, scales = product.weights[0]
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(MAX_ROWS, product.inputs, device=weight.device, generator=generator).to(product.dtype)
+
+    def multiply(rows: int) -> Tensor:
+        return small_m.run(x[:rows], weight, None, plan, scales=scales, kind=product.kind)
+
+    reference = multiply(MAX_ROWS)
+    return all(torch.equal(multiply(rows), reference[:rows]) for rows in ROWS)
+
+
+def _time(product: Product, rows: int, parts: int, tile: Tile) -> float:
+    """Microseconds of one product, with weights that are in no cache."""
+    from triton.runtime.errors import OutOfResources
+
+    x = torch.ones(rows, product.inputs, device=product.weights[0][0].device, dtype=product.dtype)
+    size = product.weights[0][0].nbytes
+    weights = list(itertools.islice(product.weights, 1 + (400 << 20) // size))
+    while len(weights) * size < 200 << 20 and len(weights) < 128:  # more than the L2 cache holds
+        weight, scales = product.weights[0]
+        weights.append((weight.clone(), scales))
+    plan = Plan(parts, (tile,))
+
+    def run() -> None:
+        for weight, scales in weights:
+            small_m.run(x, weight, None, plan, scales=scales, kind=product.kind)
+
+    try:
+        return graph_time(run) / len(weights)
+    except OutOfResources:
+        return float("inf")
+
+
+def graph_time(run: Callable[[], None], repeats: int = 5) -> float:
+    """Microseconds that a replay of the captured `run` takes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+        graph.replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        stream.synchronize()
+    return sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))[repeats // 2] * 1e3

@@ -1,0 +1,51 @@
+"""Plans that `tune-kernels` has found on a GPU: a JSON file for each name of a GPU and version of Triton."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from .plans import Plan, Tile
+
+
+def file_of(gpu: str, triton: str) -> Path:
+    """The file of a GPU and a version of Triton, in the folder for caches of this user."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    name = re.sub(r"[^A-Za-z0-9]+", "-", gpu).strip("-")
+    return Path(cache) / "spec_compile" / "plans" / f"{name}_triton-{triton}.json"
+
+
+def name_of(kind: str, dtype: torch.dtype, outputs: int, inputs: int) -> str:
+    """The key of a product in the file. kind: of a quantised weight's `Layout`. dtype: of the weight's tensor."""
+    return " ".join([*kind.split(), str(dtype).removeprefix("torch."), f"{outputs}x{inputs}"])
+
+
+def read(path: Path) -> dict[str, Plan]:
+    """The plans of a file, by `name_of`; none where there is no file. ValueError, naming it, if it is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        table = json.loads(path.read_text())
+        plans = {name: Plan(parts, tuple(Tile(*tile) for tile in tiles)) for name, (parts, tiles) in table.items()}
+        numbers = [number for plan in plans.values() for number in sum(plan.tiles, (plan.parts, len(plan.tiles)))]
+        if not all(isinstance(number, int) and number > 0 for number in numbers):
+            raise ValueError("a number is missing, or below 1")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: expected plans as tune-kernels writes them ({error}); delete it, or run tune-kernels again"
+        ) from error
+    return plans
+
+
+def add(path: Path, plans: dict[str, Plan]) -> None:
+    """Write plans to a file, beside those of other products that it has."""
+    try:
+        known = read(path)
+    except ValueError:
+        known = {}  # a damaged file is replaced
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_text(json.dumps({**known, **plans}, indent=1))
+    new.replace(path)
