@@ -46,7 +46,8 @@ def tree_attention(call: Call) -> Tensor:
         ops.append(key_cache, k, lengths)
         ops.append(value_cache, v, lengths)
     max_kv_len, group = int(lengths.max()) + q.shape[2], q.shape[1] // key_cache.shape[1]
-    mask = ops.tree_mask(positions, lengths, ancestors, max_kv_len, window, group, q.dtype)
+    seen = (positions, lengths, ancestors, max_kv_len, window, group, q.dtype)
+    mask = ops.tree_mask(*seen, call.chunk, call.slopes)
     keys, values = (cache[:, :, :max_kv_len].to(q.dtype) for cache in (key_cache, value_cache))
     return ops.masked_attention(q, keys, values, mask, sinks, scale, softcap).contiguous()
 
