@@ -12,9 +12,9 @@ from ..graph import LayerSpec, ModelGraph, attribute, calls
 from ..kernels import ops
 from . import recurrences
 from .adapters import twin
-from .attention_modules import connect
 from .experts import marked_experts
 from .layers import check_layers
+from .modules import connect
 from .quantised import mark
 from .sharded import bind, fake_twin, is_sharded
 

@@ -1,4 +1,4 @@
-"""Classes whose attention is made to call the marker for the capture: the same tokens as transformers' generate()."""
+"""Classes with modules that are changed for the capture: the same tokens as transformers' generate()."""
 
 import models
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 import spec_compile
 from spec_compile import UnsupportedModelError
-from spec_compile.capture import attention_modules
+from spec_compile.capture import modules
 from spec_compile.capture.trace import capture
 from spec_compile.graph import LayerSpec
 from spec_compile.kernels.attention import BACKENDS, ROLES, Use
@@ -37,6 +37,19 @@ CLASSES = {
     "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", dict(
         models.GQA16, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=1,
         interleave_moe_layer_step=2, attention_chunk_size=16, no_rope_layers=[1, 0], floor_scale=512)),
+    "doge": ("DogeConfig", "DogeForCausalLM", dict(GQA, keep_window_size=512)),
+    "phimoe": ("PhimoeConfig", "PhimoeForCausalLM", dict(GQA, sliding_window=8, num_local_experts=4)),
+    "dbrx": ("DbrxConfig", "DbrxForCausalLM", dict(
+        vocab_size=models.VOCAB, d_model=64, n_heads=4, n_layers=2, max_seq_len=512,
+        attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=96, hidden_size=64, moe_num_experts=4, moe_top_k=2))),
+    "longcat_flash": ("LongcatFlashConfig", "LongcatFlashForCausalLM", dict(
+        vocab_size=models.VOCAB, hidden_size=64, num_layers=1, num_hidden_layers=2, num_attention_heads=4,
+        ffn_hidden_size=96, q_lora_rank=32, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, head_dim=8,
+        v_head_dim=12, qk_head_dim=24, moe_topk=2, n_routed_experts=4, zero_expert_num=2, expert_ffn_hidden_size=32,
+        max_position_embeddings=512)),
+    "aria": ("AriaTextConfig", "AriaTextForCausalLM", dict(
+        GQA, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)),
 }  # fmt: skip
 """Name -> the arguments of `models.build`."""
 
@@ -84,7 +97,7 @@ def test_positions_that_llama4_counts_for_itself():
         )
 
 
-@pytest.mark.parametrize("name, limit", [("codegen", 512), ("xglm", 512), ("mpt", 512), ("bloom", None)])
+@pytest.mark.parametrize("name, limit", [("codegen", 512), ("xglm", 512), ("mpt", 512), ("doge", 512), ("bloom", None)])
 def test_tables_limit_positions(name, limit):
     assert capture(models.build(*CLASSES[name])).position_limit == limit
 
@@ -92,7 +105,7 @@ def test_tables_limit_positions(name, limit):
 def test_a_wrong_function_is_refused(monkeypatch):
     path = "transformers.models.gptj.modeling_gptj.GPTJAttention"
     monkeypatch.setitem(
-        attention_modules.MODULES, path, lambda module, attend: attention_modules._replace_scores(module, attend, 0.26)
+        modules.MODULES, path, lambda module, attend: modules.attention._replace_scores(module, attend, 0.26)
     )
     with pytest.raises(UnsupportedModelError, match="GPTJForCausalLM: the captured graph differs"):
         spec_compile.speculate(models.build(*CLASSES["gptj"]), compile=False)
@@ -102,7 +115,7 @@ def test_chunks_that_attention_is_not_told_of(monkeypatch):
     """They are longer than the text of the check."""
     config, cls, sizes = CLASSES["llama4"]
     model = models.build(config, cls, dict(sizes, attention_chunk_size=4096))
-    monkeypatch.setattr(attention_modules, "_is_chunked", lambda module: False)
+    monkeypatch.setattr(modules.attention, "_is_chunked", lambda module: False)
     with pytest.raises(UnsupportedModelError, match="chunked layers that its attention is not told of"):
         spec_compile.speculate(model, compile=False)
 
