@@ -37,7 +37,8 @@ CLASSES = {
     "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", dict(
         models.GQA16, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=1,
         interleave_moe_layer_step=2, attention_chunk_size=16, no_rope_layers=[1, 0], floor_scale=512)),
-    "doge": ("DogeConfig", "DogeForCausalLM", dict(GQA, keep_window_size=512)),
+    # transformers 5.17 runs Doge on sdpa without a causal mask: the same model on both
+    "doge": ("DogeConfig", "DogeForCausalLM", dict(GQA, keep_window_size=512, attn_implementation="eager")),
     "phimoe": ("PhimoeConfig", "PhimoeForCausalLM", dict(GQA, sliding_window=8, num_local_experts=4)),
     "dbrx": ("DbrxConfig", "DbrxForCausalLM", dict(
         vocab_size=models.VOCAB, d_model=64, n_heads=4, n_layers=2, max_seq_len=512,

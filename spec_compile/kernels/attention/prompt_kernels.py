@@ -10,7 +10,7 @@ weights 2 ** (score - peak).
 import triton
 import triton.language as tl
 
-from .chunk import alibi
+from .chunk import with_alibi
 
 
 @triton.jit
@@ -35,15 +35,16 @@ def _plan(
 
 @triton.jit
 def _step(
-    q, k, v, seen, bias, acc, peak, total, inner, outer, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+    q, k, v, seen, slope, key_position, position, acc, peak, total, inner, outer,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of keys and values into a running softmax. seen [BLOCK_M, BLOCK_N]: which scores count; None: all.
-    bias [BLOCK_M, BLOCK_N]: an `alibi` or None."""
+    slope [BLOCK_M]: of the rows, see `with_alibi`; None: they have none."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
         scores = 1 - 2 / (tl.exp2(scores * inner) + 1)  # tanh
-    if bias is not None:
-        scores += bias
+    if slope is not None:
+        scores = with_alibi(scores, slope, key_position, position, outer)
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1) * outer)
@@ -94,12 +95,13 @@ def _attend_to_cache(
             at = start + slot
             keys = tl.load(key_cache_ptr + at[:, None] * DK + dk[None, :], mask=real_dk, other=0.0).to(query.dtype)
             values = tl.load(value_cache_ptr + at[:, None] * DV + dv[None, :], mask=real_dv, other=0.0).to(query.dtype)
-            bias = None
+            slot_position = at
             if slope is not None:
-                bias = alibi(slope, _slot_position(positions_ptr, at, length, True), position, outer)
+                slot_position = _slot_position(positions_ptr, at, length, at < end)
             acc, peak, total = _step(
-                query, keys, values, None, bias, acc, peak, total, inner, outer, SOFTCAP, PRECISION
-            )
+                query, keys, values, None, slope, slot_position, position, acc, peak, total, inner, outer,
+                SOFTCAP, PRECISION,
+            )  # fmt: skip
         begin = unmasked_end
     # The others: seen [BLOCK_M, BLOCK_N].
     for start in range(begin, end, BLOCK_N):
@@ -109,13 +111,15 @@ def _attend_to_cache(
         values = tl.load(value_cache_ptr + at[:, None] * DV + dv[None, :], mask=inside[:, None] & real_dv, other=0.0)
         keys, values = keys.to(query.dtype), values.to(query.dtype)
         seen = inside[None, :] & (at[None, :] - length <= node[:, None])
-        bias = None
-        if WINDOW is not None:
+        slot_position = at
+        if WINDOW is not None or slope is not None:
             slot_position = _slot_position(positions_ptr, at, length, inside)
+        if WINDOW is not None:
             seen = seen & (position[:, None] - slot_position[None, :] < WINDOW)
-        if slope is not None:
-            bias = alibi(slope, _slot_position(positions_ptr, at, length, inside), position, outer)
-        acc, peak, total = _step(query, keys, values, seen, bias, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
+        acc, peak, total = _step(
+            query, keys, values, seen, slope, slot_position, position, acc, peak, total, inner, outer,
+            SOFTCAP, PRECISION,
+        )  # fmt: skip
     return acc, peak, total
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..ptx import prefetch_l2
-from .chunk import alibi, attend_to_chunk, fold
+from .chunk import attend_to_chunk, fold
 from .spans import span_bounds, span_of
 
 
@@ -52,13 +52,21 @@ def _attend_to_slots(
         slot = start + tl.arange(0, CHUNK)
         keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=(dk < DK)[None, :], other=0.0)
         values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
-        seen, bias = None, None
+        seen = None
         if WINDOW is not None:
             seen = position[:, None] - slot[None, :] < WINDOW
-        if slope is not None:
-            bias = alibi(slope, slot, position, outer)
         next_acc, next_peak, next_total = attend_to_chunk(
-            query, keys.to(query.dtype), values.to(query.dtype), seen, bias, inner, outer, SOFTCAP, PRECISION
+            query,
+            keys.to(query.dtype),
+            values.to(query.dtype),
+            seen,
+            slope,
+            slot,
+            position,
+            inner,
+            outer,
+            SOFTCAP,
+            PRECISION,
         )
         acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
     return acc, peak, total
@@ -96,16 +104,13 @@ def _attend_to_path(
     else:
         seen = ((bits[:, None] >> tl.where(new, node, 0).to(tl.int64)[None, :]) & 1) != 0
         seen = committed[None, :] | (seen & new[None, :])
-    bias = None
     if WINDOW is not None or slope is not None:
         new_position = tl.load(positions_ptr + node, mask=new, other=0).to(tl.int32)
         key_position = tl.where(committed, key_position, new_position)
     if WINDOW is not None:
         seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
-    if slope is not None:
-        bias = alibi(slope, key_position, position, outer)
     keys, values = keys.to(query.dtype), values.to(query.dtype)
-    return attend_to_chunk(query, keys, values, seen, bias, inner, outer, SOFTCAP, PRECISION)
+    return attend_to_chunk(query, keys, values, seen, slope, key_position, position, inner, outer, SOFTCAP, PRECISION)
 
 
 @triton.jit
