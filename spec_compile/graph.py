@@ -17,6 +17,8 @@ class LayerSpec:
 
     heads, kv_heads: of queries, and of keys and values. key_dim, value_dim: sizes of a head. scale multiplies scores.
     window: tokens that the layer sees back, None for all. softcap bounds scores. sinks: whether it has learned sinks.
+    chunk: a token sees only those with the same position // chunk, None for all. slopes: whether biases by the distance
+    (ALiBi) are added to scores.
     """
 
     heads: int
@@ -27,6 +29,8 @@ class LayerSpec:
     window: int | None
     softcap: float | None
     sinks: bool
+    chunk: int | None = None
+    slopes: bool = False
 
 
 @dataclass(frozen=True)

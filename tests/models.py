@@ -117,18 +117,6 @@ _HYBRID = {  # layers with recurrences or short convolutions
 }
 
 _REFUSED = {
-    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", dict(
-        GQA16, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=1, interleave_moe_layer_step=2,
-        attention_chunk_size=16, no_rope_layers=[1, 0])),
-    "bloom": ("BloomConfig", "BloomForCausalLM", dict(
-        vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4), dict(std=0.4)),
-    "mpt": ("MptConfig", "MptForCausalLM", dict(
-        vocab_size=VOCAB, d_model=64, n_heads=4, n_layers=2, expansion_ratio=2, max_seq_len=512, use_cache=True),
-        dict(seed=3)),
-    "falcon_rope": ("FalconConfig", "FalconForCausalLM", dict(BASE, ffn_hidden_size=96, alibi=False)),
-    "falcon_alibi": ("FalconConfig", "FalconForCausalLM", dict(
-        BASE, ffn_hidden_size=96, alibi=True, multi_query=False, parallel_attn=False, bias=True), dict(embed=0.12)),
-    "gptj": ("GPTJConfig", "GPTJForCausalLM", dict(GPT2, rotary_dim=8)),
     "recurrent_gemma": ("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", dict(
         GQA, num_hidden_layers=3, lru_width=64, attention_window_size=64), dict(embed=0.06, final=3.0, seed=1)),
     "rwkv": ("RwkvConfig", "RwkvForCausalLM", dict(

@@ -65,12 +65,6 @@ def test_compiled(name):
 
 
 REASONS = {
-    "llama4": "layers of type chunked_attention",
-    "bloom": "attention through transformers'",
-    "mpt": "does not call its attention through transformers",
-    "falcon_rope": "does not call its attention through transformers",
-    "falcon_alibi": "ALiBi",
-    "gptj": "attention through transformers'",
     "recurrent_gemma": "recurrent state",
     "rwkv": "recurrent state",
     "t5": "encoder-decoder",

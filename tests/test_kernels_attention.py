@@ -86,6 +86,7 @@ class Case:
     def __init__(
         self, place, lengths, nodes, parents=None, heads=(2, 1), sizes=(16, 16), capacity=None, causal=False,
         window=None, softcap=None, sinks=False, rotary=False, norms=False, offset=None, kept=None,
+        slopes=None,
     ):  # fmt: skip
         self.device, self.dtype = place
         batch = len(lengths)
@@ -104,6 +105,8 @@ class Case:
         self.ancestors = None if causal else ancestors
         self.positions = self.lengths[:, None] + (torch.arange(nodes) if causal else depth)
         self.sinks = torch.randn(heads[0], dtype=self.dtype) if sinks else None
+        self.slopes = 2.0 ** -torch.arange(1, heads[0] + 1) if slopes else None
+        self.slopes = self.slopes.to(slopes) if slopes else None
         self.rest = sizes[0] ** -0.5, softcap, window
         angles = torch.randn(2, batch, nodes, sizes[0]).to(self.dtype)  # not even those of the two halves are equal
         self.angles = tuple(angles) if rotary else (None, None)
@@ -119,7 +122,8 @@ class Case:
         group = q.shape[1] // k.shape[1]
         scale, softcap, window = self.rest
         max_kv_len = int(self.lengths.max()) + q.shape[2]
-        mask = ops.tree_mask(self.positions, self.lengths, self.ancestors, max_kv_len, window, group, q.dtype)
+        seen = self.positions, self.lengths, self.ancestors, max_kv_len, window, group, q.dtype
+        mask = ops.tree_mask(*seen, slopes=self.slopes)
         sinks = None if self.sinks is None else self.sinks.double()
         return ops.append_and_attend(q, k, v, *caches, self.lengths, mask, sinks, scale, softcap)
 
@@ -139,7 +143,8 @@ class Case:
     def inputs(self):
         tensors = self.q, self.k, self.v, *self.caches, self.lengths, self.ancestors, self.positions, self.sinks
         turning = (move(x, self.device) for x in (*self.angles, *self.norms))
-        return Call(*(move(x, self.device) for x in tensors), *self.rest, *turning, EPS, self.offset)
+        slopes = move(self.slopes, self.device)
+        return Call(*(move(x, self.device) for x in tensors), *self.rest, *turning, EPS, self.offset, slopes=slopes)
 
     def check(self, config=SMALL):
         inputs = self.inputs()
@@ -247,6 +252,16 @@ def test_softcap_and_sinks(place, softcap, sinks, window):
     case = Case(place, [0, 1, 66], 4, random_tree(4), heads=(6, 2), softcap=softcap, sinks=sinks, window=window)
     case.q *= 4
     case.check()
+
+
+@pytest.mark.parametrize("slopes", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nodes, options", [(7, {}), (7, dict(window=100)), (70, {}), (70, dict(window=9, sinks=True))])
+def test_slopes(place, nodes, options, slopes):
+    """Of bfloat16 they round positions, which shows behind 256."""
+    tree = None if nodes > 64 else random_tree(nodes)
+    length = 60 if place[0] == "cpu" and slopes == torch.bfloat16 else 300  # the interpreter rounds towards zero
+    case = Case(place, [0, length], nodes, tree, heads=(6, 2), causal=tree is None, slopes=slopes, **options)
+    case.check(SMALL._replace(splits=2))
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ for name in ("append_kernel", "prompt_kernel", "merge_parts_kernel", "tree_kerne
     setattr(tree_attention, name, Compiled(getattr(tree_attention, name)))
 for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1, 256, 256), (4, 4, 24, 16)):
     for nodes, causal in ((1, False), (16, False), (64, False), (2048, True)):
-        for turned, window in ((True, None), (False, 512)):
+        for turned, window, slopes in ((True, None, None), (False, 512, None), (False, None, torch.ones(heads))):
             heads_of = heads, kv_heads, kv_heads
             shapes = zip(heads_of, (size, size, values))
             q, k, v = (torch.zeros(1, nodes, n, d, dtype=torch.bfloat16).transpose(1, 2) for n, d in shapes)
@@ -73,9 +73,10 @@ for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1,
             inputs = q, k, v, *caches, lengths, None if causal else places, places
             call = Call(*inputs, None, 0.1, None, window, *turning, 1e-6)
             tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
-            tree_attention.launch(call._replace(tiles=tiles))
+            tree_attention.launch(call._replace(tiles=tiles, slopes=slopes))
             used = max(kernel.metadata.shared for kernel in found)
-            results[f"{nodes} nodes, heads of {size}, turned {turned}, window {window}"] = used
+            named = f"turned {turned}, window {window}, slopes {slopes is not None}"
+            results[f"{nodes} nodes, heads of {size}, {named}"] = used
 print(json.dumps(results))
 """
 

@@ -40,8 +40,6 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
     unknown = sorted(set(layer_types(config)) - set(PARTS if is_recurrent else ATTENTION))
     if unknown:
         _refuse(model, f"has layers of type {', '.join(unknown)}, which a token tree cannot express here")
-    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
-        _refuse(model, "uses ALiBi position biases, which a token tree cannot express yet")
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [r for r in rope.values() if isinstance(r, dict)] if rope else []
     for rope_type in {r.get("rope_type", "default") for r in (nested or [rope])} & GROWING_ROPE:

@@ -18,6 +18,7 @@ from .checks import (
     in_float32_if_possible,
     on_some_text,
     random_ids,
+    reaches,
 )
 from .quantised import with_plain_meaning
 
@@ -39,7 +40,7 @@ def check_generation(model: PreTrainedModel, graph: ModelGraph) -> bool:
     if hooks.overridden(model):
         return True
     model = with_plain_meaning(model)
-    windows = [layer.window for layer in graph.layers if layer.window is not None]
+    windows = reaches(graph)
     limit = LONGEST if graph.position_limit is None else min(LONGEST, graph.position_limit - STEPS)
     length = min(max([24, announced_window(model), *windows]) + PADDING + 2, limit)
 

@@ -50,7 +50,7 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
     Raises UnsupportedModelError if they differ.
     """
     name, model = type(model).__name__, with_plain_meaning(model)
-    windows = [layer.window for layer in graph.layers if layer.window is not None]
+    windows = reaches(graph)
     announced = announced_window(model)
     if announced > LONGEST and announced not in windows:
         raise UnsupportedModelError(
@@ -93,7 +93,7 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
 
     An attention backend for 16 bits alone is compared in 16 bits alone. Raises UnsupportedModelError if they differ.
     """
-    windows = [layer.window for layer in graph.layers if layer.window is not None]
+    windows = reaches(graph)
     parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 6, 7, 8, 8, 12, 14]  # 16 nodes behind 16: sizes of rounds
     path = [0, 2, 5, 8, 13] if graph.recurrences else []
     shown = len(parents) + len(path)
@@ -239,6 +239,14 @@ def _in_float32(run: Callable[[], Tensor]) -> tuple[Tensor | None, str]:
         raise
     except Exception as error:
         return None, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def reaches(graph: ModelGraph) -> list[int]:
+    """Tokens behind which something new shows in some layer: a window's end, the end of a second chunk a few tokens
+    later, and where biases are large, because some models round them to 8 bits."""
+    windows = [layer.window for layer in graph.layers if layer.window is not None]
+    chunks = [max(2 * layer.chunk - 6, 1) for layer in graph.layers if layer.chunk is not None]
+    return windows + chunks + [LONGEST] * any(layer.slopes for layer in graph.layers)
 
 
 def announced_window(model: PreTrainedModel) -> int:

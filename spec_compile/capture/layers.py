@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..graph import calls, layer_of
 
-ATTENTION = ("full_attention", "sliding_attention")
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 PARTS = {
     "full_attention": {"attention"},
     "sliding_attention": {"attention"},
@@ -38,6 +38,9 @@ def check_layers(model: PreTrainedModel, gm: fx.GraphModule) -> None:
                 f"model: {name} called attention through transformers' interface {len(attention)} times in "
                 f"{config.num_hidden_layers} layers; every layer must, or its own mask or state would be lost"
             )
+        chunks = sum(len(node.args) > 8 and node.args[8] is not None for node in attention)
+        if chunks != layer_types(config).count("chunked_attention"):
+            raise UnsupportedModelError(f"model: {name} has chunked layers that its attention is not told of")
         return
     if calls(gm, torch.ops.aten.conv1d.default):
         raise UnsupportedModelError(f"model: {name} has convolutions over tokens that are not of a known form")

@@ -14,6 +14,7 @@ from . import recurrences
 from .adapters import twin
 from .experts import marked_experts
 from .layers import check_layers
+from .modules import connect
 from .quantised import mark
 from .sharded import bind, fake_twin, is_sharded
 
@@ -38,7 +39,7 @@ class _Attention:
 
     def __call__(
         self, module, query, key, value, attention_mask,
-        scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **extra,
+        scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, chunk=None, slopes=None, **extra,
     ):  # fmt: skip
         unknown = sorted(name for name, value in extra.items() if value is not None and name not in HARMLESS)
         if unknown:
@@ -51,7 +52,7 @@ class _Attention:
             softcap = None
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         layer, self.count = self.count, self.count + 1
-        return ops.attention(query, key, value, s_aux, scale, sliding_window, softcap, layer), None
+        return ops.attention(query, key, value, s_aux, scale, sliding_window, softcap, layer, chunk, slopes), None
 
 
 class _Forward(nn.Module):
@@ -72,6 +73,7 @@ def capture(model: PreTrainedModel) -> ModelGraph:
     model, mode = fake_twin(model) if is_sharded(model) else (mark(twin(model)), nullcontext())
     attention = _Attention(model)
     try:
+        limits = connect(model, attention)
         attention_marked = attention_implementation(model, IMPLEMENTATION, attention)
         with attention_marked, marked_experts(model), recurrences.marked(model):
             with mode:
@@ -85,7 +87,7 @@ def capture(model: PreTrainedModel) -> ModelGraph:
         if attention.count == 0 and not recurrences.has_recurrences(model):
             problem = "does not call its attention through transformers' AttentionInterface, so it cannot be rewritten"
         raise UnsupportedModelError(f"model: {name} {problem} ({type(error).__name__}: {reason})") from error
-    graph = _describe(model, gm)
+    graph = _describe(model, gm, limits)
     if is_sharded(original):
         bind(gm, original)
     return graph
@@ -120,7 +122,7 @@ def _trace(module: nn.Module, *arguments: Tensor) -> fx.GraphModule:
     return fx.GraphModule(gm, gm.graph)
 
 
-def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:
+def _describe(model: PreTrainedModel, gm: fx.GraphModule, limits: list[int]) -> ModelGraph:
     config = model.config.get_text_config(decoder=True)
     markers = calls(gm, torch.ops.spec_compile.attention.default)
     check_layers(model, gm)
@@ -136,14 +138,14 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:
     ]
     gathers = [n for n in calls(gm, torch.ops.aten.gather.default) if _depends_on(n.args[2], "positions")]
     sizes = [node.args[0].meta["val"].shape[node.args[1]] for node in gathers]
-    tables += [size for size in sizes if isinstance(size, int)]
+    tables += limits + [size for size in sizes if isinstance(size, int)]
     return ModelGraph(
         gm=gm,
         layers=tuple(_layer(node) for node in markers),
         vocab_size=head.shape[0],
         hidden_size=head.shape[1],
         dtype=head.dtype,
-        position_limit=min(config.max_position_embeddings, *tables) if tables else None,
+        position_limit=min([getattr(config, "max_position_embeddings", tables[0]), *tables]) if tables else None,
         head_weight=names[0] if names else "",
         recurrences=recurrences.describe(gm),
         decoder_layers=config.num_hidden_layers,
@@ -166,9 +168,10 @@ def _depends_on(node: fx.Node, placeholder: str) -> bool:
 
 
 def _layer(node: fx.Node) -> LayerSpec:
-    q, k, v, sinks, scale, window, softcap, _ = node.args
+    q, k, v, sinks, scale, window, softcap, _, *rest = node.args
+    chunk, slopes = (*rest, None, None)[:2]
     q, k, v = (t.meta["val"] for t in (q, k, v))
     return LayerSpec(
         heads=q.shape[1], kv_heads=k.shape[1], key_dim=q.shape[3], value_dim=v.shape[3],
-        scale=scale, window=window, softcap=softcap, sinks=sinks is not None,
+        scale=scale, window=window, softcap=softcap, sinks=sinks is not None, chunk=chunk, slopes=slopes is not None,
     )  # fmt: skip

@@ -22,20 +22,26 @@ def attention(
     window: int | None,
     softcap: float | None,
     layer: int,
+    chunk: int | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over a whole sequence; what capture sees in place of a model's own attention.
 
-    q [B, H, T, Dk], k [B, Hkv, T, Dk], v [B, Hkv, T, Dv] -> [B, T, H, Dv]. `layer` only labels the node.
+    q [B, H, T, Dk], k [B, Hkv, T, Dk], v [B, Hkv, T, Dv] -> [B, T, H, Dv]. `layer` only labels the node. The others
+    are as in `attention.call.Call`.
     """
     steps = torch.arange(q.shape[2], device=q.device)
     distance = steps[:, None] - steps[None, :]
     visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    mask = _additive(visible.expand(q.shape[0], -1, -1), q.shape[1] // k.shape[1], q.dtype)
+    if chunk is not None:
+        visible = visible & (steps[:, None] // chunk == steps[None, :] // chunk)
+    bias = None if slopes is None else alibi(slopes, steps[None], steps[None])
+    mask = _additive(visible.expand(q.shape[0], -1, -1), q.shape[1] // k.shape[1], q.dtype, bias)
     return masked_attention(q, k, v, mask, sinks, scale, softcap).contiguous()
 
 
 @attention.register_fake
-def _(q, k, v, sinks, scale, window, softcap, layer):
+def _(q, k, v, sinks, scale, window, softcap, layer, chunk=None, slopes=None):
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
@@ -44,14 +50,14 @@ def masked_attention(
 ) -> Tensor:
     """softmax(softcap(q k^T * scale) + mask, over keys and sinks) v -> [B, N, H, Dv].
 
-    q [B, H, N, Dk], k [B, Hkv, S, Dk], v [B, Hkv, S, Dv], mask [B, 1, G * N, S] with G = H / Hkv: the query heads of
-    one KV head are stacked as rows, so keys and values are read once and never repeated.
+    q [B, H, N, Dk], k [B, Hkv, S, Dk], v [B, Hkv, S, Dv], mask [B, 1 or Hkv, G * N, S] with G = H / Hkv: the query
+    heads of one KV head are stacked as rows, so keys and values are read once and never repeated.
     """
     batch, heads, nodes, key_dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
     group = heads // kv_heads
     q = q.reshape(batch, kv_heads, group * nodes, key_dim)
-    if softcap is None and sinks is None:
+    if softcap is None and sinks is None and mask.dtype == q.dtype:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
         scores = (q @ k.transpose(2, 3)) * scale
@@ -73,12 +79,16 @@ def tree_mask(
     window: int | None,
     group: int,
     dtype: torch.dtype,
+    chunk: int | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
-    """What the nodes of a block see of the cache: 0, or minus infinity, [B, 1, group * N, max_kv_len].
+    """What the nodes of a block see of the cache: 0, or minus infinity, [B, 1, group * N, max_kv_len]. With slopes [H]
+    it is their `alibi` in place of 0, [B, H / group, group * N, max_kv_len].
 
     positions [B, N]: of the block's tokens. lengths [B]: committed slots of each row, all of them visible; the block
     lies behind them. ancestors [B, N] int64: bit j of node i says that i sees block token j; None means a causal
     chain. max_kv_len: slots that may hold anything visible. window: how far back a position sees, itself included.
+    chunk: positions see those with the same position // chunk.
     """
     nodes = positions.shape[1]
     slot = torch.arange(max_kv_len, device=positions.device)
@@ -90,15 +100,35 @@ def tree_mask(
     else:
         seen = ((ancestors[:, :, None] >> index[:, None, :]) & 1).bool()
     visible = (slot < lengths[:, None])[:, None, :] | (inside[:, None, :] & seen)
+    if window is None and chunk is None and slopes is None:
+        return _additive(visible, group, dtype)
+    slot_position = torch.where(slot < lengths[:, None], slot, positions.gather(1, index))
     if window is not None:
-        slot_position = torch.where(slot < lengths[:, None], slot, positions.gather(1, index))
         visible = visible & (positions[:, :, None] - slot_position[:, None, :] < window)
-    return _additive(visible, group, dtype)
+    if chunk is not None:
+        visible = visible & (positions[:, :, None] // chunk == slot_position[:, None, :] // chunk)
+    bias = None if slopes is None else alibi(slopes, positions, slot_position)
+    return _additive(visible, group, dtype, bias)
 
 
-def _additive(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """visible [B, N, S] -> [B, 1, group * N, S] of 0 and minus infinity."""
+def alibi(slopes: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
+    """Linear biases of attention (Press et al. 2021, section 3): slope * (key position - query position), in float32.
+
+    slopes [H]; key positions are rounded to their dtype, because Falcon's are. positions [B, N] of queries,
+    key_positions [B, S] -> [B, H, N, S].
+    """
+    rounded = key_positions.to(slopes.dtype).float()
+    distance = rounded[:, None, :] - positions[:, :, None].float()
+    return slopes.float()[:, None, None] * distance[:, None]
+
+
+def _additive(visible: Tensor, group: int, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """visible [B, N, S] -> [B, 1, group * N, S] of 0 and minus infinity; of bias [B, H, N, S] in place of 0, and at
+    least in float32, [B, H / group, group * N, S]."""
     batch, nodes, max_kv_len = visible.shape
+    if bias is not None:
+        bias = bias.to(torch.promote_types(dtype, torch.float32)).masked_fill(~visible[:, None], -math.inf)
+        return bias.reshape(batch, -1, group * nodes, max_kv_len)
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, -math.inf)
     return mask[:, None].expand(batch, group, nodes, max_kv_len).reshape(batch, 1, group * nodes, max_kv_len)
 
@@ -117,8 +147,8 @@ def append_and_attend(
 ) -> Tensor:
     """`append` a block of keys and values to the caches, and `masked_attention` of its queries to the caches.
 
-    The arguments are those of `attention.call.Call`, and a mask [B, 1, G * N, max_kv_len] from `tree_mask`, in place of
-    lengths and ancestors; slots beyond max_kv_len are not read. -> [B, N, H, Dv].
+    The arguments are those of `attention.call.Call`, and a mask [B, 1 or Hkv, G * N, max_kv_len] from `tree_mask`, in
+    place of lengths and ancestors; slots beyond max_kv_len are not read. -> [B, N, H, Dv].
     """
     max_kv_len = mask.shape[3]
     append(key_cache, k, lengths)

@@ -177,17 +177,18 @@ def _cut(plan: Plan, node: fx.Node, inputs: dict[fx.Node, Layout], size: int) ->
 
 
 def _attended(plan: Plan, node: fx.Node, inputs: dict[fx.Node, Layout], size: int) -> Layout:
-    """Attention of a rank's heads. The learned sinks are those of its query heads; one key-value head is everyone's."""
-    q, k, v, sinks = node.args[:4]
+    """Attention of a rank's heads. Sinks and slopes are those of its query heads; one key-value head is everyone's."""
+    q, k, v, sinks, *_ = node.args
+    slopes = node.args[9] if len(node.args) > 9 else None
     wanted = {q: size} | dict.fromkeys((k, v), min(shape_of(k)[1], size))
     if {each: (layout.dim, layout.parts, layout.blocks) for each, layout in inputs.items()} != {
         each: (1, parts, 1) for each, parts in wanted.items() if parts > 1
     }:
         raise _NoRule
-    if sinks is not None:
-        if sinks.op != "get_attr":
+    for vector in filter(None, (sinks, slopes)):
+        if vector.op != "get_attr":
             raise _NoRule
-        plan.cuts[node, sinks] = Cut(0, size)
+        plan.cuts[node, vector] = Cut(0, size)
     return replace(inputs[q], dim=2)
 
 

@@ -32,8 +32,9 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
     op = backend.load(settings.attention)
     block = {"lengths": lengths, "ancestors": ancestors, "positions": inputs[1]}
     for number, node in enumerate(calls(gm, torch.ops.spec_compile.attention.default)):
-        q, k, v, sinks, scale, window, softcap, _ = node.args
+        q, k, v, sinks, scale, window, softcap, _, *rest = node.args
         layer = {"sinks": sinks, "scale": scale, "softcap": softcap, "window": window}
+        layer |= {name: value for name, value in zip(("chunk", "slopes"), rest) if value is not None}
         with gm.graph.inserting_before(node):
             keys, values = (gm.graph.call_function(operator.getitem, (cache, 2 * number + i)) for i in (0, 1))
             arguments = {"q": q, "k": k, "v": v, "key_cache": keys, "value_cache": values, **block, **layer}

@@ -12,9 +12,13 @@ FEATURES = {
     "softcap": "capped scores",
     "sinks": "sinks",
     "unequal": "keys and values of different head sizes",
+    "chunk": "attention within chunks of positions",
+    "slopes": "ALiBi, biases that grow with the distance",
 }
 """What attention may do besides softmax(q k^T) v, and how to say it."""
 ALL = frozenset(FEATURES)
+USUAL = ALL - {"chunk", "slopes"}
+"""Those that a backend has unless it says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,9 @@ class Backend:
     load: Callable[[Use], Callable]
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
-    causal: frozenset[str] = ALL
-    trees: frozenset[str] = ALL
-    captured: frozenset[str] = ALL
+    causal: frozenset[str] = USUAL
+    trees: frozenset[str] = USUAL
+    captured: frozenset[str] = USUAL
     uncompiled: bool = True
     rotates: bool = False
     sizes: frozenset[int] | None = None
@@ -72,6 +76,8 @@ class Backend:
             "softcap": layer.softcap is not None,
             "sinks": layer.sinks,
             "unequal": layer.key_dim != layer.value_dim,
+            "chunk": layer.chunk is not None,
+            "slopes": layer.slopes,
         }
         features, form = (self.causal, "causal chunks") if use.role == "prefill" else (self.trees, "token trees")
         if use.captured:

@@ -34,6 +34,8 @@ class Call(NamedTuple):
     q_norm, k_norm [Dk]: weights of an `rms_norm` of every query and key head before the rotation, which they need;
     eps, offset: of these norms.
     tiles [B, N, 3 + N] int32: the `tail_tiles.tail_tiles` of `ancestors`, if they were computed before.
+    chunk: a token sees only those with the same position // chunk (Llama 4).
+    slopes [H]: `ops.alibi` by these is added to the scores.
     """
 
     q: Tensor
@@ -55,6 +57,8 @@ class Call(NamedTuple):
     eps: float = 0.0
     offset: float | None = None
     tiles: Tensor | None = None
+    chunk: int | None = None
+    slopes: Tensor | None = None
 
     def empty_output(self) -> Tensor:
         """Memory for what the call returns [B, N, H, Dv], of q's dtype."""

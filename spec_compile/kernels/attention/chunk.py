@@ -18,16 +18,29 @@ def power_of_2(exponent):
 
 
 @triton.jit
+def with_alibi(scores, slope, key_position, position, outer):
+    """Scores [M, C] and what `ops.alibi` adds to them, which `outer` multiplies, too. slope, position [M], key_position
+    [C]. The product and the sum are named, because a compiler could fuse them in one place alone."""
+    rounded = key_position.to(tl.float32).to(slope.dtype).to(tl.float32)
+    distance = rounded[None, :] - position.to(tl.float32)[:, None]
+    return tl.fma((slope.to(tl.float32) * (1.4426950408889634 / outer))[:, None], distance, scores)
+
+
+@triton.jit
 def attend_to_chunk(
-    query, keys, values, seen, inner, outer, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+    query, keys, values, seen, slope, key_position, position, inner, outer,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The partial softmax acc, peak, total of query [M, Dk] over keys [C, Dk] and values [C, Dv].
 
-    seen [M, C]: which scores count; None: all. inner, outer: factors of the scores in and behind tanh.
+    seen [M, C]: which scores count; None: all. slope [M]: of the rows, see `with_alibi`; None: they
+    have none. inner, outer: factors of the scores in and behind tanh.
     """
     scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
     if SOFTCAP:
         scores = 1 - 2 * (1 / (tl.exp2(scores * inner) + 1))  # tanh
+    if slope is not None:
+        scores = with_alibi(scores, slope, key_position, position, outer)
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
     peak = tl.ceil(tl.max(scores, 1) * outer)

@@ -10,6 +10,8 @@ weights 2 ** (score - peak).
 import triton
 import triton.language as tl
 
+from .chunk import with_alibi
+
 
 @triton.jit
 def _plan(
@@ -33,12 +35,16 @@ def _plan(
 
 @triton.jit
 def _step(
-    q, k, v, seen, acc, peak, total, inner, outer, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+    q, k, v, seen, slope, key_position, position, acc, peak, total, inner, outer,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys and values into a running softmax. seen [BLOCK_M, BLOCK_N]: which scores count; None: all."""
+    """One block of keys and values into a running softmax. seen [BLOCK_M, BLOCK_N]: which scores count; None: all.
+    slope [BLOCK_M]: of the rows, see `with_alibi`; None: they have none."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
         scores = 1 - 2 / (tl.exp2(scores * inner) + 1)  # tanh
+    if slope is not None:
+        scores = with_alibi(scores, slope, key_position, position, outer)
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1) * outer)
@@ -64,8 +70,15 @@ def _store_part(
 
 
 @triton.jit
+def _slot_position(positions_ptr, at, length, inside):
+    """The positions of what lies in the slots `at`: committed, or of the chunk."""
+    new = tl.load(positions_ptr + at - length, mask=inside & (at >= length), other=0)
+    return tl.where(at < length, at, new.to(tl.int32))
+
+
+@triton.jit
 def _attend_to_cache(
-    query, key_cache_ptr, value_cache_ptr, begin, end, first_node, node, position, positions_ptr, length,
+    query, key_cache_ptr, value_cache_ptr, begin, end, first_node, node, position, slope, positions_ptr, length,
     acc, peak, total, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
@@ -82,7 +95,13 @@ def _attend_to_cache(
             at = start + slot
             keys = tl.load(key_cache_ptr + at[:, None] * DK + dk[None, :], mask=real_dk, other=0.0).to(query.dtype)
             values = tl.load(value_cache_ptr + at[:, None] * DV + dv[None, :], mask=real_dv, other=0.0).to(query.dtype)
-            acc, peak, total = _step(query, keys, values, None, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
+            slot_position = at
+            if slope is not None:
+                slot_position = _slot_position(positions_ptr, at, length, at < end)
+            acc, peak, total = _step(
+                query, keys, values, None, slope, slot_position, position, acc, peak, total, inner, outer,
+                SOFTCAP, PRECISION,
+            )  # fmt: skip
         begin = unmasked_end
     # The others: seen [BLOCK_M, BLOCK_N].
     for start in range(begin, end, BLOCK_N):
@@ -92,11 +111,15 @@ def _attend_to_cache(
         values = tl.load(value_cache_ptr + at[:, None] * DV + dv[None, :], mask=inside[:, None] & real_dv, other=0.0)
         keys, values = keys.to(query.dtype), values.to(query.dtype)
         seen = inside[None, :] & (at[None, :] - length <= node[:, None])
+        slot_position = at
+        if WINDOW is not None or slope is not None:
+            slot_position = _slot_position(positions_ptr, at, length, inside)
         if WINDOW is not None:
-            new = tl.load(positions_ptr + at - length, mask=inside & (at >= length), other=0)
-            slot_position = tl.where(at < length, at, new.to(tl.int32))
             seen = seen & (position[:, None] - slot_position[None, :] < WINDOW)
-        acc, peak, total = _step(query, keys, values, seen, acc, peak, total, inner, outer, SOFTCAP, PRECISION)
+        acc, peak, total = _step(
+            query, keys, values, seen, slope, slot_position, position, acc, peak, total, inner, outer,
+            SOFTCAP, PRECISION,
+        )  # fmt: skip
     return acc, peak, total
 
 
@@ -113,8 +136,8 @@ def _add_sinks(sinks_ptr, head, real, acc, peak, total):
 
 @triton.jit(do_not_specialize=["nodes", "splits", "least"])
 def prompt_kernel(
-    q_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, positions_ptr, sinks_ptr, out_ptr, parts_ptr, sums_ptr,
-    stride_qb, stride_qh, stride_qn, stride_p, nodes, splits, least, capacity, inner, outer,
+    q_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, positions_ptr, sinks_ptr, slopes_ptr, out_ptr, parts_ptr,
+    sums_ptr, stride_qb, stride_qh, stride_qn, stride_p, nodes, splits, least, capacity, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALONE: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -148,14 +171,16 @@ def prompt_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     positions_ptr += batch * stride_p
-    position = node
-    if WINDOW is not None:
+    position, slope = node, None
+    if WINDOW is not None or slopes_ptr is not None:
         position = tl.load(positions_ptr + node, mask=real, other=0).to(tl.int32)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head, mask=real, other=0.0)
 
     # The cache.
     acc, peak, total = _attend_to_cache(
-        query, key_cache_ptr, value_cache_ptr, begin, end, tile * BLOCK_M // GROUP, node, position, positions_ptr,
-        length, acc, peak, total, inner, outer,
+        query, key_cache_ptr, value_cache_ptr, begin, end, tile * BLOCK_M // GROUP, node, position, slope,
+        positions_ptr, length, acc, peak, total, inner, outer,
         SOFTCAP, WINDOW, BLOCK_N, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
     )  # fmt: skip
 

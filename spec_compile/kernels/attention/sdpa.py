@@ -5,7 +5,7 @@ from torch import Tensor, fx
 
 from ...graph import ModelGraph
 from .. import HALF, ops
-from .base import Backend
+from .base import ALL, Backend
 from .call import Call, attention_calls, attention_function
 
 
@@ -19,7 +19,8 @@ def attention(call: Call, mask: Tensor | None = None) -> Tensor:
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *_ = call
     if mask is None:
         group = q.shape[1] // k.shape[1]
-        mask = ops.tree_mask(positions, lengths, ancestors, key_cache.shape[2], window, group, q.dtype)
+        seen = (positions, lengths, ancestors, key_cache.shape[2], window, group, q.dtype)
+        mask = ops.tree_mask(*seen, call.chunk, call.slopes)
     return ops.append_and_attend(q, k, v, key_cache, value_cache, lengths, mask, sinks, scale, softcap)
 
 
@@ -33,12 +34,13 @@ def prepare(graph: ModelGraph) -> str:
     (max_kv_len,) = (node for node in graph.gm.graph.nodes if node.op == "placeholder" and node.target == "max_kv_len")
     masks: dict[tuple, fx.Node] = {}
     for node, layer in zip(attention_calls(graph), graph.layers):
-        seen, group = (node.kwargs["ancestors"], layer.window), layer.heads // layer.kv_heads
+        chunk, slopes = (node.kwargs.get(name) for name in ("chunk", "slopes"))
+        seen, group = (node.kwargs["ancestors"], layer.window, chunk, slopes), layer.heads // layer.kv_heads
         if (seen, group) not in masks:
             block = (node.kwargs[name] for name in ("positions", "lengths", "ancestors"))
             with graph.gm.graph.inserting_before(node):
                 mask = graph.gm.graph.call_function(
-                    ops.tree_mask, (*block, max_kv_len, layer.window, group, graph.dtype)
+                    ops.tree_mask, (*block, max_kv_len, layer.window, group, graph.dtype, chunk, slopes)
                 )
             masks[seen, group] = mask
         node.update_kwarg("mask", masks[seen, group])
@@ -50,5 +52,8 @@ BACKEND = Backend(
     lambda use: attention,
     frozenset({"cpu", "cuda"}),
     frozenset({*HALF, torch.float32, torch.float64}),
+    causal=ALL,
+    trees=ALL,
+    captured=ALL,
     prepare=prepare,
 )

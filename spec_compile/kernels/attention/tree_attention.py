@@ -46,7 +46,8 @@ def tree_attention(call: Call) -> Tensor:
         ops.append(key_cache, k, lengths)
         ops.append(value_cache, v, lengths)
     max_kv_len, group = int(lengths.max()) + q.shape[2], q.shape[1] // key_cache.shape[1]
-    mask = ops.tree_mask(positions, lengths, ancestors, max_kv_len, window, group, q.dtype)
+    seen = (positions, lengths, ancestors, max_kv_len, window, group, q.dtype)
+    mask = ops.tree_mask(*seen, call.chunk, call.slopes)
     keys, values = (cache[:, :, :max_kv_len].to(q.dtype) for cache in (key_cache, value_cache))
     return ops.masked_attention(q, keys, values, mask, sinks, scale, softcap).contiguous()
 
@@ -186,7 +187,7 @@ def _launch_prompt(call: Call, config: Tuning) -> Tensor:
     shared = {"WINDOW": call.window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n}
     rotated = _append(call, 32, 4, early=False)
     prompt_kernel[(tiles * splits, batch * kv_heads)](
-        rotated, key_cache, value_cache, lengths, positions, call.sinks, out, parts, sums,
+        rotated, key_cache, value_cache, lengths, positions, call.sinks, call.slopes, out, parts, sums,
         *rotated.stride()[:3], positions.stride(0), nodes, splits, least, capacity, *_factors(call),
         SOFTCAP=call.softcap is not None, ALONE=splits == 1, PRECISION=_precision(q),
         **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,
@@ -223,7 +224,7 @@ def _launch_tree(call: Call, config: Tuning) -> Tensor:
     programs = tails + spans * triton.cdiv(nodes * group, block_m)
     rotated = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early)
     tree_kernel[(batch * kv_heads, programs, triton.cdiv(value_dim, columns))](
-        rotated, key_cache, value_cache, lengths, ancestors, tiles, positions, parts, sums,
+        rotated, key_cache, value_cache, lengths, ancestors, tiles, positions, call.slopes, parts, sums,
         *rotated.stride()[:3], positions.stride(0), nodes, capacity, tails, spans, *_factors(call),
         SOFTCAP=call.softcap is not None, BLOCK_M=block_m, PER_TILE=per_tile, COLUMNS=COLUMNS,
         PRECISION=_precision(q), **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,

@@ -39,11 +39,11 @@ def _store_part(parts_ptr, sums_ptr, part, rows, row, real, column, acc, peak, t
 
 @triton.jit
 def _attend_to_slots(
-    query, key_cache_ptr, value_cache_ptr, begin, end, column, position, inner, outer,
+    query, key_cache_ptr, value_cache_ptr, begin, end, column, position, slope, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The chunks of committed slots begin .. end, from the first to the last. position [M]: of the rows."""
+    """The chunks of committed slots begin .. end, from the first to the last. position, slope [M]: of the rows."""
     dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
     peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
@@ -56,7 +56,17 @@ def _attend_to_slots(
         if WINDOW is not None:
             seen = position[:, None] - slot[None, :] < WINDOW
         next_acc, next_peak, next_total = attend_to_chunk(
-            query, keys.to(query.dtype), values.to(query.dtype), seen, inner, outer, SOFTCAP, PRECISION
+            query,
+            keys.to(query.dtype),
+            values.to(query.dtype),
+            seen,
+            slope,
+            slot,
+            position,
+            inner,
+            outer,
+            SOFTCAP,
+            PRECISION,
         )
         acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
     return acc, peak, total
@@ -65,7 +75,7 @@ def _attend_to_slots(
 @triton.jit
 def _attend_to_path(
     query, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, nodes, length, capacity, start, bits, rank,
-    column, position, inner, outer,
+    column, position, slope, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -94,16 +104,19 @@ def _attend_to_path(
     else:
         seen = ((bits[:, None] >> tl.where(new, node, 0).to(tl.int64)[None, :]) & 1) != 0
         seen = committed[None, :] | (seen & new[None, :])
-    if WINDOW is not None:
+    if WINDOW is not None or slope is not None:
         new_position = tl.load(positions_ptr + node, mask=new, other=0).to(tl.int32)
-        seen = seen & (position[:, None] - tl.where(committed, key_position, new_position)[None, :] < WINDOW)
-    return attend_to_chunk(query, keys.to(query.dtype), values.to(query.dtype), seen, inner, outer, SOFTCAP, PRECISION)
+        key_position = tl.where(committed, key_position, new_position)
+    if WINDOW is not None:
+        seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
+    keys, values = keys.to(query.dtype), values.to(query.dtype)
+    return attend_to_chunk(query, keys, values, seen, slope, key_position, position, inner, outer, SOFTCAP, PRECISION)
 
 
 @triton.jit
 def _attend_to_tail(
     query, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, parts_ptr, sums_ptr, nodes, length, capacity,
-    edge, reach, part, rows, row, real, bits, rank, position, column, inner, outer,
+    edge, reach, part, rows, row, real, bits, rank, position, slope, column, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +126,7 @@ def _attend_to_tail(
     for number in tl.range(0, tail_parts, num_stages=1):
         acc, peak, total = _attend_to_path(
             query, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, nodes, length, capacity,
-            edge + number * CHUNK, bits, rank, column, position, inner, outer,
+            edge + number * CHUNK, bits, rank, column, position, slope, inner, outer,
             SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
         _store_part(parts_ptr, sums_ptr, part + number, rows, row, real, column, acc, peak, total, DV)
@@ -145,8 +158,8 @@ def _tail_tile(
 
 @triton.jit(do_not_specialize=["nodes", "tails", "spans"])
 def tree_kernel(
-    q_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, ancestors_ptr, tiles_ptr, positions_ptr, parts_ptr, sums_ptr,
-    stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity, tails, spans, inner, outer,
+    q_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, ancestors_ptr, tiles_ptr, positions_ptr, slopes_ptr, parts_ptr,
+    sums_ptr, stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity, tails, spans, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -176,9 +189,11 @@ def tree_kernel(
     real = index // GROUP < tl.where(is_tail, count, nodes)
     node, head = tl.where(is_tail, node, index // GROUP), index % GROUP
     positions_ptr += batch * stride_p
-    position = node
-    if WINDOW is not None:
+    position, slope = node, None
+    if WINDOW is not None or slopes_ptr is not None:
         position = tl.load(positions_ptr + node, mask=real, other=1 << 30).to(tl.int32)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + kv_head * GROUP + head, mask=real, other=0.0)
 
     # Its slots, begin .. end.
     edge = length // CHUNK * CHUNK
@@ -206,12 +221,12 @@ def tree_kernel(
     if is_tail:
         _attend_to_tail(
             query, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, parts_ptr, sums_ptr, nodes, length,
-            capacity, edge, reach, part, rows, row, real, bits, first + index // GROUP, position, column,
+            capacity, edge, reach, part, rows, row, real, bits, first + index // GROUP, position, slope, column,
             inner, outer, SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
     else:
         acc, peak, total = _attend_to_slots(
-            query, key_cache_ptr, value_cache_ptr, begin, end, column, position, inner, outer,
+            query, key_cache_ptr, value_cache_ptr, begin, end, column, position, slope, inner, outer,
             SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
         _store_part(parts_ptr, sums_ptr, part + PARTS + age, rows, row, real, column, acc, peak, total, DV)

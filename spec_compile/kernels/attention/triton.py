@@ -1,4 +1,5 @@
-"""Backend "triton": the kernels of our own (`kernels.tree_attention`), which have all features, and rotate."""
+"""Backend "triton": the kernels of our own (`kernels.tree_attention`), which have all features but chunks of positions,
+and rotate."""
 
 from collections.abc import Callable
 
@@ -7,7 +8,7 @@ from torch import fx
 
 from ...graph import ModelGraph, calls
 from .. import HALF
-from .base import Backend, Use
+from .base import ALL, Backend, Use
 from .call import attention_calls
 from .tail_tiles import nodes_per_tile, tail_tiles
 
@@ -37,7 +38,8 @@ def prepare(graph: ModelGraph) -> str:
     return ""
 
 
+HAS = ALL - {"chunk"}
 BACKEND = Backend(
-    "triton", load, frozenset({"cuda"}), frozenset({*HALF, torch.float32}), rotates=True, ready=lambda *_: True,
-    fp8=True, prompts_captured=True, prepare=prepare,
+    "triton", load, frozenset({"cuda"}), frozenset({*HALF, torch.float32}), HAS, HAS, HAS, rotates=True,
+    ready=lambda *_: True, fp8=True, prompts_captured=True, prepare=prepare,
 )  # fmt: skip

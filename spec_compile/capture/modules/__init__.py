@@ -1,0 +1,46 @@
+"""Modules of transformers that are changed in a twin, so that their capture shows attention and experts as markers.
+
+Each function of `MODULES` changes one module, and what it computes stays the same. The checks after capture compare it
+with the model's own forward, so that a wrong one is refused.
+"""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from . import alibi, attention, experts
+from .attention import Attend
+
+
+def connect(model: nn.Module, attend: Attend) -> list[int]:
+    """Change every module of `model`, a twin, whose class is in `MODULES`.
+
+    attend: the attention function that they call. Returns the positions that the tables of some of them are limited to.
+    """
+    classes = [(f"{type(module).__module__}.{type(module).__qualname__}", module) for module in model.modules()]
+    limits = [MODULES[name](module, attend) for name, module in classes if name in MODULES]
+    return [limit for limit in limits if limit is not None]
+
+
+_BY_CLASS: dict[str, Callable[[nn.Module, Attend], int | None]] = {
+    "aria.modeling_aria.AriaTextMoELayer": experts.aria,
+    "bloom.modeling_bloom.BloomAttention": alibi.bloom,
+    "codegen.modeling_codegen.CodeGenAttention": attention.codegen,
+    "dbrx.modeling_dbrx.DbrxExperts": experts.dbrx,
+    "diffllama.modeling_diffllama.DiffLlamaAttention": attention.diffllama,
+    "doge.modeling_doge.DogeAttention": attention.doge,
+    "falcon.modeling_falcon.FalconAttention": alibi.falcon,
+    "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": attention.gpt_neo,
+    "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": attention.gpt_neox_japanese,
+    "gptj.modeling_gptj.GPTJAttention": attention.gptj,
+    "llama4.modeling_llama4.Llama4TextDecoderLayer": attention.llama4,
+    "longcat_flash.modeling_longcat_flash.LongcatFlashExperts": experts.longcat_flash,
+    "mpt.modeling_mpt.MptAttention": alibi.mpt,
+    "mpt.modeling_mpt.MptModel": alibi.mpt_model,
+    "openai.modeling_openai.Attention": attention.openai_gpt,
+    "phimoe.modeling_phimoe.PhimoeAttention": attention.phimoe,
+    "xglm.modeling_xglm.XGLMAttention": attention.xglm,
+    "xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding": attention.xglm_positions,
+}
+MODULES = {f"transformers.models.{name}": function for name, function in _BY_CLASS.items()}
+"""What changes a module, by the path of its class."""

@@ -1,0 +1,157 @@
+"""Attention that does not call transformers' attention interface, or tells it too little, made to call the marker."""
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Attend = Callable[..., tuple[Tensor, None]]
+"""The attention function of transformers' interface: ``attend(module, q, k, v, mask, **more)``, of q [B, H, T, Dk] and
+k, v [B, Hkv, T, D*] -> [B, T, H, Dv], None."""
+
+
+def gptj(module: nn.Module, attend: Attend) -> None:
+    """Scores in float32."""
+    _replace_scores(module, attend, 1 / module.scale_attn)
+
+
+def codegen(module: nn.Module, attend: Attend) -> int:
+    """As GPT-J; the table of rotations is indexed by positions."""
+    _replace_scores(module, attend, 1 / module.scale_attn)
+    return module.embed_positions.shape[0]
+
+
+def gpt_neox_japanese(module: nn.Module, attend: Attend) -> None:
+    """Scores by baddbmm."""
+    _replace_scores(module, attend, 1 / module.norm_factor)
+
+
+def gpt_neo(module: nn.Module, attend: Attend) -> None:
+    """Scores that are not scaled, and a window in the local layers."""
+    _replace_scores(module, attend, 1.0, module.config.window_size if module.attention_type == "local" else None)
+
+
+def openai_gpt(module: nn.Module, attend: Attend) -> None:
+    """Keys come transposed, and the result in a list."""
+
+    def scores(q: Tensor, k: Tensor, v: Tensor, attention_mask=None, output_attentions=False) -> list[Tensor]:
+        scaling = v.shape[3] ** -0.5 if module.scale else 1.0
+        return [attend(module, q, k.transpose(2, 3), v, None, scaling=scaling)[0].transpose(1, 2)]
+
+    module._attn = scores
+
+
+def _replace_scores(module: nn.Module, attend: Attend, scaling: float, window: int | None = None) -> None:
+    """Replace ``_attn(q, k, v, mask)``, whose result is [B, H, T, D]. Rotated q and k may be in float32."""
+
+    def scores(q: Tensor, k: Tensor, v: Tensor, attention_mask=None) -> tuple[Tensor, None]:
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        out, _ = attend(module, q, k, v, None, scaling=scaling, sliding_window=window)
+        return out.transpose(1, 2), None
+
+    module._attn = scores
+
+
+def xglm(module: nn.Module, attend: Attend) -> None:
+    """Queries are scaled, not scores."""
+
+    def forward(hidden_states: Tensor, **_) -> tuple[Tensor, None]:
+        projections = module.q_proj, module.k_proj, module.v_proj
+        q, k, v = (heads_of(project(hidden_states), module.head_dim) for project in projections)
+        return module.out_proj(attend(module, q * module.scaling, k, v, None, scaling=1.0)[0].flatten(2)), None
+
+    module.forward = forward
+
+
+def xglm_positions(module: nn.Module, attend: Attend) -> int:
+    """A table of positions that would grow with the length."""
+
+    def forward(position_ids: Tensor, past_key_values_length=0) -> Tensor:
+        return F.embedding(position_ids + module.offset, module.weights)
+
+    module.forward = forward
+    return module.num_positions
+
+
+def diffllama(module: nn.Module, attend: Attend) -> None:
+    """Differential attention (Ye et al. 2024): two calls with the same scores are one with values side by side."""
+
+    def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_) -> tuple[Tensor, None]:
+        projections = module.q_proj, module.k_proj, module.v_proj
+        q, k, v = (heads_of(project(hidden_states), module.head_dim) for project in projections)
+        q, k = source_of(module).apply_rotary_pos_emb(q, k, *position_embeddings)
+        v = torch.cat(v.chunk(2, dim=1), dim=3).repeat(1, 2, 1, 1)
+        out, _ = attend(module, q, k, v, None, scaling=module.scaling)
+        first, second = out.chunk(2, dim=2)
+        pairs = (module.lambda_q1, module.lambda_k1), (module.lambda_q2, module.lambda_k2)
+        ratios = [torch.exp((a * b).sum(dim=-1, dtype=torch.float32)).to(q.dtype) for a, b in pairs]
+        out = first - (ratios[0] - ratios[1] + module.lambda_init) * second
+        out = (1 - module.lambda_init) * module.groupnorm(out)
+        return module.o_proj(out.flatten(2)), None
+
+    module.forward = forward
+
+
+def phimoe(module: nn.Module, attend: Attend) -> None:
+    """A window that only the mask knows."""
+    module.forward = functools.partial(module.forward, sliding_window=module.config.sliding_window)
+
+
+def doge(module: nn.Module, attend: Attend) -> int:
+    """A bias a key and head, computed from the value: one more column of the keys. A window that only the mask knows.
+    More keys than `keep_window_size` are not all seen."""
+
+    def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_) -> tuple[Tensor, None]:
+        projections = module.q_proj, module.k_proj, module.v_proj
+        q, k, v = (project(hidden_states).unflatten(2, (-1, module.head_dim)) for project in projections)
+        bias = torch.exp(module.A * F.softplus(module.dt_proj(v.flatten(2))))
+        q, k, v = (x.transpose(1, 2) for x in (module.q_norm(q), module.k_norm(k), v))
+        q, k = source_of(module).apply_rotary_pos_emb(q, k, *position_embeddings)
+        q, k = F.pad(q, (0, 1), value=1 / module.scaling), torch.cat([k, bias.transpose(1, 2)[..., None]], dim=3)
+        out, _ = attend(module, q, k, v, None, scaling=module.scaling, sliding_window=module.config.sliding_window)
+        return module.o_proj(out.flatten(2)), None
+
+    module.forward = forward
+    return module.keep_window_size
+
+
+def llama4(layer: nn.Module, attend: Attend) -> None:
+    """Chunks of positions in layers with rotary positions; in the others queries are scaled by their position, which
+    the attention counts for itself."""
+    module, own = layer.self_attn, layer.forward
+    chunk = module.config.attention_chunk_size if _is_chunked(module) else None
+
+    def forward(hidden_states: Tensor, position_embeddings: Tensor, positions: Tensor, **_) -> tuple[Tensor, None]:
+        projections = module.q_proj, module.k_proj, module.v_proj
+        q, k, v = (heads_of(project(hidden_states), module.head_dim).transpose(1, 2) for project in projections)
+        if module.use_rope:
+            q, k = source_of(module).apply_rotary_emb(q, k, position_embeddings)
+        if hasattr(module, "qk_norm"):
+            q, k = module.qk_norm(q), module.qk_norm(k)
+        if module.attn_temperature_tuning and not module.use_rope:
+            steps = torch.floor((positions.float() + 1) / module.floor_scale)
+            q = (q * (torch.log1p(steps) * module.attn_scale + 1)[..., None, None]).to(q.dtype)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, _ = attend(module, q, k, v, None, scaling=module.scaling, chunk=chunk)
+        return module.o_proj(out.flatten(2)), None
+
+    module.forward = forward
+    layer.forward = lambda *args, position_ids, **kwargs: own(*args, positions=position_ids, **kwargs)
+
+
+def _is_chunked(module: nn.Module) -> bool:
+    return module.config.layer_types[module.layer_idx] == "chunked_attention"
+
+
+def heads_of(x: Tensor, size: int) -> Tensor:
+    """[B, T, H * size] -> [B, H, T, size]."""
+    return x.unflatten(2, (-1, size)).transpose(1, 2)
+
+
+def source_of(module: nn.Module) -> ModuleType:
+    """The module of Python that defines a module's class."""
+    return sys.modules[type(module).__module__]
