@@ -104,16 +104,16 @@ def test_one_position_mask_bit_or_eps_is_seen(dtype, monkeypatch):
         monkeypatch.setattr(checks, "_tree_logits", run)
 
     def position(*arguments):
-        *rest, depth = arguments
+        *rest, depth, path = arguments
         depth = depth.clone()
         depth[0, 9] += 1
-        return *rest, depth
+        return *rest, depth, path
 
     def mask_bit(*arguments):
-        *rest, ancestors, depth = arguments
+        *rest, ancestors, depth, path = arguments
         ancestors = ancestors.clone()
         ancestors[0, 14] ^= 1 << 8
-        return *rest, ancestors, depth
+        return *rest, ancestors, depth, path
 
     tree_with(position)
     tree_with(mask_bit)
