@@ -60,8 +60,9 @@ class States(nn.Module):
             state, stash = self[number]
             alike[kind, *(part.shape for part in (state, *stash))].append(number)
         for (kind, *_), numbers in alike.items():
-            states, stashes = [self[number][0] for number in numbers], [self[number][1] for number in numbers]
-            torch.ops.spec_compile.recurrence_commit(kind, states, sum(stashes, []), path, gained)
+            states, stashes = zip(*(self[number] for number in numbers))
+            parts = [part for stash in stashes for part in stash]
+            torch.ops.spec_compile.recurrence_commit(kind, list(states), parts, path, gained)
 
 
 class Cache(nn.Module):

@@ -124,6 +124,19 @@ def test_rows_that_end_and_what_comes_back(name):
     assert torch.equal(answer(fast, ids, mask, prefill_chunk_size=32), long)
 
 
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "jamba"])
+def test_kernels_give_the_same_answer(monkeypatch, name):
+    """In Triton's interpreter."""
+    pytest.importorskip("places")
+    model, fast = system(name)
+    ids, mask = batch((3, 5), seed=3)
+    plain = answer(model, ids, mask, 6)
+    monkeypatch.setattr(recurrences.launch, "serves", lambda kind, state: True)
+    assert torch.equal(
+        answer(fast, ids, mask, 6, reference=[torch.cat([row, row]) for row in texts(plain, mask)]), plain
+    )
+
+
 def test_sampling_runs_rounds_in_two_halves():
     model, fast = system("qwen3_5")
     ids, mask = batch((5, 40))
@@ -237,8 +250,9 @@ def test_the_check_of_a_tree_sees_states(monkeypatch):
             check_tree("Qwen", graph, verify)
 
 
-def test_bits_are_not_promised(monkeypatch):
+def test_bits_are_not_promised_without_kernels(monkeypatch):
     graph = passes.run(capture(models.HYBRIDS["lfm2"]()), passes.Settings())
+    monkeypatch.setattr(recurrences.launch, "has_kernels", lambda kind: False)
     monkeypatch.setattr(ModelGraph, "device", torch.device("cuda"))
     graph.dtype = torch.bfloat16
     assert any("layers.0.conv: recurrence of kind convolution" in part for part in variant_parts(graph))

@@ -70,13 +70,15 @@ def inputs_of(kind, batch, tokens, key_heads=1, heads=2, dk=20, dv=12):
 
 def trees(batch, nodes, span=5):
     """A random tree for each row: parents [B, N] and ancestors. span: how far before a node its parent stands."""
-    rows = [[-1] + [int(torch.randint(max(node - span, 0), node, ())) for node in range(1, nodes)] for _ in range(batch)]
+    rows = [
+        [-1] + [int(torch.randint(max(node - span, 0), node, ())) for node in range(1, nodes)] for _ in range(batch)
+    ]
     parents = torch.tensor(rows, device=DEVICE)
     return parents, ancestry(parents)[0]
 
 
 @pytest.mark.parametrize("kind", ALL)
-@pytest.mark.parametrize("batch, nodes", [(1, 1), (3, 7), (1, 33)])
+@pytest.mark.parametrize("batch, nodes", [(1, 1), (3, 5), (1, 20)])
 def test_trees_and_commits_are_those_of_the_plain_form(served, monkeypatch, kind, batch, nodes):
     layer = Layer(kind, batch, nodes)
     _, ancestors = trees(batch, nodes)
@@ -99,12 +101,12 @@ def test_trees_and_commits_are_those_of_the_plain_form(served, monkeypatch, kind
 @pytest.mark.parametrize("kind", ALL)
 def test_a_node_and_a_state_have_the_bits_of_single_steps(served, kind):
     """Nodes of a tree, the same nodes as chains, and roots alone, each committed before the next."""
-    nodes = 23
+    nodes = 12
     layer = Layer(kind, 1, nodes)
     parents, ancestors = trees(1, nodes)
     in_tree, before = layer.look(ancestors), layer.state.clone()
     deepest = int(ancestry(parents)[1].argmax())
-    for leaf in {deepest, nodes - 1, nodes // 2}:
+    for leaf in {deepest, nodes - 1}:
         path = [node for node in range(nodes) if int(ancestors[0, leaf]) >> node & 1]
         chain = ancestry(torch.arange(-1, len(path) - 1, device=DEVICE)[None])[0]
         assert torch.equal(layer.look(chain, path), in_tree[:, path])

@@ -34,12 +34,11 @@ def convolution_tree_kernel(
         parent = tl.load(walk_ptr + tl.maximum(node, 0))
         before += tl.where(node < 0, 1, 0)
         node = tl.where(node < 0, -1, parent)
-        at = x_ptr + node * stride_xn
-        if node < 0:
-            at = state_ptr + (WIDTH - 2 - before) * CHANNELS
-        value = tl.load(at + channel, mask=mask, other=0.0).to(tl.float32)
+        above, old = tl.where(node < 0, 0, CHANNELS), tl.where(node < 0, CHANNELS, 0)  # one of two loads is of nothing
+        value = tl.load(x_ptr + node * stride_xn + channel, mask=channel < above, other=0.0)
+        value += tl.load(state_ptr + (WIDTH - 2 - before) * CHANNELS + channel, mask=channel < old, other=0.0)
         factor = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - tap, mask=mask, other=0.0).to(tl.float32)
-        total = tl.fma(value, factor, total)
+        total = tl.fma(value.to(tl.float32), factor, total)
     tl.store(out_ptr + (row * nodes + tl.program_id(1)) * CHANNELS + channel, total, mask=mask)
 
 

@@ -27,9 +27,14 @@ NUMBERS = 512
 """Numbers of a state in a program of the selective scan."""
 
 
+def has_kernels(kind: str) -> bool:
+    """Whether kernels compute this kind of recurrence on a GPU."""
+    return triton is not None and kind in TREES
+
+
 def serves(kind: str, state: Tensor) -> bool:
-    """Whether the kernels lead states of this kind."""
-    return state.is_cuda and triton is not None and kind in TREES and state.dtype != torch.float64
+    """Whether the kernels run over this state."""
+    return state.is_cuda and has_kernels(kind) and state.dtype != torch.float64
 
 
 def tree(kind: str, inputs: Sequence[Tensor], state: Tensor, stash: Sequence[Tensor], walk: Tensor) -> Tensor:
