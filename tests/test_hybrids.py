@@ -18,6 +18,7 @@ from spec_compile.graph import ModelGraph
 from spec_compile.kernels import recurrence as recurrences
 from spec_compile.passes.row_invariance import require_same_bits, variant_parts
 from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.report.bits import _both
 
 NEW = 48
 OFTEN = ("lfm2", "qwen3_5", "falcon_h1", "nemotron_h", "jamba")
@@ -135,6 +136,14 @@ def test_kernels_give_the_same_answer(monkeypatch, name):
     assert torch.equal(
         answer(fast, ids, mask, 6, reference=[torch.cat([row, row]) for row in texts(plain, mask)]), plain
     )
+
+
+def test_an_audit_leads_states_over_plain_steps():
+    """What it compares the bits of is the same but for rounding."""
+    _, fast = system("qwen3_5")
+    ids, _ = batch((20,), seed=4)
+    for in_tree, alone in zip(*_both(fast.speculation.engine.runtime.verify, ids, 12)):
+        torch.testing.assert_close(in_tree, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_sampling_runs_rounds_in_two_halves():

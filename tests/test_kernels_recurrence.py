@@ -7,7 +7,7 @@ import pytest
 import torch
 from places import GPU, ON_GPU
 
-from spec_compile.kernels.recurrence import KINDS, advance_or_look, commit, initial_state, launch, stash_shapes
+from spec_compile.kernels.recurrence import KINDS, advance_or_look, commit, initial_state, launch, stash_shapes, walk_of
 from spec_compile.kernels.recurrence.walk import launch as launch_walk
 from spec_compile.kernels.recurrence.walk import slots, tree_walk
 from spec_compile.tree import ancestry
@@ -130,6 +130,28 @@ def test_layers_alike_are_committed_at_once(served):
     for layer, state in zip(layers, states):
         commit("delta", [layer.state], layer.stash, path, gained)
         assert torch.equal(layer.state, state)
+
+
+def test_one_compilation_serves_every_number_of_nodes(served):
+    """As a round on a GPU is compiled; the walk is an op beside the recurrences that share it."""
+    torch._dynamo.reset()
+
+    def look(inputs, state, stash, ancestors):
+        return advance_or_look("delta", inputs, state, stash, torch.zeros(1), ancestors, walk_of(ancestors))
+
+    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    compiled = torch.compile(look, backend="aot_eager", dynamic=True, fullgraph=True, options=options)
+    for nodes in (13, 5, 17):
+        layer = Layer("delta", 1, nodes)
+        _, ancestors = trees(1, nodes)
+        if nodes == 13:
+            for tensor in (*layer.inputs, ancestors):
+                torch._dynamo.mark_dynamic(tensor, 1)
+        stash = [part.clone() for part in layer.stash]
+        with torch.compiler.set_stance("default" if nodes == 13 else "fail_on_recompile"):
+            out = compiled(layer.inputs, layer.state, stash, ancestors)
+        assert torch.equal(out, layer.look(ancestors))
+        assert all(map(torch.equal, stash, layer.stash))
 
 
 def test_a_prompt_is_scanned_as_the_plain_form_does(served, monkeypatch):
