@@ -1,6 +1,7 @@
 """`Cache`: the keys, values and states of a batch of sequences, at fixed addresses."""
 
 import mmap
+from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +55,14 @@ class States(nn.Module):
 
     def commit(self, path: Tensor, gained: Tensor) -> None:
         """Lead every state over the first gained[b] nodes of the path [B, N] of the tree that was verified last."""
+        alike: dict[tuple, list[int]] = defaultdict(list)
         for number, kind in enumerate(self.kinds):
             state, stash = self[number]
-            torch.ops.spec_compile.recurrence_commit(kind, stash, state, path, gained)
+            alike[kind, *(part.shape for part in (state, *stash))].append(number)
+        for (kind, *_), numbers in alike.items():
+            states, stashes = zip(*(self[number] for number in numbers))
+            parts = [part for stash in stashes for part in stash]
+            torch.ops.spec_compile.recurrence_commit(kind, list(states), parts, path, gained)
 
 
 class Cache(nn.Module):

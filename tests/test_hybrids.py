@@ -18,6 +18,7 @@ from spec_compile.graph import ModelGraph
 from spec_compile.kernels import recurrence as recurrences
 from spec_compile.passes.row_invariance import require_same_bits, variant_parts
 from spec_compile.passes.tap_hidden_states import FINAL
+from spec_compile.report.bits import _both
 
 NEW = 48
 OFTEN = ("lfm2", "qwen3_5", "falcon_h1", "nemotron_h", "jamba")
@@ -122,6 +123,27 @@ def test_rows_that_end_and_what_comes_back(name):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
     assert torch.equal(answer(fast, ids, mask, reference=texts(long, mask)), long)
     assert torch.equal(answer(fast, ids, mask, prefill_chunk_size=32), long)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "jamba"])
+def test_kernels_give_the_same_answer(monkeypatch, name):
+    """In Triton's interpreter."""
+    pytest.importorskip("places")
+    model, fast = system(name)
+    ids, mask = batch((3, 5), seed=3)
+    plain = answer(model, ids, mask, 6)
+    monkeypatch.setattr(recurrences.launch, "serves", lambda kind, state: True)
+    assert torch.equal(
+        answer(fast, ids, mask, 6, reference=[torch.cat([row, row]) for row in texts(plain, mask)]), plain
+    )
+
+
+def test_an_audit_leads_states_over_plain_steps():
+    """What it compares the bits of is the same but for rounding."""
+    _, fast = system("qwen3_5")
+    ids, _ = batch((20,), seed=4)
+    for in_tree, alone in zip(*_both(fast.speculation.engine.runtime.verify, ids, 12)):
+        torch.testing.assert_close(in_tree, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_sampling_runs_rounds_in_two_halves():
@@ -237,8 +259,9 @@ def test_the_check_of_a_tree_sees_states(monkeypatch):
             check_tree("Qwen", graph, verify)
 
 
-def test_bits_are_not_promised(monkeypatch):
+def test_bits_are_not_promised_without_kernels(monkeypatch):
     graph = passes.run(capture(models.HYBRIDS["lfm2"]()), passes.Settings())
+    monkeypatch.setattr(recurrences.launch, "has_kernels", lambda kind: False)
     monkeypatch.setattr(ModelGraph, "device", torch.device("cuda"))
     graph.dtype = torch.bfloat16
     assert any("layers.0.conv: recurrence of kind convolution" in part for part in variant_parts(graph))

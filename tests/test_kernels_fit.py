@@ -16,7 +16,7 @@ MEMORY = 232_448
 """Bytes of shared memory that a program may take on an H100 or H200."""
 
 START = """
-import json, sys
+import json, re, sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -197,6 +197,43 @@ for ranks in (2, 4):
 print(json.dumps(results))
 """
 
+RECURRENCES = """
+from spec_compile.kernels.recurrence import initial_state, launch, stash_shapes
+
+KERNELS = "linear_tree", "linear_commit", "convolution_tree", "convolution_commit", "selective", "selective_commit"
+for name in KERNELS:
+    setattr(launch, f"{name}_kernel", Compiled(getattr(launch, f"{name}_kernel")))
+
+
+def linear(key_heads, heads, dk, dv, *channels):
+    q, v, g = (torch.zeros(1, 16, *each) for each in ((key_heads, dk), (heads, dv), (heads, *channels)))
+    return [q, q, v, g]
+
+
+SHAPES = {
+    "Qwen3-Next": ("delta", [*linear(16, 32, 128, 128), torch.zeros(1, 16, 32)]),
+    "Kimi-Linear": ("delta", [*linear(32, 32, 128, 128, 128), torch.zeros(1, 16, 32)]),
+    "Nemotron-H-8B": ("decay", linear(8, 128, 128, 64)),
+    "Falcon-H1-7B": ("decay", linear(1, 24, 256, 128)),
+    "LFM2": ("convolution", [torch.zeros(size).bfloat16() for size in ((1, 16, 2048), (2048, 3))]),
+    "Jamba": ("selective", [torch.zeros(size) for size in (*[(1, 16, 16)] * 2, *[(1, 16, 8192)] * 2, (8192, 16))]),
+}
+for name, (kind, inputs) in SHAPES.items():
+    state, found = initial_state(kind, inputs, 1), []
+    parts = stash_shapes(kind, inputs)
+    stash = [torch.zeros(*(() if shared else (1,)), *shape, dtype=dtype) for shape, dtype, shared in parts]
+    launch.tree(kind, inputs, state, stash, torch.zeros(1, 5, 16, dtype=torch.int32))
+    launch.commit(kind, [state], stash, torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    if kind == "selective":
+        launch.selective_chunk(inputs, state, torch.tensor([16]))
+    # A tile lies in the registers alike where a tree reads it and where a commit leads it on, so that both round alike.
+    text = "".join(kernel.asm["ttgir"] for kernel in found)
+    layouts = {layout for layout in re.findall("#ttg.blocked<(.*)>", text) if layout.endswith("order = [1, 0]}")}
+    assert kind == "convolution" or len(layouts) == 1, (name, layouts)
+    results[name] = max(kernel.metadata.shared for kernel in found)
+print(json.dumps(results))
+"""
+
 
 SCRIPTS = {
     "attention": ATTENTION,
@@ -204,6 +241,7 @@ SCRIPTS = {
     "quantised": QUANTISED,
     "experts": EXPERTS,
     "all_reduce": ALL_REDUCE,
+    "recurrences": RECURRENCES,
 }
 
 

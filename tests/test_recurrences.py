@@ -108,7 +108,7 @@ def test_trees_and_commits(kind, shape, nodes):
     deepest = paths[int(depth[0].argmax())]
     path = torch.zeros(B, nodes, dtype=torch.int64)
     path[:, : len(deepest)] = torch.tensor(deepest)
-    commit(name_of(kind), stash, state, path, torch.tensor([len(deepest), 0]))
+    commit(name_of(kind), [state], stash, path, torch.tensor([len(deepest), 0]))
     expected = walk(kind, inputs, before, deepest)[1]
     torch.testing.assert_close(state[0].double(), expected[0], rtol=1e-4, atol=1e-5)
     assert torch.equal(state[1], before[1])

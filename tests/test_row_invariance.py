@@ -30,14 +30,27 @@ def half_on_gpu(monkeypatch):
     monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SMALL_M, device="cpu"),))
 
     def rewrite(architecture, **use):
-        graph = capture(models.ADMITTED[architecture]().to(torch.bfloat16))
+        graph = capture((models.ADMITTED | models.HYBRIDS)[architecture]().to(torch.bfloat16))
         return passes.run(graph, Settings(attention=Use(**use)))
 
     return rewrite
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma2", "mistral", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
+    "name",
+    [
+        "llama",
+        "qwen3",
+        "gemma2",
+        "mistral",
+        "olmo2",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "gpt_oss",
+        "lfm2",
+        "falcon_h1",
+    ],
 )
 def test_kernels_of_ours_compute_all_of_these(half_on_gpu, name):
     graph = half_on_gpu(name)
@@ -51,6 +64,8 @@ def test_kernels_of_ours_compute_all_of_these(half_on_gpu, name):
         ("gpt2", ["transformer.h.0-1.ln_1: op layer_norm", "transformer.h.0-1.attn.c_attn: product by addmm",
                   "transformer.ln_f: op layer_norm"]),
         ("cohere", ["model.layers.0-1.input_layernorm: op mean", "model.norm: op mean"]),
+        ("qwen3_5", ["model.layers.0.linear_attn: op sum", "model.layers.0.linear_attn.norm: op mean"]),
+        ("nemotron_h", ["model.layers.0.mixer.norm: op mean"]),
         ("deepseek_v3", ["model.layers.0-2.self_attn.kv_b_proj: product 24 -> 112 (24 inputs are no multiple of 16)"]),
     ],
 )  # fmt: skip

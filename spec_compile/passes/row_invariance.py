@@ -18,7 +18,7 @@ from ..kernels import HALF, experts, ops
 from ..kernels.attention.call import TARGETS
 from ..kernels.attention.tail_tiles import tail_tiles
 from ..kernels.linear import LINEARS, PLAIN, packing_of, small_m, weight_of
-from ..kernels.recurrence import advance_or_look
+from ..kernels.recurrence import advance_or_look, clamp_in_prompt, launch, walk_of
 
 INVARIANT_BACKEND = "triton"
 """The attention backend that sums the keys of a node in an order which its position alone decides."""
@@ -46,6 +46,8 @@ KERNELS = {
     "spec_compile::all_reduce",
 }
 """Kernels of ours in which a program takes a row, or that add up each element by itself."""
+FUNCTIONS = {operator.getitem, ops.gather_rows, tail_tiles, walk_of, clamp_in_prompt}
+"""Functions that move or choose elements, or that compute each element by itself."""
 PRODUCTS = {"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"}
 
 
@@ -80,12 +82,13 @@ def require_same_bits(graph: ModelGraph) -> None:
 
 def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
     """Why the bits of a row of the node may depend on other rows; None if they do not."""
-    if not _is_float(node.meta.get("val")) or node.target in (operator.getitem, ops.gather_rows, tail_tiles):
+    if not _is_float(node.meta.get("val")) or node.target in FUNCTIONS:
         return None
     if node.target in TARGETS:
         return None if graph.backend == INVARIANT_BACKEND else f"attention by {graph.backend}"
     if node.target is advance_or_look:
-        return f"recurrence of kind {node.kwargs['kind']}"
+        kind = node.kwargs["kind"]
+        return None if launch.has_kernels(kind) else f"recurrence of kind {kind}"
     if node.target in LINEARS and (source := weight_of(node)) is not None:
         weight = attribute(graph.gm, source.target)
         kind = packing_of(node)[1:]

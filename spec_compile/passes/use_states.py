@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph, calls
-from ..kernels.recurrence import advance_or_look, clamp_in_prompt
+from ..kernels.recurrence import advance_or_look, clamp_in_prompt, walk_of
 from .apply import comes_after
 
 RECURRENCE, CLAMP = torch.ops.spec_compile.recurrence.default, torch.ops.spec_compile.clamp_prompt.default
@@ -33,13 +33,16 @@ def use_states(graph: ModelGraph, settings) -> str:
         with gm.graph.inserting_before(node):
             new = gm.graph.call_function(clamp_in_prompt, (*node.args, positions, entry(begin + 1)))
         _replace(node, new)
+    rows = {"ancestors": inputs["ancestors"]}
+    if graph.device.type == "cuda":
+        with gm.graph.inserting_after(inputs["ancestors"]):
+            rows["walk"] = gm.graph.call_function(walk_of, (inputs["ancestors"],))
     first = begin + 2
     for spec, node in zip(graph.recurrences, calls(gm, RECURRENCE)):
         with gm.graph.inserting_before(node):
             valid, state, *stash = map(entry, (begin, first, *range(first + 1, first + 1 + len(spec.stash))))
             kind, tensors = node.args
-            arguments = {"kind": kind, "inputs": tensors, "state": state, "stash": stash}
-            rows = {"valid": valid, "ancestors": inputs["ancestors"]}
+            arguments = {"kind": kind, "inputs": tensors, "state": state, "stash": stash, "valid": valid}
             new = gm.graph.call_function(advance_or_look, kwargs={**arguments, **rows})
         _replace(node, new)
         first += 1 + len(spec.stash)

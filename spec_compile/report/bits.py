@@ -60,15 +60,19 @@ def _both(graph: ModelGraph, text: Tensor, begin: int) -> tuple[list[Tensor], li
     """Taps and logits [1, T - begin, *] of `text` [1, T] from `begin` on: as a path of a tree, and by plain steps."""
     length = text.shape[1]
     slots = -(-(length + MAX_NODES) // PAGE) * PAGE
-    cache = Cache(graph, 1, slots).argument
+    buffers = Cache(graph, 1, slots)
+    states, cache = buffers.states, buffers.argument
     steps = torch.arange(length, device=text.device)[None]
+    states.reset(steps.new_tensor([begin]))
+    for counted in states.tensors[:1]:
+        counted.fill_(begin)
     graph.gm(text[:, :begin], steps[:, :begin], steps.new_zeros(1), None, cache, slots)
     in_tree = _tree(graph, text[:, begin:], steps[:, begin : begin + 1], cache, slots)
     root = torch.ones_like(text[:, :1])  # sees itself
-    alone = [
-        graph.gm(text[:, n : n + 1], steps[:, n : n + 1], steps[0, n : n + 1], root, cache, slots)
-        for n in range(begin, length)
-    ]
+    alone = []
+    for n in range(begin, length):
+        alone.append(graph.gm(text[:, n : n + 1], steps[:, n : n + 1], steps[0, n : n + 1], root, cache, slots))
+        states.commit(torch.zeros_like(root), root[0])
     rows = [torch.cat(parts, dim=1) for parts in zip(*alone)]
     return [*in_tree[1:], in_tree[0]], [*rows[1:], rows[0]]
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from ..cache import PAGE
 from ..drafting import caches
 from ..kernels.attention import BACKENDS
-from ..kernels.recurrence import KINDS
 from ..outcome import WIDEST
 from ..tree import MAX_NODES, ancestry
 from . import prefill_chunks
@@ -127,7 +126,6 @@ class Session:
 
     def _prefill_key(self, size: int) -> int:
         captured = self.captures and size * self.batch <= CAPTURED_TOKENS
-        captured &= not any(KINDS[spec.kind].steps for spec in self.runtime.prefill.recurrences)
         backend = BACKENDS.get(self.runtime.prefill.backend)  # None: no layer attends
         return size if captured and (backend is None or backend.prompts_captured) else 0
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ...tree import MAX_NODES
-from . import convolution, linear, selective
+from . import convolution, launch, linear, selective
 from .base import Kind
+from .walk import tree_walk
 
 KINDS: dict[str, Kind] = {
     kind.name: kind for kind in (convolution.KIND, linear.DECAY, linear.DELTA, selective.KIND)
@@ -25,7 +26,7 @@ def recurrence(kind: str, inputs: list[Tensor]) -> Tensor:
     """
     state = initial_state(kind, inputs, len(inputs[0]))
     tokens = torch.full((len(inputs[0]),), inputs[0].shape[1], device=inputs[0].device)
-    return KINDS[kind].chunk(inputs, state, tokens)[0].contiguous()
+    return _lead(kind, inputs, state, tokens)
 
 
 @recurrence.register_fake
@@ -65,17 +66,36 @@ def stash_shapes(kind: str, inputs: list[Tensor]) -> list[tuple[tuple[int, ...],
     return shapes
 
 
+def _lead(kind: str, inputs: list[Tensor], state: Tensor, valid: Tensor) -> Tensor:
+    """Outputs of a chunk, over whose first valid[b] tokens the state is led in place."""
+    if kind == "selective" and launch.serves(kind, state):
+        return launch.selective_chunk(inputs, state, valid)
+    out, after = KINDS[kind].chunk(inputs, state, valid)
+    state.copy_(after)
+    return out.contiguous()
+
+
+def walk_of(ancestors: Tensor | None) -> Tensor | None:
+    """The `tree_walk` of trees, which all recurrences of a graph share; None for a chunk of a prompt."""
+    return None if ancestors is None else tree_walk(ancestors)
+
+
 @torch.fx.node.has_side_effect
 def advance_or_look(
-    kind: str, inputs: list[Tensor], state: Tensor, stash: list[Tensor], valid: Tensor, ancestors: Tensor | None
-) -> Tensor:
+    kind: str, inputs: list[Tensor], state: Tensor, stash: list[Tensor], valid: Tensor, ancestors: Tensor | None,
+    walk: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """A recurrence over a block of tokens behind `state` [B, ...]. -> [B, N, ...] float32.
 
     ancestors: None for a chunk of a prompt, whose first valid[b] tokens lead the state on. Otherwise [B, N] int64, the
     bits of a tree as attention has them: the state stays, and the inputs that `commit` needs are put into the `stash`.
+    walk: the `tree_walk` of `ancestors`, if it was computed before.
     """
     if ancestors is None:
         return torch.ops.spec_compile.recurrence_advance(kind, inputs, state, valid)
+    if launch.serves(kind, state):
+        walk = tree_walk(ancestors) if walk is None else walk
+        return torch.ops.spec_compile.recurrence_tree(kind, inputs, state, stash, walk)
     for buffer, number in zip(stash, KINDS[kind].kept):
         if number in KINDS[kind].constants:
             buffer.copy_(inputs[number])
@@ -87,9 +107,7 @@ def advance_or_look(
 @torch.library.custom_op("spec_compile::recurrence_advance", mutates_args=("state",))
 def recurrence_advance(kind: str, inputs: list[Tensor], state: Tensor, valid: Tensor) -> Tensor:
     """Lead a state over the first valid[b] of a chunk's tokens. An op, because the number of blocks is not fixed."""
-    out, after = KINDS[kind].chunk(inputs, state, valid)
-    state.copy_(after)
-    return out.contiguous()
+    return _lead(kind, inputs, state, valid)
 
 
 @recurrence_advance.register_fake
@@ -97,17 +115,32 @@ def _(kind, inputs, state, valid):
     return inputs[KINDS[kind].output].new_empty(inputs[KINDS[kind].output].shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("spec_compile::recurrence_commit", mutates_args=("state",))
-def commit(kind: str, stash: list[Tensor], state: Tensor, path: Tensor, gained: Tensor) -> None:
-    """Lead a state over the first gained[b] nodes of the path [B, N] int64. A row that gained none keeps its bits."""
-    inputs: list[Tensor | None] = [None] * (max(KINDS[kind].kept + KINDS[kind].constants) + 1)
-    rows = torch.arange(len(path), device=path.device)[:, None]
-    for buffer, number in zip(stash, KINDS[kind].kept):
-        inputs[number] = buffer if number in KINDS[kind].constants else buffer[rows, path]
-    after = KINDS[kind].chunk(inputs, state, gained)[1]
-    state.copy_(torch.where((gained > 0).view(-1, *[1] * (state.dim() - 1)), after, state))
+@torch.library.custom_op("spec_compile::recurrence_tree", mutates_args=("stash",))
+def recurrence_tree(kind: str, inputs: list[Tensor], state: Tensor, stash: list[Tensor], walk: Tensor) -> Tensor:
+    """`advance_or_look` over the nodes of trees by a kernel."""
+    return launch.tree(kind, inputs, state, stash, walk)
+
+
+@recurrence_tree.register_fake
+def _(kind, inputs, state, stash, walk):
+    return inputs[KINDS[kind].output].new_empty(inputs[KINDS[kind].output].shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("spec_compile::recurrence_commit", mutates_args=("states",))
+def commit(kind: str, states: list[Tensor], stashes: list[Tensor], path: Tensor, gained: Tensor) -> None:
+    """Lead states of one shape over the first gained[b] nodes of the path [B, N] int64. A row that gained none keeps
+    its bits. stashes: of each state in turn."""
+    if launch.serves(kind, states[0]):
+        return launch.commit(kind, states, stashes, path, gained)
+    parts, rows = len(stashes) // len(states), torch.arange(len(path), device=path.device)[:, None]
+    for number, state in enumerate(states):
+        inputs: list[Tensor | None] = [None] * (max(KINDS[kind].kept + KINDS[kind].constants) + 1)
+        for buffer, each in zip(stashes[number * parts :], KINDS[kind].kept):
+            inputs[each] = buffer if each in KINDS[kind].constants else buffer[rows, path]
+        after = KINDS[kind].chunk(inputs, state, gained)[1]
+        state.copy_(torch.where((gained > 0).view(-1, *[1] * (state.dim() - 1)), after, state))
 
 
 @commit.register_fake
-def _(kind, stash, state, path, gained):
+def _(kind, states, stashes, path, gained):
     return None

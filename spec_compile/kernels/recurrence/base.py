@@ -30,8 +30,6 @@ class Kind:
     state: Callable[[Inputs], tuple[tuple[int, ...], torch.dtype]]
     chunk: Callable[[Inputs, Tensor, Tensor], tuple[Tensor | None, Tensor]]
     tree: Callable[[Inputs, Tensor, Tensor], Tensor]
-    steps: bool = False
-    """Whether a chunk takes launches for each of its tokens, too many for a CUDA graph."""
 
 
 def is_ancestor(ancestors: Tensor) -> Tensor:

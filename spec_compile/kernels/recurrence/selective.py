@@ -55,6 +55,4 @@ def _tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
     return torch.ops.spec_compile.selective_tree(*inputs, state, ancestors)
 
 
-KIND = Kind(
-    "selective", kept=(1, 2, 3, 4), constants=(4,), output=2, state=_state, chunk=_chunk, tree=_tree, steps=True
-)  # fmt: skip
+KIND = Kind("selective", kept=(1, 2, 3, 4), constants=(4,), output=2, state=_state, chunk=_chunk, tree=_tree)

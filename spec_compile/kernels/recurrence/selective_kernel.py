@@ -1,0 +1,128 @@
+"""Kernels of the selective scan: a walk over a tree behind a state, a chunk of a prompt, and the commit of a path.
+
+Import this module only where Triton is installed. All lead a state over one token after the other by the same code
+(`lead`). A program takes BLOCK_D channels and all entries of their states.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def lead(tile, b, x, dt, a):
+    """The state [BLOCK_D, BLOCK_N] behind a token: b [BLOCK_N], x, dt [BLOCK_D], a [BLOCK_D, BLOCK_N]."""
+    return tl.fma((dt * x)[:, None], b[None, :], tl.exp(dt[:, None] * a) * tile)
+
+
+@triton.jit
+def load_token(
+    c_ptr, b_ptr, x_ptr, dt_ptr, stride_c, stride_b, stride_x, stride_dt, token, channel, entry,
+    D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """c, b [BLOCK_N], x, dt [BLOCK_D] of a token, from pointers to those of a row."""
+    c = tl.load(c_ptr + token * stride_c + entry, mask=entry < N, other=0.0)
+    b = tl.load(b_ptr + token * stride_b + entry, mask=entry < N, other=0.0)
+    x = tl.load(x_ptr + token * stride_x + channel, mask=channel < D, other=0.0)
+    dt = tl.load(dt_ptr + token * stride_dt + channel, mask=channel < D, other=0.0)
+    return c, b, x, dt
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def selective_kernel(
+    c_ptr, b_ptr, x_ptr, dt_ptr, a_ptr, state_ptr, kept_ptr, walk_ptr, valid_ptr, b_stash_ptr, x_stash_ptr,
+    dt_stash_ptr, out_ptr, stride_cb, stride_cn, stride_bb, stride_bn, stride_xb, stride_xn, stride_db, stride_dn,
+    tokens, D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
+    MAX_NODES: tl.constexpr, COLUMNS: tl.constexpr, IS_TREE: tl.constexpr,
+):  # fmt: skip
+    """out [B, tokens, D] of the nodes of a tree, and their stash; or of a chunk of a prompt, over whose first
+    valid[row] tokens the state is led. Grid (blocks of D, B)."""
+    row = tl.program_id(1).to(tl.int64)
+    program = row * tl.num_programs(0) + tl.program_id(0)
+    channel, entry = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    inside = (channel < D)[:, None] & (entry < N)[None, :]
+    at = channel[:, None] * N + entry[None, :]
+    state_ptr += row * D * N
+    tile = tl.load(state_ptr + at, mask=inside, other=0.0)
+    a = tl.load(a_ptr + at, mask=inside, other=0.0)
+    kept_at = kept_ptr + program * SLOTS * BLOCK_D * BLOCK_N + tl.arange(0, BLOCK_D)[:, None] * BLOCK_N + entry[None, :]
+    c_ptr, b_ptr = c_ptr + row * stride_cb, b_ptr + row * stride_bb
+    x_ptr, dt_ptr = x_ptr + row * stride_xb, dt_ptr + row * stride_db
+    out_ptr += row * tokens * D
+    valid = tokens
+    if IS_TREE:
+        walk_ptr += row * COLUMNS * tokens
+        b_stash_ptr += row * MAX_NODES * N
+        x_stash_ptr += row * MAX_NODES * D
+        dt_stash_ptr += row * MAX_NODES * D
+    else:
+        valid = tl.load(valid_ptr + row).to(tl.int32)
+
+    # The root of a tree is node 0, as a chunk's first token.
+    node = tokens - tokens
+    c, b, x, dt = load_token(
+        c_ptr, b_ptr, x_ptr, dt_ptr, stride_cn, stride_bn, stride_xn, stride_dn, node, channel, entry, D, N
+    )
+    for step in range(tokens):
+        # The inputs of the next token are on their way while this one is computed.
+        next_node = tl.minimum(step + 1, tokens - 1)
+        if IS_TREE:
+            next_node = tl.load(walk_ptr + next_node)
+            resumed = tl.load(walk_ptr + tokens + step)
+            if resumed >= 0:
+                tile = tl.load(kept_at + resumed * BLOCK_D * BLOCK_N)
+        next_c, next_b, next_x, next_dt = load_token(
+            c_ptr, b_ptr, x_ptr, dt_ptr, stride_cn, stride_bn, stride_xn, stride_dn, next_node, channel, entry, D, N
+        )
+        after = lead(tile, b, x, dt, a)
+        tl.store(out_ptr + node.to(tl.int64) * D + channel, tl.sum(after * c[None, :], 1), mask=channel < D)
+        if IS_TREE:
+            leads = tl.load(walk_ptr + 2 * tokens + step) != 0
+        else:
+            leads = valid > step
+        if leads:
+            tile = after
+        if IS_TREE:
+            kept = tl.load(walk_ptr + 3 * tokens + step)
+            if kept >= 0:
+                tl.store(kept_at + kept * BLOCK_D * BLOCK_N, tile)
+                tl.debug_barrier()  # a lane may read what another has stored
+            tl.store(x_stash_ptr + node * D + channel, x, mask=channel < D)
+            tl.store(dt_stash_ptr + node * D + channel, dt, mask=channel < D)
+            if tl.program_id(0) == 0:
+                tl.store(b_stash_ptr + node * N + entry, b, mask=entry < N)
+        node, c, b, x, dt = next_node, next_c, next_b, next_x, next_dt
+    if not IS_TREE:
+        tl.store(state_ptr + at, tile, mask=inside)
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def selective_commit_kernel(
+    table_ptr, path_ptr, gained_ptr, nodes, D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, MAX_NODES: tl.constexpr,
+):  # fmt: skip
+    """Lead the states of all layers over the path. Grid (blocks of D, B, layers).
+
+    table [layers, 5] int64: addresses of a state, and of its stash b, x, dt and a.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    table_ptr += tl.program_id(2) * 5
+    gained = tl.load(gained_ptr + row).to(tl.int32)
+    if gained == 0:
+        return
+    FLOATS: tl.constexpr = tl.pointer_type(tl.float32)
+    state_ptr = tl.multiple_of(tl.load(table_ptr).to(FLOATS), 16) + row * D * N
+    b_ptr = tl.multiple_of(tl.load(table_ptr + 1).to(FLOATS), 16) + row * MAX_NODES * N
+    x_ptr = tl.multiple_of(tl.load(table_ptr + 2).to(FLOATS), 16) + row * MAX_NODES * D
+    dt_ptr = tl.multiple_of(tl.load(table_ptr + 3).to(FLOATS), 16) + row * MAX_NODES * D
+    a_ptr = tl.multiple_of(tl.load(table_ptr + 4).to(FLOATS), 16)
+
+    channel, entry = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    inside = (channel < D)[:, None] & (entry < N)[None, :]
+    at = channel[:, None] * N + entry[None, :]
+    tile = tl.load(state_ptr + at, mask=inside, other=0.0)
+    a = tl.load(a_ptr + at, mask=inside, other=0.0)
+    for step in range(gained):
+        node = tl.load(path_ptr + row * nodes + step).to(tl.int32)
+        _, b, x, dt = load_token(b_ptr, b_ptr, x_ptr, dt_ptr, N, N, D, D, node, channel, entry, D, N)
+        tile = lead(tile, b, x, dt, a)
+    tl.store(state_ptr + at, tile, mask=inside)

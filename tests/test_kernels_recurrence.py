@@ -1,0 +1,181 @@
+"""Kernels of recurrences: against their plain forms, and the bits of a node in a tree against those of single steps.
+
+Without a GPU the kernels run in Triton's interpreter; ``pytest -m gpu`` runs them on a CUDA device.
+"""
+
+import pytest
+import torch
+from places import GPU, ON_GPU
+
+from spec_compile.kernels.recurrence import KINDS, advance_or_look, commit, initial_state, launch, stash_shapes, walk_of
+from spec_compile.kernels.recurrence.walk import launch as launch_walk
+from spec_compile.kernels.recurrence.walk import slots, tree_walk
+from spec_compile.tree import ancestry
+
+DEVICE = torch.device("cuda" if GPU else "cpu")
+pytestmark = ON_GPU if GPU else []
+
+ALL = ["convolution", "decay", "delta", "delta by channel", "selective"]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The kernels run on every device."""
+    monkeypatch.setattr(launch, "serves", lambda kind, state: kind in launch.TREES)
+
+
+def normal(*shape):
+    return torch.randn(shape, device=DEVICE)
+
+
+def positive(*shape):
+    return torch.rand(shape, device=DEVICE)
+
+
+class Layer:
+    """Random inputs of one recurrence for a tree, a state and a stash. No size is a power of two."""
+
+    def __init__(self, kind, batch, tokens):
+        self.kind = kind.split()[0]
+        self.inputs = inputs_of(kind, batch, tokens)
+        self.state = torch.randn_like(initial_state(self.kind, self.inputs, batch))
+        shapes = stash_shapes(self.kind, self.inputs)
+        self.stash = [normal(*(() if shared else (batch,)), *shape) for shape, _, shared in shapes]
+
+    def look(self, ancestors, nodes=None, state=None):
+        """Outputs of a tree over some nodes of the inputs (None: all)."""
+        constants = KINDS[self.kind].constants
+        inputs = [x if n in constants or nodes is None else x[:, nodes] for n, x in enumerate(self.inputs)]
+        return advance_or_look(
+            self.kind, inputs, self.state if state is None else state, self.stash, torch.zeros(1), ancestors
+        )
+
+    def commit(self, state, path, gained):
+        commit(self.kind, [state], self.stash, torch.tensor(path, device=DEVICE), torch.tensor(gained, device=DEVICE))
+
+
+def inputs_of(kind, batch, tokens, key_heads=1, heads=2, dk=20, dv=12):
+    if kind == "convolution":
+        return [normal(batch, tokens, 600)[..., 8:308], normal(300, 3)]  # some outputs of a merged product
+    if kind == "selective":
+        rows = [normal(batch, tokens, size) for size in (5, 5, 300)]
+        return [*rows, positive(batch, tokens, 300), -positive(300, 5)]
+    q, k, v = (normal(batch, tokens, n, d) for n, d in ((key_heads, dk), (key_heads, dk), (heads, dv)))
+    k, g = torch.nn.functional.normalize(k, dim=-1), -positive(batch, tokens, heads)
+    if kind == "decay":
+        return [q, k, v, g]
+    g = -positive(batch, tokens, heads, dk) if kind == "delta by channel" else g
+    return [q, k, v, g, 2 * positive(batch, tokens, heads)]
+
+
+def trees(batch, nodes, span=5):
+    """A random tree for each row: parents [B, N] and ancestors. span: how far before a node its parent stands."""
+    rows = [
+        [-1] + [int(torch.randint(max(node - span, 0), node, ())) for node in range(1, nodes)] for _ in range(batch)
+    ]
+    parents = torch.tensor(rows, device=DEVICE)
+    return parents, ancestry(parents)[0]
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("batch, nodes", [(1, 1), (3, 5), (1, 20)])
+def test_trees_and_commits_are_those_of_the_plain_form(served, monkeypatch, kind, batch, nodes):
+    layer = Layer(kind, batch, nodes)
+    _, ancestors = trees(batch, nodes)
+    path, gained = [[0, *range(1, nodes, 2)]] * batch, [nodes // 2, 0, 1][-batch:]
+    results = []
+    for is_served in (True, False):
+        monkeypatch.setattr(launch, "serves", lambda kind, state, is_served=is_served: is_served)
+        out, state = layer.look(ancestors), layer.state.clone()
+        layer.commit(state, path, gained)
+        results.append((out, state, [part[:, :nodes] for part in layer.stash[: 1 if kind == "convolution" else 3]]))
+    (out, state, stash), (plain_out, plain_state, plain_stash) = results
+    assert out.dtype == torch.float32 and out.is_contiguous()
+    torch.testing.assert_close(out, plain_out, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(state, plain_state, rtol=1e-4, atol=2e-5)
+    assert all(map(torch.equal, stash, plain_stash))
+    for row, count in enumerate(gained):
+        assert count or torch.equal(state[row], layer.state[row])
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_node_and_a_state_have_the_bits_of_single_steps(served, kind):
+    """Nodes of a tree, the same nodes as chains, and roots alone, each committed before the next."""
+    nodes = 12
+    layer = Layer(kind, 1, nodes)
+    parents, ancestors = trees(1, nodes)
+    in_tree, before = layer.look(ancestors), layer.state.clone()
+    deepest = int(ancestry(parents)[1].argmax())
+    for leaf in {deepest, nodes - 1}:
+        path = [node for node in range(nodes) if int(ancestors[0, leaf]) >> node & 1]
+        chain = ancestry(torch.arange(-1, len(path) - 1, device=DEVICE)[None])[0]
+        assert torch.equal(layer.look(chain, path), in_tree[:, path])
+        at_once, state = before.clone(), before.clone()
+        layer.look(ancestors)
+        layer.commit(at_once, [path], [len(path)])
+        for node in path:
+            alone = layer.look(torch.ones(1, 1, dtype=torch.int64, device=DEVICE), [node], state)
+            assert torch.equal(alone[:, 0], in_tree[:, node])
+            layer.commit(state, [[0]], [1])
+        assert torch.equal(state, at_once)
+    assert torch.equal(layer.state, before)
+
+
+def test_layers_alike_are_committed_at_once(served):
+    """And each is led over inputs of its own."""
+    layers = [Layer("delta", 2, 3) for _ in range(3)]
+    path, gained = torch.tensor([[0, 2, 1]] * 2, device=DEVICE), torch.tensor([2, 1], device=DEVICE)
+    states = [layer.state.clone() for layer in layers]
+    commit("delta", states, [part for layer in layers for part in layer.stash], path, gained)
+    for layer, state in zip(layers, states):
+        commit("delta", [layer.state], layer.stash, path, gained)
+        assert torch.equal(layer.state, state)
+
+
+def test_one_compilation_serves_every_number_of_nodes(served):
+    """As a round on a GPU is compiled; the walk is an op beside the recurrences that share it."""
+    torch._dynamo.reset()
+
+    def look(inputs, state, stash, ancestors):
+        return advance_or_look("delta", inputs, state, stash, torch.zeros(1), ancestors, walk_of(ancestors))
+
+    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    compiled = torch.compile(look, backend="aot_eager", dynamic=True, fullgraph=True, options=options)
+    for nodes in (13, 5, 17):
+        layer = Layer("delta", 1, nodes)
+        _, ancestors = trees(1, nodes)
+        if nodes == 13:
+            for tensor in (*layer.inputs, ancestors):
+                torch._dynamo.mark_dynamic(tensor, 1)
+        stash = [part.clone() for part in layer.stash]
+        with torch.compiler.set_stance("default" if nodes == 13 else "fail_on_recompile"):
+            out = compiled(layer.inputs, layer.state, stash, ancestors)
+        assert torch.equal(out, layer.look(ancestors))
+        assert all(map(torch.equal, stash, layer.stash))
+
+
+def test_a_prompt_is_scanned_as_the_plain_form_does(served, monkeypatch):
+    layer, valid = Layer("selective", 2, 9), torch.tensor([9, 4], device=DEVICE)
+    state = layer.state.clone()
+    plain_out, plain_state = KINDS["selective"].chunk(layer.inputs, state, valid)
+    out = advance_or_look("selective", layer.inputs, state, [], valid, None)
+    torch.testing.assert_close(out[0], plain_out[0], rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(out[1, :4], plain_out[1, :4], rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(state, plain_state, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("nodes, span", [(1, 1), (2, 1), (5, 5), (16, 3), (33, 33), (64, 2), (64, 64)])
+def test_a_walk_holds_or_keeps_the_parent_of_every_node(nodes, span):
+    parents, ancestors = trees(3, nodes, span)
+    walks = tree_walk(ancestors)
+    assert torch.equal(walks, launch_walk(ancestors))
+    for row, (order, resumed, leads, kept, by_node) in enumerate(walks.tolist()):
+        assert by_node == parents[row].tolist() and sorted(order) == list(range(nodes))
+        held, states = -1, {}
+        for step, node in enumerate(order):
+            held = states[resumed[step]] if resumed[step] >= 0 else held
+            assert held == by_node[node] and bool(leads[step]) == (node in by_node)
+            held = node if leads[step] else held
+            if kept[step] >= 0:
+                states[kept[step]] = node
+        assert max(states, default=-1) < slots(nodes)
