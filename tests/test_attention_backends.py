@@ -496,7 +496,8 @@ def test_caches_of_8_bits_are_an_option(on_gpu):
     assert Options().attention("verify").fp8 is False
     options = Options(kv_cache_dtype="fp8")
     assert [options.attention(role).fp8 for role in attention.ROLES] == [True, True, False]
-    with pytest.raises(ValueError, match=r"kv_cache_dtype: expected one of auto, fp8, got 'fp9'. Did you mean 'fp8'"):
+    known = "auto, fp8, fp8_per_token_head"
+    with pytest.raises(ValueError, match=f"kv_cache_dtype: expected one of {known}, got 'fp9'. Did you mean 'fp8'"):
         Options(kv_cache_dtype="fp9")
     with pytest.raises(UnsupportedModelError, match=r"'sdpa' cannot run .*does not have caches of 8 bits"):
         spec_compile.speculate(models.ADMITTED["llama"](), kv_cache_dtype="fp8", compile=False)

@@ -74,6 +74,10 @@ for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1,
             call = Call(*inputs, None, 0.1, None, window, *turning, 1e-6)
             tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
             tree_attention.launch(call._replace(tiles=tiles, slopes=slopes))
+            if turned:
+                keys, values = (cache.to(torch.float8_e4m3fn) for cache in caches)
+                call = call._replace(key_cache=keys, value_cache=values, scales=torch.zeros(1, kv_heads, 4096, 2))
+                tree_attention.launch(call._replace(tiles=tiles))
             used = max(kernel.metadata.shared for kernel in found)
             named = f"turned {turned}, window {window}, slopes {slopes is not None}"
             results[f"{nodes} nodes, heads of {size}, {named}"] = used

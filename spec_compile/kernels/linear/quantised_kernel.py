@@ -12,9 +12,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..ptx import let_next_kernel_begin
+from ..rounding import nearest_fp8, over_scale
 
-LARGEST: tl.constexpr = tl.constexpr(448.0)
-"""Of float8_e4m3fn."""
 UNIT_ROWS: tl.constexpr = tl.constexpr(128)
 """The scales of x's rows have memory for a multiple of this, which is no less than a tile's rows."""
 
@@ -95,22 +94,12 @@ def round_blocks_kernel(
         gdc_wait()
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    x = tl.load(x_ptr + row * stride_x + column, mask=column < inputs, other=0.0).to(tl.float32)
-    unit = tl.div_rn(tl.max(tl.abs(x), 1), tl.full([BLOCKS], LARGEST, tl.float32))
-    unit = tl.where(unit > 0, unit, 1.0)
-    codes = _nearest_fp8(tl.div_rn(x, unit[:, None] + tl.zeros_like(x)))
-    tl.store(codes_ptr + row * inputs + column, codes.to(codes_ptr.dtype.element_ty), mask=column < inputs)
+    x = tl.load(x_ptr + row * stride_x + column, mask=column < inputs, other=0.0)
+    x, unit = over_scale(x)
+    codes = nearest_fp8(x).to(codes_ptr.dtype.element_ty)
+    tl.store(codes_ptr + row * inputs + column, codes, mask=column < inputs)
     stride_u = tl.cdiv(tl.num_programs(0), UNIT_ROWS) * UNIT_ROWS
-    tl.store(unit_ptr + block * stride_u + row, unit, mask=block * SIZE < inputs)
-
-
-@triton.jit
-def _nearest_fp8(x):
-    """The value of float8_e4m3fn next to each x, float32: ties to even, nothing beyond the largest."""
-    bits = x.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    small = (x + 24576.0) - 24576.0  # steps of 2 ** -9 from here on
-    return tl.clamp(tl.where(tl.abs(x) < 0.015625, small, normal), -LARGEST, LARGEST)
+    tl.store(unit_ptr + block[:, None] * stride_u + row, unit, mask=block[:, None] * SIZE < inputs)
 
 
 @triton.jit
@@ -189,7 +178,7 @@ def round_rows_kernel(
     if out_ptr.dtype.element_ty == tl.int8:
         codes = tl.clamp((codes + 12582912.0) - 12582912.0, -128.0, 127.0)  # 1.5 * 2 ** 23 makes whole numbers
     else:
-        codes = _nearest_fp8(codes)
+        codes = nearest_fp8(codes)
     tl.store(out_ptr + row * inputs + column, codes.to(out_ptr.dtype.element_ty), mask=column < inputs)
     tl.store(unit_ptr + row, unit)
 
