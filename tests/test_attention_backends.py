@@ -28,7 +28,7 @@ from spec_compile.graph import LayerSpec, ModelGraph, calls
 from spec_compile.kernels import attention, ops
 from spec_compile.kernels.attention import BACKENDS, Use, flex, measure, xqa
 from spec_compile.kernels.attention import tree_attention as kernels
-from spec_compile.kernels.attention.call import Call
+from spec_compile.kernels.attention.call import Call, attention_calls
 from spec_compile.kernels.attention.merge import add_sinks, merge
 from spec_compile.runtime.steps.regions import cut
 
@@ -521,6 +521,11 @@ def test_caches_of_8_bits_in_a_graph(on_gpu, captured, monkeypatch, capability):
     ours = rewritten(graph, "auto", "verify", True, True, True)
     assert (ours.cache_dtype, ours.token_bytes * 4) == (torch.float8_e4m3fn, plain.token_bytes)
     assert plain.cache_dtype is None is graph.cache_dtype
+    scaled, heads = rewritten(graph, "auto", "verify", True, True, True, True), sum(x.kv_heads for x in graph.layers)
+    assert scaled.token_bytes == ours.token_bytes + 8 * heads
+    indices = [[node.kwargs[name].args[1] for name in ("key_cache", "value_cache", "scales")] for node in
+               attention_calls(scaled)]  # fmt: skip
+    assert indices == [[3 * layer + part for part in range(3)] for layer in range(len(graph.layers))]
 
 
 def test_auto_is_the_first_that_is_able(on_gpu):
