@@ -1,8 +1,8 @@
-"""What keys and values in fp8 change: accept lengths and answers, beside those of a cache in the model's own dtype.
+"""What keys and values in 8 bits change: accept lengths and answers, beside those of a cache in the model's own dtype.
 
     python benchmarks/kv_cache_dtype.py [--model examples/tiny_coder] [--prompts 10] [--new-tokens 128]
 
-On a GPU, greedy, bfloat16, n-gram drafts. An fp8 cache changes what the target sees, so answers may differ; how many
+On a GPU, greedy, bfloat16, n-gram drafts. Such a cache changes what the target sees, so answers may differ; how many
 tokens agree before they first do is counted over all sets of benchmarks/prompts.
 """
 
@@ -17,7 +17,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
 
-KINDS = ("auto", "fp8")
+KINDS = ("auto", "fp8", "fp8_per_token_head")
+
+
+def compared(answers: list[torch.Tensor], others: list[torch.Tensor]) -> tuple[int, float]:
+    """How many answers are the same, and the share of all tokens that come before the first difference."""
+    agreed, lengths = [], []
+    for pair in zip(answers, others):
+        tokens = zip(*(answer.tolist() for answer in pair))
+        agreed.append(sum(1 for _ in takewhile(lambda both: both[0] == both[1], tokens)))
+        lengths.append(max(map(len, pair)))
+    return sum(map(int.__eq__, agreed, lengths)), sum(agreed) / sum(lengths)
 
 
 def main() -> None:
@@ -38,18 +48,16 @@ def main() -> None:
     for path in sorted((HERE / "prompts").glob("*.jsonl")):
         prompts = prompts_of(path.stem, path.parent, options.prompts, tokenizer, longest - new)
         answers, _ = answer_in_turn(systems, ours, [ids.cuda() for ids in prompts], repeats=1)
-        agreed, lengths = [], []
-        for pair in zip(*(answers[kind] for kind in KINDS)):
-            tokens = zip(*(answer.tolist() for answer in pair))
-            agreed.append(sum(1 for _ in takewhile(lambda both: both[0] == both[1], tokens)))
-            lengths.append(max(map(len, pair)))
         accept = {kind: fast.speculation.stats.accept_length for kind, fast in ours.items()}
-        same, share = sum(map(int.__eq__, agreed, lengths)), sum(agreed) / sum(lengths)
-        row = {"accept_length": accept, "same": same, "of": len(agreed), "tokens_before": share}
+        same, before = {}, {}
+        for kind in KINDS[1:]:
+            same[kind], before[kind] = compared(answers["auto"], answers[kind])
+        row = {"accept_length": accept, "same": same, "of": len(prompts), "tokens_before": before}
         results[path.stem] = {**row, "stamp": facts}
-        said = ", ".join(f"{kind} {length:.2f}" for kind, length in accept.items())
-        print(f"{path.stem}: accept length {said}; {same} of {len(agreed)} answers the same, {share:.0%} of all tokens "
-              "before the first difference", flush=True)  # fmt: skip
+        print(f"{path.stem}: accept length {accept['auto']:.2f}")
+        for kind in KINDS[1:]:
+            print(f"  {kind}: {accept[kind]:.2f}; {same[kind]} of {len(prompts)} answers the same, {before[kind]:.0%} "
+                  "of all tokens before the first difference", flush=True)  # fmt: skip
     write_json(options.json, {"sets": results})
 
 

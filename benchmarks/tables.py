@@ -219,9 +219,13 @@ def kv_cache_dtype(results: Results) -> str:
     rows = []
     for name, row in results.get("kv_cache_dtype", "sets").items():
         results.seen(row)
-        lengths = (f"{row['accept_length'][dtype]:.2f}" for dtype in ("auto", "fp8"))
-        rows.append((name.replace("_", " "), *lengths, f"{row['same']} of {row['of']}"))
-    return table(("prompts", "accept length, 16 bits", "fp8", "same answer"), rows)
+        accept, cells = row["accept_length"], []
+        for dtype in ("fp8", "fp8_per_token_head"):
+            measured = dtype in accept
+            cells += (f"{accept[dtype]:.2f}", f"{row['same'][dtype]} of {row['of']}") if measured else (NONE, NONE)
+        rows.append((name.replace("_", " "), f"{accept['auto']:.2f}", *cells))
+    columns = "fp8", "same answer", "fp8_per_token_head", "same answer"
+    return table(("prompts", "accept length, 16 bits", *columns), rows)
 
 
 def bits(results: Results) -> str:

@@ -70,10 +70,12 @@ class Cache(nn.Module):
 
     def __init__(self, graph: ModelGraph, batch: int, slots: int):
         super().__init__()
-        self.layers = len(graph.layers)
+        self.layers, self.layer_tensors = len(graph.layers), graph.layer_tensors
         for number, layer in enumerate(graph.layers):
-            for name, size in (("keys", layer.key_dim), ("values", layer.value_dim)):
-                empty = _zeros((batch, layer.kv_heads, slots, size), graph.cache_dtype or graph.dtype, graph.device)
+            kept = graph.cache_dtype or graph.dtype
+            parts = ("keys", layer.key_dim, kept), ("values", layer.value_dim, kept), ("scales", 2, torch.float32)
+            for name, size, dtype in parts[: graph.layer_tensors]:
+                empty = _zeros((batch, layer.kv_heads, slots, size), dtype, graph.device)
                 self.register_buffer(f"{name}_{number}", empty, persistent=False)
         self.states = States(graph, batch)
 
@@ -84,8 +86,15 @@ class Cache(nn.Module):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Keys and values of each layer in turn, each [B, Hkv, slots, D]."""
-        return [getattr(self, f"{name}_{layer}") for layer in range(self.layers) for name in ("keys", "values")]
+        """Keys and values of each layer in turn, each [B, Hkv, slots, D], and behind them their scales, if they have
+        any, [B, Hkv, slots, 2], as `attention.call.Call` takes them."""
+        return list(self.buffers(recurse=False))
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and scales of a layer."""
+        first = number * self.layer_tensors
+        keys, values, *scales = self.tensors[first : first + self.layer_tensors]
+        return keys, values, scales[0] if scales else None
 
     @property
     def slots(self) -> int:

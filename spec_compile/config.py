@@ -9,7 +9,7 @@ from .kernels import attention
 from .parallel.ranks import ALONE, Alone
 from .tree import MAX_NODES
 
-CACHE_DTYPES = ("auto", "fp8")
+CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")
 EXACT = ("auto", "bits")
 Parsed = TypeVar("Parsed")
 
@@ -25,8 +25,9 @@ class Options:
     tokens). check: compare the captured graphs with the model's own forward before use. merge_linears: make one matrix
     product of linear layers of one input (q, k and v; gate and up). attention_backend: what runs attention on a GPU: a
     name of `kernels.attention.BACKENDS`, "auto", or a dict of names for "prefill" (prompts), "verify" and "draft" (a
-    draft's trees; a head's prompts, too). kv_cache_dtype: "auto" (the model's) or "fp8": on a GPU, keys and values of
-    the target rounded to float8_e4m3fn, which halves them, and changes answers a little. exact: what `speculate` must
+    draft's trees; a head's prompts, too). kv_cache_dtype: "auto" (the model's), "fp8": on a GPU, keys and values of the
+    target rounded to float8_e4m3fn, which halves them, and changes answers a little; or "fp8_per_token_head": on any
+    device, the same with a scale for each token and KV head. exact: what `speculate` must
     promise: "bits" refuses, by name, every model and setting in which the logits of a token may depend on what is
     drafted beside it; "auto" refuses none of them, and `explain()` names what stands in the way. tensor_parallel: the
     processes that share the model, each on a GPU of its own: None (this one alone), "auto" (all that torchrun has
@@ -81,8 +82,9 @@ class Options:
     def attention(self, role: str) -> attention.Use:
         """The demands of a role's graph (one of `kernels.attention.ROLES`) on its attention backend."""
         captured = self.cuda_graphs and role != "prefill"
-        fp8 = self.kv_cache_dtype == "fp8" and role != "draft"
-        return attention.Use(self.attention_backends[role], role, captured, self.compile, fp8)
+        cache = "auto" if role == "draft" else self.kv_cache_dtype
+        fp8, scaled = cache != "auto", cache == "fp8_per_token_head"
+        return attention.Use(self.attention_backends[role], role, captured, self.compile, fp8, scaled)
 
 
 def parse_options(cls: type[Parsed], options: dict[str, Any]) -> Parsed:

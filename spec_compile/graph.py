@@ -85,6 +85,8 @@ class ModelGraph:
     log: list[PassReport] = field(default_factory=list)
     cache_dtype: torch.dtype | None = None
     """The dtype of cached keys and values (None: `dtype`)."""
+    scaled_cache: bool = False
+    """Whether they have a scale for each token and KV head."""
     is_functional = True
     """Whether a call whose result nobody reads can be dropped."""
     backend: str = ""
@@ -110,7 +112,13 @@ class ModelGraph:
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token."""
         numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
-        return numbers * (self.cache_dtype or self.dtype).itemsize
+        scales = 2 * sum(layer.kv_heads for layer in self.layers) if self.scaled_cache else 0
+        return numbers * (self.cache_dtype or self.dtype).itemsize + scales * torch.float32.itemsize
+
+    @property
+    def layer_tensors(self) -> int:
+        """Tensors in which a layer's keys and values are cached."""
+        return 3 if self.scaled_cache else 2
 
     @property
     def row_bytes(self) -> int:

@@ -28,7 +28,7 @@ from spec_compile.graph import LayerSpec, ModelGraph, calls
 from spec_compile.kernels import attention, ops
 from spec_compile.kernels.attention import BACKENDS, Use, flex, measure, xqa
 from spec_compile.kernels.attention import tree_attention as kernels
-from spec_compile.kernels.attention.call import Call
+from spec_compile.kernels.attention.call import Call, attention_calls
 from spec_compile.kernels.attention.merge import add_sinks, merge
 from spec_compile.runtime.steps.regions import cut
 
@@ -496,7 +496,8 @@ def test_caches_of_8_bits_are_an_option(on_gpu):
     assert Options().attention("verify").fp8 is False
     options = Options(kv_cache_dtype="fp8")
     assert [options.attention(role).fp8 for role in attention.ROLES] == [True, True, False]
-    with pytest.raises(ValueError, match=r"kv_cache_dtype: expected one of auto, fp8, got 'fp9'. Did you mean 'fp8'"):
+    known = "auto, fp8, fp8_per_token_head"
+    with pytest.raises(ValueError, match=f"kv_cache_dtype: expected one of {known}, got 'fp9'. Did you mean 'fp8'"):
         Options(kv_cache_dtype="fp9")
     with pytest.raises(UnsupportedModelError, match=r"'sdpa' cannot run .*does not have caches of 8 bits"):
         spec_compile.speculate(models.ADMITTED["llama"](), kv_cache_dtype="fp8", compile=False)
@@ -520,6 +521,11 @@ def test_caches_of_8_bits_in_a_graph(on_gpu, captured, monkeypatch, capability):
     ours = rewritten(graph, "auto", "verify", True, True, True)
     assert (ours.cache_dtype, ours.token_bytes * 4) == (torch.float8_e4m3fn, plain.token_bytes)
     assert plain.cache_dtype is None is graph.cache_dtype
+    scaled, heads = rewritten(graph, "auto", "verify", True, True, True, True), sum(x.kv_heads for x in graph.layers)
+    assert scaled.token_bytes == ours.token_bytes + 8 * heads
+    indices = [[node.kwargs[name].args[1] for name in ("key_cache", "value_cache", "scales")] for node in
+               attention_calls(scaled)]  # fmt: skip
+    assert indices == [[3 * layer + part for part in range(3)] for layer in range(len(graph.layers))]
 
 
 def test_auto_is_the_first_that_is_able(on_gpu):

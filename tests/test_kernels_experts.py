@@ -102,16 +102,18 @@ def test_a_row_has_the_same_bits_beside_any_others(place):
             assert torch.equal(mixture.kernel(rows, tile), everything[rows])
 
 
-def test_experts_in_fp8():
-    """Activations that are codes already, because the interpreter rounds others in another way."""
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_experts_in_fp8(tokens):
     place = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
-    mixture = Mixture(place, 3, 2, 8, 256, 128, Kind("none", block=128))
-    codes = torch.randint(-15, 16, (3, 256)).float()
-    codes[:, ::128] = 448
-    mixture.x = codes.to(*place)
-    up = [each.cpu() for each in mixture.up]
-    expected = experts.experts_up(mixture.x.cpu(), mixture.ids.cpu(), up, mixture.first.text)
-    got = launch.up(mixture.x, mixture.ids, mixture.up, mixture.first, plans.Tile(32, 128, 16, stages=2)).cpu()
+    mixture = Mixture(place, tokens, 2, 8, 256, 384, Kind("silu", block=128))
+    up, down = ([each.cpu() for each in parts] for parts in (mixture.up, mixture.down))
+    x, ids, weights = mixture.x.cpu(), mixture.ids.cpu(), mixture.weights.cpu()
+    tile = plans.Tile(32, 128, 16, stages=2)
+    got = launch.up(mixture.x, mixture.ids, mixture.up, mixture.first, tile)
+    expected = experts.experts_up(x, ids, up, mixture.first.text)
+    assert (got.cpu() - expected).norm() < TOLERANCE[place[1]] * expected.norm()
+    expected = experts.experts_down(got.cpu(), ids, weights, down, mixture.second.text)
+    got = launch.down(got, mixture.ids, mixture.weights, mixture.down, mixture.second, tile).cpu()
     assert (got - expected).norm() < TOLERANCE[place[1]] * expected.norm()
 
 

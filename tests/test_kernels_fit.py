@@ -74,6 +74,10 @@ for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1,
             call = Call(*inputs, None, 0.1, None, window, *turning, 1e-6)
             tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
             tree_attention.launch(call._replace(tiles=tiles, slopes=slopes))
+            if turned:
+                keys, values = (cache.to(torch.float8_e4m3fn) for cache in caches)
+                call = call._replace(key_cache=keys, value_cache=values, scales=torch.zeros(1, kv_heads, 4096, 2))
+                tree_attention.launch(call._replace(tiles=tiles))
             used = max(kernel.metadata.shared for kernel in found)
             named = f"turned {turned}, window {window}, slopes {slopes is not None}"
             results[f"{nodes} nodes, heads of {size}, {named}"] = used
@@ -100,7 +104,7 @@ print(json.dumps(results))
 """
 
 QUANTISED = """
-from spec_compile.kernels.linear import plans, quantised, small_m
+from spec_compile.kernels.linear import activations, plans, quantised, small_m
 
 
 class OnGpu(Compiled):
@@ -110,7 +114,8 @@ class OnGpu(Compiled):
 
 small_m.small_m_kernel = OnGpu(small_m.small_m_kernel)
 small_m.round_rows_kernel = Compiled(small_m.round_rows_kernel)
-small_m._has_fp8 = lambda device: True
+activations.round_blocks_kernel = Compiled(activations.round_blocks_kernel)
+small_m.has_fp8 = activations.has_fp8 = lambda device: True
 KINDS = {
     "Fp8Block 128 128": ("float8_e4m3fn", 1), "PerChannel": ("float8_e4m3fn", 64), "Int8Weight": ("int8", 1),
     "Nibbles 64 1": ("int32", 64), "TableNibbles 64": ("int32", 16),
@@ -134,14 +139,11 @@ print(json.dumps(results))
 
 EXPERTS = """
 from spec_compile.kernels.experts import Kind, launch
+from spec_compile.kernels.linear import activations
 
-
-class OnGpu(Compiled):
-    def __getitem__(self, grid):
-        return lambda *args, **options: Compiled.__getitem__(self, grid)(*args, **{**options, "DECODES": False})
-
-
-launch.experts_kernel = OnGpu(launch.experts_kernel)
+launch.experts_kernel = Compiled(launch.experts_kernel)
+activations.round_blocks_kernel = Compiled(activations.round_blocks_kernel)
+launch.has_fp8 = activations.has_fp8 = lambda device: True
 SHAPES = {
     "Qwen3-30B-A3B": (128, 8, 2048, 768, {}),
     "the same in FP8": (128, 8, 2048, 768, dict(block=128)),
@@ -164,7 +166,7 @@ for name, (count, top, size, inner, layout) in SHAPES.items():
         x = torch.zeros(tokens, size, dtype=torch.bfloat16)
         inside = launch.up(x, ids, parts(2 * inner, size), first)
         launch.down(inside, ids, torch.zeros(tokens, top), parts(size, inner), second)
-        for kernel in found:
+        for kernel in (each for each in found if each.metadata.name == "experts_kernel"):
             assert "wgmma" in kernel.asm["ptx"] and "cp.async" in kernel.asm["ptx"], name
         results[f"{tokens} tokens, {name}"] = max(kernel.metadata.shared for kernel in found)
 print(json.dumps(results))

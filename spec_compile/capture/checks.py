@@ -162,7 +162,8 @@ def _tree_logits(
     path: nodes to be committed, behind which the same tree is verified again -> [2 N, V]. []: none.
     """
     slots, begin = ids.shape[1] + len(path), prefix - 2 if path else 0
-    cache = Cache(graph, 1, -(-slots // PAGE) * PAGE)  # a multiple of pages, as a session's
+    kept = replace(graph, scaled_cache=verify.scaled_cache)
+    cache = Cache(kept, 1, -(-slots // PAGE) * PAGE)  # a multiple of pages, as a session's
     cache.states.reset(torch.tensor([slots], device=ids.device))
     start = torch.zeros(1, dtype=torch.int64, device=ids.device)
     for first, last in ((0, begin), (begin, prefix)):  # a state is carried over from chunk to chunk

@@ -15,7 +15,7 @@ from torch import Tensor
 def compact(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) -> None:
     """Move slot lengths[b] + path[b, i] of every cache to slot lengths[b] + i, for all i < count[b].
 
-    caches: each [B, Hkv, S, D] contiguous, of one dtype, Hkv and D its own; lengths, count [B], path [B, N] int64, path
+    caches: each [B, Hkv, S, D] contiguous, Hkv, D and dtype its own; lengths, count [B], path [B, N] int64, path
     ascending with path[b, i] >= i, N <= 64. What runs on a CPU, and what it means anywhere.
     """
     row, index = torch.nonzero(torch.arange(path.shape[1], device=path.device) < count[:, None], as_tuple=True)
@@ -30,11 +30,11 @@ def _(caches, lengths, path, count):
 
 
 _tables: dict[tuple, Tensor] = {}
-"""Address, heads, slots and head size of each cache of a list, on the device. Kept: captured graphs read them."""
+"""Address, heads, slots and units a slot of each cache of a list, on the device. Kept: captured graphs read them."""
 
 
-def _table(caches: list[Tensor]) -> Tensor:
-    key = (caches[0].device, *((cache.data_ptr(), *cache.shape[1:]) for cache in caches))
+def _table(caches: list[Tensor], sizes: list[int]) -> Tensor:
+    key = (caches[0].device, *((cache.data_ptr(), *cache.shape[1:3], size) for cache, size in zip(caches, sizes)))
     if key not in _tables:
         if caches[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("spec_compile::compact must run once with these caches before a graph is captured")
@@ -48,13 +48,15 @@ def launch(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) -
     batch, nodes = path.shape
     if nodes == 1 or not caches:
         return
-    widest = max(cache.shape[3] for cache in caches)
+    unit = min(cache.itemsize for cache in caches)  # in which all of them are moved
+    sizes = [cache.shape[3] * cache.itemsize // unit for cache in caches]
+    widest = max(sizes)
     block_d = min(triton.next_power_of_2(widest), 128)
     grid = (len(caches), batch * max(cache.shape[1] for cache in caches), triton.cdiv(widest, block_d))
-    align = math.gcd(16, *(n for cache in caches for n in (cache.shape[3], cache.data_ptr())))
+    align = math.gcd(16, *sizes, *(cache.data_ptr() for cache in caches))
     _compact[grid](
-        _table(caches), lengths, path.contiguous(), count, nodes, batch,
-        DTYPE=getattr(tl, f"int{8 * caches[0].itemsize}"), ALIGN=align,
+        _table(caches, sizes), lengths, path.contiguous(), count, nodes, batch,
+        DTYPE=getattr(tl, f"int{8 * unit}"), ALIGN=align,
         BLOCK_D=block_d, BLOCK_NODES=triton.next_power_of_2(nodes),
     )  # fmt: skip
 

@@ -144,18 +144,48 @@ def append_and_attend(
     sinks: Tensor | None,
     scale: float,
     softcap: float | None,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """`append` a block of keys and values to the caches, and `masked_attention` of its queries to the caches.
+    """`append_block` a block of keys and values to the caches, and `masked_attention` of its queries to the caches.
 
     The arguments are those of `attention.call.Call`, and a mask [B, 1 or Hkv, G * N, max_kv_len] from `tree_mask`, in
     place of lengths and ancestors; slots beyond max_kv_len are not read. -> [B, N, H, Dv].
     """
     max_kv_len = mask.shape[3]
+    append_block(key_cache, value_cache, scales, k, v, lengths)
+    keys, values = as_read(key_cache, value_cache, scales, max_kv_len, q.dtype)
+    return masked_attention(q, keys, values, mask, sinks, scale, softcap)
+
+
+def append_block(
+    key_cache: Tensor, value_cache: Tensor, scales: Tensor | None, k: Tensor, v: Tensor, lengths: Tensor
+) -> None:
+    """`append` k and v [B, Hkv, N, D*] to the caches, `over_scale` if these have scales."""
+    if scales is not None:
+        (k, key_scale), (v, value_scale) = over_scale(k), over_scale(v)
+        append(scales, torch.cat([key_scale, value_scale], dim=3), lengths)
     append(key_cache, k, lengths)
     append(value_cache, v, lengths)
-    return masked_attention(
-        q, key_cache[:, :, :max_kv_len], value_cache[:, :, :max_kv_len], mask, sinks, scale, softcap
-    )
+
+
+def as_read(
+    key_cache: Tensor, value_cache: Tensor, scales: Tensor | None, slots: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values in the first slots of the caches [B, Hkv, slots, D*], times their scales, in a dtype."""
+    keys, values = key_cache[:, :, :slots], value_cache[:, :, :slots]
+    if scales is not None:
+        key_scale, value_scale = scales[:, :, :slots].split(1, dim=3)
+        keys, values = keys.float() * key_scale, values.float() * value_scale
+    return keys.to(dtype), values.to(dtype)
+
+
+def over_scale(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] in float32 over a scale with which the largest of a row becomes that of float8_e4m3fn, and the scales
+    [..., 1]."""
+    wide = x.float()
+    scale = wide.abs().amax(dim=-1, keepdim=True) / LARGEST_FP8
+    scale = torch.where(scale > 0, scale, 1.0)
+    return wide / scale, scale
 
 
 def append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
@@ -186,7 +216,7 @@ LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
 def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x as a cache of `dtype` holds it: in float8_e4m3fn nothing is larger than `LARGEST_FP8`, and the scale is 1."""
+    """x as a cache of `dtype` holds it: in float8_e4m3fn nothing is larger than `LARGEST_FP8`."""
     return (x.clamp(-LARGEST_FP8, LARGEST_FP8) if dtype == torch.float8_e4m3fn else x).to(dtype)
 
 

@@ -30,6 +30,8 @@ def fuse_append(graph: ModelGraph, settings) -> str:
         if product is not None:
             q, v = (node.kwargs[name].meta["val"] for name in ("q", "v"))
             lack = append.lack(q.shape[3], v.shape[3], node.kwargs.get("q_norm") is not None)
+            if node.kwargs.get("scales") is not None:
+                lack = "scales of keys and values"
             if lack is None:
                 _join(graph.gm.graph, node, product)
                 joined += 1

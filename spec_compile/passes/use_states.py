@@ -24,7 +24,7 @@ def use_states(graph: ModelGraph, settings) -> str:
         return "no recurrences"
     inputs = {node.target: node for node in gm.graph.nodes if node.op == "placeholder"}
     positions = [node for node in gm.graph.nodes if node.op == "placeholder"][1]
-    begin = 2 * len(graph.layers)
+    begin = graph.layer_tensors * len(graph.layers)
 
     def entry(number: int) -> fx.Node:
         return gm.graph.call_function(operator.getitem, (inputs["cache"], number))

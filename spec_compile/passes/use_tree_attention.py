@@ -13,8 +13,8 @@ from .apply import comes_after
 def use_tree_attention(graph: ModelGraph, settings) -> str:
     """Replace each ``spec_compile::attention`` by a call of the backend that `kernels.attention.choose` chooses.
 
-    The graph gains the inputs ``lengths[B]``, ``ancestors[B, N]`` (or None), ``cache`` (key, value, key, ... of each
-    layer in turn) and ``max_kv_len``, the slots that may hold anything visible.
+    The graph gains the inputs ``lengths[B]``, ``ancestors[B, N]`` (or None), ``cache`` (`cache.Cache.argument`) and
+    ``max_kv_len``, the slots that may hold anything visible.
     """
     gm = graph.gm
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -28,7 +28,7 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
     backend = attention.choose(settings.attention, graph)
     graph.backend = backend.name
     if settings.attention.fp8:
-        graph.cache_dtype = torch.float8_e4m3fn
+        graph.cache_dtype, graph.scaled_cache = torch.float8_e4m3fn, settings.attention.scaled
     op = backend.load(settings.attention)
     block = {"lengths": lengths, "ancestors": ancestors, "positions": inputs[1]}
     for number, node in enumerate(calls(gm, torch.ops.spec_compile.attention.default)):
@@ -36,8 +36,10 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
         layer = {"sinks": sinks, "scale": scale, "softcap": softcap, "window": window}
         layer |= {name: value for name, value in zip(("chunk", "slopes"), rest) if value is not None}
         with gm.graph.inserting_before(node):
-            keys, values = (gm.graph.call_function(operator.getitem, (cache, 2 * number + i)) for i in (0, 1))
-            arguments = {"q": q, "k": k, "v": v, "key_cache": keys, "value_cache": values, **block, **layer}
+            first = number * graph.layer_tensors
+            for name, index in zip(("key_cache", "value_cache", "scales"), range(first, first + graph.layer_tensors)):
+                layer[name] = gm.graph.call_function(operator.getitem, (cache, index))
+            arguments = {"q": q, "k": k, "v": v, **block, **layer}
             new = gm.graph.call_function(op, kwargs=arguments)
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)

@@ -15,6 +15,7 @@ from transformers.cache_utils import (
 )
 
 from ..graph import LayerSpec
+from ..kernels.ops import as_read
 
 READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
 RECURRENT = {value for name, value in vars(cache_utils).items() if name.startswith("LinearAttention")}
@@ -90,10 +91,10 @@ def extend(cache: Cache, state, padding: list[int], length: int) -> None:
     begin = int(cache.get_seq_length())
     if length <= begin:
         return
-    for layer in range(len(state.kv.tensors) // 2):
+    for layer in range(state.kv.layers):
         added = []
-        for slots in state.kv.tensors[2 * layer :][:2]:  # keys, values
-            block = slots.new_zeros(slots.shape[0], slots.shape[1], length - begin, slots.shape[3], dtype=state.dtype)
+        for slots in as_read(*state.kv.layer(layer), length, state.dtype):
+            block = slots.new_zeros(slots.shape[0], slots.shape[1], length - begin, slots.shape[3])
             for row, pad in enumerate(padding):
                 first = max(begin, pad)
                 block[row, :, first - begin :] = slots[row, :, first - pad : length - pad]

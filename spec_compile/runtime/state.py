@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from ..cache import Cache
 from ..graph import ModelGraph
-from ..kernels.ops import stored
+from ..kernels.ops import append_block
 from ..tree import MAX_NODES, Accepted, Tree
 from .past import Past
 
@@ -87,13 +87,17 @@ class State(nn.Module):
 
     def fill(self, past: Past, lengths: list[int]) -> None:
         """Take over keys and values that exist already of the prompts given to `reset`; `lengths` [B] of them count."""
-        for (keys, values), key_cache, value_cache in zip(past.layers, self.kv.tensors[::2], self.kv.tensors[1::2]):
+        for number, (keys, values) in enumerate(past.layers):
+            key_cache, value_cache, scales = self.kv.layer(number)
             first = past.length - keys.shape[2]  # a sliding window holds the last tokens only
             for row, pad in enumerate(past.padding):
                 skipped = max(pad - first, 0)
-                slots = slice(max(first - pad, 0), past.length - pad)
-                key_cache[row, :, slots] = stored(keys[row, :, skipped:], key_cache.dtype)
-                value_cache[row, :, slots] = stored(values[row, :, skipped:], value_cache.dtype)
+                begin = torch.tensor([max(first - pad, 0)], device=key_cache.device)
+                rows = slice(row, row + 1)
+                append_block(
+                    key_cache[rows], value_cache[rows], None if scales is None else scales[rows],
+                    keys[rows, :, skipped:], values[rows, :, skipped:], begin,
+                )  # fmt: skip
         self.lengths.copy_(torch.tensor(lengths))
 
     def resize(self, slots: int) -> None:

@@ -25,13 +25,14 @@ USUAL = ALL - {"chunk", "slopes"}
 class Use:
     """What a graph wants of a backend. name: that of one, or "auto". role: "prefill" (causal chunks only), "verify" or
     "draft" (trees and chunks). captured: the graph runs inside a CUDA graph. compiled: Inductor has made code of it.
-    fp8: the cache is of float8_e4m3fn."""
+    fp8: the cache is of float8_e4m3fn; scaled: with a scale for each token and KV head."""
 
     name: str = "auto"
     role: str = "verify"
     captured: bool = True
     compiled: bool = True
     fp8: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Backend:
     devices, dtypes: of the tensors. causal, trees, captured: the `FEATURES` it has with causal chunks, with trees, and
     with trees inside a CUDA graph, where it reads lengths on the device alone. uncompiled: whether a CUDA graph can
     hold it as it is, without Inductor. sizes: the head sizes it has (None: all). ready: whether "auto" may measure it
-    with a layer (None: it may not), for its kernels need no long compilation. fp8: it takes caches of float8_e4m3fn.
-    prompts_captured: inside a CUDA graph it takes chunks of any size, too, as fast as outside. rotates: it takes the
-    arguments `call.ROTATION`, too. prepare: computes once what several calls of a graph share, each time that they were
-    edited, and returns what to say of it.
+    with a layer (None: it may not), for its kernels need no long compilation. fp8: it takes caches of float8_e4m3fn;
+    scaled: and those with scales. prompts_captured: inside a CUDA graph it takes chunks of any size, too, as fast as
+    outside. rotates: it takes the arguments `call.ROTATION`, too. prepare: computes once what several calls of a graph
+    share, each time that they were edited, and returns what to say of it.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Backend:
     sizes: frozenset[int] | None = None
     ready: Callable[[LayerSpec, torch.dtype], bool] | None = None
     fp8: bool = False
+    scaled: bool = False
     prompts_captured: bool = False
     prepare: Callable[[ModelGraph], str] | None = None
 
@@ -67,7 +69,9 @@ class Backend:
         """What the layer needs, used so, and the backend does not have; None if it has all."""
         if dtype not in self.dtypes:
             return str(dtype).removeprefix("torch.")
-        if use.fp8 and not self.fp8:
+        if use.scaled and not self.scaled:
+            return "caches of 8 bits with scales (kv_cache_dtype='auto' needs none)"
+        if use.fp8 and not (self.fp8 or use.scaled):
             return "caches of 8 bits (kv_cache_dtype='auto' needs none)"
         if use.captured and not (use.compiled or self.uncompiled):
             return "a form that a CUDA graph can capture uncompiled (compile=True or cuda_graphs=False needs none)"

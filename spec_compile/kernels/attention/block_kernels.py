@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..pairs import sum_in_pairs
-from ..rounding import as_stored, scaled
+from ..rounding import as_stored, over_scale, scaled
 
 
 @triton.jit
@@ -40,9 +40,9 @@ def load_rotated(
 
 @triton.jit(do_not_specialize=["nodes"])
 def append_kernel(
-    q_ptr, k_ptr, v_ptr, rotated_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, cos_ptr, sin_ptr, q_norm_ptr,
-    k_norm_ptr, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    nodes, capacity, eps, offset,
+    q_ptr, k_ptr, v_ptr, rotated_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, lengths_ptr, cos_ptr, sin_ptr,
+    q_norm_ptr, k_norm_ptr, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
+    stride_vn, nodes, capacity, eps, offset,
     BLOCK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGNED: tl.constexpr, ROUND_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -72,6 +72,11 @@ def append_kernel(
         values = tl.load(row_ptr + dv, mask=inside & (dv < DV), other=0.0)
         slot = (tl.load(lengths_ptr + batch).to(tl.int32) + token)[:, None]
         at = (batch * KV_HEADS + head) * capacity + slot
+        if scales_ptr is not None:
+            keys, key_unit = over_scale(keys)
+            values, value_unit = over_scale(values)
+            tl.store(scales_ptr + at * 2, key_unit, mask=inside & (slot < capacity))
+            tl.store(scales_ptr + at * 2 + 1, value_unit, mask=inside & (slot < capacity))
         tl.store(key_cache_ptr + at * DK + dk[None, :], as_stored(keys, key_cache_ptr), mask=mask & (slot < capacity))
         stored = inside & (slot < capacity) & (dv < DV)
         tl.store(value_cache_ptr + at * DV + dv, as_stored(values, value_cache_ptr), mask=stored)

@@ -13,7 +13,7 @@ from ...graph import ModelGraph, calls
 CACHES = ("key_cache", "value_cache")
 """The arguments that a call writes to."""
 ROTATION = ("cos", "sin", "q_norm", "k_norm", "eps", "offset", "tiles")
-"""The arguments that only a backend which `rotates` takes: ours."""
+"""The arguments that only a backend which `rotates` takes: ours. Of custom ops, these alone take "scales", too."""
 
 
 class Call(NamedTuple):
@@ -33,6 +33,8 @@ class Call(NamedTuple):
     cos, sin [B, N, Dk] of q's dtype: q and k are `ops.rotated` by them first.
     q_norm, k_norm [Dk]: weights of an `rms_norm` of every query and key head before the rotation, which they need;
     eps, offset: of these norms.
+    scales [B, Hkv, S, 2] float32: by which the keys and the values in a slot are multiplied when they are read. They
+    are written with these, see `ops.over_scale`.
     tiles [B, N, 3 + N] int32: the `tail_tiles.tail_tiles` of `ancestors`, if they were computed before.
     chunk: a token sees only those with the same position // chunk (Llama 4).
     slopes [H]: `ops.alibi` by these is added to the scores.
@@ -59,6 +61,7 @@ class Call(NamedTuple):
     tiles: Tensor | None = None
     chunk: int | None = None
     slopes: Tensor | None = None
+    scales: Tensor | None = None
 
     def empty_output(self) -> Tensor:
         """Memory for what the call returns [B, N, H, Dv], of q's dtype."""
@@ -110,14 +113,15 @@ def attention_op(name: str, rotates: bool = False, **options) -> Callable:
                 default=Call._field_defaults.get(field, inspect.Parameter.empty),
             )
             for field, annotation in Call.__annotations__.items()
-            if rotates or field not in ROTATION
+            if rotates or field not in (*ROTATION, "scales")
         ],
         return_annotation=Tensor,
     )  # fmt: skip
 
     def define(function: Callable[[Call], Tensor]) -> torch.library.CustomOpDef:
-        schema = torch.library.infer_schema(prototype, mutates_args=CACHES)
-        op = torch.library.custom_op(name, from_arguments(function), mutates_args=CACHES, schema=schema, **options)
+        mutated = (*CACHES, "scales") if rotates else CACHES
+        schema = torch.library.infer_schema(prototype, mutates_args=mutated)
+        op = torch.library.custom_op(name, from_arguments(function), mutates_args=mutated, schema=schema, **options)
         op.register_fake(from_arguments(Call.empty_output))
         TARGETS.add(getattr(torch.ops.spec_compile, name.removeprefix("spec_compile::")).default)
         return op

@@ -10,6 +10,7 @@ weights 2 ** (score - peak).
 import triton
 import triton.language as tl
 
+from ..rounding import as_read
 from .chunk import with_alibi
 
 
@@ -78,8 +79,8 @@ def _slot_position(positions_ptr, at, length, inside):
 
 @triton.jit
 def _attend_to_cache(
-    query, key_cache_ptr, value_cache_ptr, begin, end, first_node, node, position, slope, positions_ptr, length,
-    acc, peak, total, inner, outer,
+    query, key_cache_ptr, value_cache_ptr, scales_ptr, begin, end, first_node, node, position, slope, positions_ptr,
+    length, acc, peak, total, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -93,8 +94,10 @@ def _attend_to_cache(
         unmasked_end = begin + tl.maximum(unmasked_end - begin, 0) // BLOCK_N * BLOCK_N
         for start in range(begin, unmasked_end, BLOCK_N):
             at = start + slot
-            keys = tl.load(key_cache_ptr + at[:, None] * DK + dk[None, :], mask=real_dk, other=0.0).to(query.dtype)
-            values = tl.load(value_cache_ptr + at[:, None] * DV + dv[None, :], mask=real_dv, other=0.0).to(query.dtype)
+            keys = tl.load(key_cache_ptr + at[:, None] * DK + dk[None, :], mask=real_dk, other=0.0)
+            values = tl.load(value_cache_ptr + at[:, None] * DV + dv[None, :], mask=real_dv, other=0.0)
+            keys = as_read(keys, scales_ptr, at, None, 0, query.dtype)
+            values = as_read(values, scales_ptr, at, None, 1, query.dtype)
             slot_position = at
             if slope is not None:
                 slot_position = _slot_position(positions_ptr, at, length, at < end)
@@ -109,7 +112,8 @@ def _attend_to_cache(
         inside = at < end
         keys = tl.load(key_cache_ptr + at[:, None] * DK + dk[None, :], mask=inside[:, None] & real_dk, other=0.0)
         values = tl.load(value_cache_ptr + at[:, None] * DV + dv[None, :], mask=inside[:, None] & real_dv, other=0.0)
-        keys, values = keys.to(query.dtype), values.to(query.dtype)
+        keys = as_read(keys, scales_ptr, at, inside[:, None], 0, query.dtype)
+        values = as_read(values, scales_ptr, at, inside[:, None], 1, query.dtype)
         seen = inside[None, :] & (at[None, :] - length <= node[:, None])
         slot_position = at
         if WINDOW is not None or slope is not None:
@@ -136,8 +140,8 @@ def _add_sinks(sinks_ptr, head, real, acc, peak, total):
 
 @triton.jit(do_not_specialize=["nodes", "splits", "least"])
 def prompt_kernel(
-    q_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, positions_ptr, sinks_ptr, slopes_ptr, out_ptr, parts_ptr,
-    sums_ptr, stride_qb, stride_qh, stride_qn, stride_p, nodes, splits, least, capacity, inner, outer,
+    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, lengths_ptr, positions_ptr, sinks_ptr, slopes_ptr, out_ptr,
+    parts_ptr, sums_ptr, stride_qb, stride_qh, stride_qn, stride_p, nodes, splits, least, capacity, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALONE: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -157,6 +161,8 @@ def prompt_kernel(
     )
     key_cache_ptr += tl.program_id(1).to(tl.int64) * capacity * DK
     value_cache_ptr += tl.program_id(1).to(tl.int64) * capacity * DV
+    if scales_ptr is not None:
+        scales_ptr += tl.program_id(1).to(tl.int64) * capacity * 2
     begin = first + split * size
     end = tl.minimum(begin + size, tl.minimum(stop, capacity))
     if split > owner:
@@ -179,7 +185,7 @@ def prompt_kernel(
 
     # The cache.
     acc, peak, total = _attend_to_cache(
-        query, key_cache_ptr, value_cache_ptr, begin, end, tile * BLOCK_M // GROUP, node, position, slope,
+        query, key_cache_ptr, value_cache_ptr, scales_ptr, begin, end, tile * BLOCK_M // GROUP, node, position, slope,
         positions_ptr, length, acc, peak, total, inner, outer,
         SOFTCAP, WINDOW, BLOCK_N, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
     )  # fmt: skip

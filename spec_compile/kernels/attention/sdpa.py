@@ -21,7 +21,7 @@ def attention(call: Call, mask: Tensor | None = None) -> Tensor:
         group = q.shape[1] // k.shape[1]
         seen = (positions, lengths, ancestors, key_cache.shape[2], window, group, q.dtype)
         mask = ops.tree_mask(*seen, call.chunk, call.slopes)
-    return ops.append_and_attend(q, k, v, key_cache, value_cache, lengths, mask, sinks, scale, softcap)
+    return ops.append_and_attend(q, k, v, key_cache, value_cache, lengths, mask, sinks, scale, softcap, call.scales)
 
 
 def prepare(graph: ModelGraph) -> str:
@@ -55,5 +55,6 @@ BACKEND = Backend(
     causal=ALL,
     trees=ALL,
     captured=ALL,
+    scaled=True,
     prepare=prepare,
 )

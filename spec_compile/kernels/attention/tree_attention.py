@@ -43,12 +43,11 @@ def tree_attention(call: Call) -> Tensor:
     if call.cos is not None:
         q, k = (ops.rotated(x, call.cos, call.sin) for x in (q, k))
     if k is not None:
-        ops.append(key_cache, k, lengths)
-        ops.append(value_cache, v, lengths)
+        ops.append_block(key_cache, value_cache, call.scales, k, v, lengths)
     max_kv_len, group = int(lengths.max()) + q.shape[2], q.shape[1] // key_cache.shape[1]
     seen = (positions, lengths, ancestors, max_kv_len, window, group, q.dtype)
     mask = ops.tree_mask(*seen, call.chunk, call.slopes)
-    keys, values = (cache[:, :, :max_kv_len].to(q.dtype) for cache in (key_cache, value_cache))
+    keys, values = ops.as_read(key_cache, value_cache, call.scales, max_kv_len, q.dtype)
     return ops.masked_attention(q, keys, values, mask, sinks, scale, softcap).contiguous()
 
 
@@ -162,7 +161,7 @@ def _append(call: Call, block: int, warps: int, early: bool) -> Tensor:
     rotated = q.new_empty(batch, heads, nodes, key_dim) if rotates else q
     half = key_dim // 2
     append_kernel[(triton.cdiv(nodes, block), batch, k.shape[1] + heads * rotates)](
-        q, k, v, rotated, key_cache, value_cache, lengths, call.cos, call.sin, call.q_norm, call.k_norm,
+        q, k, v, rotated, key_cache, value_cache, call.scales, lengths, call.cos, call.sin, call.q_norm, call.k_norm,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], nodes, key_cache.shape[2], call.eps, call.offset or 0.0,
         BLOCK=block, HEADS=heads, ALIGNED=half & -half, ROUND_FIRST=call.offset is None, EARLY=early,
         **_constants(call, triton.next_power_of_2(v.shape[3])), num_warps=warps,
@@ -187,7 +186,7 @@ def _launch_prompt(call: Call, config: Tuning) -> Tensor:
     shared = {"WINDOW": call.window, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n}
     rotated = _append(call, 32, 4, early=False)
     prompt_kernel[(tiles * splits, batch * kv_heads)](
-        rotated, key_cache, value_cache, lengths, positions, call.sinks, call.slopes, out, parts, sums,
+        rotated, key_cache, value_cache, call.scales, lengths, positions, call.sinks, call.slopes, out, parts, sums,
         *rotated.stride()[:3], positions.stride(0), nodes, splits, least, capacity, *_factors(call),
         SOFTCAP=call.softcap is not None, ALONE=splits == 1, PRECISION=_precision(q),
         **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,
@@ -224,7 +223,7 @@ def _launch_tree(call: Call, config: Tuning) -> Tensor:
     programs = tails + spans * triton.cdiv(nodes * group, block_m)
     rotated = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early)
     tree_kernel[(batch * kv_heads, programs, triton.cdiv(value_dim, columns))](
-        rotated, key_cache, value_cache, lengths, ancestors, tiles, positions, call.slopes, parts, sums,
+        rotated, key_cache, value_cache, call.scales, lengths, ancestors, tiles, positions, call.slopes, parts, sums,
         *rotated.stride()[:3], positions.stride(0), nodes, capacity, tails, spans, *_factors(call),
         SOFTCAP=call.softcap is not None, BLOCK_M=block_m, PER_TILE=per_tile, COLUMNS=COLUMNS,
         PRECISION=_precision(q), **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,

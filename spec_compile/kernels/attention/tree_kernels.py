@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..ptx import prefetch_l2
+from ..rounding import as_read
 from .chunk import attend_to_chunk, fold
 from .spans import span_bounds, span_of
 
@@ -39,7 +40,7 @@ def _store_part(parts_ptr, sums_ptr, part, rows, row, real, column, acc, peak, t
 
 @triton.jit
 def _attend_to_slots(
-    query, key_cache_ptr, value_cache_ptr, begin, end, column, position, slope, inner, outer,
+    query, key_cache_ptr, value_cache_ptr, scales_ptr, begin, end, column, position, slope, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -55,18 +56,10 @@ def _attend_to_slots(
         seen = None
         if WINDOW is not None:
             seen = position[:, None] - slot[None, :] < WINDOW
+        keys = as_read(keys, scales_ptr, slot, None, 0, query.dtype)
+        values = as_read(values, scales_ptr, slot, None, 1, query.dtype)
         next_acc, next_peak, next_total = attend_to_chunk(
-            query,
-            keys.to(query.dtype),
-            values.to(query.dtype),
-            seen,
-            slope,
-            slot,
-            position,
-            inner,
-            outer,
-            SOFTCAP,
-            PRECISION,
+            query, keys, values, seen, slope, slot, position, inner, outer, SOFTCAP, PRECISION
         )
         acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
     return acc, peak, total
@@ -74,8 +67,8 @@ def _attend_to_slots(
 
 @triton.jit
 def _attend_to_path(
-    query, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, nodes, length, capacity, start, bits, rank,
-    column, position, slope, inner, outer,
+    query, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, nodes, length, capacity, start, bits,
+    rank, column, position, slope, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -109,14 +102,15 @@ def _attend_to_path(
         key_position = tl.where(committed, key_position, new_position)
     if WINDOW is not None:
         seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
-    keys, values = keys.to(query.dtype), values.to(query.dtype)
+    keys = as_read(keys, scales_ptr, slot, stored[:, None], 0, query.dtype)
+    values = as_read(values, scales_ptr, slot, stored[:, None], 1, query.dtype)
     return attend_to_chunk(query, keys, values, seen, slope, key_position, position, inner, outer, SOFTCAP, PRECISION)
 
 
 @triton.jit
 def _attend_to_tail(
-    query, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, parts_ptr, sums_ptr, nodes, length, capacity,
-    edge, reach, part, rows, row, real, bits, rank, position, slope, column, inner, outer,
+    query, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, parts_ptr, sums_ptr, nodes, length,
+    capacity, edge, reach, part, rows, row, real, bits, rank, position, slope, column, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +119,7 @@ def _attend_to_tail(
     tail_parts, parts = tl.cdiv(length + reach - edge, CHUNK), tl.cdiv(length + nodes - edge, CHUNK)
     for number in tl.range(0, tail_parts, num_stages=1):
         acc, peak, total = _attend_to_path(
-            query, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, nodes, length, capacity,
+            query, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, nodes, length, capacity,
             edge + number * CHUNK, bits, rank, column, position, slope, inner, outer,
             SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
@@ -158,8 +152,8 @@ def _tail_tile(
 
 @triton.jit(do_not_specialize=["nodes", "tails", "spans"])
 def tree_kernel(
-    q_ptr, key_cache_ptr, value_cache_ptr, lengths_ptr, ancestors_ptr, tiles_ptr, positions_ptr, slopes_ptr, parts_ptr,
-    sums_ptr, stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity, tails, spans, inner, outer,
+    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, lengths_ptr, ancestors_ptr, tiles_ptr, positions_ptr, slopes_ptr,
+    parts_ptr, sums_ptr, stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity, tails, spans, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -208,6 +202,8 @@ def tree_kernel(
         return
     key_cache_ptr += tl.program_id(0).to(tl.int64) * capacity * DK
     value_cache_ptr += tl.program_id(0).to(tl.int64) * capacity * DV
+    if scales_ptr is not None:
+        scales_ptr += tl.program_id(0).to(tl.int64) * capacity * 2
     if EARLY:
         _prefetch_slots(key_cache_ptr, begin, end, DK, BLOCK_DK, CHUNK)
         _prefetch_slots(value_cache_ptr + column, begin, end, DV, BLOCK_DV, CHUNK)
@@ -220,13 +216,13 @@ def tree_kernel(
     part, row = tl.program_id(0).to(tl.int64) * (PARTS + spans), node * GROUP + head
     if is_tail:
         _attend_to_tail(
-            query, key_cache_ptr, value_cache_ptr, path_ptr, positions_ptr, parts_ptr, sums_ptr, nodes, length,
-            capacity, edge, reach, part, rows, row, real, bits, first + index // GROUP, position, slope, column,
+            query, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, parts_ptr, sums_ptr, nodes,
+            length, capacity, edge, reach, part, rows, row, real, bits, first + index // GROUP, position, slope, column,
             inner, outer, SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
     else:
         acc, peak, total = _attend_to_slots(
-            query, key_cache_ptr, value_cache_ptr, begin, end, column, position, slope, inner, outer,
+            query, key_cache_ptr, value_cache_ptr, scales_ptr, begin, end, column, position, slope, inner, outer,
             SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
         )  # fmt: skip
         _store_part(parts_ptr, sums_ptr, part + PARTS + age, rows, row, real, column, acc, peak, total, DV)

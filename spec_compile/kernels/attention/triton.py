@@ -21,7 +21,8 @@ def load(use: Use) -> Callable:
 
     if use.fp8 and (here := torch.cuda.get_device_capability()) < OLDEST:
         numbers = "{}.{}, got {}.{}".format(*OLDEST, *here)
-        raise ValueError(f"kv_cache_dtype: 'fp8' needs a GPU of compute capability {numbers}; pass 'auto'")
+        name = "fp8_per_token_head" if use.scaled else "fp8"
+        raise ValueError(f"kv_cache_dtype: {name!r} needs a GPU of compute capability {numbers}; pass 'auto'")
     return torch.ops.spec_compile.tree_attention.default
 
 
@@ -41,5 +42,5 @@ def prepare(graph: ModelGraph) -> str:
 HAS = ALL - {"chunk"}
 BACKEND = Backend(
     "triton", load, frozenset({"cuda"}), frozenset({*HALF, torch.float32}), HAS, HAS, HAS, rotates=True,
-    ready=lambda *_: True, fp8=True, prompts_captured=True, prepare=prepare,
+    ready=lambda *_: True, fp8=True, scaled=True, prompts_captured=True, prepare=prepare,
 )  # fmt: skip

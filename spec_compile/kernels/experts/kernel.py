@@ -16,11 +16,11 @@ Import this module only where Triton is installed. Shapes of a tile: weights [BL
 import triton
 import triton.language as tl
 
+from ..linear.quantised_kernel import UNIT_ROWS
 from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
 
 CHUNK = 128
 """Pairs that a program looks through at a time."""
-LARGEST_FP8 = tl.constexpr(448.0)
 
 
 @triton.jit
@@ -69,28 +69,12 @@ def _weight_rows(tile, outputs, SPLIT: tl.constexpr, BLOCK_O: tl.constexpr):
 
 
 @triton.jit
-def _scaled_product(a, b, scale_at, DECODES: tl.constexpr):
-    """A tile's product of FP8: weights a [BLOCK_O, BLOCK_K] with scales of their outputs at scale_at [BLOCK_O], and
-    activations b [BLOCK_N, BLOCK_K], rounded to FP8 here. DECODES: the tensor cores get 16 or 32 bits."""
-    wide = b.to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(wide), 1), tl.full([b.shape[0]], LARGEST_FP8, tl.float32))
-    scale = tl.where(scale > 0, scale, 1.0)
-    codes = tl.div_rn(wide, scale[:, None] + tl.zeros_like(wide)).to(tl.float8e4nv)
-    if DECODES:
-        part = tl.dot(a.to(b.dtype), codes.to(b.dtype).T, input_precision="ieee")
-    else:
-        part = tl.dot(a, codes.T)
-    return part * (tl.load(scale_at)[:, None] * scale[None, :])
-
-
-@triton.jit
 def _multiply(
-    weight_ptr, scale_ptr, x_ptr, o, x_row, valid, outputs, inputs, stride_w, stride_x, BLOCK_N: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, SCALED: tl.constexpr,
-    DECODES: tl.constexpr,
+    weight_ptr, x_ptr, o, x_row, valid, outputs, inputs, stride_w, stride_x, BLOCK_N: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """The sums [BLOCK_O, BLOCK_N] of an expert's outputs o [BLOCK_O] for the rows x_row [BLOCK_N], in one chain.
-    EVEN: no tile reaches beyond the inputs. SCALED: outputs and inputs that share a scale, 0: there are no scales."""
+    EVEN: no tile reaches beyond the inputs."""
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + k[None, :]
     if TRANSPOSED:
@@ -108,12 +92,38 @@ def _multiply(
             step, mask = start, exists & inside[None, :]
         a = tl.load(w_at + step, mask=mask, other=0.0, eviction_policy="evict_first")
         b = tl.load(x_at + start, mask=valid[:, None] & inside[None, :], other=0.0)
-        if SCALED > 0:
-            scales = tl.cdiv(inputs, SCALED)
-            row = tl.minimum(o, outputs - 1) // SCALED
-            acc += _scaled_product(a, b, scale_ptr + start // SCALED + row * scales, DECODES)
+        acc = tl.dot(a.T if TRANSPOSED else a, b.T, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _multiply_scaled(
+    weight_ptr, scale_ptr, x_ptr, unit_ptr, o, x_row, valid, x_rows, outputs, inputs, stride_w, stride_x,
+    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr, DECODES: tl.constexpr,
+):  # fmt: skip
+    """`_multiply` of weights in FP8, with a scale for SIZE outputs and inputs, and x as `activations.rounded_blocks`
+    has it, x_rows rows. DECODES: the tensor cores have no FP8."""
+    k = tl.arange(0, SIZE)
+    o = tl.minimum(o, outputs - 1)
+    w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + k[None, :]
+    x_at = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + k[None, :]
+    scale_at = scale_ptr + o // SIZE * tl.cdiv(inputs, SIZE)
+    stride_u = tl.cdiv(x_rows, UNIT_ROWS) * UNIT_ROWS
+    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+    scale, unit = tl.load(scale_at), tl.load(unit_ptr + x_row)
+    for start in tl.range(0, inputs, SIZE):
+        inside = (k < (SIZE if EVEN else inputs - start))[None, :]
+        a = tl.load(w_at + start, mask=inside, other=0.0, eviction_policy="evict_first")
+        b = tl.load(x_at + start, mask=valid[:, None] & inside, other=0.0)
+        # The scales of the next tile are on their way while this one is multiplied.
+        block = tl.minimum(start + SIZE, inputs - 1) // SIZE
+        following, following_unit = tl.load(scale_at + block), tl.load(unit_ptr + block * stride_u + x_row)
+        if DECODES:
+            part = tl.dot(a.to(b.dtype), b.T, input_precision="ieee")
         else:
-            acc = tl.dot(a.T if TRANSPOSED else a, b.T, acc, input_precision="ieee")
+            part = tl.dot(a, b.T)
+        acc += part * (scale[:, None] * unit[None, :])
+        scale, unit = following, following_unit
     return acc
 
 
@@ -161,14 +171,15 @@ def _fetch_first_tiles(weight_ptr, o, stride_w, prefetch, BLOCK_K: tl.constexpr)
 
 @triton.jit(do_not_specialize=["pairs", "prefetch"])
 def experts_kernel(
-    x_ptr, ids_ptr, weight_ptr, scale_ptr, bias_ptr, pairs_ptr, routing_ptr, out_ptr, arrived_ptr, pairs, outputs,
-    inputs, stride_e, stride_w, stride_x, scale_stride, prefetch, alpha, limit, TOP: tl.constexpr,
+    x_ptr, unit_ptr, ids_ptr, weight_ptr, scale_ptr, bias_ptr, pairs_ptr, routing_ptr, out_ptr, arrived_ptr, pairs,
+    outputs, inputs, stride_e, stride_w, stride_x, scale_stride, prefetch, alpha, limit, TOP: tl.constexpr,
     BY_PAIR: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, DECODES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of outputs, slots). The first product of a mixture has rows of x for tokens, and its results go to
-    pairs_ptr [pairs, height]; the second, with a router's weights, has a row for each pair, and adds up to out."""
+    pairs_ptr [pairs, height]; the second, with a router's weights, has a row for each pair, and adds up to out.
+    SCALED: outputs and inputs that share a scale; 0: there are no scales."""
     DOWN: tl.constexpr = routing_ptr is not None
     tile, slot = tl.program_id(0), tl.program_id(1)
     HEIGHT: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
@@ -197,10 +208,17 @@ def experts_kernel(
         n = begin + tl.arange(0, BLOCK_N)
         pair = _pairs_of(ids_ptr, expert, n, pairs, CHUNK, BLOCK_N)
         valid = n < count
-        acc = _multiply(
-            weight_ptr, scale_ptr, x_ptr, o, pair if DOWN else pair // TOP, valid, outputs, inputs, stride_w, stride_x,
-            BLOCK_N, BLOCK_O, BLOCK_K, EVEN, TRANSPOSED, SCALED, DECODES,
-        )  # fmt: skip
+        x_row = pair if DOWN else pair // TOP
+        if SCALED > 0:
+            acc = _multiply_scaled(
+                weight_ptr, scale_ptr, x_ptr, unit_ptr, o, x_row, valid, pairs if DOWN else pairs // TOP, outputs,
+                inputs, stride_w, stride_x, BLOCK_N, BLOCK_O, SCALED, EVEN, DECODES,
+            )  # fmt: skip
+        else:
+            acc = _multiply(
+                weight_ptr, x_ptr, o, x_row, valid, outputs, inputs, stride_w, stride_x, BLOCK_N, BLOCK_O, BLOCK_K,
+                EVEN, TRANSPOSED,
+            )  # fmt: skip
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert.to(tl.int64) * outputs + o, mask=o < outputs, other=0.0)
             acc += bias.to(tl.float32)[:, None]

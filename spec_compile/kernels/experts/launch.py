@@ -12,6 +12,7 @@ from . import plans
 from .kinds import Kind
 
 try:
+    from ..linear.activations import has_fp8, rounded_blocks
     from .kernel import CHUNK, experts_kernel
 except ImportError:  # no GPU
     experts_kernel = None
@@ -77,14 +78,16 @@ def _launch(
     tile = tile or plans.tile(tokens, top, experts, kind.block, x.element_size())
     x = x if x.stride(1) == 1 else x.contiguous()
     slots, tiles = min(ids.numel(), experts), -(-outputs // tile.block_o)
-    early = dependent_launch.available(x)
+    early, units = dependent_launch.available(x), None
+    if kind.block:
+        x, units = rounded_blocks(x, kind.block, early)
     arrived = None if routing is None else zero_counters(x.device, tiles)
     experts_kernel[(tiles, slots)](
-        x, ids.contiguous(), weight, scales, bias, pairs, routing, out, arrived, ids.numel(), outputs, inputs,
+        x, units, ids.contiguous(), weight, scales, bias, pairs, routing, out, arrived, ids.numel(), outputs, inputs,
         weight.stride(0), weight.stride(1), x.stride(0), 0 if scales is None else scales.stride(0),
         tile.prefetch, kind.alpha, kind.limit, TOP=top, BY_PAIR=ids.numel() <= experts, GATED=kind.gate != "none",
         CLAMPED=kind.gate == "clamped", INTERLEAVED=kind.interleaved, TRANSPOSED=kind.transposed, SCALED=kind.block,
-        DECODES=not x.is_cuda or torch.cuda.get_device_capability(x.device) < (8, 9), CHUNK=CHUNK,
+        DECODES=not has_fp8(x.device), CHUNK=CHUNK,
         BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, EVEN=inputs % tile.block_k == 0, PDL=early,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

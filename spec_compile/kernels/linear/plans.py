@@ -30,8 +30,6 @@ class Tile(NamedTuple):
     def fitting(self, memory: int) -> "Tile":
         """The tile with as many stages as so many bytes of shared memory hold, and fewer columns if it has to be."""
         tile, reserve = self, 4096
-        if self.bits == 8:  # x is there a second time, as FP8
-            reserve += self.block_k * self.block_n
         while self.bits == 16 and tile.block_k > 32 and 2 * tile._stage_bytes > memory - reserve:
             tile = tile._replace(block_k=tile.block_k // 2)
         return tile._replace(stages=max(1, min(tile.stages, (memory - reserve) // tile._stage_bytes)))

@@ -12,9 +12,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..ptx import let_next_kernel_begin
+from ..rounding import nearest_fp8, over_scale
 
-LARGEST: tl.constexpr = tl.constexpr(448.0)
-"""Of float8_e4m3fn."""
+UNIT_ROWS: tl.constexpr = tl.constexpr(128)
+"""The scales of x's rows have memory for a multiple of this, which is no less than a tile's rows."""
 
 
 @triton.jit
@@ -27,8 +28,8 @@ def multiply_quantised(
     unit_ptr: the scales of x's rows, where x are codes. stride_w: elements of weight_ptr in a row."""
     if FORMAT == "fp8_blocks":
         acc = _multiply_fp8_blocks(
-            weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, inputs, stride_w, stride_x, late, GROUP, BLOCK_N,
-            BLOCK_O, EVEN, PDL,
+            weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, inputs, stride_w, stride_x, late, GROUP,
+            BLOCK_N, BLOCK_O, EVEN, PDL,
         )  # fmt: skip
     elif FORMAT == "channels":
         acc = _multiply_channels(
@@ -45,17 +46,21 @@ def multiply_quantised(
 
 @triton.jit
 def _multiply_fp8_blocks(
-    weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, inputs, stride_w, stride_x, late, SQUARE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, inputs, stride_w, stride_x, late,
+    SQUARE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """FP8 with a scale for each SQUARE rows and columns of the weights [O / SQUARE, I / SQUARE], and for each row of x
-    and SQUARE columns. weight_ptr: float8_e4m3fn, or where the tensor cores have no such type its bytes."""
+    """FP8 with a scale for each SQUARE rows and columns of the weights [O / SQUARE, I / SQUARE], and x as
+    `round_blocks_kernel` has rounded it. weight_ptr: float8_e4m3fn, or where the tensor cores have no such type its
+    bytes."""
     k = tl.arange(0, SQUARE)
     w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + k[None, :]
     x_at = x_ptr + n.to(tl.int64)[:, None] * stride_x + k[None, :]
     scale_at = scale_ptr + o // SQUARE * tl.cdiv(inputs, SQUARE)
+    stride_u = tl.cdiv(rows, UNIT_ROWS) * UNIT_ROWS
+    unit_at = unit_ptr + n  # of rows behind the last, it is any number
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
-    scale = tl.load(scale_at + begin // SQUARE)
+    block = begin // SQUARE
+    scale, unit = tl.load(scale_at + block), tl.load(unit_at + block * stride_u)
     for start in tl.range(begin, end, SQUARE):
         if PDL:
             let_next_kernel_begin((end - start + SQUARE - 1) // SQUARE, late)
@@ -66,37 +71,35 @@ def _multiply_fp8_blocks(
             inside = (k < inputs - start)[None, :]
             a = tl.load(w_at + start, mask=inside, other=0.0, eviction_policy="evict_first")
             b = tl.load(x_at + start, mask=(n < rows)[:, None] & inside, other=0.0)
-        # The scale of the next tile is on its way while this one is multiplied.
-        following = tl.load(scale_at + tl.minimum(start + SQUARE, end - 1) // SQUARE)
-        codes, unit = _rounded_to_fp8(b.to(tl.float32), BLOCK_N, SQUARE)
+        # The scales of the next tile are on their way while this one is multiplied.
+        block = tl.minimum(start + SQUARE, end - 1) // SQUARE
+        following, following_unit = tl.load(scale_at + block), tl.load(unit_at + block * stride_u)
         if weight_ptr.dtype.element_ty == tl.uint8:
-            part = tl.dot(_float_of_fp8(a, b.dtype), _nearest_fp8(codes).to(b.dtype).T, input_precision="ieee")
+            part = tl.dot(_float_of_fp8(a, b.dtype), b.T, input_precision="ieee")
         else:
-            part = tl.dot(a, codes.to(a.dtype).T)
+            part = tl.dot(a, b.T)
         acc += part * (scale[:, None] * unit[None, :])
-        scale = following
+        scale, unit = following, following_unit
     return acc
 
 
 @triton.jit
-def _rounded_to_fp8(x, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """x [BLOCK_N, BLOCK_K] float32 over the scale of each row, and these scales [BLOCK_N]."""
-    unit = tl.div_rn(tl.max(tl.abs(x), 1), tl.full([BLOCK_N], LARGEST, tl.float32))
-    unit = tl.where(unit > 0, unit, 1.0)
-    # The correctly rounded quotient from that of 1 (Markstein 1990), because many quotients lie halfway between codes.
-    inverse = tl.div_rn(tl.full([BLOCK_N], 1.0, tl.float32), unit)[:, None] + tl.zeros_like(x)
-    near = x * inverse
-    rest = tl.fma(-near, unit[:, None] + tl.zeros_like(x), x)
-    return tl.fma(rest, inverse, near), unit
-
-
-@triton.jit
-def _nearest_fp8(x):
-    """The value of float8_e4m3fn next to each x, float32: ties to even, nothing beyond the largest."""
-    bits = x.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    small = (x + 24576.0) - 24576.0  # steps of 2 ** -9 from here on
-    return tl.clamp(tl.where(tl.abs(x) < 0.015625, small, normal), -LARGEST, LARGEST)
+def round_blocks_kernel(
+    x_ptr, codes_ptr, unit_ptr, inputs, stride_x, SIZE: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """Grid (rows, BLOCKS blocks of SIZE columns each): x [rows, inputs] as codes, and scales of their blocks
+    [blocks, rows rounded up], see `fp8_block.rounded_blocks`. It is launched as RMSNorm is: see `norm`."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(x_ptr + row * stride_x + column, mask=column < inputs, other=0.0)
+    x, unit = over_scale(x)
+    codes = nearest_fp8(x).to(codes_ptr.dtype.element_ty)
+    tl.store(codes_ptr + row * inputs + column, codes, mask=column < inputs)
+    stride_u = tl.cdiv(tl.num_programs(0), UNIT_ROWS) * UNIT_ROWS
+    tl.store(unit_ptr + block[:, None] * stride_u + row, unit, mask=block[:, None] * SIZE < inputs)
 
 
 @triton.jit
@@ -175,7 +178,7 @@ def round_rows_kernel(
     if out_ptr.dtype.element_ty == tl.int8:
         codes = tl.clamp((codes + 12582912.0) - 12582912.0, -128.0, 127.0)  # 1.5 * 2 ** 23 makes whole numbers
     else:
-        codes = _nearest_fp8(codes)
+        codes = nearest_fp8(codes)
     tl.store(out_ptr + row * inputs + column, codes.to(out_ptr.dtype.element_ty), mask=column < inputs)
     tl.store(unit_ptr + row, unit)
 

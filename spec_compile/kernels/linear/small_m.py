@@ -24,6 +24,7 @@ from .quantised.compressed_tensors import LARGEST
 try:
     import triton
 
+    from .activations import has_fp8, rounded_blocks
     from .quantised_kernel import round_rows_kernel
     from .small_m_kernel import small_m_kernel
 except ImportError:  # no GPU
@@ -121,12 +122,6 @@ def chip(device: torch.device) -> tuple[int, int]:
     return facts.multi_processor_count, facts.shared_memory_per_block_optin
 
 
-@functools.cache
-def _has_fp8(device: torch.device) -> bool:
-    """Whether a GPU's tensor cores take FP8."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def memory_of(device: torch.device) -> int:
     """Bytes of shared memory that a program may take on a GPU."""
     return chip(device)[1]
@@ -218,10 +213,11 @@ def launch(
     """
     rows, inputs, outputs = *x.shape, len(weight)
     form, group = layout_of(kind).packing if kind else (None, 1)
-    if weight.dtype == torch.float8_e4m3fn and not _has_fp8(x.device):
+    early, units = dependent_launch.available(x) if early is None else early, None
+    if form == "fp8_blocks":
+        x, units = rounded_blocks(x, group, early)
+    if weight.dtype == torch.float8_e4m3fn and not has_fp8(x.device):
         weight = weight.view(torch.uint8)
-    early = dependent_launch.available(x) if early is None else early
-    units = None
     if kind and layout_of(kind).rounds_rows:
         x, units = _rounded_rows(x, weight.dtype, early, scales[outputs:])
     grid = ceil_div(outputs, tile.block_o), ceil_div(rows, tile.block_n)

@@ -1,0 +1,36 @@
+"""Activations that are rounded to FP8 once for all products that read them. Import only where Triton is installed."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .quantised.fp8_block import FP8
+from .quantised_kernel import UNIT_ROWS, round_blocks_kernel
+
+BLOCKS = 8
+"""Blocks of a row that one program rounds."""
+
+
+@functools.cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether a GPU's tensor cores take FP8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def rounded_blocks(x: Tensor, size: int, early: bool) -> tuple[Tensor, Tensor]:
+    """`fp8_block.rounded_blocks` as codes and scales, by a kernel.
+
+    x [R, I] of any row stride; size: columns that share a scale; early: of `small_m.launch`. -> codes [R, I] of
+    float8_e4m3fn, or where the tensor cores have no such type of x's; scales [I / size, R] float32, with memory for
+    more rows.
+    """
+    rows, inputs = x.shape
+    blocks = -(-inputs // size)
+    codes = x.new_empty(rows, inputs, dtype=FP8 if has_fp8(x.device) else x.dtype)
+    units = x.new_empty(blocks, -(-rows // UNIT_ROWS.value) * UNIT_ROWS.value, dtype=torch.float32)
+    round_blocks_kernel[(rows, -(-blocks // BLOCKS))](
+        x, codes, units, inputs, x.stride(0), SIZE=size, BLOCKS=BLOCKS, EARLY=early,
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return codes, units
