@@ -146,6 +146,7 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule) -> ModelGraph:
         position_limit=min(config.max_position_embeddings, *tables) if tables else None,
         head_weight=names[0] if names else "",
         recurrences=recurrences.describe(gm),
+        shifts_positions=any(hasattr(module, "rope_deltas") for module in model.modules()),
         decoder_layers=config.num_hidden_layers,
     )
 

@@ -67,7 +67,8 @@ class Call:
             self._grow(0)
         if session.ring is not None:
             session.ring.begin()
-        state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos, request.ids)
+        state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos, request.ids,
+                    request.position_offsets)  # fmt: skip
         state.seed.fill_(request.seed)
         state.numbers.copy_(torch.arange(state.batch))
         state.temperature.fill_(request.temperature)
