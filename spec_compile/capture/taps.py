@@ -23,14 +23,14 @@ def tapped(model: PreTrainedModel, taps: tuple[int, ...]) -> Iterator[list[Tenso
     def keep(tap: int, value: Tensor | tuple) -> None:
         states[tap].append(value[0] if isinstance(value, tuple) else value)
 
-    layers = decoder_layers(model)
+    layers = decoder_layers(model)  # what a layer is given includes what a picture adds behind the layer before
     handles = [
-        layers[0].register_forward_pre_hook(lambda module, args: keep(0, args)),
-        model.get_output_embeddings().register_forward_pre_hook(lambda module, args: keep(FINAL, args)),
         *(
-            layer.register_forward_hook(lambda module, args, out, tap=tap: keep(tap, out))
-            for tap, layer in enumerate(layers, 1)
+            layer.register_forward_pre_hook(lambda module, args, tap=tap: keep(tap, args))
+            for tap, layer in enumerate(layers)
         ),
+        layers[-1].register_forward_hook(lambda module, args, out: keep(len(layers), out)),
+        model.get_output_embeddings().register_forward_pre_hook(lambda module, args: keep(FINAL, args)),
     ]
     try:
         yield result

@@ -26,12 +26,13 @@ class OwnPrefill:
     """What the model's own forward made of B prompts.
 
     cache: their keys and values. first_logits: [B, V] float32, the logits behind the prompts; None if the last token of
-    every row is left to the first round. features: the hidden states [B, L, C] at each tap of the draft.
+    every row is left to the first round. features: the hidden states [B, L, C] at each tap of the draft; None if tokens
+    are missing there, because embeddings or a filled cache came in their place.
     """
 
     cache: Cache
     first_logits: Tensor | None
-    features: list[Tensor]
+    features: list[Tensor] | None
 
 
 def run(
@@ -45,14 +46,17 @@ def run(
     cache = kwargs.get("past_key_values")
     is_first = cache is None or cache.get_seq_length() == 0
     pictures = placeholders(original)
-    leaves_last = is_first and not prompt.is_embedded and all(row[-1] not in pictures for row in prompt.tokens)
+    has_all_tokens = is_first and not prompt.is_embedded
+    leaves_last = has_all_tokens and all(row[-1] not in pictures for row in prompt.tokens)
     if leaves_last:
         input_ids = input_ids[:, :-1]
         for name in {"attention_mask", "position_ids", *TOKEN_TYPES} & kwargs.keys():
             kwargs[name] = None if kwargs[name] is None else kwargs[name][..., :-1]
     if FINAL in taps and "logits_to_keep" in kwargs:
         kwargs["logits_to_keep"] = 0  # the head is to see every token, because the tap is there
-    runner = twin(original) if taps and is_first else model
-    with tapped(runner, taps) if runner is not model else nullcontext([]) as features:
+    is_tapped = has_all_tokens and bool(taps)
+    runner = twin(original) if is_tapped else model
+    with tapped(runner, taps) if is_tapped else nullcontext([]) as features:
         output = runner._prefill(input_ids, generation_config, kwargs)
-    return OwnPrefill(output.past_key_values, None if leaves_last else output.logits[:, -1].float(), features)
+    first_logits = None if leaves_last else output.logits[:, -1].float()
+    return OwnPrefill(output.past_key_values, first_logits, features if has_all_tokens else None)

@@ -92,7 +92,7 @@ def make_request(
         position_offsets=prompt.position_offsets,
         has_unknown_tokens=prompt.has_unknown_tokens,
         first_logits=None if own is None else own.first_logits,
-        features=[] if own is None else own.features,
+        features=None if own is None else own.features,
         acceptor=make_acceptor(route, answer, processors, seed, ranks),
         seed=seed or 0,
         temperature=temperature,

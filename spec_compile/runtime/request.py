@@ -31,7 +31,7 @@ class Request:
     first_logits: [B, V] float, the target's logits behind the prompts if they are known; `past` then covers the whole
         prompts, and `acceptor` is a `HostAcceptor`.
     features: for each tap of the draft the target's hidden states [B, L, C] of the first L positions of the prompts,
-        padding included, which `past` covers; empty: they are not known.
+        padding included, which `past` covers; None: they are not known.
     acceptor: what accepts tokens; None accepts greedily inside the round (see `accept.Route`).
     seed: of the random numbers of `DrawInRound` and of drafters that draw, in [0, 2**63).
     temperature: at which such drafters draw; 0 takes the likeliest token.
@@ -53,7 +53,7 @@ class Request:
     position_offsets: list[int] | None = None
     has_unknown_tokens: bool = False
     first_logits: Tensor | None = None
-    features: list[Tensor] = field(default_factory=list)
+    features: list[Tensor] | None = None
     acceptor: HostAcceptor | DrawInRound | None = None
     seed: int = 0
     temperature: float = 0.0
