@@ -4,7 +4,7 @@ import functools
 
 import torch
 import transformers
-from models import FULL, GQA16, SPECIAL, WIN, _randomise
+from models import FULL, GQA16, MOE, SPECIAL, WIN, _randomise
 
 # fmt: off
 PICTURE, START, END, VIDEO = 90, 91, 93, 92
@@ -34,11 +34,27 @@ _MODELS = {
     "Llava": (16, dict(
         text_config=dict(GQA16, model_type="llama", **SPECIAL),
         vision_config=dict(TOWER, model_type="clip_vision_model"), image_token_index=PICTURE), {}),
+    "LlavaNext": (36, dict(
+        text_config=dict(GQA16, model_type="mistral", sliding_window=8, **SPECIAL),
+        vision_config=dict(TOWER, model_type="clip_vision_model"), image_token_index=PICTURE,
+        image_grid_pinpoints=[[SIDE, SIDE]]), {}),
+    "Mistral3": (4, dict(
+        text_config=dict(GQA16, model_type="mistral", sliding_window=None, **SPECIAL),
+        vision_config=dict(TOWER, model_type="pixtral", head_dim=16), image_token_index=PICTURE), {}),
+    "InternVL": (4, dict(
+        text_config=dict(GQA16, model_type="qwen3", **SPECIAL), image_token_id=PICTURE,
+        vision_config=dict(TOWER, image_size=[SIDE, SIDE], patch_size=[4, 4])), {}),
+    "Qwen2VL": (None, dict(
+        text_config=sections(2, 3, 3), vision_config=dict(
+            depth=2, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2, patch_size=4), **MARKS), {}),
     "Qwen2_5_VL": (None, dict(
         text_config=sections(2, 3, 3), vision_config=dict(GRID_TOWER, window_size=16, fullatt_block_indexes=[1]),
         **MARKS), {}),
     "Qwen3VL": (None, dict(
         text_config=sections(4, 2, 2), vision_config=dict(
+            GRID_TOWER, depth=3, deepstack_visual_indexes=[0, 1], num_position_embeddings=16), **MARKS), {}),
+    "Qwen3VLMoe": (None, dict(
+        text_config=dict(sections(4, 2, 2), **MOE), vision_config=dict(
             GRID_TOWER, depth=3, deepstack_visual_indexes=[0, 1], num_position_embeddings=16), **MARKS), {}),
 }
 NAMES = [*_MODELS]
@@ -87,5 +103,8 @@ def inputs(name, counts=(1,), seed=1, ending=4):
         arguments["image_grid_thw"] = torch.tensor(grids)
         arguments["pixel_values"] = torch.randn(patches, 3 * 2 * 4 * 4, generator=g)
     elif grids:
-        arguments["pixel_values"] = torch.randn(len(grids), 3, SIDE, SIDE, generator=g)
+        parts = [2] if name == "LlavaNext" else []  # the picture as a whole, and in one tile
+        arguments["pixel_values"] = torch.randn(len(grids), *parts, 3, SIDE, SIDE, generator=g)
+        if name in ("LlavaNext", "Mistral3"):
+            arguments["image_sizes"] = torch.tensor([[SIDE, SIDE]] * len(grids))
     return arguments

@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-
 from unittest import mock
 
 import models

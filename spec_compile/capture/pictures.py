@@ -3,11 +3,11 @@
 from transformers import PreTrainedModel
 
 READERS = {
-    "Gemma3ForConditionalGeneration",
-    "LlavaForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-}
+    f"{name}ForConditionalGeneration"
+    for name in (
+        "Gemma3", "InternVL", "Llava", "LlavaNext", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe",
+    )
+}  # fmt: skip
 """Classes of transformers in which a picture shows in the keys and values of its tokens, and in the positions behind
 it, and nowhere else. Others may switch weights, or attend to a picture from each token that they generate."""
 PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id")
