@@ -48,8 +48,8 @@ _MODELS = {
         text_config=sections(2, 3, 3), vision_config=dict(
             depth=2, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2, patch_size=4), **MARKS), {}),
     "Qwen2_5_VL": (None, dict(
-        text_config=sections(2, 3, 3), vision_config=dict(GRID_TOWER, window_size=16, fullatt_block_indexes=[1]),
-        **MARKS), {}),
+        text_config=dict(sections(2, 3, 3), layer_types=[FULL, WIN], sliding_window=8, use_sliding_window=True),
+        vision_config=dict(GRID_TOWER, window_size=16, fullatt_block_indexes=[1]), **MARKS), {}),
     "Qwen3VL": (None, dict(
         text_config=sections(4, 2, 2), vision_config=dict(
             GRID_TOWER, depth=3, deepstack_visual_indexes=[0, 1], num_position_embeddings=16), **MARKS), {}),
