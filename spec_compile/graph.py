@@ -92,6 +92,8 @@ class ModelGraph:
     backend: str = ""
     """Name of its attention backend ("": its layers have no cache yet)."""
     recurrences: tuple[RecurrenceSpec, ...] = ()
+    shifts_positions: bool = False
+    """Whether positions may run ahead of slots, or behind: multi-axis RoPE counts less than the tokens of a picture."""
     decoder_layers: int = 0
     """Decoder layers of a model, which may have attention, recurrences, both or none (0: as many as attend)."""
 

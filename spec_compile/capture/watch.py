@@ -27,9 +27,10 @@ from .weights import AGAIN, Slot
 INTERNALS = set(vars(nn.Module())) - {"training"}
 BOOKKEEPING = {
     "_compiled_call_impl", "_gradient_checkpointing_func", "_is_hf_initialized", "generation_config",
-    "gradient_checkpointing", "hf_device_map", "kernel_config", "loss_type", "name_or_path", "warnings_issued",
+    "gradient_checkpointing", "hf_device_map", "kernel_config", "loss_type", "name_or_path", "rope_deltas",
+    "warnings_issued",
 }  # fmt: skip
-"""Attributes of modules on which no logits depend in evaluation mode."""
+"""Attributes of modules on which no logits depend in evaluation mode (of `rope_deltas`: beside the position ids)."""
 CONFIG_BOOKKEEPING = {
     "dtype", "is_encoder_decoder", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
     "torch_dtype", "use_cache", "use_return_dict",

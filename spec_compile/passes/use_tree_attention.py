@@ -3,6 +3,7 @@
 import operator
 
 import torch
+from torch import fx
 
 from ..graph import ModelGraph, calls
 from ..kernels import attention
@@ -30,7 +31,10 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
     if settings.attention.fp8:
         graph.cache_dtype, graph.scaled_cache = torch.float8_e4m3fn, settings.attention.scaled
     op = backend.load(settings.attention)
-    block = {"lengths": lengths, "ancestors": ancestors, "positions": inputs[1]}
+    positions = inputs[1]
+    if graph.shifts_positions and settings.purpose != "draft":
+        positions = _positions_of_slots(gm, positions, lengths)
+    block = {"lengths": lengths, "ancestors": ancestors, "positions": positions}
     for number, node in enumerate(calls(gm, torch.ops.spec_compile.attention.default)):
         q, k, v, sinks, scale, window, softcap, _, *rest = node.args
         layer = {"sinks": sinks, "scale": scale, "softcap": softcap, "window": window}
@@ -50,3 +54,18 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
         f"{len(graph.layers)} layers attend over the static cache ({windows} with a sliding window, by {backend.name}"
         f"{shared})"
     )
+
+
+def _positions_of_slots(gm: fx.GraphModule, positions: fx.Node, lengths: fx.Node) -> fx.Node:
+    """The positions [B, N] that attention goes by, which are slots, where those of RoPE have an offset in each row.
+
+    The first token of a block, the root or the first of a chunk, lies in slot ``lengths[b]``.
+    """
+    *_, last_input = (node for node in gm.graph.nodes if node.op == "placeholder")
+    with gm.graph.inserting_before(last_input.next):
+        first = gm.graph.call_function(torch.ops.aten.slice.Tensor, (positions, 1, 0, 1))
+        steps = gm.graph.call_function(torch.ops.aten.sub.Tensor, (positions, first))
+        begins = gm.graph.call_function(torch.ops.aten.unsqueeze.default, (lengths, 1))
+        slots = gm.graph.call_function(torch.ops.aten.add.Tensor, (steps, begins))
+    slots.meta["val"] = positions.meta["val"]
+    return slots

@@ -2,10 +2,10 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..cache import PAGE
 from ..outcome import Outcome, unpack
@@ -67,7 +67,8 @@ class Call:
             self._grow(0)
         if session.ring is not None:
             session.ring.begin()
-        state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos, request.ids)
+        state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos, request.ids,
+                    request.position_offsets)  # fmt: skip
         state.seed.fill_(request.seed)
         state.numbers.copy_(torch.arange(state.batch))
         state.temperature.fill_(request.temperature)
@@ -75,6 +76,8 @@ class Call:
         session.texts = [list(prompt) for prompt in request.prompts]
         drafter.start(state, request.prompts, request.references, request.share_text)
         self._build_rounds()
+        if request.features is not None and self.runtime.algorithm.remembers:
+            self._prefill_draft(request.features, begins)
         self._prefill(begins)
         if request.first_logits is None:
             session.propose(self._max_kv_len(max(map(len, request.prompts))))
@@ -216,10 +219,33 @@ class Call:
 
     def _prefill(self, begins: list[int]) -> None:
         """Keys and values of every prompt token but the last, beyond the first `begins` [B] that the state has."""
-        session, limit = self.session, self.request.prefill_chunk_size
-        sizes = [n for n in session.prefill_sizes if n <= (limit or n)] or session.prefill_sizes[-1:]
         done = max(begins)
         missing = max(len(prompt) - 1 - begin for prompt, begin in zip(self.request.prompts, begins))
-        for size in chunks(missing, sizes, FIXED[self.runtime.device.type]):
-            session.prefill(size, self._max_kv_len(done + size))
+        for size in self._chunks(missing):
+            self.session.prefill(size, self._max_kv_len(done + size))
             done += size
+
+    def _prefill_draft(self, features: list[Tensor], begins: list[int]) -> None:
+        """Let the draft alone process the first `begins` [B] tokens of each prompt, which the target has processed.
+
+        features: see `Request`.
+        """
+        sizes, done, padding = [*self._chunks(max(begins))], 0, self.request.past.padding
+        rows = [
+            nn.utils.rnn.pad_sequence(
+                [values[pad : pad + begin] for values, pad, begin in zip(feature, padding, begins)], batch_first=True
+            )
+            for feature in features
+        ]  # without padding on the left
+        rows = [nn.functional.pad(row, (0, 0, 0, sum(sizes) - row.shape[1])) for row in rows]
+        self.session.state.lengths.zero_()
+        for size in sizes:
+            chunk = [row[:, done : done + size].contiguous() for row in rows]
+            self.session.step("prefill")(size, self._max_kv_len(done + size), chunk)
+            done += size
+
+    def _chunks(self, tokens: int) -> Iterator[int]:
+        """Sizes of the steps for so many tokens of each prompt."""
+        sizes, limit = self.session.prefill_sizes, self.request.prefill_chunk_size
+        sizes = [size for size in sizes if size <= (limit or size)] or sizes[-1:]
+        return chunks(tokens, sizes, FIXED[self.runtime.device.type])

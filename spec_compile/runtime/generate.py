@@ -9,7 +9,9 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..capture import hooks
+from ..capture.pictures import placeholders
 from ..capture.watch import describe
+from . import own_prefill
 from . import past as pasts
 from .accept import Route, choose_route
 from .agreement import asked
@@ -74,7 +76,7 @@ class SpeculativeMixin:
         """transformers' loop for greedy decoding and sampling: its arguments, and what it returns."""
         speculation, config = self.speculation, generation_config
         speculation.looped = True
-        prompt = Prompt.of(input_ids, config, model_kwargs)
+        prompt = Prompt.of(input_ids, config, model_kwargs, placeholders(speculation.original))
         reason = unserved(speculation, prompt, config, model_kwargs) or hooks.overridden(self)
         if reason or synced_gpus:
             speculation.step_aside(reason or "synced_gpus")
@@ -90,20 +92,20 @@ class SpeculativeMixin:
         speculation.admit_request(prompt, longest - input_ids.shape[1])
         ranks = speculation.options.ranks
         answer = make_answer(input_ids, prompt, longest, stopping_criteria, config, streamer, ranks)
-        cache, first_logits = model_kwargs.get("past_key_values"), None
-        if prompt.is_embedded:
-            output = self._prefill(input_ids, config, model_kwargs)
-            cache, first_logits = output.past_key_values, output.logits[:, -1].float()
+        cache, own = model_kwargs.get("past_key_values"), None
+        if prompt.is_embedded or prompt.has_pictures:
+            taps = speculation.engine.runtime.algorithm.plan.taps
+            own = own_prefill.run(self, prompt, input_ids, config, model_kwargs, taps)
+            cache = own.cache
 
         # Choose how tokens are accepted, and run rounds until every row has ended.
         route = choose_route(
-            config, logits_processor, self.device, answer.keeps_scores, has_first_logits=first_logits is not None
-        )
+            config, logits_processor, self.device, answer.keeps_scores,
+            has_first_logits=own is not None and own.first_logits is not None,
+        )  # fmt: skip
         shortest = shortest_width(logits_processor)
         speculation.agreement.reach(asked(prompt, config, logits_processor, stopping_criteria))
-        request = make_request(
-            prompt, answer, route, logits_processor, config, shortest, cache, first_logits, ranks=ranks
-        )
+        request = make_request(prompt, answer, route, logits_processor, config, shortest, own, cache, ranks=ranks)
         speculation.plans.keep(self, prompt, config, logits_processor, stopping_criteria, answer, route)
         self._run(request, answer, route)
 
@@ -156,10 +158,11 @@ class SpeculativeMixin:
         if filled < length:  # plain decoding goes on with padding behind rows that end early
             ids = answer.sequences()
             positions = torch.arange(length, device=ids.device) - ids.new_tensor(prompt.padding)[:, None]
+            shifted = positions.clamp(min=0) + ids.new_tensor(prompt.position_offsets)[:, None]
             before = prompt.width - answer.prompt_width
             self(
                 ids[:, filled - before : length - before], attention_mask=(positions >= 0).long(),
-                position_ids=positions[:, filled:].clamp(min=0), past_key_values=cache, use_cache=True,
+                position_ids=shifted[:, filled:], past_key_values=cache, use_cache=True,
                 **({"logits_to_keep": 1} if self._supports_logits_to_keep() else {}),
             )  # fmt: skip
 

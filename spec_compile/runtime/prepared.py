@@ -84,7 +84,8 @@ class Inputs:
         ids, mask = numbers[: len(self.ids)], numbers[len(self.ids) :].numpy()
         if (mask != 1).any() or (self.mask is None and padding is not None and (ids.numpy() == padding).any()):
             return None
-        return Prompt(ids, ids.tolist(), [0] * len(ids), ids.shape[1], True, False, False)
+        none = [0] * len(ids)
+        return Prompt(ids, ids.tolist(), none, ids.shape[1], True, False, False, False, none)
 
 
 @dataclass

@@ -16,7 +16,10 @@ class Prompt:
     width: positions of every row, those of padding and of cached tokens included.
     is_left_padded: whether nothing is masked but padding on the left, and positions count from each row's first token.
     is_embedded: whether embeddings came in place of token ids.
-    has_unknown_tokens: whether a cache or embeddings came in place of some tokens.
+    has_unknown_tokens: whether a cache, embeddings or pictures came in place of some tokens.
+    has_pictures: whether pictures or videos stand in the places of some tokens.
+    position_offsets: what the positions of each row [B] have more than 0, 1, 2, … from its first token on, where rounds
+        or steps of the prefill process its tokens; None if `is_left_padded` is False.
     """
 
     ids: Tensor
@@ -26,14 +29,19 @@ class Prompt:
     is_left_padded: bool
     is_embedded: bool
     has_unknown_tokens: bool
+    has_pictures: bool
+    position_offsets: list[int] | None
 
     @classmethod
-    def of(cls, input_ids: Tensor, generation_config, model_kwargs: dict) -> "Prompt":
+    def of(
+        cls, input_ids: Tensor, generation_config, model_kwargs: dict, placeholders: frozenset[int] = frozenset()
+    ) -> "Prompt":  # fmt: skip
         """The prompts of a call of ``_sample``.
 
         input_ids: [B, W] integers; W is 0 if embeddings came in their place, and the tokens behind the cache alone may
             come with a cache.
         generation_config, model_kwargs: as transformers gives them to ``_sample``.
+        placeholders: ids of tokens in whose places pictures stand.
         Raises RuntimeError or ValueError, as transformers does, if `input_ids` are no rows of integers, or if they
         and the cache do not make up the attention mask's width.
         """
@@ -50,12 +58,20 @@ class Prompt:
                 seen = mask.to(torch.int64)
                 is_left_padded = not bool((seen.diff(dim=1) < 0).any()) and bool(seen.any(dim=1).all())
                 padding = (seen == 0).sum(dim=1).tolist()
-        positions = model_kwargs.get("position_ids")
+        has_pictures, cache = _has_pictures(model_kwargs), model_kwargs.get("past_key_values")
+        cached = int(cache.get_seq_length()) if cache is not None else 0
+        positions, offsets = model_kwargs.get("position_ids"), [0] * batch
         if positions is not None and is_left_padded:
-            is_left_padded = _count_from_first_token(positions.cpu(), padding, width)
+            first = cached if embeds is None and not has_pictures else width - 1
+            offsets = _position_offsets(positions.cpu(), padding, width, first)
+            is_left_padded = offsets is not None
         unknown = [0] * (width - id_width)
         tokens = [(unknown + row if unknown else row)[pad:] for row, pad in zip(ids.tolist(), padding)]
-        return cls(ids, tokens, padding, width, is_left_padded, embeds is not None, bool(unknown))
+        are_cached = cached > 0 and any(not placeholders.isdisjoint(row) for row in tokens)
+        return cls(
+            ids, tokens, padding, width, is_left_padded, embeds is not None,
+            bool(unknown) or has_pictures or are_cached, has_pictures, offsets,
+        )  # fmt: skip
 
     def check_tokens(self, vocab_size: int) -> None:
         """Raise ValueError if a token id is not in a vocabulary of this size."""
@@ -97,8 +113,26 @@ def _width(id_width: int, generation_config, model_kwargs: dict) -> int:
     return width
 
 
-def _count_from_first_token(positions: Tensor, padding: list[int], width: int) -> bool:
-    """Whether positions [1 or B, up to W], those of the last columns, are 0, 1, 2, … from each row's first token on."""
-    expected = torch.arange(width) - torch.tensor(padding)[:, None]
-    expected = expected[:, width - positions.shape[-1] :]
-    return positions.shape[-1] <= width and not bool(((positions != expected) & (expected >= 0)).any())
+def _has_pictures(model_kwargs: dict) -> bool:
+    """Whether pictures or videos come with the prompts, encoded already or not."""
+    encoded = model_kwargs.get("mm_encoder_outputs") or {}
+    values = [*encoded.values(), model_kwargs.get("pixel_values"), model_kwargs.get("pixel_values_videos")]
+    return any(value is not None for value in values)
+
+
+def _position_offsets(positions: Tensor, padding: list[int], width: int, first: int) -> list[int] | None:
+    """What the positions of each row [B] have more than 0, 1, 2, … from its first token on; None if that differs.
+
+    positions: [1 or B, up to W], those of the last columns, where nothing may differ from that count. Or those of
+    multi-axis RoPE, [3 or fewer axes, 1 or B, up to W] or the same behind an axis that counts the text; there all
+    columns from `first` on, and all axes, must have the same offset.
+    """
+    if positions.shape[-1] > width:
+        return None
+    expected = (torch.arange(width) - torch.tensor(padding)[:, None])[:, width - positions.shape[-1] :]
+    offsets = positions - expected
+    offsets = torch.where(expected < 0, offsets[..., -1:], offsets)
+    if positions.dim() < 3:
+        return None if offsets.any() else [0] * len(padding)
+    offsets = offsets[-3:, :, max(first - width, -positions.shape[-1]) :]
+    return None if (offsets != offsets[:1, :, -1:]).any() else offsets[0, :, -1].tolist()

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..capture.pictures import reads_pictures
 from ..parallel.ranks import ALONE, Alone
 from . import past as pasts
 from .accept import Route, make_acceptor
 from .accept.processors import MINIMA, is_known
 from .agreement import led
 from .answer import Answer
+from .own_prefill import PICTURES, TOKEN_TYPES, OwnPrefill
 from .prompt import Prompt
 from .request import Request
 
@@ -34,14 +36,19 @@ def unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict)
                 return name
     if not prompt.is_left_padded:
         return "attention_mask / position_ids (anything but padding on the left)"
+    if any(prompt.position_offsets) and not speculation.engine.captured.shifts_positions:
+        return "position_ids (of several axes)"
+    is_reader = reads_pictures(speculation.original)
+    if prompt.has_pictures and not is_reader:
+        return "pixel_values (of a model that is not among those whose pictures are served)"
     if any(prompt.padding) and not speculation.serves_padding:
         return "attention_mask (padding on the left, which the model's own positions do not follow)"
     cache = model_kwargs.get("past_key_values")
     if cache is not None and not pasts.is_plain(cache):
         return f"past_key_values / cache_implementation ({type(cache).__name__})"
     is_filled = cache is not None and cache.get_seq_length() > 0
-    if (is_filled or prompt.is_embedded) and not speculation.caches_alike:
-        name = "past_key_values" if is_filled else "inputs_embeds"
+    if (is_filled or prompt.is_embedded or prompt.has_pictures) and not speculation.caches_alike:
+        name = "past_key_values" if is_filled else "inputs_embeds" if prompt.is_embedded else "pixel_values"
         return f"{name} (the model's own cache holds something else than the keys and values of each layer)"
     is_asked_for = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     if cache is not None and is_asked_for and speculation.engine.captured.clamps_prompts:
@@ -49,15 +56,20 @@ def unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict)
     states = model_kwargs.get("cache_params")  # what a model without attention has in place of past_key_values
     if states is not None and (generation_config.return_dict_in_generate or getattr(states, "_is_user_defined", False)):
         return "cache_params"
-    no_images = {"mm_encoder_outputs": {}}  # what a model that could read images is told if there are none
-    others = ((name, value) for name, value in model_kwargs.items() if name not in SERVED_ARGUMENTS)
+    types = [model_kwargs[name] for name in sorted(TOKEN_TYPES & model_kwargs.keys()) if is_reader]
+    cached = cache.get_seq_length() if is_filled else 0
+    if not prompt.has_pictures and any(each is not None and each[..., cached:].any() for each in types):
+        return "token_type_ids (of pictures that are not there)"
+    served = SERVED_ARGUMENTS | (PICTURES | TOKEN_TYPES if is_reader else set())
+    no_pictures = {"mm_encoder_outputs": {}}  # what a model that could read pictures is told if there are none
+    others = ((name, value) for name, value in model_kwargs.items() if name not in served)
     others = ((name, value) for name, value in others if value is not None)
-    return next((name for name, value in others if name not in no_images or value != no_images[name]), None)
+    return next((name for name, value in others if name not in no_pictures or value != no_pictures[name]), None)
 
 
 def make_request(
     prompt: Prompt, answer: Answer, route: Route, processors: list, generation_config, shortest: int,
-    cache: Cache | None = None, first_logits: Tensor | None = None, generator: torch.Generator | None = None,
+    own: OwnPrefill | None = None, cache: Cache | None = None, generator: torch.Generator | None = None,
     ranks: Alone = ALONE,
 ) -> Request:  # fmt: skip
     """The request for the rounds of one call. Widths of the answer become lengths of each row without its padding.
@@ -77,8 +89,10 @@ def make_request(
         eos=sorted(answer.eos),
         ids=None if any(prompt.padding) or prompt.has_unknown_tokens else prompt.ids,
         past=pasts.read(cache, prompt.padding) if cache is not None and cache.get_seq_length() > 0 else None,
+        position_offsets=prompt.position_offsets,
         has_unknown_tokens=prompt.has_unknown_tokens,
-        first_logits=first_logits,
+        first_logits=None if own is None else own.first_logits,
+        features=None if own is None else own.features,
         acceptor=make_acceptor(route, answer, processors, seed, ranks),
         seed=seed or 0,
         temperature=temperature,

@@ -25,9 +25,13 @@ class Request:
     references: 1-D tensors of token ids from which drafts may be copied.
     share_text: whether later calls may draft from the texts of this one.
     past: keys and values that exist already of the first prompt tokens.
-    has_unknown_tokens: whether `prompts` holds 0 in place of tokens whose keys and values alone are known.
+    position_offsets: what the positions of each row [B] have more than its slots; None: nothing.
+    has_unknown_tokens: whether `prompts` holds 0 in place of tokens whose keys and values alone are known, or the
+        tokens of pictures, whose keys and values are not those of their ids.
     first_logits: [B, V] float, the target's logits behind the prompts if they are known; `past` then covers the whole
         prompts, and `acceptor` is a `HostAcceptor`.
+    features: for each tap of the draft the target's hidden states [B, L, C] of the first L positions of the prompts,
+        padding included, which `past` covers; None: they are not known.
     acceptor: what accepts tokens; None accepts greedily inside the round (see `accept.Route`).
     seed: of the random numbers of `DrawInRound` and of drafters that draw, in [0, 2**63).
     temperature: at which such drafters draw; 0 takes the likeliest token.
@@ -46,8 +50,10 @@ class Request:
     references: list[Tensor] = field(default_factory=list)
     share_text: bool = True
     past: Past | None = None
+    position_offsets: list[int] | None = None
     has_unknown_tokens: bool = False
     first_logits: Tensor | None = None
+    features: list[Tensor] | None = None
     acceptor: HostAcceptor | DrawInRound | None = None
     seed: int = 0
     temperature: float = 0.0

@@ -96,16 +96,23 @@ class Prefill(nn.Module):
         super().__init__()
         self.model, self.drafter, self.state = graph.gm, drafter, state
 
-    def forward(self, size: int, max_kv_len: int) -> None:
-        """Process the next `size` tokens of every row (fewer where a prompt ends; the rest is never seen)."""
+    def forward(self, size: int, max_kv_len: int, features: list[Tensor] | None = None) -> None:
+        """Process the next `size` tokens of every row (fewer where a prompt ends; the rest is never seen).
+
+        features: for each tap the hidden states [B, size, C] of these tokens, if the target has processed them; then
+        the drafter alone does so.
+        """
         state = self.state
         ids, positions = self.prepare(size)
-        features = self.model(ids, positions, state.lengths, None, state.cache, max_kv_len)
+        if features is None:
+            features = self.model(ids, positions, state.lengths, None, state.cache, max_kv_len)
         self.conclude(size, ids, positions, features, max_kv_len)
 
     def conclude(self, size: int, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
         """Tell the drafter, and count the tokens as committed."""
         state = self.state
+        if state.position_offsets is not None:
+            positions = positions - state.position_offsets[:, None]  # a drafter's positions are its slots
         self.drafter.prefill(state, ids, positions, features, max_kv_len)
         ends = torch.maximum(state.prompt_lengths - 1, state.lengths)  # without a prompt, in warm-up: here
         state.lengths.copy_(torch.minimum(state.lengths + size, ends))

@@ -18,6 +18,7 @@ class State(nn.Module):
     """
 
     tree_probs: Tensor | None
+    position_offsets: Tensor | None
 
     def __init__(self, graph: ModelGraph, batch: int, capacity: int, device: torch.device, drawn: int = 0):
         """`drawn`: nodes at most of trees that the drafter draws, and gives the distributions of (0: it does not)."""
@@ -49,6 +50,10 @@ class State(nn.Module):
             buffer("tree_probs", batch, drawn, graph.vocab_size, dtype=torch.float32)
         else:
             self.tree_probs = None
+        if graph.shifts_positions:
+            buffer("position_offsets", batch)  # what a row's positions have more than its slots
+        else:
+            self.position_offsets = None
         self.kv = Cache(graph, batch, capacity)
         self.on_gpu = device.type == "cuda"
         self._eos: list[int] | None = []  # what `reset` has put into `is_eos`
@@ -108,11 +113,12 @@ class State(nn.Module):
 
     def reset(
         self, prompts: list[list[int]], min_lengths: list[int], max_lengths: list[int], eos: list[int],
-        ids: Tensor | None = None,
+        ids: Tensor | None = None, position_offsets: list[int] | None = None,
     ) -> None:  # fmt: skip
         """Begin B new sequences. Lengths count committed tokens, prompt included.
 
         ids: `prompts` as [B, W] int64 on the CPU, if they have one length and it is at hand.
+        position_offsets: what the positions of each row [B] have more than its slots; None: nothing.
         """
         lengths = [len(prompt) for prompt in prompts]
         if ids is None:
@@ -128,6 +134,8 @@ class State(nn.Module):
         torch._foreach_copy_(buffers, [*numbers[: len(few)].split(self.batch)])
         self.tokens[:, : ids.shape[1]] = numbers[len(few) :].view(ids.shape)
         self.kv.states.reset(self.prompt_lengths)
+        if self.position_offsets is not None:
+            self.position_offsets.copy_(torch.tensor(position_offsets or [0] * self.batch))
         self.finished.zero_()
         if eos != self._eos:
             self.is_eos.zero_()
@@ -171,8 +179,11 @@ class State(nn.Module):
             self.tree_probs[:, : probs.shape[1]] = probs
 
     def positions(self, offsets: Tensor) -> Tensor:
-        """lengths + offsets [B, N], kept inside a learned position table (only slots never committed lie outside)."""
+        """Positions of the slots lengths + offsets [B, N], kept inside a learned position table (only slots never
+        committed lie outside)."""
         positions = self.lengths[:, None] + offsets
+        if self.position_offsets is not None:
+            positions = positions + self.position_offsets[:, None]
         return positions if self.position_limit is None else positions.clamp(max=self.position_limit - 1)
 
     def forbid_early_eos(self, logits: Tensor, depth: Tensor) -> Tensor:

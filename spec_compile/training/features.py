@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..drafters.hidden_states import decoder_layers
+from ..capture.taps import decoder_layers
 from ..passes.tap_hidden_states import FINAL
 
 LOGITS = 1 << 30

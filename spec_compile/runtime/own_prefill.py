@@ -1,0 +1,62 @@
+"""Prompts that the model's own forward processes: embeddings, and texts with pictures."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..capture.adapters import twin
+from ..capture.pictures import placeholders
+from ..capture.taps import tapped
+from ..passes.tap_hidden_states import FINAL
+from .prompt import Prompt
+
+PICTURES = {
+    "pixel_values", "pixel_values_videos", "image_sizes", "image_grid_thw", "video_grid_thw", "second_per_grid_ts",
+    "mm_encoder_outputs",
+}  # fmt: skip
+"""Arguments of a model's forward that hold pictures and videos."""
+TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
+"""Arguments that say which tokens stand for pictures."""
+
+
+@dataclass
+class OwnPrefill:
+    """What the model's own forward made of B prompts.
+
+    cache: their keys and values. first_logits: [B, V] float32, the logits behind the prompts; None if the last token of
+    every row is left to the first round. features: the hidden states [B, L, C] at each tap of the draft; None if tokens
+    are missing there, because embeddings or a filled cache came in their place.
+    """
+
+    cache: Cache
+    first_logits: Tensor | None
+    features: list[Tensor] | None
+
+
+def run(
+    model, prompt: Prompt, input_ids: Tensor, generation_config, model_kwargs: dict, taps: tuple[int, ...]
+) -> OwnPrefill:
+    """Process prompts by the forward of `model`, which speculates; arguments as transformers gives them to ``_sample``.
+
+    A round can process the last token, and so accept what follows it, unless it is an embedding or a picture's.
+    """
+    kwargs, original = model_kwargs | {"use_cache": True}, model.speculation.original
+    cache = kwargs.get("past_key_values")
+    is_first = cache is None or cache.get_seq_length() == 0
+    pictures = placeholders(original)
+    has_all_tokens = is_first and not prompt.is_embedded
+    leaves_last = has_all_tokens and all(row[-1] not in pictures for row in prompt.tokens)
+    if leaves_last:
+        input_ids = input_ids[:, :-1]
+        for name in {"attention_mask", "position_ids", *TOKEN_TYPES} & kwargs.keys():
+            kwargs[name] = None if kwargs[name] is None else kwargs[name][..., :-1]
+    if FINAL in taps and "logits_to_keep" in kwargs:
+        kwargs["logits_to_keep"] = 0  # the head is to see every token, because the tap is there
+    is_tapped = has_all_tokens and bool(taps)
+    runner = twin(original) if is_tapped else model
+    with tapped(runner, taps) if is_tapped else nullcontext([]) as features:
+        output = runner._prefill(input_ids, generation_config, kwargs)
+    first_logits = None if leaves_last else output.logits[:, -1].float()
+    return OwnPrefill(output.past_key_values, first_logits, features if has_all_tokens else None)

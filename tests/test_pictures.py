@@ -1,0 +1,177 @@
+"""Prompts with pictures: the same tokens as transformers' generate()."""
+
+import functools
+import warnings
+from unittest import mock
+
+import models
+import pytest
+import torch
+from models import speculate_captured
+from picture_models import NAMES, PICTURE, inputs, model
+from transformers import LlamaConfig, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from spec_compile.drafters.modules.eagle import Eagle3Head
+from spec_compile.passes.tap_hidden_states import FINAL
+
+COUNTS = {"no picture": (0,), "one": (1,), "two": (2,), "padding on the left": (2, 1), "some rows": (1, 0, 2)}
+NEW = 32
+
+
+@functools.cache
+def fast(name):
+    return speculate_captured(model(name), compile=False)
+
+
+def both(name, *, silent=True, **arguments):
+    """The tokens of transformers and ours; the latter must come without a warning."""
+    arguments = dict(max_new_tokens=NEW, do_sample=False) | arguments
+    want = model(name).generate(**arguments)
+    with warnings.catch_warnings():
+        if silent:
+            warnings.simplefilter("error")
+        return want, fast(name).generate(**arguments)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_tokens(name, counts):
+    want, got = both(name, **inputs(name, counts))
+    assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_picture_another_answer(name):
+    """So the tests above would see it if a picture was lost."""
+    arguments = inputs(name)
+    first = fast(name).generate(**arguments, max_new_tokens=NEW, do_sample=False)
+    arguments["pixel_values"] = arguments["pixel_values"].flip(-1) + 1
+    assert not torch.equal(first, fast(name).generate(**arguments, max_new_tokens=NEW, do_sample=False))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trees_are_drafted_from_what_follows_a_picture(name):
+    arguments = inputs(name)
+    answer = fast(name).generate(**arguments, max_new_tokens=NEW, do_sample=False)
+    fast(name).speculation.stats.reset()
+    again = fast(name).generate(**arguments, max_new_tokens=NEW, do_sample=False)
+    stats = fast(name).speculation.stats
+    assert torch.equal(answer, again) and stats.rounds < NEW / 2
+
+
+@functools.cache
+def heads(name):
+    """EAGLE-3 with a random head: its drafts are poor, its cache shows what it was given."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=96
+    )
+    target = model(name)
+    torch.manual_seed(0)
+    embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    head = Eagle3Head(config, embedding, head_weight=output, taps=(1, 0, FINAL), feature_size=64).eval()
+    return speculate_captured(target, "eagle3", draft=head, num_steps=2, compile=False, check=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_see_what_the_model_itself_has_processed(name):
+    """A prompt without pictures can be processed either way, and a head's cache is then the same."""
+    arguments, caches = inputs(name, (0, 0)) | dict(max_new_tokens=1, do_sample=False), []
+    for is_own in (False, True):
+        with mock.patch("spec_compile.runtime.prompt._has_pictures", lambda kwargs, is_own=is_own: is_own):
+            heads(name).generate(**arguments)
+        session = heads(name).speculation.engine.session(2)
+        lengths = arguments["attention_mask"].sum(dim=1) - 1
+        caches.append([t[row, :, :n].clone() for t in session.drafter.cache.tensors for row, n in enumerate(lengths)])
+        for tensor in session.drafter.cache.tensors:
+            tensor.zero_()
+    for ours, own in zip(*caches):
+        assert ours.abs().max() > 0.1
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_answer_prompts_with_pictures(name):
+    arguments = inputs(name, (2, 1)) | dict(max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(model(name).generate(**arguments), heads(name).generate(**arguments))
+
+
+@pytest.mark.parametrize("name", ["Llava", "Qwen3VL"])
+def test_a_draft_model_answers_prompts_with_pictures(name):
+    draft = models.ADMITTED["llama"]()
+    fast = speculate_captured(model(name), "draft_model", draft=draft, num_steps=2, compile=False, check=False)
+    arguments = inputs(name, (2, 1)) | dict(max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(model(name).generate(**arguments), fast.generate(**arguments))
+
+
+class Text(BaseStreamer):
+    def __init__(self):
+        self.parts = []
+
+    def put(self, value):
+        self.parts.append(value.tolist())
+
+    def end(self):
+        self.parts.append("end")
+
+
+class StopsAfterSix(StoppingCriteria):
+    def __init__(self, width):
+        self.width = width
+
+    def __call__(self, ids, scores, **kwargs):
+        return torch.full((len(ids),), ids.shape[1] >= self.width + 6)
+
+
+CALLS = {
+    "processors": dict(repetition_penalty=1.3, no_repeat_ngram_size=3),
+    "sampling of one": dict(do_sample=True, top_k=1),
+    "several sequences": dict(do_sample=True, top_k=1, num_return_sequences=2),
+    "a chunk at a time": dict(prefill_chunk_size=64),
+    "a static cache": dict(cache_implementation="static"),
+    "no cache": dict(use_cache=False, suppress_tokens=[PICTURE]),
+    "few tokens": dict(max_new_tokens=1),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("name", NAMES)
+def test_options_of_generate(name, call):
+    want, got = both(name, **inputs(name, (1, 2)) | dict(max_new_tokens=12) | call)
+    assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streamers_and_criteria(name):
+    arguments, texts = inputs(name) | dict(max_new_tokens=12, do_sample=False), []
+    for each in (model(name), fast(name)):
+        texts.append(Text())
+        answer = each.generate(
+            **arguments, streamer=texts[-1], stopping_criteria=[StopsAfterSix(arguments["input_ids"].shape[1])]
+        )
+        assert answer.shape[1] == arguments["input_ids"].shape[1] + 6
+    assert texts[0].parts == texts[1].parts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_and_a_second_turn(name):
+    """Scores and the cache that is returned, behind which a second call goes on without pictures."""
+    arguments, results = inputs(name, (1, 2)), []
+    for each in (model(name), fast(name)):
+        first = each.generate(
+            **arguments, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True
+        )
+        added = torch.cat([first.sequences, torch.arange(3, 13).view(2, 5)], dim=1)
+        mask = torch.nn.functional.pad(
+            arguments["attention_mask"], (0, added.shape[1] - arguments["attention_mask"].shape[1]), value=1
+        )
+        second = each.generate(
+            input_ids=added,
+            attention_mask=mask,
+            past_key_values=first.past_key_values,
+            max_new_tokens=12,
+            do_sample=False,
+        )
+        results.append((torch.stack(first.logits), first.sequences, second))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-3, atol=1e-3)
+    assert torch.equal(results[0][1], results[1][1]) and torch.equal(results[0][2], results[1][2])
