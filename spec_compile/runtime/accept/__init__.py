@@ -28,8 +28,9 @@ class Route(Enum):
     ON_HOST         anything else                              `host.HostAcceptor`   `rejection.accept_drawn`
     =============== ========================================== ===================== ========================
 
-    ON_HOST, `greedy_grammars.GreedyGrammars` is the acceptor of greedy decoding under a grammar alone. On a CPU the host is faster than drawing in the round, because it processes no node that is not reached. All routes
-    that draw give the same tokens for a seed, whatever the route.
+    On a CPU the host is faster than drawing in the round, because it processes no node that is not reached. All routes
+    that draw give the same tokens for a seed, whatever the route. The acceptor ON_HOST is `GreedyGrammars` for greedy
+    decoding where a grammar is the only processor.
 
     A new route is a file beside this one, a row above, a branch of `choose_route` and one of `make_acceptor`.
     """

@@ -58,7 +58,9 @@ class Grammars(LogitsProcessor):
         for row in range(batch):
             self.fill(row)
             if not self.bitmask[row].any():
-                raise ValueError(f"logits_processor: the grammar of row {row} allows no first token; look at the grammar")
+                raise ValueError(
+                    f"logits_processor: the grammar of row {row} allows no first token; look at the grammar"
+                )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores [R, V] of tokens that follow what `rows` have gained, with -inf for those that are illegal."""

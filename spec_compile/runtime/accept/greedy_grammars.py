@@ -83,9 +83,7 @@ class _Walk:
 
     def __init__(self, tokens: list[int], parents: list[int], real: list[int], likeliest: list[int]):
         self.likeliest, self.path, self.gained, self.is_over = likeliest, [], [], False
-        self.children = {
-            edge[:2]: node for node, edge in enumerate(zip(parents, tokens, real)) if node > 0 and edge[2]
-        }
+        self.children = {edge[:2]: node for node, edge in enumerate(zip(parents, tokens, real)) if node > 0 and edge[2]}
 
     def enter(self) -> bool:
         """Go to the child that has the last token; whether there is one."""
