@@ -9,6 +9,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
 from spec_compile.runtime.accept import Route, make_acceptor
+from spec_compile.runtime.accept.drawn_grammars import DrawnGrammars
 from spec_compile.runtime.accept.greedy_grammars import GreedyGrammars
 from spec_compile.runtime.accept.host import HostAcceptor
 from spec_compile.runtime.answer import Answer
@@ -101,21 +102,47 @@ def test_masks_are_filled_where_a_likeliest_token_is_illegal_and_nowhere_else(mo
     assert torch.equal(result, texts) and len(fills) <= 1 + illegal + terminations
 
 
-@pytest.mark.parametrize(
-    "warpers", [[TemperatureLogitsWarper(0.7)], [TemperatureLogitsWarper(2.0), TopKLogitsWarper(3)]]
-)
-def test_drawn_tokens_do_not_depend_on_drafts(warpers):
-    texts = torch.ones(3, NEW + 1, dtype=torch.int64)
-    for round_, seed in enumerate((11, 11, 11)):
-        g = torch.Generator().manual_seed(round_)
-        result, most, _ = accepted([fake.Processor(GRAMMARS), *warpers], 3, texts, seed, g)
-        assert round_ == 0 or torch.equal(result, texts)
-        texts = result
-    assert most > 2
+WARPERS = {
+    "temperature": [TemperatureLogitsWarper(0.7)],
+    "top-k": [TemperatureLogitsWarper(2.0), TopKLogitsWarper(3)],
+    "penalty": [RepetitionPenaltyLogitsProcessor(1.5)],
+}
 
 
-def test_drawn_tokens_have_the_plain_loops_distribution():
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "beyond the grammar's end"])
+@pytest.mark.parametrize("name", WARPERS)
+def test_drawn_tokens_depend_neither_on_drafts_nor_on_the_way_of_a_gpu(name, ends, monkeypatch):
+    processors = lambda: [fake.Processor(GRAMMARS), *WARPERS[name]]  # noqa: E731
+    first, _, accept = accepted(processors(), 3, torch.ones(3, NEW + 1, dtype=torch.int64), 11, ends=ends)
+    assert (first == EOS).any() and type(accept) is (HostAcceptor if name == "penalty" else DrawnGrammars)
+    for number, way in enumerate((DrawnGrammars.__call__, DrawnGrammars.accept, DrawnGrammars.accept)):
+        monkeypatch.setattr(DrawnGrammars, "__call__", way)
+        g = torch.Generator().manual_seed(number)
+        result, most, accept = accepted(processors(), 3, first, 11, g, ends)
+        assert torch.equal(result, first) and most > 2
+
+
+def test_tokens_that_the_mask_does_not_change_are_drawn_twice_a_round(monkeypatch):
+    draws, draw = [], DrawnGrammars._draw
+    monkeypatch.setattr(DrawnGrammars, "_draw", lambda *args: draws.append(0) or draw(*args))
+    monkeypatch.setattr(DrawnGrammars, "__call__", DrawnGrammars.accept)
+    everything = fake.CompiledGrammar([dict.fromkeys(range(VOCAB), 0)], set(), fake.TokenizerInfo(VOCAB))
+    answer = Answer(torch.ones(1, 1, dtype=torch.int64), NEW + 1, [], None)
+    processors = LogitsProcessorList([fake.Processor(everything), TemperatureLogitsWarper(0.8)])
+    accept = make_acceptor(Route.ON_HOST, answer, processors, seed=5)
+    texts, g = torch.ones(1, NEW + 1, dtype=torch.int64), torch.Generator().manual_seed(0)
+    for rounds in range(1, NEW + 1):
+        tree = random_trees(answer, texts, g)
+        accept(tree, TABLE[tree.tokens])
+        assert len(draws) == 2 * rounds
+        if answer.done:
+            break
+
+
+@pytest.mark.parametrize("way", [DrawnGrammars.__call__, DrawnGrammars.accept])
+def test_drawn_tokens_have_the_plain_loops_distribution(way, monkeypatch):
     rows, grammar, warper = 2000, fake.grammar(VOCAB, legal=3), TemperatureLogitsWarper(0.8)
+    monkeypatch.setattr(DrawnGrammars, "__call__", way)
     drafts = torch.randint(3, VOCAB, (rows, 4))
     result = accepted([fake.Processor(grammar), warper], rows, drafts, seed=7, ends=False, new=3)[0][:, 1:]
 
@@ -187,7 +214,10 @@ def test_what_does_not_fit_is_refused_before_work_starts(tiny):
             f"{name}: its vocabulary has {size - 8} tokens and the model's .* {size};",
         ),
         (fake.Processor([fake.grammar(size)] * 2), f"{name}: expected one grammar, or one for each of 1 rows, got 2"),
-        (fake.Processor(fake.CompiledGrammar([{}], set(), fake.TokenizerInfo(size))), "row 0 allows no first token"),
+        (
+            fake.Processor(fake.CompiledGrammar([{}], set(), fake.TokenizerInfo(size))),
+            f"{name}: grammar 0 allows no first token",
+        ),
         (fits, None),
         (fits, f"{name}: it has served a call"),
     ):

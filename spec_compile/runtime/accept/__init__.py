@@ -7,6 +7,7 @@ import torch
 from ...parallel.ranks import ALONE, Alone
 from ..answer import Answer
 from .draw import DrawInRound
+from .drawn_grammars import DrawnGrammars
 from .grammars import Grammars, is_grammar
 from .greedy_grammars import GreedyGrammars
 from .host import HostAcceptor
@@ -29,8 +30,8 @@ class Route(Enum):
     =============== ========================================== ===================== ========================
 
     On a CPU the host is faster than drawing in the round, because it processes no node that is not reached. All routes
-    that draw give the same tokens for a seed, whatever the route. The acceptor ON_HOST is `GreedyGrammars` for greedy
-    decoding where a grammar is the only processor.
+    that draw give the same tokens for a seed, whatever the route. Under a grammar, ON_HOST is `GreedyGrammars` or
+    `DrawnGrammars` where the other processors permit it.
 
     A new route is a file beside this one, a row above, a branch of `choose_route` and one of `make_acceptor`.
     """
@@ -74,9 +75,11 @@ def make_acceptor(
             return DrawInRound(processors)
         case Route.ON_HOST:
             processors = _rowwise_grammars(answer, processors)
-            is_alone = len(processors) == 1 and isinstance(processors[0], Grammars)
-            if is_alone and seed is None and ranks.size == 1 and not answer.keeps_scores:
-                return GreedyGrammars(answer, processors)
+            if DrawnGrammars.takes(processors) and ranks.size == 1 and not answer.keeps_scores:
+                if seed is not None:
+                    return DrawnGrammars(answer, processors, seed)
+                if len(processors) == 1:
+                    return GreedyGrammars(answer, processors, seed)
             return HostAcceptor(answer, processors, seed, ranks)
 
 

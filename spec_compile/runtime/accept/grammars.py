@@ -30,6 +30,17 @@ def check_grammars(processors: list, batch: int, vocab_size: int) -> None:
                 f"{name}: its vocabulary has {', '.join(map(str, sorted(sizes)))} tokens and the model's logits have "
                 f"{vocab_size}; pass vocab_size={vocab_size} to TokenizerInfo.from_huggingface()"
             )
+        bits = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32)
+        for number, grammar in enumerate(compiled):
+            _matcher(grammar).fill_next_token_bitmask(bits)
+            if not bits.any():
+                raise ValueError(f"{name}: grammar {number} allows no first token; look at the grammar")
+
+
+def _matcher(grammar):
+    from xgrammar import GrammarMatcher  # which is installed, because the grammar is one of its objects
+
+    return GrammarMatcher(grammar)
 
 
 class Grammars(LogitsProcessor):
@@ -44,31 +55,22 @@ class Grammars(LogitsProcessor):
     """
 
     def __init__(self, processor, gained: list[list[int]]):
-        from xgrammar import GrammarMatcher  # whose object the caller has passed
-
         batch, compiled = len(gained), processor.compiled_grammars
         compiled = compiled * batch if len(compiled) == 1 else compiled
         self.gained, self.followed = gained, [0] * batch  # tokens of each row that its matcher has accepted
-        self.matchers = [GrammarMatcher(grammar) for grammar in compiled]
+        self.matchers = [_matcher(grammar) for grammar in compiled]
         words = -(-compiled[0].tokenizer_info.vocab_size // 32)
         self.bitmask = torch.full((batch, words), -1, dtype=torch.int32)
         self.rows = torch.arange(batch)
         processor.matchers, processor.compiled_grammars, processor.batch_size = self.matchers, compiled, batch
         processor.token_bitmask, processor.prefilled = self.bitmask, True
-        for row in range(batch):
-            self.fill(row)
-            if not self.bitmask[row].any():
-                raise ValueError(
-                    f"logits_processor: the grammar of row {row} allows no first token; look at the grammar"
-                )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores [R, V] of tokens that follow what `rows` have gained, with -inf for those that are illegal."""
-        rows = self.rows.tolist()
-        for row in rows:
+        for row in self.rows.tolist():
             self.follow(row)
             self.fill(row)
-        return self.mask(rows, scores)
+        return forbid(scores, self.bitmask[self.rows])
 
     def follow(self, row: int) -> None:
         """Accept the tokens that the row has gained since; RuntimeError if one is illegal."""
@@ -93,13 +95,23 @@ class Grammars(LogitsProcessor):
         self.followed[row] += legal
         return legal
 
-    def fill(self, row: int) -> None:
-        """Bring the row's mask up to what its matcher has accepted."""
-        if not self.matchers[row].is_terminated():
-            self.matchers[row].fill_next_token_bitmask(self.bitmask, row)
+    def rewind(self, row: int, count: int) -> None:
+        """Take back the last tokens that the row's matcher has accepted, none of them behind its grammar's end."""
+        if count:
+            self.matchers[row].rollback(count)
+            self.followed[row] -= count
 
-    def mask(self, rows: list[int], scores: Tensor) -> Tensor:
-        """The scores [R, V] of some rows with -inf for tokens that their masks forbid."""
-        bits = self.bitmask.to(scores.device, non_blocking=True)[rows]
-        legal = bits[:, :, None] >> torch.arange(32, device=scores.device) & 1
-        return scores.masked_fill(legal.flatten(1)[:, : scores.shape[1]] == 0, -torch.inf)
+    def fill(self, row: int, bits: Tensor | None = None, index: int = 0) -> None:
+        """Write the mask of what may follow all that the row's matcher has accepted to its row of `bitmask`, or to
+        ``bits[index]``."""
+        if not self.matchers[row].is_terminated():
+            self.matchers[row].fill_next_token_bitmask(*(self.bitmask, row) if bits is None else (bits, index))
+        elif bits is not None:
+            bits[index] = self.bitmask[row]
+
+
+def forbid(scores: Tensor, bits: Tensor) -> Tensor:
+    """The scores [R, V] with -inf for tokens whose bit in `bits` [R, ceil(V / 32)] int32, on the CPU, is 0."""
+    bits = bits.to(scores.device, non_blocking=True)[:, :, None]
+    legal = bits >> torch.arange(32, device=scores.device) & 1
+    return scores.masked_fill(legal.flatten(1)[:, : scores.shape[1]] == 0, -torch.inf)
