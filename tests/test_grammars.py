@@ -59,14 +59,15 @@ def random_trees(answer, texts, g):
     return Tree(tokens, parents, torch.arange(NODES) < torch.randint(1, NODES + 1, (answer.batch, 1), generator=g))
 
 
-def accepted(processors, batch, texts, seed=None, g=None, ends=True, new=NEW):
+def accepted(processors, batch, texts, seed=None, g=None, ends=True, new=NEW, device="cpu"):
     """What the acceptor of these processors gives, and the most tokens that a row gained in a round."""
     g = g or torch.Generator().manual_seed(0)
     answer = Answer(torch.ones(batch, 1, dtype=torch.int64), new + 1, [EOS] if ends else [], 0 if ends else None)
     accept, most = make_acceptor(Route.ON_HOST, answer, LogitsProcessorList(processors), seed), 0
     while not answer.done:
         tree, before = random_trees(answer, texts, g), [len(tokens) for tokens in answer.rows]
-        result = accept(tree, TABLE[tree.tokens])
+        on_device = Tree(*(part.to(device) for part in (tree.tokens, tree.parents, tree.real)))
+        result = accept(on_device, TABLE[tree.tokens].to(device))
         for row, tokens in enumerate(answer.rows):
             gain = tokens[before[row] :]
             assert result.tokens[row, : len(gain)].tolist() == gain
@@ -123,20 +124,21 @@ def test_drawn_tokens_depend_neither_on_drafts_nor_on_the_way_of_a_gpu(name, end
 
 
 def test_tokens_that_the_mask_does_not_change_are_drawn_twice_a_round(monkeypatch):
+    everything = fake.CompiledGrammar([dict.fromkeys(range(VOCAB), 0)], set(), fake.TokenizerInfo(VOCAB))
+    warper, texts = TemperatureLogitsWarper(0.8), torch.ones(1, NEW + 1, dtype=torch.int64)
+    texts = accepted([fake.Processor(everything), warper], 1, texts, 5, ends=False)[0]
     draws, draw = [], DrawnGrammars._draw
     monkeypatch.setattr(DrawnGrammars, "_draw", lambda *args: draws.append(0) or draw(*args))
     monkeypatch.setattr(DrawnGrammars, "__call__", DrawnGrammars.accept)
-    everything = fake.CompiledGrammar([dict.fromkeys(range(VOCAB), 0)], set(), fake.TokenizerInfo(VOCAB))
     answer = Answer(torch.ones(1, 1, dtype=torch.int64), NEW + 1, [], None)
-    processors = LogitsProcessorList([fake.Processor(everything), TemperatureLogitsWarper(0.8)])
+    processors = LogitsProcessorList([fake.Processor(everything), warper])
     accept = make_acceptor(Route.ON_HOST, answer, processors, seed=5)
-    texts, g = torch.ones(1, NEW + 1, dtype=torch.int64), torch.Generator().manual_seed(0)
-    for rounds in range(1, NEW + 1):
-        tree = random_trees(answer, texts, g)
+    g, rounds = torch.Generator().manual_seed(0), 0
+    while not answer.done:
+        tree, rounds = random_trees(answer, texts, g), rounds + 1
         accept(tree, TABLE[tree.tokens])
         assert len(draws) == 2 * rounds
-        if answer.done:
-            break
+    assert torch.equal(answer.sequences(), texts) and rounds < NEW
 
 
 @pytest.mark.parametrize("way", [DrawnGrammars.__call__, DrawnGrammars.accept])
@@ -188,7 +190,7 @@ def call(model, grammar, rows, logits_processor=(), **options):
         fake.grammar(model.config.vocab_size, seed=number, legal=20, states=4, final={1}, stop=EOS)
         for number in ([grammar] if isinstance(grammar, int) else grammar)
     ]
-    ids, mask = (tensor[:rows] for tensor in models.prompts()[1:])
+    ids, mask = (tensor[:rows].to(model.device) for tensor in models.prompts()[1:])
     processors = [fake.Processor(grammars), *logits_processor]
     options = dict(do_sample=False, max_new_tokens=32, eos_token_id=EOS, pad_token_id=0) | options
     output = model.generate(ids, attention_mask=mask, logits_processor=processors, **options)
@@ -228,3 +230,20 @@ def test_what_does_not_fit_is_refused_before_work_starts(tiny):
         with pytest.raises(ValueError, match=message):
             fast.generate(ids, max_new_tokens=2, logits_processor=[processor])
         assert fast.speculation.stats.rounds == rounds
+
+
+def test_a_request_among_others_has_a_grammar_of_its_own(tiny):
+    model, fast = tiny
+    size, prompt = model.config.vocab_size, models.prompts()[0][0]
+    processors = lambda: [fake.Processor(fake.grammar(size, legal=20, states=4))]  # noqa: E731
+    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+    expected = model.generate(prompt, logits_processor=processors(), **options)[0, prompt.shape[1] :].tolist()
+    with fast.continuous_batching_context_manager() as manager:
+        names = [
+            manager.add_request(prompt[0].tolist(), max_new_tokens=12, eos_token_id=-1, logits_processor=processors())
+            for _ in range(2)
+        ]
+        with pytest.raises(ValueError, match="its vocabulary has 8 tokens"):
+            manager.add_request(prompt[0].tolist(), logits_processor=[fake.Processor(fake.grammar(8))])
+        outputs = {name: manager.get_result(name, timeout=60) for name in names}
+    assert [output.generated_tokens for output in outputs.values()] == [expected] * 2
