@@ -243,6 +243,30 @@ DRAWS = [
         "values = {name: value[rows] for", "values = {name: value[: len(rows)] for",
         f"{DROP_IN} -k 'test_features and encoder_repetition and llama'",
     ),
+    Mutation(
+        "a likeliest token is taken though the grammar forbids it", f"{RUNTIME}accept/greedy_grammars.py",
+        "                return True\n            walk", "                pass\n            walk",
+        "tests/test_grammars.py -k greedy_tokens",
+    ),
+    Mutation(
+        "a matcher keeps guesses that were not drawn", f"{RUNTIME}accept/drawn_grammars.py",
+        "            self.grammars.rewind(row, len(walk.gained) - index)\n", "",
+        "tests/test_grammars.py -k way_of_a_gpu",
+    ),
+    Mutation(
+        "guesses that a mask changes are kept", f"{RUNTIME}accept/drawn_grammars.py",
+        "if walk.gained[index : index + 1] == [token]:", "if index < len(walk.gained):",
+        "tests/test_grammars.py -k way_of_a_gpu",
+    ),
+    Mutation(
+        "a row goes on beyond its grammar's end with the mask of its end", f"{RUNTIME}accept/grammars.py",
+        "                matcher.rollback(1)\n                self.fill(row)\n                matcher.accept_token(token)\n",
+        "                pass\n", "tests/test_grammars.py -k 'greedy_tokens and beyond'",
+    ),
+    Mutation(
+        "a vocabulary of another size is let pass", f"{RUNTIME}accept/grammars.py",
+        "if sizes != {vocab_size}:", "if not sizes:", "tests/test_grammars.py -k refused",
+    ),
 ]  # fmt: skip
 ANSWERS = [
     Mutation(

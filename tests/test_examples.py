@@ -23,8 +23,8 @@ PRINTS = {
     "compile_backend.py": ["largest difference", "join_linears"],
     "tensor_parallel.py": ["def mean(values):", "1 processes, accept length"],
 }
-TESTED_ELSEWHERE = {"demo.py", "medusa.py", "ray_data.py", "ray_serve.py"}
-"""In tests/test_demo.py, tests/test_extending.py and tests/test_serving_ray.py."""
+TESTED_ELSEWHERE = {"demo.py", "json_schema.py", "medusa.py", "ray_data.py", "ray_serve.py"}
+"""In tests/test_demo.py, tests/test_xgrammar.py, tests/test_extending.py and tests/test_serving_ray.py."""
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -13,6 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..capture.adapters import shallow
 from ..errors import did_you_mean
 from ..runtime.accept import Route, choose_route
+from ..runtime.accept.grammars import check_grammars
 from ..runtime.answer import Answer
 from ..runtime.prepared import Inputs, Plans, make_key
 from ..runtime.prompt import Prompt
@@ -120,6 +121,7 @@ class Preparer:
         reason = unserved(self._speculation, prompt, call.config, call.model_kwargs)
         if reason is not None or call.config.return_dict_in_generate:
             raise ValueError(f"{reason or 'return_dict_in_generate'}: only generate() does this; leave it out")
+        check_grammars(call.processors, 1, self._speculation.engine.runtime.verify.vocab_size)
         longest = longest_width(call.input_ids, call.criteria, call.config)
 
         def answer() -> Answer:

@@ -14,6 +14,7 @@ from ..capture.watch import describe
 from . import own_prefill
 from . import past as pasts
 from .accept import Route, choose_route
+from .accept.grammars import check_grammars
 from .agreement import asked
 from .answer import Answer
 from .prepared import Inputs, Plan, make_key
@@ -88,6 +89,7 @@ class SpeculativeMixin:
         # Read what is asked for.
         if config.prefill_chunk_size is not None and config.prefill_chunk_size < 1:
             raise RuntimeError(f"prefill_chunk_size: expected at least 1, got {config.prefill_chunk_size}")
+        check_grammars(logits_processor, len(input_ids), speculation.engine.runtime.verify.vocab_size)
         longest = longest_width(input_ids, stopping_criteria, config)
         speculation.admit_request(prompt, longest - input_ids.shape[1])
         ranks = speculation.options.ranks

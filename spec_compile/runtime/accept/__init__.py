@@ -7,8 +7,11 @@ import torch
 from ...parallel.ranks import ALONE, Alone
 from ..answer import Answer
 from .draw import DrawInRound
+from .drawn_grammars import DrawnGrammars
+from .grammars import Grammars, is_grammar
+from .greedy_grammars import GreedyGrammars
 from .host import HostAcceptor
-from .processors import MINIMA, is_known
+from .processors import MINIMA, ROWWISE, is_known
 
 
 class Route(Enum):
@@ -27,7 +30,8 @@ class Route(Enum):
     =============== ========================================== ===================== ========================
 
     On a CPU the host is faster than drawing in the round, because it processes no node that is not reached. All routes
-    that draw give the same tokens for a seed, whatever the route.
+    that draw give the same tokens for a seed, whatever the route. Under a grammar, ON_HOST is `GreedyGrammars` or
+    `DrawnGrammars` where the other processors permit it.
 
     A new route is a file beside this one, a row above, a branch of `choose_route` and one of `make_acceptor`.
     """
@@ -70,4 +74,17 @@ def make_acceptor(
         case Route.DRAW_IN_ROUND:
             return DrawInRound(processors)
         case Route.ON_HOST:
+            processors = _rowwise_grammars(answer, processors)
+            if DrawnGrammars.takes(processors) and ranks.size == 1 and not answer.keeps_scores:
+                if seed is not None:
+                    return DrawnGrammars(answer, processors, seed)
+                if len(processors) == 1:
+                    return GreedyGrammars(answer, processors, seed)
             return HostAcceptor(answer, processors, seed, ranks)
+
+
+def _rowwise_grammars(answer: Answer, processors: list) -> list:
+    """The processors with `Grammars` in place of xgrammar's, unless there are others that need rows in lockstep."""
+    if not all(is_grammar(processor) or is_known(processor, ROWWISE) for processor in processors):
+        return processors
+    return type(processors)(Grammars(each, answer.rows) if is_grammar(each) else each for each in processors)

@@ -5,6 +5,8 @@ import copy
 import torch
 from torch import Tensor
 
+from .grammars import Grammars
+
 OF_SCORES = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper",
     "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor",
@@ -24,8 +26,8 @@ ROWWISE = OF_SCORES | MINIMA | {
     "NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor", "WatermarkLogitsProcessor",
 }  # fmt: skip
 """Those that remember nothing and treat every row by itself."""
-OF_ROWS = ("prompt_ignore_length", "encoder_input_ids")
-"""Attributes of `ROWWISE` processors that may hold a value for each row of the batch."""
+OF_ROWS = ("prompt_ignore_length", "encoder_input_ids", "rows")
+"""Attributes of `ROWWISE` processors and of `Grammars` that may hold a value for each row of the batch."""
 
 
 class Processors:
@@ -33,13 +35,14 @@ class Processors:
 
     processors: transformers' LogitsProcessorList. batch: rows of the batch.
 
-    `rowwise` is whether all of them are known to treat each row by itself and to remember nothing. Others must be
-    called as plain decoding calls them, which is with all rows of the batch, at one length, once for each token.
+    `rowwise` is whether all of them are known to treat each row by itself, and to remember nothing or to follow the
+    answer as `Grammars` do. Others must be called as plain decoding calls them, which is with all rows of the batch, at
+    one length, once for each token.
     """
 
     def __init__(self, processors: list, batch: int):
         self.processors, self.batch = processors, batch
-        self.rowwise = all(is_known(processor, ROWWISE) for processor in processors)
+        self.rowwise = all(is_known(processor, ROWWISE) or isinstance(processor, Grammars) for processor in processors)
 
     def __call__(self, ids: Tensor, rows: Tensor, lengths: list[int], scores: Tensor) -> Tensor:
         """The processed scores [R, V].

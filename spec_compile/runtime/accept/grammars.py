@@ -1,0 +1,117 @@
+"""Grammars of xgrammar, whose states follow the tokens that each row of a batch has gained."""
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+REUSED = "it has served a call, whose tokens its grammars have followed; make a new one for every generate()"
+
+
+def is_grammar(processor) -> bool:
+    """Whether a logits processor is xgrammar's, told by name, because xgrammar need not be installed."""
+    cls = type(processor)
+    return (cls.__module__, cls.__name__) == ("xgrammar.contrib.hf", "LogitsProcessor")
+
+
+def check_grammars(processors: list, batch: int, vocab_size: int) -> None:
+    """Raise ValueError if one of xgrammar's processors does not fit a call.
+
+    batch: rows. vocab_size: tokens of the model's logits. A mask of fewer tokens would leave the rest allowed.
+    """
+    for processor in filter(is_grammar, processors):
+        name, compiled = "logits_processor: xgrammar's LogitsProcessor", processor.compiled_grammars
+        if processor.prefilled:
+            raise ValueError(f"{name}: {REUSED}")
+        if len(compiled) not in (1, batch):
+            raise ValueError(f"{name}: expected one grammar, or one for each of {batch} rows, got {len(compiled)}")
+        sizes = {grammar.tokenizer_info.vocab_size for grammar in compiled}
+        if sizes != {vocab_size}:
+            raise ValueError(
+                f"{name}: its vocabulary has {', '.join(map(str, sorted(sizes)))} tokens and the model's logits have "
+                f"{vocab_size}; pass vocab_size={vocab_size} to TokenizerInfo.from_huggingface()"
+            )
+        bits = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32)
+        for number, grammar in enumerate(compiled):
+            _matcher(grammar).fill_next_token_bitmask(bits)
+            if not bits.any():
+                raise ValueError(f"{name}: grammar {number} allows no first token; look at the grammar")
+
+
+def _matcher(grammar):
+    from xgrammar import GrammarMatcher  # which is installed, because the grammar is one of its objects
+
+    return GrammarMatcher(grammar)
+
+
+class Grammars(LogitsProcessor):
+    """Does what xgrammar's processor does, with rows at different lengths.
+
+    processor: xgrammar's, which `check_grammars` has let pass. It is used up.
+    gained: the tokens that each row has gained [B lists], to which the caller adds.
+
+    rows: [R] int64, the rows whose scores `__call__` is given; see `processors.OF_ROWS`.
+    bitmask: [B, ceil(V / 32)] int32 on the CPU. Bit t % 32 of number t // 32 says whether token t may come next. Behind
+    the token that ended its grammar, a row keeps the mask before that token, as it does with xgrammar's processor.
+    """
+
+    def __init__(self, processor, gained: list[list[int]]):
+        batch, compiled = len(gained), processor.compiled_grammars
+        compiled = compiled * batch if len(compiled) == 1 else compiled
+        self.gained, self.followed = gained, [0] * batch  # tokens of each row that its matcher has accepted
+        self.matchers = [_matcher(grammar) for grammar in compiled]
+        words = -(-compiled[0].tokenizer_info.vocab_size // 32)
+        self.bitmask = torch.full((batch, words), -1, dtype=torch.int32)
+        self.rows = torch.arange(batch)
+        processor.matchers, processor.compiled_grammars, processor.batch_size = self.matchers, compiled, batch
+        processor.token_bitmask, processor.prefilled = self.bitmask, True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores [R, V] of tokens that follow what `rows` have gained, with -inf for those that are illegal."""
+        for row in self.rows.tolist():
+            self.follow(row)
+            self.fill(row)
+        return forbid(scores, self.bitmask[self.rows])
+
+    def follow(self, row: int) -> None:
+        """Accept the tokens that the row has gained since; RuntimeError if one is illegal."""
+        for token in self.gained[row][self.followed[row] :]:
+            if not self.accept(row, token):
+                raise RuntimeError(
+                    f"logits_processor: the grammar of row {row} does not allow token {token}, because no token was "
+                    "legal there, or another logits processor has undone the mask"
+                )
+
+    def accept(self, row: int, token: int) -> bool:
+        """Whether the token may follow what the row's matcher has accepted; if so, it is accepted."""
+        matcher = self.matchers[row]
+        if matcher.is_terminated():
+            legal = bool(self.bitmask[row, token // 32] >> (token % 32) & 1)
+        else:
+            legal = matcher.accept_token(token)
+            if legal and matcher.is_terminated():  # only here the mask before the last token is not filled already
+                matcher.rollback(1)
+                self.fill(row)
+                matcher.accept_token(token)
+        self.followed[row] += legal
+        return legal
+
+    def rewind(self, row: int, count: int) -> None:
+        """Take back the last tokens that the row's matcher has accepted, none of them behind its grammar's end."""
+        if count:
+            self.matchers[row].rollback(count)
+            self.followed[row] -= count
+
+    def fill(self, row: int, bits: Tensor | None = None, index: int = 0) -> None:
+        """Write the mask of what may follow all that the row's matcher has accepted to its row of `bitmask`, or to
+        ``bits[index]``."""
+        if not self.matchers[row].is_terminated():
+            self.matchers[row].fill_next_token_bitmask(*(self.bitmask, row) if bits is None else (bits, index))
+        elif bits is not None:
+            bits[index] = self.bitmask[row]
+
+
+def forbid(scores: Tensor, bits: Tensor) -> Tensor:
+    """The scores [R, V] with -inf for tokens whose bit in `bits` [R, ceil(V / 32)] int32, on the CPU, is 0."""
+    bits = bits.to(scores.device, non_blocking=True)[:, :, None]
+    legal = bits >> torch.arange(32, device=scores.device) & 1
+    return scores.masked_fill(legal.flatten(1)[:, : scores.shape[1]] == 0, -torch.inf)
