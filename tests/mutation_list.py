@@ -88,8 +88,7 @@ STATE = [
     ),
     Mutation(
         "keys and values that come in lie a place off", f"{RUNTIME}state.py",
-        "slots = slice(max(first - pad, 0), past.length - pad)",
-        "slots = slice(max(first - pad, 0) + (pad > 0), past.length - pad + (pad > 0))",
+        "torch.tensor([max(first - pad, 0)],", "torch.tensor([max(first - pad, 0) + (pad > 0)],",
         f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and StaticCache'",
     ),
     Mutation(
@@ -260,8 +259,8 @@ DRAWS = [
     ),
     Mutation(
         "a row goes on beyond its grammar's end with the mask of its end", f"{RUNTIME}accept/grammars.py",
-        "                matcher.rollback(1)\n                self.fill(row)\n                matcher.accept_token(token)\n",
-        "                pass\n", "tests/test_grammars.py -k 'greedy_tokens and beyond'",
+        "matcher.rollback(1)\n                self.fill(row)\n                matcher.accept_token(token)\n", "pass\n",
+        "tests/test_grammars.py -k 'greedy_tokens and beyond'",
     ),
     Mutation(
         "a vocabulary of another size is let pass", f"{RUNTIME}accept/grammars.py",
