@@ -88,8 +88,8 @@ STATE = [
     ),
     Mutation(
         "keys and values that come in lie a place off", f"{RUNTIME}state.py",
-        "slots = slice(max(first - pad, 0), past.length - pad)",
-        "slots = slice(max(first - pad, 0) + (pad > 0), past.length - pad + (pad > 0))",
+        "begin = torch.tensor([max(first - pad, 0)], device=key_cache.device)",
+        "begin = torch.tensor([max(first - pad, 0) + (pad > 0)], device=key_cache.device)",
         f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and StaticCache'",
     ),
     Mutation(
