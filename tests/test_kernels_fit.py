@@ -75,8 +75,8 @@ for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1,
             tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
             tree_attention.launch(call._replace(tiles=tiles, slopes=slopes))
             if turned:
-                keys, values = (cache.to(torch.float8_e4m3fn) for cache in caches)
-                call = call._replace(key_cache=keys, value_cache=values, scales=torch.zeros(1, kv_heads, 4096, 2))
+                keys, scales = [cache.to(torch.float8_e4m3fn) for cache in caches], torch.zeros(1, kv_heads, 4096, 2)
+                call = call._replace(key_cache=keys[0], value_cache=keys[1], scales=scales)
                 tree_attention.launch(call._replace(tiles=tiles))
             used = max(kernel.metadata.shared for kernel in found)
             named = f"turned {turned}, window {window}, slopes {slopes is not None}"
