@@ -73,9 +73,9 @@ class Grammars(LogitsProcessor):
         return forbid(scores, self.bitmask[self.rows])
 
     def follow(self, row: int) -> None:
-        """Accept the tokens that the row has gained since; RuntimeError if one is illegal."""
+        """Accept the tokens that the row has gained since; RuntimeError if one before the grammar's end is illegal."""
         for token in self.gained[row][self.followed[row] :]:
-            if not self.accept(row, token):
+            if not self.accept(row, token) and not self.matchers[row].is_terminated():
                 raise RuntimeError(
                     f"logits_processor: the grammar of row {row} does not allow token {token}, because no token was "
                     "legal there, or another logits processor has undone the mask"
@@ -88,7 +88,7 @@ class Grammars(LogitsProcessor):
             legal = bool(self.bitmask[row, token // 32] >> (token % 32) & 1)
         else:
             legal = matcher.accept_token(token)
-            if legal and matcher.is_terminated():  # only here the mask before the last token is not filled already
+            if legal and matcher.is_terminated():  # all that follows is masked as this token, perhaps not filled yet
                 matcher.rollback(1)
                 self.fill(row)
                 matcher.accept_token(token)
