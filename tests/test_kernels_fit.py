@@ -200,8 +200,11 @@ print(json.dumps(results))
 """
 
 RECURRENCES = """
-from spec_compile.kernels.recurrence import initial_state, launch, stash_shapes
+from spec_compile.kernels.recurrence import initial_state, launch, stash_shapes, walk, walk_kernel
 
+found, walk_kernel.walk_kernel = [], Compiled(walk_kernel.walk_kernel)
+walk.launch(torch.ones(1, 64, dtype=torch.int64))
+results["a walk"] = found[0].metadata.shared
 KERNELS = "linear_tree", "linear_commit", "convolution_tree", "convolution_commit", "selective", "selective_commit"
 for name in KERNELS:
     setattr(launch, f"{name}_kernel", Compiled(getattr(launch, f"{name}_kernel")))
@@ -215,7 +218,6 @@ def linear(key_heads, heads, dk, dv, *channels):
 SHAPES = {
     "Qwen3-Next": ("delta", [*linear(16, 32, 128, 128), torch.zeros(1, 16, 32)]),
     "Kimi-Linear": ("delta", [*linear(32, 32, 128, 128, 128), torch.zeros(1, 16, 32)]),
-    "Nemotron-H-8B": ("decay", linear(8, 128, 128, 64)),
     "Falcon-H1-7B": ("decay", linear(1, 24, 256, 128)),
     "LFM2": ("convolution", [torch.zeros(size).bfloat16() for size in ((1, 16, 2048), (2048, 3))]),
     "Jamba": ("selective", [torch.zeros(size) for size in (*[(1, 16, 16)] * 2, *[(1, 16, 8192)] * 2, (8192, 16))]),
