@@ -77,6 +77,16 @@ STATE = [
         "tests/test_hybrids.py -k test_building_steps",
     ),
     Mutation(
+        "positions behind a picture have no offset", f"{RUNTIME}state.py",
+        "positions = positions + self.position_offsets[:, None]", "positions = positions + 0",
+        "tests/test_pictures.py -k 'test_the_same_tokens and Qwen3VL'",
+    ),
+    Mutation(
+        "windows go by positions with an offset", "spec_compile/passes/use_tree_attention.py",
+        "positions = _positions_of_slots(gm, positions, lengths)", "pass",
+        "tests/test_pictures.py -k 'test_the_same_tokens and Qwen2_5_VL'",
+    ),
+    Mutation(
         "the finished rows of a call are those of the next", f"{RUNTIME}state.py",
         "self.finished.zero_()", "self.finished.any()",
         f"{ROUND} -k test_a_request_leaves_nothing_to_the_next",

@@ -1,18 +1,23 @@
 """Prompts with pictures: the same tokens as transformers' generate()."""
 
+import copy
 import functools
+import itertools
 import warnings
 from unittest import mock
 
 import models
 import pytest
 import torch
+import transformers
 from models import speculate_captured
-from picture_models import NAMES, PICTURE, inputs, model
+from picture_models import NAMES, PICTURE, START, VIDEO, inputs, model
 from transformers import LlamaConfig, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+import spec_compile
 from spec_compile.drafters.modules.eagle import Eagle3Head
+from spec_compile.errors import UnsupportedModelError
 from spec_compile.passes.tap_hidden_states import FINAL
 
 COUNTS = {"no picture": (0,), "one": (1,), "two": (2,), "padding on the left": (2, 1), "some rows": (1, 0, 2)}
@@ -175,3 +180,80 @@ def test_outputs_and_a_second_turn(name):
         results.append((torch.stack(first.logits), first.sequences, second))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-3, atol=1e-3)
     assert torch.equal(results[0][1], results[1][1]) and torch.equal(results[0][2], results[1][2])
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Llava"])
+def test_a_prompt_may_end_in_a_picture(name):
+    want, got = both(name, **inputs(name, (1, 2), ending=0))
+    assert torch.equal(want, got)
+
+
+def test_behind_a_picture_axes_differ():
+    """transformers counts on in each axis from the picture's last token, which one offset cannot say."""
+    with pytest.warns(UserWarning, match="position_ids"):
+        want, got = both("Qwen2_5_VL", silent=False, **inputs("Qwen2_5_VL", ending=0))
+    assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
+def test_videos(name):
+    frames = [[VIDEO] * 4, [5] if name == "Qwen3VL" else [], [VIDEO] * 4]  # Qwen3-VL marks the time of each frame
+    ids = torch.tensor([[5, 6, 7, START, *itertools.chain(*frames), 8, 9, 10]])
+    pixels = torch.randn(32, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
+    want, got = both(
+        name, input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=2 * (ids == VIDEO).long(),
+        pixel_values_videos=pixels, video_grid_thw=torch.tensor([[2, 4, 4]]),
+    )  # fmt: skip
+    assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_picture_too_many(name):
+    """The model's own error, and the next call is as if there had been none."""
+    arguments = inputs(name)
+    wrong = arguments | {"input_ids": arguments["input_ids"].masked_fill(arguments["input_ids"] == PICTURE, 5)}
+    with pytest.raises(ValueError, match=r"(?i)image"):
+        fast(name).generate(**wrong, max_new_tokens=4)
+    want, got = both(name, **arguments)
+    assert torch.equal(want, got)
+
+
+def test_models_that_are_not_known_to_read_pictures_have_their_own_loop(monkeypatch):
+    monkeypatch.setattr("spec_compile.capture.pictures.READERS", set())
+    with pytest.warns(UserWarning, match="pixel_values"):
+        want, got = both("Llava", silent=False, **inputs("Llava"))
+    assert torch.equal(want, got)
+
+
+def test_marks_of_pictures_that_are_not_there():
+    """Gemma 3 lets such tokens see each other in both directions."""
+    arguments = inputs("Gemma3", (0,))
+    arguments["token_type_ids"][:, 2:6] = 1
+    with pytest.warns(UserWarning, match="token_type_ids"):
+        want, got = both("Gemma3", silent=False, **arguments)
+    assert torch.equal(want, got)
+
+
+def test_attention_to_pictures_in_each_token_is_refused():
+    text = dict(models.GQA16, rope_parameters=dict(rope_type="default", rope_theta=10000.0), cross_attention_layers=[1])
+    vision = dict(hidden_size=32, attention_heads=2, intermediate_size=48, image_size=16, patch_size=4)
+    vision |= dict(num_hidden_layers=2, num_global_layers=1, intermediate_layers_indices=[0], vision_output_dim=64)
+    config = transformers.MllamaConfig(text_config=text | models.SPECIAL, vision_config=vision)
+    with pytest.raises(UnsupportedModelError, match="MllamaForConditionalGeneration"):
+        spec_compile.speculate(transformers.MllamaForConditionalGeneration(config).eval(), compile=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("name", ["Gemma3", "LlavaNext", "Qwen2_5_VL", "Qwen3VL"])
+def test_on_a_gpu(name, compile):
+    """Captured rounds, uncompiled ones too, in float32."""
+    target = copy.deepcopy(model(name)).cuda()
+    fast = spec_compile.speculate(target, compile=compile, max_cache_len=512)
+    for counts in COUNTS.values():
+        arguments = {key: value.cuda() for key, value in inputs(name, counts).items()}
+        arguments |= dict(max_new_tokens=NEW, do_sample=False)
+        want = target.generate(**arguments)
+        assert torch.equal(want, fast.generate(**arguments)) and torch.equal(want, fast.generate(**arguments))
+    assert fast.speculation.stats.accept_length > 1.5
