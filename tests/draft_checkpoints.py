@@ -538,6 +538,10 @@ DFLASH = {
     "dflash_sliding": Flavour("dflash", llama, dflash_sliding),
     "dflash_bidirectional": Flavour("dflash", llama, dflash_sliding, options={"causal": False}),
     "dflash_causal": Flavour("dflash", llama, dflash, options={"flags": {"causal": True}}),
+    "jetspec": Flavour(
+        "dflash", llama, dflash,
+        options={"flags": {"block_size": BLOCK, "causal_head": True, "target_hidden_size": H}, "num_target_layers": LAYERS},
+    ),
     "dflash_anchor": Flavour("dflash", llama, dflash, options={"flags": {"sample_from_anchor": True}}),
     "dflash_scaled": Flavour(
         "dflash", llama, dflash,

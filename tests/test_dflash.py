@@ -60,6 +60,7 @@ MEANINGS = {
     "dflash_sliding": Meaning(windows=(7, None), causal=(True, False)),
     "dflash_bidirectional": Meaning(windows=(7, None)),
     "dflash_causal": Meaning(causal=(True, True)),
+    "jetspec": Meaning(causal=(True, True)),
     "dflash_anchor": Meaning(anchor=True),
     "dflash_scaled": Meaning(scale=1.7, multiplier=0.6, softcap=2.0),
     "dflash_without_taps": Meaning(taps=(2, 6)),
@@ -350,7 +351,7 @@ def test_variants_are_refused_by_name(write, flags, message):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("causal_head", True), ("fc_layernorm", True), ("gating", "per-head"), ("aux_hidden_stream", "attn_res"),
+        ("fc_layernorm", True), ("gating", "per-head"), ("aux_hidden_stream", "attn_res"),
         ("pure_draft_prefix_len", 2), ("dflash_context_residual", True), ("residual_multiplier", 0.2),
     ],
 )  # fmt: skip
@@ -383,6 +384,7 @@ def test_keys_without_effect(write):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"causal_head": True, "is_causal": False}, "causal_head true and is_causal false, which exclude each other"),
         ({"target_hidden_size": 128}, "made for a model with hidden_size 128, LlamaForCausalLM has 64"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, r"_layer_ids \[1, 3, 6\], inputs .* states 2, 4, 7 other"),
         ({"rope_theta": 0}, "config is not valid: rope_theta must be a positive, finite number, not 0"),

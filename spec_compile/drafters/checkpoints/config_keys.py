@@ -26,7 +26,7 @@ EAGLE = {
 DFLASH = {
     "block_size", "mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids",
     "num_target_layers", "sample_from_anchor", "shift_label", "dspark_bonus_anchor", "is_causal", "causal",
-    "sliding_window_non_causal", "use_swa", "swa_window_size", "input_embedding_scale", "output_multiplier",
+    "causal_head", "sliding_window_non_causal", "use_swa", "swa_window_size", "input_embedding_scale", "output_multiplier",
     "final_logit_softcapping",
 }  # fmt: skip
 """What DFlash drafts are built from besides, at the top or in dflash_config."""

@@ -101,7 +101,15 @@ class DFlashConfig(DraftConfig):
 
     @property
     def causal(self) -> tuple[bool, ...]:
-        """Whether each layer sees its block causally. Unless the config says, those that layer_types lets slide do."""
+        """Whether each layer sees its block causally. Unless the config says, those that layer_types lets slide do.
+
+        JetSpec says so by causal_head. ValueError if two keys contradict each other.
+        """
+        if self.get("causal_head"):
+            for name in ("is_causal", "causal"):
+                if self.get(name) is False:
+                    raise ValueError(f"draft: its config has causal_head true and {name} false, which exclude each other")
+            return (True,) * self.count
         told = self.raw.get("is_causal")
         told = self.get("causal") if told is None else told
         if told is not None:
@@ -179,7 +187,9 @@ def read(source: Source, target: Target, overrides: dict) -> DFlashDraft:
     ours = target.embedding
     draft.draft_to_target = None if draft_to_target is None else draft_to_target.to(ours.device)
     draft.mask_embedding = None if mask is None else nn.Parameter(mask.to(ours.device, ours.dtype), requires_grad=False)
-    draft.flavour += " (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else ""
+    draft.flavour = ("JetSpec" if config.get("causal_head") else draft.flavour) + (
+        " (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else ""
+    )
     draft.report = [
         f"{draft.flavour} draft from {checkpoint.source}",
         f"reads states {comma_separated(taps)} ({why})",
