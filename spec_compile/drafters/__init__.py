@@ -29,7 +29,10 @@ ALGORITHMS = {
     "draft_model": Entry(DraftOptions, draft_model.build),
     "dflash": Entry(dflash.DFlashOptions, dflash.build),
 }
-ALIASES = {"lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model"}
+ALIASES = {
+    "lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model",
+    **dict.fromkeys(("jetspec", "dflash2", "dspark", "domino"), "dflash"),
+}  # fmt: skip
 
 
 def parse_algorithm(algo: str) -> str:
