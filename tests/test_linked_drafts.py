@@ -1,6 +1,7 @@
 """DFlash 2, DSpark and Domino, whose drafts depend on each other: what is drafted against the formulas and against all
 paths, and whole rounds against transformers' own decoding."""
 
+import copy
 import functools
 import itertools
 import re
@@ -348,3 +349,19 @@ def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap():
     accepted = sum(gained == 2 for gained in fast.speculation.stats.trace[0])
     assert 0.1 < chance < 0.9
     assert abs(accepted - rows * chance) < 4 * (rows * chance * (1 - chance)) ** 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", dflash.MODES)
+@pytest.mark.parametrize("options", [dict(), dict(topk=drafts.CANDIDATES, num_draft_tokens=12)])
+@pytest.mark.parametrize("name", ["dflash2", "dspark", "dspark_rnn", "domino"])
+def test_drafts_and_tokens_are_the_cpus(load, name, options, mode):
+    written, traces, ids = load(name)[0], [], rounds.prompts(3, 9)
+    options = options | dict(draft=written.folder, max_cache_len=120)
+    for device, how in (("cuda", dflash.MODES[mode]), ("cpu", dict(compile=False))):
+        model = copy.deepcopy(written.target).to(device)
+        system = models.speculate_captured(model, "dflash", **options, **how)
+        assert torch.equal(rounds.generated(system, ids.to(device)).cpu(), rounds.generated(written.target, ids))
+        traces.append(system.speculation.stats.trace)
+    assert traces[0] == traces[1]

@@ -44,10 +44,10 @@ class DFlashOptions(Options):
 
     draft: the draft: a folder, a name on the hub, or a `DFlashDraft`. block_size: slots of a block, the root's included
     (default: as many as the draft was trained with; fewer work, too). topk: tokens of each place that are looked at (1:
-    a chain). num_draft_tokens: nodes verified, the root included (default: as many as a chain of all drafts has).
-    score_temperature: of the draft's probabilities by which the nodes of a tree are chosen. draft_sample_method: see
-    `DraftOptions`. draft_tensor_parallel_size: as there; the output matrix stays whole. rope_theta: base of the draft's
-    RoPE, where its config is known to be wrong.
+    a chain; DFlash 2 looks at as many as it was trained with). num_draft_tokens: nodes verified, the root included
+    (default: as many as a chain of all drafts has). score_temperature: of the draft's probabilities by which the nodes
+    of a tree are chosen. draft_sample_method: see `DraftOptions`. draft_tensor_parallel_size: as there; the output
+    matrix stays whole. rope_theta: base of the draft's RoPE, where its config is known to be wrong.
     """
 
     draft: Any = None
