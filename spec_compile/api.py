@@ -49,8 +49,8 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
 
     model: a causal language model of transformers, or peft's wrapper around one. It keeps working as before. Of a
     result of `speculate` the original is used, with these options alone.
-    algo: "ngram" (alias "lookahead"), "eagle", "eagle3", "naive_eagle", "mtp" ("nextn"), "dflash" or "draft_model"
-    ("standalone"). options: those of `config.Options`, and of the algorithm in `drafters`; ``draft=`` names the draft.
+    algo: what proposes tokens, "ngram" unless told otherwise; `drafters.ALGORITHMS` has all, `ALIASES` their other
+    names. options: those of `config.Options` and of the algorithm; ``draft=`` names the draft.
 
     Returns an object of the model's class that shares its weights, and whose ``generate()`` takes the same arguments.
     Its ``speculation`` has ``stats``, ``explain()``, ``report()``, ``ngram``, ``warmup()`` and ``refresh()``. It can be

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 V, H, I, HEADS, KV, D = models.VOCAB, 64, 96, 4, 2, 16
 VD = 40
+P_MASK = 91
 LAYERS = 8
 LLAMA = {
     "model_type": "llama", "hidden_size": H, "intermediate_size": I, "num_attention_heads": HEADS,
@@ -111,7 +112,7 @@ def save(folder: Path, config: dict | None, tensors: dict[str, Tensor], files: s
 
 def write(name: str, folder: Path, **changes) -> Written:
     """Write a flavour's checkpoint. changes: of its config, after all else."""
-    flavour = (FLAVOURS | DFLASH)[name]
+    flavour = (FLAVOURS | PARALLEL | DFLASH | LINKED)[name]
     target, tensors = flavour.target(), Weights()
     config = {**flavour.make(tensors, target, **flavour.options), **changes}
     save(folder, config, tensors, flavour.files)
@@ -310,6 +311,21 @@ def eagle3_speculators(w: Weights, target, **flags) -> dict:
     }  # fmt: skip
 
 
+def p_eagle(w: Weights, target) -> dict:
+    """amazon: vanilla layers behind the first, a state for masks, and their token as vLLM reads it."""
+    config = eagle3_sglang(w, target, ptd_token_id=P_MASK, num_hidden_layers=2, num_depths=8)
+    w.layer("layers.1")
+    w["mask_hidden"] = w.normal(1, 1, 3 * H)
+    return config
+
+
+def p_eagle_speculators(w: Weights, target) -> dict:
+    """speculators: said in the config."""
+    config = eagle3_speculators(w, target, mask_token_id=P_MASK, embed_requires_grad=True)
+    w["mask_hidden"] = w.normal(1, 1, 3 * H)
+    return {**config, "speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]}
+
+
 def eagle3_deepspec(w: Weights, target) -> dict:
     """DeepSpec: a Qwen3 layer, five states, copies of the target's embedding and output matrix."""
     midlayer(w, "layers.0", taps=5, qk_norm=True)
@@ -450,6 +466,11 @@ FLAVOURS = {
     "mtp_qwen35": Flavour("mtp", qwen35, mtp_qwen),
 }  # fmt: skip
 
+PARALLEL = {
+    "p_eagle": Flavour("p_eagle", llama, p_eagle),
+    "p_eagle_speculators": Flavour("p_eagle", llama, p_eagle_speculators),
+}
+
 
 # DFlash
 
@@ -538,6 +559,10 @@ DFLASH = {
     "dflash_sliding": Flavour("dflash", llama, dflash_sliding),
     "dflash_bidirectional": Flavour("dflash", llama, dflash_sliding, options={"causal": False}),
     "dflash_causal": Flavour("dflash", llama, dflash, options={"flags": {"causal": True}}),
+    "jetspec": Flavour(
+        "dflash", llama, dflash,
+        options={"flags": {"block_size": BLOCK, "causal_head": True, "target_hidden_size": H}},
+    ),
     "dflash_anchor": Flavour("dflash", llama, dflash, options={"flags": {"sample_from_anchor": True}}),
     "dflash_scaled": Flavour(
         "dflash", llama, dflash,
@@ -557,5 +582,84 @@ DFLASH = {
     "dflash_speculators_non_causal": Flavour(
         "dflash", llama, dflash_speculators,
         options={"types": ("sliding_attention",) * 2, "sliding_window_non_causal": True},
+    ),
+}  # fmt: skip
+
+
+# DFlash 2, DSpark and Domino, whose drafts depend on each other
+
+RANK, CANDIDATES = 8, 4
+
+
+def dflash2(w: Weights, target) -> dict:
+    """z-lab: convolutions around both parts of each layer, a selector over the likeliest tokens of each place."""
+    blocks(w)
+    for number in range(2):
+        for part in ("attention_conv", "mlp_conv"):
+            w[f"layers.{number}.{part}.base_kernel"] = w.normal(2, 2, H) * 0.3 + torch.tensor([1.0, 0.0])[:, None]
+            w.linear(f"layers.{number}.{part}.kernel_projection", 2 * 2 * H // 16, H)
+    w.linear("candidate_selector.hidden_projection", RANK, H)
+    for codebook in ("predecessor", "successor"):
+        w[f"candidate_selector.{codebook}_codebook"] = w.normal(V, RANK)
+    flags = {
+        "block_size": BLOCK, "conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": RANK,
+        "selector_top_k": CANDIDATES, "final_logit_softcapping": 20.0, "output_multiplier": 0.7,
+        "mask_token_id": MASK, "target_layer_ids": [1, 3, 6],
+    }  # fmt: skip
+    return {
+        **QWEN3, "architectures": ["DFlash2DraftModel"], "num_target_layers": LAYERS, "is_causal": False,
+        "layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True,
+        "dflash_config": flags,
+    }  # fmt: skip
+
+
+def markov(w: Weights, head: str, rows: int = V) -> None:
+    """The tables of DSpark's head, and what its kind has besides."""
+    w["markov_head.markov_w1.weight"], w["markov_head.markov_w2.weight"] = w.normal(V, RANK), w.normal(rows, RANK)
+    if head == "gated":
+        w.linear("markov_head.gate_proj", RANK, H + RANK, bias=True)
+    if head == "rnn":
+        w.linear("markov_head.joint_proj", 3 * RANK, 2 * RANK + H, bias=True)
+
+
+def dspark(w: Weights, target, head="vanilla") -> dict:
+    """DeepSpec: flat, with copies of the target's embedding and output matrix, and foretelling of acceptance."""
+    config = dflash_deepspec(w, target, markov_rank=RANK, markov_head_type=head, enable_confidence_head=True)
+    markov(w, head)
+    w.linear("confidence_head.proj", 1, H + RANK, bias=True)
+    return {**config, "confidence_head_with_markov": True}
+
+
+def dspark_projector(w: Weights, target) -> dict:
+    """SpecForge: said in dflash_config; it drafts some tokens only."""
+    flags = {"projector_type": "dspark", "markov_rank": RANK, "markov_head_type": "gated", "sample_from_anchor": True}
+    config = dflash(w, target, flags, draft_vocab_size=VD)
+    markov(w, "gated", VD)
+    vocabulary(w)
+    return config
+
+
+def domino(w: Weights, target, **flags) -> dict:
+    """SpecForge: a GRU over the tokens before, and a readout of its state and the place's."""
+    size = 12
+    flags = {"projector_type": "domino", "emb_dim": RANK, "gru_hidden_dim": size, "shift_label": False, **flags}
+    config = dflash(w, target, flags)
+    w.linear("prefix_gru", 3 * size, H)
+    w["prefix_gru.weight_ih_l0"] = w.pop("prefix_gru.weight")
+    w["prefix_gru.weight_hh_l0"] = w.normal(3 * size, size) * size**-0.5
+    w.linear("embed_proj.0", RANK, H + size)
+    w["embed_proj.2.weight"] = w.normal(V, RANK) * 2
+    return config
+
+
+LINKED = {
+    "dflash2": Flavour("dflash", llama, dflash2),
+    "dspark": Flavour("dflash", llama, dspark),
+    "dspark_gated": Flavour("dflash", llama, dspark, options={"head": "gated"}),
+    "dspark_rnn": Flavour("dflash", llama, dspark, options={"head": "rnn"}),
+    "dspark_projector": Flavour("dflash", llama, dspark_projector),
+    "domino": Flavour("dflash", llama, domino),
+    "domino_shifted": Flavour(
+        "dflash", llama, domino, options={"shift_label": True, "pure_draft_prefix_len": 2}
     ),
 }  # fmt: skip

@@ -60,6 +60,7 @@ MEANINGS = {
     "dflash_sliding": Meaning(windows=(7, None), causal=(True, False)),
     "dflash_bidirectional": Meaning(windows=(7, None)),
     "dflash_causal": Meaning(causal=(True, True)),
+    "jetspec": Meaning(causal=(True, True)),
     "dflash_anchor": Meaning(anchor=True),
     "dflash_scaled": Meaning(scale=1.7, multiplier=0.6, softcap=2.0),
     "dflash_without_taps": Meaning(taps=(2, 6)),
@@ -88,8 +89,19 @@ def heads_of(t, name, x, positions, freqs):
     return np.array(k).reshape(shape), v
 
 
-def block_logits(t, embedding, output, features, root, size, meaning, mask=MASK, theta=20000.0, first=0):
+def block_logits(t, embedding, output, features, root, size, meaning, **knobs):
     """Logits [size, Vd] of a block behind p tokens with states [p, h]: every sum and every product by itself."""
+    return head_logits(block_states(t, embedding, features, root, size, meaning, **knobs), output, meaning)
+
+
+def head_logits(normed, output, meaning):
+    """Logits of the normed states of a block."""
+    logits = normed @ np.asarray(output, dtype=np.float64).T * meaning.multiplier
+    return logits if meaning.softcap is None else meaning.softcap * np.tanh(logits / meaning.softcap)
+
+
+def block_states(t, embedding, features, root, size, meaning, mask=MASK, theta=20000.0, first=0):
+    """The normed states [size, h] that the output matrix multiplies."""
     t, p = {n: np.asarray(v, dtype=np.float64) for n, v in t.items()}, len(features[0])
     features = [np.asarray(feature, dtype=np.float64) for feature in features]
     freqs = formulas.frequencies(theta)
@@ -101,6 +113,7 @@ def block_logits(t, embedding, output, features, root, size, meaning, mask=MASK,
     for i, (past_k, past_v) in enumerate(context(t, features, freqs, first)):
         name, positions, window = f"layers.{i}.self_attn", range(p, p + size), meaning.windows[i]
         normed = formulas.rms(x, t[f"layers.{i}.input_layernorm.weight"])
+        normed, behind = convolved(t, f"layers.{i}.attention_conv", normed)
         q = formulas.linear(t, f"{name}.q_proj", normed).reshape(size, -1, 2 * len(freqs))
         q = formulas.rms(q, t[f"{name}.q_norm.weight"])
         own_k, own_v = heads_of(t, name, normed, positions, freqs)
@@ -112,10 +125,29 @@ def block_logits(t, embedding, output, features, root, size, meaning, mask=MASK,
             turned, group = formulas.rotate(q[j, h], p + j, freqs), h // (q.shape[1] // k.shape[1])
             weights = np.exp([turned @ k[s, group] * (2 * len(freqs)) ** -0.5 for s in seen])
             attended[j, h] = weights @ v[seen, group] / weights.sum()
-        x = x + formulas.linear(t, f"{name}.o_proj", attended.reshape(size, -1))
-        x = x + formulas.mlp(t, f"layers.{i}.mlp", formulas.rms(x, t[f"layers.{i}.post_attention_layernorm.weight"]))
-    logits = formulas.rms(x, t["norm.weight"]) @ np.asarray(output, dtype=np.float64).T * meaning.multiplier
-    return logits if meaning.softcap is None else meaning.softcap * np.tanh(logits / meaning.softcap)
+        x = x + behind(formulas.linear(t, f"{name}.o_proj", attended.reshape(size, -1)))
+        normed = formulas.rms(x, t[f"layers.{i}.post_attention_layernorm.weight"])
+        normed, behind = convolved(t, f"layers.{i}.mlp_conv", normed)
+        x = x + behind(formulas.mlp(t, f"layers.{i}.mlp", normed))
+    return formulas.rms(x, t["norm.weight"])
+
+
+def convolved(t, name, x):
+    """DFlash 2: x [T, h] convolved, and the function that convolves what was made of it; without one, x as it is."""
+    if f"{name}.base_kernel" not in t:
+        return x, lambda y: y
+    base, computed = t[f"{name}.base_kernel"], formulas.linear(t, f"{name}.kernel_projection", x)
+    taps, group = base.shape[1], 2 * base[0].size // computed.shape[1]
+
+    def convolve(side, y):
+        out = np.zeros_like(y)
+        for slot, channel, tap in itertools.product(*map(range, y.shape), range(taps)):
+            if tap <= slot:
+                place = (side * taps + tap) * (y.shape[1] // group) + channel // group
+                out[slot, channel] += (base[side, tap, channel] + computed[slot, place]) * y[slot - tap, channel]
+        return out
+
+    return convolve(0, x), functools.partial(convolve, 1)
 
 
 # --- blocks
@@ -145,9 +177,11 @@ def example(taps):
 
 
 @torch.no_grad()
-def our_logits(draft, size=BLOCK):
-    """Logits [B, size, Vd] of a block behind each context, and the trees proposed: through cache and passes."""
-    drafter = DFlash(draft, DFlashOptions(block_size=size)).drafter(len(CONTEXTS), 64)
+def our_logits(draft, size=BLOCK, state=(), **options):
+    """Logits [B, size, Vd] of a block behind each context, and the trees proposed: through cache and passes.
+
+    state: what `propose` finds besides."""
+    drafter = DFlash(draft, DFlashOptions(block_size=size, **options)).drafter(len(CONTEXTS), 64)
     logits, trees = [], []
     drafter.block.register_forward_hook(lambda module, arguments, out: logits.append(out[0]))
     features, root = example(draft.taps)
@@ -155,7 +189,8 @@ def our_logits(draft, size=BLOCK):
         chunk = [feature[:, first:last] for feature in features]
         drafter.prefill(SimpleNamespace(lengths=torch.full_like(root, first)), None, None, chunk, 64)
     propose = lambda *tree: trees.append(tree)  # noqa: E731
-    drafter.propose(SimpleNamespace(lengths=torch.tensor(CONTEXTS), tree_tokens=root[:, None], propose=propose), 64)
+    state = dict(lengths=torch.tensor(CONTEXTS), tree_tokens=root[:, None], propose=propose, **dict(state))
+    drafter.propose(SimpleNamespace(**state), 64)
     return logits[0], trees[0]
 
 
@@ -326,12 +361,7 @@ def test_damaged_values_and_files(write):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"projector_type": "domino"}, "projector_type 'domino'"),
-        ({"projector_type": "dspark"}, "projector_type 'dspark'"),
-        ({"markov_rank": 256}, "markov_rank 256"),
-        ({"conv_kernel_size": 2, "conv_group_size": 16}, "conv_kernel_size 2"),
-        ({"selector_rank": 256}, "selector_rank 256"),
-        ({"selector_top_k": 16}, "selector_top_k 16"),
+        ({"projector_type": "dspine"}, "projector_type 'dspine'"),
         ({"attention_sink_bias": True}, "attention_sink_bias True"),
         ({"add_swa_attention_sink_bias": True}, "add_swa_attention_sink_bias True"),
         ({"attention_value_scale": 0.707}, "attention_value_scale 0.707"),
@@ -350,7 +380,7 @@ def test_variants_are_refused_by_name(write, flags, message):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("causal_head", True), ("fc_layernorm", True), ("gating", "per-head"), ("aux_hidden_stream", "attn_res"),
+        ("fc_layernorm", True), ("gating", "per-head"), ("aux_hidden_stream", "attn_res"),
         ("pure_draft_prefix_len", 2), ("dflash_context_residual", True), ("residual_multiplier", 0.2),
     ],
 )  # fmt: skip
@@ -383,6 +413,7 @@ def test_keys_without_effect(write):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"causal_head": True, "is_causal": False}, "causal_head true and is_causal false, which exclude each other"),
         ({"target_hidden_size": 128}, "made for a model with hidden_size 128, LlamaForCausalLM has 64"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, r"_layer_ids \[1, 3, 6\], inputs .* states 2, 4, 7 other"),
         ({"rope_theta": 0}, "config is not valid: rope_theta must be a positive, finite number, not 0"),

@@ -352,8 +352,8 @@ def test_a_head_of_another_kind(write, tmp_path):
     ):
         with pytest.raises(ValueError, match="DFlash head; use algo='dflash'"):
             load(write("eagle3", **config))
-    with pytest.raises(ValueError, match=r"no EAGLE, EAGLE-3 or MTP head .*speculators_model_type 'peagle'"):
-        load(write("eagle3", speculators_model_type="peagle"))
+    with pytest.raises(ValueError, match=r"no EAGLE, EAGLE-3 or MTP head .*speculators_model_type 'hydra'"):
+        load(write("eagle3", speculators_model_type="hydra"))
     target = drafts.llama()
     target.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=r"is a whole language model \(LlamaForCausalLM\); use algo='draft_model'"):

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from ..config import Options
 from ..drafting import Algorithm
 from ..errors import did_you_mean
-from . import dflash, draft_model, heads, ngram
-from .options import DraftOptions
+from . import dflash, draft_model, heads, ngram, p_eagle, pard
+from .options import DraftOptions, ParallelOptions
 
 
 class Entry(NamedTuple):
@@ -26,10 +26,15 @@ ALGORITHMS = {
     "eagle3": Entry(heads.HeadOptions, partial(heads.build, "eagle3")),
     "mtp": Entry(heads.NaiveOptions, partial(heads.build, "mtp")),
     "naive_eagle": Entry(heads.NaiveOptions, partial(heads.build, None)),
+    "p_eagle": Entry(p_eagle.ParallelHeadOptions, p_eagle.build),
     "draft_model": Entry(DraftOptions, draft_model.build),
+    "pard": Entry(ParallelOptions, pard.build),
     "dflash": Entry(dflash.DFlashOptions, dflash.build),
 }
-ALIASES = {"lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model"}
+ALIASES = {
+    "lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model", "peagle": "p_eagle",
+    **dict.fromkeys(("jetspec", "dflash2", "dspark", "domino"), "dflash"),
+}  # fmt: skip
 
 
 def parse_algorithm(algo: str) -> str:

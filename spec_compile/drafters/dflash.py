@@ -20,7 +20,7 @@ from ..drafting import Algorithm, Drafter, DraftPlan
 from ..errors import check_int
 from ..graph import ModelGraph
 from ..kernels import attention, ops
-from ..kernels.top_logits import MAX_K, best_tokens
+from ..kernels.top_logits import MAX_K
 from ..runtime.state import State
 from ..runtime.steps.compile import PartCompiler
 from ..runtime.steps.regions import compile_regions
@@ -31,9 +31,8 @@ from .modules.dflash import Context, DFlashDraft
 from .options import check_sample_method
 from .self_check import STRIDE, own_text
 from .shared_draft import choose_ranks
-from .trees.block import BlockTree
-from .trees.propose import propose_block, propose_grown
-from .trees.schedule import Schedule
+from .trees.linked import LinkedPlaces
+from .trees.places import Places, likeliest
 
 LOOKED_AT = 8
 """Drafts of a block that the self-check looks at."""
@@ -45,10 +44,10 @@ class DFlashOptions(Options):
 
     draft: the draft: a folder, a name on the hub, or a `DFlashDraft`. block_size: slots of a block, the root's included
     (default: as many as the draft was trained with; fewer work, too). topk: tokens of each place that are looked at (1:
-    a chain). num_draft_tokens: nodes verified, the root included (default: as many as a chain of all drafts has).
-    score_temperature: of the draft's probabilities by which the nodes of a tree are chosen. draft_sample_method: see
-    `DraftOptions`. draft_tensor_parallel_size: as there; the output matrix stays whole. rope_theta: base of the draft's
-    RoPE, where its config is known to be wrong.
+    a chain; DFlash 2 looks at as many as it was trained with). num_draft_tokens: nodes verified, the root included
+    (default: as many as a chain of all drafts has). score_temperature: of the draft's probabilities by which the nodes
+    of a tree are chosen. draft_sample_method: see `DraftOptions`. draft_tensor_parallel_size: as there; the output
+    matrix stays whole. rope_theta: base of the draft's RoPE, where its config is known to be wrong.
     """
 
     draft: Any = None
@@ -103,10 +102,11 @@ class DFlash(Algorithm):
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else draft
         self.block_size, nodes = options.fit(draft)
         self.plan = DraftPlan(nodes, draft.taps, self.block_size, options.draws)
-        self.chain = Schedule(nodes - 1, 1, nodes) if options.draws else None
-        self.tree = None
-        if options.topk > 1:
-            self.tree = BlockTree(self.block_size - draft.first, options.topk, nodes).to(draft.embedding.device)
+        how = self.block_size - draft.first, options.topk, nodes, options.draws, options.score_temperature
+        is_linked = draft.transition is not None
+        self.places: LinkedPlaces | Places = (
+            LinkedPlaces(draft, *how) if is_linked else Places(*how).to(draft.embedding.device)
+        )
 
         def causal_layers(graph: ModelGraph, settings: passes.Settings) -> str:
             return restrict_to_causal(graph, draft.causal)
@@ -146,10 +146,9 @@ class DFlashDrafter(Drafter):
 
     def __init__(self, algorithm: DFlash, batch: int, slots: int):
         super().__init__()
-        self.draft, self.context, self.tree = algorithm.draft, algorithm.context, algorithm.tree
-        self.graph, self.block, self.chain = algorithm.graph, algorithm.graph.gm, algorithm.chain
-        self.block_size, self.nodes, self.options = algorithm.block_size, algorithm.plan.nodes, algorithm.options
-        self.longest = min(self.nodes, self.block_size - self.draft.first + 1)  # nodes of a path
+        self.draft, self.context, self.places = algorithm.draft, algorithm.context, algorithm.places
+        self.graph, self.block, self.block_size = algorithm.graph, algorithm.graph.gm, algorithm.block_size
+        self.longest = min(algorithm.plan.nodes, self.block_size - self.draft.first + 1)  # nodes of a path
         self.cache, self.compiled_slots = Cache(algorithm.graph, batch, slots), 0
 
     def compile(self, compiler: PartCompiler) -> None:
@@ -170,37 +169,19 @@ class DFlashDrafter(Drafter):
         for cache, values in zip(self.cache.tensors, self.context(features, positions)):
             ops.append(cache, values, begin)
 
-    def logits(self, root: Tensor, lengths: Tensor, max_kv_len: int) -> Tensor:
-        """Of the slots of a block behind the committed ones: [B, slots, Vd]. root, lengths [B]."""
+    def output(self, root: Tensor, lengths: Tensor, max_kv_len: int) -> tuple[Tensor, ...]:
+        """What the draft gives for the slots of a block behind the committed ones. root, lengths [B]."""
         masks = root.new_full((len(root), self.block_size - 1), self.draft.mask_token_id)
         ids = torch.cat([root[:, None], masks], dim=1)
         positions = lengths[:, None] + torch.arange(self.block_size, device=root.device)
         everything = torch.full_like(ids, -1)  # of the block
-        return self.block(ids, positions, lengths, everything, self.cache.tensors, max_kv_len)[0]
+        return self.block(ids, positions, lengths, everything, self.cache.tensors, max_kv_len)
 
     def propose(self, state: State, max_kv_len: int) -> None:
-        root, first = state.tree_tokens[:, 0].clone(), self.draft.first
-        logits = self.logits(root, state.lengths.clone(), max_kv_len)
-        if self.chain is not None:
-            return self._draw(state, logits[:, first:])
-        temperature, draft_to_target = self.options.score_temperature, self.draft.draft_to_target
-        if self.tree is not None:
-            return propose_block(state, self.tree, logits, first, temperature, draft_to_target)
-        _, tokens = best_tokens(logits.flatten(0, 1), 1, temperature)
-        tokens = tokens if draft_to_target is None else draft_to_target[tokens]
-        tokens = tokens.view(len(root), self.block_size)[:, first:]
-        tokens = torch.cat([root[:, None], tokens[:, : self.nodes - 1]], dim=1)
-        parents = torch.arange(-1, self.nodes - 1, device=root.device).expand_as(tokens)
-        count = torch.full_like(root, self.nodes)
-        state.propose(tokens, parents, count, torch.zeros_like(count))
-
-    def _draw(self, state: State, logits: Tensor) -> None:
-        """Propose a chain drawn from logits [B, places, Vd], those of each place whatever was drawn before."""
-
-        def step(tokens, hidden, ancestors, depth, offset, wanted):
-            return hidden, logits[:, offset + 1 : offset + 2]
-
-        propose_grown(state, self.chain, True, logits[:, 0], logits[:, 0, :1], step, self.draft.draft_to_target)
+        logits, *normed = self.output(state.tree_tokens[:, 0].clone(), state.lengths.clone(), max_kv_len)
+        if normed:
+            return self.places.propose(state, logits, *normed)
+        self.places.propose(state, logits, self.draft.first, self.draft.draft_to_target)
 
 
 @torch.no_grad()
@@ -213,9 +194,13 @@ def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[flo
     drafter.write(features, torch.zeros_like(text[:, 0]))
     looked_at, accepted = min(algorithm.block_size - draft.first, LOOKED_AT), []
     for p in range(length - 1 - looked_at, 1, -STRIDE):  # backwards, for a block overwrites what lies behind its root
-        tokens = drafter.logits(text[:, p], torch.full_like(text[:, 0], p), max_kv_len).argmax(dim=-1)
-        tokens = tokens if draft.draft_to_target is None else draft.draft_to_target[tokens]
-        right = tokens[:, draft.first :][:, :looked_at] == text[:, p + 1 : p + 1 + looked_at]
+        root = text[:, p]
+        logits, *normed = drafter.output(root, torch.full_like(root, p), max_kv_len)
+        if normed:
+            tokens = drafter.places.chain(root, logits, *normed, looked_at)
+        else:
+            tokens = likeliest(logits, draft.draft_to_target)[:, draft.first :][:, :looked_at]
+        right = tokens == text[:, p + 1 : p + 1 + looked_at]
         accepted.append(right.to(torch.int64).cumprod(dim=1).sum(dim=1))
     return float(torch.cat(accepted).float().mean()), looked_at
 

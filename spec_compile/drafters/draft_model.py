@@ -61,6 +61,7 @@ class ModelDrafter(Drafter):
         self.known = min(algorithm.graph.vocab_size, self.vocab_size)  # the rest of either vocabulary is padding
         self.graph, self.filling = algorithm.graph, algorithm.prefill.gm
         self.refill = 1 if self.schedule.topk == 1 else self.schedule.num_steps + 1  # tokens fed again before the root
+        self.wanted = self.schedule.topk  # rows of a forward whose logits are used
         self.cache = Cache(algorithm.graph, batch, slots)
         self.compiled_slots, self.compiler = 0, None
         self.models: dict[int, nn.Module] = {}
@@ -71,10 +72,10 @@ class ModelDrafter(Drafter):
         self.compiled_slots, self.compiler = self.cache.slots, compiler
         self.models.clear()
         if not compiler.exact:  # one compilation for all numbers of rows above one
-            batch, topk = len(self.cache.tensors[0]), self.schedule.topk
+            batch = len(self.cache.tensors[0])
             ids = torch.zeros(batch, compiler.nodes, dtype=torch.int64, device=self.graph.device)
             last = ids[:, 0] + self.cache.slots - compiler.nodes  # slots that are never committed
-            self._run(ids, ids, last, ids + 1, compiler.slots, ids.new_zeros(batch, topk))
+            self._run(ids, ids, last, ids + 1, compiler.slots, ids.new_zeros(batch, self.wanted))
 
     def _model(self, rows: int) -> nn.Module:
         """What runs the draft model over blocks of `rows` rows."""
@@ -86,14 +87,14 @@ class ModelDrafter(Drafter):
         return self.models[code]
 
     def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
-        ids, positions = ids.clamp(max=self.known - 1), self._inside(positions)
+        ids, positions = ids.clamp(max=self.graph.vocab_size - 1), self._inside(positions)
         self.filling(ids, positions, state.lengths, None, self.cache.tensors, max_kv_len)
 
     def propose(self, state: State, max_kv_len: int) -> None:
         begin = (state.lengths - self.refill).clamp(min=0)
         places = begin[:, None] + torch.arange(self.refill + 1, device=begin.device)
         ids = state.tokens.gather(1, places)
-        rows = (state.lengths - begin)[:, None].expand(-1, self.schedule.topk)  # as many as `_step` wants, all alike
+        rows = (state.lengths - begin)[:, None].expand(-1, self.wanted)  # as many as `_step` wants, all alike
         chain = (torch.ones_like(places) << torch.arange(1, self.refill + 2, device=begin.device)) - 1
         logits = self._run(ids, places, begin, chain, max_kv_len, rows)[:, 0]
         step = partial(self._step, state.lengths.clone(), max_kv_len)
@@ -107,7 +108,7 @@ class ModelDrafter(Drafter):
 
     def _run(self, ids, positions, lengths, ancestors, max_kv_len, rows) -> Tensor:
         """Logits [B, R, V] of the target's vocabulary, after the chosen rows of a block at slots `lengths` onwards."""
-        model, ids = self._model(ids.shape[1]), ids.clamp(max=self.known - 1)
+        model, ids = self._model(ids.shape[1]), ids.clamp(max=self.graph.vocab_size - 1)
         ids, positions, ancestors, rows = (x.contiguous() for x in (ids, self._inside(positions), ancestors, rows))
         logits = model(ids, positions, lengths, ancestors, self.cache.tensors, max_kv_len, rows)[0][..., : self.known]
         return F.pad(logits, (0, self.vocab_size - self.known), value=-math.inf)
@@ -120,11 +121,25 @@ class ModelDrafter(Drafter):
 
 def build(model: PreTrainedModel, options: DraftOptions) -> DraftModel:
     """The algorithm for `options.draft`: a model, a path or a name on the hub."""
+    draft = open_draft(model, options, "draft_model")
+    return DraftModel(draft, capture_draft(model, draft, options), options, vocabulary(model))
+
+
+def open_draft(model: PreTrainedModel, options: DraftOptions, algorithm: str) -> PreTrainedModel:
+    """The model that `options.draft` names; ValueError if there is none."""
     draft = options.draft
     if draft is None:
-        raise ValueError("draft: algo='draft_model' needs a draft model: pass draft=, a model, a path or a hub name")
+        raise ValueError(f"draft: algo={algorithm!r} needs a draft model: pass draft=, a model, a path or a hub name")
     if isinstance(draft, str):
         draft = AutoModelForCausalLM.from_pretrained(draft, dtype=model.dtype).to(model.device).eval()
+    return draft
+
+
+def capture_draft(model: PreTrainedModel, draft: PreTrainedModel, options: DraftOptions) -> ModelGraph:
+    """The graph of `draft`, which fits `model`.
+
+    Raises ValueError, TypeError or UnsupportedModelError, beginning with "draft:", if it cannot draft.
+    """
     try:
         admit(draft)
         graph = capture(draft)
@@ -138,13 +153,18 @@ def build(model: PreTrainedModel, options: DraftOptions) -> DraftModel:
             "round; pass a draft model of attention alone"
         )
     _check_fit(model, draft)
-    return DraftModel(draft, graph, options, model.get_output_embeddings().weight.shape[0])
+    return graph
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """The rows of a model's output matrix."""
+    return model.get_output_embeddings().weight.shape[0]
 
 
 def _check_fit(model: PreTrainedModel, draft: PreTrainedModel) -> None:
     if draft.device != model.device:
         raise ValueError(f"draft: it is on {draft.device}, the model on {model.device}; move it: draft.to(...)")
-    target_vocab, draft_vocab = (m.get_output_embeddings().weight.shape[0] for m in (model, draft))
+    target_vocab, draft_vocab = (vocabulary(m) for m in (model, draft))
     if abs(target_vocab - draft_vocab) > PADDING * max(target_vocab, draft_vocab):
         raise ValueError(
             f"draft: its vocabulary of {draft_vocab} tokens is not the model's ({target_vocab}); it must have the same "

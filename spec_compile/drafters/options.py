@@ -3,11 +3,19 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..config import Options
+from ..errors import check_int
+from ..kernels.top_logits import MAX_K
+from ..tree import MAX_NODES
+from .trees.places import Places
 from .trees.schedule import Schedule
 from .trees.static import StaticTree
 
 SAMPLE_METHODS = ("greedy", "probabilistic")
+MAX_PARALLEL = 31
+"""Tokens drafted in one forward at most: as many of the text may be fed again before them."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,47 @@ class DraftOptions(Options):
     def schedule(self) -> Schedule | StaticTree:
         """How the draft's trees grow; ValueError where the options contradict each other."""
         return Schedule(self.num_steps, self.topk, self.num_draft_tokens, self.score_temperature)
+
+
+@dataclass(frozen=True)
+class ParallelOptions(DraftOptions):
+    """Options of the drafts that give all tokens of a chain in one forward.
+
+    num_draft_tokens: nodes verified, the root included (default: num_steps + 1). num_steps: tokens drafted in one
+    forward. topk: tokens of each place that are looked at (1: a chain).
+    """
+
+    num_steps: int = 7
+
+    def __post_init__(self):
+        check_int("num_steps", self.num_steps, 1, MAX_PARALLEL, "tokens drafted in one forward")
+        check_int("topk", self.topk, 1, MAX_K, "tokens of each place that are looked at")
+        check_int("num_draft_tokens", self.nodes, 2, MAX_NODES, "nodes verified, the root included")
+        super().__post_init__()
+        if self.topk == 1 and self.nodes > self.num_steps + 1:
+            raise ValueError(
+                f"num_draft_tokens must be at most {self.num_steps + 1} = num_steps + 1 in a chain (topk 1), not "
+                f"{self.nodes}: lower it, or raise num_steps or topk"
+            )
+
+    @property
+    def schedule(self) -> Schedule:
+        """The chain of all tokens."""
+        return Schedule(self.num_steps, 1, None, self.score_temperature)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes verified, the root included."""
+        return self.num_draft_tokens or self.num_steps + 1
+
+    @property
+    def longest(self) -> int:
+        """Nodes of a path at most, the root included."""
+        return min(self.nodes, self.num_steps + 1)
+
+    def places(self, device: torch.device) -> Places:
+        """What proposes the tokens; ValueError if there are not as many nodes."""
+        return Places(self.num_steps, self.topk, self.nodes, self.draws, self.score_temperature).to(device)
 
 
 def check_sample_method(method: str, topk: int) -> None:

@@ -6,6 +6,7 @@ Every other key with a value that switches something on is an error that names i
 
 import math
 import re
+from collections.abc import Collection
 
 from transformers import GenerationConfig, PreTrainedConfig
 
@@ -26,10 +27,11 @@ EAGLE = {
 DFLASH = {
     "block_size", "mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids",
     "num_target_layers", "sample_from_anchor", "shift_label", "dspark_bonus_anchor", "is_causal", "causal",
-    "sliding_window_non_causal", "use_swa", "swa_window_size", "input_embedding_scale", "output_multiplier",
-    "final_logit_softcapping",
+    "causal_head", "sliding_window_non_causal", "use_swa", "swa_window_size", "input_embedding_scale",
+    "output_multiplier", "final_logit_softcapping", "conv_kernel_size", "conv_group_size", "selector_rank",
+    "selector_top_k", "markov_rank", "markov_head_type", "emb_dim", "gru_hidden_dim",
 }  # fmt: skip
-"""What DFlash drafts are built from besides, at the top or in dflash_config."""
+"""What DFlash drafts and their kin are built from besides, at the top or in dflash_config."""
 BOOKKEEPING = {
     *PreTrainedConfig().to_dict(), *GenerationConfig().to_dict(),
     "architectures", "auto_map", "custom_pipelines", "name_or_path", "torch_dtype", "tokenizer_class",
@@ -51,11 +53,11 @@ TENSORS_DECIDE = {
 }  # fmt: skip
 """Mixtures, norms and matrices, of which the checkpoint has the tensors or has not."""
 OF_A_SWITCH = {
-    "conv_group_size", "emb_dim", "gru_hidden_dim", "markov_head_type", "enable_confidence_head",
-    "confidence_head_with_markov", "dflash2_conv_kernel_size", "dflash2_conv_group_size", "dflash2_selector_rank",
-    "dflash2_selector_top_k", "dflash2_selector_search_mode",
+    "enable_confidence_head", "confidence_head_with_markov", "dflash2_conv_kernel_size", "dflash2_conv_group_size",
+    "dflash2_selector_rank", "dflash2_selector_top_k", "dflash2_selector_search_mode",
 }  # fmt: skip
-"""Sizes of parts of variants of DFlash, each with a switch of its own that is not in these lists."""
+"""What only foretells acceptance, and sizes of parts of variants of DFlash, each with a switch of its own that is not
+in these lists."""
 TRAINING = re.compile("(^|_)(loss|train|training|optimizer|lr|seed|dropout|anchors)(_|$)")
 """Names of what only a training reads."""
 FACTOR = re.compile("(scale|scaling|multiplier|factor)$")
@@ -67,25 +69,23 @@ ONLY = {
 }
 """Keys that are known with these values alone."""
 VARIANTS = {
-    "projector_type": ("dflash",),
-    "markov_rank": (0,),
-    "conv_kernel_size": (0,),
-    "selector_rank": (0,),
-    "selector_top_k": (0,),
+    "projector_type": ("dflash", "dspark", "domino"),
     "attention_sink_bias": (False,),
     "add_swa_attention_sink_bias": (False,),
     "attention_value_scale": (1,),
     "attention_mode": ("gqa", "mha"),
     "use_aux_hidden_state": (True,),
 }
-"""Keys of which any other value asks for a variant of DFlash that is not built here: Domino, DSpark, DFlash 2, MiMo."""
+"""Keys of which any other value asks for a variant of DFlash that is not built here."""
 INNER = ("eagle_config", "dflash_config", "transformer_layer_config", "model")
 """Objects within a config whose keys are looked at, too."""
 
 
-def refuse_unknown_keys(raw: dict, dflash: bool = False) -> None:
-    """ValueError, naming the key, if a config asks for anything that is not known here."""
-    known = LAYERS | BOOKKEEPING | TENSORS_DECIDE | (DFLASH | OF_A_SWITCH | VARIANTS.keys() if dflash else EAGLE)
+def refuse_unknown_keys(raw: dict, dflash: bool = False, also: Collection[str] = ()) -> None:
+    """ValueError, naming the key, if a config asks for anything that is not known here, or in `also`."""
+    known = (
+        {*also} | LAYERS | BOOKKEEPING | TENSORS_DECIDE | (DFLASH | OF_A_SWITCH | VARIANTS.keys() if dflash else EAGLE)
+    )
     for section in ("", *INNER):
         keys = raw.get(section) if section else raw
         for name, value in keys.items() if isinstance(keys, dict) else ():

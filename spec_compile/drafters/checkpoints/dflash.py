@@ -8,105 +8,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..modules.dflash import DFlashDraft
-from ..modules.layers import LayerKnobs
-from .config_keys import SPECULATORS, VARIANTS, check_rope_theta, refuse_unknown_keys
+from .config_keys import SPECULATORS, check_rope_theta
 from .describe import comma_separated, describe_layers
-from .eagle_config import DraftConfig, with_rope_theta
+from .dflash_config import DFlashConfig
+from .eagle_config import with_rope_theta
 from .files import Checkpoint, Fetch, load_pickled
 from .fill import fill_module, read_draft_to_target
 from .source import Source
 from .target import Target, likeness
+from .transitions import read_transition
 
 OVERRIDES = ("rope_theta",)
 MASK_FILE = "mask_embedding.pt"
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def detect(source: Source) -> bool:
     """Whether the config is that of a DFlash draft, or of one of its variants."""
-    said = source.config.get(SPECULATORS) in ("dflash", "dspark")
+    said = source.config.get(SPECULATORS) in ("dflash", "dflash2", "dspark", "domino")
     return "dflash_config" in source.config or said or bool(re.search("DFlash|DSpark|Domino", source.architectures))
-
-
-class DFlashConfig(DraftConfig):
-    """The ``config.json`` of a draft, whose flags may lie in dflash_config."""
-
-    def __init__(self, raw: dict):
-        super().__init__(raw)
-        inner = raw.get("dflash_config")
-        self.flags = inner if isinstance(inner, dict) else {}
-        self.deepspec = not self.speculators and any("DSpark" in name for name in self.architectures)
-        self.count = self.layer.get("num_hidden_layers") or 1
-
-    def get(self, name: str, default=None):
-        """A flag, from dflash_config, the config itself, or that of its layers."""
-        places = (self.flags, self.raw, self.layer)
-        return next((place[name] for place in places if place.get(name) is not None), default)
-
-    def whole(self, name: str, least: int) -> int:
-        """A flag that must be there; ValueError unless it is a number of at least so much."""
-        value = self.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"draft: its config must have a {name} of {least} or more, it has {value!r}")
-        return value
-
-    @property
-    def sample_from_anchor(self) -> bool:
-        """Whether the first slot of a block drafts, too: DSpark's way, and so DeepSpec's."""
-        for name in ("sample_from_anchor", "shift_label"):
-            if self.get(name) is not None:
-                return bool(self.get(name))
-        return any("DSpark" in name for name in self.architectures) and not self.get("dspark_bonus_anchor")
-
-    def refuse_variants(self) -> None:
-        """ValueError, naming the field, if a block computes what is not built here."""
-        for name, values in VARIANTS.items():
-            value = self.get(name)
-            if value is not None and value not in values:
-                raise ValueError(f"draft: its config has {name} {value!r}, a variant of DFlash that is not built here")
-        refuse_unknown_keys(self.raw, dflash=True)
-
-    def layer_knobs(self, names: dict[str, str]) -> LayerKnobs:
-        """Knobs of the layers. Of biases, the tensors there decide, and the config may ask for more."""
-        biased = bool(self.get("attention_bias"))
-        return LayerKnobs(
-            num_layers=self.count,
-            qkv_bias=biased or "blocks.0.self_attn.q_proj.bias" in names,
-            output_bias=biased or "blocks.0.self_attn.o_proj.bias" in names,
-            qk_norm=True,
-            windows=self.windows,
-        )
-
-    @property
-    def types(self) -> list[str]:
-        """What layer_types says of each layer; ValueError unless it says it of each."""
-        types = self.get("layer_types")
-        if types is None and self.get("use_sliding_window") and not self.get("use_swa"):
-            raise ValueError("draft: its config has use_sliding_window, and no layer_types to say which layers slide")
-        types = types or [FULL] * self.count
-        if len(types) != self.count or not set(types) <= {SLIDING, FULL}:
-            raise ValueError(f"draft: its config must name {SLIDING} or {FULL} for each layer, it has {types}")
-        return types
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer. Of use_swa alone (MiMo) all have one."""
-        sliding = [kind == SLIDING for kind in self.types]
-        if self.get("use_swa") and not any(sliding):
-            sliding = [True] * self.count
-        window = self.get("swa_window_size", self.get("sliding_window"))
-        if any(sliding) and not window:
-            raise ValueError("draft: its config has sliding layers, and neither sliding_window nor swa_window_size")
-        return tuple(window if slides else None for slides in sliding)
-
-    @property
-    def causal(self) -> tuple[bool, ...]:
-        """Whether each layer sees its block causally. Unless the config says, those that layer_types lets slide do."""
-        told = self.raw.get("is_causal")
-        told = self.get("causal") if told is None else told
-        if told is not None:
-            return (bool(told),) * self.count
-        return tuple(kind == SLIDING and not self.get("sliding_window_non_causal") for kind in self.types)
 
 
 def load_dflash(draft, model: PreTrainedModel, rope_theta: float | None = None) -> DFlashDraft:
@@ -171,6 +90,7 @@ def read(source: Source, target: Target, overrides: dict) -> DFlashDraft:
             embedding_scale=float(config.get("input_embedding_scale", 1)),
             output_scale=float(config.get("output_multiplier", 1)),
             softcap=float(config.get("final_logit_softcapping", 0)) or None,
+            transition=read_transition(config, llama.hidden_size, target.vocab_size, rows),
         )  # fmt: skip
     _ignore_others(checkpoint, names, target)
     draft_to_target = read_draft_to_target(checkpoint, names, rows, target.vocab_size)
@@ -179,18 +99,27 @@ def read(source: Source, target: Target, overrides: dict) -> DFlashDraft:
     ours = target.embedding
     draft.draft_to_target = None if draft_to_target is None else draft_to_target.to(ours.device)
     draft.mask_embedding = None if mask is None else nn.Parameter(mask.to(ours.device, ours.dtype), requires_grad=False)
-    draft.flavour += " (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else ""
+    draft.flavour = _flavour(config, draft)
     draft.report = [
         f"{draft.flavour} draft from {checkpoint.source}",
         f"reads states {comma_separated(taps)} ({why})",
         f"blocks of {block_size}, masked by token {mask_token_id}{'' if mask is None else ', embedded on its own'}; "
         f"slot j drafts the token {'behind' if draft.sample_from_anchor else 'of'} its own place",
-        f"{describe_layers(llama, knobs)}, {sum(causal)} of them causal",
+        f"{describe_layers(llama, knobs)}, {sum(causal)} of them causal"
+        + (f", convolutions of {knobs.conv_taps} slots around both parts" if knobs.conv_taps else ""),
+        *([] if draft.transition is None else [draft.transition.describe()]),
         "embedding: the target's; output matrix: "
         + ("the target's" if output is not None else f"its own, {rows} of {target.vocab_size} tokens"),
         *checkpoint.ignored,
     ]
     return draft.eval()
+
+
+def _flavour(config: DFlashConfig, draft: DFlashDraft) -> str:
+    """Whose format this is, for the report."""
+    name = "JetSpec" if config.get("causal_head") else draft.flavour
+    name = name if draft.transition is None else draft.transition.flavour
+    return name + (" (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else "")
 
 
 def _mask_token(config: DFlashConfig, target: Target) -> int:

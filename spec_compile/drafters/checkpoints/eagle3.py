@@ -1,5 +1,7 @@
 """The format of EAGLE-3 heads: SafeAILab's, SpecForge's, vLLM's, speculators' and DeepSpec's become an `Eagle3Head`."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -29,12 +31,14 @@ def detect(source: Source) -> bool:
     return "blocks.0.hidden_norm.weight" in source.our_names or 0 < reads == 2 * writes
 
 
-def read(source: Source, target: Target, overrides: dict) -> Eagle3Head:
+def read(
+    source: Source, target: Target, overrides: dict, kind: type[Eagle3Head] = Eagle3Head, also: Collection[str] = ()
+) -> Eagle3Head:
     """An EAGLE-3 head. overrides: rope_theta, taps, norm_before_residual, recycle_normed.
 
-    ValueError if anything does not fit.
+    kind: its class. also: keys of the config that are known besides. ValueError if anything does not fit.
     """
-    refuse_unknown_keys(source.config)
+    refuse_unknown_keys(source.config, also=also)
     checkpoint, names = source.checkpoint, source.our_names
     config = with_rope_theta(DraftConfig(source.config), overrides)
     feature_size = config.get("target_hidden_size", config.layer.get("hidden_size"))
@@ -47,7 +51,7 @@ def read(source: Source, target: Target, overrides: dict) -> Eagle3Head:
     embedding = _embedding(checkpoint, config, names, target)
     head_weight, rows = _output(checkpoint, config, names, target)
     with torch.device("meta"):
-        head = Eagle3Head(llama, embedding, taps, feature_size, head_weight, rows, knobs, **flags)
+        head = kind(llama, embedding, taps, feature_size, head_weight, rows, knobs, **flags)
     draft_to_target = read_draft_to_target(checkpoint, names, head.head_weight.shape[0], target.vocab_size)
     fill_module(head, checkpoint, names, target)
     head.draft_to_target = None if draft_to_target is None else draft_to_target.to(embedding.device)
@@ -57,7 +61,7 @@ def read(source: Source, target: Target, overrides: dict) -> Eagle3Head:
         "rope_theta": _other_rope(config, embedding.device),
     }
     head.open_knobs = {knob: others for knob, others in head.open_knobs.items() if knob not in overrides}
-    head.flavour = "EAGLE-3" + (" (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else "")
+    head.flavour = kind.flavour + (" (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else "")
     own = "the target's" if rows is None else f"its own, {rows} of {target.vocab_size} tokens"
     head.report = [
         f"{head.flavour} head from {checkpoint.source}",

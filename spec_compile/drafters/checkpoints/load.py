@@ -8,14 +8,14 @@ from transformers import PreTrainedModel
 
 from ...errors import did_you_mean
 from ..modules.head import Head
-from . import dflash, eagle, eagle3, mtp
+from . import dflash, eagle, eagle3, mtp, p_eagle
 from .config_keys import SPECULATORS, check_rope_theta
 from .files import fetcher
 from .source import Source
 from .target import Target
 from .token_map import read_token_map
 
-FORMATS = {"mtp": mtp, "dflash": dflash, "eagle3": eagle3, "eagle": eagle}
+FORMATS = {"mtp": mtp, "dflash": dflash, "p_eagle": p_eagle, "eagle3": eagle3, "eagle": eagle}
 """The format of each algorithm's drafts, in the order in which they are tried: a module with ``detect(source)``,
 ``read(source, target, overrides)`` and OVERRIDES, what may be read otherwise than a checkpoint says."""
 
@@ -30,9 +30,9 @@ def load_head(
     """The draft head that `draft` holds, on the device and in the dtype of `model`, its target.
 
     draft: a folder, a repository of the hub, a `Head`, or None: the block of multi-token prediction in the target's own
-    checkpoint. algorithm: "eagle", "eagle3" or "mtp", which the head must be (None: any). token_map: the only tokens
-    that the head may draft (FR-Spec, arXiv:2502.14856): ids, or a file of ``torch.save``, local or on the hub.
-    overrides: see OVERRIDES of each format.
+    checkpoint. algorithm: "eagle", "eagle3", "p_eagle" or "mtp", which the head must be (None: any). token_map: the
+    only tokens that the head may draft (FR-Spec, arXiv:2502.14856): ids, or a file of ``torch.save``, local or on the
+    hub. overrides: see OVERRIDES of each format.
 
     ValueError or TypeError if the head is of another kind or for another target, or if a tensor is missing, unknown or
     of another shape, all before weights are read; and then if one holds NaN or infinity.

@@ -16,6 +16,8 @@ RENAMES = [
     (r"^(?:pre_lm_head|lm_head)_layernorm\.", "output_norm."),
     (r"^lm_head\.weight$", "head_weight"),
     (r"^embed_tokens\.weight$", "embedding"),
+    (r"^(?:markov_head|candidate_selector)\.", "transition."),
+    (r"^(prefix_gru|embed_proj)\.", r"transition.\1."),
 ]
 """From the names of SafeAILab, HASS, vLLM, SGLang, speculators and DeepSpec, in turn, to ours."""
 
@@ -24,6 +26,8 @@ PUBLISHED = {
     "embedding_norm.weight": "embedding_layernorm.weight",
     "state_norm.weight": "hidden_states_layernorm.weight",
     "output_norm.weight": "pre_lm_head_layernorm.weight",
+    **{f"transition.{name}": f"markov_head.{name}" for name in ("markov_w1.weight", "markov_w2.weight")},
+    "transition.hidden_projection.weight": "candidate_selector.hidden_projection.weight",
 }
 """Names that stand by themselves, as they would be published."""
 

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
+from .convolution import ConvolvedLayer
 from .layers import Layer, LayerKnobs, rotary
+from .transitions import Transition
 
 
 class DFlashDraft(nn.Module):
@@ -27,7 +29,8 @@ class DFlashDraft(nn.Module):
     trained with. sample_from_anchor: slot j of a block at position p drafts the token at p + j + 1, so that there are
     as many drafts as slots (DSpark, DeepSpec); else that at p + j, and the first slot none. causal: layers whose slots
     see of the block only what lies before them. embedding_scale, output_scale, softcap: of the block's embeddings and
-    its logits, which become ``softcap * tanh(output_scale * logits / softcap)``.
+    its logits, which become ``softcap * tanh(output_scale * logits / softcap)``. transition: what a block's drafts
+    depend on each other by (None: they do not).
     """
 
     flavour = "DFlash"
@@ -46,6 +49,7 @@ class DFlashDraft(nn.Module):
         embedding_scale: float = 1.0,
         output_scale: float = 1.0,
         softcap: float | None = None,
+        transition: Transition | None = None,
     ):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -57,7 +61,9 @@ class DFlashDraft(nn.Module):
         self.register_buffer("draft_to_target", None, persistent=False)
         self.fc = nn.Linear(len(taps) * size, size, bias=False)
         self.hidden_norm, self.norm = LlamaRMSNorm(size, eps), LlamaRMSNorm(size, eps)
-        self.blocks = nn.ModuleList(Layer(config, number, layer) for number in range(layer.num_layers))
+        block = ConvolvedLayer if layer.conv_taps else Layer
+        self.blocks = nn.ModuleList(block(config, number, layer) for number in range(layer.num_layers))
+        self.transition = transition
         self.rotary_emb = rotary(config, embedding.device)
         self.report: list[str] = []
 
@@ -70,8 +76,9 @@ class DFlashDraft(nn.Module):
         """The tapped states, each [B, T, h], in the order of `taps` -> the context [B, T, h]."""
         return self.hidden_norm(self.fc(torch.cat(features, dim=-1)))
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor]:
-        """input_ids, positions [B, T] int64 of blocks -> (logits [B, T, Vd],), also of a slot that drafts nothing."""
+    def forward(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """input_ids, positions [B, T] int64 of blocks -> (logits [B, T, Vd],), also of a slot that drafts nothing; and
+        with a transition the normed states [B, T, h] that they come from."""
         x = F.embedding(input_ids, self.embedding)
         if self.mask_embedding is not None:
             x = torch.where((input_ids == self.mask_token_id)[:, :, None], self.mask_embedding, x)
@@ -80,12 +87,13 @@ class DFlashDraft(nn.Module):
         rope = self.rotary_emb(x, positions)
         for block in self.blocks:
             x = block(x, rope)
-        logits = F.linear(self.norm(x), self.head_weight)
+        normed = self.norm(x)
+        logits = F.linear(normed, self.head_weight)
         if self.output_scale != 1:
             logits = logits * self.output_scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
-        return (logits,)
+        return (logits,) if self.transition is None else (logits, normed)
 
 
 class Context(nn.Module):

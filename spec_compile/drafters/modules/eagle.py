@@ -62,6 +62,8 @@ class Eagle3Head(Head):
     (EAGLE-3.1). norm_before_residual: see `JoinedLayer`.
     """
 
+    flavour = "EAGLE-3"
+
     def __init__(
         self,
         config: LlamaConfig,
@@ -104,3 +106,24 @@ class Eagle3Head(Head):
             x = block(x, rope)
         normed = self.norm(x)
         return (normed if self.recycle_normed else x), normed
+
+
+class ParallelEagle3Head(Eagle3Head):
+    """P-EAGLE (arXiv:2602.01469): EAGLE-3 that also reads masks, in place of tokens that are drafted with it.
+
+    mask_hidden [1, 1, taps * h] stands for the target's states at a mask, the token `mask_token_id`.
+    """
+
+    flavour = "P-EAGLE"
+    mask_token_id: int
+
+    def __init__(
+        self, config: LlamaConfig, embedding: Tensor, taps: tuple[int, ...], feature_size: int, *args, **flags
+    ):
+        super().__init__(config, embedding, taps, feature_size, *args, **flags)
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, feature_size * len(taps)))
+
+    @torch.no_grad()
+    def mask_state(self) -> Tensor:
+        """The state of a mask [1, 1, H], as `project` gives it."""
+        return self.project(list(self.mask_hidden.chunk(len(self.taps), dim=-1)))

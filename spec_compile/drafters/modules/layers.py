@@ -23,7 +23,8 @@ class LayerKnobs:
     """What draft layers differ in, besides the sizes, activation and RoPE of their config.
 
     num_layers. qkv_bias, output_bias: of the attention's projections. qk_norm: an RMSNorm over each query and key head
-    (Qwen3). windows: the sliding window of each layer, itself included (None: full attention).
+    (Qwen3). windows: the sliding window of each layer, itself included (None: full attention). conv_taps, conv_group:
+    of `convolution.BlockConvolution` (0: layers have none).
     """
 
     num_layers: int = 1
@@ -31,6 +32,8 @@ class LayerKnobs:
     output_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
+    conv_taps: int = 0
+    conv_group: int = 1
 
 
 ONE_LAYER = LayerKnobs()

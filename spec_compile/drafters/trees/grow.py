@@ -35,9 +35,23 @@ def grow(
     return (_grow_chain if schedule.topk == 1 else _grow_tree)(schedule, root, logits, hidden, step, draft_to_target)
 
 
-def _best(scores: Tensor, count: int) -> Tensor:
+def highest(scores: Tensor, count: int) -> Tensor:
     """The places [B, count] of the highest scores, of equal ones the first."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def best_nodes(tokens: Tensor, above: Tensor, scores: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of M numbered nodes the best, from the best down: tokens, parents [B, nodes] int64 and scores [B, nodes].
+
+    tokens, above (the number of each node's parent, -1 of the root), scores [B, M]. The root is number 0; a parent's
+    number is below its children's and its score not, so that with the lower number first among equals no node comes
+    before its parent.
+    """
+    kept = highest(scores, nodes)
+    number = torch.arange(nodes, device=kept.device)
+    parents = above.gather(1, kept)[:, :, None] == kept[:, None, :]
+    parents = torch.where(number == 0, -1, torch.where(parents, number, 0).sum(dim=2))
+    return tokens.gather(1, kept), parents, scores.gather(1, kept)
 
 
 def _grow_chain(
@@ -56,8 +70,7 @@ def _grow_chain(
 def _grow_tree(
     schedule: Schedule, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, draft_to_target: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Candidates are numbered as they are found, the root being 0: a parent's number is below its children's, and its
-    score not, so that with the lower number first among equals no node comes before its parent."""
+    """Candidates are numbered as they are found, the root being 0."""
     batch, topk, device = root.shape[0], schedule.topk, root.device
     number = torch.arange(MAX_NODES, device=device)
     tokens, scores = [root[:, None]], [torch.zeros(batch, 1, device=device)]
@@ -75,7 +88,7 @@ def _grow_tree(
         above.append(frontier.repeat_interleave(topk, dim=1))
         if level == schedule.num_steps:
             break
-        best = _best(below, topk)
+        best = highest(below, topk)
         frontier, frontier_scores = first + best, below.gather(1, best)
         first += below.shape[1]
         itself = torch.ones_like(best) << number[fed_tokens.shape[1] :][:topk]
@@ -88,8 +101,4 @@ def _grow_tree(
         hidden = hidden[:, -topk:]
 
     tokens, scores, above = (torch.cat(parts, dim=1) for parts in (tokens, scores, above))
-    kept = _best(scores, schedule.nodes)
-    parents = above.gather(1, kept)[:, :, None] == kept[:, None, :]
-    parents = torch.where(parents, number[: kept.shape[1]], 0).sum(dim=2)
-    parents = torch.where(number[: kept.shape[1]] == 0, -1, parents)
-    return tokens.gather(1, kept), parents, scores.gather(1, kept)
+    return best_nodes(tokens, above, scores, schedule.nodes)

@@ -1,0 +1,76 @@
+"""P-EAGLE (arXiv:2602.01469): EAGLE-3 heads that draft all tokens of a chain in one forward, at masks.
+
+The last committed slot drafts the first token. Behind it lie num_steps - 1 masks: pairs of the mask's embedding and a
+learned state, which take the slots that the next accepted tokens are written to.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..drafting import Drafter, DraftPlan
+from ..runtime.state import State
+from .checkpoints.load import load_head
+from .heads import HeadDrafter, Heads
+from .modules.eagle import ParallelEagle3Head
+from .options import ParallelOptions
+from .self_check import first_position_acceptance, own_text
+
+
+@dataclass(frozen=True)
+class ParallelHeadOptions(ParallelOptions):
+    """Options of P-EAGLE.
+
+    rope_theta: base of the head's RoPE, where its config is known to be wrong.
+    """
+
+    rope_theta: float | None = None
+
+
+class ParallelHeads(Heads):
+    """Drafts of one `head`, all in one forward."""
+
+    def __init__(self, head: ParallelEagle3Head, options: ParallelHeadOptions):
+        super().__init__(head, options)
+        self.places, self.longest = options.places(head.head_weight.device), options.longest
+        self.plan = DraftPlan(options.nodes, head.taps, self.schedule.fed, options.draws)
+        self.mask = head.mask_state()
+
+    def drafter(self, batch: int, slots: int) -> Drafter:
+        return ParallelHeadDrafter(self, batch, slots)
+
+    def refresh(self) -> None:
+        super().refresh()
+        self.mask.copy_(self.head.mask_state())
+
+
+class ParallelHeadDrafter(HeadDrafter):
+    """Runs a head over what was committed, and once over the masks behind it."""
+
+    def __init__(self, algorithm: ParallelHeads, batch: int, slots: int):
+        super().__init__(algorithm, batch, slots)
+        self.places, self.mask, self.longest = algorithm.places, algorithm.mask, algorithm.longest
+
+    def propose(self, state: State, max_kv_len: int) -> None:
+        lengths, masks = state.lengths.clone(), self.schedule.num_steps - 1
+        logits = self.logits(self.normed.clone())[:, None]
+        if masks:
+            positions = lengths[:, None] + torch.arange(masks, device=lengths.device)
+            ids = torch.full_like(positions, self.head.mask_token_id)
+            states = self.mask.expand(len(ids), masks, -1).contiguous()
+            _, normed = self.block(ids, positions, states, lengths, None, self.cache.tensors, max_kv_len)
+            logits = torch.cat([logits, self.logits(normed)], dim=1)
+        self.places.propose(state, logits, 0, self.head.draft_to_target)
+
+
+def build(model: PreTrainedModel, options: ParallelHeadOptions) -> ParallelHeads:
+    """The algorithm with the head that `options` names; of several readings the one with most first drafts accepted."""
+    overrides = {} if options.rope_theta is None else {"rope_theta": options.rope_theta}
+    head = load_head(options.draft, model, "p_eagle", **overrides)
+    if options.check:
+        ids = own_text(model)
+        readings = [(first_position_acceptance(model, reading, ids), reading) for reading in head.readings()]
+        share, head = max(readings, key=lambda scored: scored[0])
+        head.report.append(f"self-check: {share:.0%} of first drafts are the target's own tokens")
+    return ParallelHeads(head, options)

@@ -1,0 +1,48 @@
+"""Trees over a block of drafts whose tokens depend on those before them, as in DFlash 2, DSpark and Domino."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels.ops import gather_rows
+from .grow import best_nodes, highest
+
+
+class Follow(Protocol):
+    """What may come at one place of a block, after each of W nodes at the place before."""
+
+    def __call__(self, place: int, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """previous [B, W] int64: the nodes' tokens. state [B, W, C]: what is carried on the way to them.
+
+        Returns log-probabilities [B, W, K] of the place's candidates, none above 0, and the state [B, W, C] behind
+        the nodes.
+        """
+
+
+def grow_lattice(
+    root: Tensor, tokens: Tensor, follow: Follow, state: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The best trees of `nodes` nodes, the root included, over K candidates at each of P places.
+
+    root [B]; tokens [B, P, K] int64: the candidates, different at each place; state [B, C]: of the root. A node's score
+    is the sum of log-probabilities on its path. At each place only the nodes - 1 best paths go on, less one for each
+    place before: a node that has as many above it or beside it is not in the tree, and nothing below it is.
+
+    Returns tokens, parents [B, nodes] int64 and scores [B, nodes] float32, from the best node down.
+    """
+    _, places, count = tokens.shape
+    level, state = root[:, None], state[:, None]  # the nodes at the place before
+    scores = torch.zeros_like(level, dtype=torch.float32)
+    levels = [(level, torch.full_like(level, -1), scores)]
+    first = 0  # number of the level's first node
+    for place in range(min(places, nodes - 1)):
+        logprobs, state = follow(place, level, state)
+        totals = (scores[:, :, None] + logprobs).flatten(1)
+        kept = highest(totals, min(totals.shape[1], nodes - 1 - place))
+        parents, above = kept // count, first + kept // count
+        first += level.shape[1]
+        level, scores = tokens[:, place].gather(1, kept % count), totals.gather(1, kept)
+        state = gather_rows(state, parents)
+        levels.append((level, above, scores))
+    return best_nodes(*(torch.cat(parts, dim=1) for parts in zip(*levels)), nodes)

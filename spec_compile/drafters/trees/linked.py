@@ -1,0 +1,135 @@
+"""Chains and trees over the places of a block whose drafts depend on each other (see `modules.transitions`)."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...kernels.top_logits import best_tokens
+from ...runtime.state import State
+from ..modules.dflash import DFlashDraft
+from .lattice import grow_lattice
+from .propose import propose_grown
+from .schedule import Schedule
+from .step import chain_parents
+
+TINY = 1e-6
+"""The least that tokens other than the candidates weigh together."""
+
+
+class LinkedPlaces:
+    """Proposes chains that follow the likeliest token after the one before, and the best trees over candidates.
+
+    The candidates of a place are its likeliest tokens by the block alone: as many as the draft's transition chooses
+    among, or else `topk`, and in a chain all. The arguments are those of `Places`.
+    """
+
+    def __init__(self, draft: DFlashDraft, places: int, topk: int, nodes: int, draws: bool, temperature: float):
+        self.draft, self.transition, self.nodes, self.temperature = draft, draft.transition, nodes, temperature
+        self.drawn = Schedule(nodes - 1, 1, nodes) if draws else None
+        self.is_tree = topk > 1
+        self.candidates = self.transition.candidates or (topk if self.is_tree else None)
+        available = 1 + places if not self.is_tree else sum(self.candidates**depth for depth in range(places + 1))
+        if nodes > available:
+            raise ValueError(
+                f"num_draft_tokens must be at most {available}, the nodes of a tree of {self.candidates} tokens at "
+                f"each of {places} places and the root, not {nodes}: lower it, or raise topk or block_size"
+            )
+
+    def propose(self, state: State, logits: Tensor, normed: Tensor) -> None:
+        """Propose trees below the last committed tokens.
+
+        logits [B, first + P, Vd], normed [B, first + P, h]: the draft's output at a block, `first` rows of which draft
+        nothing.
+        """
+        root = state.tree_tokens[:, 0].clone()
+        if self.drawn is not None:
+            return self._draw(state, root, Block(self, logits, normed, 1.0))
+        tokens, parents = self.likeliest(root, logits, normed)
+        count = torch.full_like(root, self.nodes)
+        state.propose(tokens, parents, count, torch.zeros_like(count))
+
+    def likeliest(self, root: Tensor, logits: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """The chain of the likeliest tokens, or the best trees over the candidates: tokens, parents [B, N]."""
+        if self.is_tree:
+            block = Block(self, logits, normed, self.temperature)
+            candidates = block.to_target(block.ids)
+            return grow_lattice(root, candidates, block.follow, block.start[:, 0], self.nodes)[:2]
+        tokens = self.chain(root, logits, normed, self.nodes - 1)
+        return torch.cat([root[:, None], tokens], dim=1), chain_parents(root, self.nodes)
+
+    def chain(self, root: Tensor, logits: Tensor, normed: Tensor, length: int) -> Tensor:
+        """The likeliest token after the one before, place by place: the target's ids [B, length]."""
+        block, tokens = Block(self, logits, normed, 1.0), [root[:, None]]
+        carried = block.start
+        for place in range(length):
+            scores, carried = block.scores(place, tokens[-1], carried)
+            _, best = best_tokens(scores[:, 0], 1, 1.0)
+            tokens.append(best if block.ids is None else block.ids[:, place].gather(1, best))
+            tokens[-1] = block.to_target(tokens[-1])
+        return torch.cat(tokens[1:], dim=1)
+
+    def _draw(self, state: State, root: Tensor, block: "Block") -> None:
+        """Propose a chain whose tokens are drawn one after the other."""
+
+        def logits_after(place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+            scores, carried = block.scores(place, previous, carried)
+            if block.ids is not None:
+                everywhere = scores.new_full((len(scores), 1, block.vocabulary), -math.inf)
+                scores = everywhere.scatter(2, block.ids[:, place, None], scores)
+            return carried, scores
+
+        def step(tokens, carried, ancestors, depth, offset, wanted):
+            return logits_after(offset + 1, tokens, carried)
+
+        carried, logits = logits_after(0, root[:, None], block.start)
+        propose_grown(state, self.drawn, True, logits[:, 0], carried[:, 0], step, self.draft.draft_to_target)
+
+
+class Block:
+    """The draft's output at one block, and what follows each token in it.
+
+    ids [B, P, K]: the candidates of each place, as rows of the output matrix (None: all tokens are). logprobs
+    [B, P, K]: theirs by the block alone, at `temperature`. start [B, 1, C]: the state of the root.
+    """
+
+    def __init__(self, places: LinkedPlaces, logits: Tensor, normed: Tensor, temperature: float):
+        self.draft, self.transition, self.temperature = places.draft, places.transition, temperature
+        first, self.vocabulary = self.draft.first, logits.shape[2]
+        self.logits, self.normed, self.ids = logits[:, first:], normed[:, first:], None
+        if places.candidates is not None:
+            scores, ids = best_tokens(logits.flatten(0, 1), places.candidates, temperature)
+            self.logprobs, self.ids = (x.view(*logits.shape[:2], -1)[:, first:] for x in (scores, ids))
+        self.start = normed.new_zeros(len(normed), 1, self.transition.state_size)
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """The target's ids of rows of the output matrix."""
+        return ids if self.draft.draft_to_target is None else self.draft.draft_to_target[ids]
+
+    def scores(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, up to a constant, of the candidates of a place after each of W nodes: [B, W, K or Vd] float32.
+
+        previous [B, W] int64, carried [B, W, C]: see `lattice.Follow`.
+        """
+        alone = self.logits[:, place] if self.ids is None else self.logprobs[:, place]
+        hidden = self.normed[:, place, None].expand(-1, previous.shape[1], -1)
+        query, carried = self.transition.query(hidden, previous, carried, self.draft.embedding)
+        alone = alone[:, None].float().expand(-1, previous.shape[1], -1)
+        if place < self.transition.skipped:
+            return alone, carried
+        if self.ids is None:
+            return alone + F.linear(query, self.transition.keys).float(), carried
+        keys = F.embedding(self.ids[:, place], self.transition.keys)  # [B, K, r]
+        return alone + (query @ keys.mT).float() / self.temperature, carried
+
+    def follow(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """See `lattice.Follow`. A transition that knows all tokens also shifts those that are no candidates: what they
+        weigh together is taken from the block alone, because the sum over all tokens would cost a product of the whole
+        output for each node."""
+        scores, carried = self.scores(place, previous, carried)
+        total = scores.logsumexp(dim=2, keepdim=True)
+        if self.transition.candidates is None:
+            others = (1 - self.logprobs[:, place].exp().sum(dim=1)).clamp(min=TINY).log()
+            total = torch.logaddexp(total, others[:, None, None])
+        return scores - total, carried
