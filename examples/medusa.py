@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spec_compile import speculate
 from spec_compile.config import Options
 from spec_compile.drafters import ALGORITHMS, Entry
-from spec_compile.drafters.hidden_states import FINAL, keep_row, tapped_states
+from spec_compile.drafters.hidden_states import keep_row, tapped_states
 from spec_compile.drafters.trees.block import BlockTree
 from spec_compile.drafters.trees.propose import propose_block
 from spec_compile.drafting import Algorithm, Drafter, DraftPlan
+from spec_compile.passes.tap_hidden_states import FINAL
 
 
 class MedusaHeads(nn.Module):

@@ -96,7 +96,7 @@ FUNCTIONS: dict[str, Callable] = {
 
 def _homes(model: nn.Module) -> list[tuple[ModuleType, str]]:
     """The modules of Python in which classes of `model` are defined, and the functions that they have of these."""
-    files = {type(module).__module__ for module in model.modules()}
+    files = {type(module).__module__ for module in model.modules()} & sys.modules.keys()
     return [(sys.modules[file], name) for file in files for name in FUNCTIONS if hasattr(sys.modules[file], name)]
 
 
