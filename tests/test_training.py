@@ -325,7 +325,7 @@ def slow_blocks(model, documents, trainer, features):
                 context = [state[row, :anchor] for state in features.states[:-1]]
                 yield row, anchor, dflash_formulas.block_logits(
                     tensors, embedding, output, context, int(document.ids[anchor]), trainer.block_size,
-                    dflash_formulas.Meaning(), trainer.mask, 10000.0,
+                    dflash_formulas.Meaning(), mask=trainer.mask, theta=10000.0,
                 )  # fmt: skip
 
 
