@@ -10,6 +10,7 @@ import pytest
 import quantised_checkpoints as checkpoints
 import torch
 from safetensors.torch import load_file
+from test_passes import prefix_then_chunk
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
@@ -285,20 +286,6 @@ def test_layers_of_one_input_are_merged_without_a_copy(name, tmp_path):
 
 def _path(name):
     return f"{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}"
-
-
-def prefix_then_chunk(function, graph):
-    """Outputs and caches after a prefix of tokens and then a chunk."""
-    ids = torch.randint(3, graph.vocab_size, (2, 19), generator=torch.Generator().manual_seed(1))
-    steps, lengths = torch.arange(19).expand(2, -1), torch.zeros(2, dtype=torch.int64)
-    cache = [
-        torch.zeros(2, layer.kv_heads, 32, size, dtype=graph.dtype)
-        for layer in graph.layers
-        for size in (layer.key_dim, layer.value_dim)
-    ]
-    with torch.no_grad():
-        function(ids[:, :12], steps[:, :12], lengths, None, cache, 32)
-        return [*function(ids[:, 12:], steps[:, 12:], lengths + 12, None, cache, 32), *cache]
 
 
 @pytest.mark.parametrize("name", [*KERNELS, "gptq_by_activation"])
