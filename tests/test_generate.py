@@ -343,8 +343,8 @@ def test_explain_and_dump(model, fast, tmp_path):
     files = spec_compile.dump(fast, tmp_path / "dump")
     names = [file.name for file in files]
     assert "verify_0_tidy.py" in names and any("prefill" in name for name in names)
-    last = (tmp_path / "dump" / "verify_6_use_small_m_linears.py").read_text()
-    assert "sdpa_attention" in last and "spec_compile.attention.default" not in last
+    [last] = [file for file in files if file.name.startswith("verify") and "use_small_m_linears" in file.name]
+    assert "sdpa_attention" in last.read_text() and "spec_compile.attention.default" not in last.read_text()
     with pytest.raises(TypeError, match="speculate"):
         spec_compile.dump(model, tmp_path)
 
