@@ -121,6 +121,17 @@ def test_rows_without_a_draft_neither_gain_nor_teach():
     assert policy.choose([1, 16], [0, 1]) == measured(CPU).choose([1, 16], [0, 1])
 
 
+@pytest.mark.parametrize("rows, costs", [(1, CPU), (16, STEEP), (64, {1: 1.0, 4: 1.6, 16: 4.0})])
+def test_trying_costs_little_however_many_rows_there_are(rows, costs):
+    """Where drafts never help, a plain round for each row would be best."""
+    policy, seconds = measured(costs), 0.0
+    for _ in range(1000):
+        nodes = policy.choose([16] * rows, [1] * rows)
+        policy.learn(nodes, [16] * rows, [1] * rows, [[]] * rows, None)
+        seconds += costs[nodes]
+    assert costs[1] * 1000 < seconds < 1.15 * costs[1] * 1000
+
+
 def test_fixed_sizes_ignore_what_was_learnt():
     policy = measured(CPU, adaptive=False)
     assert set(drive(policy, CPU, accepted=0, rounds=40)) == {16}

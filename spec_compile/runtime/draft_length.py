@@ -9,6 +9,9 @@ LEARN = 0.15
 """Weight of the newest round in the running means."""
 FORGET = 0.005
 """How fast an estimate that is not being observed returns to its prior, so that every size is tried again."""
+RISE = 0.01
+"""Tokens a row by which such an estimate rises in a round, unless smaller sizes are accepted to their ends. A size is
+tried when it has risen by what it lacks, so this is also about the share of the time that trying a size costs."""
 COMMON = 0.75
 """Share of a change in what one size costs that the other sizes are expected to show, too: texts grow, and other
 processes come and go."""
@@ -76,17 +79,29 @@ class SizePolicy:
             self._learn_cost(nodes, seconds)
         if self.hindsight is not None:
             return
-        for count, hint, path in [
-            *((count, hint, path) for count, hint, path in zip(counts, hints, paths) if count > 1),
-            *((count, ANY, path) for count, path in zip(counts, paths)),
-        ]:
-            gain = self._gains(hint)
-            share = max(PRIOR, len(path) / max(1, nodes - 1))  # of a larger size: as much as of this one, at least
-            for index, n in enumerate(self.sizes):
-                if n <= nodes or count <= nodes:
-                    gain[index] += LEARN * (bisect_left(path, n) - gain[index])  # a path's nodes ascend
-                else:
-                    gain[index] += FORGET * (share * (n - 1) - gain[index])
+        rounds: dict[int, list[tuple[int, list[int]]]] = {}
+        for count, hint, path in zip(counts, hints, paths):
+            rounds.setdefault(ANY, []).append((count, path))
+            if count > 1:
+                rounds.setdefault(hint, []).append((count, path))
+        for bucket, trees in rounds.items():
+            self._learn_gains(self._gains(bucket), nodes, trees)
+
+    def _learn_gains(self, gain: list[float], nodes: int, trees: list[tuple[int, list[int]]]) -> None:
+        """After a round over `nodes` nodes: `trees` of one bucket, each (real nodes, accepted path).
+
+        A size that was observed moves by a weight for each tree; one that was not returns to its prior once a round,
+        because otherwise many rows would try large sizes, which cost them most, more often than one.
+        """
+        followed = sum(len(path) for _, path in trees) / len(trees)
+        share = max(PRIOR, followed / max(1, nodes - 1))  # of a larger size: as much as of this one, at least
+        for index, n in enumerate(self.sizes):
+            gains = [bisect_left(path, n) for count, path in trees if n <= nodes or count <= nodes]  # paths ascend
+            if gains:
+                gain[index] += (1 - (1 - LEARN) ** len(gains)) * (sum(gains) / len(gains) - gain[index])
+            else:
+                more = share * (n - 1) - gain[index]
+                gain[index] += min(RISE, more) if more > 0 and share == PRIOR else FORGET * more
 
     def _learn_cost(self, nodes: int, seconds: float) -> None:
         known = self.cost.setdefault(nodes, seconds)
