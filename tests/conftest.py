@@ -17,6 +17,7 @@ import captures
 import hypothesis
 import models
 import pytest
+import sweeps
 import transformers
 
 from spec_compile import api
@@ -27,6 +28,11 @@ torch.set_num_threads(1)  # a second thread on a busy core makes OpenMP wait, up
 transformers.logging.set_verbosity_error()
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    sweeps.mark(items)
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,88 @@
-"""Which cases of a sweep run by default."""
+"""Which cases of a sweep run by default; `make test-all` runs them all."""
 
 import itertools
 
 import pytest
+
+OFTEN = {
+    "test_attention_backends": {"test_rotation_joins_what_rotates": "triton sdpa"},
+    "test_backend": {"test_every_architecture_keeps_its_logits": "llama gpt2 gemma3 mixtral deepseek_v3 gpt_oss"},
+    "test_checks": {
+        "test_factors_in_full_precision": "llama-dtype0-1.01 llama-dtype6-1.001 gemma3-dtype2-1.01",
+        "test_sound_models_pass_and_a_factor_of_1_01_does_not": "llama-dtype0-cpu gemma3-dtype4-cpu mixtral-dtype8-cpu",
+    },
+    "test_classes": {
+        "test_a_method_of_the_models_own_is_run_with_one_warning": "OwnInputs OwnLoop",
+        "test_class": "AfmoeForCausalLM BertLMHeadModel MoshiForCausalLM",
+        "test_sound_models_pass_in_16_bits": "llama-dtype0",
+    },
+    "test_demo_heads": {
+        "test_heads_draft_what_the_demo_model_says": "eagle3-options1-3.3 mtp-options2-2.3 dflash-options3-1.8",
+    },
+    "test_demo_model": {"test_real_prompts": "bug_fixing code_editing chat"},
+    "test_dflash": {
+        "test_blocks_are_their_formulas": "dflash dflash_sliding dflash_bias dflash_speculators jetspec",
+        "test_drafts_are_those_of_a_draft_without_a_cache": "tree cut",
+        "test_tokens_are_plain_decodings": "llama-chain llama-tree mixtral-tree",
+    },
+    "test_draft_block": {
+        "test_a_head_is_captured_for_any_batch_and_length": "eagle_qwen2 eagle3_sglang_layers mtp_deepseek mtp_qwen35",
+    },
+    "test_draft_checkpoints": {
+        "test_every_tensor_is_needed": "eagle_qwen2 eagle31 eagle3_sglang_layers mtp_mimo mtp_qwen",
+    },
+    "test_draft_rounds": {
+        "test_drafts_are_those_of_a_draft_without_a_cache": "eagle-hot eagle3-tree draft_model-chain mtp-tree",
+    },
+    "test_kernels_fit": {"test_kernels_fit": "attention products"},
+    "test_passes": {
+        "test_rotary_and_fused_norms_of_real_architectures": (
+            "llama-2-5-4 qwen3-2-5-4 gemma3-4-17-8 gpt_oss-0-9-8 deepseek_v3-0-13-6 gpt2-0-0-0"
+        ),
+        "test_taps_of_real_architectures": "llama gpt2 gpt_oss deepseek_v3",
+    },
+    "test_quantised": {
+        "test_refresh_takes_over_other_quantised_weights": "fp8_block awq",
+        "test_the_answer_in_16_bits": "fp8_block gptq_by_activation",
+    },
+    "test_reentry": {"test_calls_inside_a_call": "ngram-eager eagle3-eager dflash-eager"},
+    "test_refresh": {"test_training_and_loading_between_answers": ["ngram", "eagle3 of some tokens", "draft_model"]},
+    "test_regions": {"test_the_same_computation": "llama gpt2 gemma3 mixtral deepseek_v3 gpt_oss"},
+    "test_round": {"test_minimum_length": ["what is forbidden-8-16", "what comes instead-8-4"]},
+    "test_row_invariance": {
+        "test_kernels_of_ours_compute_all_of_these": "llama qwen3 gpt_oss lfm2",
+        "test_what_no_kernel_of_ours_computes_is_named": "gpt2-parts0 cohere-parts1",
+    },
+    "test_sampling": {
+        "test_generate": "nodes8-plain nodes8-repetition_penalty nodes5-min_p",
+        "test_generate_with_a_draft_model": ["drawn-{}", "chain-{'repetition_penalty': 1.5}"],
+    },
+    "test_tensor_parallel": {
+        "test_every_algorithm_gives_one_processs_tokens": "ngram eagle3_tree fr_spec draft_model dflash",
+        "test_every_architecture_gives_one_processs_tokens": "llama qwen3_moe deepseek_v3",
+    },
+    "test_training": {
+        "test_one_batch_is_learned": "eagle3 dflash",
+        "test_rounds_accept_what_training_unrolls": "eagle3-40 dflash-40",
+    },
+}
+"""File -> test -> its cases that are not slow."""
+
+
+def mark(items: list) -> None:
+    """Mark the collected cases that are slow. Raises AssertionError where a test of this table has no such case."""
+    collected = {}
+    for item in items:
+        if item.path.stem in OFTEN and item.originalname in OFTEN[item.path.stem]:
+            collected.setdefault((item.path.stem, item.originalname), []).append(item)
+    for (file, test), cases in collected.items():
+        often = OFTEN[file][test]
+        often = often.split() if isinstance(often, str) else often
+        if len(cases) > 1:  # not where one case was asked for by its name
+            assert {*often} <= {case.callspec.id for case in cases}, f"sweeps.OFTEN: {file}::{test} has other cases"
+            for case in cases:
+                if case.callspec.id not in often:
+                    case.add_marker(pytest.mark.slow)
 
 
 def thinned(step: int, *parts: list) -> list:

@@ -54,9 +54,12 @@ CLASSES = {
         GQA, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)),
 }  # fmt: skip
 """Name -> the arguments of `models.build`."""
+OFTEN = {"gptj", "gpt_neo", "falcon_alibi", "bloom", "llama4", "doge", "phimoe", "longcat_flash"}
 
 
-@pytest.fixture(scope="module", params=CLASSES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[] if name in OFTEN else pytest.mark.slow) for name in CLASSES]
+)
 def pair(request):
     """A model, and what `speculate` makes of it."""
     model = models.build(*CLASSES[request.param])

@@ -62,6 +62,7 @@ def test_a_padded_batch_of_real_prompts(demo):
     assert torch.equal(fast.generate(**inputs, **fixed), model.generate(**inputs, **fixed))
 
 
+@pytest.mark.slow
 def test_processors_while_rounds_are_still_being_compiled(demo):
     tokenizer, model, _ = demo
     fast = speculate(model)  # as in the other tests, so that Inductor knows its rounds already

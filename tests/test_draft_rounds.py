@@ -250,6 +250,7 @@ def test_a_draft_that_is_the_target_accepts_everything(name):
         assert system.speculation.stats.accept_length == 5
 
 
+@pytest.mark.slow
 def test_compiling_leaves_drafts_alone():
     system = speculate(target("llama"), "draft_model", draft=target("llama"), max_cache_len=200, num_steps=3)
     generated(system, prompts(3), do_sample=True, top_k=1)  # compiles on its way
