@@ -41,6 +41,41 @@ def read_prompts(path: Path, count: int) -> list[str]:
     return [row["prompt"] if "prompt" in row else row["turns"][0] for row in rows]
 
 
+def refuse_trained(path: Path, count: int, trained_on: list[Path]) -> None:
+    """ValueError if one of the first `count` prompts of a file is in a file that a head was trained on.
+
+    trained_on: text, or JSON lines whose strings are looked at, whatever their fields; white space does not matter.
+    """
+    prompts = [_words(text) for text in read_prompts(path, count)]
+    for file in trained_on:
+        lines = file.read_text().splitlines()
+        known = _words(
+            " ".join(text for line in lines for text in (_strings(line) if file.suffix == ".jsonl" else [line]))
+        )
+        seen = [text for text in prompts if text in known]
+        if seen:
+            raise ValueError(
+                f"--trained-on: {len(seen)} of {len(prompts)} prompts of {path.name} are in {file.name}, the first: "
+                f"{seen[0][:60]!r}; measure with other prompts"
+            )
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _strings(line: str) -> list[str]:
+    """All strings of a JSON value, in their order."""
+    values, strings = [json.loads(line)], []
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            strings.append(value)
+        elif isinstance(value, list | dict):
+            values += value.values() if isinstance(value, dict) else value
+    return strings
+
+
 def prompts_of(
     workload: str, folder: Path, count: int, tokenizer, longest: int, as_chat: bool = False
 ) -> list[Tensor]:  # fmt: skip
@@ -98,7 +133,7 @@ def answer_in_turn(
     for repeat in range(repeats):
         for ids in prompts:
             for name, generate in systems.items():
-                if name in ours and ours[name].speculation.algorithm == "ngram":
+                if name in ours and hasattr(ours[name].speculation, "ngram"):
                     ours[name].speculation.ngram.reset()
                 output, spent = timed(generate, ids)
                 seconds[name][repeat] += spent
