@@ -205,6 +205,26 @@ def test_acceptance_and_cpu_on_a_tiny_model(tiny):
     assert rows[common.LOOKUP]["lookup"] in common.LOOKUPS and rows["ours, n-gram"]["identical"] == 1
     best = max(rows["HF greedy"]["tokens_per_second"], rows[common.LOOKUP]["tokens_per_second"])
     assert rows["ours, n-gram"]["over_best_of_hf"] == pytest.approx(rows["ours, n-gram"]["tokens_per_second"] / best)
+    assert all(row["first_token_s"] > 0 for row in rows.values())
+    whole = 6 / rows["HF greedy"]["tokens_per_second"]
+    parts = rows["HF greedy"]["first_token_s"] + 5 * rows["HF greedy"]["further_token_s"]
+    assert parts == pytest.approx(whole) and rows["HF greedy"]["tokens"] == 6
+    cells = [column._cells for column in acceptance.table("chat", result).columns]
+    assert len({*map(len, cells)}) == 1 and [*rows] == cells[0]
+
+
+def test_systems_that_cannot_run_are_left_out_unless_they_are_named(monkeypatch, capsys):
+    heads = BENCHMARKS.parent / "examples" / "tiny_coder" / "heads"
+    assert acceptance.lacking("EAGLE-3, chain of 5", heads) == acceptance.lacking("plain steps", heads) == ""
+    assert acceptance.lacking("JetSpec, chain", heads) == f"no jetspec in {heads}"
+    monkeypatch.setitem(acceptance.OURS, "other", ("eagle3", "eagle3", dict(num_steps=5, speed=2)))
+    assert acceptance.lacking("other", heads) == "no option speed in this version"
+    monkeypatch.setattr(sys, "argv", ["acceptance.py"])
+    assert not {"JetSpec, chain", "other"} & {*acceptance.parse().systems}
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", "--systems", "JetSpec, chain"])
+    with pytest.raises(SystemExit):
+        acceptance.parse()
+    assert "no jetspec" in capsys.readouterr().err
 
 
 def test_prompts_of_bits_are_taken_from_the_files_in_turn(tmp_path):

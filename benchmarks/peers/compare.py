@@ -2,7 +2,8 @@
 
     python benchmarks/peers/compare.py --model FOLDER --heads FOLDER [--engines ours transformers vllm sglang]
         [--drafts plain n-gram EAGLE-3 DFlash JetSpec MTP "EAGLE-3 + n-gram"] [--workloads chat maths ...]
-        [--folder DIR] [--trained-on FILE ...] [--prompts 10] [--new-tokens 128] [--repeats 3] [--device cuda] [--json FILE]
+        [--folder DIR] [--trained-on FILE ...] [--prompts 10] [--new-tokens 128] [--repeats 3] [--device cuda]
+        [--json FILE]
 
 Every engine and setting runs in a process of its own, one after another (worker.py). All get the same token ids (with
 the chat template, if the tokenizer has one), answer greedily, one prompt at a time, and stop at the same tokens. Prefix
@@ -137,7 +138,7 @@ def best(results: list[dict], settings: list[dict], sets: list[str]) -> dict:
 
 
 def compare_answers(rows: list[dict], eos: list[int]) -> None:
-    """Put "same", how many answers equal those of the engine's plain steps, into the figures of each set; drop answers."""
+    """Put "same" into the figures of each set: the answers equal to those of the engine's plain steps. Drop answers."""
     plain = {row["engine"]: row for row in rows if row["drafts"] == "plain" and "sets" in row}
 
     def cut(answer: list[int]) -> list[int]:
