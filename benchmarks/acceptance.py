@@ -33,7 +33,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +44,7 @@ from common import (
     RESULTS,
     answer_in_turn,
     best_lookup,
+    lacking,
     pin,
     refuse_trained,
     split_prompts,
@@ -59,7 +59,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 import spec_compile
-from spec_compile.drafters import ALGORITHMS, parse_algorithm
 
 WORKLOADS = ("code_completion", "code_editing", "docstrings")
 TREE = dict(topk=4, num_draft_tokens=16)
@@ -232,23 +231,13 @@ def parse() -> argparse.Namespace:
     options.json = options.json or RESULTS / f"acceptance_{kind}.json"
     asked, names = options.systems is not None, options.systems or OURS
     options.systems = [name for name in names if OURS[name][0] in options.algos]
-    absent = {name: reason for name in options.systems if (reason := lacking(name, options.heads))}
+    absent = {name: reason for name in options.systems if (reason := lacking(OURS[name], options.heads))}
     if asked and absent:
         parser.error("; ".join(f"{name}: {reason}" for name, reason in absent.items()) + "; name other --systems")
     for name, reason in absent.items():
         console.print(f"[yellow]{name}: left out, {reason}")
     options.systems = [name for name in options.systems if name not in absent]
     return options
-
-
-def lacking(name: str, heads: Path) -> str:
-    """Why a system of ours cannot run, or ""."""
-    algo, kind, settings = OURS[name]
-    if kind not in (None, "model") and not (heads / kind / "config.json").is_file():
-        return f"no {kind} in {heads}"
-    known = {field.name for field in fields(ALGORITHMS[parse_algorithm(algo)].options)}
-    unknown = sorted(set(settings) - known)
-    return f"no option {', '.join(unknown)} in this version" if unknown else ""
 
 
 def main() -> None:

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from spec_compile.drafters import ALGORITHMS, parse_algorithm
 
 HERE = Path(__file__).parent
 DEMO_MODEL = HERE.parent / "examples" / "tiny_coder"
@@ -74,6 +77,19 @@ def _strings(line: str) -> list[str]:
         elif isinstance(value, list | dict):
             values += value.values() if isinstance(value, dict) else value
     return strings
+
+
+def lacking(system: tuple[str, str | None, dict], heads: Path) -> str:
+    """Why a system cannot run, or "".
+
+    system: its algorithm; its draft, a folder of `heads`, "model" or None; and its options.
+    """
+    algo, draft, settings = system
+    if draft not in (None, "model") and not (heads / draft / "config.json").is_file():
+        return f"no {draft} in {heads}"
+    known = {field.name for field in fields(ALGORITHMS[parse_algorithm(algo)].options)}
+    unknown = sorted(set(settings) - known)
+    return f"no option {', '.join(unknown)} in this version" if unknown else ""
 
 
 def prompts_of(

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -199,7 +200,7 @@ def test_acceptance_and_cpu_on_a_tiny_model(tiny):
     assert identical == row["identical"] == 1 and row["lookup"] in common.LOOKUPS
     assert set(row["tokens_per_second"]) == {"HF greedy", common.LOOKUP, *ours}
     systems = acceptance.hf_systems(model, None, fixed) | {name: wrapped.generate for name, wrapped in ours.items()}
-    systems = {name: (lambda ids, call=call: call(ids, **fixed)) for name, call in systems.items()}
+    systems = {name: partial(call, **fixed) for name, call in systems.items()}
     result = acceptance.measure(systems, ours, model, (some, tuning), 1, fixed)
     rows = result["systems"]
     assert rows[common.LOOKUP]["lookup"] in common.LOOKUPS and rows["ours, n-gram"]["identical"] == 1
@@ -215,10 +216,14 @@ def test_acceptance_and_cpu_on_a_tiny_model(tiny):
 
 def test_systems_that_cannot_run_are_left_out_unless_they_are_named(monkeypatch, capsys):
     heads = BENCHMARKS.parent / "examples" / "tiny_coder" / "heads"
-    assert acceptance.lacking("EAGLE-3, chain of 5", heads) == acceptance.lacking("plain steps", heads) == ""
-    assert acceptance.lacking("JetSpec, chain", heads) == f"no jetspec in {heads}"
+    assert (
+        common.lacking(("eagle3", "eagle3", {"num_steps": 5}), heads)
+        == common.lacking(("ngram", None, {}), heads)
+        == ""
+    )
+    assert common.lacking(("jetspec", "jetspec", {}), heads) == f"no jetspec in {heads}"
     monkeypatch.setitem(acceptance.OURS, "other", ("eagle3", "eagle3", dict(num_steps=5, speed=2)))
-    assert acceptance.lacking("other", heads) == "no option speed in this version"
+    assert common.lacking(acceptance.OURS["other"], heads) == "no option speed in this version"
     monkeypatch.setattr(sys, "argv", ["acceptance.py"])
     assert not {"JetSpec, chain", "other"} & {*acceptance.parse().systems}
     monkeypatch.setattr(sys, "argv", ["acceptance.py", "--systems", "JetSpec, chain"])
@@ -274,7 +279,8 @@ def test_bits_on_the_demo_model(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "eagle3-tree" in out and "same bits are not promised, because of float32 on a CPU" in out
     with pytest.raises(SystemExit):
-        bits.parse(["--heads", str(tmp_path)])
+        bits.parse(["--heads", str(tmp_path), "--algorithms", "mtp"])
+    assert bits.parse(["--heads", str(tmp_path)]).algorithms == ["ngram", "ngram-64", "draft"]
 
 
 def test_a_system_that_fails_leaves_the_others(monkeypatch):

@@ -7,12 +7,12 @@ Its run.py takes engines from tables: add ``"SPEC_COMPILE": SpecCompileModel`` t
 import asyncio
 import time
 from dataclasses import asdict
+from importlib.metadata import version
 from itertools import count
 from typing import Any
 
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from .. import __version__
 from ..api import speculate
 
 ALGORITHMS = {
@@ -142,7 +142,7 @@ class SpecCompileModel:
         }
         slots = self.manager.continuous_batching_config.max_requests_per_batch
         return {
-            "engine": "spec_compile", "version": __version__, "algo": speculation.algorithm,
+            "engine": "spec_compile", "version": version("spec_compile"), "algo": speculation.algorithm,
             "max_concurrent_requests": slots, "options": options,
         }  # fmt: skip
 
