@@ -223,6 +223,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--eager", action="store_true", help="do not compile ours")
     parser.add_argument("--json", type=Path, help="default: results/acceptance_cpu.json or acceptance_gpu.json")
     options = parser.parse_args()
     options.device = torch.device(options.device)
@@ -260,7 +261,7 @@ def main() -> None:
         prompts[workload] = tuple([ids.to(options.device) for ids in some] for some in both)
 
     fixed = dict(do_sample=False, max_new_tokens=options.new_tokens, pad_token_id=tokenizer.pad_token_id)
-    ours = wrap(model, options.systems, options.heads, draft)
+    ours = wrap(model, options.systems, options.heads, draft, compile=not options.eager)
     systems = hf_systems(model, draft, fixed)
     longest_prompt = max((ids for some, _ in prompts.values() for ids in some), key=lambda ids: ids.shape[1])
     for generate in systems.values():
@@ -279,7 +280,7 @@ def main() -> None:
     seconds, where = time.perf_counter() - start, facts.get("gpu", f"{facts['cpu']}, {facts['threads']} threads")
     print(f"{options.new_tokens} new tokens, batch 1, {options.dtype}, {where}")
     for workload, result in workloads.items():
-        Console().print(table(workload, result))
+        Console(width=170).print(table(workload, result))
     rows = [row for result in workloads.values() for row in result["systems"].values()]
     audited = sum((Counter(row.get("audit")) for row in rows), start=Counter())
     if audited:

@@ -49,10 +49,10 @@ def refuse_trained(path: Path, count: int, trained_on: list[Path]) -> None:
 
     trained_on: text, or JSON lines whose strings are looked at, whatever their fields; white space does not matter.
     """
-    prompts = [_words(text) for text in read_prompts(path, count)]
+    prompts = [words(text) for text in read_prompts(path, count)]
     for file in trained_on:
         lines = file.read_text().splitlines()
-        known = _words(
+        known = words(
             " ".join(text for line in lines for text in (_strings(line) if file.suffix == ".jsonl" else [line]))
         )
         seen = [text for text in prompts if text in known]
@@ -63,7 +63,8 @@ def refuse_trained(path: Path, count: int, trained_on: list[Path]) -> None:
             )
 
 
-def _words(text: str) -> str:
+def words(text: str) -> str:
+    """The text with single spaces."""
     return " ".join(text.split())
 
 
