@@ -23,10 +23,12 @@ reason. An engine that is not installed is refused in this way, too. Rows that a
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -112,12 +114,17 @@ def start(task: dict, timeout: float) -> dict:
         library = str(HERE.parent.parent)
         env = os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), library])}
         command = [sys.executable, str(HERE / "worker.py"), *map(str, paths)]
+        process = subprocess.Popen(command, env=env, stdout=sys.stderr, start_new_session=True)
         try:
-            done = subprocess.run(command, env=env, stdout=sys.stderr, timeout=timeout)
+            status = process.wait(timeout)
         except subprocess.TimeoutExpired:
             return {"refused": f"no result after {timeout:.0f} seconds"}
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # engines have processes of their own, which hold GPU memory
+            process.wait()
         if not paths[1].exists():
-            return {"refused": f"its process ended with status {done.returncode}"}
+            return {"refused": f"its process ended with status {status}"}
         return json.loads(paths[1].read_text())
 
 
