@@ -68,7 +68,7 @@ def test_what_lm_eval_asks_of_a_model_is_answered_alike(plain, fast, folder):
 
 def engine(folder, **settings):
     options = {"device": "cpu", "dtype": "float32", "compile": False, "check": False}
-    theirs = {"draft_model_dir": None, "speculative_num_steps": 3, "parallel_drafting": False}  # run.py gives all
+    theirs = {"draft_model_dir": None, "speculative_num_steps": 3, "parallel_drafting": False, "block_size": None}
     return SpecCompileModel(str(folder), 2, {"temperature": 0.0}, **theirs | options | settings)
 
 
@@ -117,7 +117,7 @@ def test_specdec_bench_words(monkeypatch):
     monkeypatch.setattr(specdec_bench, "speculate", stop)
     monkeypatch.setattr(specdec_bench.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: torch.nn.Identity())
     for algo, settings in (
-        ("EAGLE3", dict(topk=4)), ("DFLASH", dict(block_size=8)), ("NGRAM", dict(draft_model_dir=None)),
+        ("EAGLE3", dict(topk=4)), ("DFLASH", dict(block_size=8)), ("DSPARK", {}), ("NGRAM", dict(draft_model_dir=None)),
         ("EAGLE3", dict(parallel_drafting=True)), ("PARD", dict(speculative_num_steps=7)), (None, {}),
     ):  # fmt: skip
         with pytest.raises(KeyboardInterrupt):
@@ -127,7 +127,8 @@ def test_specdec_bench_words(monkeypatch):
     ]
     assert asked == [
         ("eagle3", dict(topk=4, num_steps=3, draft="head")), ("dflash", dict(block_size=8, draft="head")),
-        ("ngram", dict(num_draft_tokens=4)), ("p_eagle", dict(num_steps=3, draft="head")),
+        ("dspark", dict(block_size=None, draft="head")), ("ngram", dict(num_draft_tokens=4)),
+        ("p_eagle", dict(num_steps=3, draft="head")),
         ("pard", dict(num_steps=7, draft="head")), ("ngram", dict(num_draft_tokens=1)),
     ]  # fmt: skip
     assert specdec_bench.sampling({"temperature": 1.0})["top_k"] == 0  # not transformers' default of 50
@@ -143,6 +144,7 @@ def test_specdec_bench_words(monkeypatch):
         ({"speculative_algorithm": "EAGLE9"}, "speculative_algorithm"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"speculative_algorithm": "NGRAM", "parallel_drafting": True}, "parallel_drafting"),
+        ({"speculative_algorithm": "EAGLE3", "block_size": 8}, "block_size"),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 65}, "num_draft_tokens"),
     ],
 )

@@ -23,13 +23,16 @@ ALGORITHMS = {
     "NGRAM": "ngram",
     "MTP": "mtp",
     "DFLASH": "dflash",
+    "DSPARK": "dspark",
     "NONE": "ngram",
 }
 """Our algorithm for each of specdec_bench's. NONE is n-grams with one node a round, which is plain decoding."""
 PARALLEL = {"EAGLE3": "p_eagle", "DRAFT_TARGET": "pard", "PARD": "pard"}
 """Our algorithm where run.py is told --parallel_drafting: one forward of the draft gives all its tokens."""
 STEPPED = ("EAGLE3", "EAGLE", "DRAFT_TARGET", "PARD", "MTP")
-"""Those that take the length of a chain (--draft_length). DFLASH has `block_size`, among engine_args, for that."""
+"""Those that take the length of a chain (--draft_length)."""
+BLOCKS = ("DFLASH", "DSPARK")
+"""Those that take the slots of a block (--block_size) in its place."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "beam_width")
 """The sampling_kwargs that are served."""
 EVERYTHING = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
@@ -56,6 +59,7 @@ class SpecCompileModel:
         speculative_num_draft_tokens: int | None = None,
         tensor_parallel_size: int = 1,
         moe_expert_parallel_size: int = 1,
+        block_size: int | None = None,
         parallel_drafting: bool = False,
         trust_remote_code: bool = False,
         device: str = "cuda",
@@ -65,7 +69,8 @@ class SpecCompileModel:
         """Load and wrap the model.
 
         sampling_kwargs: of `SAMPLING`; a temperature above 0 asks for sampling. speculative_num_steps: drafts in a
-        chain, or levels of a tree; DFLASH does not look at it. speculative_num_draft_tokens: nodes of a tree, the root
+        chain, or levels of a tree; those of `BLOCKS` do not look at it. block_size: slots of a block, of those alone
+        (default: as many as the draft was trained with). speculative_num_draft_tokens: nodes of a tree, the root
         included. options: of `speculate`; those of "engine_args" come here.
 
         Raises ValueError, naming the argument, for what this engine does not do, and what `speculate` raises.
@@ -78,17 +83,11 @@ class SpecCompileModel:
             if size not in (None, 1):
                 raise ValueError(f"{name}: this engine runs on one GPU, got {size}; give run.py {flag} 1")
         sampling(sampling_kwargs)  # raises
-        steps, nodes = speculative_num_steps, speculative_num_draft_tokens
-        if speculative_algorithm in STEPPED and steps:
-            options["num_steps"] = steps
-        elif speculative_algorithm == "NGRAM" and steps and not nodes:
-            nodes = steps + 1
-        if speculative_algorithm in (None, "NONE"):
-            nodes = 1
-        elif draft_model_dir:
+        options |= sizes(
+            speculative_algorithm or "NONE", speculative_num_steps, speculative_num_draft_tokens, block_size
+        )  # fmt: skip
+        if draft_model_dir and speculative_algorithm not in (None, "NONE"):
             options["draft"] = draft_model_dir
-        if nodes:
-            options["num_draft_tokens"] = nodes
         options = {name: value for name, value in options.items() if name not in UNUSED}
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, trust_remote_code=trust_remote_code)
         self.model = speculate(model.to(device).eval(), algo, **options)
@@ -158,6 +157,22 @@ def algorithm(name: str, parallel: bool) -> str:
     if parallel and name not in PARALLEL:
         raise ValueError(f"parallel_drafting: only {', '.join(PARALLEL)} draft in parallel, not {name}; leave it out")
     return (PARALLEL if parallel else ALGORITHMS)[name]
+
+
+def sizes(name: str, steps: int | None, nodes: int | None, block_size: int | None) -> dict[str, int | None]:
+    """Options of `speculate` for specdec_bench's numbers. ValueError for a block of an algorithm that has none."""
+    options: dict[str, int | None] = {}
+    if name in BLOCKS:
+        options["block_size"] = block_size
+    elif block_size is not None:
+        raise ValueError(f"block_size: only {', '.join(BLOCKS)} have blocks, not {name}; leave it out")
+    if name in STEPPED and steps:
+        options["num_steps"] = steps
+    elif name == "NGRAM" and steps and not nodes:
+        nodes = steps + 1
+    if name == "NONE":
+        nodes = 1
+    return options | ({"num_draft_tokens": nodes} if nodes else {})
 
 
 def sampling(kwargs: dict) -> dict:
