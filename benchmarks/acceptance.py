@@ -1,16 +1,21 @@
 """Every way of drafting on real prompts: accept length and tokens a second, against transformers' own ways.
 
     python benchmarks/acceptance.py [--device cuda] [--dtype bfloat16] [--draft-model FOLDER] [--algos eagle3 dflash]
-                                    [--systems NAME ...] [--workloads docstrings] [--prompts 8] [--repeats 3]
-                                    [--json FILE]
+                                    [--model FOLDER] [--heads FOLDER] [--trained-on FILE ...] [--as-chat]
+                                    [--systems NAME ...] [--workloads docstrings] [--folder DIR] [--prompts 8]
+                                    [--repeats 3] [--json FILE]
 
 Greedy, one prompt at a time. Every prompt is answered by all systems in turn, in one process, `--repeats` times over; a
 rate is the median over the repeats of (all tokens of a workload) / (all seconds of generate(), prompts included). All
 have been compiled and called before; the trie is emptied before every answer. Transformers' prompt lookup has the
 fastest of six settings (10, 16, 24 tokens; n-grams of 2 or 3) on prompts of the workload that are not measured.
 
-Accept length: tokens a round, the target's own included. First drafts: the share of rounds with drafts whose first one
-was accepted.
+Accept length: tokens a round, the target's own included. By depth: of the rounds with drafts at depth 1, 2, 3 and 4,
+the share that accepted one there. First token: the time until generate() has given one, prompt and call included. A
+token: the time of each further one; its inverse is what others call output tokens a second for a user.
+
+Systems whose head is not in --heads, and those whose options this version does not have, are left out, unless
+--systems names them. Prompts that stand in a file of --trained-on are refused.
 
 Answers are compared with HF greedy, token for token. In float32 a difference of ours fails the run. In bfloat16 two
 nearly equal logits may swap, so every answer that differs is audited, and only what is no near-tie fails.
@@ -22,15 +27,31 @@ FR-Spec is not among them: the EAGLE-3 head drafts 3,072 of the model's 4,096 to
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
 import torch
-from common import DEMO_MODEL, HERE, LOOKUP, RESULTS, answer_in_turn, best_lookup, pin, split_prompts, stamp, write_json
+from common import (
+    DEMO_MODEL,
+    HERE,
+    LOOKUP,
+    RESULTS,
+    answer_in_turn,
+    best_lookup,
+    lacking,
+    pin,
+    refuse_trained,
+    split_prompts,
+    stamp,
+    timed,
+    write_json,
+)
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -40,18 +61,25 @@ from transformers.utils import logging
 import spec_compile
 
 WORKLOADS = ("code_completion", "code_editing", "docstrings")
+TREE = dict(topk=4, num_draft_tokens=16)
 OURS = {
+    "plain steps": ("ngram", None, dict(num_draft_tokens=1)),
     "n-gram, 16 nodes": ("ngram", None, dict(num_draft_tokens=16)),
     "EAGLE-3, chain of 5": ("eagle3", "eagle3", dict(num_steps=5)),
-    "EAGLE-3, tree of 16": ("eagle3", "eagle3", dict(num_steps=5, topk=4, num_draft_tokens=16)),
+    "EAGLE-3, tree of 16": ("eagle3", "eagle3", dict(num_steps=5, **TREE)),
+    "EAGLE-3 and n-gram, tree of 16": ("eagle3", "eagle3", dict(num_steps=5, ngram=True, **TREE)),
     "DFlash, chain": ("dflash", "dflash", {}),
-    "DFlash, tree of 16": ("dflash", "dflash", dict(topk=4, num_draft_tokens=16)),
+    "DFlash, tree of 16": ("dflash", "dflash", TREE),
+    "DFlash and n-gram, tree of 16": ("dflash", "dflash", dict(ngram=True, **TREE)),
+    "JetSpec, chain": ("jetspec", "jetspec", {}),
+    "JetSpec, tree of 16": ("jetspec", "jetspec", TREE),
+    "JetSpec, tree of 64": ("jetspec", "jetspec", dict(topk=8, num_draft_tokens=64)),
     "MTP, 3 steps": ("mtp", "mtp", dict(num_steps=3)),
     "naive EAGLE": ("naive_eagle", "eagle3", {}),
     "draft model, chain": ("draft_model", "model", dict(num_steps=5)),
 }
 """Name -> algorithm, the draft (a folder of --heads, "model": that of --draft-model), options."""
-GREEDY = "HF greedy"
+GREEDY, PLAIN = "HF greedy", "plain steps"
 TUNING = 2
 """Prompts of each workload by which prompt lookup is set."""
 console = Console(stderr=True)
@@ -90,15 +118,22 @@ def measure(
     lookup, tried = best_lookup(model, tuning, fixed)
     systems = systems | {LOOKUP: partial(model.generate, **fixed, **lookup)}
     answers, rates = answer_in_turn(systems, ours, prompts, repeats)
+    counted = {name: deepcopy(fast.speculation.stats) for name, fast in ours.items()}
+    first = first_tokens(systems, prompts, repeats)
     best = max(rate for name, rate in rates.items() if name not in ours)
     results = {}
     for name, rate in rates.items():
         same = [torch.equal(*pair) for pair in zip(answers[name], answers[GREEDY])]
+        tokens = sum(map(len, answers[name]))
+        further = (tokens / rate - first[name] * len(prompts)) / max(tokens - len(prompts), 1)
         row = {"tokens_per_second": rate, "over_greedy": rate / rates[GREEDY], "identical": sum(same)}
+        row |= {"first_token_s": first[name], "further_token_s": further}
+        if PLAIN in rates:
+            row["over_plain"] = rate / rates[PLAIN]
         if name == LOOKUP:
             row |= {"lookup": lookup, "tried": tried}
         if name in ours:
-            stats = ours[name].speculation.stats
+            stats = counted[name]
             row |= {"over_best_of_hf": rate / best, "accept_length": stats.accept_length}
             row |= {"acceptance_by_depth": stats.acceptance_by_depth, "nodes": dict(stats.nodes)}
             row |= {"seconds": dict(stats.seconds)}
@@ -108,6 +143,16 @@ def measure(
         results[name] = row
     facts = {"tokens": sum(map(len, answers[GREEDY])), "prompts": len(prompts), "repeats": repeats}
     return {"systems": {name: {**facts, **row} for name, row in results.items()}}
+
+
+def first_tokens(systems: dict[str, Callable], prompts: list[Tensor], repeats: int) -> dict[str, float]:
+    """Seconds of generate() until there is one token, by system: the mean over the prompts, the median of repeats."""
+    seconds = {name: [] for name in systems}
+    for _ in range(repeats):
+        for name, generate in systems.items():
+            spent = [timed(partial(generate, max_new_tokens=1), ids)[1] for ids in prompts]
+            seconds[name].append(statistics.mean(spent))
+    return {name: statistics.median(spent) for name, spent in seconds.items()}
 
 
 def verdicts(name: str, fast: PreTrainedModel, prompts: list[Tensor], fixed: dict) -> dict[str, int]:
@@ -133,18 +178,21 @@ def table(workload: str, result: dict) -> Table:
     """A row for each system."""
     tokens = result["systems"][GREEDY]["tokens"]
     shown = Table(title=f"{workload}, {tokens} tokens", title_justify="left")
-    columns = ("system", "accept length", "first drafts", "tokens/s", "vs greedy", "vs best HF", "same")
+    columns = ("system", "accept length", "by depth", "tokens/s", "vs greedy", "vs plain", "vs best HF",
+               "first token", "a token", "same")  # fmt: skip
     for number, column in enumerate(columns):
         widest = max(map(len, column.split()))
         shown.add_column(column, justify="right" if number else "left", no_wrap=number == 0, min_width=widest)
     for name, row in result["systems"].items():
         drafts, best = ["", ""], ""
         if "accept_length" in row:
-            first = (row["acceptance_by_depth"] or [0.0])[0]
-            drafts, best = [f"{row['accept_length']:.2f}", f"{first:.0%}"], f"{row['over_best_of_hf']:.2f}×"
-        rates = f"{row['tokens_per_second']:.0f}", f"{row['over_greedy']:.2f}×"
+            depths = " ".join(f"{share:.0%}" for share in row["acceptance_by_depth"][:4])
+            drafts, best = [f"{row['accept_length']:.2f}", depths], f"{row['over_best_of_hf']:.2f}×"
+        plain = f"{row['over_plain']:.2f}×" if "over_plain" in row else ""
+        rates = f"{row['tokens_per_second']:.0f}", f"{row['over_greedy']:.2f}×", plain
+        times = (f"{row[key] * 1e3:.2f} ms" for key in ("first_token_s", "further_token_s"))
         same = f"{row['identical']} of {row['prompts']}"
-        shown.add_row(name, *drafts, *rates, best, same, style="bold" if best else None)
+        shown.add_row(name, *drafts, *rates, best, *times, same, style="bold" if best else None)
     return shown
 
 
@@ -164,26 +212,32 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=Path, help="folder with eagle3, dflash and mtp (default: heads of the model)")
     parser.add_argument("--draft-model", help="a smaller model of the same tokenizer (default: none, left out)")
     parser.add_argument("--algos", nargs="+", default=algos, choices=algos)
-    parser.add_argument("--systems", nargs="+", default=list(OURS), choices=OURS, help="of ours")
+    parser.add_argument("--systems", nargs="+", choices=OURS, help="of ours (default: all that can run)")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="names of files in --folder")
     parser.add_argument("--folder", type=Path, default=HERE / "prompts")
     parser.add_argument("--prompts", type=int, default=8, help="of each workload, the first ones")
+    parser.add_argument("--as-chat", action="store_true", help="prompts in the form of the chat template")
+    parser.add_argument("--trained-on", type=Path, nargs="+", default=[], help="files that the heads were trained on")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--eager", action="store_true", help="do not compile ours")
     parser.add_argument("--json", type=Path, help="default: results/acceptance_cpu.json or acceptance_gpu.json")
     options = parser.parse_args()
     options.device = torch.device(options.device)
     options.heads = options.heads or Path(options.model) / "heads"
     kind = "gpu" if options.device.type == "cuda" else "cpu"
     options.json = options.json or RESULTS / f"acceptance_{kind}.json"
-    options.systems = [name for name in options.systems if OURS[name][0] in options.algos]
-    needed = {OURS[name][1] for name in options.systems} - {None, "model"}
-    missing = sorted(kind for kind in needed if not (options.heads / kind / "config.json").is_file())
-    if missing:
-        parser.error(f"--heads: no {' and no '.join(missing)} in {options.heads}; name other --algos or another folder")
+    asked, names = options.systems is not None, options.systems or OURS
+    options.systems = [name for name in names if OURS[name][0] in options.algos]
+    absent = {name: reason for name in options.systems if (reason := lacking(OURS[name], options.heads))}
+    if asked and absent:
+        parser.error("; ".join(f"{name}: {reason}" for name, reason in absent.items()) + "; name other --systems")
+    for name, reason in absent.items():
+        console.print(f"[yellow]{name}: left out, {reason}")
+    options.systems = [name for name in options.systems if name not in absent]
     return options
 
 
@@ -202,11 +256,12 @@ def main() -> None:
     room = model.config.max_position_embeddings - options.new_tokens
     prompts = {}
     for workload in options.workloads:
-        both = split_prompts(workload, options.folder, options.prompts, TUNING, tokenizer, room)
+        refuse_trained(options.folder / f"{workload}.jsonl", options.prompts, options.trained_on)
+        both = split_prompts(workload, options.folder, options.prompts, TUNING, tokenizer, room, options.as_chat)
         prompts[workload] = tuple([ids.to(options.device) for ids in some] for some in both)
 
     fixed = dict(do_sample=False, max_new_tokens=options.new_tokens, pad_token_id=tokenizer.pad_token_id)
-    ours = wrap(model, options.systems, options.heads, draft)
+    ours = wrap(model, options.systems, options.heads, draft, compile=not options.eager)
     systems = hf_systems(model, draft, fixed)
     longest_prompt = max((ids for some, _ in prompts.values() for ids in some), key=lambda ids: ids.shape[1])
     for generate in systems.values():
@@ -225,7 +280,7 @@ def main() -> None:
     seconds, where = time.perf_counter() - start, facts.get("gpu", f"{facts['cpu']}, {facts['threads']} threads")
     print(f"{options.new_tokens} new tokens, batch 1, {options.dtype}, {where}")
     for workload, result in workloads.items():
-        Console().print(table(workload, result))
+        Console(width=170).print(table(workload, result))
     rows = [row for result in workloads.values() for row in result["systems"].values()]
     audited = sum((Counter(row.get("audit")) for row in rows), start=Counter())
     if audited:

@@ -10,8 +10,9 @@ answers, and with --sampled also drawn ones, with a seed for each prompt, are co
 --transformers N the same is asked of transformers' prompt lookup and its greedy decoding, over N of the prompts.
 
 A file of prompts has JSON lines with `prompt`, `turns` or `messages`; the tokenizer's chat template is used if it has
-one. The prompts are taken from the files in turn. Heads are folders eagle3, dflash and mtp in --heads; the draft model
-is by default the model itself. With --workers K, K processes share the GPU, and each takes one algorithm after another.
+one. The prompts are taken from the files in turn. Heads are folders eagle3, dflash, jetspec and mtp in --heads; without
+--algorithms those run whose heads are there. The draft model is by default the model itself. With --workers K, K
+processes share the GPU, and each takes one algorithm after another.
 
 Exits with 1 if an answer differs where the same bits are promised (see `explain()`); --exact refuses to run where they
 are not. Rows that a run leaves out stay in the file, with their own stamps.
@@ -29,7 +30,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 import torch
-from common import DEMO_MODEL, HERE, RESULTS, merge_rows, pin, stamp, write_json
+from common import DEMO_MODEL, HERE, RESULTS, lacking, merge_rows, pin, stamp, write_json
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -44,8 +45,11 @@ ALGORITHMS = {
     "ngram-64": ("ngram", None, dict(num_draft_tokens=64)),
     "eagle3-chain": ("eagle3", "eagle3", dict(num_steps=5)),
     "eagle3-tree": ("eagle3", "eagle3", dict(num_steps=5, topk=4, num_draft_tokens=16)),
+    "eagle3-ngram": ("eagle3", "eagle3", dict(num_steps=5, topk=4, num_draft_tokens=16, ngram=True)),
     "dflash": ("dflash", "dflash", {}),
     "dflash-tree": ("dflash", "dflash", dict(topk=4, num_draft_tokens=16)),
+    "jetspec": ("jetspec", "jetspec", {}),
+    "jetspec-tree": ("jetspec", "jetspec", dict(topk=4, num_draft_tokens=16)),
     "mtp": ("mtp", "mtp", dict(num_steps=3)),
     "draft": ("draft_model", "model", dict(num_steps=5)),
 }
@@ -211,8 +215,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=300, help="prompts of all files together")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a prompt, of which the last are kept")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS)
-    parser.add_argument("--heads", type=Path, help="folder with eagle3, dflash and mtp (default: heads of the model)")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, help="default: all that can run")
+    parser.add_argument("--heads", type=Path, help="folder of the heads (default: heads of the model)")
     parser.add_argument("--draft-model", help="default: the model itself")
     parser.add_argument("--sampled", action="store_true", help="draw answers, too")
     parser.add_argument("--seed", type=int, default=0, help="of the first prompt; each has the next")
@@ -226,10 +230,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=RESULTS / "bits.json")
     options = parser.parse_args(arguments)
     options.heads = options.heads or Path(options.model) / "heads"
-    needed = {ALGORITHMS[name][1] for name in options.algorithms} - {None, "model"}
-    missing = sorted(head for head in needed if not (options.heads / head / "config.json").is_file())
-    if missing:
-        parser.error(f"--heads: no {' and no '.join(missing)} in {options.heads}; name other --algorithms or a folder")
+    absent = {name: reason for name, system in ALGORITHMS.items() if (reason := lacking(system, options.heads))}
+    if options.algorithms is None:
+        options.algorithms = [name for name in ALGORITHMS if name not in absent]
+    elif told := [f"{name}: {absent[name]}" for name in options.algorithms if name in absent]:
+        parser.error("; ".join(told) + "; name other --algorithms or --heads")
     return options
 
 

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from spec_compile.drafters import ALGORITHMS, parse_algorithm
 
 HERE = Path(__file__).parent
 DEMO_MODEL = HERE.parent / "examples" / "tiny_coder"
@@ -39,6 +42,55 @@ def read_prompts(path: Path, count: int) -> list[str]:
     with open(path) as file:
         rows = [json.loads(line) for line, _ in zip(file, range(count))]
     return [row["prompt"] if "prompt" in row else row["turns"][0] for row in rows]
+
+
+def refuse_trained(path: Path, count: int, trained_on: list[Path]) -> None:
+    """ValueError if one of the first `count` prompts of a file is in a file that a head was trained on.
+
+    trained_on: text, or JSON lines whose strings are looked at, whatever their fields; white space does not matter.
+    """
+    prompts = [words(text) for text in read_prompts(path, count)]
+    for file in trained_on:
+        lines = file.read_text().splitlines()
+        known = words(
+            " ".join(text for line in lines for text in (_strings(line) if file.suffix == ".jsonl" else [line]))
+        )
+        seen = [text for text in prompts if text in known]
+        if seen:
+            raise ValueError(
+                f"--trained-on: {len(seen)} of {len(prompts)} prompts of {path.name} are in {file.name}, the first: "
+                f"{seen[0][:60]!r}; measure with other prompts"
+            )
+
+
+def words(text: str) -> str:
+    """The text with single spaces."""
+    return " ".join(text.split())
+
+
+def _strings(line: str) -> list[str]:
+    """All strings of a JSON value, in their order."""
+    values, strings = [json.loads(line)], []
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            strings.append(value)
+        elif isinstance(value, list | dict):
+            values += value.values() if isinstance(value, dict) else value
+    return strings
+
+
+def lacking(system: tuple[str, str | None, dict], heads: Path) -> str:
+    """Why a system cannot run, or "".
+
+    system: its algorithm; its draft, a folder of `heads`, "model" or None; and its options.
+    """
+    algo, draft, settings = system
+    if draft not in (None, "model") and not (heads / draft / "config.json").is_file():
+        return f"no {draft} in {heads}"
+    known = {field.name for field in fields(ALGORITHMS[parse_algorithm(algo)].options)}
+    unknown = sorted(set(settings) - known)
+    return f"no option {', '.join(unknown)} in this version" if unknown else ""
 
 
 def prompts_of(
@@ -98,7 +150,7 @@ def answer_in_turn(
     for repeat in range(repeats):
         for ids in prompts:
             for name, generate in systems.items():
-                if name in ours and ours[name].speculation.algorithm == "ngram":
+                if name in ours and hasattr(ours[name].speculation, "ngram"):
                     ours[name].speculation.ngram.reset()
                 output, spent = timed(generate, ids)
                 seconds[name][repeat] += spent

@@ -1,22 +1,44 @@
 """Throughput of many requests at once: tokens a second with so many in flight, with drafts and without, in one run.
 
     python benchmarks/serving.py [--model NAME] [--in-flight 1 4 16 64] [--requests 96] [--new-tokens 128]
-        [--systems plain ngram] [--draft PATH] [--static] [--json FILE]
+        [--systems plain ngram] [--draft PATH] [--no-static] [--shape llama-8b --rows 16] [--json FILE]
 
 As many requests as --in-flight says are under way at any time, until all are answered. Answers are greedy and have all
-their tokens; end-of-sequence tokens end nothing. --static adds generate() with batches of that many rows, which wait
-for their slowest. Each line has the median and the 99th percentile of the seconds until a request's first token, and
-the 99th percentile of the seconds that it waited for a row. The first requests of each number are a warm-up.
+their tokens; end-of-sequence tokens end nothing. Beside them generate() answers the same prompts in static batches of
+that many rows, which wait for their slowest; --no-static leaves these out. Each line has the median and the 99th
+percentile of the seconds until a request's first token, and the 99th percentile of the seconds that it waited for a
+row. The first requests of each number are a warm-up. The last lines divide rates: by that of static batches, and with
+drafts by that without.
+
+--shape also times the captured rounds of a shape with random weights over --rows sequences with 1,024 tokens each (see
+gpu.py), beside two floors: the time in which their bytes pass, and that in which their arithmetic is done, both at
+speeds measured before. Random weights accept nothing worth telling: tokens a second are at accept lengths that are
+simulated, and 1.0, which is plain steps. "model" is the shape of --model, with its weights.
 """
 
 import argparse
+import json
 import random
 import statistics
 import time
+from itertools import zip_longest
 from pathlib import Path
 
+import gpu
 import torch
-from common import DEMO_MODEL, HERE, RESULTS, pin, prompts_of, stamp, synchronize, write_json
+from common import (
+    DEMO_MODEL,
+    HERE,
+    RESULTS,
+    merge_rows,
+    pin,
+    prompts_of,
+    read_bandwidth,
+    stamp,
+    synchronize,
+    write_json,
+)
+from shapes import SHAPES, build, token_bytes, weight_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -24,6 +46,12 @@ import spec_compile
 
 LONGEST = 512
 """Tokens of a prompt at most."""
+WORKLOADS = ["chat", "code_editing", "docstrings", "maths", "code_completion", "bug_fixing"]
+STATIC = ", static batch"
+CONTEXT = 1024
+"""Tokens of a sequence in the rounds that are timed alone."""
+SIMULATED = (2.0, 3.0, 4.0)
+"""Accept lengths assumed for them."""
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -95,12 +123,76 @@ def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> li
     finally:
         manager.destroy()
     for count in options.in_flight if options.static else ():
-        static(fast, tokenizer, prompts[:count], count, 16)
+        static(fast, tokenizer, prompts[:count], count, min(16, options.new_tokens))
         forget(fast)
         result = static(fast, tokenizer, prompts, count, options.new_tokens)
-        rows.append({"system": f"{name}, static batch", "in_flight": count, **result})
+        rows.append({"system": name + STATIC, "in_flight": count, **result})
         print(row_text(rows[-1]), flush=True)
     return rows
+
+
+def read_requests(options, tokenizer) -> list[list[int]]:
+    """Token ids of `options.requests` prompts, taken from the workloads in turn, in a fixed random order."""
+    sets = [
+        prompts_of(name, options.prompts, options.requests, tokenizer, LONGEST, options.chat)
+        for name in options.workloads
+    ]
+    in_turn = [ids[0].tolist() for some in zip_longest(*sets) for ids in some if ids is not None]
+    if len(in_turn) < options.requests:
+        print(f"--requests: {options.requests} asked for, the workloads have {len(in_turn)}")
+    prompts = in_turn[: options.requests]
+    random.Random(0).shuffle(prompts)
+    return prompts
+
+
+def matmul_speed(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Multiplications and additions a second of a product of two square matrices."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / gpu.median_ms(lambda: a @ b, 10) * 1e3
+
+
+def round_rows(name: str, options, model) -> list[dict]:
+    """Rounds of `options.rows` sequences alone, beside the floors of bytes and arithmetic."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    model = model if name == "model" else build(name, device.type)
+    speed = gpu.bandwidth()["copy"] if on_gpu else read_bandwidth()
+    arithmetic = matmul_speed(device, model.dtype, 8192 if on_gpu else 1024)
+    fast = spec_compile.speculate(
+        model, num_draft_tokens=max(options.nodes), max_cache_len=CONTEXT + 1024, compile=not options.eager, check=False
+    )
+    fast.speculation.warmup()
+    weights, rows = weight_bytes(model), []
+    kv = token_bytes(model) * CONTEXT * options.rows
+    for nodes, ms in gpu.rounds(fast, CONTEXT, options.rows, options.nodes, 30 if on_gpu else 3).items():
+        operations = 2 * weights / model.dtype.itemsize * options.rows * nodes
+        floors = {"bytes_ms": (weights + kv) / speed * 1e3, "arithmetic_ms": operations / arithmetic * 1e3}
+        lengths = [1.0] if nodes == 1 else [length for length in SIMULATED if length <= nodes]
+        rates = {f"{length:.1f}": options.rows * length / ms * 1e3 for length in lengths}
+        row = {"shape": name, "rows": options.rows, "nodes": nodes, "ms": ms, **floors, "simulated_tokens_per_s": rates}
+        rows.append({**row, "context": CONTEXT, "bytes_per_s": speed, "operations_per_s": arithmetic})
+        at = ", ".join(f"{rate:.0f} tokens/s at {length}" for length, rate in rates.items())
+        print(
+            f"{name}: {options.rows} rows of {nodes} nodes {ms:.3f} ms, bytes {floors['bytes_ms']:.3f} ms, arithmetic "
+            f"{floors['arithmetic_ms']:.3f} ms; {at} (accept lengths simulated)", flush=True,
+        )  # fmt: skip
+    return rows
+
+
+def ratios(rows: list[dict]) -> list[str]:
+    """A line for each system and number: its rate by that of static batches, and by that of plain steps."""
+    rates = {(row["system"], row["in_flight"]): row["tokens_per_s"] for row in rows}
+    lines = []
+    for (name, count), rate in rates.items():
+        if name.endswith(STATIC):
+            continue
+        bases = {"the static batch": (name + STATIC, count)}
+        if name != "plain":
+            bases["plain"] = ("plain", count)
+        told = [f"{rate / rates[key]:.2f}x {base}" for base, key in bases.items() if key in rates]
+        if told:
+            lines.append(f"{name}, {count} in flight: " + ", ".join(told))
+    return lines
 
 
 def row_text(row: dict) -> str:
@@ -114,10 +206,10 @@ def row_text(row: dict) -> str:
     return line
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO_MODEL))
-    parser.add_argument("--workloads", nargs="+", default=["chat", "code_editing", "docstrings", "maths"])
+    parser.add_argument("--workloads", nargs="+", default=WORKLOADS)
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts", help="folder of the workloads' files")
     parser.add_argument("--chat", action="store_true", help="prompts in the form of the chat template")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4, 16, 64])
@@ -129,21 +221,18 @@ def main() -> None:
     parser.add_argument("--max-cache-len", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2, help="on a CPU")
     parser.add_argument("--eager", action="store_true", help="do not compile")
-    parser.add_argument("--static", action="store_true", help="also generate() with static batches")
+    parser.add_argument("--static", action=argparse.BooleanOptionalAction, default=True, help="static batches, too")
+    parser.add_argument("--shape", choices=["model", *SHAPES], help="whose rounds are timed alone")
+    parser.add_argument("--rows", type=int, default=16, help="sequences of those rounds")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16], help="of each of them")
     parser.add_argument("--json", type=Path, default=RESULTS / "serving.json")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         pin(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(device).eval()
-    few = -(-options.requests // len(options.workloads))
-    texts = [
-        ids for name in options.workloads
-        for ids in prompts_of(name, options.prompts, few, tokenizer, LONGEST, options.chat)
-    ]  # fmt: skip
-    prompts = [ids[0].tolist() for ids in texts]
-    random.Random(0).shuffle(prompts)
+    prompts = read_requests(options, tokenizer)
     print(f"{len(prompts)} requests of {options.new_tokens} tokens, no prompt twice")
     shared = dict(compile=not options.eager, max_cache_len=options.max_cache_len)
     draft = {} if options.draft is None else {"draft": options.draft}
@@ -154,13 +243,16 @@ def main() -> None:
         rows += measure(name, fast, tokenizer, prompts, options)
         fast.destroy_cached_continuous_batching_manager()
         del fast
-    facts = {
-        "model": options.model,
-        "requests": len(prompts),
-        "new_tokens": options.new_tokens,
-        "stamp": stamp(model.device),
-    }
-    write_json(options.json, {"rows": [{**row, **facts} for row in rows]})
+    print(*ratios(rows), sep="\n")
+    stamped = stamp(model.device)
+    facts = {"model": Path(options.model).name, "requests": len(prompts), "new_tokens": options.new_tokens}
+    report = json.loads(options.json.read_text()) if options.json.exists() else {}
+    rows = [{**row, **facts, "stamp": stamped} for row in rows]
+    report["rows"] = merge_rows(report.get("rows", []), rows, ("model", "system", "in_flight"))
+    if options.shape:
+        timed = [{**row, "stamp": stamped} for row in round_rows(options.shape, options, model)]
+        report["rounds"] = merge_rows(report.get("rounds", []), timed, ("shape", "rows", "nodes"))
+    write_json(options.json, report)
 
 
 if __name__ == "__main__":

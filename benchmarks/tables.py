@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common import HERE, LOOKUP, RESULTS
+from draft_tables import WORKLOADS, measured_sets, peers, published, wide_trees
 from figures import NONE, Results, floors, number, table
 from steps import EAGER, PLAIN, SPECULATIVE, STATIC
 
@@ -23,15 +24,6 @@ SHAPES = {
     "qwen3-8b": "Qwen3-8B",
     "llama-1b": "Llama-3.2-1B",
     "qwen3-0.6b": "Qwen3-0.6B",
-}
-WORKLOADS = {
-    "code_editing": "code editing (EditEval)",
-    "bug_fixing": "bug fixing (HumanEvalFix)",
-    "code_completion": "code completion (HumanEval)",
-    "maths": "maths (GSM8K)",
-    "chat": "chat (MT-bench)",
-    "docstrings": "docstrings",
-    "random": "random tokens",
 }
 BEST = (LOOKUP, STATIC, EAGER, "HF greedy", "HF assistant")
 """Transformers' own ways."""
@@ -134,7 +126,7 @@ def cpu_batches(results: Results) -> str:
 
 def acceptance(results: Results, file: str) -> str:
     """A row for each system, two columns for each workload."""
-    workloads = [name for name in WORKLOADS if results.get(file, "workloads", name)]
+    workloads = measured_sets(results, file)
     systems = {name: results.get(file, "workloads", name, "systems") for name in workloads}
     rows = []
     for name in dict.fromkeys(name for some in systems.values() for name in some):
@@ -272,6 +264,10 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "kv_cache_dtype": kv_cache_dtype,
     "bits": bits,
     "serving": serving,
+    "smollm2_acceptance": lambda results: acceptance(results, "acceptance_smollm2"),
+    "smollm2_published": lambda results: published(results, "acceptance_smollm2"),
+    "peers": peers,
+    "wide_trees": wide_trees,
     "tensor_parallel": tensor_parallel,
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -199,12 +200,36 @@ def test_acceptance_and_cpu_on_a_tiny_model(tiny):
     assert identical == row["identical"] == 1 and row["lookup"] in common.LOOKUPS
     assert set(row["tokens_per_second"]) == {"HF greedy", common.LOOKUP, *ours}
     systems = acceptance.hf_systems(model, None, fixed) | {name: wrapped.generate for name, wrapped in ours.items()}
-    systems = {name: (lambda ids, call=call: call(ids, **fixed)) for name, call in systems.items()}
+    systems = {name: partial(call, **fixed) for name, call in systems.items()}
     result = acceptance.measure(systems, ours, model, (some, tuning), 1, fixed)
     rows = result["systems"]
     assert rows[common.LOOKUP]["lookup"] in common.LOOKUPS and rows["ours, n-gram"]["identical"] == 1
     best = max(rows["HF greedy"]["tokens_per_second"], rows[common.LOOKUP]["tokens_per_second"])
     assert rows["ours, n-gram"]["over_best_of_hf"] == pytest.approx(rows["ours, n-gram"]["tokens_per_second"] / best)
+    assert all(row["first_token_s"] > 0 for row in rows.values())
+    whole = 6 / rows["HF greedy"]["tokens_per_second"]
+    parts = rows["HF greedy"]["first_token_s"] + 5 * rows["HF greedy"]["further_token_s"]
+    assert parts == pytest.approx(whole) and rows["HF greedy"]["tokens"] == 6
+    cells = [column._cells for column in acceptance.table("chat", result).columns]
+    assert len({*map(len, cells)}) == 1 and [*rows] == cells[0]
+
+
+def test_systems_that_cannot_run_are_left_out_unless_they_are_named(monkeypatch, capsys):
+    heads = BENCHMARKS.parent / "examples" / "tiny_coder" / "heads"
+    assert (
+        common.lacking(("eagle3", "eagle3", {"num_steps": 5}), heads)
+        == common.lacking(("ngram", None, {}), heads)
+        == ""
+    )
+    assert common.lacking(("jetspec", "jetspec", {}), heads) == f"no jetspec in {heads}"
+    monkeypatch.setitem(acceptance.OURS, "other", ("eagle3", "eagle3", dict(num_steps=5, speed=2)))
+    assert common.lacking(acceptance.OURS["other"], heads) == "no option speed in this version"
+    monkeypatch.setattr(sys, "argv", ["acceptance.py"])
+    assert not {"JetSpec, chain", "other"} & {*acceptance.parse().systems}
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", "--systems", "JetSpec, chain"])
+    with pytest.raises(SystemExit):
+        acceptance.parse()
+    assert "no jetspec" in capsys.readouterr().err
 
 
 def test_prompts_of_bits_are_taken_from_the_files_in_turn(tmp_path):
@@ -254,7 +279,8 @@ def test_bits_on_the_demo_model(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "eagle3-tree" in out and "same bits are not promised, because of float32 on a CPU" in out
     with pytest.raises(SystemExit):
-        bits.parse(["--heads", str(tmp_path)])
+        bits.parse(["--heads", str(tmp_path), "--algorithms", "mtp"])
+    assert bits.parse(["--heads", str(tmp_path)]).algorithms == ["ngram", "ngram-64", "draft"]
 
 
 def test_a_system_that_fails_leaves_the_others(monkeypatch):

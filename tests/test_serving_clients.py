@@ -1,6 +1,7 @@
 """Programs that take a wrapped model: lm-evaluation-harness, and specdec_bench's engine."""
 
 import asyncio
+import json
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from server_fixtures import EAGER, PROMPT, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_compile import speculate
+from spec_compile.serving import specdec_bench
 from spec_compile.serving.specdec_bench import SpecCompileModel
 
 TEXTS = ["def mean(values):\n", "import json\n\nx =", "class Stack:\n    def"]
@@ -66,7 +68,8 @@ def test_what_lm_eval_asks_of_a_model_is_answered_alike(plain, fast, folder):
 
 def engine(folder, **settings):
     options = {"device": "cpu", "dtype": "float32", "compile": False, "check": False}
-    return SpecCompileModel(str(folder), 2, {"temperature": 0.0}, **options | settings)
+    theirs = {"draft_model_dir": None, "speculative_num_steps": 3, "parallel_drafting": False, "block_size": None}
+    return SpecCompileModel(str(folder), 2, {"temperature": 0.0}, **theirs | options | settings)
 
 
 def test_specdec_bench_gets_a_chunk_a_round(folder, plain):
@@ -85,7 +88,7 @@ def test_specdec_bench_gets_a_chunk_a_round(folder, plain):
         assert [token for chunk in chunks for token in chunk] == wanted[0, len(ids) :].tolist()
         assert len(chunks) < 40 and len(times) == len(chunks) + 1 and times == sorted(times)
     config = model.get_serving_config()
-    assert config["algo"] == "ngram" and config["options"]["num_draft_tokens"] == 8
+    assert config["algo"] == "ngram" and json.loads(json.dumps(config))["options"]["num_draft_tokens"] == 8
 
 
 def test_specdec_bench_strips_the_end(folder):
@@ -95,8 +98,44 @@ def test_specdec_bench_strips_the_end(folder):
     assert all(len(chunk) == 1 for chunk in whole)  # plain decoding
     end = whole[3][0]
     cut = asyncio.run(model.run(ids, 12, end, "a", 1))["output_ids"][0]
-    model.stop()
     assert cut == whole[: whole.index([end])]
+    model.sampling_kwargs["temperature"] = 5.0  # what a sweep does
+    model.sampling_kwargs["seed"] = 3
+    drawn, again = (asyncio.run(model.run(ids, 12, -1, "a", 0))["output_ids"][0] for _ in range(2))
+    model.stop()
+    assert drawn == again != whole
+
+
+def test_specdec_bench_words(monkeypatch):
+    """What is asked of the library for what run.py is told."""
+    asked = []
+
+    def stop(model, algo, **options):
+        asked.append((algo, options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(specdec_bench, "speculate", stop)
+    monkeypatch.setattr(specdec_bench.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: torch.nn.Identity())
+    for algo, settings in (
+        ("EAGLE3", dict(topk=4)), ("DFLASH", dict(block_size=8)), ("DSPARK", {}), ("NGRAM", dict(draft_model_dir=None)),
+        ("EAGLE3", dict(parallel_drafting=True)), ("PARD", dict(speculative_num_steps=7)), (None, {}),
+    ):  # fmt: skip
+        with pytest.raises(KeyboardInterrupt):
+            engine("nowhere", **{"speculative_algorithm": algo, "draft_model_dir": "head"} | settings)
+    asked = [
+        (algo, {name: options[name] for name in options if name not in ("compile", "check")}) for algo, options in asked
+    ]
+    assert asked == [
+        ("eagle3", dict(topk=4, num_steps=3, draft="head")), ("dflash", dict(block_size=8, draft="head")),
+        ("dspark", dict(block_size=None, draft="head")), ("ngram", dict(num_draft_tokens=4)),
+        ("p_eagle", dict(num_steps=3, draft="head")),
+        ("pard", dict(num_steps=7, draft="head")), ("ngram", dict(num_draft_tokens=1)),
+    ]  # fmt: skip
+    assert specdec_bench.sampling({"temperature": 1.0})["top_k"] == 0  # not transformers' default of 50
+    assert specdec_bench.sampling({"temperature": 0, "top_p": 0.9}) == {"do_sample": False, "repetition_penalty": 1.0}
+    for name, kwargs in (("beam_width", {"beam_width": 2}), ("max_tokens", {"max_tokens": 3})):
+        with pytest.raises(ValueError, match=name):
+            specdec_bench.sampling(kwargs)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +143,8 @@ def test_specdec_bench_strips_the_end(folder):
     [
         ({"speculative_algorithm": "EAGLE9"}, "speculative_algorithm"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"speculative_algorithm": "NGRAM", "parallel_drafting": True}, "parallel_drafting"),
+        ({"speculative_algorithm": "EAGLE3", "block_size": 8}, "block_size"),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 65}, "num_draft_tokens"),
     ],
 )

@@ -1,0 +1,63 @@
+"""Tables about drafts: the columns that others publish, other engines, and trees of many nodes; part of tables.py."""
+
+from figures import NONE, Results, table
+
+WORKLOADS = {
+    "code_editing": "code editing (EditEval)",
+    "bug_fixing": "bug fixing (HumanEvalFix)",
+    "code_completion": "code completion (HumanEval)",
+    "maths": "maths (GSM8K)",
+    "chat": "chat (MT-bench)",
+    "docstrings": "docstrings",
+    "random": "random tokens",
+}
+
+
+def measured_sets(results: Results, file: str) -> list[str]:
+    """The names of the sets of a file, in the order of `WORKLOADS`."""
+    names = list(results.get(file, "workloads"))
+    return [name for name in WORKLOADS if name in names] + [name for name in names if name not in WORKLOADS]
+
+
+def published(results: Results, file: str) -> str:
+    """The columns that others publish: a row for each set and system of ours."""
+    rows = []
+    for name in measured_sets(results, file):
+        for system, row in results.get(file, "workloads", name, "systems").items():
+            if "first_token_s" not in row or "accept_length" not in row:
+                continue
+            results.seen(row)
+            depths = " ".join(f"{share:.2f}" for share in row["acceptance_by_depth"][:5])
+            times = (f"{row['first_token_s'] * 1e3:.1f} ms", f"{row['further_token_s'] * 1e3:.2f} ms")
+            gain = f"{row['over_plain']:.2f}×" if "over_plain" in row else NONE
+            rate = f"{1 / row['further_token_s']:,.0f}"
+            rows.append((name.replace("_", " "), system, f"{row['accept_length']:.2f}", depths, rate, *times, gain))
+    columns = ("category", "drafts", "accept length", "acceptance by position", "tokens/s a user", "first token (TTFT)",
+               "a further token (TPOT)", "vs plain steps")  # fmt: skip
+    return table(columns, rows)
+
+
+def peers(results: Results) -> str:
+    """A row for each engine and way of drafting, a column for each set: accept length, tokens a second."""
+    every = results.all("peers", "rows")
+    names = list(dict.fromkeys(name for row in every for name in row.get("sets", {})))
+    rows = []
+    for row in map(results.seen, every):
+        cells = [row["refused"], *[""] * (len(names) - 1)] if "refused" in row else [
+            f"{figures['accept_length'] or 0:.2f}, {figures['tokens_per_second']:,.0f}" if figures else NONE
+            for figures in (row["sets"].get(name) for name in names)
+        ]  # fmt: skip
+        rows.append((row["model"], row["drafts"], f"{row['engine']} {row.get('version', '')}".strip(), *cells))
+    return table(("model", "drafts", "engine", *(name.replace("_", " ") for name in names)), rows)
+
+
+def wide_trees(results: Results) -> str:
+    rows = []
+    for row in map(results.seen, results.all("wide_trees", "rows")):
+        lengths = row["accept_length"]
+        gains = (f"{lengths[many] / lengths[few] - 1:+.0%}" for few, many in (("64", "128"), ("128", "256")))
+        rows.append(
+            (row["how"], row["draft"].replace("_", " "), *(f"{length:.2f}" for length in lengths.values()), *gains)
+        )
+    sizes = ("16 nodes", "32", "64", "128", "256")
+    return table(("", "draft", *sizes, "128 over 64", "256 over 128"), rows)

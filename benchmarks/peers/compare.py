@@ -1,0 +1,256 @@
+"""Other engines beside this library: one model, the same heads and prompts, one machine, one run.
+
+    python benchmarks/peers/compare.py --model FOLDER --heads FOLDER [--engines ours transformers vllm sglang]
+        [--drafts plain n-gram EAGLE-3 DFlash JetSpec MTP "EAGLE-3 + n-gram"] [--workloads chat maths ...]
+        [--folder DIR] [--trained-on FILE ...] [--prompts 10] [--new-tokens 128] [--repeats 3] [--device cuda]
+        [--json FILE]
+
+Every engine and setting runs in a process of its own, one after another (worker.py). All get the same token ids (with
+the chat template, if the tokenizer has one), answer greedily, one prompt at a time, and stop at the same tokens. Prefix
+caches are off, and n-grams forget between answers where an engine can. Two prompts of each set are not measured: the
+first warms up, and by both a setting is chosen where several are tried (`SYSTEMS` lists them); the table has the best
+of each engine for each set, the file all of them.
+
+Heads are folders eagle3, dflash, jetspec and mtp of --heads, in their published formats, as `python -m spec_compile
+train` writes them; those that are not there are left out. --trained-on names the files that the heads were trained on:
+a prompt that is in one of them is refused.
+
+The accept length of all is the tokens a forward of the target behind the prompt, steps without drafts included. "same":
+answers that equal those of the engine's own plain steps. What an engine refuses, or does not survive, is a row with the
+reason. An engine that is not installed is refused in this way, too. Rows that a run leaves out stay in the file.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+import torch  # noqa: E402
+from common import DEMO_MODEL, LOOKUPS, RESULTS, merge_rows, refuse_trained, split_prompts, stamp, write_json  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # noqa: E402
+
+TREE = dict(num_steps=5, topk=4, num_draft_tokens=16)
+VLLM_NGRAM = [dict(num_speculative_tokens=tokens, prompt_lookup_max=size, prompt_lookup_min=1)
+              for tokens, size in ((5, 3), (10, 3), (10, 2), (16, 3))]  # fmt: skip
+
+
+def ours(algo: str, draft: bool = True, **options) -> dict:
+    """A setting of ours. draft: whether the folder of the head belongs to it."""
+    return {"algo": algo, **options} | ({"draft": "HEAD"} if draft else {})
+
+
+def vllm(**config) -> dict:
+    """A setting of vLLM."""
+    return {"speculative_config": config}
+
+
+def sglang(algorithm: str, steps: int, topk: int, nodes: int) -> dict:
+    """A setting of SGLang with a head."""
+    return dict(
+        speculative_algorithm=algorithm, speculative_draft_model_path="HEAD", speculative_num_steps=steps,
+        speculative_eagle_topk=topk, speculative_num_draft_tokens=nodes,
+    )  # fmt: skip
+
+
+SYSTEMS = {
+    "plain": (None, {
+        "ours": [ours("ngram", False, num_draft_tokens=1)], "transformers": [{}], "vllm": [{}], "sglang": [{}],
+    }),
+    "n-gram": (None, {
+        "ours": [ours("ngram", False, num_draft_tokens=nodes) for nodes in (16, 64)],
+        "transformers": LOOKUPS,
+        "vllm": [vllm(method="ngram", **setting) for setting in VLLM_NGRAM],
+        "sglang": [dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=16)],
+    }),
+    "EAGLE-3": ("eagle3", {
+        "ours": [ours("eagle3", num_steps=3), ours("eagle3", num_steps=5), ours("eagle3", **TREE)],
+        "vllm": [vllm(method="eagle3", model="HEAD", num_speculative_tokens=tokens) for tokens in (3, 5)],
+        "sglang": [sglang("EAGLE3", 3, 1, 4), sglang("EAGLE3", 5, 4, 16)],
+    }),
+    "DFlash": ("dflash", {
+        "ours": [ours("dflash"), ours("dflash", topk=4, num_draft_tokens=16)],
+        "vllm": [vllm(method="dflash", model="HEAD", num_speculative_tokens=7)],
+        "sglang": [dict(speculative_algorithm="DFLASH", speculative_draft_model_path="HEAD")],
+    }),
+    "JetSpec": ("jetspec", {
+        "ours": [ours("jetspec"), ours("jetspec", topk=4, num_draft_tokens=16)],
+        "vllm": [vllm(method="dflash", model="HEAD", num_speculative_tokens=7)],
+    }),
+    "MTP": ("mtp", {
+        "ours": [ours("mtp", num_steps=3)], "vllm": [vllm(method="mtp", model="HEAD", num_speculative_tokens=3)],
+    }),
+    "EAGLE-3 + n-gram": ("eagle3", {"ours": [ours("eagle3", ngram=True, **TREE)]}),
+}  # fmt: skip
+"""Drafts -> folder of --heads (None: needs no head), and the settings that are tried by engine. HEAD is that folder."""
+KEYS = ("model", "dtype", "engine", "drafts")
+"""What tells the rows of the results apart."""
+TUNING = 2
+"""Prompts of each set by which settings are chosen."""
+
+
+def filled(setting, head: str):
+    """`setting` with the folder of the head in the place of HEAD."""
+    if isinstance(setting, dict):
+        return {name: filled(value, head) for name, value in setting.items()}
+    return head if setting == "HEAD" else setting
+
+
+def start(task: dict, timeout: float) -> dict:
+    """The result of a task, from a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("task.json", "result.json")]
+        paths[0].write_text(json.dumps(task))
+        library = str(HERE.parent.parent)
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), library])}
+        command = [sys.executable, str(HERE / "worker.py"), *map(str, paths)]
+        process = subprocess.Popen(command, env=env, stdout=sys.stderr, start_new_session=True)
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return {"refused": f"no result after {timeout:.0f} seconds"}
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # engines have processes of their own, which hold GPU memory
+            process.wait()
+        if not paths[1].exists():
+            return {"refused": f"its process ended with status {status}"}
+        return json.loads(paths[1].read_text())
+
+
+def best(results: list[dict], settings: list[dict], sets: list[str]) -> dict:
+    """A row of figures by set, of the setting that was fastest over the set's tuning prompts; and all that were tried.
+
+    results: of the settings in their order. "refused" only if none was served.
+    """
+    tried = [{"setting": setting, **result} for setting, result in zip(settings, results)]
+    served = [one for one in tried if "sets" in one]
+    if not served:
+        return {"refused": tried[0]["refused"], "tried": tried}
+    chosen = {}
+    for name in sets:
+        fastest = max(served, key=lambda one: one["sets"][name]["tuning_tokens_per_second"])
+        chosen[name] = {"setting": fastest["setting"], **fastest["sets"][name]}
+    return {"version": served[0]["version"], "sets": chosen, "tried": tried}
+
+
+def compare_answers(rows: list[dict], eos: list[int]) -> None:
+    """Put "same" into the figures of each set: the answers equal to those of the engine's plain steps. Drop answers."""
+    plain = {row["engine"]: row for row in rows if row["drafts"] == "plain" and "sets" in row}
+
+    def cut(answer: list[int]) -> list[int]:
+        return answer[:-1] if answer and answer[-1] in eos else answer
+
+    for row in rows:
+        base = plain.get(row["engine"])
+        for name, figures in row.get("sets", {}).items() if base else ():
+            pairs = zip(figures["answers"], base["sets"][name]["answers"])
+            figures |= {"same": sum(cut(a) == cut(b) for a, b in pairs), "of": len(figures["answers"])}
+    for row in rows:
+        for figures in [
+            *row.get("sets", {}).values(),
+            *(f for one in row["tried"] for f in one.get("sets", {}).values()),
+        ]:
+            figures.pop("answers", None)
+
+
+def table(rows: list[dict], sets: list[str]) -> Table:
+    """A line for each system: accept length and tokens a second by set."""
+    shown = Table(title="accept length, tokens/s (answers equal to plain)", title_justify="left")
+    for column in ("drafts", "engine", *sets):
+        shown.add_column(column, no_wrap=column not in sets)
+    for row in rows:
+        cells = [row["refused"]] if "refused" in row else [cell(row["sets"][name]) for name in sets]
+        shown.add_row(row["drafts"], f"{row['engine']} {row.get('version', '')}", *cells)
+    return shown
+
+
+def cell(figures: dict) -> str:
+    """The figures of one set."""
+    length = "-" if figures["accept_length"] is None else f"{figures['accept_length']:.2f}"
+    same = f" ({figures['same']}/{figures['of']})" if "same" in figures else ""
+    return f"{length}, {figures['tokens_per_second']:,.0f}{same}"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser.add_argument("--heads", type=Path, help="default: heads of the model")
+    parser.add_argument("--engines", nargs="+", default=["ours", "transformers", "vllm"],
+                        choices=["ours", "transformers", "vllm", "sglang"])  # fmt: skip
+    parser.add_argument("--drafts", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--workloads", nargs="+", default=["chat", "code_completion", "maths", "code_editing"])
+    parser.add_argument("--folder", type=Path, default=HERE.parent / "prompts")
+    parser.add_argument("--trained-on", type=Path, nargs="+", default=[])
+    parser.add_argument("--prompts", type=int, default=10, help="of each workload that are measured")
+    parser.add_argument("--longest", type=int, default=1024, help="tokens of a prompt, of which the last are kept")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--settings", type=int, default=8, help="tried at most for each engine and drafts")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds of a process")
+    parser.add_argument("--eager", action="store_true", help="do not compile ours")
+    parser.add_argument("--threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--json", type=Path, default=RESULTS / "peers.json")
+    options = parser.parse_args(arguments)
+    options.heads = options.heads or Path(options.model) / "heads"
+    return options
+
+
+def make_task(options: argparse.Namespace) -> dict:
+    """What all engines are given. ValueError if a head was trained on a prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    sets, chat = {}, bool(getattr(tokenizer, "chat_template", None))
+    longest = min(
+        options.longest, AutoConfig.from_pretrained(options.model).max_position_embeddings - options.new_tokens
+    )
+    for name in options.workloads:
+        refuse_trained(options.folder / f"{name}.jsonl", options.prompts, options.trained_on)
+        some = split_prompts(name, options.folder, options.prompts, TUNING, tokenizer, longest, chat)
+        measured, tuning = ([ids[0].tolist() for ids in prompts] for prompts in some)
+        sets[name] = {"measured": measured, "tuning": tuning}
+    eos = GenerationConfig.from_pretrained(options.model).eos_token_id
+    return dict(
+        model=options.model, dtype=options.dtype, device=options.device, threads=options.threads, sets=sets,
+        new_tokens=options.new_tokens, max_len=longest + options.new_tokens, repeats=options.repeats,
+        eos=eos if isinstance(eos, list) else [eos] * (eos is not None), compile=not options.eager,
+    )  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> None:
+    begin, options = time.perf_counter(), parse(arguments)
+    task, rows = make_task(options), []
+    for drafts in options.drafts:
+        folder, engines = SYSTEMS[drafts]
+        if folder and not (options.heads / folder / "config.json").is_file():
+            print(f"{drafts}: left out, because there is no {options.heads / folder}", flush=True)
+            continue
+        for engine in options.engines:
+            settings = [filled(one, str(options.heads / str(folder))) for one in engines.get(engine, [])]
+            settings = settings[: options.settings]
+            if not settings:
+                continue
+            results = [start(task | {"engine": engine, "setting": setting}, options.timeout) for setting in settings]
+            row = {"model": Path(options.model).name, "dtype": options.dtype, "engine": engine, "drafts": drafts}
+            rows.append(row | best(results, settings, options.workloads))
+            print(f"{time.perf_counter() - begin:5.0f} s: {drafts}, {engine}: {len(settings)} settings", flush=True)
+    compare_answers(rows, task["eos"])
+    Console(width=200).print(table(rows, options.workloads))
+    facts = stamp(torch.device(options.device)) | {"prompts": options.prompts, "new_tokens": options.new_tokens}
+    before = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    write_json(options.json, {"rows": merge_rows(before, [{**row, "stamp": facts} for row in rows], KEYS)})
+
+
+if __name__ == "__main__":
+    main()
