@@ -40,7 +40,8 @@ class Decoder:
 
     def __init__(self, runtime: Runtime, rows: int, capacity: int):
         self.runtime = runtime
-        self.lanes, self.texts = Lanes(runtime, rows, capacity), Texts(rows, capacity)
+        self.lanes = Lanes(runtime, rows, capacity)
+        self.texts = Texts(rows, capacity, has_states=bool(runtime.verify.recurrences))
         self.jobs: list[Job | None] = [None] * rows
         self.rounds = 0
         self._digest = 0
@@ -82,6 +83,8 @@ class Decoder:
         state, row = self.lanes.state, job.row
         state.finished[row].fill_(True)
         self.lanes.all.drafter.leave(state, row, job.length, job.share_text)
+        if job.is_whole and not self.runtime.verify.clamps_prompts:  # or an answer's states are not those of a prompt
+            self.texts.end(row)
         self.jobs[row] = None
 
     def compact(self) -> None:
@@ -167,6 +170,7 @@ class Decoder:
             if -1 in outcome.gained:
                 raise RuntimeError(NO_PROBABILITIES)
             job.gain(outcome.gained)
+            job.is_whole = outcome.finished and sum(job.speculation.per_step_tokens) == len(job.tokens)
         except Exception as error:  # of a criterion of its own; the others go on
             job.fail(error)
         self.texts.extend(job.row, job.tokens[before:])

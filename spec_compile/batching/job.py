@@ -40,6 +40,8 @@ class Job:
     error: str | None = None
     finish_reason: str | None = None
     is_cancelled: bool = False
+    is_whole: bool = False
+    """Whether its row has ended by itself, with no tokens but those of the answer."""
     row: int = -1
     """Where it lies among the rows that decode, or before that among those of prompts."""
     count: int | None = None

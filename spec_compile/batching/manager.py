@@ -19,7 +19,6 @@ from transformers.generation.continuous_batching.continuous_api import (
     OutputRouter,
 )
 
-from ..errors import UnsupportedModelError
 from ..runtime.generate import refuse_changes
 from .job import Job, seed_of
 from .metrics import Metrics
@@ -55,11 +54,6 @@ class Manager(ContinuousBatchingManager):
             raise ValueError("return_logprobs: log-probabilities are not computed; leave it out")
         self._speculation = model.speculation
         engine = self._speculation.engine
-        if engine.captured.recurrences:
-            raise UnsupportedModelError(
-                f"init_continuous_batching(): {type(self._speculation.original).__name__} keeps recurrent states, "
-                "which are not copied from row to row; call generate()"
-            )
         with self._speculation.turns.of_a_round():
             self.scheduler = take_scheduler(engine, config.max_requests_per_batch, workload_hints)
         self.scheduler.check = partial(refuse_changes, self._speculation)

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -170,17 +171,16 @@ class Call:
             self._build_rounds()
 
     def _take_past(self) -> list[int]:
-        """Take over keys and values that exist already; returns how many tokens of each row need no prefill."""
+        """Take over keys, values and states that exist already; returns how many tokens of each row need no prefill."""
         request, state = self.request, self.session.state
         if request.past is None:
             return [0] * state.batch
         cached = [request.past.length - pad for pad in request.past.padding]
         begins = [min(length, len(prompt) - 1) for length, prompt in zip(cached, request.prompts)]
+        if not self._draft_remembers(begins):
+            return [0] * state.batch
         state.fill(request.past, begins)
-        if self._draft_remembers(begins):
-            return begins
-        state.lengths.zero_()
-        return [0] * state.batch
+        return begins
 
     def _draft_remembers(self, lengths: list[int]) -> bool:
         """Whether a drafter's own cache has, from the call before, what `request.past` has of the target's, or cannot
@@ -202,6 +202,7 @@ class Call:
         session, request = self.session, self.request
         look, finish = session.step("look", nodes), session.step("finish", nodes)  # building them runs them
         logits, features, request.first_logits = request.first_logits, [], None
+        is_known = logits is not None
         if logits is None:
             logits, *features = look(max_kv_len)
         else:
@@ -209,7 +210,8 @@ class Call:
             unseen = logits.new_zeros(len(logits), 1, target.hidden_size, dtype=target.dtype)
             logits, features = logits[:, None], [unseen] * len(self.runtime.algorithm.plan.taps)
         accepted = request.host_acceptor(session.state.tree(nodes), logits)
-        outcome = finish(accepted.path, accepted.tokens, accepted.count, features, max_kv_len)
+        with session.state.kv.states.kept() if is_known else nullcontext():  # they are behind the root already
+            outcome = finish(accepted.path, accepted.tokens, accepted.count, features, max_kv_len)
         return outcome.tolist
 
     def _max_kv_len(self, slots: int) -> int:
