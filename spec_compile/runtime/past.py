@@ -46,7 +46,8 @@ class Past:
 class Layout:
     """Where a model's own cache has what ours has.
 
-    attention: the layer of the cache for each attention of the graph. states: the layer and the kind of each recurrence.
+    attention: the number of the cache's layer for each attention of the graph. states: the same for each recurrence,
+        with its kind.
     """
 
     attention: tuple[int, ...]
