@@ -75,7 +75,7 @@ class Decoder:
         """A prompt that is done has been copied to row `job.row`."""
         self.jobs[job.row] = job
         self.lanes.state.finished[job.row].fill_(False)
-        self.texts.put(job.row, job.prompt)
+        self.texts.put(job.row, [] if job.has_pictures else job.prompt)
         self._hindsight("forget", job.row)
 
     def leave(self, job: Job) -> None:
@@ -173,7 +173,8 @@ class Decoder:
             job.is_whole = outcome.finished and sum(job.speculation.per_step_tokens) == len(job.tokens)
         except Exception as error:  # of a criterion of its own; the others go on
             job.fail(error)
-        self.texts.extend(job.row, job.tokens[before:])
+        if not job.has_pictures:
+            self.texts.extend(job.row, job.tokens[before:])
 
     def _size(self, session: Session, part: str, riders: list[tuple[int, Job]]) -> int:
         """Nodes of the next round."""

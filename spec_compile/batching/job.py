@@ -69,6 +69,11 @@ class Job:
             self.acceptor.first_row = self.number
 
     @property
+    def has_pictures(self) -> bool:
+        """Whether the model's own forward processes its prompt, whose ids do not say all."""
+        return self.prepared is not None and self.prepared.process is not None
+
+    @property
     def length(self) -> int:
         """Tokens that the row has for sure, less one; as `State.lengths` counts."""
         return len(self.prompt) + len(self.tokens) - 1

@@ -118,7 +118,11 @@ class Scheduler:
             try:
                 self.check()
                 job.admit()
-            except Exception as error:  # of a processor or a criterion of its own
+                if job.has_pictures:
+                    self.prompts.process(job, self.decoder.lanes, self.decoder.free_row())
+                    self.decoder.enter(job)
+                    continue
+            except Exception as error:  # of a processor or a criterion of its own, or of its pictures
                 job.fail(error)
                 news.append(job)
                 continue

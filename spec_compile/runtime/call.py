@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..cache import PAGE
 from ..outcome import Outcome, unpack
 from ..tree import MAX_NODES
 from .accept.random_numbers import NO_PROBABILITIES
+from .own_prefill import prefill_draft
 from .prefill_chunks import FIXED, chunks
 from .request import Request
 from .runtime import Runtime
@@ -78,7 +79,8 @@ class Call:
         drafter.start(state, request.prompts, request.references, request.share_text)
         self._build_rounds()
         if request.features is not None and self.runtime.algorithm.remembers:
-            self._prefill_draft(request.features, begins)
+            sizes = [*self._chunks(max(begins))]
+            prefill_draft(session, request.features, request.past.padding, begins, sizes, self._max_kv_len)
         self._prefill(begins)
         if request.first_logits is None:
             session.propose(self._max_kv_len(max(map(len, request.prompts))))
@@ -225,25 +227,6 @@ class Call:
         missing = max(len(prompt) - 1 - begin for prompt, begin in zip(self.request.prompts, begins))
         for size in self._chunks(missing):
             self.session.prefill(size, self._max_kv_len(done + size))
-            done += size
-
-    def _prefill_draft(self, features: list[Tensor], begins: list[int]) -> None:
-        """Let the draft alone process the first `begins` [B] tokens of each prompt, which the target has processed.
-
-        features: see `Request`.
-        """
-        sizes, done, padding = [*self._chunks(max(begins))], 0, self.request.past.padding
-        rows = [
-            nn.utils.rnn.pad_sequence(
-                [values[pad : pad + begin] for values, pad, begin in zip(feature, padding, begins)], batch_first=True
-            )
-            for feature in features
-        ]  # without padding on the left
-        rows = [nn.functional.pad(row, (0, 0, 0, sum(sizes) - row.shape[1])) for row in rows]
-        self.session.state.lengths.zero_()
-        for size in sizes:
-            chunk = [row[:, done : done + size].contiguous() for row in rows]
-            self.session.step("prefill")(size, self._max_kv_len(done + size), chunk)
             done += size
 
     def _chunks(self, tokens: int) -> Iterator[int]:
