@@ -121,6 +121,25 @@ def test_every_architecture_gives_one_processs_tokens(on_ranks, name):
         assert token_bytes == speculated_bytes(model) // 2
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lfm2", "falcon_h1", "jamba", "nemotron_h"))],
+)
+def test_recurrences_stay_whole_beside_what_is_shared(on_ranks, name):
+    model = models.HYBRIDS[name]()
+    alone = answers(shared(model, tensor_parallel=None))
+
+    def on_a_rank(rank):
+        fast = shared(model)
+        rows = fast.speculation.engine.runtime.verify.row_bytes
+        return answers(fast), fast.speculation.explain(), rows
+
+    for rank, (got, explained, row_bytes) in enumerate(on_ranks(on_a_rank)):
+        assert same(got, alone)
+        assert f"rank {rank} of 2 has 2 of 4 query" in explained and "whole on each rank: in_proj" in explained
+        assert row_bytes == models.captured(model).row_bytes
+
+
 def speculated_bytes(model):
     return models.captured(model).token_bytes
 
