@@ -2,12 +2,14 @@
 
 import models
 import pytest
+import test_hybrid_caches as caches
 import test_hybrids as hybrids
 import torch
 from test_batching import AtLength, collect, config
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 import spec_compile
+from spec_compile.batching.decoding import Decoder
 
 OFTEN = ["lfm2", "qwen3_5", "falcon_h1", "jamba"]
 NAMES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in models.HYBRIDS]
@@ -21,7 +23,7 @@ def prompts():
 
 
 def generated(model, prompt, new, **options):
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     return hybrids.answer(model, ids, torch.ones_like(ids), new, **options)[0, len(prompt) :].tolist()
 
 
@@ -83,8 +85,9 @@ def test_a_prompt_that_goes_on_with_a_whole_answer_starts_behind_it(name):
     assert reused == ([0] * 4 if name == "nemotron_h" else [0, 59, 79, 0])
 
 
-def test_an_answer_that_was_cut_is_not_gone_on_with():
+def test_an_answer_that_was_cut_is_not_gone_on_with(monkeypatch):
     """Its row has tokens behind the end that a criterion has set."""
+    monkeypatch.setattr(Decoder, "_size", lambda self, session, part, riders: self.runtime.sizes[-1])
     model, fast = hybrids.system("lfm2")
     manager, prompt = manager_of(fast, 2), prompts()[5]
     whole = generated(model, prompt, 20)
@@ -112,3 +115,29 @@ def test_the_memory_of_slots_counts_states():
     total = manager.metrics()["cache_bytes"]
     manager.destroy()
     assert states > 0 and total >= states + keys
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "falcon_h1", "jamba"])
+@pytest.mark.parametrize("mode", [{}, {"compile": False}, {"compile": False, "cuda_graphs": False}])
+def test_on_a_gpu(name, mode):
+    """Rounds in flight while rows are copied; a cache that goes from call to call; a prompt that goes on."""
+    model = models.HYBRIDS[name]().cuda()
+    fast = spec_compile.speculate(model, max_cache_len=512, **mode)
+    answers_are_those_of_generate(model, fast)
+    if name != "jamba":
+        (*_, (got, _)), (*_, (wanted, _)) = [
+            caches.turns(system, (5, 33, 20), DynamicCache(config=model.config)) for system in (fast, model)
+        ]
+        assert torch.equal(got, wanted)
+    manager, prompt = manager_of(fast, 2), prompts()[5]
+    try:
+        for turn in range(2):
+            manager.add_request(prompt, f"r{turn}", max_new_tokens=20, eos_token_id=-1)
+            output = collect(manager, 1)[f"r{turn}"]
+            assert output.generated_tokens == generated(model, prompt, 20)
+            assert output.speculation.reused_prompt_tokens == 59 * turn
+            prompt = prompt + output.generated_tokens + [7, 8]
+    finally:
+        manager.destroy()

@@ -25,14 +25,14 @@ def are_close(ours, theirs):
 def turns(model, lengths, cache, *, reference=None, **options):
     """Three calls, of which each goes on where the one before ended, behind one or three more tokens; the texts, and
     the cache after each."""
-    ids, mask = hybrids.batch(lengths)
+    ids, mask = (tensor.to(model.device) for tensor in hybrids.batch(lengths))
     texts = []
     for more in (1, 3, 3):
         extra = {} if reference is None else {"reference": reference}
         ids = answer(model, ids, mask, NEW, past_key_values=cache, **extra, **options)
         texts.append((ids, [state.clone() for state in states_of(cache)]))
         added = torch.arange(5, 5 + len(lengths))[:, None] + torch.arange(more)
-        ids = torch.cat([ids, added], dim=1)
+        ids = torch.cat([ids, added.to(ids.device)], dim=1)
         mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
     return texts
 

@@ -1,6 +1,7 @@
 """Prompts with pictures in continuous batching and in the server: what their own generate() gives."""
 
 import asyncio
+import copy
 import types
 
 import pytest
@@ -9,6 +10,8 @@ from picture_models import NAMES, PICTURE, inputs, model
 from test_batching import collect, config
 from test_pictures import fast, heads
 from transformers import GenerationConfig
+
+import spec_compile
 
 NEW = 16
 OFTEN = ["Gemma3", "Qwen3VL"]
@@ -39,9 +42,9 @@ def answers(fast, requests):
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in NAMES])
 def test_rows_with_pictures_beside_rows_without(name):
-    """The last has the ids of the first and another picture, so that nothing of the first may serve it."""
-    requests = [inputs(name, (count,), seed) for seed, count in enumerate((1, 0, 2, 1))]
-    requests.append(requests[0] | {"pixel_values": requests[0]["pixel_values"].flip(-1) + 1})
+    """The last has the ids of the one before and other pictures, so that nothing of that may serve it."""
+    requests = [inputs(name, (count,), seed) for seed, count in enumerate((1, 0, 2))]
+    requests.append(requests[2] | {"pixel_values": requests[2]["pixel_values"].flip(-1) + 1})
     assert answers(fast(name), requests) == [expected(name, arguments) for arguments in requests]
 
 
@@ -106,3 +109,19 @@ def test_the_server_passes_on_what_a_processor_returns():
         requests.manager.destroy()
     assert tokens == expected("Gemma3", arguments) and text == f"{tokens}"
     assert count == len(listed["input_ids"]) == arguments["input_ids"].shape[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("name", ["Gemma3", "Qwen3VL"])
+def test_on_a_gpu(name, compile):
+    target = copy.deepcopy(model(name)).cuda()
+    fast = spec_compile.speculate(target, compile=compile, max_cache_len=512)
+    requests = [inputs(name, (count,), seed) for seed, count in enumerate((1, 0, 2, 1))]
+    requests = [{key: value.cuda() for key, value in request.items()} for request in requests]
+    wanted = [
+        target.generate(**request, max_new_tokens=NEW, do_sample=False)[0, request["input_ids"].shape[1] :].tolist()
+        for request in requests
+    ]
+    assert answers(fast, requests) == wanted
