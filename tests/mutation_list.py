@@ -126,7 +126,7 @@ CACHES = [
     Mutation(
         "a text with pictures is its ids", "spec_compile/batching/decoding.py",
         "[] if job.has_pictures else job.prompt", "job.prompt",
-        "tests/test_picture_batches.py -k 'test_rows_with_pictures and Gemma3'",
+        "tests/test_picture_batches.py -k test_ids_without",
     ),
     Mutation(
         "a root that a state is behind is committed again", f"{RUNTIME}call.py",

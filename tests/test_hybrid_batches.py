@@ -11,7 +11,7 @@ from transformers import DynamicCache, GenerationConfig
 import spec_compile
 from spec_compile.batching.decoding import Decoder
 
-OFTEN = ["lfm2", "qwen3_5", "falcon_h1", "jamba"]
+OFTEN = ["lfm2", "qwen3_5", "jamba"]
 NAMES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in models.HYBRIDS]
 LENGTHS = [(1, 20), (2, 25), (70, 8), (131, 12), (5, 25), (40, 6), (33, 16)]
 """Tokens of a prompt, and of its answer."""
@@ -66,7 +66,9 @@ def test_a_draft_model_beside():
     assert not any(output.speculation.reused_prompt_tokens for output in outputs.values())
 
 
-@pytest.mark.parametrize("name", ["lfm2", "nemotron_h", pytest.param("mamba2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "mamba2"))]
+)
 def test_a_prompt_that_goes_on_with_a_whole_answer_starts_behind_it(name):
     """What shares only a beginning is processed anew, and so is all if a prompt's states are not an answer's."""
     model, fast = hybrids.system(name)

@@ -81,6 +81,7 @@ def test_what_the_model_continues_is_what_we_hand_out():
         assert torch.equal(answer(model, ids, mask, NEW, past_key_values=first.past_key_values), expected)
 
 
+@pytest.mark.slow
 def test_a_head_whose_cache_is_of_another_call_sees_the_prompt_again():
     model = models.HYBRIDS["qwen3_5"]()
     fast = spec_compile.speculate(

@@ -73,6 +73,21 @@ def test_what_is_refused_and_what_fails_alone():
     assert outputs["right"].generated_tokens == expected("Gemma3", arguments)
 
 
+def test_ids_without_their_pictures_are_another_prompt():
+    """Nothing of the request before may serve it, though the ids are alike."""
+    arguments = inputs("Gemma3", (2,))
+    ids = {name: arguments[name] for name in ("input_ids", "attention_mask")}
+    wanted = fast("Gemma3").generate(**ids, max_new_tokens=NEW, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    manager = manager_of(fast("Gemma3"))
+    try:
+        for name, request in (("pictures", arguments), ("ids", ids)):
+            manager.add_request(**request, request_id=name, max_new_tokens=NEW)
+            output = collect(manager, 1)[name]
+    finally:
+        manager.destroy()
+    assert output.generated_tokens == wanted.tolist() != expected("Gemma3", arguments)
+
+
 def test_several_sequences_of_one_picture():
     arguments = inputs("Gemma3")
     torch.manual_seed(5)
