@@ -151,9 +151,9 @@ class Speculation:
         return algorithm.store
 
     @cached_property
-    def caches_alike(self) -> bool:
-        """Whether transformers' cache of this model has the contents of ours (see `past.is_alike`)."""
-        return past.is_alike(self._model, self.engine.runtime.verify.layers)
+    def cache_layout(self) -> past.Layout | None:
+        """Where transformers' cache of this model has the contents of ours (see `past.layout_of`)."""
+        return past.layout_of(self._model, self.engine.captured)
 
     @property
     def stats(self) -> Stats:

@@ -2,6 +2,8 @@
 
 import mmap
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +43,13 @@ class States(nn.Module):
     @property
     def tensors(self) -> list[Tensor]:
         """How many tokens of a chunk count [B], the lengths of the prompts [B], and the parts of each recurrence."""
-        if not self.kinds:
-            return []
         parts = [tensor for number in range(len(self.kinds)) for tensor in (self[number][0], *self[number][1])]
-        return [self.valid, self.prompt_lengths, *parts]
+        return [*self.counts, *parts]
+
+    @property
+    def counts(self) -> list[Tensor]:
+        """The first two of `tensors`."""
+        return [self.valid, self.prompt_lengths] if self.kinds else []
 
     def reset(self, prompt_lengths: Tensor) -> None:
         """Begin B new sequences, whose prompts have these lengths [B]."""
@@ -52,6 +57,35 @@ class States(nn.Module):
             self.prompt_lengths.copy_(prompt_lengths)
             for number in range(len(self.kinds)):
                 self[number][0].zero_()
+
+    def fill(self, states: list[Tensor]) -> None:
+        """Take over the state of each recurrence [B, ...]."""
+        for number, state in enumerate(states):
+            self[number][0].copy_(state)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A context that leaves no trace in any state."""
+        before = [self[number][0].clone() for number in range(len(self.kinds))]
+        yield
+        self.fill(before)
+
+    def enter(self, row: int, prompt_length: int) -> None:
+        """Begin a new sequence in one row, while the others go on."""
+        if self.kinds:
+            self.prompt_lengths[row].fill_(prompt_length)
+            for number in range(len(self.kinds)):
+                self[number][0][row].zero_()
+
+    def row(self, row: int) -> list[Tensor]:
+        """The states of one sequence."""
+        return [self[number][0][row] for number in range(len(self.kinds))]
+
+    def share(self, other: "States") -> None:
+        """Take the first rows of `other` in place of rows of its own."""
+        for name, tensor in list(self.named_buffers()):
+            larger = getattr(other, name)
+            setattr(self, name, larger if tensor.shape == larger.shape else larger[: len(tensor)])
 
     def commit(self, path: Tensor, gained: Tensor) -> None:
         """Lead every state over the first gained[b] nodes of the path [B, N] of the tree that was verified last."""
@@ -105,6 +139,7 @@ class Cache(nn.Module):
         """Take the first rows of `other` in place of rows of its own."""
         for (name, tensor), larger in zip(list(self.named_buffers(recurse=False)), other.tensors):
             setattr(self, name, larger[: len(tensor)])
+        self.states.share(other.states)
 
     def resize(self, slots: int) -> list[Tensor]:
         """Put empty tensors of `slots` slots in place of the present `tensors`, and return the latter."""

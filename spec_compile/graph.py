@@ -92,6 +92,8 @@ class ModelGraph:
     backend: str = ""
     """Name of its attention backend ("": its layers have no cache yet)."""
     recurrences: tuple[RecurrenceSpec, ...] = ()
+    clamps_prompts: bool = False
+    """Whether the model clamps the time steps of prompts, and not those of tokens that it generates."""
     shifts_positions: bool = False
     """Whether positions may run ahead of slots, or behind: multi-axis RoPE counts less than the tokens of a picture."""
     decoder_layers: int = 0
@@ -99,11 +101,6 @@ class ModelGraph:
 
     def __post_init__(self):
         self.decoder_layers = self.decoder_layers or len(self.layers)
-
-    @property
-    def clamps_prompts(self) -> bool:
-        """Whether the model clamps the time steps of prompts, and not those of tokens that it generates."""
-        return bool(calls(self.gm, torch.ops.spec_compile.clamp_prompt.default))
 
     @property
     def device(self) -> torch.device:

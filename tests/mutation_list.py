@@ -109,6 +109,36 @@ STATE = [
 ]  # fmt: skip
 CACHES = [
     Mutation(
+        "a row begins with the states of the request before", "spec_compile/cache.py",
+        "self[number][0][row].zero_()", "self[number][0][row].abs()",
+        "tests/test_hybrid_batches.py -k 'test_rows_enter_and_leave and qwen3_5'",
+    ),
+    Mutation(
+        "states stay behind when a row moves", "spec_compile/batching/lanes.py",
+        "*cache.states.row(index)]", "]",
+        "tests/test_hybrid_batches.py -k 'test_rows_enter_and_leave and qwen3_5'",
+    ),
+    Mutation(
+        "an answer that was cut is gone on with", "spec_compile/batching/decoding.py",
+        "outcome.finished and sum(job.speculation.per_step_tokens) == len(job.tokens)", "True",
+        "tests/test_hybrid_batches.py -k test_an_answer_that_was_cut",
+    ),
+    Mutation(
+        "a text with pictures is its ids", "spec_compile/batching/decoding.py",
+        "[] if job.has_pictures else job.prompt", "job.prompt",
+        "tests/test_picture_batches.py -k test_ids_without",
+    ),
+    Mutation(
+        "a root that a state is behind is committed again", f"{RUNTIME}call.py",
+        "session.state.kv.states.kept() if is_known", "nullcontext() if is_known",
+        "tests/test_hybrid_caches.py -k test_embeddings",
+    ),
+    Mutation(
+        "states in a cache that comes in are not read", f"{RUNTIME}state.py",
+        "self.kv.states.fill(past.states)", "pass",
+        "tests/test_hybrid_caches.py -k 'test_a_cache_goes and qwen3_5'",
+    ),
+    Mutation(
         "a cache that goes out lies a place off", f"{RUNTIME}past.py",
         "slots[row, :, first - pad : length - pad]",
         "slots[row, :, first - pad + (pad > 0) : length - pad + (pad > 0)]",

@@ -196,20 +196,9 @@ def test_what_is_refused_by_name():
     model, fast = system("lfm2")
     with pytest.raises(UnsupportedModelError, match=r"draft: Lfm2ForCausalLM keeps recurrent states"):
         spec_compile.speculate(models.ADMITTED["llama"](), "draft_model", draft=model, compile=False)
-    with pytest.raises(UnsupportedModelError, match=r"init_continuous_batching\(\): Lfm2ForCausalLM keeps recurrent"):
-        fast.init_continuous_batching()
     with pytest.raises(UnsupportedModelError, match=r"exact: bits are promised"):
         spec_compile.speculate(model, compile=False, exact="bits")
     assert "convolution" in fast.speculation.explain()
-
-
-def test_a_cache_that_comes_in_goes_to_transformers():
-    model, fast = system("lfm2")
-    ids, mask = batch((40,))
-    first = answer(model, ids[:, :30], mask[:, :30], 1, return_dict_in_generate=True).past_key_values
-    with pytest.warns(UserWarning, match="past_key_values"):
-        got = answer(fast, ids, mask, 8, past_key_values=first)
-    assert torch.equal(got, answer(model, ids, mask, 8))
 
 
 def test_a_cache_that_single_steps_would_fill_otherwise_is_left_to_transformers():

@@ -27,6 +27,7 @@ from spec_compile.runtime.call import Call
 
 pytestmark = pytest.mark.xdist_group("tensor_parallel")
 FIVE = ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+HYBRIDS = ("lfm2", "falcon_h1", "jamba", "nemotron_h")
 PLAIN = dict(compile=False, max_cache_len=200, check=False)
 NEW = 20
 GREEDY = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -119,6 +120,22 @@ def test_every_architecture_gives_one_processs_tokens(on_ranks, name):
         assert same(got, alone)
         assert f"rank {rank} of 2 has 2 of 4 query" in explained
         assert token_bytes == speculated_bytes(model) // 2
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS)])
+def test_recurrences_stay_whole_beside_what_is_shared(on_ranks, name):
+    model = models.HYBRIDS[name]()
+    alone = answers(shared(model, tensor_parallel=None))
+
+    def on_a_rank(rank):
+        fast = shared(model)
+        rows = fast.speculation.engine.runtime.verify.row_bytes
+        return answers(fast), fast.speculation.explain(), rows
+
+    for rank, (got, explained, row_bytes) in enumerate(on_ranks(on_a_rank)):
+        assert same(got, alone)
+        assert f"rank {rank} of 2 has 2 of 4 query" in explained and "whole on each rank: in_proj" in explained
+        assert row_bytes == models.captured(model).row_bytes
 
 
 def speculated_bytes(model):
@@ -434,9 +451,11 @@ def test_results_that_part_are_noticed(on_ranks, tmp_path):
 # --- models that transformers has spread over the ranks
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "qwen3_5"))]
+)
 def test_models_that_transformers_has_sharded(on_ranks, tmp_path, name):
-    model = rounds.target(name)
+    model = models.HYBRIDS[name]() if name in models.HYBRIDS else rounds.target(name)
     model.save_pretrained(tmp_path / name)
     systems = {name: ("ngram", {})}
     if name == "llama":

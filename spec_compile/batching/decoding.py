@@ -40,7 +40,8 @@ class Decoder:
 
     def __init__(self, runtime: Runtime, rows: int, capacity: int):
         self.runtime = runtime
-        self.lanes, self.texts = Lanes(runtime, rows, capacity), Texts(rows, capacity)
+        self.lanes = Lanes(runtime, rows, capacity)
+        self.texts = Texts(rows, capacity, has_states=bool(runtime.verify.recurrences))
         self.jobs: list[Job | None] = [None] * rows
         self.rounds = 0
         self._digest = 0
@@ -74,7 +75,7 @@ class Decoder:
         """A prompt that is done has been copied to row `job.row`."""
         self.jobs[job.row] = job
         self.lanes.state.finished[job.row].fill_(False)
-        self.texts.put(job.row, job.prompt)
+        self.texts.put(job.row, [] if job.has_pictures else job.prompt)
         self._hindsight("forget", job.row)
 
     def leave(self, job: Job) -> None:
@@ -82,6 +83,8 @@ class Decoder:
         state, row = self.lanes.state, job.row
         state.finished[row].fill_(True)
         self.lanes.all.drafter.leave(state, row, job.length, job.share_text)
+        if job.is_whole and not self.runtime.verify.clamps_prompts:  # or an answer's states are not those of a prompt
+            self.texts.end(row)
         self.jobs[row] = None
 
     def compact(self) -> None:
@@ -167,9 +170,11 @@ class Decoder:
             if -1 in outcome.gained:
                 raise RuntimeError(NO_PROBABILITIES)
             job.gain(outcome.gained)
+            job.is_whole = outcome.finished and sum(job.speculation.per_step_tokens) == len(job.tokens)
         except Exception as error:  # of a criterion of its own; the others go on
             job.fail(error)
-        self.texts.extend(job.row, job.tokens[before:])
+        if not job.has_pictures:
+            self.texts.extend(job.row, job.tokens[before:])
 
     def _size(self, session: Session, part: str, riders: list[tuple[int, Job]]) -> int:
         """Nodes of the next round."""

@@ -40,6 +40,8 @@ class Job:
     error: str | None = None
     finish_reason: str | None = None
     is_cancelled: bool = False
+    is_whole: bool = False
+    """Whether its row has ended by itself, with no tokens but those of the answer."""
     row: int = -1
     """Where it lies among the rows that decode, or before that among those of prompts."""
     count: int | None = None
@@ -65,6 +67,11 @@ class Job:
             seed = self.seed if prepared.config.do_sample else None
             self.acceptor = make_acceptor(route, self._answer, prepared.processors, seed)
             self.acceptor.first_row = self.number
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether the model's own forward processes its prompt, whose ids do not say all."""
+        return self.prepared is not None and self.prepared.process is not None
 
     @property
     def length(self) -> int:

@@ -45,8 +45,8 @@ class Lanes:
 
     @property
     def bytes(self) -> int:
-        """Of keys and values, the draft's included."""
-        return sum(tensor.nbytes for cache in self._caches() for tensor in cache.tensors)
+        """Of keys and values, the draft's included, and of states."""
+        return sum(tensor.nbytes for cache in self._caches() for tensor in cache.argument)
 
     def width(self, rows: int) -> int:
         """The smallest width for the first `rows` rows."""
@@ -69,8 +69,8 @@ class Lanes:
             policy.share(self.all.policies["round"])
 
     def copy_row(self, row: int, to: int, slots: int, target: "Lanes | None" = None) -> None:
-        """Copy a row with its pending tree and the first `slots` slots of its caches to row `to` of `target` (None: of
-        these lanes). The row itself is idle then."""
+        """Copy a row with its pending tree, its states and the first `slots` slots of its caches to row `to` of
+        `target` (None: of these lanes). The row itself is idle then."""
         target = target or self
         buffers = [[*lanes.state.small_buffers(), *lanes.all.drafter.row_buffers()] for lanes in (self, target)]
         for source, destination in zip(*buffers):
@@ -81,13 +81,13 @@ class Lanes:
         self.all.drafter.vacate(row)
 
     def copy_slots(self, row: int, to: int, slots: int, target: "Lanes") -> None:
-        """Copy the first `slots` slots of a row's caches to row `to` of `target`."""
+        """Copy the states of a row and the first `slots` slots of its caches to row `to` of `target`."""
         for source, destination in zip(self._caches(), target._caches()):
-            views = [
-                [tensor[index, :, :slots] for tensor in cache.tensors]
+            copies, originals = [
+                [*(tensor[index, :, :slots] for tensor in cache.tensors), *cache.states.row(index)]
                 for cache, index in ((destination, to), (source, row))
             ]
-            torch._foreach_copy_(*views)
+            torch._foreach_copy_(copies, originals)
 
     def _caches(self) -> list[Cache]:
         return [self.state.kv, *caches(self.all.drafter)]

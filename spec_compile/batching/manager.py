@@ -19,7 +19,6 @@ from transformers.generation.continuous_batching.continuous_api import (
     OutputRouter,
 )
 
-from ..errors import UnsupportedModelError
 from ..runtime.generate import refuse_changes
 from .job import Job, seed_of
 from .metrics import Metrics
@@ -55,11 +54,6 @@ class Manager(ContinuousBatchingManager):
             raise ValueError("return_logprobs: log-probabilities are not computed; leave it out")
         self._speculation = model.speculation
         engine = self._speculation.engine
-        if engine.captured.recurrences:
-            raise UnsupportedModelError(
-                f"init_continuous_batching(): {type(self._speculation.original).__name__} keeps recurrent states, "
-                "which are not copied from row to row; call generate()"
-            )
         with self._speculation.turns.of_a_round():
             self.scheduler = take_scheduler(engine, config.max_requests_per_batch, workload_hints)
         self.scheduler.check = partial(refuse_changes, self._speculation)
@@ -146,13 +140,14 @@ class Manager(ContinuousBatchingManager):
     ) -> str:  # fmt: skip
         """Hand in a request; returns its id.
 
-        input_ids: token ids, a list or 1-D tensor. request_id: a name that no request under way has; None makes one.
+        input_ids: token ids, a list or 1-D tensor, or the one row of a 2-D one. request_id: a name that no request
+        under way has; None makes one.
         max_new_tokens, eos_token_id: None: as the config says; without a limit the row is filled. A negative id ends
         nothing. streaming: whether every round's tokens are delivered, not only the whole answer. record_timestamps:
         whether `Output.timestamps` has the time of every token. generation_config: of this request in place of the
         manager's. tokenizer: for `stop_strings`. seed: the answer is that of ``generate()`` after
         ``torch.manual_seed(seed)``; None: one is drawn. options: fields of a GenerationConfig, `logits_processor` and
-        `stopping_criteria`.
+        `stopping_criteria`, and what a processor returns for pictures (`pixel_values` and the like).
 
         Raises, before anything is handed in: ValueError or TypeError, naming the argument, for what cannot be served;
         queue.Full if as many requests wait as `max_queue_size` allows; RuntimeError if the thread stops or has died.
@@ -187,6 +182,9 @@ class Manager(ContinuousBatchingManager):
         """The requests for one prompt: one for each of `num_return_sequences`, the one of this id last."""
         prompt = self._read_prompt(input_ids)
         config, defaults = generation_config or self.generation_config, self.model.generation_config
+        mask = options.pop("attention_mask", None)
+        if mask is not None and not torch.as_tensor(mask).all():
+            raise ValueError("attention_mask: a request has one prompt without padding; leave it out")
         if max_new_tokens is not None:
             options["max_new_tokens"] = max_new_tokens
         ends = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
@@ -215,6 +213,8 @@ class Manager(ContinuousBatchingManager):
 
     def _read_prompt(self, input_ids) -> list[int]:
         ids = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else list(input_ids)
+        if len(ids) == 1 and isinstance(ids[0], list):  # as a processor gives them
+            (ids,) = ids
         if not ids:
             raise ValueError("input_ids: expected at least one token, got none")
         vocab = self._speculation.engine.runtime.verify.vocab_size

@@ -4,6 +4,7 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,10 +12,15 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..capture.adapters import shallow
+from ..capture.pictures import placeholders
 from ..errors import did_you_mean
+from ..runtime import own_prefill
+from ..runtime import past as pasts
 from ..runtime.accept import Route, choose_route
 from ..runtime.accept.grammars import check_grammars
 from ..runtime.answer import Answer
+from ..runtime.own_prefill import PICTURES, TOKEN_TYPES
+from ..runtime.past import Past
 from ..runtime.prepared import Inputs, Plans, make_key
 from ..runtime.prompt import Prompt
 from ..runtime.read_call import longest_width, make_answer, shortest_width, unserved
@@ -31,7 +37,8 @@ class Prepared:
     config: its generation config, completed. processors: transformers' logits processors. route: how tokens are
     accepted. shortest, longest: tokens of the row, prompt included, before which it may not end and at which it ends.
     make_answer: gives the `Answer` that takes its tokens. has_criteria: whether something besides `longest` and
-    end-of-sequence tokens ends it.
+    end-of-sequence tokens ends it. process: the model's own prefill, given the taps of the draft, of a prompt with
+    pictures: what came of it, and how far positions run ahead of slots behind it; None: the prompt is text.
     """
 
     config: GenerationConfig
@@ -41,6 +48,7 @@ class Prepared:
     longest: int
     make_answer: Callable[[], Answer]
     has_criteria: bool = False
+    process: Callable[[tuple[int, ...]], tuple[Past, list[Tensor] | None, int]] | None = None
 
 
 class Preparer:
@@ -50,7 +58,7 @@ class Preparer:
     """
 
     def __init__(self, fast, room: int):
-        self._speculation, self.room = fast.speculation, room
+        self._fast, self._speculation, self.room = fast, fast.speculation, room
         self._lock, self._plans = threading.Lock(), Plans()
         cls = type(fast.speculation.original)
         self._shadow = shallow(fast, type(cls.__name__, (_StopsBeforeTheLoop, cls), {"__module__": cls.__module__}))
@@ -64,12 +72,12 @@ class Preparer:
         """What a request asks for; TypeError or ValueError if it cannot be served.
 
         prompt: token ids. config: of the request. defaults: for what `config` leaves open. options: fields of a
-        GenerationConfig that go over `config`, and `ARGUMENTS`.
+        GenerationConfig that go over `config`, `ARGUMENTS`, and `PICTURES` with their `TOKEN_TYPES`.
         """
         config, arguments = copy.deepcopy(config), {}
         config.num_return_sequences = 1  # each sequence is a request
         for name, value in options.items():
-            if name in ARGUMENTS:
+            if name in ARGUMENTS | PICTURES | TOKEN_TYPES:
                 arguments[name] = value
             elif name in vars(config):
                 setattr(config, name, value)
@@ -112,13 +120,14 @@ class Preparer:
     def _prepare_anew(self, ids: Tensor, config: GenerationConfig, tokenizer, arguments: dict) -> Prepared:
         """By transformers, for a prompt `ids` [1, W]."""
         device, given = self._alike.ids.device, {} if tokenizer is None else {"tokenizer": tokenizer}
+        arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
         with self._speculation.turns:  # because a GPU allows nobody else to take memory while a graph is captured
             call = self._shadow.generate(
                 ids.to(device), attention_mask=torch.ones_like(ids, device=device), generation_config=config, **given,
                 **arguments,
             )  # fmt: skip
-        prompt = Prompt.of(call.input_ids, call.config, call.model_kwargs)
-        reason = unserved(self._speculation, prompt, call.config, call.model_kwargs)
+            prompt = Prompt.of(call.input_ids, call.config, call.model_kwargs, placeholders(self._speculation.original))
+            reason = unserved(self._speculation, prompt, call.config, call.model_kwargs)
         if reason is not None or call.config.return_dict_in_generate:
             raise ValueError(f"{reason or 'return_dict_in_generate'}: only generate() does this; leave it out")
         check_grammars(call.processors, 1, self._speculation.engine.runtime.verify.vocab_size)
@@ -131,7 +140,28 @@ class Preparer:
         route = choose_route(call.config, call.processors, device, first.keeps_scores, has_first_logits=False)
         self._plans.keep(self._shadow, prompt, call.config, call.processors, call.criteria, first, route)
         shortest, has_criteria = shortest_width(call.processors), first.criteria is not None
-        return Prepared(call.config, call.processors, route, shortest, longest, answer, has_criteria)
+        prepared = Prepared(call.config, call.processors, route, shortest, longest, answer, has_criteria)
+        if prompt.has_pictures:
+            self._check_pictures(prompt)
+            prepared.process = partial(self._process, prompt, call)
+        return prepared
+
+    def _check_pictures(self, prompt: Prompt) -> None:
+        """ValueError if pictures are where a batch does not read them."""
+        if prompt.tokens[0][-1] in placeholders(self._speculation.original):
+            raise ValueError("input_ids: a prompt that ends in a picture is served by generate(); put text behind it")
+        if self._speculation.options.ranks.size > 1:
+            raise ValueError("pixel_values: pictures are read in one process; leave out tensor_parallel")
+
+    def _process(
+        self, prompt: Prompt, call: "_Call", taps: tuple[int, ...]
+    ) -> tuple[Past, list[Tensor] | None, int]:  # fmt: skip
+        """See `Prepared.process`."""
+        kwargs = copy.copy(call.model_kwargs)
+        kwargs["past_key_values"] = copy.deepcopy(kwargs["past_key_values"])  # empty; another sequence may need it, too
+        own = own_prefill.run(self._fast, prompt, call.input_ids, call.config, kwargs, taps)
+        past = pasts.read(own.cache, prompt.padding, self._speculation.cache_layout)
+        return past, own.features, prompt.position_offsets[0]
 
 
 @dataclass

@@ -3,9 +3,13 @@
 A prompt never touches the rows that decode. When it is done, its row is copied to one of them.
 """
 
+from functools import cached_property
+
 import torch
 
 from ..cache import PAGE
+from ..runtime.own_prefill import prefill_draft
+from ..runtime.prefill_chunks import FIXED, chunks
 from ..runtime.runtime import Runtime
 from .job import Job
 from .lanes import Lanes
@@ -39,16 +43,39 @@ class Prompts:
         """Begin with a prompt. Row `row` of `source` has keys and values of its first `known` tokens."""
         job.row = to = self.jobs.index(None)
         self.jobs[to], self._done[to] = job, known
+        self._begin(job, self.lanes, to, lengths=known)
+        if known:
+            source.copy_slots(row, to, known, self.lanes)
+        job.speculation.reused_prompt_tokens = known
+
+    def _begin(self, job: Job, lanes: Lanes, row: int, **numbers: int) -> None:
         ids = torch.tensor(job.prompt)
         if self.runtime.on_gpu:
             ids = ids.pin_memory()
         vocab = self.runtime.verify.vocab_size
         eos = [token for token in job.eos if 0 <= token < vocab]
-        self.lanes.state.enter(to, ids, eos, lengths=known, **job.numbers())
-        self.lanes.all.drafter.enter(to, job.share_text)
-        if known:
-            source.copy_slots(row, to, known, self.lanes)
-        job.speculation.reused_prompt_tokens = known
+        lanes.state.enter(row, ids, eos, **numbers, **job.numbers())
+        lanes.all.drafter.enter(row, job.share_text)
+
+    def process(self, job: Job, target: Lanes, to: int) -> None:
+        """Have the model's own forward process a prompt with pictures, and copy it to row `to` of the lanes that
+        decode."""
+        past, features, offset = job.prepared.process(self.runtime.algorithm.plan.taps)
+        lanes, done = self._one_lane, len(job.prompt) - 1
+        state, session = lanes.state, lanes.all
+        self._begin(job, lanes, 0, **({} if state.position_offsets is None else {"position_offsets": offset}))
+        if features is not None and self.runtime.algorithm.remembers:
+            sizes = [*chunks(done, session.prefill_sizes, FIXED[self.runtime.device.type])]
+            prefill_draft(session, features, past.padding, [done], sizes, self._max_kv_len)
+        state.fill(past, [done])
+        job.row = 0
+        self._propose(session, [job])
+        self._copy(job, lanes, target, to)
+
+    @cached_property
+    def _one_lane(self) -> Lanes:
+        """Of prompts with pictures, one at a time."""
+        return Lanes(self.runtime, 1, self.lanes.state.capacity)
 
     def step(self, others_decode: bool) -> list[Job]:
         """Process a chunk of every prompt, and propose the first trees of those that are done, which are returned."""
@@ -69,7 +96,7 @@ class Prompts:
         return ready
 
     def _propose(self, session, ready: list[Job]) -> None:
-        session.propose(self._max_kv_len(max(len(job.prompt) for job in self.active)))
+        session.propose(self._max_kv_len(max(len(job.prompt) for job in (*self.active, *ready))))
         if not self.runtime.on_gpu:
             state = session.state
             for job in ready:
@@ -77,9 +104,12 @@ class Prompts:
 
     def move(self, job: Job, target: Lanes, to: int) -> None:
         """Copy a prompt that is done to row `to` of the lanes that decode."""
-        slots = len(job.prompt) + self.runtime.sizes[-1] + self.runtime.algorithm.plan.lookahead_slots
-        self.lanes.copy_row(job.row, to, min(slots, self.lanes.state.capacity), target)
         self.jobs[job.row] = None
+        self._copy(job, self.lanes, target, to)
+
+    def _copy(self, job: Job, lanes: Lanes, target: Lanes, to: int) -> None:
+        slots = len(job.prompt) + self.runtime.sizes[-1] + self.runtime.algorithm.plan.lookahead_slots
+        lanes.copy_row(job.row, to, min(slots, lanes.state.capacity), target)
         job.row = to
 
     def drop(self, job: Job) -> None:

@@ -21,7 +21,7 @@ class Scheduler:
         """Any thread may append to it."""
         self.prompts = Prompts(runtime, min(ROWS[runtime.device.type], slots), capacity)
         self.decoder = Decoder(runtime, slots, capacity)
-        self._keeps_a_token_less = runtime.algorithm.remembers
+        self._keeps_a_token_less, self._has_states = runtime.algorithm.remembers, bool(runtime.verify.recurrences)
         self.ranks = runtime.options.ranks
         self.check: Callable[[], None] = lambda: None
         """Raises if the model has changed."""
@@ -118,13 +118,18 @@ class Scheduler:
             try:
                 self.check()
                 job.admit()
-            except Exception as error:  # of a processor or a criterion of its own
+                if job.has_pictures:
+                    self.prompts.process(job, self.decoder.lanes, self.decoder.free_row())
+                    self.decoder.enter(job)
+                    continue
+            except Exception as error:  # of a processor or a criterion of its own, or of its pictures
                 job.fail(error)
                 news.append(job)
                 continue
-            row, known = self.decoder.texts.longest_prefix(job.prompt)
-            # A drafter's slot may depend on the token behind it, as that of a head does.
-            known = max(min(known, len(job.prompt) - 1) - self._keeps_a_token_less, 0)
+            # The last token is the root of the first tree.
+            row, known = self.decoder.texts.longest_prefix(job.prompt[:-1])
+            if self._keeps_a_token_less:  # a drafter's slot may depend on the token behind it, as that of a head does
+                known = 0 if self._has_states else max(known - 1, 0)
             self.prompts.enter(job, self.decoder.lanes, row, known)
             entered.append(Admission.of(job, row, known))
         return entered

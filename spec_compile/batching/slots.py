@@ -45,5 +45,6 @@ def choose_slots(runtime: Runtime, requested: int | None, hints=None) -> tuple[i
     capacity = runtime.capacity(slots)
     if runtime.on_gpu and requested is None:
         free = SHARE * torch.cuda.mem_get_info(runtime.device)[0]
-        slots = max(1, min(slots, int(free / (runtime.token_bytes * (capacity + 2048)))))
+        row_bytes = runtime.token_bytes * (capacity + 2048) + runtime.verify.row_bytes
+        slots = max(1, min(slots, int(free / row_bytes)))
     return slots, capacity

@@ -9,14 +9,22 @@ LEAST = 16
 class Texts:
     """A text of up to `capacity` tokens for each of `rows` rows."""
 
-    def __init__(self, rows: int, capacity: int):
+    def __init__(self, rows: int, capacity: int, has_states: bool = False):
+        """has_states: whether rows have states of recurrences, which are behind the end of a text alone."""
         self._tokens = np.zeros((rows, capacity), dtype=np.int32)
         self._lengths = np.zeros(rows, dtype=np.int64)
+        self._has_states = has_states
+        self._has_ended = np.zeros(rows, dtype=bool)
+        """Whether the states of each row are behind all of its text but the last token."""
 
     def put(self, row: int, tokens: list[int]) -> None:
         """The row has this text from now on."""
-        self._lengths[row] = 0
+        self._lengths[row], self._has_ended[row] = 0, False
         self.extend(row, tokens)
+
+    def end(self, row: int) -> None:
+        """The row's text is complete, and its states are behind all of it but the last token."""
+        self._has_ended[row] = True
 
     def extend(self, row: int, tokens: list[int]) -> None:
         """The row's text goes on with these."""
@@ -29,6 +37,7 @@ class Texts:
         length = self._lengths[row]
         self._tokens[to, :length], self._lengths[to] = self._tokens[row, :length], length
         self._lengths[row] = 0
+        self._has_ended[to] = False
 
     def forget(self) -> None:
         """No keys and values of any text count any more."""
@@ -37,7 +46,8 @@ class Texts:
     def longest_prefix(self, prompt: list[int]) -> tuple[int, int]:
         """The row whose text begins with most of the prompt, and with how many of its tokens: 0 if they are few.
 
-        The last token of a text does not count, because it has no keys and values yet.
+        The last token of a text does not count, because it has no keys and values yet. With
+        states a text counts only if the prompt begins with all of the rest.
         """
         width = min(len(prompt), int(self._lengths.max()))
         if width < LEAST:
@@ -45,6 +55,8 @@ class Texts:
         differs = self._tokens[:, :width] != np.asarray(prompt[:width], dtype=np.int32)
         alike = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
         alike = np.minimum(alike, self._lengths - 1)
+        if self._has_states:
+            alike = np.where(self._has_ended & (alike == self._lengths - 1), alike, 0)
         row = int(alike.argmax())
         return (row, int(alike[row])) if alike[row] >= LEAST else (0, 0)
 

@@ -148,6 +148,7 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule, limits: list[int]) -> 
         position_limit=min([getattr(config, "max_position_embeddings", tables[0]), *tables]) if tables else None,
         head_weight=names[0] if names else "",
         recurrences=recurrences.describe(gm),
+        clamps_prompts=bool(calls(gm, torch.ops.spec_compile.clamp_prompt.default)),
         shifts_positions=any(hasattr(module, "rope_deltas") for module in model.modules()),
         decoder_layers=config.num_hidden_layers,
     )

@@ -34,11 +34,6 @@ def shard(graph: ModelGraph, settings) -> str:
     ranks = settings.ranks
     if ranks.size == 1:
         return "one process"
-    if graph.recurrences:
-        raise UnsupportedModelError(
-            "tensor_parallel: layers with recurrences or short convolutions are not shared out; run the model in one "
-            "process, tensor_parallel=None"
-        )
     attending, widths = _attending(graph, ranks.size), _feeding(graph)
     _check_sizes(graph, widths, ranks.size)
     columns = attending | {node: Cut(-1, ranks.size, _blocks(node)) for node in widths}

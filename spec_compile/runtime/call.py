@@ -3,14 +3,16 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..cache import PAGE
 from ..outcome import Outcome, unpack
 from ..tree import MAX_NODES
 from .accept.random_numbers import NO_PROBABILITIES
+from .own_prefill import prefill_draft
 from .prefill_chunks import FIXED, chunks
 from .request import Request
 from .runtime import Runtime
@@ -77,7 +79,8 @@ class Call:
         drafter.start(state, request.prompts, request.references, request.share_text)
         self._build_rounds()
         if request.features is not None and self.runtime.algorithm.remembers:
-            self._prefill_draft(request.features, begins)
+            sizes = [*self._chunks(max(begins))]
+            prefill_draft(session, request.features, request.past.padding, begins, sizes, self._max_kv_len)
         self._prefill(begins)
         if request.first_logits is None:
             session.propose(self._max_kv_len(max(map(len, request.prompts))))
@@ -170,17 +173,16 @@ class Call:
             self._build_rounds()
 
     def _take_past(self) -> list[int]:
-        """Take over keys and values that exist already; returns how many tokens of each row need no prefill."""
+        """Take over keys, values and states that exist already; returns how many tokens of each row need no prefill."""
         request, state = self.request, self.session.state
         if request.past is None:
             return [0] * state.batch
         cached = [request.past.length - pad for pad in request.past.padding]
         begins = [min(length, len(prompt) - 1) for length, prompt in zip(cached, request.prompts)]
+        if not self._draft_remembers(begins):
+            return [0] * state.batch
         state.fill(request.past, begins)
-        if self._draft_remembers(begins):
-            return begins
-        state.lengths.zero_()
-        return [0] * state.batch
+        return begins
 
     def _draft_remembers(self, lengths: list[int]) -> bool:
         """Whether a drafter's own cache has, from the call before, what `request.past` has of the target's, or cannot
@@ -202,6 +204,7 @@ class Call:
         session, request = self.session, self.request
         look, finish = session.step("look", nodes), session.step("finish", nodes)  # building them runs them
         logits, features, request.first_logits = request.first_logits, [], None
+        is_known = logits is not None
         if logits is None:
             logits, *features = look(max_kv_len)
         else:
@@ -209,7 +212,8 @@ class Call:
             unseen = logits.new_zeros(len(logits), 1, target.hidden_size, dtype=target.dtype)
             logits, features = logits[:, None], [unseen] * len(self.runtime.algorithm.plan.taps)
         accepted = request.host_acceptor(session.state.tree(nodes), logits)
-        outcome = finish(accepted.path, accepted.tokens, accepted.count, features, max_kv_len)
+        with session.state.kv.states.kept() if is_known else nullcontext():  # they are behind the root already
+            outcome = finish(accepted.path, accepted.tokens, accepted.count, features, max_kv_len)
         return outcome.tolist
 
     def _max_kv_len(self, slots: int) -> int:
@@ -223,25 +227,6 @@ class Call:
         missing = max(len(prompt) - 1 - begin for prompt, begin in zip(self.request.prompts, begins))
         for size in self._chunks(missing):
             self.session.prefill(size, self._max_kv_len(done + size))
-            done += size
-
-    def _prefill_draft(self, features: list[Tensor], begins: list[int]) -> None:
-        """Let the draft alone process the first `begins` [B] tokens of each prompt, which the target has processed.
-
-        features: see `Request`.
-        """
-        sizes, done, padding = [*self._chunks(max(begins))], 0, self.request.past.padding
-        rows = [
-            nn.utils.rnn.pad_sequence(
-                [values[pad : pad + begin] for values, pad, begin in zip(feature, padding, begins)], batch_first=True
-            )
-            for feature in features
-        ]  # without padding on the left
-        rows = [nn.functional.pad(row, (0, 0, 0, sum(sizes) - row.shape[1])) for row in rows]
-        self.session.state.lengths.zero_()
-        for size in sizes:
-            chunk = [row[:, done : done + size].contiguous() for row in rows]
-            self.session.step("prefill")(size, self._max_kv_len(done + size), chunk)
             done += size
 
     def _chunks(self, tokens: int) -> Iterator[int]:

@@ -107,7 +107,9 @@ class SpeculativeMixin:
         )  # fmt: skip
         shortest = shortest_width(logits_processor)
         speculation.agreement.reach(asked(prompt, config, logits_processor, stopping_criteria))
-        request = make_request(prompt, answer, route, logits_processor, config, shortest, own, cache, ranks=ranks)
+        is_filled = cache is not None and cache.get_seq_length() > 0
+        past = pasts.read(cache, prompt.padding, speculation.cache_layout) if is_filled else None
+        request = make_request(prompt, answer, route, logits_processor, config, shortest, own, past, ranks=ranks)
         speculation.plans.keep(self, prompt, config, logits_processor, stopping_criteria, answer, route)
         self._run(request, answer, route)
 
@@ -153,10 +155,11 @@ class SpeculativeMixin:
         """Bring a cache to where plain decoding leaves it, which is all positions but the last."""
         length = prompt.width + answer.columns - 1
         filled = prompt.width + min(answer.gained(row) for row in range(answer.batch)) - 1  # that every row has
-        if self.speculation.caches_alike:
-            pasts.extend(cache, request.state, prompt.padding, filled)
+        layout = self.speculation.cache_layout
+        if layout is not None and pasts.are_states_behind(request.state, prompt.padding, filled):
+            pasts.extend(cache, request.state, prompt.padding, filled, layout)
         else:
-            filled = int(cache.get_seq_length())  # the model itself fills a cache of another form
+            filled = int(cache.get_seq_length())  # the model itself fills it, also where our states are further on
         if filled < length:  # plain decoding goes on with padding behind rows that end early
             ids = answer.sequences()
             positions = torch.arange(length, device=ids.device) - ids.new_tensor(prompt.padding)[:, None]

@@ -1,9 +1,10 @@
 """Prompts that the model's own forward processes: embeddings, and texts with pictures."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..capture.adapters import twin
@@ -60,3 +61,27 @@ def run(
         output = runner._prefill(input_ids, generation_config, kwargs)
     first_logits = None if leaves_last else output.logits[:, -1].float()
     return OwnPrefill(output.past_key_values, first_logits, features if has_all_tokens else None)
+
+
+def prefill_draft(
+    session, features: list[Tensor], padding: list[int], begins: list[int], sizes: list[int],
+    max_kv_len: Callable[[int], int],
+) -> None:  # fmt: skip
+    """Let the draft alone process the first `begins` [B] tokens of each prompt, which the target has processed.
+
+    session: the `Session` of B rows that have the prompts. features: see `OwnPrefill`. padding: positions on the left
+    of each row [B]. sizes: tokens of each step. max_kv_len: gives the slots to look at, of those that are needed.
+    """
+    rows = [
+        nn.utils.rnn.pad_sequence(
+            [values[pad : pad + begin] for values, pad, begin in zip(feature, padding, begins)], batch_first=True
+        )
+        for feature in features
+    ]  # without padding on the left
+    rows = [nn.functional.pad(row, (0, 0, 0, sum(sizes) - row.shape[1])) for row in rows]
+    session.state.lengths.zero_()
+    done = 0
+    for size in sizes:
+        chunk = [row[:, done : done + size].contiguous() for row in rows]
+        session.step("prefill")(size, max_kv_len(done + size), chunk)
+        done += size

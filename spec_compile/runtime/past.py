@@ -1,10 +1,9 @@
-"""Keys and values from transformers' caches, and to them."""
+"""Keys, values and states from transformers' caches, and to them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
@@ -14,29 +13,45 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ..graph import LayerSpec
+from ..graph import ModelGraph
 from ..kernels.ops import as_read
 
 READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
 RECURRENT = {value for name, value in vars(cache_utils).items() if name.startswith("LinearAttention")}
-"""Caches of layers with states, which the model itself fills (see `is_alike`)."""
+"""Caches of layers with states, some of which hold keys and values, too."""
+CONVOLUTIONS, STATES = "conv_states", "recurrent_states"
+"""What such layers name their states, the first of which is numbered 0."""
 EMPTY = {getattr(cache_utils, "DummyLayer", DynamicLayer)}
 """The cache of a layer that reads another layer's keys and values."""
 
 
 @dataclass
 class Past:
-    """Keys and values of the first `length` positions of left-padded prompts.
+    """Keys and values of the first `length` positions of left-padded prompts, and the states behind them.
 
     layers: the keys and the values of each layer, both [B, Hkv, L, D]. L is `length`, or less where the layer holds the
         last L positions alone.
+    states: of each recurrence [B, ...], as `cache.States` has them.
     length: positions, those of padding included.
     padding: positions of padding of each row [B].
     """
 
     layers: list[tuple[Tensor, Tensor]]
+    states: list[Tensor]
     length: int
     padding: list[int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model's own cache has what ours has.
+
+    attention: the number of the cache's layer for each attention of the graph. states: the same for each recurrence,
+        with its kind.
+    """
+
+    attention: tuple[int, ...]
+    states: tuple[tuple[int, str], ...]
 
 
 def is_plain(cache) -> bool:
@@ -49,49 +64,88 @@ def is_plain(cache) -> bool:
     )
 
 
-def is_alike(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> bool:
-    """Whether the model's own cache holds the keys and values of each of `layers`, as ours does.
+def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
+    """Where the model's own cache has the keys and values of each attention of `graph`, and each recurrence's state.
 
-    It does not if it holds latents of them (MLA) or states, or if layers share them. A forward over two tokens shows.
+    None if it holds something else, such as latents of keys and values (MLA) or a state for each head (Zamba), or if
+    layers share keys and values, or if nothing attends, so that the cache counts no tokens. A forward over two tokens
+    shows.
     """
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
-    if not isinstance(cache, Cache) or not is_plain(cache) or len(cache.layers) != len(layers):
-        return False
-    return all(
-        type(layer) not in RECURRENT
-        and getattr(layer, "keys", None) is not None
-        and (layer.keys.shape[1], layer.keys.shape[3]) == (spec.kv_heads, spec.key_dim)
-        and (layer.values.shape[1], layer.values.shape[3]) == (spec.kv_heads, spec.value_dim)
-        for layer, spec in zip(cache.layers, layers)
-    )
+    if not isinstance(cache, Cache) or not is_plain(cache):
+        return None
+    attention = [number for number, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None]
+    if not attention or len(attention) != len(graph.layers):
+        return None
+    for number, spec in zip(attention, graph.layers):
+        keys, values = cache.layers[number].keys, cache.layers[number].values
+        sizes = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
+        if sizes != ((spec.kv_heads, spec.key_dim), (spec.kv_heads, spec.value_dim)):
+            return None
+    states = [
+        (number, part)
+        for number, layer in enumerate(cache.layers)
+        if type(layer) in RECURRENT
+        for part in (CONVOLUTIONS, STATES)
+        if getattr(layer, part)[0] is not None
+    ]
+    if len(states) != len(graph.recurrences):
+        return None
+    for (number, part), spec in zip(states, graph.recurrences):
+        if (part == CONVOLUTIONS) != (spec.kind == "convolution"):
+            return None
+        if tuple(_as_ours(cache.layers[number], spec.kind).shape[1:]) != spec.state:
+            return None
+    kinds = [spec.kind for spec in graph.recurrences]
+    return Layout(tuple(attention), tuple((number, kind) for (number, _), kind in zip(states, kinds)))
 
 
-def read(cache: Cache, padding: list[int]) -> Past:
-    """The keys and values in `cache`, whose rows have `padding` positions [B] on the left.
+def _as_ours(layer, kind: str) -> Tensor:
+    """The state of a recurrence of this kind in a layer of transformers' cache, [B, ...] as `cache.States` has it.
+
+    A convolution has one more past input there, which nothing reads; Mamba-2's state has its two sizes swapped.
+    """
+    if kind == "convolution":
+        return getattr(layer, CONVOLUTIONS)[0][..., 1:].transpose(1, 2)
+    state = getattr(layer, STATES)[0]
+    return state.transpose(2, 3) if kind == "decay" else state
+
+
+def read(cache: Cache, padding: list[int], layout: Layout) -> Past:
+    """What is in `cache`, whose rows have `padding` positions [B] on the left.
 
     Raises ValueError if the cache is for another batch size.
     """
     length = int(cache.get_seq_length())
-    batch = cache.layers[0].keys.shape[0]
+    attention = [cache.layers[number] for number in layout.attention]
+    batch = attention[0].keys.shape[0]
     if batch != len(padding):
         raise ValueError(f"past_key_values: expected a cache of batch size {len(padding)}, got {batch}")
     layers = []
-    for layer in cache.layers:
+    for layer in attention:
         cached = min(length, layer.keys.shape[2])  # a static cache has room for more
         layers.append((layer.keys[:, :, :cached], layer.values[:, :, :cached]))
-    return Past(layers, length, padding)
+    states = [_as_ours(cache.layers[number], kind) for number, kind in layout.states]
+    return Past(layers, states, length, padding)
 
 
-def extend(cache: Cache, state, padding: list[int], length: int) -> None:
-    """Add to `cache` the positions before `length` that it lacks, from the slots of `state`.
+def are_states_behind(state, padding: list[int], length: int) -> bool:
+    """Whether the states of all rows, if there are any, are behind `length` positions."""
+    if not state.kv.states.kinds:
+        return True
+    return [tokens + pad for tokens, pad in zip(state.lengths.tolist(), padding)] == [length] * len(padding)
+
+
+def extend(cache: Cache, state, padding: list[int], length: int, layout: Layout) -> None:
+    """Add to `cache` the positions before `length` that it lacks, from the slots of `state`, and the states.
 
     Row b lies ``padding[b]`` positions further right in the cache than in the state, and its padding is zero.
     """
     begin = int(cache.get_seq_length())
     if length <= begin:
         return
-    for layer in range(state.kv.layers):
+    for layer, number in enumerate(layout.attention):
         added = []
         for slots in as_read(*state.kv.layer(layer), length, state.dtype):
             block = slots.new_zeros(slots.shape[0], slots.shape[1], length - begin, slots.shape[3])
@@ -99,4 +153,10 @@ def extend(cache: Cache, state, padding: list[int], length: int) -> None:
                 first = max(begin, pad)
                 block[row, :, first - begin :] = slots[row, :, first - pad : length - pad]
             added.append(block)
-        cache.update(*added, layer)
+        cache.update(*added, number)
+    for recurrence, (number, kind) in enumerate(layout.states):
+        after, _ = state.kv.states[recurrence]
+        if kind == "convolution":
+            cache.update_conv_state(nn.functional.pad(after.transpose(1, 2), (1, 0)), number)
+        else:
+            cache.update_recurrent_state(after.transpose(2, 3) if kind == "decay" else after, number)

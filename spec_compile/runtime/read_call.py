@@ -4,7 +4,6 @@ import math
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from ..capture.pictures import reads_pictures
 from ..parallel.ranks import ALONE, Alone
@@ -47,12 +46,16 @@ def unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict)
     if cache is not None and not pasts.is_plain(cache):
         return f"past_key_values / cache_implementation ({type(cache).__name__})"
     is_filled = cache is not None and cache.get_seq_length() > 0
-    if (is_filled or prompt.is_embedded or prompt.has_pictures) and not speculation.caches_alike:
+    is_own = prompt.is_embedded or prompt.has_pictures
+    if (is_filled or is_own) and speculation.cache_layout is None:
         name = "past_key_values" if is_filled else "inputs_embeds" if prompt.is_embedded else "pixel_values"
         return f"{name} (the model's own cache holds something else than the keys and values of each layer)"
     is_asked_for = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-    if cache is not None and is_asked_for and speculation.engine.captured.clamps_prompts:
+    captured = speculation.engine.captured
+    if cache is not None and is_asked_for and captured.clamps_prompts:
         return "past_key_values (the model's forward over several tokens leaves other states than single steps)"
+    if any(spec.kind == "selective" for spec in captured.recurrences) and (is_filled or (is_own and is_asked_for)):
+        return "past_key_values (the model's forward over several tokens does not read the states in a cache)"
     states = model_kwargs.get("cache_params")  # what a model without attention has in place of past_key_values
     if states is not None and (generation_config.return_dict_in_generate or getattr(states, "_is_user_defined", False)):
         return "cache_params"
@@ -69,7 +72,7 @@ def unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict)
 
 def make_request(
     prompt: Prompt, answer: Answer, route: Route, processors: list, generation_config, shortest: int,
-    own: OwnPrefill | None = None, cache: Cache | None = None, generator: torch.Generator | None = None,
+    own: OwnPrefill | None = None, past: pasts.Past | None = None, generator: torch.Generator | None = None,
     ranks: Alone = ALONE,
 ) -> Request:  # fmt: skip
     """The request for the rounds of one call. Widths of the answer become lengths of each row without its padding.
@@ -88,7 +91,7 @@ def make_request(
         max_lengths=[answer.longest + difference for difference in differences],
         eos=sorted(answer.eos),
         ids=None if any(prompt.padding) or prompt.has_unknown_tokens else prompt.ids,
-        past=pasts.read(cache, prompt.padding) if cache is not None and cache.get_seq_length() > 0 else None,
+        past=past,
         position_offsets=prompt.position_offsets,
         has_unknown_tokens=prompt.has_unknown_tokens,
         first_logits=None if own is None else own.first_logits,

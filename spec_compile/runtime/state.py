@@ -66,7 +66,7 @@ class State(nn.Module):
 
     def small_buffers(self) -> list[Tensor]:
         """Every buffer except the cache."""
-        return list(self.buffers(recurse=False))
+        return [*self.buffers(recurse=False), *self.kv.states.counts]
 
     def share(self, other: "State") -> None:
         """Take the first rows of `other`, of every buffer, in place of rows of its own."""
@@ -87,11 +87,14 @@ class State(nn.Module):
         for name, value in numbers.items():
             getattr(self, name)[row].fill_(value)
         self.prompt_lengths[row].fill_(len(prompt))
+        self.kv.states.enter(row, len(prompt))
         self.finished[row].fill_(True)
         self._eos = None  # rows differ
 
     def fill(self, past: Past, lengths: list[int]) -> None:
-        """Take over keys and values that exist already of the prompts given to `reset`; `lengths` [B] of them count."""
+        """Take over what exists already of the prompts given to `reset`: keys and values, of which `lengths` [B] count,
+        and states."""
+        self.kv.states.fill(past.states)
         for number, (keys, values) in enumerate(past.layers):
             key_cache, value_cache, scales = self.kv.layer(number)
             first = past.length - keys.shape[2]  # a sliding window holds the last tokens only

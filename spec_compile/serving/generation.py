@@ -7,7 +7,9 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from fastapi import HTTPException
+from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import (
     CBGenerateManager,
@@ -18,6 +20,8 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
+from ..capture.pictures import reads_pictures
+from ..runtime.own_prefill import TOKEN_TYPES
 from .call import CURRENT
 from .followers import Followers
 from .metrics import Metrics
@@ -56,6 +60,7 @@ class Requests(CBGenerateManager):
         self.num_spec_tokens: int = model.speculation.engine.runtime.sizes[-1] - 1
         self.metrics = Metrics(self.manager.metrics)
         self.most_unread = MOST_UNREAD
+        self._reads_pictures = reads_pictures(model.speculation.original)
         self.is_draining = False
         self.followers: Followers | None = None
         self.manager.warmup()
@@ -111,7 +116,7 @@ class Requests(CBGenerateManager):
                 pieces.put_nowait(_StreamError(json.dumps(str(error))[1:-1]))
                 self.manager.cancel_request(name)
 
-        self._add(name, inputs["input_ids"], gen_config, tokenizer, take, streaming=True)
+        self._add(name, inputs, gen_config, tokenizer, take, streaming=True)
         return pieces, streamer
 
     async def generate_non_streaming(
@@ -125,7 +130,7 @@ class Requests(CBGenerateManager):
                 future.set_result(output)
 
         tokenizer = getattr(processor, "tokenizer", processor)
-        self._add(name, inputs["input_ids"], gen_config, tokenizer, take, streaming=False)
+        self._add(name, inputs, gen_config, tokenizer, take, streaming=False)
         output = await future
         if not self.is_alive():
             raise CBWorkerDeadError(f"the worker died: {output.error}")
@@ -135,10 +140,16 @@ class Requests(CBGenerateManager):
         return text, len(inputs["input_ids"]), output.generated_tokens
 
     def _add(
-        self, name: str, ids: list[int], config: GenerationConfig, tokenizer: Any, take: Callable, streaming: bool
+        self, name: str, inputs: dict, config: GenerationConfig, tokenizer: Any, take: Callable, streaming: bool
     ) -> None:
-        """Add a request to the manager, whose outputs go to `take`. HTTPException if it cannot be taken."""
-        call = CURRENT.get()
+        """Add a request to the manager, whose outputs go to `take`. HTTPException if it cannot be taken.
+
+        inputs: what the tokenizer or the processor returned. Its `input_ids` become one list, which handlers count.
+        """
+        call, ids = CURRENT.get(), inputs["input_ids"]
+        if len(ids) == 1 and isinstance(ids[0], list):  # of a processor
+            (ids,) = ids
+            inputs["input_ids"] = ids
 
         def observe(output: Any) -> None:
             call.output = output
@@ -156,7 +167,7 @@ class Requests(CBGenerateManager):
         try:
             self.manager.add_request(
                 ids, name, streaming=streaming, record_timestamps=True, generation_config=config, tokenizer=tokenizer,
-                seed=seed,
+                seed=seed, **self._pictures(inputs),
             )  # fmt: skip
             call.request_id = name
         except queue.Full as error:
@@ -170,6 +181,14 @@ class Requests(CBGenerateManager):
             if call.request_id is None:
                 self.manager.output_router.result_handlers.pop(name, None)
 
+    def _pictures(self, inputs: dict) -> dict[str, Tensor]:
+        """What a processor returned besides ids; ValueError if it does not make tensors."""
+        others = inputs.keys() - {"input_ids", "attention_mask"} - (set() if self._reads_pictures else TOKEN_TYPES)
+        try:
+            return {name: _as_tensor(inputs[name]) for name in others}
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"{', '.join(sorted(others))}: expected tensors, got another form: {error}") from error
+
     def active(self) -> int:
         """Requests that wait or run."""
         metrics = self.manager.metrics()
@@ -181,6 +200,13 @@ class Requests(CBGenerateManager):
             self.manager.stop(block=True, timeout=10, hard_stop=True)
         if self.followers is not None:
             self.followers.stop()
+
+
+def _as_tensor(values: Any) -> Tensor:
+    """A tensor, an array, or lists of these or of numbers, as a tensor."""
+    if isinstance(values, list | tuple) and values and not isinstance(values[0], int | float):
+        return torch.stack([_as_tensor(value) for value in values])
+    return torch.as_tensor(values)
 
 
 class State(GenerationState):
