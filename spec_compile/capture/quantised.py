@@ -19,7 +19,7 @@ from .sharded import is_sharded
 
 READ = {
     "fp8": "fine-grained FP8", "compressed-tensors": "compressed-tensors", "gptq": "GPTQ", "awq": "AWQ",
-    "bitsandbytes": "bitsandbytes NF4 and FP4", "torchao": "torchao int8 and float8 weights", "mxfp4": "MXFP4",
+    "bitsandbytes": "bitsandbytes NF4 and FP4", "torchao": "torchao int8, float8 and grouped weights", "mxfp4": "MXFP4",
 }  # fmt: skip
 """Methods of ``quantization_config`` whose packed layers are read, by how people name them."""
 UNPACKED = {"gguf": "GGUF"}
@@ -99,8 +99,8 @@ class QuantisedLinear(nn.Module):
 
 
 def mark(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` with a `QuantisedLinear` in place of every quantised layer, and `Mxfp4Experts` in that of packed experts; it
-    must be a `twin`, which is changed."""
+    """`model`, a `twin`, which is changed: every quantised layer becomes a `QuantisedLinear`, and experts that
+    transformers has packed become `Mxfp4Experts`."""
     for path, packed in packed_layers(model).items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantisedLinear(packed))
