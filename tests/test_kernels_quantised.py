@@ -97,8 +97,8 @@ DRAWN = {
     "static fp8": static(FP8), "static int8": static(torch.int8),
     "ao int8": channels(Int8Weight(), torch.int8), "ao fp8": channels(Float8Weight(), FP8),
     "ct128": compressed(128), "ct32": compressed(32), "ct": compressed(None),
-    "ct64 fp16": compressed(64, torch.float16), "ao int4": int_groups, "gptq": gptq, "awq": awq, "table": bitsandbytes(False),
-    "nested": bitsandbytes(True),
+    "ct64 fp16": compressed(64, torch.float16), "ao int4": int_groups, "gptq": gptq, "awq": awq,
+    "table": bitsandbytes(False), "nested": bitsandbytes(True),
 }  # fmt: skip
 HALF = {name: torch.float16 if name in ("ct64 fp16", "gptq", "awq") else torch.bfloat16 for name in DRAWN}
 TILES = {8: Tile(64, 128, 16, 4, 2, bits=8), 4: Tile(64, 256, 16, 4, 2, bits=4)}
