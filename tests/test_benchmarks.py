@@ -19,6 +19,7 @@ import bits  # noqa: E402
 import common  # noqa: E402
 import cpu  # noqa: E402
 import gpu  # noqa: E402
+import quantised  # noqa: E402
 import steps  # noqa: E402
 import tables  # noqa: E402
 
@@ -293,3 +294,18 @@ def test_a_system_that_fails_leaves_the_others(monkeypatch):
     options = bits.parse(["--algorithms", "mtp", "ngram"])
     results, failures = bits.answer_all(options, [[1]], None)
     assert list(results) == [bits.PLAIN, "ngram"] and failures == ["mtp: ValueError: no head"]
+
+
+@pytest.mark.parametrize("name, error", [("fp8", 0.03), ("int8", 0.01), ("int4", 0.12), ("nf4", 0.1)])
+def test_layers_are_quantised_on_the_fly(name, error):
+    """Rows of 192 are no multiple of a block of FP8, rows of 40 none of a group of 4 bits."""
+    weight = torch.randn(72, 192)
+    packed = quantised.FORMATS[name](weight)
+    got = packed.layout.unrounded(torch.eye(192), list(packed.parts.values()), None).T
+    assert (got - weight).norm() < error * weight.norm()
+    model = ADMITTED["llama"]()
+    model.model.layers[0].mlp.up_proj = torch.nn.Linear(40, 64)
+    other, left = quantised.quantised(model, quantised.FORMATS[name])
+    assert type(model.model.layers[0].self_attn.q_proj) is type(other.lm_head) is torch.nn.Linear
+    assert ("model.layers.0.mlp.up_proj" in left) == (name in ("int4", "nf4"))
+    assert quantised.layer_bytes(other) < 0.6 * quantised.layer_bytes(model)

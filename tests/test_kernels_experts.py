@@ -3,17 +3,20 @@
 Without a GPU the kernels run in Triton's interpreter, in float32; ``pytest -m gpu`` runs them on a CUDA device.
 """
 
+from dataclasses import replace
+
 import models
 import pytest
 import torch
 from places import GPU, places
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from spec_compile.capture.experts import IMPLEMENTATION
 from spec_compile.capture.trace import capture
 from spec_compile.compat import EXPERTS_INTERFACES
 from spec_compile.graph import calls
 from spec_compile.kernels import counters, experts
-from spec_compile.kernels.experts import Kind, launch, plans
+from spec_compile.kernels.experts import Kind, launch, mxfp4, plans
 
 route = pytest.importorskip("spec_compile.kernels.experts.route", exc_type=ImportError)
 
@@ -27,6 +30,11 @@ SILU, CLAMPED = Kind("silu"), Kind("clamped", True, True, True, 1.702, 7.0)
 def place(request):
     """Device and dtype."""
     return request.param
+
+
+def wide(part):
+    """A part of weights in float64, unless it holds codes."""
+    return part.double() if part.is_floating_point() else part
 
 
 class Mixture:
@@ -51,7 +59,7 @@ class Mixture:
 
     def plain(self):
         """The plain meaning in float64, in which a GPU has no kernel."""
-        parts = [[each.cpu().double() for each in side] for side in (self.up, self.down)]
+        parts = [[wide(each.cpu()) for each in side] for side in (self.up, self.down)]
         ids, weights = self.ids.cpu(), self.weights.cpu().double()
         inner = experts.experts_up(self.x.cpu().double(), ids, parts[0], self.first.text)
         return experts.experts_down(inner, ids, weights, parts[1], self.second.text)
@@ -115,6 +123,64 @@ def test_experts_in_fp8(tokens):
     expected = experts.experts_down(got.cpu(), ids, weights, down, mixture.second.text)
     got = launch.down(got, mixture.ids, mixture.weights, mixture.down, mixture.second, tile).cpu()
     assert (got - expected).norm() < TOLERANCE[place[1]] * expected.norm()
+
+
+def published(experts, outputs, inputs):
+    """Random weights in MXFP4 as files have them."""
+    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+    return blocks, torch.randint(0, 129, blocks.shape[:3], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inputs", [64, 288, 512])
+def test_mxfp4_is_decoded_as_by_transformers(inputs, dtype):
+    """With all scales but NaN and those above 2, and in the order of the kernel, which can be undone."""
+    blocks, scales = published(3, 10, inputs)
+    words, units = mxfp4.pack(blocks, scales)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
+    for expert in range(3):
+        got = mxfp4.weight(words[expert], units[expert], inputs, dtype)
+        assert torch.equal(got.view(torch.int16), expected[expert].contiguous().view(torch.int16))
+    assert all(map(torch.equal, mxfp4.unpack(words, units, inputs), (blocks, scales)))
+
+
+def test_mxfp4_that_has_no_place_in_the_order_of_the_kernel():
+    blocks, scales = published(2, 4, 64)
+    with pytest.raises(ValueError, match="expected uint8"):
+        mxfp4.pack(blocks, scales[:, :, :1])
+    scales[1, 3, 1] = 255
+    with pytest.raises(ValueError, match="255 is NaN"):
+        mxfp4.pack(blocks, scales)
+
+
+def test_experts_in_mxfp4(place):
+    """Of gpt-oss, with sizes that are no multiples of a tile's, and more rows than one tile has."""
+    size, inner = 288, 32
+    mixture = Mixture(place, 18, 1, 2, size, inner, Kind("clamped", True, False, True, 1.702, 7.0))
+    mixture.ids[2:] = 1
+    sides = []
+    for weight, bias in (mixture.up, mixture.down):
+        blocks, scales = published(*weight.shape)
+        words, units = mxfp4.pack(blocks, scales % 8 + 118)
+        sides.append([words.to(place[0]), units.to(place[0]), bias])
+    mixture.up, mixture.down = sides
+    mixture.first, mixture.second = replace(mixture.first, mxfp4=size), replace(mixture.second, mxfp4=inner)
+    tile = plans.Tile(128, 256, 16, stages=2)
+    assert mixture.error(tile=tile) < TOLERANCE[place[1]]
+    assert torch.equal(mixture.kernel([17], tile), mixture.kernel(tile=tile)[17:])
+
+
+def test_all_values_of_mxfp4(place):
+    """Each code at each place of a word, with each scale: the identity times the weights."""
+    codes = (torch.arange(512)[None] + torch.arange(32)[:, None]) % 16
+    blocks = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8).view(1, 32, 16, 16)
+    scales = torch.arange(512).view(1, 32, 16).remainder(129).to(torch.uint8)
+    parts = [part.to(place[0]) for part in mxfp4.pack(blocks, scales)]
+    ids = torch.zeros(512, 1, dtype=torch.int64, device=place[0])
+    got = launch.up(torch.eye(512).to(*place), ids, parts, Kind(mxfp4=512), plans.Tile(32, 256, 64, stages=2))
+    normal = scales[0].repeat_interleave(32, 1) > 1  # PyTorch's sums lose numbers below the smallest normal one
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=place[1])[0].T
+    assert torch.equal(got.cpu()[:, 0].T[normal], expected[normal])
 
 
 @pytest.mark.parametrize("among", route.AMONG)

@@ -141,7 +141,13 @@ EXPERTS = """
 from spec_compile.kernels.experts import Kind, launch
 from spec_compile.kernels.linear import activations
 
-launch.experts_kernel = Compiled(launch.experts_kernel)
+
+class OnGpu(Compiled):
+    def __getitem__(self, grid):
+        return lambda *args, **options: Compiled.__getitem__(self, grid)(*args, **{**options, "PTX": True})
+
+
+launch.experts_kernel = OnGpu(launch.experts_kernel)
 activations.round_blocks_kernel = Compiled(activations.round_blocks_kernel)
 launch.has_fp8 = activations.has_fp8 = lambda device: True
 SHAPES = {
@@ -149,6 +155,7 @@ SHAPES = {
     "the same in FP8": (128, 8, 2048, 768, dict(block=128)),
     "Mixtral": (8, 2, 4096, 14336, {}),
     "gpt-oss": (32, 4, 2880, 2880, dict(transposed=True, biased=True)),
+    "gpt-oss in MXFP4": (32, 4, 2880, 2880, dict(mxfp4=2880, biased=True)),
 }
 for name, (count, top, size, inner, layout) in SHAPES.items():
     clamped = dict(gate="clamped", interleaved=True, alpha=1.7, limit=7.0)
@@ -159,6 +166,9 @@ for name, (count, top, size, inner, layout) in SHAPES.items():
         dtype = torch.float8_e4m3fn if second.block else torch.bfloat16
         scales = [torch.empty(count, outputs // 128, inputs // 128, device="meta")] if second.block else []
         bias = [torch.empty(count, outputs, dtype=torch.bfloat16, device="meta")] if second.biased else []
+        if second.mxfp4:
+            shapes = (count, outputs, 32 * 12), (count, 2 * 12, outputs)
+            return [*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes), *bias]
         return [torch.empty(count, *sizes, dtype=dtype, device="meta"), *scales, *bias]
 
     for tokens in (1, 64):
@@ -168,6 +178,7 @@ for name, (count, top, size, inner, layout) in SHAPES.items():
         launch.down(inside, ids, torch.zeros(tokens, top), parts(size, inner), second)
         for kernel in (each for each in found if each.metadata.name == "experts_kernel"):
             assert "wgmma" in kernel.asm["ptx"] and "cp.async" in kernel.asm["ptx"], name
+            assert not second.mxfp4 or "dot_op<{opIdx = 0" in kernel.asm["ttgir"]
         results[f"{tokens} tokens, {name}"] = max(kernel.metadata.shared for kernel in found)
 print(json.dumps(results))
 """

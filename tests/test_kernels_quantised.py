@@ -24,7 +24,7 @@ from spec_compile.kernels.linear.quantised.compressed_tensors import (
 )
 from spec_compile.kernels.linear.quantised.fp8_block import Fp8Block
 from spec_compile.kernels.linear.quantised.gptq import Gptq
-from spec_compile.kernels.linear.quantised.torchao import Float8Weight, Int8Weight
+from spec_compile.kernels.linear.quantised.torchao import Float8Weight, Int8Weight, IntGroups
 
 FP8 = torch.float8_e4m3fn
 
@@ -74,6 +74,11 @@ def channels(layout, dtype):
     return draw
 
 
+def int_groups(outputs, inputs):
+    codes, zeros = (torch.randint(-8, 8, (outputs, inputs // size), dtype=torch.int8) for size in (1, 32))
+    return IntGroups(32, 4), [codes, (torch.rand(zeros.shape) / 4 / inputs**0.5).bfloat16(), zeros]
+
+
 def bitsandbytes(nested):
     def draw(outputs, inputs):
         blocks = outputs * inputs // 64
@@ -92,8 +97,8 @@ DRAWN = {
     "static fp8": static(FP8), "static int8": static(torch.int8),
     "ao int8": channels(Int8Weight(), torch.int8), "ao fp8": channels(Float8Weight(), FP8),
     "ct128": compressed(128), "ct32": compressed(32), "ct": compressed(None),
-    "ct64 fp16": compressed(64, torch.float16), "gptq": gptq, "awq": awq, "table": bitsandbytes(False),
-    "nested": bitsandbytes(True),
+    "ct64 fp16": compressed(64, torch.float16), "ao int4": int_groups, "gptq": gptq, "awq": awq,
+    "table": bitsandbytes(False), "nested": bitsandbytes(True),
 }  # fmt: skip
 HALF = {name: torch.float16 if name in ("ct64 fp16", "gptq", "awq") else torch.bfloat16 for name in DRAWN}
 TILES = {8: Tile(64, 128, 16, 4, 2, bits=8), 4: Tile(64, 256, 16, 4, 2, bits=4)}
@@ -113,7 +118,7 @@ def launch(x, layout, parts, count, tile, **around):
     return out
 
 
-@pytest.mark.parametrize("name", ["ct128", "ct32", "ct", "ct64 fp16", "gptq", "awq", "table", "nested"])
+@pytest.mark.parametrize("name", ["ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "awq", "table", "nested"])
 def test_repacked_weights_are_equal(name):
     for outputs, inputs in ((48, 512), (16, 384)):
         (layout, parts), (packed, ours) = prepared(name, outputs, inputs)

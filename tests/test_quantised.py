@@ -9,7 +9,7 @@ import models
 import pytest
 import quantised_checkpoints as checkpoints
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_passes import prefix_then_chunk
 from torch import nn
 from torch.nn import functional as F
@@ -24,10 +24,11 @@ from transformers import (
     QuantoConfig,
     TorchAoConfig,
 )
+from transformers.integrations import mxfp4
 from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from spec_compile import UnsupportedModelError, passes, speculate
+from spec_compile import UnsupportedModelError, load_mxfp4, passes, speculate
 from spec_compile.capture.quantised import packed_layers
 from spec_compile.capture.trace import capture
 from spec_compile.drafters.modules.dflash import DFlashDraft
@@ -224,22 +225,42 @@ def torchao_config(dtype, name):
     return TorchAoConfig(getattr(quantization, name)(version=2))
 
 
+def torchao_int4(dtype):
+    quantization = pytest.importorskip("torchao.quantization")
+    config = quantization.IntxWeightOnlyConfig(torch.int4, quantization.PerGroup(64), version=2)
+    return TorchAoConfig(config)
+
+
 ON_LOADING = {
     "nf4": functools.partial(bitsandbytes_config, bnb_4bit_quant_type="nf4"),
     "nf4_nested": functools.partial(bitsandbytes_config, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
     "fp4": functools.partial(bitsandbytes_config, bnb_4bit_quant_type="fp4"),
     "ao_int8": functools.partial(torchao_config, name="Int8WeightOnlyConfig"),
     "ao_float8": functools.partial(torchao_config, name="Float8WeightOnlyConfig"),
+    "ao_int4": torchao_int4,
 }
 """Formats that transformers makes of a plain checkpoint."""
 LIBRARY = {
     "ct_fp8": "compressed_tensors", "ct_w4a16": "compressed_tensors", "nf4": "bitsandbytes",
     "nf4_nested": "bitsandbytes", "fp4": "bitsandbytes", "ao_int8": "torchao", "ao_float8": "torchao",
+    "ao_int4": "torchao",
 }  # fmt: skip
 """What transformers needs to load a format."""
 PACKED_BY_HAND = ["gptq", "gptq_by_activation", "awq"]
 SERVED = ["fp8_block", *LIBRARY, *PACKED_BY_HAND]
-KERNELS = ["fp8_block", "ct_fp8", "ct_w4a16", "ao_int8", "ao_float8", "gptq", "awq", "nf4", "nf4_nested", "fp4"]
+KERNELS = [
+    "fp8_block",
+    "ct_fp8",
+    "ct_w4a16",
+    "ao_int8",
+    "ao_float8",
+    "ao_int4",
+    "gptq",
+    "awq",
+    "nf4",
+    "nf4_nested",
+    "fp4",
+]
 """Formats with a kernel for few rows."""
 UNMERGED = [*PACKED_BY_HAND, "nf4", "nf4_nested", "fp4"]
 """Formats whose parts have outputs in another dimension than the first."""
@@ -296,7 +317,9 @@ def test_layers_take_the_kernel_for_few_rows(name, tmp_path, monkeypatch):
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
     monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: None)
     monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SMALL_M, device="cpu"),))
-    graph = capture(load(name, tmp_path, torch.float16 if name in PACKED_BY_HAND else torch.bfloat16))
+    model = load(name, tmp_path, torch.float16 if name in PACKED_BY_HAND else torch.bfloat16)
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()  # a file need not be aligned in memory, as a GPU's is
+    graph = capture(model)
     plain = passes.run(graph, passes.Settings(), [each for each in passes.PIPELINE if each not in FEW_ROWS])
     ours = passes.run(graph, passes.Settings())
     if name not in KERNELS:
@@ -458,6 +481,95 @@ def test_experts_in_mxfp4_that_transformers_unpacks(tmp_path):
     assert torch.equal(fast.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
 
 
+@pytest.fixture
+def gpt_oss(tmp_path):
+    """A tiny gpt-oss whose experts stay in MXFP4, and the greedy answer of transformers' own loop to unpacked ones."""
+    folder = checkpoints.write_mxfp4(tmp_path)
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().generate(IDS, **GREEDY)
+    return load_mxfp4(folder, dtype=torch.float32).eval(), wanted
+
+
+def test_experts_that_stay_in_mxfp4(gpt_oss, tmp_path):
+    model, wanted = gpt_oss
+    fast = speculate(model, compile=False, check=False)
+    graph = fast.speculation.engine.captured
+    markers = calls(graph.gm, experts.UP) + calls(graph.gm, experts.DOWN)
+    assert {experts.kind_of(node.args[-1]).mxfp4 for node in markers} == {64}
+    assert torch.equal(fast.generate(IDS, **GREEDY), wanted)
+    assert torch.equal(model.generate(IDS, **GREEDY), wanted)
+
+    published, state = load_file(tmp_path / "model.safetensors"), model.state_dict()
+    assert published.keys() == state.keys()
+    assert all(torch.equal(tensor.to(state[key].dtype), state[key]) for key, tensor in published.items())
+    model.save_pretrained(tmp_path / "saved")
+    other = load_mxfp4(tmp_path / "saved", dtype=torch.float32).eval()
+    for key in state:
+        if key.endswith("scales"):
+            state[key] = state[key] - 1
+    other.load_state_dict(state)
+    model.load_state_dict(state, assign=True)
+    fast.speculation.refresh()
+    answer = fast.generate(IDS, **GREEDY)
+    assert torch.equal(answer, other.generate(IDS, **GREEDY)) and not torch.equal(answer, wanted)
+
+
+class Swizzled:
+    """A tensor of triton_kernels, whose layout turns the bytes of each row around."""
+
+    def __init__(self, data):
+        self.storage = SimpleNamespace(data=data.transpose(-1, -2).flip(1), layout=self)
+
+    def unswizzle_data(self, data):
+        return data.flip(1)
+
+
+def test_experts_that_transformers_has_packed(gpt_oss):
+    """As `transformers.integrations.mxfp4` holds them where it has the package `kernels`."""
+    model, wanted = gpt_oss
+    for layer in model.model.layers:
+        packed, state = mxfp4.Mxfp4GptOssExperts(model.config), layer.mlp.experts.state_dict()
+        for name in ("gate_up_proj", "down_proj"):
+            delattr(packed, name)
+            setattr(packed, name, Swizzled(state[f"{name}_blocks"].flatten(2)))
+            how = SimpleNamespace(weight_scale=Swizzled(state[f"{name}_scales"]))
+            setattr(packed, f"{name}_precision_config", how)
+            getattr(packed, f"{name}_bias").data = state[f"{name}_bias"]
+        layer.mlp = mxfp4.Mxfp4GptOssMLP(layer.mlp.router, packed)
+    fast = speculate(model, compile=False)
+    assert torch.equal(fast.generate(IDS, **GREEDY), wanted)
+    assert type(model.model.layers[0].mlp) is mxfp4.Mxfp4GptOssMLP
+    words = [graph.gm.state_dict() for graph in (fast.speculation.engine.captured, capture(model))]
+    keys = [key for key in words[0] if key.endswith("words")]
+    assert keys and all(words[0][key].data_ptr() == words[1][key].data_ptr() for key in keys)  # one copy for all graphs
+
+    packed.down_proj = Swizzled(state["down_proj_blocks"].flatten(2))
+    with pytest.raises(ValueError, match=r"speculate\(\) again"):
+        fast.speculation.refresh()
+    state["down_proj_scales"][0, 0, 0] = 255
+    packed.down_proj_precision_config.weight_scale = Swizzled(state["down_proj_scales"])
+    refuses(model, "model.layers.1.mlp.experts (Mxfp4GptOssExperts)", "scales of down_proj above 2, or NaN")
+    packed.down_proj = None
+    refuses(model, "model.layers.1.mlp.experts (Mxfp4GptOssExperts)", "no tensor of triton_kernels")
+
+
+def test_what_is_no_checkpoint_in_mxfp4(tmp_path):
+    with pytest.raises(ValueError, match="is not a gpt-oss in MXFP4"):
+        load_mxfp4(checkpoints.write("fp8_block", tmp_path / "llama"))
+    folder = checkpoints.write_mxfp4(tmp_path)
+    with pytest.raises(ValueError, match="quantization_config"):
+        load_mxfp4(folder, quantization_config=None)
+    tensors = load_file(folder / "model.safetensors")
+    scales = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors[scales][0, 0, 0] = 255
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.experts has scales above 2"):
+        load_mxfp4(folder)
+    del tensors[scales]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"lacks weights.*{scales}"):
+        load_mxfp4(folder)
+
+
 def experts_forward(experts, x, weight, scale, activation_scale=None):
     """What transformers' kernels compute for one of `FP8Experts`."""
     layer = SimpleNamespace(weight=weight, weight_scale_inv=scale, out_features=len(weight), in_features=x.shape[-1])
@@ -516,6 +628,16 @@ def test_a_draft_model_may_be_quantised(tmp_path):
     fast = speculate(model, "draft_model", draft=load("fp8_block", tmp_path / "draft"), compile=False)
     assert torch.equal(fast.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
     assert fast.speculation.stats.accept_length > 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
+def test_experts_in_mxfp4_on_a_gpu(tmp_path):
+    model = load_mxfp4(checkpoints.write_mxfp4(tmp_path), dtype=torch.bfloat16).eval().to("cuda")
+    fast = speculate(model, exact="bits")
+    answer = fast.generate(IDS.cuda(), **GREEDY)
+    plain = speculate(model, exact="bits", num_draft_tokens=1)
+    assert torch.equal(answer, plain.generate(IDS.cuda(), **GREEDY))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

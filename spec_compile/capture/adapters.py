@@ -5,6 +5,7 @@ import copy
 from torch import nn
 
 from ..errors import UnsupportedModelError
+from .mxfp4 import library_tensors
 
 
 def is_wrapped(model) -> bool:
@@ -53,7 +54,7 @@ class _Generates:
 def twin(model: nn.Module) -> nn.Module:
     """A copy of all modules and configurations over the same tensors: to be traced, or to have hooks, while other
     threads run `model`."""
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [*model.parameters(), *model.buffers(), *library_tensors(model)]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 

@@ -14,15 +14,16 @@ from ..errors import UnsupportedModelError
 from ..kernels.linear import QUANTISED, quantised
 from .adapters import twin
 from .experts import IMPLEMENTATION, are_packed
+from .mxfp4 import are_mxfp4, library_tensors, mark_mxfp4
 from .sharded import is_sharded
 
 READ = {
     "fp8": "fine-grained FP8", "compressed-tensors": "compressed-tensors", "gptq": "GPTQ", "awq": "AWQ",
-    "bitsandbytes": "bitsandbytes NF4 and FP4", "torchao": "torchao int8 and float8 weights",
+    "bitsandbytes": "bitsandbytes NF4 and FP4", "torchao": "torchao int8, float8 and grouped weights", "mxfp4": "MXFP4",
 }  # fmt: skip
 """Methods of ``quantization_config`` whose packed layers are read, by how people name them."""
-UNPACKED = {"gguf": "GGUF", "mxfp4": "MXFP4"}
-"""Methods that transformers unpacks while it loads, on some machines."""
+UNPACKED = {"gguf": "GGUF"}
+"""Methods that transformers unpacks while it loads."""
 LIBRARIES = {
     "aqlm", "auto_gptq", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fp_quant", "gptqmodel",
     "hqq", "optimum", "quark", "spqr_quant", "torchao", "vptq",
@@ -31,8 +32,6 @@ LIBRARIES = {
 ADVICE = {
     "Linear8bitLt": "load it with load_in_4bit=True, because a row's answer depends on outliers of other rows here",
     "GgufLinear": "load its original checkpoint, or an FP8 one",
-    "Mxfp4GptOssExperts": "load it with quantization_config=Mxfp4Config(dequantize=True) if the memory allows",
-    "Mxfp4GptOssMLP": "load it with quantization_config=Mxfp4Config(dequantize=True) if the memory allows",
 }
 
 
@@ -72,7 +71,9 @@ def packed_layers(model: nn.Module) -> dict[str, quantised.Packed]:
 
 def packed_experts(model: nn.Module) -> set[str]:
     """The paths of routed experts that are packed and read; UnreadError as of `packed_layers`."""
-    return {path for path, part in model.named_modules() if _named(path, part, are_packed)}
+    return {
+        path for path, part in model.named_modules() for read in (are_packed, are_mxfp4) if _named(path, part, read)
+    }
 
 
 def _named(path: str, part: nn.Module, read: Callable):
@@ -98,19 +99,21 @@ class QuantisedLinear(nn.Module):
 
 
 def mark(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` with a `QuantisedLinear` in place of every quantised layer; it must be a `twin`, which is changed."""
+    """`model`, a `twin`, which is changed: every quantised layer becomes a `QuantisedLinear`, and experts that
+    transformers has packed become `Mxfp4Experts`."""
     for path, packed in packed_layers(model).items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantisedLinear(packed))
     for number, hook in [*model._forward_pre_hooks.items()]:
         if "ct_decompress_hook" in getattr(hook, "__qualname__", ""):  # it would unpack the layers of the original
             del model._forward_pre_hooks[number]
+    mark_mxfp4(model)
     return model
 
 
 def with_plain_meaning(model: PreTrainedModel) -> PreTrainedModel:
     """`model`, or if it has quantised layers, which may run nowhere but on a GPU, a marked twin."""
-    if not packed_layers(model):
+    if not packed_layers(model) and not library_tensors(model):
         return model
     model = mark(twin(model))
     set_experts_implementation(model, IMPLEMENTATION)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.linear.quantised import update
+from .mxfp4 import library_tensors
 from .quantised import packed_layers
 
 AGAIN = "call speculate() again"
@@ -139,6 +140,7 @@ def _layouts(model: nn.Module) -> dict[str, tuple]:
         slots = {*part._parameters, *part._buffers}
         addresses = [tensor.data_ptr() for name, tensor in packed.parts.items() if name not in slots]
         layouts[path] = packed.layout.kind, addresses
+    layouts["experts"] = tuple(map(id, library_tensors(model)))
     return layouts
 
 

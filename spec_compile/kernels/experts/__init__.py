@@ -60,7 +60,7 @@ def parts_of(node: fx.Node) -> list[fx.Node]:
 
 def _product(x: Tensor, ids: Tensor, parts: list[Tensor], kind: Kind) -> Tensor:
     """x [P, I] by the weights of the experts ids [P] -> [P, O]."""
-    if x.is_cuda and not kind.block and x.dtype in (torch.bfloat16, torch.float16):
+    if x.is_cuda and not kind.scale_size and x.dtype in (torch.bfloat16, torch.float16):
         return _grouped(x, ids, parts, kind)
     out = x.new_empty(len(x), kind.sizes(parts)[0])
     for expert in ids.unique().tolist():

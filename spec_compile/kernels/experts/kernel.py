@@ -18,6 +18,7 @@ import triton.language as tl
 
 from ..linear.quantised_kernel import UNIT_ROWS
 from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
+from .mxfp4_kernel import multiply_mxfp4
 
 CHUNK = 128
 """Pairs that a program looks through at a time."""
@@ -174,12 +175,13 @@ def experts_kernel(
     x_ptr, unit_ptr, ids_ptr, weight_ptr, scale_ptr, bias_ptr, pairs_ptr, routing_ptr, out_ptr, arrived_ptr, pairs,
     outputs, inputs, stride_e, stride_w, stride_x, scale_stride, prefetch, alpha, limit, TOP: tl.constexpr,
     BY_PAIR: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, DECODES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, PTX: tl.constexpr, DECODES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of outputs, slots). The first product of a mixture has rows of x for tokens, and its results go to
     pairs_ptr [pairs, height]; the second, with a router's weights, has a row for each pair, and adds up to out.
-    SCALED: outputs and inputs that share a scale; 0: there are no scales."""
+    SCALED: outputs and inputs that share a scale of FP8; 0: it is not FP8."""
     DOWN: tl.constexpr = routing_ptr is not None
     tile, slot = tl.program_id(0), tl.program_id(1)
     HEIGHT: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
@@ -195,12 +197,13 @@ def experts_kernel(
     if PDL and DOWN:
         if not TRANSPOSED:
             _fetch_first_tiles(
-                weight_ptr, tl.minimum(o, outputs - 1), stride_w, tl.where(count > 0, prefetch, 0), BLOCK_K
-            )
+                weight_ptr, tl.minimum(o, outputs - 1), stride_w, tl.where(count > 0, prefetch, 0),
+                BLOCK_K // 8 if MXFP4 else BLOCK_K,
+            )  # fmt: skip
         wait_for_kernel_before()
     if PDL:
         let_next_kernel_begin(0, 0)
-    if SCALED > 0:
+    if SCALED > 0 or MXFP4:
         scale_ptr += expert.to(tl.int64) * scale_stride
 
     # The expert's rows, BLOCK_N at a time. More than one tile of them finds the weights in the L2 cache.
@@ -213,6 +216,11 @@ def experts_kernel(
             acc = _multiply_scaled(
                 weight_ptr, scale_ptr, x_ptr, unit_ptr, o, x_row, valid, pairs if DOWN else pairs // TOP, outputs,
                 inputs, stride_w, stride_x, BLOCK_N, BLOCK_O, SCALED, EVEN, DECODES,
+            )  # fmt: skip
+        elif MXFP4:
+            acc = multiply_mxfp4(
+                weight_ptr, scale_ptr, x_ptr, o, x_row, valid, outputs, inputs, stride_w, stride_x, BLOCK_N, BLOCK_O,
+                EVEN, PTX,
             )  # fmt: skip
         else:
             acc = _multiply(

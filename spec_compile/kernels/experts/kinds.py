@@ -10,18 +10,19 @@ from torch.nn import functional as F
 
 from ..linear.quantised.fp8_block import rounded_blocks
 from ..linear.quantised.layout import exact_linear
+from . import mxfp4
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Of one product of all experts, whose parts are the weight, the scales if it is of FP8, and the bias.
+    """Of one product of all experts, whose parts are the weight, the scales if it is quantised, and the bias.
 
     E experts, O outputs, I inputs. gate: of the outputs, "silu": ``silu(gate) * up``; "clamped": gpt-oss's, of gate and
     up within `limit`, ``gate * sigmoid(alpha * gate) * (up + 1)``; "none": there is none. interleaved: gate and up
     alternate, else the first half is the gate. transposed: the weight is [E, I, O], else [E, O, I]. biased: the bias is
     the last part, [E, O]. block: the weight is float8_e4m3fn with a scale for so many outputs and inputs, float32
-    [E, O / block, I / block], and inputs are rounded to FP8, too, unless `rounds` says that they are not; 0: the weight
-    is not quantised.
+    [E, O / block, I / block], and inputs are rounded to FP8, too, unless `rounds` says that they are not; 0: it is not.
+    mxfp4: I of a weight in MXFP4, whose parts are those of `mxfp4.pack`; 0: it is not.
     """
 
     gate: str = "none"
@@ -32,6 +33,7 @@ class Kind:
     limit: float = 0.0
     block: int = 0
     rounds: bool = True
+    mxfp4: int = 0
 
     @property
     def text(self) -> str:
@@ -41,6 +43,8 @@ class Kind:
     def sizes(self, parts: Sequence[Tensor]) -> tuple[int, int]:
         """Outputs before the gate, and inputs."""
         outputs, inputs = parts[0].shape[1:]
+        if self.mxfp4:
+            return outputs, self.mxfp4
         return (inputs, outputs) if self.transposed else (outputs, inputs)
 
     def columns(self, parts: Sequence[Tensor]) -> int:
@@ -51,10 +55,17 @@ class Kind:
         return parts[-1] if self.biased else None
 
     def scales(self, parts: Sequence[Tensor]) -> Tensor | None:
-        return parts[1] if self.block else None
+        return parts[1] if self.block or self.mxfp4 else None
+
+    @property
+    def scale_size(self) -> int:
+        """Inputs that share a scale; 0: there are no scales."""
+        return mxfp4.GROUP if self.mxfp4 else self.block
 
     def weight(self, parts: Sequence[Tensor], expert: int, dtype: torch.dtype) -> Tensor:
         """The weight [O, I] of an expert."""
+        if self.mxfp4:
+            return mxfp4.weight(parts[0][expert], parts[1][expert], self.mxfp4, dtype)
         weight = parts[0][expert].T if self.transposed else parts[0][expert]
         if not self.block:
             return weight.to(dtype)
@@ -64,7 +75,7 @@ class Kind:
     def product(self, x: Tensor, parts: Sequence[Tensor], expert: int) -> Tensor:
         """x [R, I] by the weight of an expert -> [R, O] of x's dtype."""
         bias = self.bias(parts)
-        bias = None if bias is None else bias[expert]
+        bias = None if bias is None else bias[expert].to(x.dtype)
         if not self.block:
             return F.linear(x, self.weight(parts, expert, x.dtype), bias)
         wide = rounded_blocks(x, self.block) if self.rounds else x.float()
@@ -89,6 +100,6 @@ def unrounded(text: str) -> str:
 @functools.cache
 def kind_of(text: str) -> Kind:
     """The kind of which `text` is the text."""
-    gate, interleaved, transposed, biased, alpha, limit, block, rounds = text.split()
+    gate, interleaved, transposed, biased, alpha, limit, block, rounds, inputs = text.split()
     interleaved, transposed, biased, rounds = (flag == "True" for flag in (interleaved, transposed, biased, rounds))
-    return Kind(gate, interleaved, transposed, biased, float(alpha), float(limit), int(block), rounds)
+    return Kind(gate, interleaved, transposed, biased, float(alpha), float(limit), int(block), rounds, int(inputs))

@@ -19,11 +19,12 @@ except ImportError:  # no GPU
 
 
 def lack(parts: Sequence[Tensor], kind: Kind) -> str | None:
-    """Why the kernel cannot multiply by these weights in 16 bits, or by codes of FP8; None if it can."""
+    """Why the kernel cannot multiply by these weights in 16 bits, or by codes; None if it can."""
     reason, weight = lack_of_device(parts[0].device), parts[0]
     if reason is not None:
         return reason
-    if weight.dtype != torch.float8_e4m3fn if kind.block else weight.dtype not in HALF:
+    expected = (torch.int32,) if kind.mxfp4 else (torch.float8_e4m3fn,) if kind.block else HALF
+    if weight.dtype not in expected:
         return f"the weights are of {weight.dtype}"
     return _lack_of_layout(parts, kind)
 
@@ -41,12 +42,12 @@ def _lack_of_layout(parts: Sequence[Tensor], kind: Kind) -> str | None:
 
 
 def serves(x: Tensor, parts: Sequence[Tensor], kind: Kind) -> bool:
-    """Whether the kernel computes a product of x [T, ...]: of few rows in 16 bits, and of any number in float32, for
-    which PyTorch has no product that waits for nothing."""
+    """Whether the kernel computes a product of x [T, ...]: of few rows in 16 bits, and of any number in float32 or of
+    quantised weights, for which PyTorch has no product that waits for nothing."""
     if not x.is_cuda or not len(x) or lack_of_device(x.device) is not None or not kind.rounds:
         return False
-    fits = x.dtype in HALF if kind.block else x.dtype == parts[0].dtype
-    few = kind.block or x.dtype not in HALF or len(x) <= plans.MAX_ROWS
+    fits = kind.mxfp4 or (x.dtype in HALF if kind.block else x.dtype == parts[0].dtype)
+    few = kind.scale_size or x.dtype not in HALF or len(x) <= plans.MAX_ROWS
     return bool(fits and few) and x.dtype != torch.float64 and _lack_of_layout(parts, kind) is None
 
 
@@ -75,7 +76,7 @@ def _launch(
     out [T, O]: their sums."""
     weight, scales, bias = parts[0], kind.scales(parts), kind.bias(parts)
     (tokens, top), experts, (outputs, inputs) = ids.shape, len(weight), kind.sizes(parts)
-    tile = tile or plans.tile(tokens, top, experts, kind.block, x.element_size())
+    tile = tile or plans.tile(tokens, top, experts, kind.scale_size, x.element_size())
     x = x if x.stride(1) == 1 else x.contiguous()
     slots, tiles = min(ids.numel(), experts), -(-outputs // tile.block_o)
     early, units = dependent_launch.available(x), None
@@ -87,7 +88,7 @@ def _launch(
         weight.stride(0), weight.stride(1), x.stride(0), 0 if scales is None else scales.stride(0),
         tile.prefetch, kind.alpha, kind.limit, TOP=top, BY_PAIR=ids.numel() <= experts, GATED=kind.gate != "none",
         CLAMPED=kind.gate == "clamped", INTERLEAVED=kind.interleaved, TRANSPOSED=kind.transposed, SCALED=kind.block,
-        DECODES=not has_fp8(x.device), CHUNK=CHUNK,
+        MXFP4=kind.mxfp4 > 0, PTX=x.is_cuda, DECODES=not has_fp8(x.device), CHUNK=CHUNK,
         BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, EVEN=inputs % tile.block_k == 0, PDL=early,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

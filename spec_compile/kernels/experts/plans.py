@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from .mxfp4 import GROUP
+
 MAX_ROWS = 512
 """Tokens that the kernel takes in 16 bits; the experts of more are PyTorch's grouped products."""
 
@@ -23,16 +25,18 @@ TILES = Tile(64, 128, 16), Tile(64, 128, 32), Tile(64, 64, 64)
 """Of 16 bits, in ascending order of rows."""
 SCALED = Tile(64, 128, 16, stages=5), Tile(64, 128, 32), Tile(64, 128, 64, stages=3)
 """Of FP8, whose inputs have scales in blocks of 128."""
+MXFP4 = Tile(64, 256, 16), Tile(64, 256, 32), Tile(64, 256, 64, stages=3)
+"""Of MXFP4, which is not tuned. Words have the codes of 256 inputs."""
 WIDE = (Tile(64, 32, 16, stages=2),)
 """Of float32, which is not tuned."""
 
 
-def tile(tokens: int, top: int, experts: int, block: int, size: int) -> Tile:
-    """The tile for so many tokens, of which each has `top` of the experts. block: of scales, or 0. size: bytes of a
+def tile(tokens: int, top: int, experts: int, scale_size: int, size: int) -> Tile:
+    """The tile for so many tokens, of which each has `top` of the experts. scale_size: of the `Kind`. size: bytes of a
     number of the activations.
 
     Rows of a tile are those that an expert has on average, twice over, so that few experts need a second tile.
     """
-    tiles = SCALED if block else WIDE if size == 4 else TILES
+    tiles = MXFP4 if scale_size == GROUP else SCALED if scale_size else WIDE if size == 4 else TILES
     rows = min(tokens, -(-2 * tokens * top // experts))
     return next((each for each in tiles if rows <= each.block_n), tiles[-1])

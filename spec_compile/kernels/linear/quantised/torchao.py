@@ -1,4 +1,4 @@
-"""torchao's int8 and float8 weights without quantised activations, in a tensor subclass as weight of an `nn.Linear`."""
+"""torchao's weights of 1 to 8 bits without quantised activations, in a tensor subclass as weight of an `nn.Linear`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import nibbles
 from .layout import Layout, Packed, require, require_scale
 
 DTYPES = {"Int8Tensor": torch.int8, "Float8Tensor": torch.float8_e4m3fn}
@@ -40,14 +41,39 @@ class Float8Weight(_PerOutput):
         return codes.float() * scales
 
 
-LAYOUTS = (Int8Weight, Float8Weight)
+@dataclass(frozen=True)
+class IntGroups(Layout):
+    """codes [O, I] int8, of `width` bits; scales [O, I / group] of the model's dtype; zero points, as many, int8.
+    Weights are rounded to the dtype of the scales."""
+
+    group: int
+    width: int
+
+    def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
+        return parts[0].shape[0]
+
+    def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        codes, scales, zeros = parts
+        codes = codes.int().unflatten(1, (-1, self.group)) - zeros[:, :, None]
+        return (codes.to(scales.dtype) * scales[:, :, None]).flatten(1)
+
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
+        codes, scales, zeros = parts
+        return None if self.width > 4 else nibbles.pack((codes + 8).to(torch.uint8), zeros.T.int() + 8, scales.T)
+
+
+LAYOUTS = (Int8Weight, Float8Weight, IntGroups)
 
 
 def read(module: nn.Module) -> Packed | None:
-    """An `nn.Linear` with a weight of these classes."""
+    """An `nn.Linear` with a weight of these classes, or of `IntxUnpackedToInt8Tensor`."""
     weight = module._parameters.get("weight")
     name = type(weight).__name__
-    if name not in DTYPES or not type(weight).__module__.startswith("torchao.") or type(module) is not nn.Linear:
+    if not type(weight).__module__.startswith("torchao.") or type(module) is not nn.Linear:
+        return None
+    if name == "IntxUnpackedToInt8Tensor":
+        return _groups(module, weight)
+    if name not in DTYPES:
         return None
     require(weight.act_quant_kwargs is None, f"quantises activations, too ({name})")
     require(getattr(weight, "act_pre_scale", None) is None, "scales activations")
@@ -57,3 +83,15 @@ def read(module: nn.Module) -> Packed | None:
     require_scale("scale", weight.scale, (weight.shape[0], 1))
     layout = Int8Weight() if name == "Int8Tensor" else Float8Weight()
     return Packed(layout, {"qdata": weight.qdata, "scale": weight.scale}, module.bias)
+
+
+def _groups(module: nn.Linear, weight: Tensor) -> Packed:
+    require(weight.activation_quantization is None, "quantises activations, too (IntxUnpackedToInt8Tensor)")
+    (rows, group), outputs = weight.block_size, weight.shape[0]
+    require(rows == 1, f"has blocks of {rows} outputs, expected 1")
+    require(weight.zero_point.dtype == torch.int8, f"has zero points of {weight.zero_point.dtype}, expected torch.int8")
+    require(weight.scale.dtype == weight.dtype, f"has scales of {weight.scale.dtype} and computes in {weight.dtype}")
+    require_scale("scale", weight.scale, (outputs, weight.shape[1] // group))
+    width = int(str(weight.target_dtype).removeprefix("torch.int"))
+    parts = {"qdata": weight.qdata, "scale": weight.scale, "zero_point": weight.zero_point}
+    return Packed(IntGroups(group, width), parts, module.bias)
