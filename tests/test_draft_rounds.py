@@ -26,15 +26,21 @@ SCHEDULES = {
     "tree": dict(num_steps=3, topk=3, num_draft_tokens=8),
     "cut": dict(num_steps=4, topk=2, num_draft_tokens=4),
     "static": dict(tree_choices="eagle1"),
+    "union": dict(num_steps=3, topk=3, num_draft_tokens=12, ngram=True),
+    "chain union": dict(num_steps=3, num_draft_tokens=8, ngram=dict(match_type="PROB")),
     "hot": dict(num_steps=3, topk=2, num_draft_tokens=8, token_map=[*range(90, 20, -1), 90]),
 }
 ALGORITHMS = {
     "eagle": SCHEDULES,
     "eagle3": SCHEDULES,
-    "draft_model": ("chain", "one", "tree", "cut"),
-    "mtp": ("one", "tree"),
+    "draft_model": ("chain", "one", "tree", "cut", "union", "chain union"),
+    "mtp": ("one", "tree", "union", "chain union"),
 }
-FAST = {"eagle": ("chain", "cut", "hot"), "eagle3": ("one", "tree", "static"), "draft_model": ("chain", "tree")}
+FAST = {
+    "eagle": ("chain", "cut", "hot"),
+    "eagle3": ("one", "tree", "static", "union"),
+    "draft_model": ("chain", "tree", "chain union"),
+}
 """Each schedule once, chains and trees of each algorithm."""
 NEW = 24
 TAPS = (1, 0, FINAL)
@@ -177,21 +183,25 @@ def drafted(algorithm, draft, model, schedule, text):
 def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
     system = fast(algorithm, "llama", schedule)
     engine, stats = system.speculation.engine, system.speculation.stats
-    run, checked = engine.run, 0
-    draft = draft_of(algorithm, "llama") if algorithm == "draft_model" else engine.runtime.algorithm.head
-    model, plan = target("llama"), engine.runtime.algorithm.schedule
+    run, checked, is_joined = engine.run, 0, "union" in schedule
+    grower = engine.runtime.algorithm.head if is_joined else engine.runtime.algorithm
+    draft = draft_of(algorithm, "llama") if algorithm == "draft_model" else grower.head
+    model, plan = target("llama"), grower.schedule
 
     def watched(request):
         nonlocal checked
-        state = engine.session(len(request.prompts)).state
+        session = engine.session(len(request.prompts))
+        state = session.state
         for gained in run(request):
             for row, length in enumerate(state.lengths.tolist()):
                 if not state.finished[row]:
                     text = state.tokens[row, : length + 1].tolist()
                     tokens, parents = drafted(algorithm, draft, model, plan, text)
-                    nodes = tokens.shape[1]
-                    assert state.tree_tokens[row, :nodes].tolist() == tokens[0].tolist()
-                    assert state.tree_parents[row, :nodes].tolist() == parents[0].tolist()
+                    nodes, trees = tokens.shape[1], (state.tree_tokens, state.tree_parents)
+                    if is_joined:  # what the draft has proposed, with the root for the root's parent
+                        trees, parents = (session.drafter.drafts_tokens, session.drafter.drafts_above), parents.clamp(0)
+                    assert trees[0][row, :nodes].tolist() == tokens[0].tolist()
+                    assert trees[1][row, :nodes].tolist() == parents[0].tolist()
                     checked += 1
             yield gained
 
@@ -209,6 +219,7 @@ def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
 
 FEW = {("eagle", "chain", "qwen3"), ("eagle3", "tree", "mixtral"), ("mtp", "tree", "deepseek_v3")}
 PAIRS = [*itertools.product(("eagle", "eagle3", "mtp", "draft_model"), ("chain", "tree")), ("naive_eagle", "one")]
+PAIRS += [("eagle3", "union"), ("mtp", "union"), ("draft_model", "chain union")]
 
 
 @pytest.mark.parametrize(
@@ -227,6 +238,8 @@ def test_tokens_are_plain_decodings(algorithm, schedule, name):
     ("algorithm", "schedule"),
     [
         ("eagle", "tree"), pytest.param("eagle3", "chain", marks=pytest.mark.slow),
+        pytest.param("eagle3", "union", marks=pytest.mark.slow),
+        pytest.param("draft_model", "chain union", marks=pytest.mark.slow),
         pytest.param("draft_model", "one", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -259,7 +272,7 @@ def test_compiling_leaves_drafts_alone():
 
 def test_a_prompt_of_one_token():
     for algorithm in ("eagle", "eagle3", "draft_model"):
-        for schedule in ("chain", "tree"):
+        for schedule in ("chain", "tree", *(["union"] if algorithm == "eagle3" else [])):
             system, ids = fast(algorithm, "llama", schedule), torch.tensor([[5]])
             assert torch.equal(generated(system, ids, 12), generated(target("llama"), ids, 12))
 
@@ -301,7 +314,9 @@ PROMISES = {
 
 
 @pytest.mark.parametrize("promise", PROMISES)
-@pytest.mark.parametrize(("algorithm", "schedule"), [("eagle", "chain"), ("eagle3", "tree"), ("draft_model", "tree")])
+@pytest.mark.parametrize(
+    ("algorithm", "schedule"), [("eagle", "chain"), ("eagle3", "tree"), ("draft_model", "tree"), ("eagle3", "union")]
+)
 def test_generate_keeps_its_promises(algorithm, schedule, promise):
     options, ids = PROMISES[promise], prompts(3)
     got, want = (generated(model, ids, **options) for model in (fast(algorithm, "llama", schedule), target("llama")))
@@ -312,7 +327,7 @@ def test_generate_keeps_its_promises(algorithm, schedule, promise):
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("algorithm", "schedule"), [("eagle", "tree"), ("draft_model", "chain")])
+@pytest.mark.parametrize(("algorithm", "schedule"), [("eagle", "tree"), ("draft_model", "chain"), ("eagle3", "union")])
 def test_sampled_tokens_do_not_depend_on_the_draft(algorithm, schedule):
     answers = []
     for system in (fast(algorithm, "llama", schedule), speculate(target("llama"), compile=False, max_cache_len=200)):
@@ -361,6 +376,19 @@ def test_bad_options_are_named(algorithm, options, names):
 def test_only_ngrams_have_a_store():
     with pytest.raises(AttributeError, match=r"algo='eagle' keeps no n-grams; only .*algo='ngram'"):
         _ = fast("eagle", "llama", "chain").speculation.ngram
+
+
+def test_a_union_has_a_store_and_takes_references():
+    system, answer = fast("eagle3", "llama", "union"), plain("llama", 1)
+    speculation = system.speculation
+    speculation.ngram.reset()
+    speculation.stats.reset()
+    assert torch.equal(generated(system, prompts(1), reference=answer[0], share_text=False), answer)
+    assert speculation.stats.accept_length > 6 > SCHEDULES["union"]["num_steps"]  # longer paths than the head has
+    assert speculation.stats.seconds["draft"] > 0 and len(speculation.ngram) == 0
+    generated(system, prompts(2))
+    assert len(speculation.ngram) > 0 and speculation.ngram.stats()["streams"] == 0
+    assert "joined with n-grams: a round verifies the 12 likeliest nodes" in speculation.explain()
 
 
 def test_only_ngrams_take_a_reference():

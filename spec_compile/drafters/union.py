@@ -17,7 +17,7 @@ from ..tree import Accepted
 from .ngram import Ngram
 from .options import UnionOptions
 from .trees.calibrate import CELLS, followed, learnt
-from .trees.merge import Drafts, Source, merge
+from .trees.merge import Drafts, Source, merge_drafts
 
 
 class Union(Algorithm):
@@ -161,7 +161,7 @@ class UnionDrafter(Drafter):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """The trees, which are remembered: tokens, parents [B, N], count [B] and hint [B] (see `State.propose`)."""
         head, trie = Source(tokens, parents, count), Source(ngram_tokens, ngram_parents, ngram_count)
-        tokens, parents, count, drafts = merge(head, scores, trie, match, self.counts.clone(), self.nodes)
+        tokens, parents, count, drafts = merge_drafts(head, scores, trie, match, self.counts.clone(), self.nodes)
         for buffer, values in zip(self.drafts, drafts):
             buffer.copy_(values)
         self.begins.copy_(lengths)

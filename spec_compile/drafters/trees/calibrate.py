@@ -11,8 +11,8 @@ of them do, verified or not: the text shows what would have come of them.
 import torch
 from torch import Tensor
 
-DEPTHS, BINS = 8, 12
-"""Of a head: depths told apart, and bins of its probability, each a unit of log-odds wide."""
+DEPTHS, BINS, LOWEST = 8, 11, -6
+"""Of a head: depths told apart, and bins of its probability, each a unit of log-odds wide, from `LOWEST` on."""
 MATCHES = (1, 2, 3, 4, 6, 8, 11)
 """The longest match of each bucket but the last."""
 RANKS, STAGES = 4, (1, 2, 4)
@@ -35,7 +35,7 @@ def head_cells(logprobs: Tensor, depth: Tensor) -> tuple[Tensor, Tensor, Tensor]
     logprobs [B, H]: of each draft after its parent, by the head. depth [B, H] int64.
     """
     priors = logprobs.float().exp().clamp(LEAST, MOST)
-    bins = ((priors / (1 - priors)).log().floor().to(torch.int64) + BINS // 2).clamp(0, BINS - 1)
+    bins = ((priors / (1 - priors)).log().floor().to(torch.int64) - LOWEST).clamp(0, BINS - 1)
     return priors, (depth.clamp(1, DEPTHS) - 1) * BINS + bins, bins
 
 

@@ -1,6 +1,7 @@
 """`merge`: the drafts of a head and of n-grams as one tree of the drafts that are likeliest to be accepted.
 
-It works on tensors of static shapes alone, so that it can be compiled and captured.
+It works on tensors of static shapes alone, so that it can be compiled and captured. `merge_drafts` is that on a GPU; on
+a CPU, where compiling it takes longer than a whole round and gains little, it is one operator that runs eagerly.
 """
 
 import math
@@ -96,6 +97,34 @@ def merge(
         torch.cat([head_depth, trie_depth], dim=1), torch.where(is_draft, cells, -1), priors,
     )  # fmt: skip
     return torch.where(is_real, best, 0), torch.where(is_real, best_parents, 0), is_real.sum(dim=1), drafts
+
+
+def merge_drafts(
+    head: Source, scores: Tensor, trie: Source, match: Tensor, counts: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Drafts]:
+    """`merge`, as the device likes it."""
+    if scores.is_cuda:
+        return merge(head, scores, trie, match, counts, nodes)
+    tokens, parents, count, *drafts = _merge_eagerly(*head, scores, *trie, match, counts, nodes)
+    return tokens, parents, count, Drafts(*drafts)
+
+
+@torch.library.custom_op("spec_compile::merge_drafts", mutates_args=())
+def _merge_eagerly(
+    tokens: Tensor, parents: Tensor, count: Tensor, scores: Tensor, trie_tokens: Tensor, trie_parents: Tensor,
+    trie_count: Tensor, match: Tensor, counts: Tensor, nodes: int,
+) -> list[Tensor]:  # fmt: skip
+    head, trie = Source(tokens, parents, count), Source(trie_tokens, trie_parents, trie_count)
+    *trees, drafts = merge(head, scores, trie, match, counts, nodes)
+    return [*trees, *drafts]
+
+
+@_merge_eagerly.register_fake
+def _(tokens, parents, count, scores, trie_tokens, trie_parents, trie_count, match, counts, nodes):
+    batch = tokens.shape[0]
+    tree, both = tokens.new_empty((batch, nodes)), tokens.new_empty((batch, tokens.shape[1] + trie_tokens.shape[1]))
+    drafts = [torch.empty_like(both) for _ in range(len(Drafts._fields) - 1)]
+    return [tree, torch.empty_like(tree), torch.empty_like(count), *drafts, torch.empty_like(both, dtype=scores.dtype)]
 
 
 def _read(source: Source) -> tuple[Tensor, Tensor, Tensor]:
