@@ -161,7 +161,7 @@ class Algorithm:
 
     def documents(self, reference) -> list[Tensor]:
         """The texts in generate()'s `reference`, checked."""
-        raise ValueError("reference: only n-grams copy from a reference; pass algo='ngram' or ngram=True, or leave it out")
+        raise ValueError("reference: only n-grams copy from a reference; pass ngram=True, or leave it out")
 
     def explain(self) -> list[str]:
         """Lines about it for ``speculation.explain()``."""

@@ -15,7 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spec_compile import speculate
 from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
+from spec_compile.drafters.trees.calibrate import KEPT
 from spec_compile.drafters.trees.grow import grow
+from spec_compile.drafters.trees.merge import Drafts
 from spec_compile.kernels import ops
 from spec_compile.passes.tap_hidden_states import FINAL
 
@@ -313,10 +315,11 @@ PROMISES = {
 }
 
 
-@pytest.mark.parametrize("promise", PROMISES)
-@pytest.mark.parametrize(
-    ("algorithm", "schedule"), [("eagle", "chain"), ("eagle3", "tree"), ("draft_model", "tree"), ("eagle3", "union")]
-)
+KEEPERS = [*itertools.product([("eagle", "chain"), ("eagle3", "tree"), ("draft_model", "tree")], PROMISES)]
+KEEPERS += itertools.product([("eagle3", "union")], ("eos", "padding"))
+
+
+@pytest.mark.parametrize(("algorithm", "schedule", "promise"), [(*pair, promise) for pair, promise in KEEPERS])
 def test_generate_keeps_its_promises(algorithm, schedule, promise):
     options, ids = PROMISES[promise], prompts(3)
     got, want = (generated(model, ids, **options) for model in (fast(algorithm, "llama", schedule), target("llama")))
@@ -389,6 +392,46 @@ def test_a_union_has_a_store_and_takes_references():
     generated(system, prompts(2))
     assert len(speculation.ngram) > 0 and speculation.ngram.stats()["streams"] == 0
     assert "joined with n-grams: a round verifies the 12 likeliest nodes" in speculation.explain()
+
+
+def test_a_union_learns_what_came_of_its_drafts():
+    """Of every draft whose parent the text has, verified or not, and of no other."""
+    system = fast("eagle3", "llama", "union")
+    engine, counts = system.speculation.engine, system.speculation.engine.runtime.algorithm.counts
+    run, checked, before = engine.run, 0, counts.clone()
+
+    def expected(drafts, texts):
+        """The counts after a round. texts: what each row has gained."""
+        added, head_nodes = torch.zeros_like(counts), engine.runtime.algorithm.head.plan.nodes
+        for row, text in enumerate(texts):
+            paths = {0: (), head_nodes: ()}
+            for node in range(drafts.tokens.shape[1]):
+                begin = 0 if node < head_nodes else head_nodes
+                above, cell = begin + int(drafts.above[row, node]), int(drafts.cells[row, node])
+                if node not in paths:
+                    paths[node] = (*paths[above], int(drafts.tokens[row, node]))
+                if cell >= 0 and paths[above] == tuple(text[: len(paths[above])]) and len(paths[node]) <= len(text):
+                    hit = paths[node] == tuple(text[: len(paths[node])])
+                    added[:, cell] += torch.tensor([float(hit), float(drafts.priors[row, node])])
+        return torch.where(added[1] > 0, KEPT * before + added, before)
+
+    def watched(request):
+        nonlocal checked, before
+        session, drafts = engine.session(len(request.prompts)), None
+        for gained in run(request):
+            if drafts is not None:
+                torch.testing.assert_close(counts, expected(drafts, gained))
+                checked += 1
+            drafts, before = Drafts(*(column.clone() for column in session.drafter.drafts)), counts.clone()
+            yield gained
+
+    engine.run = watched
+    try:
+        generated(system, prompts(1))
+        generated(system, prompts(3))
+    finally:
+        del engine.run
+    assert checked > 8 and 0.2 < float(counts[0].sum() / counts[1].sum()) < 5
 
 
 def test_only_ngrams_take_a_reference():

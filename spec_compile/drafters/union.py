@@ -1,7 +1,7 @@
 """Unions: trees of a head's drafts and of n-grams' together, under one budget.
 
-The head drafts as it does alone and n-grams are matched as with algo="ngram", each up to the budget. `trees.merge` takes
-from both what is likeliest to be accepted, by what has come of such drafts before (`trees.calibrate`).
+The head drafts as it does alone and n-grams are matched as with algo="ngram", each up to the budget. `trees.merge`
+takes from both what is likeliest to be accepted, by what has come of such drafts before (`trees.calibrate`).
 """
 
 import dataclasses
