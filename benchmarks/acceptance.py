@@ -75,6 +75,7 @@ OURS = {
     "JetSpec, tree of 16": ("jetspec", "jetspec", TREE),
     "JetSpec, tree of 64": ("jetspec", "jetspec", dict(topk=8, num_draft_tokens=64)),
     "MTP, 3 steps": ("mtp", "mtp", dict(num_steps=3)),
+    "MTP and n-gram, tree of 16": ("mtp", "mtp", dict(num_steps=3, num_draft_tokens=16, ngram=True)),
     "naive EAGLE": ("naive_eagle", "eagle3", {}),
     "draft model, chain": ("draft_model", "model", dict(num_steps=5)),
 }

@@ -1,5 +1,7 @@
 """Rounds with draft heads and draft models at published sizes on a GPU; part of benchmarks/gpu.py (--drafts).
 
+A row "with n-grams" is of the same draft joined with them, and says how much longer its rounds take.
+
 Weights are random, so nothing is said about acceptance: this is what a round costs. The floor adds to the target's the
 bytes of the draft, as often as its weights must be read: to take in what was accepted, and for each level but the last.
 """
@@ -22,15 +24,22 @@ from spec_compile.training.options import TrainingOptions
 from spec_compile.training.sizes import draft_config
 
 TREE = dict(num_steps=5, topk=4, num_draft_tokens=16)
+LARGE = dict(topk=8, num_draft_tokens=64)
+JOINED = ", with n-grams"
 DRAFTS = {
     "llama-8b": {
         "naive EAGLE": ("naive_eagle", "eagle", {}),
         "EAGLE-3, chain of 3": ("eagle3", "eagle3", dict(num_steps=3)),
         "EAGLE-3, tree of 16 in 5 steps": ("eagle3", "eagle3", TREE),
+        f"EAGLE-3, tree of 16 in 5 steps{JOINED}": ("eagle3", "eagle3", dict(TREE, ngram=True)),
         "MTP, 1 step": ("mtp", "mtp", {}),
         "draft model of 1B, 5 steps": ("draft_model", "model", dict(num_steps=5)),
     },
-    "qwen3-8b": {"DFlash, block of 16": ("dflash", "dflash", {})},
+    "qwen3-8b": {
+        "DFlash, block of 16": ("dflash", "dflash", {}),
+        "DFlash, tree of 64": ("dflash", "dflash", LARGE),
+        f"DFlash, tree of 64{JOINED}": ("dflash", "dflash", dict(LARGE, ngram=True)),
+    },
 }
 """Target's shape -> name -> algorithm, kind of draft, options."""
 
@@ -109,12 +118,14 @@ def separate_ms(fast, nodes: int, repeats: int = 20) -> float:
 
 
 def measure(
-    shape: str, model: PreTrainedModel, small: dict, target_bytes: int, speeds: dict, rounds: Callable
+    shape: str, names: list[str], model: PreTrainedModel, small: dict, target_bytes: int, speeds: dict, rounds: Callable
 ) -> list[dict]:
-    """A row for each draft at 1k context. target_bytes: what the target reads a round. speeds: of
-    gpu.py's `bandwidth`. rounds: its function of that name."""
-    rows = []
+    """A row for each draft at 1k context. names: of drafts; none: all. target_bytes: what the target reads a round.
+    speeds: of gpu.py's `bandwidth`. rounds: its function of that name."""
+    rows, alone = [], {}
     for name, (algorithm, kind, options) in DRAFTS[shape].items():
+        if names and name not in names:
+            continue
         draft = make(kind, model, AutoConfig.for_model("llama", **small))
         begin = time.perf_counter()
         fast = spec_compile.speculate(model, algorithm, draft=draft, max_cache_len=2048, check=False, **options)
@@ -125,6 +136,10 @@ def measure(
         row = dict(name=name, nodes=nodes, ms=ms, ready_seconds=ready, **floors(target_bytes + own, speeds, ms))
         row["separate_ms"] = separate_ms(fast, nodes)
         rows.append(row)
+        alone[name] = ms
+        if (same := name.removesuffix(JOINED)) != name and same in alone:
+            row["over_alone"] = ms / alone[same]
+            print(f"  {name}: {row['over_alone']:.3f} times the round of the draft alone")
         print(
             f"  {name}: {ms:.3f} ms, {row['over_copy']:.2f} times the floor of a copy; two graphs and a host "
             f"between them {row['separate_ms']:.3f} ms; ready after {ready:.0f} s", flush=True,

@@ -1,7 +1,8 @@
 """Rounds on a GPU against the byte floor, and a token of generate() against transformers: shapes with random weights.
 
     python benchmarks/gpu.py [--shapes llama-8b qwen3-8b llama-1b qwen3-0.6b smollm2-135m] [--contexts 1024 8192 32768]
-                             [--batches 1 4 8] [--prompts 8192 32768] [--baselines] [--drafts] [--demo] [--json FILE]
+                             [--batches 1 4 8] [--prompts 8192 32768] [--baselines] [--drafts [NAME ...]] [--demo]
+                             [--json FILE]
 
 Two kinds of times, that are not to be mixed:
 "rounds" are replays of the captured graph of one round, without the host, beside the floor: the time in which the bytes
@@ -242,9 +243,9 @@ def measure(name: str, options, speeds: dict[str, float]) -> dict:
     result["memory"] = {"peak_bytes": torch.cuda.max_memory_allocated()}
     if options.prompts:
         result["prompts"] = prompts(fast, model, options.prompts)
-    if options.drafts and name in drafts.DRAFTS:
+    if options.drafts is not None and name in drafts.DRAFTS:
         read = weight_bytes(model) + token_bytes(model) * 1024
-        result["drafts"] = drafts.measure(name, model, SHAPES[DRAFT_MODEL][1], read, speeds, rounds)
+        result["drafts"] = drafts.measure(name, options.drafts, model, SHAPES[DRAFT_MODEL][1], read, speeds, rounds)
     if options.baselines:  # last, as it drops all that torch.compile has made
         result["steps"] = step_rows(model, fast, plain, options, speeds)
     return result
@@ -291,7 +292,7 @@ def main() -> None:
     parser.add_argument("--baselines", action="store_true", help="also a token of generate(), transformers' and ours")
     parser.add_argument("--repeats", type=int, default=3, help="of each length of --baselines, in turn")
     parser.add_argument("--families", action="store_true", help="also what each family of kernels takes in a round")
-    parser.add_argument("--drafts", action="store_true", help="also draft heads and models (see drafts.py)")
+    parser.add_argument("--drafts", nargs="*", help="also draft heads and models, or those named (see drafts.py)")
     parser.add_argument("--warm", action="store_true", help="only the seconds until ready, in a second process")
     parser.add_argument("--demo", action="store_true", help="also the loop of the demo model's rounds")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json")

@@ -24,8 +24,7 @@ from .capture.watch import Watch, config_reads, describe
 from .capture.weights import SharedWeights
 from .compat import COMPILE_LOCK, check_compiler
 from .config import Options, parse_options
-from .drafters import ALGORITHMS, parse_algorithm
-from .drafters.ngram import Ngram
+from .drafters import ALGORITHMS, build, parse_algorithm
 from .drafting import Algorithm
 from .errors import check_int
 from .ngram import NgramStore
@@ -81,7 +80,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     share_memory(ranks, model.device)
     with COMPILE_LOCK:  # because tracing and checking change settings of the whole process
         with ranks.together("speculate()", {}):
-            algorithm = ALGORITHMS[name].build(model, parsed)
+            algorithm = build(name, model, parsed)
             fast = shadow(model)
             speculation = Speculation(model, fast, name, parsed, algorithm)
         with ranks.call():
@@ -142,13 +141,14 @@ class Speculation:
 
     @property
     def ngram(self) -> NgramStore:
-        """The store of algo="ngram", an `NgramTrie` on a CPU, an `NgramCorpus` on a GPU. AttributeError with others."""
-        algorithm = self.engine.runtime.algorithm
-        if not isinstance(algorithm, Ngram):
+        """The store of n-grams, an `NgramTrie` on a CPU, an `NgramCorpus` on a GPU. AttributeError if there is none."""
+        store = self.engine.runtime.algorithm.store
+        if store is None:
             raise AttributeError(
-                f"algo={self.algorithm!r} keeps no n-grams; only speculate(model, algo='ngram') has speculation.ngram"
+                f"algo={self.algorithm!r} keeps no n-grams; only algo='ngram' and heads with ngram=True have "
+                "speculation.ngram"
             )
-        return algorithm.store
+        return store
 
     @cached_property
     def cache_layout(self) -> past.Layout | None:
@@ -177,7 +177,7 @@ class Speculation:
         """Write an HTML page about the last generate() that was recorded, and return its path.
 
         It shows text by rounds, accept lengths, times, and every tree with its accepted nodes. It needs no network.
-        With algo="ngram" the trees show parts of other calls' texts, unless these ran with ``share_text=False``.
+        With n-grams the trees show parts of other calls' texts, unless these ran with ``share_text=False``.
 
         path: of the file. tokenizer: the model's, to show text in place of token ids.
         Raises RuntimeError if nothing was recorded, and TypeError if `tokenizer` cannot decode.

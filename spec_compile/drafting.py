@@ -11,6 +11,7 @@ from .graph import ModelGraph
 from .tree import Accepted
 
 if TYPE_CHECKING:
+    from .ngram import NgramStore
     from .runtime.state import State
     from .runtime.steps.compile import PartCompiler
 
@@ -92,9 +93,13 @@ class Drafter(nn.Module):
         for cache, larger in zip(caches(self), caches(other)):
             cache.share(larger)
 
-    def row_buffers(self) -> list[Tensor]:
-        """The buffers on the drafter itself that have an entry for each row [B, ...], which move with a row."""
+    def small_buffers(self) -> list[Tensor]:
+        """The buffers on the drafter itself, and on those that it is made of."""
         return list(self.buffers(recurse=False))
+
+    def row_buffers(self) -> list[Tensor]:
+        """Those of `small_buffers` that have an entry for each row [B, ...], which move with a row."""
+        return self.small_buffers()
 
     def enter(self, row: int, share_text: bool) -> None:
         """A text begins in one row, while the others go on. share_text: see `start`."""
@@ -128,6 +133,9 @@ class Algorithm:
     draft_module: nn.Module | None = None
     """The draft whose weights ``speculation.refresh()`` takes over, as the user knows it."""
 
+    store: "NgramStore | None" = None
+    """The n-grams that it drafts from, if it does."""
+
     @property
     def remembers(self) -> bool:
         """Whether its drafters hold keys and values of the text, so that a prompt whose keys and values the target has
@@ -153,7 +161,7 @@ class Algorithm:
 
     def documents(self, reference) -> list[Tensor]:
         """The texts in generate()'s `reference`, checked."""
-        raise ValueError("reference: only algo='ngram' copies from a reference; leave it out")
+        raise ValueError("reference: only n-grams copy from a reference; pass ngram=True, or leave it out")
 
     def explain(self) -> list[str]:
         """Lines about it for ``speculation.explain()``."""

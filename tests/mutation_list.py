@@ -428,4 +428,34 @@ TOLERANCES = [
         "TOLERANCE = 1e-4", "TOLERANCE = 1e-2", "tests/test_backend.py -k tolerance",
     ),
 ]  # fmt: skip
-MUTATIONS: list[Mutation] = [*STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *OTHERS, *TOLERANCES]
+UNION, GROWERS = "tests/test_union.py", "spec_compile/drafters/trees/"
+UNIONS = [
+    Mutation(
+        "what was accepted lowers a draft's probability", f"{GROWERS}calibrate.py",
+        "(counts[0] + WEIGHT) / (counts[1] + WEIGHT)", "(counts[1] + WEIGHT) / (counts[0] + WEIGHT)",
+        f"{UNION} -k test_merged_trees",
+    ),
+    Mutation(
+        "old counts never fade", f"{GROWERS}calibrate.py", "KEPT * counts + added", "counts + added",
+        f"{UNION} -k test_counts_after_a_round",
+    ),
+    Mutation(
+        "a text follows drafts beyond its end", f"{GROWERS}calibrate.py",
+        "(tokens == text) & (depth <= gained[:, None])", "(tokens == text)", f"{UNION} -k test_nodes_that_a_text",
+    ),
+    Mutation(
+        "a draft of both sources is expected as if the head alone had it", f"{GROWERS}merge.py",
+        "torch.where(is_doubled, both, head_priors)", "torch.where(is_doubled, head_priors, head_priors)",
+        f"{UNION} -k test_merged_trees",
+    ),
+    Mutation(
+        "a draft of both sources is there twice", f"{GROWERS}merge.py",
+        "is_trie_draft & ~has_twin", "is_trie_draft", f"{UNION} -k test_merged_trees",
+    ),
+    Mutation(
+        "drafts count of which nothing is known yet", "spec_compile/drafters/union.py",
+        "(drafts.cells >= 0) & (drafts.depth <= gained[:, None])", "(drafts.cells >= 0)",
+        "tests/test_draft_rounds.py -k test_a_union_learns",
+    ),
+]  # fmt: skip
+MUTATIONS: list[Mutation] = [*STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *OTHERS, *TOLERANCES]

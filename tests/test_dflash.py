@@ -623,6 +623,7 @@ SCHEDULES = {
     "short": dict(block_size=3),
     "cut": dict(num_draft_tokens=3),
     "tree": dict(topk=3, num_draft_tokens=9),
+    "union": dict(topk=3, num_draft_tokens=12, ngram=True),
 }
 LAYERS = LayerKnobs(2, qk_norm=True, windows=(8, None))
 MEANING = Meaning(taps=(0, 1), windows=(8, None), causal=(True, False))
@@ -717,14 +718,14 @@ def paths_of(tokens, parents):
 def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
     system, options, draft = fast("llama", schedule), SCHEDULES[schedule], trained("llama")
     engine, stats = system.speculation.engine, system.speculation.stats
-    run, checked = engine.run, 0
+    run, checked, is_joined = engine.run, 0, schedule == "union"
     nodes, size = engine.runtime.algorithm.plan.nodes, options.get("block_size", 5)
 
     def watched(request):
         nonlocal checked
         session, given = engine.session(len(request.prompts)), []
-        state = session.state
-        hook = session.drafter.block.register_forward_hook(lambda module, arguments, out: given.append(out[0]))
+        state, drafter = session.state, session.drafter.head if is_joined else session.drafter
+        hook = drafter.block.register_forward_hook(lambda module, arguments, out: given.append(out[0]))
         for gained in run(request):
             for row, length in enumerate(state.lengths.tolist()):
                 if not state.finished[row]:
@@ -732,7 +733,10 @@ def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
                     logits = logits_after(draft, rounds.target("llama"), text, size)
                     assert difference([given[-1][row]], [logits]) < 1e-4
                     logits = logits[1:]
-                    tree = state.tree_tokens[row, :nodes].tolist(), state.tree_parents[row, :nodes].tolist()
+                    trees = state.tree_tokens, state.tree_parents
+                    if is_joined:  # what the draft has proposed
+                        trees = session.drafter.drafts_tokens, session.drafter.drafts_above
+                    tree = tuple(column[row, :nodes].tolist() for column in trees)
                     if "topk" in options:
                         right = [path for _, path in best_paths(logits, options["topk"], nodes - 1)]
                         assert tree[0][0] == text[-1] and sorted(paths_of(*tree)) == sorted(right)
@@ -760,7 +764,7 @@ def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        ("llama", "chain"), ("llama", "tree"), ("mixtral", "tree"), ("deepseek_v3", "chain"),
+        ("llama", "chain"), ("llama", "tree"), ("llama", "union"), ("mixtral", "tree"), ("deepseek_v3", "chain"),
         pytest.param("qwen3", "chain", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -905,4 +909,4 @@ def test_drafts_and_tokens_are_the_cpus(schedule, mode):
             answer = rounds.generated(one, ids.to(one.device)).cpu()
             assert torch.equal(answer, rounds.generated(rounds.target("llama"), ids))
             traces.append(one.speculation.stats.trace)
-        assert traces[0] == traces[1]
+        assert traces[0] == traces[1] or schedule == "union"  # the stores of a GPU and of a CPU learn at other times

@@ -15,7 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spec_compile import speculate
 from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
+from spec_compile.drafters.trees.calibrate import KEPT
 from spec_compile.drafters.trees.grow import grow
+from spec_compile.drafters.trees.merge import Drafts
 from spec_compile.kernels import ops
 from spec_compile.passes.tap_hidden_states import FINAL
 
@@ -26,15 +28,21 @@ SCHEDULES = {
     "tree": dict(num_steps=3, topk=3, num_draft_tokens=8),
     "cut": dict(num_steps=4, topk=2, num_draft_tokens=4),
     "static": dict(tree_choices="eagle1"),
+    "union": dict(num_steps=3, topk=3, num_draft_tokens=12, ngram=True),
+    "chain union": dict(num_steps=3, num_draft_tokens=8, ngram=dict(match_type="PROB")),
     "hot": dict(num_steps=3, topk=2, num_draft_tokens=8, token_map=[*range(90, 20, -1), 90]),
 }
 ALGORITHMS = {
     "eagle": SCHEDULES,
     "eagle3": SCHEDULES,
-    "draft_model": ("chain", "one", "tree", "cut"),
-    "mtp": ("one", "tree"),
+    "draft_model": ("chain", "one", "tree", "cut", "union", "chain union"),
+    "mtp": ("one", "tree", "union", "chain union"),
 }
-FAST = {"eagle": ("chain", "cut", "hot"), "eagle3": ("one", "tree", "static"), "draft_model": ("chain", "tree")}
+FAST = {
+    "eagle": ("chain", "cut", "hot"),
+    "eagle3": ("one", "tree", "static", "union"),
+    "draft_model": ("chain", "tree", "chain union"),
+}
 """Each schedule once, chains and trees of each algorithm."""
 NEW = 24
 TAPS = (1, 0, FINAL)
@@ -177,21 +185,25 @@ def drafted(algorithm, draft, model, schedule, text):
 def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
     system = fast(algorithm, "llama", schedule)
     engine, stats = system.speculation.engine, system.speculation.stats
-    run, checked = engine.run, 0
-    draft = draft_of(algorithm, "llama") if algorithm == "draft_model" else engine.runtime.algorithm.head
-    model, plan = target("llama"), engine.runtime.algorithm.schedule
+    run, checked, is_joined = engine.run, 0, "union" in schedule
+    grower = engine.runtime.algorithm.head if is_joined else engine.runtime.algorithm
+    draft = draft_of(algorithm, "llama") if algorithm == "draft_model" else grower.head
+    model, plan = target("llama"), grower.schedule
 
     def watched(request):
         nonlocal checked
-        state = engine.session(len(request.prompts)).state
+        session = engine.session(len(request.prompts))
+        state = session.state
         for gained in run(request):
             for row, length in enumerate(state.lengths.tolist()):
                 if not state.finished[row]:
                     text = state.tokens[row, : length + 1].tolist()
                     tokens, parents = drafted(algorithm, draft, model, plan, text)
-                    nodes = tokens.shape[1]
-                    assert state.tree_tokens[row, :nodes].tolist() == tokens[0].tolist()
-                    assert state.tree_parents[row, :nodes].tolist() == parents[0].tolist()
+                    nodes, trees = tokens.shape[1], (state.tree_tokens, state.tree_parents)
+                    if is_joined:  # what the draft has proposed, with the root for the root's parent
+                        trees, parents = (session.drafter.drafts_tokens, session.drafter.drafts_above), parents.clamp(0)
+                    assert trees[0][row, :nodes].tolist() == tokens[0].tolist()
+                    assert trees[1][row, :nodes].tolist() == parents[0].tolist()
                     checked += 1
             yield gained
 
@@ -209,6 +221,7 @@ def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
 
 FEW = {("eagle", "chain", "qwen3"), ("eagle3", "tree", "mixtral"), ("mtp", "tree", "deepseek_v3")}
 PAIRS = [*itertools.product(("eagle", "eagle3", "mtp", "draft_model"), ("chain", "tree")), ("naive_eagle", "one")]
+PAIRS += [("eagle3", "union"), ("mtp", "union"), ("draft_model", "chain union")]
 
 
 @pytest.mark.parametrize(
@@ -227,6 +240,8 @@ def test_tokens_are_plain_decodings(algorithm, schedule, name):
     ("algorithm", "schedule"),
     [
         ("eagle", "tree"), pytest.param("eagle3", "chain", marks=pytest.mark.slow),
+        pytest.param("eagle3", "union", marks=pytest.mark.slow),
+        pytest.param("draft_model", "chain union", marks=pytest.mark.slow),
         pytest.param("draft_model", "one", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -259,7 +274,7 @@ def test_compiling_leaves_drafts_alone():
 
 def test_a_prompt_of_one_token():
     for algorithm in ("eagle", "eagle3", "draft_model"):
-        for schedule in ("chain", "tree"):
+        for schedule in ("chain", "tree", *(["union"] if algorithm == "eagle3" else [])):
             system, ids = fast(algorithm, "llama", schedule), torch.tensor([[5]])
             assert torch.equal(generated(system, ids, 12), generated(target("llama"), ids, 12))
 
@@ -300,8 +315,11 @@ PROMISES = {
 }
 
 
-@pytest.mark.parametrize("promise", PROMISES)
-@pytest.mark.parametrize(("algorithm", "schedule"), [("eagle", "chain"), ("eagle3", "tree"), ("draft_model", "tree")])
+KEEPERS = [*itertools.product([("eagle", "chain"), ("eagle3", "tree"), ("draft_model", "tree")], PROMISES)]
+KEEPERS += itertools.product([("eagle3", "union")], ("eos", "padding"))
+
+
+@pytest.mark.parametrize(("algorithm", "schedule", "promise"), [(*pair, promise) for pair, promise in KEEPERS])
 def test_generate_keeps_its_promises(algorithm, schedule, promise):
     options, ids = PROMISES[promise], prompts(3)
     got, want = (generated(model, ids, **options) for model in (fast(algorithm, "llama", schedule), target("llama")))
@@ -312,7 +330,7 @@ def test_generate_keeps_its_promises(algorithm, schedule, promise):
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("algorithm", "schedule"), [("eagle", "tree"), ("draft_model", "chain")])
+@pytest.mark.parametrize(("algorithm", "schedule"), [("eagle", "tree"), ("draft_model", "chain"), ("eagle3", "union")])
 def test_sampled_tokens_do_not_depend_on_the_draft(algorithm, schedule):
     answers = []
     for system in (fast(algorithm, "llama", schedule), speculate(target("llama"), compile=False, max_cache_len=200)):
@@ -361,6 +379,59 @@ def test_bad_options_are_named(algorithm, options, names):
 def test_only_ngrams_have_a_store():
     with pytest.raises(AttributeError, match=r"algo='eagle' keeps no n-grams; only .*algo='ngram'"):
         _ = fast("eagle", "llama", "chain").speculation.ngram
+
+
+def test_a_union_has_a_store_and_takes_references():
+    system, answer = fast("eagle3", "llama", "union"), plain("llama", 1)
+    speculation = system.speculation
+    speculation.ngram.reset()
+    speculation.stats.reset()
+    assert torch.equal(generated(system, prompts(1), reference=answer[0], share_text=False), answer)
+    assert speculation.stats.accept_length > 6 > SCHEDULES["union"]["num_steps"]  # longer paths than the head has
+    assert speculation.stats.seconds["draft"] > 0 and len(speculation.ngram) == 0
+    generated(system, prompts(2))
+    assert len(speculation.ngram) > 0 and speculation.ngram.stats()["streams"] == 0
+    assert "joined with n-grams: a round verifies the 12 likeliest nodes" in speculation.explain()
+
+
+def test_a_union_learns_what_came_of_its_drafts():
+    """Of every draft whose parent the text has, verified or not, and of no other."""
+    system = fast("eagle3", "llama", "union")
+    engine, counts = system.speculation.engine, system.speculation.engine.runtime.algorithm.counts
+    run, checked, before = engine.run, 0, counts.clone()
+
+    def expected(drafts, texts):
+        """The counts after a round. texts: what each row has gained."""
+        added, head_nodes = torch.zeros_like(counts), engine.runtime.algorithm.head.plan.nodes
+        for row, text in enumerate(texts):
+            paths = {0: (), head_nodes: ()}
+            for node in range(drafts.tokens.shape[1]):
+                begin = 0 if node < head_nodes else head_nodes
+                above, cell = begin + int(drafts.above[row, node]), int(drafts.cells[row, node])
+                if node not in paths:
+                    paths[node] = (*paths[above], int(drafts.tokens[row, node]))
+                if cell >= 0 and paths[above] == tuple(text[: len(paths[above])]) and len(paths[node]) <= len(text):
+                    hit = paths[node] == tuple(text[: len(paths[node])])
+                    added[:, cell] += torch.tensor([float(hit), float(drafts.priors[row, node])])
+        return torch.where(added[1] > 0, KEPT * before + added, before)
+
+    def watched(request):
+        nonlocal checked, before
+        session, drafts = engine.session(len(request.prompts)), None
+        for gained in run(request):
+            if drafts is not None:
+                torch.testing.assert_close(counts, expected(drafts, gained))
+                checked += 1
+            drafts, before = Drafts(*(column.clone() for column in session.drafter.drafts)), counts.clone()
+            yield gained
+
+    engine.run = watched
+    try:
+        generated(system, prompts(1))
+        generated(system, prompts(3))
+    finally:
+        del engine.run
+    assert checked > 8 and 0.2 < float(counts[0].sum() / counts[1].sum()) < 5
 
 
 def test_only_ngrams_take_a_reference():

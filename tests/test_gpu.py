@@ -111,6 +111,22 @@ def test_drafts_and_tokens_are_the_cpus(algorithm, schedule, mode):
         assert traces[0] == traces[1]
 
 
+@pytest.mark.parametrize("mode", ["graphs", "eager"])
+@pytest.mark.parametrize(("algorithm", "schedule"), [("eagle3", "union"), ("draft_model", "chain union")])
+def test_unions_write_the_same_tokens(algorithm, schedule, mode):
+    """Matched, merged and counted inside the captured round."""
+    system = with_draft(algorithm, schedule, mode)
+    for batch in (1, 4, 1):
+        ids = drafts.prompts(batch).cuda()
+        assert torch.equal(drafts.generated(system, ids).cpu(), drafts.plain("llama", batch))
+    speculation = system.speculation
+    counts = speculation.engine.runtime.algorithm.counts
+    assert counts.is_cuda and float(counts[0].sum()) > 10 and len(speculation.ngram) > 0
+    assert torch.equal(drafts.generated(system, ids, reference=drafts.plain("llama", 1)[0]).cpu(),
+                       drafts.plain("llama", 1))  # fmt: skip
+    assert len(speculation.stats.acceptance_by_depth) > 4
+
+
 @pytest.mark.parametrize("name", drafts.TARGETS[1:])
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
 def test_drafts_of_architectures(algorithm, name):

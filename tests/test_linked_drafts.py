@@ -149,7 +149,7 @@ def load(tmp_path_factory):
 @ALL
 def test_blocks_and_chains_are_their_formulas(load, name):
     _, draft, right = load(name)
-    logits, (tokens, parents, count, _) = dflash.our_logits(draft)
+    logits, (tokens, parents, count, *_) = dflash.our_logits(draft)
     assert (draft.taps, draft.sample_from_anchor, draft.block_size) == (right.meaning.taps, right.meaning.anchor, BLOCK)
     assert dflash.difference(logits, right.logits) < 1e-5
     chosen = [right.chain(row, draft.transition.candidates) for row in range(len(CONTEXTS))]
@@ -179,7 +179,7 @@ def test_drawn_drafts_come_from_the_formulas(load, name):
         temperature=torch.full((3,), 0.8), seed=7, numbers=torch.arange(3),
         prompt_lengths=torch.ones(3, dtype=torch.int64), is_eos=torch.zeros(3, drafts.V, dtype=torch.bool),
     )  # fmt: skip
-    _, (tokens, *_, probs) = dflash.our_logits(draft, state=drawing, draft_sample_method="probabilistic")
+    _, (tokens, *_, probs, _) = dflash.our_logits(draft, state=drawing, draft_sample_method="probabilistic")
     for row, place in itertools.product(range(3), range(right.places)):
         scores = right.scores(row, tokens[row, 1 : place + 1].tolist()) / 0.8
         if draft.transition.candidates is not None:

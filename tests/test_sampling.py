@@ -627,6 +627,7 @@ DRAFTS = {
     "drawn": dict(num_steps=3, draft_sample_method="probabilistic"),
     "chain": dict(num_steps=3),
     "tree": dict(num_steps=2, topk=3, num_draft_tokens=8),
+    "union": dict(num_steps=2, topk=3, num_draft_tokens=8, ngram=True),
 }
 PLAIN, HOT, PENALTY = dict(), dict(temperature=1.4, top_k=9), dict(repetition_penalty=1.5)
 
@@ -634,7 +635,7 @@ PLAIN, HOT, PENALTY = dict(), dict(temperature=1.4, top_k=9), dict(repetition_pe
 @pytest.mark.parametrize(
     "draft, options",
     [
-        ("drawn", PLAIN), ("drawn", HOT), ("drawn", PENALTY), ("chain", PENALTY), ("tree", PLAIN),
+        ("drawn", PLAIN), ("drawn", HOT), ("drawn", PENALTY), ("chain", PENALTY), ("tree", PLAIN), ("union", PLAIN),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(["chain", "tree"], [PLAIN, HOT])
           if case != ("tree", PLAIN)),
         pytest.param("tree", PENALTY, marks=pytest.mark.slow),

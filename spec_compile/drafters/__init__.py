@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from ..config import Options
 from ..drafting import Algorithm
 from ..errors import did_you_mean
-from . import dflash, draft_model, heads, ngram, p_eagle, pard
-from .options import DraftOptions, ParallelOptions
+from . import dflash, draft_model, heads, ngram, p_eagle, pard, union
+from .options import DraftOptions, ParallelOptions, UnionOptions
 
 
 class Entry(NamedTuple):
@@ -35,6 +35,15 @@ ALIASES = {
     "lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model", "peagle": "p_eagle",
     **dict.fromkeys(("jetspec", "dflash2", "dspark", "domino"), "dflash"),
 }  # fmt: skip
+
+
+def build(name: str, model: PreTrainedModel, options: Options) -> Algorithm:
+    """The algorithm of that name for `model`, joined with n-grams if `options` say so."""
+    joined = options.joined if isinstance(options, UnionOptions) else None
+    if joined is None:
+        return ALGORITHMS[name].build(model, options)
+    ngrams = ngram.build(model, joined)  # first, because it takes no time to refuse
+    return union.Union(ALGORITHMS[name].build(model, options), ngrams, options, model.device)
 
 
 def parse_algorithm(algo: str) -> str:

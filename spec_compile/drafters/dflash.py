@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from .. import passes
 from ..cache import Cache
 from ..capture.trace import capture_head
-from ..config import Options
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..errors import check_int
 from ..graph import ModelGraph
@@ -28,7 +27,7 @@ from ..tree import MAX_NODES, Accepted
 from .checkpoints.dflash import load_dflash
 from .hidden_states import tapped_states
 from .modules.dflash import Context, DFlashDraft
-from .options import check_sample_method
+from .options import UnionOptions, check_sample_method
 from .self_check import STRIDE, own_text
 from .shared_draft import choose_ranks
 from .trees.linked import LinkedPlaces
@@ -39,7 +38,7 @@ LOOKED_AT = 8
 
 
 @dataclass(frozen=True)
-class DFlashOptions(Options):
+class DFlashOptions(UnionOptions):
     """Options of DFlash, with the engines' names and meaning.
 
     draft: the draft: a folder, a name on the hub, or a `DFlashDraft`. block_size: slots of a block, the root's included
@@ -85,7 +84,7 @@ class DFlashOptions(Options):
         if places == 0:
             raise ValueError("block_size: the first slot of this draft's blocks drafts nothing; it must be at least 2")
         chain = min(places + 1, MAX_NODES)
-        nodes = self.num_draft_tokens or chain
+        nodes = self.own_nodes(chain if self.topk == 1 else MAX_NODES) or chain
         if self.topk == 1 and nodes > chain:
             raise ValueError(
                 f"num_draft_tokens must be at most {chain}, the drafts of a block of {slots} and the root, not "
@@ -102,6 +101,7 @@ class DFlash(Algorithm):
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else draft
         self.block_size, nodes = options.fit(draft)
         self.plan = DraftPlan(nodes, draft.taps, self.block_size, options.draws)
+        self.longest = options.longest(min(nodes, self.block_size - draft.first + 1))
         how = self.block_size - draft.first, options.topk, nodes, options.draws, options.score_temperature
         is_linked = draft.transition is not None
         self.places: LinkedPlaces | Places = (
@@ -148,7 +148,7 @@ class DFlashDrafter(Drafter):
         super().__init__()
         self.draft, self.context, self.places = algorithm.draft, algorithm.context, algorithm.places
         self.graph, self.block, self.block_size = algorithm.graph, algorithm.graph.gm, algorithm.block_size
-        self.longest = min(algorithm.plan.nodes, self.block_size - self.draft.first + 1)  # nodes of a path
+        self.longest = algorithm.longest  # nodes of an accepted path
         self.cache, self.compiled_slots = Cache(algorithm.graph, batch, slots), 0
 
     def compile(self, compiler: PartCompiler) -> None:
@@ -197,9 +197,9 @@ def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[flo
         root = text[:, p]
         logits, *normed = drafter.output(root, torch.full_like(root, p), max_kv_len)
         if normed:
-            tokens = drafter.places.chain(root, logits, *normed, looked_at)
+            tokens, _ = drafter.places.chain(root, logits, *normed, looked_at)
         else:
-            tokens = likeliest(logits, draft.draft_to_target)[:, draft.first :][:, :looked_at]
+            tokens = likeliest(logits, draft.draft_to_target)[1][:, draft.first :][:, :looked_at]
         right = tokens == text[:, p + 1 : p + 1 + looked_at]
         accepted.append(right.to(torch.int64).cumprod(dim=1).sum(dim=1))
     return float(torch.cat(accepted).float().mean()), looked_at

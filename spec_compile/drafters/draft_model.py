@@ -41,6 +41,9 @@ class DraftModel(Algorithm):
             for role in ("draft", "prefill")
         )
         self.graph, self.prefill = passes.run(graph, drafting), passes.run(graph, prefilling)
+        path = self.schedule.num_steps + 1
+        self.refill = 1 if self.schedule.topk == 1 and options.joined is None else options.longest(path)
+        """Tokens fed again before the root."""
         self.plan = DraftPlan(self.schedule.nodes, lookahead_slots=1 + self.schedule.fed, draws=options.draws)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
@@ -60,7 +63,7 @@ class ModelDrafter(Drafter):
         self.schedule, self.draws, self.vocab_size = algorithm.schedule, algorithm.plan.draws, algorithm.vocab_size
         self.known = min(algorithm.graph.vocab_size, self.vocab_size)  # the rest of either vocabulary is padding
         self.graph, self.filling = algorithm.graph, algorithm.prefill.gm
-        self.refill = 1 if self.schedule.topk == 1 else self.schedule.num_steps + 1  # tokens fed again before the root
+        self.refill = algorithm.refill
         self.wanted = self.schedule.topk  # rows of a forward whose logits are used
         self.cache = Cache(algorithm.graph, batch, slots)
         self.compiled_slots, self.compiler = 0, None

@@ -71,6 +71,7 @@ class Heads(Algorithm):
         ranks, self.sharing = choose_ranks(size, options.ranks, captured, head.head_weight.nbytes)
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"), ranks=ranks)
         self.graph, self.logits = passes.run(captured, settings), DraftHead(head.head_weight, ranks)
+        self.longest = options.longest(min(self.schedule.nodes, self.schedule.num_steps + 1))
         self.plan = DraftPlan(self.schedule.nodes, head.taps, self.schedule.fed, options.draws)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
@@ -90,8 +91,7 @@ class HeadDrafter(Drafter):
         super().__init__()
         self.head, self.block, self.draws = algorithm.head, algorithm.graph.gm, algorithm.plan.draws
         self.logits = algorithm.logits
-        self.schedule = schedule = algorithm.schedule
-        self.longest = min(schedule.nodes, schedule.num_steps + 1)  # nodes of a path
+        self.schedule, self.longest = algorithm.schedule, algorithm.longest  # nodes of an accepted path
         self.cache = Cache(algorithm.graph, batch, slots)
         like = self.head.head_weight
         self.register_buffer("hidden", like.new_zeros(batch, self.head.hidden_size), persistent=False)

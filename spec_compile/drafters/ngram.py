@@ -175,7 +175,8 @@ class Ngram(Algorithm):
     """N-gram drafts from one `store`, of whatever the model has read and written."""
 
     def __init__(self, store: NgramStore, options: NgramOptions):
-        self.store, self.options = store, options
+        self.store: NgramStore = store
+        self.options = options
         self.private: dict[int, tuple[NgramTrie, int]] = {}
         self.plan = DraftPlan(options.num_draft_tokens, sizes="adaptive" if options.adaptive else "tree")
 

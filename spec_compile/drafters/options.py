@@ -1,25 +1,92 @@
 """Options of the algorithms that have a draft model or head, with the engines' names and meaning."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from ..config import Options
+from ..config import Options, parse_options
 from ..errors import check_int
 from ..kernels.top_logits import MAX_K
 from ..tree import MAX_NODES
+from .ngram import NgramOptions
 from .trees.places import Places
 from .trees.schedule import Schedule
 from .trees.static import StaticTree
 
 SAMPLE_METHODS = ("greedy", "probabilistic")
+COMMON = [field.name for field in fields(Options)]
 MAX_PARALLEL = 31
 """Tokens drafted in one forward at most: as many of the text may be fed again before them."""
 
 
 @dataclass(frozen=True)
-class DraftOptions(Options):
+class UnionOptions(Options):
+    """Options of the algorithms whose trees can be joined with n-grams.
+
+    ngram: whether the trees also get what followed the same words before, with `num_draft_tokens` as the one budget
+    (default then: 16, or what the draft proposes alone if that is more): True, or a dict of options of algo="ngram".
+    """
+
+    ngram: Any = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.ngram, bool | dict):
+            kind = type(self.ngram).__name__
+            raise TypeError(f"ngram: expected True, False or a dict of options of algo='ngram', got {kind}")
+        for name in self.ngram if isinstance(self.ngram, dict) else ():
+            if name == "adaptive":
+                raise ValueError("ngram: 'adaptive' has no effect, because every round verifies num_draft_tokens nodes")
+            if name in COMMON:
+                raise ValueError(f"ngram: {name!r} is an option of n-grams and draft together; pass {name}= beside it")
+        if self.joined is not None and self.draws:
+            raise ValueError(
+                "draft_sample_method: drafts that are drawn ('probabilistic') are tested against what they were drawn "
+                "from, which n-grams do not have; pass 'greedy', or leave ngram out"
+            )
+
+    @property
+    def draws(self) -> bool:
+        """See `DraftPlan.draws`."""
+        return False
+
+    @cached_property
+    def joined(self) -> NgramOptions | None:
+        """The options of the n-grams that the trees are joined with; None: they are not."""
+        if self.ngram is False:
+            return None
+        common = {name: getattr(self, name) for name in COMMON} | {"num_draft_tokens": self.budget(1)}
+        try:
+            return parse_options(NgramOptions, common | (self.ngram if isinstance(self.ngram, dict) else {}))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"ngram: {error}") from error
+
+    @property
+    def share_text(self) -> bool:
+        """See `NgramOptions`."""
+        return self.joined is None or self.joined.share_text
+
+    def budget(self, own: int) -> int:
+        """Nodes of a joined tree, of which the draft alone proposes `own`."""
+        return self.num_draft_tokens or max(own, Options.num_draft_tokens)
+
+    def own_nodes(self, most: int) -> int | None:
+        """`num_draft_tokens`, of which the draft alone proposes `most`."""
+        nodes = self.num_draft_tokens
+        return nodes if nodes is None or self.joined is None else min(nodes, most)
+
+    def longest(self, own: int) -> int:
+        """Nodes of a path that a round may accept, of which the draft alone proposes `own`."""
+        joined = self.joined
+        if joined is None:
+            return own
+        return min(self.budget(own), max(own, 1 + joined.branch_length - joined.min_match_window_size))
+
+
+@dataclass(frozen=True)
+class DraftOptions(UnionOptions):
     """Options of the algorithms that grow trees.
 
     draft: a path, a name on the hub, or a module. num_steps: levels of the tree. topk: children of a node (1: a chain).
@@ -51,7 +118,8 @@ class DraftOptions(Options):
     @property
     def schedule(self) -> Schedule | StaticTree:
         """How the draft's trees grow; ValueError where the options contradict each other."""
-        return Schedule(self.num_steps, self.topk, self.num_draft_tokens, self.score_temperature)
+        nodes = self.own_nodes(Schedule(self.num_steps, self.topk).nodes)
+        return Schedule(self.num_steps, self.topk, nodes, self.score_temperature)
 
 
 @dataclass(frozen=True)
@@ -83,12 +151,12 @@ class ParallelOptions(DraftOptions):
     @property
     def nodes(self) -> int:
         """Nodes verified, the root included."""
-        return self.num_draft_tokens or self.num_steps + 1
+        return self.own_nodes(self.num_steps + 1 if self.topk == 1 else MAX_NODES) or self.num_steps + 1
 
     @property
-    def longest(self) -> int:
-        """Nodes of a path at most, the root included."""
-        return min(self.nodes, self.num_steps + 1)
+    def path(self) -> int:
+        """Nodes of an accepted path at most, the root included."""
+        return self.longest(min(self.nodes, self.num_steps + 1))
 
     def places(self, device: torch.device) -> Places:
         """What proposes the tokens; ValueError if there are not as many nodes."""

@@ -33,7 +33,7 @@ class ParallelHeads(Heads):
 
     def __init__(self, head: ParallelEagle3Head, options: ParallelHeadOptions):
         super().__init__(head, options)
-        self.places, self.longest = options.places(head.head_weight.device), options.longest
+        self.places, self.longest = options.places(head.head_weight.device), options.path
         self.plan = DraftPlan(options.nodes, head.taps, self.schedule.fed, options.draws)
         self.mask = head.mask_state()
 
@@ -50,7 +50,7 @@ class ParallelHeadDrafter(HeadDrafter):
 
     def __init__(self, algorithm: ParallelHeads, batch: int, slots: int):
         super().__init__(algorithm, batch, slots)
-        self.places, self.mask, self.longest = algorithm.places, algorithm.mask, algorithm.longest
+        self.places, self.mask = algorithm.places, algorithm.mask
 
     def propose(self, state: State, max_kv_len: int) -> None:
         lengths, masks = state.lengths.clone(), self.schedule.num_steps - 1

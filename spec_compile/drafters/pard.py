@@ -26,7 +26,7 @@ class Pard(DraftModel):
     ):  # fmt: skip
         """graph: of `draft`. vocab_size: of the target. mask: the token that masks are."""
         super().__init__(draft, graph, options, vocab_size)
-        self.mask, self.places, self.refill = mask, options.places(draft.device), options.longest - 1
+        self.mask, self.places, self.refill = mask, options.places(draft.device), options.path - 1
         fed = self.refill + options.num_steps
         self.plan = DraftPlan(options.nodes, lookahead_slots=fed, draws=options.draws)
 
@@ -44,7 +44,7 @@ class PardDrafter(ModelDrafter):
     def __init__(self, algorithm: Pard, batch: int, slots: int):
         super().__init__(algorithm, batch, slots)
         self.places, self.mask = algorithm.places, algorithm.mask
-        self.refill, self.wanted = algorithm.refill, algorithm.schedule.num_steps
+        self.wanted = algorithm.schedule.num_steps
 
     def propose(self, state: State, max_kv_len: int) -> None:
         lengths = state.lengths.clone()

@@ -31,10 +31,10 @@ class SpeculativeMixin:
 
         reference: token ids (a list or 1-D tensor, or a list of such) of texts from which the output may copy, such as
             the document to be edited ("predicted output").
-        share_text: with algo="ngram", whether the prompt, the answer and the reference of this call stay, so that later
+        share_text: with n-grams, whether the prompt, the answer and the reference of this call stay, so that later
             calls of any user draft from them, and the trees in their `report()` show pieces of them. No answer changes
             by it. False forgets the texts of this call when it ends. None does what `speculate(..., share_text=...)`
-            says, which is True by default. Other algorithms keep no texts.
+            says, which is True by default. Without n-grams no texts are kept.
 
         What only transformers' own loops can do (beam search, attentions and hidden states as outputs, an assistant
         model and the like) they do, unaccelerated, with one warning that names it.

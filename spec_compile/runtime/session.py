@@ -239,7 +239,7 @@ class Session:
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Steps run inside leave no trace: what they write to the cache and the text lies beyond what is committed."""
-        buffers = [*self.state.small_buffers(), *self.drafter.buffers(recurse=False)]
+        buffers = [*self.state.small_buffers(), *self.drafter.small_buffers()]
         buffers += [self.ring.turn] if self.ring else []
         held = {buffer: buffer.clone() for buffer in buffers}
         try:

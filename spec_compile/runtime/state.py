@@ -168,11 +168,13 @@ class State(nn.Module):
         self.tree_tokens.copy_(torch.randint(self.is_eos.shape[1], shape, generator=generator))
 
     def propose(
-        self, tokens: Tensor, parents: Tensor, count: Tensor, hint: Tensor, probs: Tensor | None = None
-    ) -> None:
+        self, tokens: Tensor, parents: Tensor, count: Tensor, hint: Tensor, probs: Tensor | None = None,
+        scores: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Set the trees to be verified next; `hint` [B] is the drafter's bucket of confidence (0: least).
 
-        `probs` [B, N, V]: see `Tree`; of a drafter that draws its tokens.
+        `probs` [B, N, V]: see `Tree`; of a drafter that draws its tokens. `scores` [B, N] float32: the sum of the
+        drafter's log-probabilities from the root down to each node, which `drafters.union` compares with n-grams.
         """
         self.tree_tokens[:, : tokens.shape[1]] = tokens
         self.tree_parents[:, : tokens.shape[1]] = parents

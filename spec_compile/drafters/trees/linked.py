@@ -12,7 +12,7 @@ from ..modules.dflash import DFlashDraft
 from .lattice import grow_lattice
 from .propose import propose_grown
 from .schedule import Schedule
-from .step import chain_parents
+from .step import chain_parents, chain_scores
 
 TINY = 1e-6
 """The least that tokens other than the candidates weigh together."""
@@ -46,29 +46,32 @@ class LinkedPlaces:
         root = state.tree_tokens[:, 0].clone()
         if self.drawn is not None:
             return self._draw(state, root, Block(self, logits, normed, 1.0))
-        tokens, parents = self.likeliest(root, logits, normed)
+        tokens, parents, scores = self.likeliest(root, logits, normed)
         count = torch.full_like(root, self.nodes)
-        state.propose(tokens, parents, count, torch.zeros_like(count))
+        state.propose(tokens, parents, count, torch.zeros_like(count), None, scores)
 
-    def likeliest(self, root: Tensor, logits: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """The chain of the likeliest tokens, or the best trees over the candidates: tokens, parents [B, N]."""
+    def likeliest(self, root: Tensor, logits: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The chain of the likeliest tokens, or the best trees over the candidates: tokens, parents, scores [B, N]."""
         if self.is_tree:
             block = Block(self, logits, normed, self.temperature)
             candidates = block.to_target(block.ids)
-            return grow_lattice(root, candidates, block.follow, block.start[:, 0], self.nodes)[:2]
-        tokens = self.chain(root, logits, normed, self.nodes - 1)
-        return torch.cat([root[:, None], tokens], dim=1), chain_parents(root, self.nodes)
+            return grow_lattice(root, candidates, block.follow, block.start[:, 0], self.nodes)
+        tokens, logprobs = self.chain(root, logits, normed, self.nodes - 1)
+        tokens = torch.cat([root[:, None], tokens], dim=1)
+        return tokens, chain_parents(root, self.nodes), chain_scores(logprobs)
 
-    def chain(self, root: Tensor, logits: Tensor, normed: Tensor, length: int) -> Tensor:
-        """The likeliest token after the one before, place by place: the target's ids [B, length]."""
-        block, tokens = Block(self, logits, normed, 1.0), [root[:, None]]
+    def chain(self, root: Tensor, logits: Tensor, normed: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The likeliest token after the one before, place by place: the target's ids, and their log-probabilities
+        among the candidates, [B, length]."""
+        block, tokens, logprobs = Block(self, logits, normed, 1.0), [root[:, None]], []
         carried = block.start
         for place in range(length):
             scores, carried = block.scores(place, tokens[-1], carried)
-            _, best = best_tokens(scores[:, 0], 1, 1.0)
+            logprob, best = best_tokens(scores[:, 0], 1, 1.0)
+            logprobs.append(logprob)
             tokens.append(best if block.ids is None else block.ids[:, place].gather(1, best))
             tokens[-1] = block.to_target(tokens[-1])
-        return torch.cat(tokens[1:], dim=1)
+        return torch.cat(tokens[1:], dim=1), torch.cat(logprobs, dim=1)
 
     def _draw(self, state: State, root: Tensor, block: "Block") -> None:
         """Propose a chain whose tokens are drawn one after the other."""

@@ -8,7 +8,7 @@ from ...runtime.state import State
 from .block import BlockTree
 from .propose import propose_block, propose_grown
 from .schedule import Schedule
-from .step import chain_parents
+from .step import chain_parents, chain_scores
 
 
 class Places(nn.Module):
@@ -37,10 +37,12 @@ class Places(nn.Module):
         if self.tree is not None:
             return propose_block(state, self.tree, logits, first, self.temperature, draft_to_target)
         root = state.tree_tokens[:, 0].clone()
-        tokens = likeliest(logits, draft_to_target)[:, first : first + self.nodes - 1]
+        scores, tokens = (x[:, first : first + self.nodes - 1] for x in likeliest(logits, draft_to_target))
         count = torch.full_like(root, self.nodes)
         tokens = torch.cat([root[:, None], tokens], dim=1)
-        state.propose(tokens, chain_parents(root, self.nodes), count, torch.zeros_like(count))
+        state.propose(
+            tokens, chain_parents(root, self.nodes), count, torch.zeros_like(count), None, chain_scores(scores)
+        )
 
     def _draw(self, state: State, logits: Tensor, draft_to_target: Tensor | None) -> None:
         """Propose a chain drawn from logits [B, P, Vd], those of each place whatever was drawn before."""
@@ -51,8 +53,8 @@ class Places(nn.Module):
         propose_grown(state, self.drawn, True, logits[:, 0], logits[:, 0, :1], step, draft_to_target)
 
 
-def likeliest(logits: Tensor, draft_to_target: Tensor | None) -> Tensor:
-    """The target's id of the likeliest token [B, T] of logits [B, T, Vd]."""
-    _, tokens = best_tokens(logits.flatten(0, 1), 1, 1.0)
+def likeliest(logits: Tensor, draft_to_target: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of the likeliest tokens of logits [B, T, Vd] the log-probabilities and the target's ids, [B, T]."""
+    scores, tokens = best_tokens(logits.flatten(0, 1), 1, 1.0)
     tokens = tokens if draft_to_target is None else draft_to_target[tokens]
-    return tokens.view(logits.shape[:2])
+    return scores.view(logits.shape[:2]), tokens.view(logits.shape[:2])

@@ -26,7 +26,7 @@ def propose_grown(
 
     logits [B, Vd], hidden [B, C]: the draft's output at the last committed slot. draft_to_target [Vd]: see `grow`.
     """
-    root, probs = state.tree_tokens[:, 0].clone(), None
+    root, probs, scores = state.tree_tokens[:, 0].clone(), None, None
     if draws:
         place = state.lengths + 1 - state.prompt_lengths
         tokens, parents, probs = draw_chain(
@@ -34,9 +34,9 @@ def propose_grown(
             state.is_eos.shape[1], draft_to_target,
         )  # fmt: skip
     else:
-        tokens, parents, _ = grow(schedule, root, logits, hidden, step, draft_to_target)
+        tokens, parents, scores = grow(schedule, root, logits, hidden, step, draft_to_target)
     count = torch.full_like(root, tokens.shape[1])
-    state.propose(tokens, parents, count, torch.zeros_like(count), probs)
+    state.propose(tokens, parents, count, torch.zeros_like(count), probs, scores)
 
 
 def propose_block(
@@ -56,6 +56,6 @@ def propose_block(
     scores, tokens = best_tokens(logits.flatten(0, 1), tree.topk, score_temperature)
     tokens = tokens if draft_to_target is None else draft_to_target[tokens]
     scores, tokens = (x.view(*logits.shape[:2], tree.topk)[:, first:] for x in (scores, tokens))
-    tokens, parents, _ = tree(root, scores, tokens)
+    tokens, parents, scores = tree(root, scores, tokens)
     count = torch.full_like(root, tree.nodes)
-    state.propose(tokens, parents, count, torch.zeros_like(count))
+    state.propose(tokens, parents, count, torch.zeros_like(count), None, scores)

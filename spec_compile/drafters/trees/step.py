@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...kernels.top_logits import best_tokens
 
@@ -50,3 +51,8 @@ def feed(step: Step, token: Tensor, hidden: Tensor, depth: int) -> tuple[Tensor,
 def chain_parents(root: Tensor, nodes: int) -> Tensor:
     """Parents [B, N] of a chain."""
     return torch.arange(-1, nodes - 1, device=root.device).expand(root.shape[0], nodes)
+
+
+def chain_scores(logprobs: Tensor) -> Tensor:
+    """Scores [B, N] of a chain below its root, from the log-probabilities [B, N - 1] of its drafts."""
+    return F.pad(logprobs.cumsum(dim=1), (1, 0))

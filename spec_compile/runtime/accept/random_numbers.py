@@ -23,10 +23,10 @@ def uniform(seed: int | Tensor, row: Tensor, position: Tensor, stream: int | Ten
     The counters go one after the other through the finaliser of SplitMix64 (Steele, Lea and Flood 2014, section 3), in
     arithmetic modulo 2**64.
     """
-    bits = _mix(seed + _GOLDEN if isinstance(seed, Tensor) else torch.full_like(row, seed) + _GOLDEN)
+    bits = mix(seed + _GOLDEN if isinstance(seed, Tensor) else torch.full_like(row, seed) + _GOLDEN)
     for counter in (row, position, stream):
         counter = counter if isinstance(counter, Tensor) else torch.full_like(row, counter)
-        bits = _mix(bits + (counter + 1) * _GOLDEN)
+        bits = mix(bits + (counter + 1) * _GOLDEN)
     return _shift(bits, 12).to(torch.float64) * 2.0**-52  # 52 bits: below 1 even times any total
 
 
@@ -38,7 +38,8 @@ def counter(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) | 0
 
 
-def _mix(bits: Tensor) -> Tensor:
+def mix(bits: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (see `uniform`) of int64."""
     bits = (bits ^ _shift(bits, 30)) * _FIRST
     bits = (bits ^ _shift(bits, 27)) * _SECOND
     return bits ^ _shift(bits, 31)

@@ -1,0 +1,169 @@
+"""`merge`: the drafts of a head and of n-grams as one tree of the drafts that are likeliest to be accepted.
+
+It works on tensors of static shapes alone, so that it can be compiled and captured. `merge_drafts` is that on a GPU; on
+a CPU, where compiling it takes longer than a whole round and gains little, it is one operator that runs eagerly.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime.accept.random_numbers import mix
+from ...tree import MAX_NODES, ancestry
+from .calibrate import cells_of_both, corrected, head_cells, trie_cells
+from .grow import best_nodes
+
+
+class Source(NamedTuple):
+    """Trees of one source: tokens, parents [B, N] int64, and count [B] int64, the nodes in use, which come first."""
+
+    tokens: Tensor
+    parents: Tensor
+    count: Tensor
+
+
+class Drafts(NamedTuple):
+    """What is to be remembered of the drafts of both sources until it is known what came of them.
+
+    First come the H nodes of the head, then the T of n-grams. tokens, above (parents in the source's own numbers),
+    ancestors, depth, cells [B, H + T] int64: cells are -1 of what is no draft, and of n-grams' drafts that the head
+    proposes, too. priors [B, H + T] float32: the probability that was expected by the sources.
+    """
+
+    tokens: Tensor
+    above: Tensor
+    ancestors: Tensor
+    depth: Tensor
+    cells: Tensor
+    priors: Tensor
+
+
+def merge(
+    head: Source, scores: Tensor, trie: Source, match: Tensor, counts: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Drafts]:
+    """The best trees of at most `nodes` nodes: tokens, parents [B, nodes] and count [B] int64, and the drafts.
+
+    head, trie: trees of the same roots. scores [B, H] float32: sums of the head's log-probabilities from the root down.
+    match [B] int64: length of the match that n-grams continue. counts: see `calibrate.corrected`.
+
+    A draft is worth the product of the corrected probabilities on its path. Where the sum of siblings' is above 1, each
+    is divided by it. Drafts that both sources propose are one node, whose sources have expected 1 - (1 - p)(1 - q).
+    The trees go from the best node down; slots behind the last one hold token 0 and parent 0.
+    """
+    size = head.tokens.shape[1]
+    is_head_draft, head_ancestors, head_depth = _read(head)
+    is_trie_draft, trie_ancestors, trie_depth = _read(trie)
+
+    # The same path has the same key: pair up nodes.
+    keys = _path_keys(head.tokens, head_ancestors, head_depth), _path_keys(trie.tokens, trie_ancestors, trie_depth)
+    pairs = (keys[1][:, :, None] == keys[0][:, None, :]) & (trie_depth[:, :, None] == head_depth[:, None, :])
+    pairs = pairs & _with_root(is_trie_draft)[:, :, None] & _with_root(is_head_draft)[:, None, :]  # [B, T, H]
+    twin, has_twin = _last(pairs), pairs.any(dim=2)  # of n-grams' nodes
+    number, is_doubled = _last(pairs.mT), pairs.any(dim=1)  # of the head's
+
+    # What the sources expect, and the cells by which that is corrected.
+    above = head.parents.clamp(min=0)
+    logprobs = (scores - scores.gather(1, above)).nan_to_num(-math.inf)
+    head_priors, cells, bins = head_cells(logprobs, head_depth)
+    trie_priors, trie_numbers = trie_cells(match, *_ranks(trie, is_trie_draft, trie_ancestors), trie_depth)
+    both = 1 - (1 - head_priors) * (1 - trie_priors.gather(1, number))
+    priors = torch.cat([torch.where(is_doubled, both, head_priors), trie_priors], dim=1)
+    cells = torch.cat([torch.where(is_doubled, cells_of_both(match, bins), cells), trie_numbers], dim=1)
+
+    # One numbering of all nodes, in which a node that both have is the head's.
+    trie_above = trie.parents.clamp(min=0)
+    moved = torch.where(has_twin.gather(1, trie_above), twin.gather(1, trie_above), size + trie_above)
+    parents = torch.cat([above, moved], dim=1)
+    is_draft = torch.cat([is_head_draft, is_trie_draft & ~has_twin], dim=1)
+
+    # The probability of each draft after its parent, and of its path.
+    likely = torch.where(is_draft, corrected(counts, priors, cells), 0.0)
+    siblings = parents[:, :, None] == parents[:, None, :]
+    likely = likely / torch.where(siblings, likely[:, None, :], 0.0).sum(dim=2).clamp(min=1.0)
+    logs = torch.where(is_draft, likely.log(), 0.0)  # 0 of roots
+    head_logs, trie_logs = logs.split([size, logs.shape[1] - size], dim=1)
+    trie_logs = torch.where(has_twin, head_logs.gather(1, twin), trie_logs)
+    worth = torch.cat([_path_sums(head_logs, head_ancestors), _path_sums(trie_logs, trie_ancestors)], dim=1)
+    is_root = torch.arange(worth.shape[1], device=worth.device) == 0
+    worth = torch.where(is_draft | is_root, worth, -math.inf)
+
+    tokens = torch.cat([head.tokens, trie.tokens], dim=1)
+    best, best_parents, best_worth = best_nodes(tokens, torch.where(is_root, -1, parents), worth, nodes)
+    is_real = best_worth > -math.inf
+    drafts = Drafts(
+        tokens, torch.cat([above, trie_above], dim=1), torch.cat([head_ancestors, trie_ancestors], dim=1),
+        torch.cat([head_depth, trie_depth], dim=1), torch.where(is_draft, cells, -1), priors,
+    )  # fmt: skip
+    return torch.where(is_real, best, 0), torch.where(is_real, best_parents, 0), is_real.sum(dim=1), drafts
+
+
+def merge_drafts(
+    head: Source, scores: Tensor, trie: Source, match: Tensor, counts: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Drafts]:
+    """`merge`, as the device likes it."""
+    if scores.is_cuda:
+        return merge(head, scores, trie, match, counts, nodes)
+    tokens, parents, count, *drafts = _merge_eagerly(*head, scores, *trie, match, counts, nodes)
+    return tokens, parents, count, Drafts(*drafts)
+
+
+@torch.library.custom_op("spec_compile::merge_drafts", mutates_args=())
+def _merge_eagerly(
+    tokens: Tensor, parents: Tensor, count: Tensor, scores: Tensor, trie_tokens: Tensor, trie_parents: Tensor,
+    trie_count: Tensor, match: Tensor, counts: Tensor, nodes: int,
+) -> list[Tensor]:  # fmt: skip
+    head, trie = Source(tokens, parents, count), Source(trie_tokens, trie_parents, trie_count)
+    *trees, drafts = merge(head, scores, trie, match, counts, nodes)
+    return [*trees, *drafts]
+
+
+@_merge_eagerly.register_fake
+def _(tokens, parents, count, scores, trie_tokens, trie_parents, trie_count, match, counts, nodes):
+    batch = tokens.shape[0]
+    tree, both = tokens.new_empty((batch, nodes)), tokens.new_empty((batch, tokens.shape[1] + trie_tokens.shape[1]))
+    drafts = [torch.empty_like(both) for _ in range(len(Drafts._fields) - 1)]
+    return [tree, torch.empty_like(tree), torch.empty_like(count), *drafts, torch.empty_like(both, dtype=scores.dtype)]
+
+
+def _read(source: Source) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the nodes [B, N] of trees: whether they are drafts, their ancestors, and their depths (see `ancestry`)."""
+    number = torch.arange(source.tokens.shape[1], device=source.tokens.device)
+    return (number < source.count[:, None]) & (number > 0), *ancestry(source.parents)
+
+
+def _with_root(is_draft: Tensor) -> Tensor:
+    """The drafts [B, N] and the root."""
+    return is_draft | (torch.arange(is_draft.shape[1], device=is_draft.device) == 0)
+
+
+def _members(ancestors: Tensor) -> Tensor:
+    """Whether node j is i or above i: [B, N, N] bool, of ancestors [B, N] as bits."""
+    number = torch.arange(ancestors.shape[1], device=ancestors.device)
+    return (ancestors[:, :, None] >> number) & 1 == 1
+
+
+def _path_sums(values: Tensor, ancestors: Tensor) -> Tensor:
+    """Sums of values [B, N] from the root down to each node."""
+    return torch.where(_members(ancestors), values[:, None, :], 0).sum(dim=2)
+
+
+def _path_keys(tokens: Tensor, ancestors: Tensor, depth: Tensor) -> Tensor:
+    """Keys [B, N] int64 of paths from the root, equal of equal paths, and of different ones with odds of 2**-64. A
+    draft whose key is another's by chance is left out, which costs no more than that draft."""
+    return _path_sums(mix(tokens * MAX_NODES + depth), ancestors)
+
+
+def _last(pairs: Tensor) -> Tensor:
+    """The last column [B, R] that is set in each row of pairs [B, R, C]; 0 where none is."""
+    return torch.where(pairs, torch.arange(pairs.shape[2], device=pairs.device), 0).amax(dim=2)
+
+
+def _ranks(trie: Source, is_draft: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+    """A draft's number [B, T] among its siblings, and whether it and all above it are first children."""
+    number = torch.arange(is_draft.shape[1], device=is_draft.device)
+    older = (trie.parents[:, :, None] == trie.parents[:, None, :]) & is_draft[:, None, :]
+    rank = (older & (number < number[:, None])).sum(dim=2)
+    later = _path_sums((rank > 0).to(torch.int64), ancestors)
+    return rank, later == 0

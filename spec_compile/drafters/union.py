@@ -1,0 +1,190 @@
+"""Unions: trees of a head's drafts and of n-grams' together, under one budget.
+
+The head drafts as it does alone and n-grams are matched as with algo="ngram", each up to the budget. `trees.merge`
+takes from both what is likeliest to be accepted, by what has come of such drafts before (`trees.calibrate`).
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..drafting import Algorithm, Drafter, DraftPlan
+from ..runtime.state import State
+from ..runtime.steps.compile import PartCompiler
+from ..tree import Accepted
+from .ngram import Ngram
+from .options import UnionOptions
+from .trees.calibrate import CELLS, followed, learnt
+from .trees.merge import Drafts, Source, merge_drafts
+
+
+class Union(Algorithm):
+    """A head's drafts, whatever the head is, and n-grams'."""
+
+    def __init__(self, head: Algorithm, ngram: Ngram, options: UnionOptions, device: torch.device):
+        """head, ngram: made with `options`, and with `options.joined`."""
+        self.head, own = head, head.plan
+        self.plan = DraftPlan(options.budget(own.nodes), own.taps, own.lookahead_slots)
+        self.ngram = Ngram(ngram.store, dataclasses.replace(ngram.options, num_draft_tokens=self.plan.nodes))
+        self.graph, self.draft_module, self.store = head.graph, head.draft_module, ngram.store
+        self.counts = torch.zeros(2, CELLS, device=device)
+        """See `trees.calibrate`; of all drafters, so that every call goes on with what others have shown."""
+
+    @property
+    def remembers(self) -> bool:
+        return self.head.remembers
+
+    @property
+    def stored(self) -> int:
+        return self.ngram.stored
+
+    @property
+    def token_bytes(self) -> int:
+        return self.head.token_bytes
+
+    def refresh(self) -> None:
+        self.head.refresh()
+
+    def drafter(self, batch: int, slots: int) -> Drafter:
+        return UnionDrafter(self, batch, slots)
+
+    def documents(self, reference) -> list[Tensor]:
+        return self.ngram.documents(reference)
+
+    def explain(self) -> list[str]:
+        line = f"joined with n-grams: a round verifies the {self.plan.nodes} likeliest nodes of both"
+        return [*self.head.explain(), line]
+
+
+class Proposed:
+    """A `State` as one source sees it, which keeps what the source proposes.
+
+    trees: the arguments of `State.propose`.
+    """
+
+    def __init__(self, state: State):
+        self._state = state
+        self.trees: tuple[Any, ...] = ()
+
+    def __getattr__(self, name: str):
+        return getattr(self._state, name)
+
+    def propose(self, *trees: Any) -> None:
+        self.trees = trees
+
+
+class UnionDrafter(Drafter):
+    """Lets both sources propose, and merges their trees; learns what comes of all that they proposed."""
+
+    def __init__(self, algorithm: Union, batch: int, slots: int):
+        super().__init__()
+        self.head, self.ngram = algorithm.head.drafter(batch, slots), algorithm.ngram.drafter(batch, slots)
+        self.head_nodes, self.nodes = algorithm.head.plan.nodes, algorithm.plan.nodes
+        self.fuses, self.is_compiled = self.head.fuses, False
+        drafts, device = self.head_nodes + self.nodes, algorithm.counts.device
+        self.register_buffer("counts", algorithm.counts, persistent=False)
+        self.register_buffer("begins", torch.full((batch,), -1, device=device), persistent=False)
+        for name in Drafts._fields:  # of what was proposed last, below the roots in the slots `begins`
+            dtype = torch.float32 if name == "priors" else torch.int64
+            buffer = torch.zeros(batch, drafts, dtype=dtype, device=device)
+            self.register_buffer(f"drafts_{name}", buffer, persistent=False)
+
+    @property
+    def sources(self) -> tuple[Drafter, Drafter]:
+        """The drafters whose trees are merged."""
+        return self.head, self.ngram
+
+    @property
+    def drafts(self) -> Drafts:
+        """What was proposed last."""
+        return Drafts(*(getattr(self, f"drafts_{name}") for name in Drafts._fields))
+
+    @property
+    def seconds(self) -> float:
+        return self.head.seconds + self.ngram.seconds
+
+    def small_buffers(self) -> list[Tensor]:
+        return [*super().small_buffers(), *self.head.small_buffers(), *self.ngram.small_buffers()]
+
+    def row_buffers(self) -> list[Tensor]:
+        return [self.begins, *self.drafts, *self.head.row_buffers(), *self.ngram.row_buffers()]
+
+    def compile(self, compiler: PartCompiler) -> None:
+        self.head.compile(compiler)
+        if not (self.fuses or self.is_compiled):
+            self.join = compiler(self.join, "join")
+            self.is_compiled = True
+
+    def mute(self) -> None:
+        for source in self.sources:
+            source.mute()
+
+    def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
+        self.begins.fill_(-1)
+        for source in self.sources:
+            source.start(state, prompts, references, share_text)
+
+    def prefill(self, state: State, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
+        self.head.prefill(state, ids, positions, features, max_kv_len)
+
+    def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, max_kv_len: int) -> None:
+        self.head.observe(state, features, accepted, begin, max_kv_len)
+        self.learn(state, begin)
+
+    def learn(self, state: State, begin: Tensor) -> None:
+        """Count what came of the drafts below the roots in the slots `begin` [B], now that the text goes on."""
+        drafts = self.drafts
+        gained = torch.where(self.begins == begin, state.lengths - begin, 0)
+        slots = (begin[:, None] + drafts.depth).clamp(max=state.capacity - 1)
+        columns = drafts.tokens, drafts.ancestors, drafts.depth, state.tokens.gather(1, slots)
+        sizes = [self.head_nodes, self.nodes]
+        sides = zip(drafts.above.split(sizes, dim=1), *(column.split(sizes, dim=1) for column in columns))
+        on_path, below_path = [], []
+        for above, *side in sides:
+            on_path.append(followed(*side, gained))
+            below_path.append(on_path[-1].gather(1, above))
+        tested = torch.cat(below_path, dim=1) & (drafts.cells >= 0) & (drafts.depth <= gained[:, None])
+        self.counts.copy_(learnt(self.counts, drafts.priors, drafts.cells, tested, torch.cat(on_path, dim=1)))
+
+    def propose(self, state: State, max_kv_len: int) -> None:
+        head, ngram = Proposed(state), Proposed(state)
+        self.head.propose(head, max_kv_len)
+        self.ngram.propose(ngram, max_kv_len)
+        tokens, parents, count, _, _, scores = head.trees
+        state.propose(*self.join(state.lengths.clone(), tokens, parents, count, scores, *ngram.trees))
+
+    def join(
+        self, lengths: Tensor, tokens: Tensor, parents: Tensor, count: Tensor, scores: Tensor, ngram_tokens: Tensor,
+        ngram_parents: Tensor, ngram_count: Tensor, match: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """The trees, which are remembered: tokens, parents [B, N], count [B] and hint [B] (see `State.propose`)."""
+        head, trie = Source(tokens, parents, count), Source(ngram_tokens, ngram_parents, ngram_count)
+        tokens, parents, count, drafts = merge_drafts(head, scores, trie, match, self.counts.clone(), self.nodes)
+        for buffer, values in zip(self.drafts, drafts):
+            buffer.copy_(values)
+        self.begins.copy_(lengths)
+        return tokens, parents, count, torch.zeros_like(count)
+
+    def share(self, other: Drafter) -> None:
+        super().share(other)
+        for source, larger in zip(self.sources, other.sources):
+            source.share(larger)
+
+    def enter(self, row: int, share_text: bool) -> None:
+        self.begins[row] = -1
+        for source in self.sources:
+            source.enter(row, share_text)
+
+    def vacate(self, row: int) -> None:
+        for source in self.sources:
+            source.vacate(row)
+
+    def leave(self, state: State, row: int, length: int, share_text: bool) -> None:
+        for source in self.sources:
+            source.leave(state, row, length, share_text)
+
+    def finish(self, lengths: list[int]) -> None:
+        for source in self.sources:
+            source.finish(lengths)
