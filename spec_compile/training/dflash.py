@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from ..drafters.checkpoints.target import Target
 from ..drafters.modules.dflash import DFlashDraft
 from ..drafters.modules.layers import LayerKnobs
+from ..kernels.ops import masked_attention
 from ..passes.tap_hidden_states import FINAL
 from .attention import Causal
 from .data import WIDTH, Batch, move
@@ -202,21 +203,21 @@ class BlockAttention(Causal):
         keys, values = (project(self.context).unflatten(2, (-1, module.head_dim)) for project in projections)
         keys = module.k_norm(keys).transpose(1, 2)
         keys, values = apply_rotary_pos_emb(keys, keys, *self.rope)[1], values.transpose(1, 2)
-        grouped = q.shape[1] // k.shape[1]
-        k, v, keys, values = (heads.repeat_interleave(grouped, dim=1) for heads in (k, v, keys, values))
+        groups, parts = q.shape[1] // k.shape[1], []
         q, k, v = (heads.unflatten(0, self.shape).transpose(1, 2) for heads in (q, k, v))
-        parts = []
         for number, (blocks, seen, _) in enumerate(self.groups):
             # [B, H, blocks * T, D]: the slots of a group, and behind the context their own keys and values.
             own_q, own_k, own_v = (heads[:, :, blocks].flatten(2, 3) for heads in (q, k, v))
             joined = (torch.cat(pair, dim=2) for pair in ((keys[:, :, :seen], own_k), (values[:, :, :seen], own_v)))
-            mask = self._mask(number, self.draft.causal[layer], own_q.dtype)
-            out = F.scaled_dot_product_attention(own_q, *joined, attn_mask=mask, scale=scale)
-            parts.append(out.unflatten(2, (-1, q.shape[3])))
-        return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1).transpose(1, 2)
+            mask = self._mask(number, self.draft.causal[layer], groups, own_q.dtype)
+            parts.append(masked_attention(own_q, *joined, mask, None, scale, None))
+        return torch.cat(parts, dim=1).unflatten(1, (self.shape[1], -1)).flatten(0, 1)
 
-    def _mask(self, number: int, causal: bool, dtype: torch.dtype) -> Tensor:
-        """What the slots of a group see: 0, or minus infinity, [B, 1, blocks * T, seen + blocks * T]."""
+    def _mask(self, number: int, causal: bool, groups: int, dtype: torch.dtype) -> Tensor:
+        """What the slots of a group see: 0, or minus infinity, [B, 1, groups * blocks * T, seen + blocks * T].
+
+        groups: query heads that share keys, which `masked_attention` takes as rows.
+        """
         if (number, causal) not in self.masks:
             (_, seen, anchors), size = self.groups[number], self.draft.block_size
             device, count = anchors.device, anchors.shape[1] * size
@@ -226,7 +227,7 @@ class BlockAttention(Causal):
             own = own & (slot[:, None] >= slot) if causal else own
             visible = torch.cat([context, own.expand(len(anchors), -1, -1)], dim=2)[:, None]
             mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -math.inf)
-            self.masks[number, causal] = mask
+            self.masks[number, causal] = mask.repeat(1, 1, groups, 1)
         return self.masks[number, causal]
 
 
