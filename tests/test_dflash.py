@@ -288,11 +288,7 @@ def test_blocks_see_the_ends_of_the_context(load, name, sinks, size):
     assert difference(logits, right_logits(written, meaning=dict(ends=(sinks, size)))) < 1e-5
     assert difference(logits, right_logits(written, meaning=dict(ends=(sinks, size + 1)))) > 1e-3
     assert difference(logits, right_logits(written, meaning=dict(ends=(sinks + 1, size)))) > 1e-3
-    for enough in (
-        dict(draft_window_size=13, draft_sink_size=0),
-        dict(draft_window_size=9),
-        dict(draft_window_size=99),
-    ):
+    for enough in (dict(draft_window_size=13, draft_sink_size=0), dict(draft_window_size=9)):
         logits, _ = our_logits(draft, **enough)
         assert torch.allclose(logits, whole, atol=1e-5)
 
