@@ -314,7 +314,7 @@ ANSWERS = [
     ),
     Mutation(
         "JetSpec's blocks are trained as DFlash's", "spec_compile/training/jetspec.py",
-        "    causal = True", "    causal = False", f"{TRAINING} -k 'test_rounds_accept and jetspec'",
+        "    causal = True", "    causal = False", f"{TRAINING} -k 'test_blocks_learn and jetspec'",
     ),
     Mutation(
         "a draft's window begins one token early", "spec_compile/drafters/window.py",

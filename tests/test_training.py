@@ -348,7 +348,7 @@ def slow_blocks(model, documents, trainer, features):
                 context = [state[row, :anchor] for state in features.states[:-1]]
                 yield row, anchor, dflash_formulas.block_logits(
                     tensors, embedding, output, context, int(document.ids[anchor]), trainer.block_size,
-                    dflash_formulas.Meaning(causal=(trainer.causal,) * 2), mask=trainer.mask, theta=10000.0,
+                    dflash_formulas.Meaning(causal=(trainer.name == "jetspec",) * 2), mask=trainer.mask, theta=10000.0,
                 )  # fmt: skip
 
 
@@ -364,7 +364,7 @@ def test_blocks_learn_what_blocks_draft(algo, together):
         for slot in range(1, 5):
             if anchor + slot >= len(document.ids) or not document.supervised[anchor + slot]:
                 break
-            teacher, weight = logits[row, anchor + slot - 1], 1.0 if trainer.causal else math.exp(-(slot - 1) / 2.5)
+            teacher, weight = logits[row, anchor + slot - 1], 1.0 if algo == "jetspec" else math.exp(-(slot - 1) / 2.5)
             total -= weight * float(teacher.softmax(-1) @ torch.tensor(drafted[slot]).log_softmax(-1))
             weights += weight
             alive = alive and int(drafted[slot].argmax()) == int(teacher.argmax())
