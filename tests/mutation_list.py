@@ -338,6 +338,25 @@ ANSWERS = [
         f"{TRAINING} -k test_answers_are_transformers_own",
     ),
     Mutation(
+        "rows of one teacher have the next one's logits", "spec_compile/training/loss.py",
+        "move(shared, states.device)", "move(shared.clamp(min=1).clamp(max=len(positions) - 1), states.device)",
+        f"{TRAINING} -k test_soft_cross_entropy",
+    ),
+    Mutation(
+        "JetSpec's blocks are trained as DFlash's", "spec_compile/training/jetspec.py",
+        "    causal = True", "    causal = False", f"{TRAINING} -k 'test_blocks_learn and jetspec'",
+    ),
+    Mutation(
+        "a draft's window begins one token early", "spec_compile/drafters/window.py",
+        "(lengths - self.size).clamp", "(lengths - self.size - 1).clamp",
+        "tests/test_dflash.py -k test_blocks_see_the_ends",
+    ),
+    Mutation(
+        "what a head reads in a window is not kept", "spec_compile/drafters/heads.py",
+        "write_back(self.cache.tensors, begin, cache, slots, rows)", "pass",
+        "tests/test_draft_windows.py -k test_heads_draft",
+    ),
+    Mutation(
         "prompts are supervised in training", "spec_compile/training/on_policy.py",
         "supervised[len(prompt) :] = True", "supervised[:] = True",
         f"{TRAINING} -k test_answers_are_transformers_own",

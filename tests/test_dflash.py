@@ -51,6 +51,7 @@ class Meaning:
     scale: float = 1.0
     multiplier: float = 1.0
     softcap: float | None = None
+    ends: tuple | None = None
 
 
 MEANINGS = {
@@ -122,6 +123,8 @@ def block_states(t, embedding, features, root, size, meaning, mask=MASK, theta=2
         for j, h in itertools.product(range(size), range(q.shape[1])):
             seen = [s for s in range(p + size) if s < p or s <= p + j or not meaning.causal[i]]
             seen = [s for s in seen if window is None or abs(p + j - s) < window]
+            if meaning.ends is not None:  # first and last tokens of the context
+                seen = [s for s in seen if s < meaning.ends[0] or s >= p - meaning.ends[1]]
             turned, group = formulas.rotate(q[j, h], p + j, freqs), h // (q.shape[1] // k.shape[1])
             weights = np.exp([turned @ k[s, group] * (2 * len(freqs)) ** -0.5 for s in seen])
             attended[j, h] = weights @ v[seen, group] / weights.sum()
@@ -276,6 +279,18 @@ def test_windows_shorter_than_a_block(tmp_path):
     written = drafts.write("dflash_bidirectional", tmp_path / "dflash_bidirectional", sliding_window=5)
     with pytest.raises(ValueError, match="its window of 5 is shorter than its blocks of 6"):
         load_dflash(written.folder, written.target)
+
+
+@pytest.mark.parametrize(("name", "sinks", "size"), [("dflash", 2, 5), ("jetspec", 0, 4), ("dflash", 4, 1)])
+def test_blocks_see_the_ends_of_the_context(load, name, sinks, size):
+    written, draft, (whole, _) = load(name)
+    logits, _ = our_logits(draft, draft_window_size=size, draft_sink_size=sinks)
+    assert difference(logits, right_logits(written, meaning=dict(ends=(sinks, size)))) < 1e-5
+    assert difference(logits, right_logits(written, meaning=dict(ends=(sinks, size + 1)))) > 1e-3
+    assert difference(logits, right_logits(written, meaning=dict(ends=(sinks + 1, size)))) > 1e-3
+    for enough in (dict(draft_window_size=13, draft_sink_size=0), dict(draft_window_size=9)):
+        logits, _ = our_logits(draft, **enough)
+        assert torch.allclose(logits, whole, atol=1e-5)
 
 
 # --- checkpoints

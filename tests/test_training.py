@@ -46,7 +46,7 @@ from spec_compile.training.trainer import trained_parameters
 CODER = "examples/tiny_coder"
 HEADS = ("eagle3", "eagle", "mtp")
 ALGORITHMS = (*HEADS, "dflash")
-SMALL = {"dflash": {"block_size": 4, "num_layers": 2}}
+SMALL = {"dflash": {"block_size": 4, "num_layers": 2}, "jetspec": {"block_size": 4, "num_layers": 2}}
 
 
 def silent(progress):
@@ -171,11 +171,20 @@ def test_causal_is_the_op(window, softcap, sinks):
 
 @given(st.integers(1, 9), st.integers(2, 12), st.booleans(), st.integers(0, 99))
 def test_soft_cross_entropy(rows, words, frozen, seed):
-    states, weight, teacher, weights = tensors([(rows, 5), (words, 5), (rows, words), (rows,)], seed)
+    """Several rows have one teacher, whose logits are made once in a block."""
+    states, weight, known, weights = tensors([(rows, 5), (words, 5), (rows, words), (rows,)], seed)
+    teachers = torch.randint(rows, (rows,), generator=torch.Generator().manual_seed(seed)).sort().values
+    teacher, asked = known[teachers], []
+
+    def logits(positions):
+        asked.append(positions.tolist())
+        return known.detach()[positions]
+
     if frozen:
         weight = weight.detach()
-    with mock.patch.object(loss, "LOGITS", 3 * words):
-        got = loss.soft_cross_entropy(states, weight, lambda here: teacher.detach()[here], weights.detach())
+    with mock.patch.dict(loss.LOGITS, cpu=3 * words):
+        got = loss.soft_cross_entropy(states, weight, teachers, logits, weights.detach())
+    assert asked == [sorted({*teachers[i : i + 3].tolist()}) for i in range(0, rows, 3)]
     slow = -sum(
         weights[r].detach() * (teacher[r].detach().softmax(-1) @ (weight @ states[r]).log_softmax(-1))
         for r in range(rows)
@@ -190,10 +199,24 @@ def test_the_loss_is_exact_in_mixed_precision():
     states, weight, teacher = tensors([(600, 8), (50, 8), (600, 50)], dtype=torch.float32)
     weights = torch.full((600,), 1 / 600)
     with torch.autocast("cpu", torch.bfloat16):
-        got = loss.soft_cross_entropy(states, weight, lambda here: teacher.detach()[here], weights)
+        got = loss.soft_cross_entropy(states, weight, torch.arange(600), teacher.detach().__getitem__, weights)
     shares = (states.bfloat16() @ weight.bfloat16().t()).float().log_softmax(-1)
     assert got.dtype == torch.float32
     assert got.item() == pytest.approx(-(teacher.softmax(-1) * shares).sum(-1).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "words"), [(5, 7), (3, 300)])
+def test_the_loss_in_one_kernel(monkeypatch, rows, words):
+    """Loss and gradient are those of PyTorch's operations, and the gradient takes the place of the logits."""
+    loss_kernel = pytest.importorskip("spec_compile.training.loss_kernel")
+    monkeypatch.setattr(loss_kernel, "BLOCK", 128)
+    logits, teacher, weights = (t.detach() for t in tensors([(rows, words), (2, words), (rows,)], 1, torch.float32))
+    shared = torch.arange(rows) % 2
+    wanted = loss.distil(9 * logits, 9 * teacher, shared, weights)
+    logits = 9 * logits
+    losses, pull = loss_kernel.launch(logits, 9 * teacher, shared, weights)
+    assert torch.allclose(losses, wanted[0], rtol=1e-5, atol=1e-5) and torch.allclose(pull, wanted[1], atol=1e-6)
+    assert pull.data_ptr() == logits.data_ptr()
 
 
 def made(algo, **options):
@@ -203,7 +226,7 @@ def made(algo, **options):
     documents[1] = documents[1].piece(0, 9)
     documents[2].supervised[:6] = False
     counts = texts.count_tokens(documents, models.VOCAB)
-    if algo in ("eagle3", "dflash"):
+    if algo in ("eagle3", "dflash", "jetspec"):
         options["taps"] = (0, 1)  # transformers gives the state after the last layer behind the final norm
     trainer = TRAINERS[algo](Target.of(model), TrainingOptions(**options), counts)
     batch = texts.collate(documents)
@@ -325,14 +348,14 @@ def slow_blocks(model, documents, trainer, features):
                 context = [state[row, :anchor] for state in features.states[:-1]]
                 yield row, anchor, dflash_formulas.block_logits(
                     tensors, embedding, output, context, int(document.ids[anchor]), trainer.block_size,
-                    dflash_formulas.Meaning(), mask=trainer.mask, theta=10000.0,
+                    dflash_formulas.Meaning(causal=(trainer.name == "jetspec",) * 2), mask=trainer.mask, theta=10000.0,
                 )  # fmt: skip
 
 
-@pytest.mark.parametrize("scores", [1, 1 << 20])
-def test_blocks_learn_what_blocks_draft(scores):
-    """DFlash: loss and acceptance against blocks drafted one by one, by the formulas."""
-    model, documents, trainer, batch, features = made("dflash", block_size=5, num_layers=2)
+@pytest.mark.parametrize(("algo", "together"), [("dflash", 1), ("dflash", 256), ("jetspec", 10)])
+def test_blocks_learn_what_blocks_draft(algo, together):
+    """DFlash and JetSpec: loss and acceptance against blocks drafted one by one, by the formulas."""
+    model, documents, trainer, batch, features = made(algo, block_size=5, num_layers=2)
     logits = model(batch.ids).logits.detach()
     total = weights = 0.0
     counts = [[0, 0] for _ in range(4)]
@@ -341,13 +364,13 @@ def test_blocks_learn_what_blocks_draft(scores):
         for slot in range(1, 5):
             if anchor + slot >= len(document.ids) or not document.supervised[anchor + slot]:
                 break
-            teacher, weight = logits[row, anchor + slot - 1], math.exp(-(slot - 1) / 2.5)
+            teacher, weight = logits[row, anchor + slot - 1], 1.0 if algo == "jetspec" else math.exp(-(slot - 1) / 2.5)
             total -= weight * float(teacher.softmax(-1) @ torch.tensor(drafted[slot]).log_softmax(-1))
             weights += weight
             alive = alive and int(drafted[slot].argmax()) == int(teacher.argmax())
             counts[slot - 1][0] += 1
             counts[slot - 1][1] += alive
-    with mock.patch("spec_compile.training.dflash.SCORES", scores):
+    with mock.patch("spec_compile.training.dflash.ROWS", together):
         got = trainer.loss(batch, features, torch.Generator().manual_seed(1))
         assert list(map(list, trainer.accepted(batch, features, 4))) == counts
     assert got.item() == pytest.approx(total / weights, rel=1e-5)
@@ -375,26 +398,57 @@ def hooks(model):
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-@pytest.mark.parametrize("rows", [1, 2, 99])
-def test_features_are_the_models_own(rows):
-    model = target()
+@pytest.mark.parametrize(("rows", "plain"), [(1, True), (2, False), (99, True), (99, False)])
+def test_features_are_the_models_own(rows, plain):
+    """A model that bounds its logits behind the output matrix makes them itself, row by row."""
+    model = target() if plain else target("gemma2")
     batch = texts.collate(read([row[: 20 - 3 * n] for n, row in enumerate(sequences(3))], None, models.VOCAB))
     kept, before = torch.tensor([3, 4, 90]), hooks(model)
+    features = TargetFeatures(model, (0, 1, model.config.num_hidden_layers, FINAL), kept)
     with (
         mock.patch("spec_compile.training.features.LOGITS", rows * 20 * models.VOCAB * 4),
+        mock.patch("spec_compile.training.features.TOKENS", rows * 20),
         mock.patch.object(model.model, "forward", wraps=model.model.forward) as runs,
+        mock.patch.object(model.lm_head, "forward", wraps=model.lm_head.forward) as products,
     ):
-        found = TargetFeatures(model, (0, 1, 2, FINAL), kept)(batch.ids)
+        found = features(batch.ids)
     assert runs.call_count == {1: 3, 2: 2, 99: 1}[rows] and hooks(model) == before
+    assert all((call.args[0].shape[1] == 0) == plain for call in products.call_args_list)
+    logits = found.logits(torch.arange(batch.ids.numel())).view(*batch.ids.shape, -1)
     for row, document in enumerate(sequences(3)):
         ids = torch.tensor([document[: 20 - 3 * row]])
         out = model(ids, output_hidden_states=True)
-        states = [*out.hidden_states[:2], found.states[2][row : row + 1, : ids.shape[1]], out.hidden_states[2]]
+        states = [*out.hidden_states[:2], found.states[2][row : row + 1, : ids.shape[1]], out.hidden_states[-1]]
         for mine, theirs in zip(found.states, states):
             assert torch.allclose(mine[row, : ids.shape[1]], theirs[0], atol=1e-5)
         assert torch.equal(found.choices[row, : ids.shape[1]], out.logits[0].argmax(-1))
-        assert torch.allclose(found.logits[row, : ids.shape[1]], out.logits[0][:, kept], atol=1e-5)
+        assert torch.allclose(logits[row, : ids.shape[1]], out.logits[0][:, kept], atol=1e-5)
     assert torch.allclose(model.model.norm(found.states[2]), found.states[3])
+
+
+def test_features_are_captured_once_a_shape(monkeypatch):
+    """Ids of a shape that has come before are computed by what was captured of it; without it, as before."""
+    features, seen = TargetFeatures(target(), (1, 2)), []
+    features._captures = True
+    batches = [torch.tensor(sequences(2, size, seed)) for seed, size in enumerate((9, 9, 7, 9, 7, 9))]
+
+    class Captured:
+        def __init__(self, function, arguments, pool):
+            self.function = function
+            seen.append(tuple(arguments[0].shape))
+
+        def __call__(self, ids):
+            seen.append("replayed")
+            return self.function(ids)
+
+    monkeypatch.setattr("spec_compile.training.features.Captured", Captured)
+    found = [features(ids).states for ids in batches]
+    assert seen == [(2, 9), "replayed", "replayed", (2, 7), "replayed", "replayed"]
+    monkeypatch.setattr("spec_compile.training.features.Captured", mock.Mock(side_effect=RuntimeError("it waits")))
+    features._graphs.clear()
+    with pytest.warns(UserWarning, match="LlamaForCausalLM cannot be captured.*slower: it waits"):
+        again = [features(ids).states for ids in batches]
+    assert all(torch.equal(*pair) for states in zip(found, again) for pair in zip(*states))
 
 
 # Whole trainings
@@ -468,24 +522,26 @@ def test_a_dflash_draft_loads_as_it_was_trained():
 
 def drafted_tokens(trainer, text):
     """Of each depth the tokens [B, T] that are drafted from each slot of text [B, T + 1]."""
-    features, weight = TargetFeatures(target(), trainer.taps)(text), trainer.module.head_weight
-    if trainer.name != "dflash":
+    features, weight = TargetFeatures(target(), trainer.taps)(text, choices=False), trainer.module.head_weight
+    if trainer.name not in SMALL:
         unrolled = trainer.unroll(text, trainer.project(features), Rollout(), 3)
         return [(normed @ weight.T).argmax(-1) for _, normed in unrolled]
     batch = texts.collate(read(text.tolist(), None, models.VOCAB))
     anchors = torch.arange(1, text.shape[1]).expand(len(text), -1)
     shape = (*anchors.shape, trainer.block_size)
-    normed = trainer.draft(batch, features, Blocks(anchors, torch.ones(shape), torch.zeros(shape), torch.zeros(0)))
+    normed = trainer.draft(batch, features, Blocks(anchors, torch.ones(shape), torch.zeros(shape)))
     return (normed @ weight.T).argmax(-1).unbind(2)[1:]
 
 
-@pytest.mark.parametrize(("algo", "steps"), [("eagle3", 40), ("eagle", 80), ("mtp", 40), ("dflash", 40)])
+@pytest.mark.parametrize(
+    ("algo", "steps"), [("eagle3", 40), ("eagle", 80), ("mtp", 40), ("dflash", 40), ("jetspec", 40)]
+)
 @torch.no_grad()
 def test_rounds_accept_what_training_unrolls(tmp_path, algo, steps):
     """A half-trained head in whole rounds, against what its training unrolls from the slots they start at."""
     prompts = torch.tensor(sequences(4))[:, :10]
-    options = SMALL.get(algo, {}) if algo in ("eagle", "dflash") else {"ttt_steps": 3}
-    schedule = {} if algo == "dflash" else {"num_steps": 3}
+    options = SMALL.get(algo, {} if algo == "eagle" else {"ttt_steps": 3})
+    schedule = {} if algo in SMALL else {"num_steps": 3}
     with torch.enable_grad():
         result = train(
             tmp_path / algo, algo, data=sequences(4), validation=sequences(4), on_policy=OWN, sequence_length=74,
@@ -498,9 +554,10 @@ def test_rounds_accept_what_training_unrolls(tmp_path, algo, steps):
 
     trainer = TRAINERS[algo](Target.of(target()), TrainingOptions(**options), torch.ones(models.VOCAB).long())
     trainer.module.load_state_dict(torch.load(result.path / save.STATE, weights_only=True)["weights"])
-    if algo == "dflash":
+    if algo in SMALL:
         config = json.loads((result.path / "config.json").read_text())
         trainer.mask = config["dflash_config"]["mask_token_id"]
+        assert config["dflash_config"].get("causal_head", False) == (algo == "jetspec")
     tokens = drafted_tokens(trainer, text)  # each is kept
     rounds, right = 0, [0] * 3
     for row in range(4):
@@ -868,7 +925,7 @@ def test_batches_hold_every_piece_once(lengths, size, seed, length):
             assert batch.tokens == lengths_there.sum() and len(batch.ids) <= size
             seen += [tuple(row[:n].tolist()) for row, n in zip(batch.ids, lengths_there)]
             for ahead in range(3):
-                slots, places = batch.slots(ahead, torch.device("cpu"))
+                slots, places = batch.slots(ahead)
                 width = batch.ids.shape[1]
                 expected = [
                     (row * (width - 1) + slot, row * width + slot + 1 + ahead)
@@ -1142,6 +1199,35 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @pytest.mark.gpu
 @NEEDS_GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_on_a_gpu(dtype):
+    """The kernel against PyTorch's operations in float64, for whole trainings' sizes."""
+    logits, teacher, weights = (t.detach().cuda() for t in tensors([(300, 49152), (40, 49152), (300,)], 0, dtype))
+    logits, teacher, shared = 5 * logits, 5 * teacher, torch.randint(40, (300,), device="cuda")
+    wanted = loss.distil(logits.double(), teacher.double(), shared, weights.double())
+    losses, pull = loss.distil(logits, teacher, shared, weights.float())
+    assert torch.allclose(losses.double(), wanted[0], rtol=1e-4)
+    assert (pull.double() - wanted[1]).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * wanted[1].norm()
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_features_on_a_gpu(recwarn):
+    """What is captured and replayed is what the model computes."""
+    model = models.ADMITTED["llama"]().cuda()
+    features = TargetFeatures(model, (0, 1, FINAL))
+    for seed, size in enumerate((70, 70, 130, 70, 130, 70, 130)):
+        ids = torch.tensor(sequences(4, size, seed)).cuda()
+        found, out = features(ids), model(ids, output_hidden_states=True)
+        for mine, theirs in zip(found.states, (*out.hidden_states[:2], out.hidden_states[2])):
+            assert torch.allclose(mine, theirs, atol=1e-4)
+        assert (found.choices == out.logits.argmax(-1)).float().mean() > 0.99
+    assert len(features._graphs) == 2 and None not in features._graphs.values()
+    assert not [w for w in recwarn if "captured" in str(w.message)]
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
 @pytest.mark.parametrize("rows", [1, 5, 300])
 def test_rollout_on_a_gpu(rows):
     shapes = [(2, 4, rows, 64), (2, 2, rows, 64), (2, 2, rows, 64)]
@@ -1163,7 +1249,7 @@ def test_rollout_on_a_gpu(rows):
 
 @pytest.mark.gpu
 @NEEDS_GPU
-@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("algo", [*ALGORITHMS, "jetspec"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_on_a_gpu(tmp_path, algo, dtype):
     """It learns, is interrupted, goes on, and the draft loads on the same device."""
@@ -1172,7 +1258,7 @@ def test_training_on_a_gpu(tmp_path, algo, dtype):
     assert train(tmp_path / "head", algo, model=model, **options | {"steps": 50}).steps == 50
     result = train(tmp_path / "head", algo, model=model, **options)
     assert result.acceptance > 0.9 and result.steps == options["steps"]
-    load = load_dflash if algo == "dflash" else load_head
+    load = load_dflash if algo in SMALL else load_head
     assert load(tmp_path / "head", model).embedding.device.type == "cuda"
 
 

@@ -32,13 +32,14 @@ from .self_check import STRIDE, own_text
 from .shared_draft import choose_ranks
 from .trees.linked import LinkedPlaces
 from .trees.places import Places, likeliest
+from .window import WindowOptions
 
 LOOKED_AT = 8
 """Drafts of a block that the self-check looks at."""
 
 
 @dataclass(frozen=True)
-class DFlashOptions(UnionOptions):
+class DFlashOptions(UnionOptions, WindowOptions):
     """Options of DFlash, with the engines' names and meaning.
 
     draft: the draft: a folder, a name on the hub, or a `DFlashDraft`. block_size: slots of a block, the root's included
@@ -97,7 +98,7 @@ class DFlash(Algorithm):
     """Chains or trees of one `draft`."""
 
     def __init__(self, draft: DFlashDraft, options: DFlashOptions):
-        self.draft, self.options = draft, options
+        self.draft, self.options, self.window = draft, options, options.window
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else draft
         self.block_size, nodes = options.fit(draft)
         self.plan = DraftPlan(nodes, draft.taps, self.block_size, options.draws)
@@ -126,7 +127,8 @@ class DFlash(Algorithm):
         self.context.refresh()
 
     def explain(self) -> list[str]:
-        return [*self.draft.report, *self.checked, *([self.sharing] if self.sharing else [])]
+        window = "" if self.window is None else self.window.describe()
+        return [*self.draft.report, *self.checked, *(line for line in (self.sharing, window) if line)]
 
 
 def restrict_to_causal(graph: ModelGraph, causal: tuple[bool, ...]) -> str:
@@ -149,6 +151,7 @@ class DFlashDrafter(Drafter):
         self.draft, self.context, self.places = algorithm.draft, algorithm.context, algorithm.places
         self.graph, self.block, self.block_size = algorithm.graph, algorithm.graph.gm, algorithm.block_size
         self.longest = algorithm.longest  # nodes of an accepted path
+        self.window = algorithm.window
         self.cache, self.compiled_slots = Cache(algorithm.graph, batch, slots), 0
 
     def compile(self, compiler: PartCompiler) -> None:
@@ -174,8 +177,11 @@ class DFlashDrafter(Drafter):
         masks = root.new_full((len(root), self.block_size - 1), self.draft.mask_token_id)
         ids = torch.cat([root[:, None], masks], dim=1)
         positions = lengths[:, None] + torch.arange(self.block_size, device=root.device)
-        everything = torch.full_like(ids, -1)  # of the block
-        return self.block(ids, positions, lengths, everything, self.cache.tensors, max_kv_len)
+        everything, cache = torch.full_like(ids, -1), self.cache.tensors  # everything of the block is seen
+        if self.window is not None:
+            cache, lengths = self.window.view(cache, lengths, self.block_size)
+            max_kv_len = self.window.slots + self.block_size
+        return self.block(ids, positions, lengths, everything, cache, max_kv_len)
 
     def propose(self, state: State, max_kv_len: int) -> None:
         logits, *normed = self.output(state.tree_tokens[:, 0].clone(), state.lengths.clone(), max_kv_len)
@@ -208,6 +214,7 @@ def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[flo
 def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:
     """The algorithm with the draft that `options` names."""
     algorithm = DFlash(load_dflash(options.draft, model, options.rope_theta), options)
+    options.check_window(algorithm.graph, model)
     if options.check:
         accepted, of = accepted_of_own_text(model, algorithm)
         algorithm.checked = [f"self-check: {accepted:.1f} of {of} drafts are the target's own next tokens, on average"]

@@ -28,10 +28,11 @@ from .shared_draft import DraftHead, choose_ranks
 from .trees.propose import propose_grown
 from .trees.schedule import Schedule
 from .trees.static import StaticTree
+from .window import Window, WindowOptions, write_back
 
 
 @dataclass(frozen=True)
-class HeadOptions(DraftOptions):
+class HeadOptions(DraftOptions, WindowOptions):
     """Options of the draft heads.
 
     token_map: a file or list of the token ids that the head may propose (FR-Spec). tree_choices: a static tree in place
@@ -62,6 +63,9 @@ class NaiveOptions(HeadOptions):
 class Heads(Algorithm):
     """Drafts of one `head`, in trees as `schedule` says."""
 
+    window: Window | None = None
+    """What its attention sees of a text, but for the prompt's own forwards (None: everything)."""
+
     def __init__(self, head: Head, options: HeadOptions):
         self.head, self.schedule = head, options.schedule
         if isinstance(self.schedule, StaticTree):
@@ -81,7 +85,8 @@ class Heads(Algorithm):
         self.head.refresh()
 
     def explain(self) -> list[str]:
-        return ["draft head:", *(f"  {line}" for line in [*self.head.report, self.sharing] if line)]
+        window = "" if self.window is None else self.window.describe()
+        return ["draft head:", *(f"  {line}" for line in [*self.head.report, self.sharing, window] if line)]
 
 
 class HeadDrafter(Drafter):
@@ -90,7 +95,7 @@ class HeadDrafter(Drafter):
     def __init__(self, algorithm: Heads, batch: int, slots: int):
         super().__init__()
         self.head, self.block, self.draws = algorithm.head, algorithm.graph.gm, algorithm.plan.draws
-        self.logits = algorithm.logits
+        self.logits, self.window = algorithm.logits, algorithm.window
         self.schedule, self.longest = algorithm.schedule, algorithm.longest  # nodes of an accepted path
         self.cache = Cache(algorithm.graph, batch, slots)
         like = self.head.head_weight
@@ -113,10 +118,20 @@ class HeadDrafter(Drafter):
     def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, max_kv_len: int) -> None:
         path, tokens = accepted.first(self.longest)
         positions = begin[:, None] + torch.arange(path.shape[1], device=begin.device)
-        states = self.head.project([gather_rows(feature, path) for feature in features])
-        out = self.block(tokens.clamp(min=0), positions, states, begin, None, self.cache.tensors, max_kv_len)
+        states, rows = self.head.project([gather_rows(feature, path) for feature in features]), path.shape[1]
+        cache, slots, length = self._seen(begin, rows, max_kv_len)
+        out = self.block(tokens.clamp(min=0), positions, states, slots, None, cache, length)
+        if self.window is not None:
+            write_back(self.cache.tensors, begin, cache, slots, rows)
         gained = state.lengths - begin
         self._keep(out, gained - 1, gained > 0)
+
+    def _seen(self, lengths: Tensor, rows: int, max_kv_len: int) -> tuple[list[Tensor], Tensor, int]:
+        """What a block of up to `rows` rows is given behind `lengths` [B] committed slots: the cache or a view of it,
+        the slots [B] that are committed there, and the slots to look at."""
+        if self.window is None:
+            return self.cache.tensors, lengths, max_kv_len
+        return *self.window.view(self.cache.tensors, lengths, rows), self.window.slots + rows
 
     def _keep(self, out: tuple[Tensor, Tensor], row: Tensor, present: Tensor) -> None:
         """Remember what the block gave at row [B], for the sequences that have it: present [B]."""
@@ -125,16 +140,17 @@ class HeadDrafter(Drafter):
 
     def propose(self, state: State, max_kv_len: int) -> None:
         logits = self.logits(self.normed.clone())
-        step = partial(self._step, state.lengths.clone(), max_kv_len)
+        lengths = state.lengths.clone()
+        step = partial(self._step, lengths, *self._seen(lengths, self.schedule.fed, max_kv_len))
         hidden, draft_to_target = self.hidden.clone(), self.head.draft_to_target
         propose_grown(state, self.schedule, self.draws, logits, hidden, step, draft_to_target)
 
-    def _step(self, lengths, max_kv_len, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
+    def _step(
+        self, lengths, cache, slots, max_kv_len, tokens, hidden, ancestors, depth, offset, wanted
+    ) -> tuple[Tensor, Tensor]:
         """See `trees.step.Step`. A node at depth d is the token of the pair at position lengths + d - 1."""
         positions = lengths[:, None] + depth - 1
-        hidden, normed = self.block(
-            tokens, positions, hidden, lengths + offset, ancestors, self.cache.tensors, max_kv_len
-        )
+        hidden, normed = self.block(tokens, positions, hidden, slots + offset, ancestors, cache, max_kv_len)
         return hidden, self.logits(normed[:, -wanted:])
 
 
@@ -142,4 +158,7 @@ def build(algorithm: str | None, model: PreTrainedModel, options: HeadOptions) -
     """The algorithm with the head of that kind (None: of any) that `options` names."""
     overrides = {} if options.rope_theta is None else {"rope_theta": options.rope_theta}
     head = load_head(options.draft, model, algorithm, options.token_map, **overrides)
-    return Heads(calibrate(model, head.readings()) if options.check else head, options)
+    heads = Heads(calibrate(model, head.readings()) if options.check else head, options)
+    options.check_window(heads.graph, model)
+    heads.window = options.window
+    return heads

@@ -38,18 +38,30 @@ class Batch:
     next_supervised: Tensor
     tokens: int
 
-    def slots(self, ahead: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def slots(self, ahead: int) -> tuple[Tensor, Tensor]:
         """The slots whose draft of step `ahead` (from 0) is a supervised token, and the positions of their teachers.
 
         A slot t pairs the state at position t with the token at t + 1; a row has L - 1 of them. In step `ahead` it
         drafts the token that follows position t + 1 + ahead, where the target's prediction is its teacher.
 
-        Returns (slots, teachers), two int64 [R] on `device`: indices into B * (L - 1) slots and B * L positions.
+        Returns (slots, teachers), two int64 [R], ascending: indices into B * (L - 1) slots and B * L positions.
         """
         first = 1 + ahead
         width = self.next_supervised.shape[1]
         row, slot = self.next_supervised[:, first:].nonzero(as_tuple=True)
-        return move(row * (width - 1) + slot, device), move(row * width + slot + first, device)
+        return row * (width - 1) + slot, row * width + slot + first
+
+    def rollout(self, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The `slots` of all steps, in the order of their teachers.
+
+        Returns (slots, step_of, teachers), each int64 [R]: indices into steps * B * (L - 1) slots, the step of each,
+        and indices into B * L positions.
+        """
+        count = len(self.ids) * (self.ids.shape[1] - 1)
+        parts = [self.slots(ahead) for ahead in range(steps)]
+        slots = torch.cat([slots + ahead * count for ahead, (slots, _) in enumerate(parts)])
+        teachers, order = torch.cat([teachers for _, teachers in parts]).sort(stable=True)
+        return slots[order], slots[order] // count, teachers
 
 
 def split(documents: list[Document], fraction: float, seed: int) -> tuple[list[Document], list[Document]]:

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..drafters.checkpoints.target import Target
 from ..drafters.modules.dflash import DFlashDraft
 from ..drafters.modules.layers import LayerKnobs
+from ..kernels.ops import masked_attention
 from ..passes.tap_hidden_states import FINAL
 from .attention import Causal
-from .data import Batch, move
+from .data import WIDTH, Batch, move
 from .features import Features
-from .loss import blocks, soft_cross_entropy
+from .loss import likeliest, soft_cross_entropy
 from .options import TrainingOptions
 from .sizes import draft_config, published_config
 from .trainer import Trainer, as_master, seeded
@@ -28,24 +28,28 @@ SLOTS = 1 << 16
 """Slots of all blocks of a training step at most."""
 STATES = 5
 """States of the target that a draft reads by default."""
-SCORES = 1 << 27
-"""Attention scores in memory at a time."""
+ROWS = 256
+"""Slots of blocks that attend together. Each is computed against the context and against all of them."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of T slots, n of each of B sequences.
+    """Blocks of T slots, n of each of B sequences, on the CPU.
 
-    anchors [B, n] int64: the position of each block's first token. counted [B, n, T] bool: the slots whose token is
-    supervised. A block that only fills a row, because other sequences have more of them, counts none. teachers
+    anchors [B, n] int64: the position of each block's first token, ascending. counted [B, n, T] bool: the slots whose
+    token is supervised. A block that only fills a row, because other sequences have more of them, counts none. teachers
     [B, n, T] int64: the index among B * L positions whose state predicts the slot's token; 0 where it is not counted.
-    slots [R] int64: the counted ones' indices among B * n * T slots. All are on the draft's device.
     """
 
     anchors: Tensor
     counted: Tensor
     teachers: Tensor
-    slots: Tensor
+
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """The counted slots in the order of their teachers: (indices among B * n * T slots, teachers), int64 [R]."""
+        slots = self.counted.flatten().nonzero()[:, 0]
+        teachers, order = self.teachers.flatten()[slots].sort(stable=True)
+        return slots[order], teachers
 
 
 class DFlashTrainer(Trainer):
@@ -62,6 +66,8 @@ class DFlashTrainer(Trainer):
         }
     )  # fmt: skip
     learning_rate = (2.4, 2e-3)
+    causal = False
+    """Whether a slot sees of its block only what lies before it."""
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
         self.target, self.device = target, target.embedding.device
@@ -73,41 +79,50 @@ class DFlashTrainer(Trainer):
         knobs = LayerKnobs(num_layers=self.config.num_hidden_layers, qk_norm=True)
         embedding, output = target.embedding.detach(), target.head_weight.detach()
         with seeded(options.seed):
-            draft = DFlashDraft(self.config, embedding, output, taps, self.block_size, self.mask, knobs)
+            causal = (self.causal,) * knobs.num_layers
+            draft = DFlashDraft(self.config, embedding, output, taps, self.block_size, self.mask, knobs, causal=causal)
         self.module = as_master(draft, embedding).eval()
         self.taps, self.steps = (*taps, FINAL), self.block_size - 1
 
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
         """Cross entropy with the target's probabilities, a mean over the counted slots with weights.
 
-        Slot k weighs exp(-(k - 1) / gamma), because a draft's later tokens only matter if the earlier are accepted. The
-        paper learns from the text's tokens where this takes the target's probabilities; its authors saw no difference.
+        The paper learns from the text's tokens where this takes the target's probabilities; its authors saw no
+        difference.
         """
         most = min(TRAINED_BLOCKS, max(1, SLOTS // (len(batch.ids) * self.block_size)))
         drawn = self.draw_blocks(batch, most, torch.Generator().manual_seed(generator.initial_seed()))
-        normed = self.draft(batch, features, drawn).flatten(0, 2).index_select(0, drawn.slots)
-        gamma = 7.0 if self.block_size >= 16 else self.block_size / 2
-        weights = torch.exp((1 - drawn.slots % self.block_size) / gamma)
-        # The last state is the one before the output matrix: its product is the teacher's logits, made row by row.
-        teachers, final = drawn.teachers.flatten()[drawn.slots], features.states[-1].flatten(0, 1)
-        weight = self.module.head_weight
+        slots, teachers = drawn.slots()
+        weights = self.slot_weights()[slots % self.block_size]
+        normed = self.draft(batch, features, drawn).flatten(0, 2).index_select(0, move(slots, self.device))
+        # The last state is the one before the output matrix: its product is the teacher's logits.
+        final, weight = features.states[-1].flatten(0, 1), self.module.head_weight
         return soft_cross_entropy(
             normed,
             weight,
-            lambda rows: F.linear(final[teachers[rows]], weight),
-            weights / weights.sum().clamp(min=1e-9),
+            teachers,
+            lambda positions: F.linear(final[positions], weight),
+            move(weights / weights.sum().clamp(min=1e-9), self.device),
         )
+
+    def slot_weights(self) -> Tensor:
+        """The weights of a block's slots in the loss, [T].
+
+        Slot k has exp(-(k - 1) / gamma), because a draft's later tokens only matter if the earlier are accepted.
+        """
+        gamma = 7.0 if self.block_size >= 16 else self.block_size / 2
+        return torch.exp((1 - torch.arange(self.block_size)) / gamma)
 
     @torch.no_grad()
     def accepted(self, batch: Batch, features: Features, steps: int) -> Iterator[tuple[int, int]]:
         """See `Trainer.accepted`. The blocks depend on the batch alone, so that measurements can be compared."""
         drawn = self.draw_blocks(batch, MEASURED_BLOCKS, torch.Generator().manual_seed(0))
-        normed, weight = self.draft(batch, features, drawn).flatten(0, 2), self.module.head_weight
-        drafts = torch.cat([F.linear(normed[rows], weight).argmax(-1) for rows in blocks(len(normed), len(weight))])
-        right = drafts.view_as(drawn.teachers) == features.choices.flatten()[drawn.teachers]
-        reached = alive = drawn.counted[:, :, 1]
+        drafts = likeliest(self.draft(batch, features, drawn).flatten(0, 2), self.module.head_weight)
+        counted, teachers = move(drawn.counted, self.device), move(drawn.teachers, self.device)
+        right = drafts.view_as(teachers) == features.choices.flatten()[teachers]
+        reached = alive = counted[:, :, 1]
         for slot in range(1, steps + 1):
-            reached = reached & drawn.counted[:, :, slot]
+            reached = reached & counted[:, :, slot]
             alive = alive & reached & right[:, :, slot]
             yield int(reached.sum()), int(alive.sum())
 
@@ -115,27 +130,29 @@ class DFlashTrainer(Trainer):
         """Up to `most` blocks of each sequence, begun at random positions.
 
         A block begins where a token and the one after it are supervised. Everything is computed on the CPU, so that
-        nothing waits for a GPU, and moved at the end.
+        nothing waits for a GPU.
         """
         length, next_supervised = batch.next_supervised.shape[1], batch.next_supervised
         possible = F.pad(next_supervised[:, :-1], (1, 0)) & next_supervised
         count = max(1, min(most, int(possible.sum(1).max())))
         score, anchors = torch.rand(possible.shape, generator=generator).masked_fill(~possible, -1.0).topk(count)
+        anchors, order = anchors.sort(dim=1)  # neighbours see about the same context
+        score = score.gather(1, order)
         # Slot k holds the token at anchor + k, which the state at the position before it predicts.
         before = anchors[:, :, None] + torch.arange(self.block_size) - 1
         inside = (before < length) & (torch.arange(self.block_size) > 0) & (score >= 0)[:, :, None]
         before = torch.where(inside, before, 0)
         counted = inside & next_supervised.gather(1, before.flatten(1)).view_as(before)
         teachers = torch.where(counted, before + torch.arange(len(next_supervised))[:, None, None] * length, 0)
-        slots = counted.flatten().nonzero()[:, 0]
-        return Blocks(*(move(part, self.device) for part in (anchors, counted, teachers, slots)))
+        return Blocks(anchors, counted, teachers)
 
     def draft(self, batch: Batch, features: Features, drawn: Blocks) -> Tensor:
         """The normed states of all slots, [B, n, T, h], which the output matrix multiplies."""
         draft, (rows, count) = self.module, drawn.anchors.shape
-        first = move(batch.ids, self.device).gather(1, drawn.anchors)[:, :, None]
+        first = batch.ids.gather(1, drawn.anchors)[:, :, None]
         ids = F.pad(first, (0, self.block_size - 1), value=self.mask).flatten(0, 1)
-        positions = (drawn.anchors[:, :, None] + torch.arange(self.block_size, device=self.device)).flatten(0, 1)
+        positions = (drawn.anchors[:, :, None] + torch.arange(self.block_size)).flatten(0, 1)
+        ids, positions = move(ids, self.device), move(positions, self.device)
         x = F.embedding(ids, draft.embedding)
         rope = draft.rotary_emb(x, positions)
         with BlockAttention(draft, draft.project(features.states[:-1]), drawn.anchors):
@@ -158,55 +175,60 @@ class DFlashTrainer(Trainer):
 
 
 class BlockAttention(Causal):
-    """Attention of DFlash's blocks: a slot sees every slot of its block, and the context before the block's anchor.
+    """Attention of DFlash's blocks: a slot sees its block, and the context before the block's anchor.
 
-    context [B, L, h]: each layer makes keys and values of it. anchors [B, n] int64: positions. The queries, keys and
-    values that a layer passes have a row for each block, [B * n, ...].
+    context [B, L, h]: each layer makes keys and values of it. anchors [B, n] int64: positions, ascending, on the CPU.
+    Of its block a slot sees everything, or in the layers that `draft` has as causal what lies before it and itself. The
+    queries, keys and values that a layer passes have a row for each block, [B * n, ...].
     """
 
     def __init__(self, draft: DFlashDraft, context: Tensor, anchors: Tensor):
         super().__init__()
-        self.draft, self.context, self.anchors = draft, context, anchors
+        self.draft, self.context, self.shape = draft, context, anchors.shape
         positions = torch.arange(context.shape[1], device=context.device)[None]
         self.rope = draft.rotary_emb(context, positions)
+        # Blocks that attend together: their range, how much of the context some of them sees, and their anchors.
+        size, self.groups = max(1, ROWS // draft.block_size), []
+        for begin in range(0, anchors.shape[1], size):
+            group = anchors[:, begin : begin + size]
+            seen = min(context.shape[1], -(-int(group.max()) // WIDTH) * WIDTH)
+            self.groups.append((slice(begin, begin + size), seen, move(group, context.device)))
+        self.masks: dict[tuple[int, bool], Tensor] = {}
 
     def attend(self, q, k, v, sinks, scale, window, softcap, layer):
         """As in `Causal`."""
-        module, rows = self.draft.blocks[layer].self_attn, self.anchors.shape
+        module = self.draft.blocks[layer].self_attn
         # Keys and values of the context are made once a sequence, [B, Hkv, L, D], and shared by its n blocks.
         projections = module.k_proj, module.v_proj
         keys, values = (project(self.context).unflatten(2, (-1, module.head_dim)) for project in projections)
         keys = module.k_norm(keys).transpose(1, 2)
         keys, values = apply_rotary_pos_emb(keys, keys, *self.rope)[1], values.transpose(1, 2)
-        groups = q.shape[1] // k.shape[1]
-        k, v, keys, values = (heads.repeat_interleave(groups, dim=1) for heads in (k, v, keys, values))
-        q, k, v = (heads.unflatten(0, rows).transpose(1, 2) for heads in (q, k, v))
-        # A few blocks at a time, recomputed in the backward, because the scores of all would not fit in memory.
-        size = max(1, SCORES // (q[:, :, :1, :, 0].numel() * (keys.shape[2] + k.shape[3])))
-        parts = [
-            checkpoint(
-                block_attention, *(heads[:, :, n : n + size] for heads in (q, k, v)), keys, values,
-                self.anchors[:, n : n + size], scale, use_reentrant=False,
-            )
-            for n in range(0, rows[1], size)
-        ]  # fmt: skip
-        return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1).transpose(1, 2)
+        groups, parts = q.shape[1] // k.shape[1], []
+        q, k, v = (heads.unflatten(0, self.shape).transpose(1, 2) for heads in (q, k, v))
+        for number, (blocks, seen, _) in enumerate(self.groups):
+            # [B, H, blocks * T, D]: the slots of a group, and behind the context their own keys and values.
+            own_q, own_k, own_v = (heads[:, :, blocks].flatten(2, 3) for heads in (q, k, v))
+            joined = (torch.cat(pair, dim=2) for pair in ((keys[:, :, :seen], own_k), (values[:, :, :seen], own_v)))
+            mask = self._mask(number, self.draft.causal[layer], groups, own_q.dtype)
+            parts.append(masked_attention(own_q, *joined, mask, None, scale, None))
+        return torch.cat(parts, dim=1).unflatten(1, (self.shape[1], -1)).flatten(0, 1)
 
+    def _mask(self, number: int, causal: bool, groups: int, dtype: torch.dtype) -> Tensor:
+        """What the slots of a group see: 0, or minus infinity, [B, 1, groups * blocks * T, seen + blocks * T].
 
-def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, context_keys: Tensor, context_values: Tensor, anchors: Tensor, scale: float
-) -> Tensor:
-    """Attention with one softmax over the context before each anchor and the block itself.
-
-    q, k, v [B, H, n, T, D], context_keys and context_values [B, H, L, D], anchors [B, n] -> [B, H, n, T, D].
-    """
-    shape, length = q.shape[2:4], context_keys.shape[2]
-    context_scores = (q.flatten(2, 3) @ context_keys.mT).unflatten(2, shape)
-    hidden = torch.arange(length, device=q.device) >= anchors[:, None, :, None, None]
-    scores = torch.cat([context_scores.masked_fill(hidden, -math.inf), q @ k.mT], dim=-1)
-    shares = (scores.float() * scale if scores.dtype.itemsize == 2 else scores * scale).softmax(-1).to(scores.dtype)
-    out = (shares[..., :length].flatten(2, 3) @ context_values).unflatten(2, shape)
-    return out + shares[..., length:] @ v
+        groups: query heads that share keys, which `masked_attention` takes as rows.
+        """
+        if (number, causal) not in self.masks:
+            (_, seen, anchors), size = self.groups[number], self.draft.block_size
+            device, count = anchors.device, anchors.shape[1] * size
+            context = torch.arange(seen, device=device) < anchors.repeat_interleave(size, dim=1)[:, :, None]
+            slot = torch.arange(count, device=device)
+            own = slot[:, None] // size == slot // size
+            own = own & (slot[:, None] >= slot) if causal else own
+            visible = torch.cat([context, own.expand(len(anchors), -1, -1)], dim=2)[:, None]
+            mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -math.inf)
+            self.masks[number, causal] = mask.repeat(1, 1, groups, 1)
+        return self.masks[number, causal]
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:

@@ -50,13 +50,16 @@ class EagleTrainer(HeadTrainer):
         noise = torch.rand(states.shape, generator=generator, device=self.device) - 0.5
         noisy = states + (noise * (NOISE * NOISE_LENGTH / ids.shape[1])).to(states.dtype)
         ((_, outputs),) = self.unroll(ids, noisy[:, :-1], Causal(), 1)
-        slots, teachers = batch.slots(0, self.device)
-        outputs, expected = outputs.flatten(0, 1).index_select(0, slots), states.flatten(0, 1)[teachers]
-        share = 1 / max(1, len(slots))
+        slots, teachers = batch.slots(0)
+        share, states = 1 / max(1, len(slots)), states.flatten(0, 1)
+        outputs = outputs.flatten(0, 1).index_select(0, move(slots, self.device))
+        expected = states[move(teachers, self.device)]
         distance = F.smooth_l1_loss(outputs.float(), expected.float(), reduction="none").mean(-1).sum() * share
         weight = self.module.head_weight
         weights = torch.full((len(slots),), TOKEN_WEIGHT * share, device=self.device)
-        return distance + soft_cross_entropy(outputs, weight, lambda rows: F.linear(expected[rows], weight), weights)
+        return distance + soft_cross_entropy(
+            outputs, weight, teachers, lambda positions: F.linear(states[positions], weight), weights
+        )
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
         """The tensors by SafeAILab's names. The embedding and the output matrix are the target's and not among them."""

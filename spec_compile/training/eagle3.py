@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from ..drafters.checkpoints.target import Target
 from ..drafters.modules.eagle import Eagle3Head
 from ..drafters.modules.layers import LayerKnobs
-from .attention import Rollout
 from .data import Batch, move
 from .features import Features
 from .loss import soft_cross_entropy
@@ -46,6 +45,7 @@ class Eagle3Trainer(HeadTrainer):
         head.draft_to_target = kept
         super().__init__(target, as_master(head, target.embedding), options.ttt_steps or 7)
         self.kept = self.module.draft_to_target
+        self.learns_from_choices = len(kept) < target.vocab_size
         self._is_kept = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, kept, True).to(self.device)
 
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
@@ -54,19 +54,13 @@ class Eagle3Trainer(HeadTrainer):
         Each step's is a mean over all slots, where a slot has no loss if its token is not supervised or if the target's
         choice is not among the kept tokens, so that the head cannot draft it.
         """
-        ids = move(batch.ids, self.device)
-        slots_in_batch = ids.shape[0] * (ids.shape[1] - 1)
-        states, teachers, weights = [], [], []
-        counts = self._is_kept[features.choices].flatten()
-        for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features), Rollout(), self.steps)):
-            slots, positions = batch.slots(ahead, self.device)
-            states.append(normed.flatten(0, 1).index_select(0, slots))
-            teachers.append(positions)
-            weights.append(counts[positions] * (DECAY**ahead / slots_in_batch))
-        logits, teacher = features.logits.flatten(0, 1), torch.cat(teachers)
-        return soft_cross_entropy(
-            torch.cat(states), self.module.head_weight, lambda rows: logits[teacher[rows]], torch.cat(weights)
-        )
+        slots, step_of, teachers = batch.rollout(self.steps)
+        slots_in_batch = len(batch.ids) * (batch.ids.shape[1] - 1)
+        weights = move(DECAY**step_of / slots_in_batch, self.device)
+        if self.learns_from_choices:
+            weights = weights * self._is_kept[features.choices.flatten()[move(teachers, self.device)]]
+        outputs = self.rolled_out(batch, features, slots)
+        return soft_cross_entropy(outputs, self.module.head_weight, teachers, features.logits, weights)
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
         """The tensors by the names of SpecForge and SGLang: ``midlayer``, or ``layers.N`` if there are several."""

@@ -1,71 +1,129 @@
 """The target's hidden states and logits, from which a draft learns, computed for each batch."""
 
+import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..capture.taps import decoder_layers
+from ..parallel.slices import whole
 from ..passes.tap_hidden_states import FINAL
+from ..runtime.steps.capture import Captured
+from .loss import likeliest
 
+TOKENS = 1 << 15
+"""Tokens that the target's layers process at a time, because transformers keeps their keys and values."""
 LOGITS = 1 << 30
-"""Bytes of the target's logits in memory at a time, before the kept tokens are selected."""
+"""Bytes of logits in memory at a time, of a target that changes them behind its output matrix."""
 
 
 @dataclass(frozen=True)
 class Features:
     """What the target computes for ids [B, L].
 
-    states: for each tap, [B, L, h]. choices int64 [B, L]: the likeliest next token at each position. logits [B, L, K]:
-    those of the kept tokens, or None if there are no such tokens.
+    states: for each tap, [B, L, h]. logits: a function from indices int64 [n] among the B * L positions to the logits
+    [n, K] of the kept tokens. choices int64 [B, L]: the likeliest next token at each position, if it was asked for.
     """
 
     states: list[Tensor]
-    choices: Tensor
-    logits: Tensor | None = None
+    logits: Callable[[Tensor], Tensor]
+    choices: Tensor | None = None
 
 
 class TargetFeatures:
     """Runs the frozen target over ids."""
 
     def __init__(self, model: PreTrainedModel, taps: tuple[int, ...], kept: Tensor | None = None):
-        """taps: as in `Head.taps`. kept int64 [K]: the tokens whose logits are returned (None: no logits are)."""
+        """taps: as in `Head.taps`. kept int64 [K]: the tokens whose logits are wanted (None: all)."""
         self.model, self.taps, self.kept = model, taps, kept
-        self._vocab_size = model.get_output_embeddings().weight.shape[0]
+        self._weight = whole(model.get_output_embeddings().weight, keep=True).detach()
+        self._kept_weight = self._weight if kept is None or len(kept) == len(self._weight) else self._weight[kept]
+        states, logits = self._run(torch.arange(2, device=model.device)[None], with_logits=True)
+        # Some models scale or bound their logits behind the output matrix. Those of the others are made where needed.
+        self._plain = torch.equal(F.linear(states[FINAL], self._weight).float(), logits.float())
+        self._captures = model.device.type == "cuda" and not dist.is_initialized()
+        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        self._graphs: dict[torch.Size, Captured | None] = {}
+        """For each shape of ids that has come: None when it came first, and then what computes it."""
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> Features:
-        """The features of ids [B, L] int64, on the target's device.
+    def __call__(self, ids: Tensor, choices: bool = True) -> Features:
+        """The features of ids [B, L] int64, on the target's device. choices: whether these are computed, too.
 
         Padding on the right needs no mask, because causal layers do not see it from the tokens before it.
         """
-        row_bytes = ids.shape[1] * self._vocab_size * self.model.dtype.itemsize
-        parts = [self._run(rows) for rows in ids.split(max(1, LOGITS // row_bytes))]
-        if len(parts) == 1:
-            return parts[0]
-        states = [torch.cat(tapped) for tapped in zip(*(part.states for part in parts))]
-        logits = None if self.kept is None else torch.cat([part.logits for part in parts])
-        return Features(states, torch.cat([part.choices for part in parts]), logits)
+        most = TOKENS if self._plain else LOGITS // (len(self._weight) * self.model.dtype.itemsize)
+        run = self._replay if self._plain else partial(self._run, with_logits=True)
+        parts = [run(rows) for rows in ids.split(max(1, most // ids.shape[1]))]
+        tapped = {tap: torch.cat([states[tap] for states, _ in parts]) for tap in parts[0][0]}
+        if self._plain:
+            final = tapped[FINAL].flatten(0, 1)
+            chosen = likeliest(final, self._weight).view(ids.shape) if choices else None
+            logits = partial(_product, final, self._kept_weight)
+        else:
+            chosen = torch.cat([made.argmax(dim=-1) for _, made in parts])
+            kept = [made if self.kept is None else made[..., self.kept] for _, made in parts]
+            logits = torch.cat(kept).flatten(0, 1).__getitem__
+        return Features([tapped[tap] for tap in self.taps], logits, chosen)
 
-    def _run(self, ids: Tensor) -> Features:
-        """The features of rows whose logits fit in memory, in one forward of the target with hooks at the taps."""
+    def _replay(self, ids: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+        """`_run` without logits. On a GPU it is captured when ids of a shape come for the second time, because the
+        launches of a small model take as long as its kernels."""
+        if self._captures and ids.shape not in self._graphs:
+            self._graphs[ids.shape] = None
+        elif self._captures and self._graphs[ids.shape] is None:
+            try:
+                self._graphs[ids.shape] = Captured(partial(self._run, with_logits=False), (ids.clone(),), self._pool)
+            except RuntimeError as error:
+                self._captures = False
+                warnings.warn(
+                    f"train_draft: {type(self.model).__name__} cannot be captured in a CUDA graph, so that its kernels "
+                    f"are launched one by one, which is slower: {error.__cause__ or error}",
+                    stacklevel=2,
+                )
+        graph = self._graphs.get(ids.shape)
+        if graph is None:
+            return self._run(ids, with_logits=False)
+        states, logits = graph(ids)  # the next replay overwrites them
+        return {tap: state.clone() for tap, state in states.items()}, logits
+
+    @torch.no_grad()
+    def _run(self, ids: Tensor, with_logits: bool) -> tuple[dict[int, Tensor], Tensor]:
+        """One forward of the target with hooks at the taps: the states of each tap and of `FINAL`, and the logits.
+
+        Without logits the output matrix multiplies no row, and they are empty.
+        """
         tapped: dict[int, Tensor] = {}
 
         def keep(tap: int, value: Tensor | tuple) -> None:
             tapped[tap] = value[0] if isinstance(value, tuple) else value
 
+        def keep_final(module: nn.Module, args: tuple) -> tuple:
+            keep(FINAL, args)
+            return args if with_logits else (args[0][:, :0],)
+
         layers = decoder_layers(self.model)
         with ExitStack() as hooks:
-            for tap in set(self.taps):
+            hooks.callback(self.model.get_output_embeddings().register_forward_pre_hook(keep_final).remove)
+            for tap in {*self.taps} - {FINAL}:
                 # Tap 0 is the first layer's input, tap i the output of layer i, FINAL the input of the output matrix.
-                if tap in (0, FINAL):
-                    module = layers[0] if tap == 0 else self.model.get_output_embeddings()
-                    handle = module.register_forward_pre_hook(lambda module, args, tap=tap: keep(tap, args))
+                if tap == 0:
+                    handle = layers[0].register_forward_pre_hook(lambda module, args: keep(0, args))
                 else:
                     handle = layers[tap - 1].register_forward_hook(lambda module, args, out, tap=tap: keep(tap, out))
                 hooks.callback(handle.remove)
             logits = self.model(input_ids=ids, use_cache=True).logits  # without a cache, transformers waits for the GPU
-        kept = None if self.kept is None else logits[..., self.kept]
-        return Features([tapped[tap] for tap in self.taps], logits.argmax(dim=-1), kept)
+        return tapped, logits
+
+
+def _product(states: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
+    """The logits [n, V] of rows [n] of states [R, h], in the dtype of the target, as it computes them itself."""
+    with torch.autocast(states.device.type, enabled=False):
+        return F.linear(states[rows], weight)

@@ -128,7 +128,7 @@ class Loop:
         state = self.state
         batch = self.batches[state.step]
         generator = torch.Generator(self.device).manual_seed(self.options.seed * 1_000_003 + state.step)
-        features = self.features(move(batch.ids, self.device))
+        features = self.features(move(batch.ids, self.device), self.trainer.learns_from_choices)
         with self._precision():
             loss = self.trainer.loss(batch, features, generator)
         self._optimizer.zero_grad()

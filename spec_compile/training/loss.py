@@ -6,50 +6,57 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LOGITS = 1 << 26
-"""Elements in a block of logits."""
+from .data import move
+
+LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
+"""Elements in a block of logits. On a CPU a block stays in the cache."""
 
 
 def soft_cross_entropy(
-    states: Tensor, weight: Tensor, teacher: Callable[[slice], Tensor], row_weights: Tensor
+    states: Tensor,
+    weight: Tensor,
+    teachers: Tensor,
+    teacher_logits: Callable[[Tensor], Tensor],
+    row_weights: Tensor,
 ) -> Tensor:
     """The weighted sum over rows of the cross entropy of softmax(states weight^T) with the teacher's distribution.
 
     It is -sum_r row_weights[r] * sum_v softmax(teacher)[r, v] * log_softmax(states weight^T)[r, v].
 
     states [R, H] and weight [V, H] get gradients: computed in autocast's dtype, weight's summed in the dtype of weight.
-    teacher: a function from a slice of the rows to the teacher's logits [n, V] of it. row_weights [R].
-    Returns a scalar.
+    teachers [R] int64: the position of each row's teacher, ascending, on the CPU. Rows that follow each other share the
+    logits of their teacher. teacher_logits: a function from positions [n], on the device, to logits [n, V].
+    row_weights [R]. Returns a scalar.
     """
     device = states.device.type
     if torch.is_autocast_enabled(device):
         states = states.to(torch.get_autocast_dtype(device))
-    return _SoftCrossEntropy.apply(states, weight, teacher, row_weights)
+    return _SoftCrossEntropy.apply(states, weight, teachers, teacher_logits, row_weights)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
     """The forward computes the gradients too, block by block of rows, and the backward only scales them."""
 
     @staticmethod
-    def forward(ctx, states, weight, teacher, row_weights):
+    def forward(ctx, states, weight, teachers, teacher_logits, row_weights):
         needs_states, needs_weight = ctx.needs_input_grad[:2]
         matrix = weight.to(states.dtype)
-        loss = row_weights.new_zeros(())
+        losses = []
         grads = torch.empty_like(states) if needs_states else None
         weight_grad = torch.zeros_like(weight) if needs_weight else None
-        for rows in blocks(len(states), len(weight)):
+        for rows in blocks(len(states), len(weight), states.device):
+            # The positions of a block are counted on the CPU, so that nothing waits for a GPU.
+            positions, shared = teachers[rows].unique_consecutive(return_inverse=True)
+            teacher = teacher_logits(move(positions, states.device))
             logits = F.linear(states[rows], matrix)
-            log_shares = logits.log_softmax(-1, dtype=row_weights.dtype)
-            teacher_shares = teacher(rows).softmax(-1, dtype=row_weights.dtype)
-            loss -= (row_weights[rows] * (teacher_shares * log_shares).sum(-1)).sum()
-            # The gradient with respect to the logits is (shares of the student - shares of the teacher) * row weight.
-            pull = log_shares.exp_().sub_(teacher_shares).mul_(row_weights[rows, None]).to(states.dtype)
+            loss, pull = distil(logits, teacher, move(shared, states.device), row_weights[rows])
+            losses.append(loss)
             if needs_states:
-                grads[rows] = pull @ matrix
+                torch.mm(pull, matrix, out=grads[rows])
             if needs_weight:
                 weight_grad += pull.t() @ states[rows]
         ctx.save_for_backward(grads, weight_grad)
-        return loss
+        return torch.cat(losses).sum()
 
     @staticmethod
     def backward(ctx, scale):
@@ -59,10 +66,35 @@ class _SoftCrossEntropy(torch.autograd.Function):
             None if weight_grad is None else weight_grad * scale.to(weight_grad.dtype),
             None,
             None,
+            None,
         )
 
 
-def blocks(rows: int, width: int) -> list[slice]:
+def distil(logits: Tensor, teacher: Tensor, shared: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each row, [R] in the dtype of row_weights, and its gradient with respect to the logits, [R, V].
+
+    logits [R, V], which may be overwritten. teacher [n, V]. shared [R] int64: each row's row of `teacher`.
+    row_weights [R].
+    """
+    if logits.device.type == "cuda" and logits.dtype != torch.float64:
+        from .loss_kernel import launch
+
+        return launch(logits, teacher, shared, row_weights)
+    log_shares = logits.log_softmax(-1, dtype=row_weights.dtype)
+    teacher_shares = teacher.softmax(-1, dtype=row_weights.dtype)[shared]
+    losses = (teacher_shares * log_shares).sum(-1) * -row_weights
+    # The gradient is (shares of the student - shares of the teacher) * row weight.
+    pull = log_shares.exp_().sub_(teacher_shares).mul_(row_weights[:, None])
+    return losses, pull.to(logits.dtype)
+
+
+def likeliest(states: Tensor, weight: Tensor) -> Tensor:
+    """The likeliest token of each row, int64 [R], by the logits states weight^T. states [R, H], weight [V, H]."""
+    parts = blocks(len(states), len(weight), states.device)
+    return torch.cat([F.linear(states[rows], weight).argmax(-1) for rows in parts])
+
+
+def blocks(rows: int, width: int, device: torch.device) -> list[slice]:
     """Slices of `rows` rows, at least one slice, each with at most `LOGITS` elements if a row has `width`."""
-    size = max(1, LOGITS // width)
+    size = max(1, LOGITS[device.type] // width)
     return [slice(begin, begin + size) for begin in range(0, max(1, rows), size)]

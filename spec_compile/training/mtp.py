@@ -12,7 +12,7 @@ from ..drafters.checkpoints.mtp import FAMILIES, Block
 from ..drafters.checkpoints.target import Target
 from ..drafters.modules.mtp import MtpHead, block_config
 from ..errors import UnsupportedModelError
-from .attention import Causal, Rollout
+from .attention import Causal
 from .data import Batch, move
 from .features import Features
 from .loss import soft_cross_entropy
@@ -63,19 +63,16 @@ class MtpTrainer(HeadTrainer):
 
         Each step's is a mean over the slots that draft a supervised token in it.
         """
-        ids, (target_states,) = move(batch.ids, self.device), features.states
-        target_states = target_states.flatten(0, 1)
-        total = sum(BETA**ahead for ahead in range(self.steps))
-        states, teachers, weights = [], [], []
-        for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features), Rollout(), self.steps)):
-            slots, positions = batch.slots(ahead, self.device)
-            states.append(normed.flatten(0, 1).index_select(0, slots))
-            teachers.append(positions)
-            weights.append(torch.full((len(slots),), BETA**ahead / total / max(1, len(slots)), device=self.device))
-        # The loss is computed for the slots of all steps at once; the teacher's logits are made block by block.
-        teacher, weight = torch.cat(teachers), self.module.head_weight
+        slots, step_of, teachers = batch.rollout(self.steps)
+        shares = BETA ** torch.arange(self.steps)
+        shares = shares / shares.sum() / step_of.bincount(minlength=self.steps).clamp(min=1)
+        target_states, weight = features.states[0].flatten(0, 1), self.module.head_weight
         return soft_cross_entropy(
-            torch.cat(states), weight, lambda rows: F.linear(target_states[teacher[rows]], weight), torch.cat(weights)
+            self.rolled_out(batch, features, slots),
+            weight,
+            teachers,
+            lambda positions: F.linear(target_states[positions], weight),
+            move(shares[step_of], self.device),
         )
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:

@@ -26,11 +26,12 @@ class TrainingOptions:
     the order of the data and all else that is random.
 
     num_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of the draft's layers, except in
-    mtp (default: one layer, for dflash five, with the target's sizes). draft_vocab_size: tokens that an EAGLE-3 head
-    can draft, the most frequent of the data (default: all of up to 40,000, or else 32,000). taps: states of the target
-    that eagle3 and dflash read (0: the embeddings, i: the residual stream after layer i; default: three or five, from
-    early to late). ttt_steps: draft tokens that are unrolled in training (default: 7 for eagle3, 3 for mtp).
-    block_size: slots of DFlash's blocks, the first of which is the last token of the text (default: 16).
+    mtp (default: one layer, for dflash and jetspec five, with the target's sizes). draft_vocab_size: tokens that an
+    EAGLE-3 head can draft, the most frequent of the data (default: all of up to 40,000, or else 32,000). taps: states
+    of the target that eagle3, dflash and jetspec read (0: the embeddings, i: the residual stream after layer i;
+    default: three or five, from early to late). ttt_steps: draft tokens that are unrolled in training (default: 7 for
+    eagle3, 3 for mtp). block_size: slots of DFlash's and JetSpec's blocks, the first of which is the last token of the
+    text (default: 16).
 
     checkpoint_minutes: between two checkpoints.
     """

@@ -22,6 +22,7 @@ from .dflash import DFlashTrainer
 from .eagle import EagleTrainer
 from .eagle3 import Eagle3Trainer
 from .features import TargetFeatures
+from .jetspec import JetSpecTrainer
 from .loop import Loop
 from .mtp import MtpTrainer
 from .on_policy import continue_documents, prompts
@@ -32,7 +33,7 @@ from .save import TEXTS, TrainingState, fingerprint, open_folder, replace, save_
 from .trainer import Trainer
 
 TRAINERS: dict[str, type[Trainer]] = {
-    trainer.name: trainer for trainer in (Eagle3Trainer, EagleTrainer, MtpTrainer, DFlashTrainer)
+    trainer.name: trainer for trainer in (Eagle3Trainer, EagleTrainer, MtpTrainer, DFlashTrainer, JetSpecTrainer)
 }
 """The algorithms whose drafts can be trained. A new one is one file in this folder and one entry."""
 ALIASES = {"nextn": "mtp"}
@@ -85,7 +86,7 @@ def train_draft(
 
     model: a causal language model of transformers (or peft's wrapper around one) in eval mode. It does not change. The
     head is trained on its device, in mixed precision on a GPU or if the model has 16 bits. algo: "eagle3", "eagle",
-    "mtp" or "dflash".
+    "mtp", "dflash" or "jetspec".
     data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`read`).
     output: a new folder, or that of a training to go on with. tokenizer: the model's, if the data is text.
     validation: the share of documents that is held out, or texts as in `data`, or 0.

@@ -14,7 +14,7 @@ from ..drafters.modules.head import Head
 from .attention import Causal, Rollout
 from .data import Batch, move
 from .features import Features
-from .loss import blocks
+from .loss import likeliest
 
 
 class Trainer(ABC):
@@ -33,7 +33,9 @@ class Trainer(ABC):
     taps: tuple[int, ...]
     """The target's states that the draft reads, as in `Head.taps`."""
     kept: Tensor | None = None
-    """int64 [K]: the tokens from whose logits, the target's, it learns (None: it needs no logits)."""
+    """int64 [K]: the tokens from whose logits, the target's, it learns (None: from all)."""
+    learns_from_choices = False
+    """Whether its loss needs the target's choices."""
     module: nn.Module
     """The draft. Its parameters are those to train, in float32; tensors shared with the target are not parameters."""
     steps: int
@@ -86,6 +88,12 @@ class HeadTrainer(Trainer):
                 state, normed = self.module(tokens, positions + step, state)
             yield state, normed
 
+    def rolled_out(self, batch: Batch, features: Features, slots: Tensor) -> Tensor:
+        """The normed outputs [R, H] of `slots` [R] (see `Batch.rollout`) among those of all steps."""
+        unrolled = self.unroll(move(batch.ids, self.device), self.project(features), Rollout(), self.steps)
+        outputs = torch.stack([normed for _, normed in unrolled])
+        return outputs.flatten(0, 2).index_select(0, move(slots, self.device))
+
     def project(self, features: Features) -> Tensor:
         """The head's input states, [B, L - 1, H]. The last position makes no slot, because no token follows it."""
         return self.module.project([state[:, :-1] for state in features.states])
@@ -95,7 +103,7 @@ class HeadTrainer(Trainer):
         ids, choices = move(batch.ids, self.device), features.choices.flatten()
         reached = alive = None
         for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features), Rollout(), steps)):
-            slots, teachers = batch.slots(ahead, self.device)
+            slots, teachers = (move(part, self.device) for part in batch.slots(ahead))
             right = torch.zeros(normed.shape[:2].numel(), dtype=torch.bool, device=self.device)
             counted = right.clone().index_fill_(0, slots, True)
             right[slots] = self._drafts(normed.flatten(0, 1)[slots]) == choices[teachers]
@@ -107,7 +115,7 @@ class HeadTrainer(Trainer):
     def _drafts(self, normed: Tensor) -> Tensor:
         """The tokens, int64 [R], that the head drafts from normed outputs [R, H]."""
         weight, ids = self.module.head_weight, self.module.draft_to_target
-        drafts = torch.cat([F.linear(normed[rows], weight).argmax(-1) for rows in blocks(len(normed), len(weight))])
+        drafts = likeliest(normed, weight)
         return drafts if ids is None else ids[drafts]
 
 
