@@ -216,7 +216,7 @@ def difference(ours, right):
 
 @pytest.mark.parametrize("name", drafts.DFLASH)
 def test_blocks_are_their_formulas(load, name):
-    written, draft, (logits, (tokens, parents, count, _)) = load(name)
+    written, draft, (logits, (tokens, parents, count, *_)) = load(name)
     meaning, right = MEANINGS[name], right_logits(written)
     assert (draft.taps, draft.sample_from_anchor, draft.causal) == (meaning.taps, meaning.anchor, meaning.causal)
     assert (draft.block_size, draft.mask_token_id) == (BLOCK, MASK)
