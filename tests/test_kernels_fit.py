@@ -285,8 +285,7 @@ SCRIPTS = {
     "quantised": QUANTISED,
     "experts": EXPERTS,
     "all_reduce": ALL_REDUCE,
-    "recurrences": RECURRENCES,
-    "norms": NORMS,
+    "recurrences": RECURRENCES + NORMS,
 }
 
 
