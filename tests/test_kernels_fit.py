@@ -275,6 +275,12 @@ for heads, size, inputs, experts in ((32, 128, 2048, 512),):
         assert same == layouts, "rows change how a sum lies in the registers"
         results[f"{rows} rows, {heads} heads of {size}"] = max(kernel.metadata.shared for kernel in found)
     del results[f"{heads} heads of {size}"]
+
+from spec_compile.kernels import lattice
+
+found, lattice.lattice_kernel = [], Compiled(lattice.lattice_kernel)
+lattice.launch(torch.zeros(2).long(), torch.zeros(2, 15, 16).long(), torch.zeros(2, 15, 16, 16), 64)
+results["a lattice"] = found[0].metadata.shared
 print(json.dumps(results))
 """
 
