@@ -193,6 +193,7 @@ def test_gpu_rounds_and_loop_on_a_tiny_model(tiny, monkeypatch):
     assert row["tokens"] == 40 and row["repeats"] == 3 and row["ours"] > 0 and row["HF"] > 0
 
 
+@pytest.mark.slow
 def test_gpu_rounds_of_a_tiny_hybrid(monkeypatch):
     """States count as bytes, and of experts those that are chosen."""
     monkeypatch.setattr(gpu, "text_tokens", lambda count, vocab: torch.arange(count) % vocab)

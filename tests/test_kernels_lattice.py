@@ -7,9 +7,13 @@ from places import INTERPRETER, ON_GPU
 from spec_compile.drafters.trees.lattice import grow_table, lattice_tree
 from spec_compile.kernels.lattice import launch
 
+LONG = (3, 2, 15), (2, 16, 40), (15, 16, 64)
+
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU), pytest.param("cpu", marks=INTERPRETER)])
-@pytest.mark.parametrize("places, count, nodes", [(1, 3, 4), (3, 2, 15), (4, 5, 17), (2, 16, 40), (15, 16, 64)])
+@pytest.mark.parametrize(
+    "places, count, nodes", [(1, 3, 4), (4, 5, 17), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in LONG)]
+)
 def test_the_kernel_of_lattices(device, places, count, nodes):
     """The bits of the plain form, with ties, certain tokens and impossible ones."""
     generator = torch.Generator().manual_seed(nodes)
