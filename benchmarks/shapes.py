@@ -78,3 +78,10 @@ def read_bytes(fast: PreTrainedModel, context: int, batch: int = 1, nodes: int =
     """Bytes that a round must move: weights, keys and values of the context, and states, read once and written once."""
     graph = fast.speculation.engine.runtime.verify
     return weight_bytes(fast, batch * nodes) + (graph.token_bytes * context + 2 * state_bytes(graph)) * batch
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the keys and values of one token, of a model whose layers all attend."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers * config.num_key_value_heads * head_dim * 2 * model.dtype.itemsize
