@@ -8,7 +8,8 @@
 Greedy, one prompt at a time. Every prompt is answered by all systems in turn, in one process, `--repeats` times over; a
 rate is the median over the repeats of (all tokens of a workload) / (all seconds of generate(), prompts included). All
 have been compiled and called before; the trie is emptied before every answer. Transformers' prompt lookup has the
-fastest of six settings (10, 16, 24 tokens; n-grams of 2 or 3) on prompts of the workload that are not measured.
+fastest of six settings (10, 16, 24 tokens; n-grams of 2 or 3) on prompts of the workload that are not measured. With
+models that keep recurrent states transformers has neither that nor assistants.
 
 Accept length: tokens a round, the target's own included. By depth: of the rounds with drafts at depth 1, 2, 3 and 4,
 the share that accepted one there. First token: the time until generate() has given one, prompt and call included. A
@@ -89,7 +90,7 @@ console = Console(stderr=True)
 def hf_systems(model: PreTrainedModel, draft: PreTrainedModel | None, fixed: dict) -> dict[str, Callable]:
     """Transformers' own ways; its compiled forward over a static cache on a GPU only, where it compiles by itself."""
     ways = {GREEDY: {}}
-    if draft is not None:
+    if draft is not None and not model._is_stateful:
         ways["HF assistant"] = dict(assistant_model=draft)
     if model.device.type == "cuda":
         ways["HF static + compile"] = dict(cache_implementation="static")
@@ -116,8 +117,9 @@ def measure(
 ) -> dict:
     """Figures of each system, and of prompt lookup, over one workload. prompts: those to measure, those for tuning."""
     prompts, tuning = prompts
-    lookup, tried = best_lookup(model, tuning, fixed)
-    systems = systems | {LOOKUP: partial(model.generate, **fixed, **lookup)}
+    if not model._is_stateful:
+        lookup, tried = best_lookup(model, tuning, fixed)
+        systems = systems | {LOOKUP: partial(model.generate, **fixed, **lookup)}
     answers, rates = answer_in_turn(systems, ours, prompts, repeats)
     counted = {name: deepcopy(fast.speculation.stats) for name, fast in ours.items()}
     first = first_tokens(systems, prompts, repeats)

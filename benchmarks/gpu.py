@@ -31,15 +31,18 @@ from pathlib import Path
 import drafts
 import torch
 from common import DEMO_MODEL, HERE, RESULTS, floors, merge_rows, prompts_of, stamp, write_json
-from shapes import SHAPES, build, text_tokens, token_bytes, weight_bytes
+from shapes import DENSE, SHAPES, build, read_bytes, text_tokens, weight_bytes
 from steps import LENGTHS, PLAIN, steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
+from spec_compile.graph import calls
+from spec_compile.kernels import experts
 from spec_compile.runtime.prefill_chunks import FIXED, chunks
 
 FAMILIES = {
-    "norms": ("rsqrt", "rms_norm"),
+    "norms": ("rsqrt", "rms_norm", "l2_norms"),
+    "recurrences": ("linear_tree", "linear_commit", "convolution_", "selective", "walk_kernel"),
     "attention": ("attention", "append_kernel", "tree_kernel", "tail_tiles", "prompt_kernel", "merge_"),
     "matrix products": ("small_m", "gemm", "cutlass", "nvjet", "splitk", "gemv", "cublas"),
     "rotary embedding, activations": ("triton_poi", "triton_red", "triton_per"),
@@ -89,6 +92,8 @@ def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) 
     session = engine.session(batch)
     state = session.state
     ids = text_tokens(context, engine.runtime.verify.vocab_size).tolist()
+    is_sparse = bool(calls(engine.runtime.verify.gm, experts.UP))
+    spread = torch.arange(1, 65, device=state.tokens.device) * (engine.runtime.verify.vocab_size // 65)
     out = {}
     for nodes in sizes:
         with torch.no_grad():
@@ -98,7 +103,13 @@ def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) 
             state.lengths.copy_(state.prompt_lengths - 1)
             state.root()
             session.drafter.propose(state, 128)
-            out[nodes] = median_ms(lambda step=step: step(128), repeats)
+
+            def run(step=step, nodes=nodes):
+                if is_sparse:  # equal tokens would choose the same experts
+                    state.tree_tokens[:, :nodes] = spread[:nodes]
+                step(128)
+
+            out[nodes] = median_ms(run, repeats)
             session.drafter.finish([])
     return out
 
@@ -182,14 +193,14 @@ def prompts(fast, model, lengths: list[int]) -> list[dict[str, float]]:
     return rows
 
 
-def round_rows(fast, batches: list[int], contexts: list[int], sizes: list[int], speeds: dict, model) -> list[dict]:
+def round_rows(fast, batches: list[int], contexts: list[int], sizes: list[int], speeds: dict) -> list[dict]:
     """A row for each batch, context and size: the captured graph of a round alone, beside the floors."""
     rows = []
     for batch, context in itertools.product(batches, contexts):
         if batch > 1 and context > 8192:
             continue
-        read = weight_bytes(model) + token_bytes(model) * context * batch
         for nodes, ms in rounds(fast, context, batch, sizes).items():
+            read = read_bytes(fast, context, batch, nodes)
             row = dict(batch=batch, context=context, nodes=nodes, ms=ms, **floors(read, speeds, ms))
             rows.append(row)
             simulated = batch * SIMULATED / ms * 1e3
@@ -206,7 +217,7 @@ def step_rows(model, fast, plain, options, speeds: dict) -> list[dict]:
     ids, tuning = text_tokens(2048, model.config.vocab_size)[None].to(model.device).split(1024, dim=1)
     rows = steps(model, plain, fast, ids, [tuning], options.repeats)
     context = ids.shape[1] + sum(LENGTHS) // 2
-    read = weight_bytes(model) + token_bytes(model) * context
+    read = read_bytes(fast, context)
     for row in rows:
         if row["system"] == PLAIN:
             row |= floors(read, speeds, row["ms"])
@@ -229,7 +240,7 @@ def measure(name: str, options, speeds: dict[str, float]) -> dict:
         return {"ready_warm": {"seconds": ready}}
     print(f"\n{name}: {weight_bytes(model) / 1e9:.2f} GB of weights read a round, ready after {ready:.1f} s")
     result = {"ready": {"seconds": ready, "weight_bytes": weight_bytes(model)}}
-    result["rounds"] = round_rows(fast, options.batches, options.contexts, options.sizes, speeds, model)
+    result["rounds"] = round_rows(fast, options.batches, options.contexts, options.sizes, speeds)
     for nodes in sorted({1, 16, max(options.sizes)} & set(options.sizes)) if options.families else []:
         rounds(fast, 1024, 1, [nodes], 3)
         spent, kernels = families(fast, nodes)
@@ -244,7 +255,7 @@ def measure(name: str, options, speeds: dict[str, float]) -> dict:
     if options.prompts:
         result["prompts"] = prompts(fast, model, options.prompts)
     if options.drafts is not None and name in drafts.DRAFTS:
-        read = weight_bytes(model) + token_bytes(model) * 1024
+        read = read_bytes(fast, 1024)
         result["drafts"] = drafts.measure(name, options.drafts, model, SHAPES[DRAFT_MODEL][1], read, speeds, rounds)
     if options.baselines:  # last, as it drops all that torch.compile has made
         result["steps"] = step_rows(model, fast, plain, options, speeds)
@@ -284,7 +295,7 @@ def merged(before: dict, result: dict, stamped: dict) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="*", default=list(DENSE), choices=list(SHAPES))
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])

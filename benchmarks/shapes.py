@@ -1,12 +1,15 @@
 """Model shapes with random weights, and text for them."""
 
+import math
+
 import torch
 from common import DEMO_MODEL, HERE, read_prompts
+from hybrid_shapes import HYBRIDS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 LLAMA_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                   original_max_position_embeddings=8192)  # fmt: skip
-SHAPES = {
+DENSE = {
     "llama-8b": ("llama", dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128256,
                                num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072,
                                rope_parameters=dict(rope_theta=500000.0, **LLAMA_ROPE))),
@@ -27,6 +30,8 @@ SHAPES = {
                                    tie_word_embeddings=True, max_position_embeddings=8192,
                                    rope_parameters=dict(rope_type="default", rope_theta=100000.0))),
 }  # fmt: skip
+SHAPES = DENSE | HYBRIDS
+"""Name -> model type and sizes."""
 
 
 def build(name: str, device: str = "cuda") -> PreTrainedModel:
@@ -48,15 +53,35 @@ def text_tokens(count: int, vocab: int) -> torch.Tensor:
     return ids.repeat(-(-count // len(ids)))[:count] % vocab
 
 
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights that a step reads: all but those of an embedding of its own, of which rows are read."""
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
+def weight_bytes(model: PreTrainedModel, rows: int = 1) -> int:
+    """Bytes of the weights that a step over `rows` tokens reads.
+
+    All but those of an embedding of its own, of which rows are read. Of E experts, of which a token chooses k, those
+    that are expected to be chosen if tokens choose alike often and independently.
+    """
+    config = model.config.get_text_config(decoder=True)
+    chosen, total = getattr(config, "num_experts_per_tok", None), 0.0
+    for name, weight in model.named_parameters():
+        is_expert = chosen and ".experts." in name and weight.dim() == 3
+        share = 1 - (1 - chosen / len(weight)) ** rows if is_expert else 1.0
+        total += share * weight.numel() * weight.element_size()
     table = model.get_input_embeddings().weight
-    return total if model.config.tie_word_embeddings else total - table.numel() * table.element_size()
+    return int(total) if config.tie_word_embeddings else int(total) - table.numel() * table.element_size()
+
+
+def state_bytes(graph) -> int:
+    """Bytes of the states of one sequence in the recurrences and convolutions of a `ModelGraph`."""
+    return sum(math.prod(spec.state) * (spec.dtypes[0] or graph.dtype).itemsize for spec in graph.recurrences)
+
+
+def read_bytes(fast: PreTrainedModel, context: int, batch: int = 1, nodes: int = 1) -> int:
+    """Bytes that a round must move: weights, keys and values of the context, and states, read once and written once."""
+    graph = fast.speculation.engine.runtime.verify
+    return weight_bytes(fast, batch * nodes) + (graph.token_bytes * context + 2 * state_bytes(graph)) * batch
 
 
 def token_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the keys and values of one token."""
+    """Bytes of the keys and values of one token, of a model whose layers all attend."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_hidden_layers * config.num_key_value_heads * head_dim * 2 * model.dtype.itemsize

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import ADMITTED, prompts
+from models import ADMITTED, HYBRIDS, prompts
 
 from spec_compile import speculate
 
@@ -20,6 +20,7 @@ import common  # noqa: E402
 import cpu  # noqa: E402
 import gpu  # noqa: E402
 import quantised  # noqa: E402
+import shapes  # noqa: E402
 import steps  # noqa: E402
 import tables  # noqa: E402
 
@@ -177,9 +178,9 @@ def test_gpu_steps_on_a_tiny_model(tiny):
 def test_gpu_rounds_and_loop_on_a_tiny_model(tiny, monkeypatch):
     model, plain, fast = tiny
     monkeypatch.setattr(gpu, "text_tokens", lambda count, vocab: torch.arange(count) % vocab)
-    (row,) = gpu.round_rows(fast, [1], [100], [16], {"copy": 1e9, "read": 2e9}, model)
+    (row,) = gpu.round_rows(fast, [1], [100], [16], {"copy": 1e9, "read": 2e9})
     assert row["nodes"] == 16 and row["ms"] > 0 and row["over_read"] == pytest.approx(2 * row["over_copy"])
-    bytes_read = gpu.weight_bytes(model) + 100 * gpu.token_bytes(model)
+    bytes_read = gpu.weight_bytes(model) + 100 * fast.speculation.engine.runtime.verify.token_bytes
     assert row["floor_copy_ms"] == pytest.approx(bytes_read / 1e9 * 1e3)
     result = gpu.loop(plain, prompts()[0][0], 12)
     assert result["rounds"] == 12 and result["accept_length"] == 1.0  # one round a token
@@ -190,6 +191,30 @@ def test_gpu_rounds_and_loop_on_a_tiny_model(tiny, monkeypatch):
     assert 1 < expected == gpu.loop(fast, prompts()[0][0], 40)["rounds"]
     (row,) = gpu.prompts(fast, model, [40])
     assert row["tokens"] == 40 and row["repeats"] == 3 and row["ours"] > 0 and row["HF"] > 0
+
+
+@pytest.mark.slow
+def test_gpu_rounds_of_a_tiny_hybrid(monkeypatch):
+    """States count as bytes, and of experts those that are chosen."""
+    monkeypatch.setattr(gpu, "text_tokens", lambda count, vocab: torch.arange(count) % vocab)
+    fast = speculate(HYBRIDS["qwen3_next"](), compile=False, adaptive=False, num_draft_tokens=4, check=False)
+    graph, config = fast.speculation.engine.runtime.verify, fast.config
+    linear = sum(kind == "linear_attention" for kind in config.layer_types)
+    heads, size = config.linear_num_value_heads, config.linear_key_head_dim
+    channels = (2 * config.linear_num_key_heads + heads) * size
+    assert shapes.state_bytes(graph) == 4 * linear * (heads * size * size + 3 * channels)
+    speeds = {"copy": 1e9, "read": 2e9}
+    one, four = gpu.round_rows(fast, [1], [40], [1, 4], speeds)
+    expected = shapes.weight_bytes(fast, 4) + 40 * graph.token_bytes + 2 * shapes.state_bytes(graph)
+    assert four["floor_copy_ms"] == pytest.approx(expected / 1e9 * 1e3) and one["floor_copy_ms"] < four["floor_copy_ms"]
+
+
+@pytest.mark.parametrize(
+    "name, billions", [("qwen3.5-9b", 8.95), ("falcon-h1-7b", 7.59), ("nemotron-h-8b", 8.1), ("lfm2-1.2b", 1.17)]
+)
+def test_hybrids_have_their_published_sizes(name, billions):
+    model = shapes.build(name, "meta")
+    assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_acceptance_and_cpu_on_a_tiny_model(tiny):

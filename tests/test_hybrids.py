@@ -284,3 +284,28 @@ def test_on_a_gpu(name, compile):
         references = [row.cpu() for row in texts(plain, mask)]
         assert torch.equal(answer(fast, ids, mask, reference=references), plain)
     assert fast.speculation.stats.accept_length > 3
+
+
+BITS = ["lfm2", "lfm2_moe", "lfm3", "qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "falcon_h1", "granitemoehybrid"]
+
+
+def bits_of_answers(model, nodes, reference=None, **options):
+    """Tokens [B, T] and logits [new, B, V] of an answer whose rounds verify `nodes` nodes, and the accept length."""
+    ids, mask = (tensor.to(model.device) for tensor in batch((5, 70, 131)))
+    fast = spec_compile.speculate(model, compile=False, num_draft_tokens=nodes, max_cache_len=512, **options)
+    more = dict(return_dict_in_generate=True, output_logits=True)
+    out = answer(fast, ids, mask, **more, **({} if reference is None else {"reference": texts(reference, mask)}))
+    return out.sequences.cpu(), torch.stack(out.logits).cpu(), fast.speculation.stats.accept_length
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", [*BITS, "nemotron_h"])
+def test_the_same_bits_on_a_gpu(name):
+    """Of tokens and logits, in plain steps and in rounds with drafts that are mostly right."""
+    model = models.HYBRIDS[name]().to("cuda", torch.bfloat16)
+    plain, logits, _ = bits_of_answers(model, 1, exact="bits")
+    for nodes in (4, 16, 64):
+        tokens, same, accepted = bits_of_answers(model, nodes, plain, exact="bits")
+        assert torch.equal(tokens, plain) and torch.equal(same, logits)
+        assert accepted > 2

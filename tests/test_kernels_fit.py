@@ -256,6 +256,41 @@ for name, (kind, inputs) in SHAPES.items():
 print(json.dumps(results))
 """
 
+NORMS = """
+from spec_compile.kernels import gated_norm, l2_norm, norm, row_scan
+from spec_compile.kernels.linear import float32
+
+MODULES = gated_norm, l2_norm, norm, norm, row_scan, float32
+NAMES = "gated_rms_norm_kernel", "l2_norms_kernel", "_add_rms_norm", "_rms_norm_of_heads", "_sum_parts", "linear_kernel"
+for module, name in zip(MODULES, NAMES):
+    setattr(module, name, Compiled(getattr(module, name)))
+for heads, size, inputs, experts in ((32, 128, 2048, 512),):
+    for rows in (1, 16):
+        found = []
+        x, gate = torch.zeros(2, 1, rows, heads * size, dtype=torch.bfloat16)
+        for gate_first in (False, True):
+            weight = x[0, 0]
+            gated_norm.launch(x.float(), gate, weight, 1e-6, size, "silu", gate_first, not gate_first)
+        q = x.unflatten(-1, (heads, size))
+        l2_norm.launch(q, q, 1e-6, 0.1)
+        norm.launch(q, None, weight[:size], 1e-6, None)
+        row_scan.launch_sum(x[..., :8])
+        for dtype in (torch.bfloat16, torch.float32):
+            float32.launch(torch.zeros(rows, inputs, dtype=torch.bfloat16), torch.zeros(experts, inputs, dtype=dtype))
+        layouts = [sorted(re.findall("#ttg.blocked<(.*?)>", kernel.asm["ttgir"])) for kernel in found]
+        same = results.setdefault(f"{heads} heads of {size}", layouts)
+        assert same == layouts, "rows change how a sum lies in the registers"
+        results[f"{rows} rows, {heads} heads of {size}"] = max(kernel.metadata.shared for kernel in found)
+    del results[f"{heads} heads of {size}"]
+
+from spec_compile.kernels import lattice
+
+found, lattice.lattice_kernel = [], Compiled(lattice.lattice_kernel)
+lattice.launch(torch.zeros(2).long(), torch.zeros(2, 15, 16).long(), torch.zeros(2, 15, 16, 16), 64)
+results["a lattice"] = found[0].metadata.shared
+print(json.dumps(results))
+"""
+
 
 SCRIPTS = {
     "attention": ATTENTION,
@@ -263,7 +298,7 @@ SCRIPTS = {
     "quantised": QUANTISED,
     "experts": EXPERTS,
     "all_reduce": ALL_REDUCE,
-    "recurrences": RECURRENCES,
+    "recurrences": RECURRENCES + NORMS,
 }
 
 

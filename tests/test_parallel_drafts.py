@@ -19,6 +19,8 @@ from torch import nn
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.options import ParallelOptions
 from spec_compile.drafters.p_eagle import ParallelHeadOptions, ParallelHeads
+from spec_compile.drafters.pard import accepted_of_own_text
+from spec_compile.drafters.self_check import STRIDE
 
 PARDS_MASK = 95
 SCHEDULES = {
@@ -260,7 +262,25 @@ def test_drafts_without_masks_are_refused():
 def test_pard_is_read_from_a_folder(tmp_path):
     pard().save_pretrained(tmp_path)
     system = models.speculate_captured(target(), "pard", draft=str(tmp_path), compile=False, max_cache_len=64)
-    assert "7 tokens are drafted in one forward, masked by token 95" in system.speculation.explain()
+    told = system.speculation.explain()
+    assert "7 tokens are drafted in one forward, masked by token 95" in told
+    assert "self-check: 1." in told and "of 7 drafts are the target's own next tokens, on average" in told
+
+
+def test_the_self_check_of_pard_counts_what_would_be_accepted(monkeypatch):
+    """Against the draft model without a cache, and with another mask."""
+    text = rounds.generated(target(), rounds.prompts(4, 3), 21)
+    monkeypatch.setattr("spec_compile.drafters.pard.own_text", lambda model: text)
+    algorithm, right = fast("chain").speculation.engine.runtime.algorithm, []
+    steps = algorithm.schedule.num_steps
+    for p in range(text.shape[1] - 1 - steps, 1, -STRIDE):
+        masks = torch.full((4, steps - 1), PARDS_MASK)
+        with torch.no_grad():
+            drafts = pard()(torch.cat([text[:, : p + 1], masks], dim=1)).logits[:, -steps:].argmax(-1)
+        right.append((drafts == text[:, p + 1 : p + 1 + steps]).long().cumprod(dim=1).sum(dim=1))
+    mean = float(torch.cat(right).float().mean())
+    assert accepted_of_own_text(target(), algorithm) == (pytest.approx(mean), steps)
+    assert mean > 0.8
 
 
 def test_options_are_checked():

@@ -10,7 +10,7 @@ from torch import fx, nn
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
 from spec_compile.capture.trace import capture
-from spec_compile.graph import ModelGraph
+from spec_compile.graph import ModelGraph, calls
 from spec_compile.kernels import experts, linear
 from spec_compile.kernels.attention import Use
 from spec_compile.passes import Settings
@@ -19,10 +19,18 @@ from spec_compile.passes.row_invariance import require_same_bits, variant_parts
 aten = torch.ops.aten
 
 
+SLOW = ["qwen3_next", "qwen3_5_moe", "olmo_hybrid", "bamba", "granitemoehybrid", "lfm2_moe", "lfm3"]
+REDUCED = {
+    "qwen3_5": (1, 1, 0, 0), "qwen3_next": (1, 1, 0, 0), "qwen3_5_moe": (1, 1, 0, 0), "olmo_hybrid": (1, 1, 0, 0),
+    "bamba": (1, 0, 0, 0), "granitemoehybrid": (1, 0, 0, 0), "nemotron_h": (1, 0, 2, 1), "lfm2_moe": (0, 0, 1, 0),
+}  # fmt: skip
+"""Norms with gates, pairs of L2 norms, sums of routers, and products in float32 of a model's graph."""
+
+
 @pytest.fixture
 def half_on_gpu(monkeypatch):
     """A function: name of a tiny model -> its verify graph in bfloat16, which passes take for one on a GPU."""
-    for module in ("attention.tree_attention", "norm", "experts.route"):
+    for module in ("attention.tree_attention", "gated_norm", "l2_norm", "linear.float32", "row_scan", "experts.route"):
         pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
     monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
     for module in (linear.small_m, experts.launch):
@@ -50,12 +58,21 @@ def half_on_gpu(monkeypatch):
         "gpt_oss",
         "lfm2",
         "falcon_h1",
+        "qwen3_5",
+        "nemotron_h",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
 )
 def test_kernels_of_ours_compute_all_of_these(half_on_gpu, name):
     graph = half_on_gpu(name)
     assert variant_parts(graph) == []
     require_same_bits(graph)
+    gated, pairs, sums, products = REDUCED.get(name, (0, 0, 0, 0))
+    ops = torch.ops.spec_compile
+    fused = ops.gated_rms_norm, ops.l2_norms, ops.row_sum, ops.linear_float32
+    assert [len(calls(graph.gm, op.default)) for op in fused] == [gated, pairs, sums, products]
+    left = [node for op in (aten.mean.dim, aten.sum.dim_IntList) for node in calls(graph.gm, op)]
+    assert not any(node.meta["val"].is_floating_point() for node in left)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +81,6 @@ def test_kernels_of_ours_compute_all_of_these(half_on_gpu, name):
         ("gpt2", ["transformer.h.0-1.ln_1: op layer_norm", "transformer.h.0-1.attn.c_attn: product by addmm",
                   "transformer.ln_f: op layer_norm"]),
         ("cohere", ["model.layers.0-1.input_layernorm: op mean", "model.norm: op mean"]),
-        ("qwen3_5", ["model.layers.0.linear_attn: op sum", "model.layers.0.linear_attn.norm: op mean"]),
-        ("nemotron_h", ["model.layers.0.mixer.norm: op mean"]),
         ("deepseek_v3", ["model.layers.0-2.self_attn.kv_b_proj: product 24 -> 112 (24 inputs are no multiple of 16)"]),
     ],
 )  # fmt: skip

@@ -125,15 +125,15 @@ def collect(work: Path, smoke: bool) -> None:
 # --- answers --------------------------------------------------------------------------------------
 
 
-def answer(prompts: list[str], device: str, new: int) -> list[str]:
-    """The model's greedy answers, the end of the text included."""
+def answer(path: Path, prompts: list[str], device: str, new: int) -> list[str]:
+    """The greedy answers, the end of the text included."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from spec_compile.training.data import Document
     from spec_compile.training.on_policy import continue_documents
 
-    tokenizer = AutoTokenizer.from_pretrained(HERE)
-    model = AutoModelForCausalLM.from_pretrained(HERE, dtype="bfloat16" if device == "cuda" else "float32").to(device)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16" if device == "cuda" else "float32").to(device)
     encoded = [torch.tensor(ids, dtype=torch.int32) for ids in tokenizer(prompts).input_ids]
     documents = [Document(ids, torch.zeros(len(ids), dtype=torch.bool)) for ids in encoded]
     options = {"max_new_tokens": new, "do_sample": False}
@@ -141,11 +141,11 @@ def answer(prompts: list[str], device: str, new: int) -> list[str]:
     return tokenizer.batch_decode([document.ids[document.supervised].tolist() for document in answered])
 
 
-def answer_all(prompts: list[str], device: str, new: int) -> list[dict]:
+def answer_all(path: Path, prompts: list[str], device: str, new: int) -> list[dict]:
     """All with their answers, made by several processes on one GPU."""
     count = 4 if device == "cuda" else 1
     with multiprocessing.get_context("spawn").Pool(count) as pool:
-        shares = pool.starmap(answer, [(prompts[n::count], device, new) for n in range(count)])
+        shares = pool.starmap(answer, [(path, prompts[n::count], device, new) for n in range(count)])
     return [
         {"prompt": prompt, "completion": completion}
         for n, share in enumerate(shares)
@@ -171,7 +171,7 @@ def command(algo: str, args, folder: Path) -> list[str]:
     """``python -m spec_compile train ...``"""
     length = ["--steps", "3"] if args.smoke else ["--minutes", str(args.minutes)]
     return [
-        sys.executable, "-m", "spec_compile", "train", "--model", os.path.relpath(HERE), "--algo", algo,
+        sys.executable, "-m", "spec_compile", "train", "--model", os.path.relpath(args.model), "--algo", algo,
         "--data", str(args.work / "train.jsonl"), "--validation", str(args.work / "held_out.jsonl"),
         "--output", str(folder), *length, "--device", args.device,
         "--options", json.dumps(OPTIONS | HEADS[algo] | ({"batch_size": 2} if args.smoke else {})),
@@ -189,6 +189,7 @@ def finish(folder: Path, facts: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, default=HERE, help="of train.py")
     parser.add_argument("--work", type=Path, required=True, help="for the data")
     parser.add_argument("--out", type=Path, required=True, help="for the heads, a folder each")
     parser.add_argument("--heads", nargs="*", default=list(HEADS), choices=HEADS)
@@ -205,7 +206,10 @@ def main() -> None:
     for name, kept, more in (("train", "prompts", texts), ("held_out", "held_out_prompts", [])):
         if not (args.work / f"{name}.jsonl").is_file():
             prompts = [row["prompt"] for row in read(args.work / f"{kept}.jsonl")]
-            write(args.work / f"{name}.jsonl", answer_all(prompts, args.device, 8 if args.smoke else NEW) + more)
+            write(
+                args.work / f"{name}.jsonl",
+                answer_all(args.model, prompts, args.device, 8 if args.smoke else NEW) + more,
+            )
 
     facts = {
         "prompts": len(read(args.work / "train.jsonl")) - len(texts), "texts": len(texts), "new": NEW,

@@ -4,8 +4,10 @@
     python examples/tiny_coder/train.py --out OUT --minutes 1 --smoke  # any CPU: only to see that it runs
     python examples/tiny_coder/train.py --out OUT --minutes 5 --layers 3 --teacher examples/tiny_coder
 
-The last one makes a model of half the size, which learns the larger one's probabilities and has its tokenizer, as a
-draft model for it.
+    python examples/tiny_coder/train.py --out OUT --minutes 9.6 --architecture qwen3_5   # a hybrid, see hybrid.py
+
+The third makes a model of half the size, which learns the larger one's probabilities and has its tokenizer, as a
+draft model for it. Heads for a hybrid: heads.py --model OUT.
 
 The corpus (data.py) is the Python code installed on this machine; about 40 % of each batch are editing
 documents made from it (edits.py) by worker processes while the training runs. The schedule follows the
@@ -31,6 +33,7 @@ import data  # noqa: E402
 import edits  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from hybrid import ARCHITECTURES, Hybrid  # noqa: E402
 from model import LAYERS, Llama, Muon, head_loss, to_transformers  # noqa: E402
 
 LENGTH = data.MAX_LENGTH
@@ -249,6 +252,7 @@ def main() -> None:
     parser.add_argument("--lr-embed", type=float, default=3e-3, help="peak rate of embeddings and norms (AdamW)")
     parser.add_argument("--edit-share", type=float, default=0.4)
     parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--architecture", default="llama", choices=("llama", *ARCHITECTURES))
     parser.add_argument("--teacher", type=Path, help="a model of this kind: learn its probabilities, use its tokenizer")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="little data and short rows, for a CPU")
@@ -290,14 +294,15 @@ def main() -> None:
     val_limit = 40 if args.smoke else 480  # windows
 
     torch.set_float32_matmul_precision("high")
-    model, teacher = Llama(args.layers).to(device), None
+    is_llama, teacher = args.architecture == "llama", None
+    model = (Llama(args.layers) if is_llama else Hybrid(args.architecture, args.layers)).to(device)
     if args.teacher:
         from transformers import AutoModelForCausalLM
 
         teacher = AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.bfloat16).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     adam = torch.optim.AdamW(others, lr=args.lr_embed, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     muon = Muon(matrices, lr=args.lr, weight_decay=0.1)
     if not args.no_compile and not args.smoke:
@@ -309,7 +314,7 @@ def main() -> None:
         return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
     def checkpoint():
-        hf = to_transformers(model)
+        hf = to_transformers(model) if is_llama else model.to_transformers()
         hf.save_pretrained(args.out)
         return hf
 
@@ -381,7 +386,8 @@ def main() -> None:
         "unique": f"{len(tokens) / 1e6:.0f}", "edit_unique": f"{stream.count * LENGTH / 1e6:.0f}",
         "share": f"{args.edit_share:.0%}", "loss": f"{val_loss:.3f}", "bits": f"{val_loss * bits:.3f}",
         "hardware": "one " + torch.cuda.get_device_name().replace("NVIDIA ", "") if device.type == "cuda" else "a CPU",
-        "layers": args.layers, "options": f" --layers {args.layers} --teacher {args.teacher}" if args.teacher else "",
+        "layers": args.layers, "kind": "Llama" if is_llama else f"{args.architecture} hybrid",
+        "options": f" --layers {args.layers} --teacher {args.teacher}" if args.teacher else "",
         "exact": "not measured", "tasks": len(tasks), "held_out": len(val), "total": f"{args.minutes:g}",
         "versions": f"PyTorch {torch.__version__.split('+')[0]}",
     }  # fmt: skip

@@ -28,14 +28,11 @@ from .checkpoints.dflash import load_dflash
 from .hidden_states import tapped_states
 from .modules.dflash import Context, DFlashDraft
 from .options import UnionOptions, check_sample_method
-from .self_check import STRIDE, own_text
+from .self_check import LOOKED_AT, mean_accepted, own_text
 from .shared_draft import choose_ranks
 from .trees.linked import LinkedPlaces
 from .trees.places import Places, likeliest
 from .window import WindowOptions
-
-LOOKED_AT = 8
-"""Drafts of a block that the self-check looks at."""
 
 
 @dataclass(frozen=True)
@@ -198,17 +195,16 @@ def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[flo
     batch, length = text.shape
     drafter, max_kv_len = algorithm.drafter(batch, length + algorithm.block_size), length + algorithm.block_size
     drafter.write(features, torch.zeros_like(text[:, 0]))
-    looked_at, accepted = min(algorithm.block_size - draft.first, LOOKED_AT), []
-    for p in range(length - 1 - looked_at, 1, -STRIDE):  # backwards, for a block overwrites what lies behind its root
+    looked_at = min(algorithm.block_size - draft.first, LOOKED_AT)
+
+    def draft_behind(p: int) -> Tensor:
         root = text[:, p]
         logits, *normed = drafter.output(root, torch.full_like(root, p), max_kv_len)
         if normed:
-            tokens, _ = drafter.places.chain(root, logits, *normed, looked_at)
-        else:
-            tokens = likeliest(logits, draft.draft_to_target)[1][:, draft.first :][:, :looked_at]
-        right = tokens == text[:, p + 1 : p + 1 + looked_at]
-        accepted.append(right.to(torch.int64).cumprod(dim=1).sum(dim=1))
-    return float(torch.cat(accepted).float().mean()), looked_at
+            return drafter.places.chain(root, logits, *normed, looked_at)[0]
+        return likeliest(logits, draft.draft_to_target)[1][:, draft.first :][:, :looked_at]
+
+    return mean_accepted(text, looked_at, draft_behind), looked_at
 
 
 def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:

@@ -13,6 +13,8 @@ from ..graph import ModelGraph
 from ..runtime.state import State
 from .draft_model import DraftModel, ModelDrafter, capture_draft, open_draft, vocabulary
 from .options import ParallelOptions
+from .self_check import LOOKED_AT, mean_accepted, own_text
+from .trees.places import likeliest
 
 MASKS = ("pard_token", "ptd_token_id")
 """Names of the mask's id in published configs, as vLLM looks for them."""
@@ -27,6 +29,7 @@ class Pard(DraftModel):
         """graph: of `draft`. vocab_size: of the target. mask: the token that masks are."""
         super().__init__(draft, graph, options, vocab_size)
         self.mask, self.places, self.refill = mask, options.places(draft.device), options.path - 1
+        self.checked: list[str] = []
         fed = self.refill + options.num_steps
         self.plan = DraftPlan(options.nodes, lookahead_slots=fed, draws=options.draws)
 
@@ -35,7 +38,7 @@ class Pard(DraftModel):
 
     def explain(self) -> list[str]:
         line = f"PARD: {self.schedule.num_steps} tokens are drafted in one forward, masked by token {self.mask}"
-        return [line, *super().explain()]
+        return [line, *self.checked, *super().explain()]
 
 
 class PardDrafter(ModelDrafter):
@@ -47,15 +50,35 @@ class PardDrafter(ModelDrafter):
         self.wanted = algorithm.schedule.num_steps
 
     def propose(self, state: State, max_kv_len: int) -> None:
-        lengths = state.lengths.clone()
+        self.places.propose(state, self.output(state.tokens, state.lengths.clone(), max_kv_len))
+
+    def output(self, tokens: Tensor, lengths: Tensor, max_kv_len: int) -> Tensor:
+        """Logits [B, num_steps, V] of the drafts behind the roots, which stand at `lengths` [B] in tokens [B, T]."""
         begin = (lengths - self.refill).clamp(min=0)
         slots = begin[:, None] + torch.arange(self.refill + self.wanted, device=begin.device)
-        ids = state.tokens.gather(1, slots.clamp(max=state.capacity - 1)).clamp(max=self.graph.vocab_size - 1)
+        ids = tokens.gather(1, slots.clamp(max=tokens.shape[1] - 1)).clamp(max=self.graph.vocab_size - 1)
         ids = torch.where(slots <= lengths[:, None], ids, self.mask)
         chain = (torch.ones_like(slots) << torch.arange(1, slots.shape[1] + 1, device=begin.device)) - 1
         rows = (lengths - begin)[:, None] + torch.arange(self.wanted, device=begin.device)
-        logits: Tensor = self._run(ids, slots, begin, chain, max_kv_len, rows)
-        self.places.propose(state, logits)
+        return self._run(ids, slots, begin, chain, max_kv_len, rows)
+
+
+@torch.no_grad()
+def accepted_of_own_text(model: PreTrainedModel, algorithm: Pard) -> tuple[float, int]:
+    """How many drafts are what the target goes on with in texts of its own, on average, and of how many."""
+    text = own_text(model)
+    batch, length = text.shape
+    slots = length + algorithm.plan.lookahead_slots
+    drafter = PardDrafter(algorithm, batch, slots)
+    ids, none = text.clamp(max=algorithm.graph.vocab_size - 1), torch.zeros_like(text[:, 0])
+    positions = torch.arange(length, device=text.device).expand(batch, -1)
+    drafter.filling(ids, drafter._inside(positions), none, None, drafter.cache.tensors, length)
+    looked_at = min(algorithm.schedule.num_steps, LOOKED_AT)
+
+    def draft_behind(p: int) -> Tensor:
+        return likeliest(drafter.output(text, none + p, slots), None)[1][:, :looked_at]
+
+    return mean_accepted(text, looked_at, draft_behind), looked_at
 
 
 def read_mask(draft: PreTrainedModel) -> int:
@@ -74,4 +97,8 @@ def build(model: PreTrainedModel, options: ParallelOptions) -> Pard:
     """The algorithm for `options.draft`: a model, a path or a name on the hub."""
     draft = open_draft(model, options, "pard")
     mask = read_mask(draft)
-    return Pard(draft, capture_draft(model, draft, options), options, vocabulary(model), mask)
+    algorithm = Pard(draft, capture_draft(model, draft, options), options, vocabulary(model), mask)
+    if options.check:
+        accepted, of = accepted_of_own_text(model, algorithm)
+        algorithm.checked = [f"self-check: {accepted:.1f} of {of} drafts are the target's own next tokens, on average"]
+    return algorithm

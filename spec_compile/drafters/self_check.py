@@ -4,6 +4,8 @@ A head that is read wrongly never breaks the answer, it only drafts tokens that 
 be read in several ways, each is tried on a short text that the target writes itself.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,7 +20,9 @@ TOKENS = 64
 STARTS = 4
 """Texts, each begun by another token."""
 STRIDE = 4
-"""Second drafts are looked at in every so many places."""
+"""Second drafts, and blocks of drafts, are looked at in every so many places."""
+LOOKED_AT = 8
+"""Drafts of a block that are looked at, at most."""
 
 
 @torch.no_grad()
@@ -75,6 +79,19 @@ def _share(head: Head, normed: Tensor, choices: Tensor) -> float:
     drafts = F.linear(normed, head.head_weight).argmax(dim=-1)
     drafts = drafts if head.draft_to_target is None else head.draft_to_target[drafts]
     return float((drafts == choices).float().mean())
+
+
+def mean_accepted(text: Tensor, count: int, draft: Callable[[int], Tensor]) -> float:
+    """How many of `count` drafts in a row are what text [B, T] goes on with, on average.
+
+    draft(p): the drafts [B, count] behind tokens 0 to p. Places go backwards, because a block of drafts overwrites what
+    a cache holds behind its root.
+    """
+    accepted = []
+    for p in range(text.shape[1] - 1 - count, 1, -STRIDE):
+        right = draft(p) == text[:, p + 1 : p + 1 + count]
+        accepted.append(right.to(torch.int64).cumprod(dim=1).sum(dim=1))
+    return float(torch.cat(accepted).float().mean())
 
 
 def own_text(model: PreTrainedModel) -> Tensor:

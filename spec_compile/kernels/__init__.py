@@ -10,8 +10,9 @@ HALF = (torch.bfloat16, torch.float16)
 
 def load(device: torch.device) -> None:
     """Register the ops that have kernels, and make ready what they share on a GPU; needs triton."""
-    from . import compact, counters, linear, norm, row_scan  # noqa: F401
+    from . import compact, counters, gated_norm, l2_norm, linear, norm, row_scan  # noqa: F401
     from .attention import tree_attention  # noqa: F401
     from .experts import route  # noqa: F401
+    from .linear import float32  # noqa: F401
 
     counters.prepare(device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import dependent_launch
-from .ops import as_rows
+from .ops import as_groups, as_rows
 
 
 @torch.library.custom_op("spec_compile::rms_norm", mutates_args=(), device_types="cpu")
@@ -74,14 +74,17 @@ def launch(x, residual, weight, eps, offset) -> tuple[Tensor | None, Tensor]:
     size = x.shape[-1]
     out = x.new_empty(x.shape)
     total = None if residual is None else torch.empty_like(out)
-    x, residual = (t if t is None else as_rows(t) for t in (x, residual))
-    if not len(x):
+    by_head = x.dim() > 3
+    x = as_groups(x, size) if by_head else as_rows(x)[:, None]
+    residual = residual if residual is None else as_rows(residual)
+    if not out.numel():
         return total, out
     block = triton.next_power_of_2(size)
     early = dependent_launch.available(x)
-    _add_rms_norm[(len(x),)](
-        x, residual, weight.contiguous(), total, out, x.stride(0), 0 if residual is None else residual.stride(0),
-        size, eps, 0.0 if offset is None else offset,
+    kernel = _rms_norm_of_heads if by_head else _add_rms_norm
+    kernel[(out.numel() // size,)](
+        x, residual, weight.contiguous(), total, out, *x.stride()[:2], x.shape[1],
+        0 if residual is None else residual.stride(0), size, eps, 0.0 if offset is None else offset,
         ROUND_FIRST=offset is None, BLOCK=block, EARLY=early, num_warps=min(max(block // 512, 1), 16),
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
@@ -90,7 +93,7 @@ def launch(x, residual, weight, eps, offset) -> tuple[Tensor | None, Tensor]:
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, weight, total, out, stride_x, stride_r, size, eps, offset,
+    x, residual, weight, total, out, stride_x, stride_h, heads, stride_r, size, eps, offset,
     ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
@@ -101,7 +104,8 @@ def _add_rms_norm(
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if EARLY:
         gdc_wait()
-    value = tl.load(x + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
+    x += (row // heads) * stride_x + (row % heads) * stride_h
+    value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + row * stride_r + column, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(out.dtype.element_ty)
@@ -113,3 +117,10 @@ def _add_rms_norm(
     else:
         value *= scale + offset
     tl.store(out + row * size + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+_rms_norm_of_heads = triton.jit(
+    _add_rms_norm.fn, do_not_specialize=["stride_x", "stride_h", "heads"], do_not_specialize_on_alignment=["x"]
+)
+"""Heads of one token alone may lie at another address than those of many: in a copy, or where a product has put them.
+So this kernel knows nothing of strides and alignment, by which Triton would choose another order of a sum."""

@@ -203,6 +203,13 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def as_groups(x: Tensor, size: int) -> Tensor:
+    """x [..., C] or [..., C / size, size] as [R, G, size], with entries side by side; a view where it can be."""
+    groups = x.shape[-2] if x.shape[-1] == size and x.dim() > 2 else x.shape[-1] // size
+    x = x.reshape(-1, groups, size)
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021, eq. 34) of halves, as Llama has it, in x's dtype.
 

@@ -53,7 +53,11 @@ def _(x, dtype=None, log=False):
 def launch_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`row_sum` by the kernels."""
     x = x.contiguous()
-    out, sums = x.new_empty(x.shape[:-1], dtype=dtype), _part_sums(x)
+    out, size = x.new_empty(x.shape[:-1], dtype=dtype), x.shape[-1]
+    if size <= BLOCK:
+        _sum_parts[(out.numel(),)](x, out, size, BLOCK=BLOCK, num_warps=WARPS)
+        return out
+    sums = _part_sums(x)
     parts = sums.shape[1]
     _add_parts[(len(sums),)](sums, out, parts, BLOCK_PARTS=triton.next_power_of_2(parts), num_warps=1)
     return out
@@ -109,7 +113,7 @@ def _part(x, size, other, BLOCK: tl.constexpr):
 def _sum_parts(x, sums, size, BLOCK: tl.constexpr):
     """sums [R, parts]: of each part."""
     value = _part(x, size, 0.0, BLOCK)[0]
-    tl.store(sums + tl.program_id(0), tl.sum(value, 0))
+    tl.store(sums + tl.program_id(0), tl.sum(value, 0).to(sums.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize_on_alignment=["sums", "out"])

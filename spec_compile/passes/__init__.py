@@ -9,6 +9,8 @@ from ..kernels.attention import Use
 from ..parallel.ranks import ALONE, Alone
 from .apply import apply, check_order
 from .fuse_append import fuse_append
+from .fuse_gated_norms import fuse_gated_norms
+from .fuse_l2_norms import fuse_l2_norms
 from .fuse_norms import fuse_norms
 from .fuse_qk_norms import fuse_qk_norms
 from .fuse_residuals import fuse_residuals
@@ -16,6 +18,7 @@ from .fuse_rotary import fuse_rotary
 from .fuse_routers import fuse_routers
 from .fuse_swiglu import fuse_swiglu
 from .merge_linears import merge_linears
+from .order_sums import order_sums
 from .select_logits import select_logits
 from .shard import shard
 from .tap_hidden_states import tap_hidden_states
@@ -48,7 +51,8 @@ class Settings:
 
 PIPELINE = [
     tidy, shard, merge_linears, tap_hidden_states, use_tree_attention, use_states, select_logits, fuse_routers,
-    use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_norms, fuse_residuals, fuse_append,
+    use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_gated_norms, fuse_l2_norms, fuse_norms,
+    order_sums, fuse_residuals, fuse_append,
 ]  # fmt: skip
 """What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
 check_order(PIPELINE)

@@ -26,7 +26,7 @@ class Norm(NamedTuple):
 
 @comes_after("fuse_qk_norms")
 def fuse_norms(graph: ModelGraph, settings) -> str:
-    """Replace each RMSNorm of x [B, T, C] by `kernels.rms_norm`, and if x is a sum, both by `kernels.add_rms_norm`.
+    """Replace each RMSNorm of x [B, T, ..., C] by `kernels.rms_norm`, with the sum that x is by `kernels.add_rms_norm`.
 
     Only in a graph of 16 bits that verifies.
     """
@@ -34,7 +34,7 @@ def fuse_norms(graph: ModelGraph, settings) -> str:
     if settings.purpose != "prefill" and graph.dtype in HALF and graph.device.type == "cuda":
         for node in calls(graph.gm, aten.rsqrt.default):
             norm = match_norm(graph, node)
-            if norm is not None and norm.x.meta["val"].dim() == 3:
+            if norm is not None and norm.x.meta["val"].dim() >= 3:
                 fused += 1
                 sums += _fuse(graph, norm)
     return f"{fused} norms fused, {sums} of them with the addition before"
@@ -42,23 +42,30 @@ def fuse_norms(graph: ModelGraph, settings) -> str:
 
 def match_norm(graph: ModelGraph, root: fx.Node) -> Norm | None:
     """The RMSNorm over the last dimension whose reciprocal root mean square this is, if it is one in 16 bits."""
+    norm = root_mean_square(root)
+    if norm is None or not _is_cast(norm[0], torch.float32):
+        return None
+    wide, eps, scaled = norm
+    x, then = wide.args[0], only_user(scaled)
+    if _is_cast(then, graph.dtype):
+        out = only_user(then)
+        weight, offset = _other(out, then), None
+    else:
+        out = only_user(then)
+        weight, offset = _shifted(_other(then, scaled))
+    fits = _is_rows(graph, x) and _is_rows(graph, out) and _is_weight(graph, weight, x.meta["val"].shape[-1])
+    return Norm(x, weight, eps, offset, out) if fits else None
+
+
+def root_mean_square(root: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
+    """What is divided by its root mean square, of which `root` is the reciprocal, the eps, and the quotient."""
     shifted = root.args[0]
     mean, eps = shifted.args if _is(shifted, aten.add.Tensor) else (None, None)
     square = mean.args[0] if _is(mean, aten.mean.dim) and mean.args[1:] == ([-1], True) else None
     if not isinstance(eps, float) or not _is(square, aten.pow.Tensor_Scalar) or square.args[1] != 2:
         return None
-    wide, scaled = square.args[0], _user(root)
-    if not _is_cast(wide, torch.float32) or not _is(scaled, aten.mul.Tensor) or wide not in scaled.args:
-        return None
-    x, then = wide.args[0], _user(scaled)
-    if _is_cast(then, graph.dtype):
-        out = _user(then)
-        weight, offset = _other(out, then), None
-    else:
-        out = _user(then)
-        weight, offset = _shifted(_other(then, scaled))
-    fits = _is_rows(graph, x) and _is_rows(graph, out) and _is_weight(graph, weight, x.meta["val"].shape[-1])
-    return Norm(x, weight, eps, offset, out) if fits else None
+    wide, scaled = square.args[0], only_user(root)
+    return (wide, eps, scaled) if _is(scaled, aten.mul.Tensor) and wide in scaled.args else None
 
 
 def _shifted(factor) -> tuple[fx.Node | None, float]:
@@ -88,7 +95,7 @@ def _fuse(graph: ModelGraph, norm: Norm) -> bool:
     return adds
 
 
-def _user(node) -> fx.Node | None:
+def only_user(node) -> fx.Node | None:
     """The one user of a node."""
     return next(iter(node.users)) if isinstance(node, fx.Node) and len(node.users) == 1 else None
 

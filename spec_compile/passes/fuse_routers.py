@@ -45,7 +45,7 @@ def match_router(weights: fx.Node, ids: fx.Node) -> Router | None:
     def step(target) -> bool:
         return isinstance(node, fx.Node) and node.target == target
 
-    if step(aten.to.dtype):
+    if step(aten.to.dtype) or step(aten.type_as.default):
         nodes, node = [*nodes, node], node.args[0]
     if step(aten.div_.Tensor) or step(aten.div.Tensor):
         value, total = node.args

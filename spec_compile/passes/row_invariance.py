@@ -23,11 +23,11 @@ from ..kernels.recurrence import advance_or_look, clamp_in_prompt, launch, walk_
 INVARIANT_BACKEND = "triton"
 """The attention backend that sums the keys of a node in an order which its position alone decides."""
 MOVES = {
-    "alias", "as_strided", "cat", "chunk", "clone", "contiguous", "copy", "copy_", "detach", "expand", "expand_as",
-    "flatten", "flip", "gather", "index", "index_put", "index_select", "masked_select", "movedim", "narrow", "permute",
-    "repeat", "repeat_interleave", "reshape", "roll", "scatter", "scatter_", "select", "slice", "split",
-    "split_with_sizes", "squeeze", "stack", "swapaxes", "t", "tile", "to", "_to_copy", "transpose", "type_as", "unbind",
-    "unflatten", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real",
+    "alias", "as_strided", "cat", "chunk", "clone", "concatenate", "contiguous", "copy", "copy_", "detach", "expand",
+    "expand_as", "flatten", "flip", "gather", "index", "index_put", "index_select", "masked_select", "movedim",
+    "narrow", "permute", "repeat", "repeat_interleave", "reshape", "roll", "scatter", "scatter_", "select", "slice",
+    "split", "split_with_sizes", "squeeze", "stack", "swapaxes", "t", "tile", "to", "_to_copy", "transpose", "type_as",
+    "unbind", "unflatten", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real",
 }  # fmt: skip
 """ATen ops that move, choose or convert elements."""
 CREATES = {
@@ -39,11 +39,15 @@ CHOOSES = {"amax", "amin", "argmax", "argmin", "argsort", "embedding", "max", "m
 """ATen ops that look up or choose elements of a row, which is the same in any order."""
 INVARIANT_OPS = MOVES | CREATES | CHOOSES
 KERNELS = {
-    "spec_compile::rms_norm",
-    "spec_compile::route",
     "spec_compile::add_rms_norm",
     "spec_compile::all_gather",
     "spec_compile::all_reduce",
+    "spec_compile::gated_rms_norm",
+    "spec_compile::l2_norms",
+    "spec_compile::linear_float32",
+    "spec_compile::rms_norm",
+    "spec_compile::route",
+    "spec_compile::row_sum",
 }
 """Kernels of ours in which a program takes a row, or that add up each element by itself."""
 FUNCTIONS = {operator.getitem, ops.gather_rows, tail_tiles, walk_of, clamp_in_prompt}

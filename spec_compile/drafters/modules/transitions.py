@@ -23,6 +23,11 @@ class Transition(nn.Module):
     skipped: int = 0
     """Places at the beginning that have no bias."""
 
+    @property
+    def is_first_order(self) -> bool:
+        """Whether the token before and the place are all that counts."""
+        return self.state_size == 0 and self.skipped == 0
+
     def describe(self) -> str:
         """A line for the draft's report."""
         among = "all tokens" if self.candidates is None else f"the {self.candidates} likeliest of its place"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.ops import gather_rows
+from ...kernels.top_logits import MAX_K
 from .grow import best_nodes, highest
 
 
@@ -46,3 +47,41 @@ def grow_lattice(
         state = gather_rows(state, parents)
         levels.append((level, above, scores))
     return best_nodes(*(torch.cat(parts, dim=1) for parts in zip(*levels)), nodes)
+
+
+@torch.library.custom_op("spec_compile::lattice_tree", mutates_args=())
+def lattice_tree(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`grow_lattice` where the token before is all that counts.
+
+    logprobs [B, P, K, K] float32: those of a place's candidates after each candidate of the place before; at the first
+    place, after the root, in row 0. The others are as there, and so is what it returns. ValueError for more than 16
+    candidates, or fewer nodes than asked for.
+    """
+    places, count = tokens.shape[1:]
+    if count > MAX_K or nodes > sum(count**depth for depth in range(places + 1)):
+        raise ValueError(
+            f"nodes: {count} candidates at each of {places} places, at most {MAX_K} of them, are too few for {nodes}"
+        )
+    if root.is_cuda:
+        from ...kernels.lattice import launch  # needs Triton
+
+        return launch(root, tokens, logprobs, nodes)
+    return grow_table(root, tokens, logprobs, nodes)
+
+
+@lattice_tree.register_fake
+def _(root, tokens, logprobs, nodes):
+    ids, parents = (root.new_empty(len(root), nodes) for _ in range(2))
+    return ids, parents, logprobs.new_empty(len(root), nodes)
+
+
+def grow_table(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What `lattice_tree` means."""
+
+    def follow(place: int, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        if place == 0:
+            return logprobs[:, 0, :1], state
+        candidate = (tokens[:, place - 1, None] == previous[:, :, None]).int().argmax(dim=2)
+        return logprobs[:, place].gather(1, candidate[:, :, None].expand(-1, -1, tokens.shape[2])), state
+
+    return grow_lattice(root, tokens, follow, logprobs.new_empty(len(root), 0), nodes)

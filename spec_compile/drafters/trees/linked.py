@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from ...kernels.top_logits import best_tokens
 from ...runtime.state import State
 from ..modules.dflash import DFlashDraft
-from .lattice import grow_lattice
+from .lattice import grow_lattice, lattice_tree
 from .propose import propose_grown
 from .schedule import Schedule
 from .step import chain_parents, chain_scores
@@ -55,6 +55,8 @@ class LinkedPlaces:
         if self.is_tree:
             block = Block(self, logits, normed, self.temperature)
             candidates = block.to_target(block.ids)
+            if self.transition.is_first_order:
+                return lattice_tree(root, candidates, block.table(root, candidates), self.nodes)
             return grow_lattice(root, candidates, block.follow, block.start[:, 0], self.nodes)
         tokens, logprobs = self.chain(root, logits, normed, self.nodes - 1)
         tokens = torch.cat([root[:, None], tokens], dim=1)
@@ -127,12 +129,31 @@ class Block:
         return alone + (query @ keys.mT).float() / self.temperature, carried
 
     def follow(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """See `lattice.Follow`. A transition that knows all tokens also shifts those that are no candidates: what they
-        weigh together is taken from the block alone, because the sum over all tokens would cost a product of the whole
-        output for each node."""
+        """See `lattice.Follow`."""
         scores, carried = self.scores(place, previous, carried)
-        total = scores.logsumexp(dim=2, keepdim=True)
+        return self._normed(scores, self.logprobs[:, place]), carried
+
+    def table(self, root: Tensor, candidates: Tensor) -> Tensor:
+        """Log-probabilities [B, P, K, K] of all places, as `lattice_tree` takes them, of a transition of first order.
+
+        candidates [B, P, K]: the target's ids.
+        """
+        first = root[:, None, None].expand(-1, 1, candidates.shape[2])
+        previous = torch.cat([first, candidates[:, :-1]], dim=1)
+        hidden = self.normed[:, :, None].expand(-1, -1, previous.shape[2], -1)
+        carried = self.start[:, :, None].expand(*previous.shape, -1)
+        query, _ = self.transition.query(hidden, previous, carried, self.draft.embedding)
+        bias = (query @ F.embedding(self.ids, self.transition.keys).mT).float() / self.temperature
+        return self._normed(self.logprobs[:, :, None] + bias, self.logprobs)
+
+    def _normed(self, scores: Tensor, alone: Tensor) -> Tensor:
+        """Logits [..., W, K] of candidates as log-probabilities; alone [..., K]: theirs by the block alone.
+
+        A transition that knows all tokens also shifts those that are no candidates: what they weigh together is taken
+        from the block alone, because the sum over all tokens would cost a product of the whole output for each node.
+        """
+        total = scores.logsumexp(dim=-1, keepdim=True)
         if self.transition.candidates is None:
-            others = (1 - self.logprobs[:, place].exp().sum(dim=1)).clamp(min=TINY).log()
-            total = torch.logaddexp(total, others[:, None, None])
-        return scores - total, carried
+            others = (1 - alone.exp().sum(dim=-1)).clamp(min=TINY).log()
+            total = torch.logaddexp(total, others[..., None, None])
+        return scores - total
