@@ -5,6 +5,9 @@ import itertools
 import pytest
 
 OFTEN = {
+    "test_architectures": {
+        "test_admitted": "llama qwen3 gpt2 gemma3 mixtral deepseek_v3 gpt_oss phi3 glm4 olmo2 cohere stablelm",
+    },
     "test_attention_backends": {"test_rotation_joins_what_rotates": "triton sdpa"},
     "test_backend": {"test_every_architecture_keeps_its_logits": "llama gpt2 gemma3 mixtral deepseek_v3 gpt_oss"},
     "test_checks": {
@@ -41,7 +44,12 @@ OFTEN = {
         ),
         "test_taps_of_real_architectures": "llama gpt2 gpt_oss deepseek_v3",
     },
+    "test_linked_drafts": {"test_tokens_are_plain_decodings": "domino"},
     "test_quantised": {
+        "test_a_head_drafts_for_a_quantised_target": "awq",
+        "test_greedy_tokens_are_those_of_transformers": (
+            "fp8_block ct_fp8 ct_w4a16 nf4 nf4_nested fp4 ao_int8 ao_float8 ao_int4 gptq_by_activation awq"
+        ),
         "test_refresh_takes_over_other_quantised_weights": "fp8_block awq",
         "test_the_answer_in_16_bits": "fp8_block gptq_by_activation",
     },
@@ -58,7 +66,7 @@ OFTEN = {
         "test_generate_with_a_draft_model": ["drawn-{}", "chain-{'repetition_penalty': 1.5}"],
     },
     "test_tensor_parallel": {
-        "test_every_algorithm_gives_one_processs_tokens": "ngram eagle3_tree fr_spec draft_model dflash",
+        "test_every_algorithm_gives_one_processs_tokens": "ngram eagle3_tree draft_model",
         "test_every_architecture_gives_one_processs_tokens": "llama qwen3_moe deepseek_v3",
     },
     "test_training": {

@@ -99,7 +99,7 @@ def test_reports_and_dumps(fast, model, tmp_path):
     with pytest.raises(ValueError, match=r"directory: .*file is a file"):
         dump(fast, tmp_path / "file")
     other = speculate(model, "draft_model", draft=model, compile=False, check=False)
-    with pytest.raises(ValueError, match="reference: only algo='ngram'"):
+    with pytest.raises(ValueError, match="reference: only n-grams copy from a reference; pass ngram=True"):
         other.generate(torch.ones(1, 3).long(), reference=[1])
 
 

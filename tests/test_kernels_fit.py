@@ -101,11 +101,11 @@ for heads, kv_heads, size, inputs, norms in ((32, 8, 64, 2048, False), (16, 8, 1
         used = max(kernel.metadata.shared for kernel in found)
         results[f"{rows} rows, {heads} heads of {size}, norms {norms}"] = used
 
-from spec_compile.training import loss_kernel
+from spec_compile.kernels import distil_kernel
 
-loss_kernel._distil, found = Compiled(loss_kernel._distil), []
+distil_kernel._distil, found = Compiled(distil_kernel._distil), []
 logits = torch.zeros(4, 151936, dtype=torch.bfloat16)
-loss_kernel.launch(logits, logits[:2], torch.zeros(4, dtype=torch.int64), torch.zeros(4))
+distil_kernel.launch(logits, logits[:2], torch.zeros(4, dtype=torch.int64), torch.zeros(4))
 results["a loss"] = found[0].metadata.shared
 print(json.dumps(results))
 """

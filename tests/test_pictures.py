@@ -20,6 +20,8 @@ from spec_compile.drafters.modules.eagle import Eagle3Head
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.passes.tap_hidden_states import FINAL
 
+OFTEN = {"Gemma3", "LlavaNext", "Qwen2_5_VL", "Qwen3VLMoe"}
+CASES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 COUNTS = {"no picture": (0,), "one": (1,), "two": (2,), "padding on the left": (2, 1), "some rows": (1, 0, 2)}
 NEW = 32
 
@@ -40,13 +42,13 @@ def both(name, *, silent=True, **arguments):
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_same_tokens(name, counts):
     want, got = both(name, **inputs(name, counts))
     assert torch.equal(want, got)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_another_picture_another_answer(name):
     """So the tests above would see it if a picture was lost."""
     arguments = inputs(name)
@@ -55,7 +57,7 @@ def test_another_picture_another_answer(name):
     assert not torch.equal(first, fast(name).generate(**arguments, max_new_tokens=NEW, do_sample=False))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_trees_are_drafted_from_what_follows_a_picture(name):
     arguments = inputs(name)
     answer = fast(name).generate(**arguments, max_new_tokens=NEW, do_sample=False)
@@ -78,7 +80,7 @@ def heads(name):
     return speculate_captured(target, "eagle3", draft=head, num_steps=2, compile=False, check=False)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_heads_see_what_the_model_itself_has_processed(name):
     """A prompt without pictures can be processed either way, and a head's cache is then the same."""
     arguments, caches = inputs(name, (0, 0)) | dict(max_new_tokens=1, do_sample=False), []
@@ -95,7 +97,7 @@ def test_heads_see_what_the_model_itself_has_processed(name):
         torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_heads_answer_prompts_with_pictures(name):
     arguments = inputs(name, (2, 1)) | dict(max_new_tokens=NEW, do_sample=False)
     assert torch.equal(model(name).generate(**arguments), heads(name).generate(**arguments))
@@ -140,13 +142,13 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_options_of_generate(name, call):
     want, got = both(name, **inputs(name, (1, 2)) | dict(max_new_tokens=12) | call)
     assert torch.equal(want, got)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_streamers_and_criteria(name):
     arguments, texts = inputs(name) | dict(max_new_tokens=12, do_sample=False), []
     for each in (model(name), fast(name)):
@@ -158,7 +160,7 @@ def test_streamers_and_criteria(name):
     assert texts[0].parts == texts[1].parts
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_outputs_and_a_second_turn(name):
     """Scores and the cache that is returned, behind which a second call goes on without pictures."""
     arguments, results = inputs(name, (1, 2)), []
@@ -207,7 +209,7 @@ def test_videos(name):
     assert torch.equal(want, got)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_picture_too_many(name):
     """The model's own error, and the next call is as if there had been none."""
     arguments = inputs(name)

@@ -208,13 +208,13 @@ def test_the_loss_is_exact_in_mixed_precision():
 @pytest.mark.parametrize(("rows", "words"), [(5, 7), (3, 300)])
 def test_the_loss_in_one_kernel(monkeypatch, rows, words):
     """Loss and gradient are those of PyTorch's operations, and the gradient takes the place of the logits."""
-    loss_kernel = pytest.importorskip("spec_compile.training.loss_kernel")
-    monkeypatch.setattr(loss_kernel, "BLOCK", 128)
+    distil_kernel = pytest.importorskip("spec_compile.kernels.distil_kernel")
+    monkeypatch.setattr(distil_kernel, "BLOCK", 128)
     logits, teacher, weights = (t.detach() for t in tensors([(rows, words), (2, words), (rows,)], 1, torch.float32))
     shared = torch.arange(rows) % 2
     wanted = loss.distil(9 * logits, 9 * teacher, shared, weights)
     logits = 9 * logits
-    losses, pull = loss_kernel.launch(logits, 9 * teacher, shared, weights)
+    losses, pull = distil_kernel.launch(logits, 9 * teacher, shared, weights)
     assert torch.allclose(losses, wanted[0], rtol=1e-5, atol=1e-5) and torch.allclose(pull, wanted[1], atol=1e-6)
     assert pull.data_ptr() == logits.data_ptr()
 

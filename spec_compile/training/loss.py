@@ -77,7 +77,7 @@ def distil(logits: Tensor, teacher: Tensor, shared: Tensor, row_weights: Tensor)
     row_weights [R].
     """
     if logits.device.type == "cuda" and logits.dtype != torch.float64:
-        from .loss_kernel import launch
+        from ..kernels.distil_kernel import launch
 
         return launch(logits, teacher, shared, row_weights)
     log_shares = logits.log_softmax(-1, dtype=row_weights.dtype)

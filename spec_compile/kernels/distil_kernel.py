@@ -1,4 +1,4 @@
-"""`loss.distil` in one kernel, which reads logits twice and writes their gradient over them.
+"""`training.loss.distil` in one kernel, which reads logits twice and writes their gradient over them.
 
 Import this module only where Triton is installed. PyTorch's own operations pass over a block of logits a dozen times,
 most of them in float32, which takes as long as the matrix products that make the logits.
@@ -16,7 +16,7 @@ LEAST = tl.constexpr(-1e30)
 
 
 def launch(logits: Tensor, teacher: Tensor, shared: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """As `loss.distil`, which says what the arguments are. The gradient is written over `logits`."""
+    """As `training.loss.distil`, which says what the arguments are. The gradient is written over `logits`."""
     logits, teacher = (values if values.stride(1) == 1 else values.contiguous() for values in (logits, teacher))
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
