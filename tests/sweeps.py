@@ -24,6 +24,7 @@ OFTEN = {
     },
     "test_demo_model": {"test_real_prompts": "bug_fixing code_editing chat"},
     "test_dflash": {
+        "test_a_flavour_loads": "dflash dflash_bin dflash_bias dflash_mimo dflash_deepspec dflash_speculators",
         "test_blocks_are_their_formulas": "dflash dflash_sliding dflash_bias dflash_speculators jetspec",
         "test_drafts_are_those_of_a_draft_without_a_cache": "tree cut",
         "test_tokens_are_plain_decodings": "llama-chain llama-tree mixtral-tree",
@@ -36,6 +37,9 @@ OFTEN = {
     },
     "test_draft_rounds": {
         "test_drafts_are_those_of_a_draft_without_a_cache": "eagle-hot eagle3-tree draft_model-chain mtp-tree",
+    },
+    "test_kernels_attention": {
+        "test_slopes": "interpreter-7-options0-slopes0 interpreter-7-options1-slopes1 interpreter-70-options3-slopes0",
     },
     "test_kernels_fit": {"test_kernels_fit": "attention products"},
     "test_passes": {
@@ -77,20 +81,30 @@ OFTEN = {
 """File -> test -> its cases that are not slow."""
 
 
+SELDOM = set(
+    "cohere cohere2 gemma gemma2 glm4 gpt_bigcode gpt_neox granite mistral nemotron olmo2 olmo3 opt phi phi3 qwen2 "
+    "qwen2_moe smollm3 stablelm starcoder2".split()
+)
+"""Architectures whose cases are slow in all tests that `OFTEN` does not name: each takes seconds to be captured."""
+SELDOM_IN = {"test_drop_in": {"gpt2", "qwen3"}}
+"""More of them in a file."""
+
+
 def mark(items: list) -> None:
-    """Mark the collected cases that are slow. Raises AssertionError where a test of this table has no such case."""
+    """Mark the collected cases that are slow. Raises AssertionError where a test of `OFTEN` has other cases."""
     collected = {}
     for item in items:
-        if item.path.stem in OFTEN and item.originalname in OFTEN[item.path.stem]:
+        if hasattr(item, "callspec"):
             collected.setdefault((item.path.stem, item.originalname), []).append(item)
     for (file, test), cases in collected.items():
-        often = OFTEN[file][test]
+        often = OFTEN.get(file, {}).get(test)
         often = often.split() if isinstance(often, str) else often
-        if len(cases) > 1:  # not where one case was asked for by its name
+        if often and len(cases) > 1:  # not where one case was asked for by its name
             assert {*often} <= {case.callspec.id for case in cases}, f"sweeps.OFTEN: {file}::{test} has other cases"
-            for case in cases:
-                if case.callspec.id not in often:
-                    case.add_marker(pytest.mark.slow)
+        for case in cases:
+            values = {value for value in case.callspec.params.values() if isinstance(value, str)}
+            if case.callspec.id not in often if often else values & (SELDOM | SELDOM_IN.get(file, set())):
+                case.add_marker(pytest.mark.slow)
 
 
 def thinned(step: int, *parts: list) -> list:

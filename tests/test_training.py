@@ -598,6 +598,7 @@ def test_an_interrupted_training_goes_on_bit_for_bit(tmp_path, algo):
     assert longer.losses[:12] == whole.losses and longer.steps == 14
 
 
+@pytest.mark.slow
 def test_text_of_the_targets_own_is_written_once(tmp_path):
     options = dict(on_policy=dict(do_sample=True, temperature=1.5), steps=3, sequence_length=16, seed=3)
     state = torch.get_rng_state()
@@ -1012,6 +1013,7 @@ def test_answers_are_transformers_own(nodes):
     assert lines[0] == "LlamaForCausalLM writes 5 answers, 3 at a time" and lines[1].startswith("5 answers of 120 tok")
 
 
+@pytest.mark.slow
 def test_answers_of_a_model_that_cannot_be_made_fast(recwarn):
     options = dict(max_new_tokens=9, do_sample=False, pad_token_id=0)
     ours = continue_documents(target(), unanswered(), 64, 0, options)
