@@ -12,11 +12,11 @@ OFTEN = {
     "test_backend": {"test_every_architecture_keeps_its_logits": "llama gpt2 gemma3 mixtral deepseek_v3 gpt_oss"},
     "test_checks": {
         "test_factors_in_full_precision": "llama-dtype0-1.01 llama-dtype6-1.001 gemma3-dtype2-1.01",
-        "test_sound_models_pass_and_a_factor_of_1_01_does_not": "llama-dtype0-cpu gemma3-dtype4-cpu mixtral-dtype8-cpu",
+        "test_sound_models_pass_and_a_factor_of_1_01_does_not": "llama-dtype0-cpu mixtral-dtype8-cpu",
     },
     "test_classes": {
         "test_a_method_of_the_models_own_is_run_with_one_warning": "OwnInputs OwnLoop",
-        "test_class": "AfmoeForCausalLM BertLMHeadModel MoshiForCausalLM",
+        "test_class": "BertLMHeadModel MoshiForCausalLM",
         "test_sound_models_pass_in_16_bits": "llama-dtype0",
     },
     "test_demo_heads": {
@@ -36,15 +36,18 @@ OFTEN = {
         "test_every_tensor_is_needed": "eagle_qwen2 eagle31 eagle3_sglang_layers mtp_mimo mtp_qwen",
     },
     "test_draft_rounds": {
-        "test_drafts_are_those_of_a_draft_without_a_cache": "eagle-hot eagle3-tree draft_model-chain mtp-tree",
+        "test_drafts_are_those_of_a_draft_without_a_cache": "eagle3-tree draft_model-chain",
+        "test_tokens_are_plain_decodings": "eagle-tree-llama eagle3-union-llama eagle3-tree-mixtral mtp-chain-llama "
+        "naive_eagle-one-llama",
     },
     "test_kernels_attention": {
         "test_slopes": "interpreter-7-options0-slopes0 interpreter-7-options1-slopes1 interpreter-70-options3-slopes0",
     },
     "test_kernels_fit": {"test_kernels_fit": "attention products"},
+    "test_parallel_drafts": {"test_heads_keep_the_answers": "p_eagle"},
     "test_passes": {
         "test_rotary_and_fused_norms_of_real_architectures": (
-            "llama-2-5-4 qwen3-2-5-4 gemma3-4-17-8 gpt_oss-0-9-8 deepseek_v3-0-13-6 gpt2-0-0-0"
+            "llama-2-5-4 gemma3-4-17-8 deepseek_v3-0-13-6 gpt2-0-0-0"
         ),
         "test_taps_of_real_architectures": "llama gpt2 gpt_oss deepseek_v3",
     },
@@ -52,12 +55,12 @@ OFTEN = {
     "test_quantised": {
         "test_a_head_drafts_for_a_quantised_target": "awq",
         "test_greedy_tokens_are_those_of_transformers": (
-            "fp8_block ct_fp8 ct_w4a16 nf4 nf4_nested fp4 ao_int8 ao_float8 ao_int4 gptq_by_activation awq"
+            "fp8_block ct_fp8 ct_w4a16 nf4 nf4_nested fp4 ao_int8 ao_float8 ao_int4 gptq_by_activation"
         ),
-        "test_refresh_takes_over_other_quantised_weights": "fp8_block awq",
-        "test_the_answer_in_16_bits": "fp8_block gptq_by_activation",
+        "test_refresh_takes_over_other_quantised_weights": "awq",
+        "test_the_answer_in_16_bits": "fp8_block",
     },
-    "test_reentry": {"test_calls_inside_a_call": "ngram-eager eagle3-eager dflash-eager"},
+    "test_reentry": {"test_calls_inside_a_call": "ngram-eager eagle3-eager"},
     "test_refresh": {"test_training_and_loading_between_answers": ["ngram", "eagle3 of some tokens", "draft_model"]},
     "test_regions": {"test_the_same_computation": "llama gpt2 gemma3 mixtral deepseek_v3 gpt_oss"},
     "test_round": {"test_minimum_length": ["what is forbidden-8-16", "what comes instead-8-4"]},
@@ -67,15 +70,15 @@ OFTEN = {
     },
     "test_sampling": {
         "test_generate": "nodes8-plain nodes8-repetition_penalty nodes5-min_p",
-        "test_generate_with_a_draft_model": ["drawn-{}", "chain-{'repetition_penalty': 1.5}"],
+        "test_generate_with_a_draft_model": ["drawn-{}"],
     },
     "test_tensor_parallel": {
-        "test_every_algorithm_gives_one_processs_tokens": "ngram eagle3_tree draft_model",
-        "test_every_architecture_gives_one_processs_tokens": "llama qwen3_moe deepseek_v3",
+        "test_every_algorithm_gives_one_processs_tokens": "ngram eagle3_tree",
+        "test_every_architecture_gives_one_processs_tokens": "llama deepseek_v3",
     },
     "test_training": {
-        "test_one_batch_is_learned": "eagle3 dflash",
-        "test_rounds_accept_what_training_unrolls": "eagle3-40 dflash-40",
+        "test_one_batch_is_learned": "eagle3",
+        "test_rounds_accept_what_training_unrolls": "eagle3-40",
     },
 }
 """File -> test -> its cases that are not slow."""

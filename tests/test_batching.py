@@ -177,7 +177,7 @@ ALGORITHMS = {
 }
 
 
-OFTEN = {"eagle3 tree", "eagle3 drawn"}
+OFTEN = {"eagle3 tree"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in ALGORITHMS])
