@@ -9,7 +9,8 @@ OFTEN = {
         "test_admitted": "llama qwen3 gpt2 gemma3 mixtral deepseek_v3 gpt_oss phi3 glm4 olmo2 cohere stablelm",
     },
     "test_attention_backends": {"test_rotation_joins_what_rotates": "triton sdpa"},
-    "test_backend": {"test_every_architecture_keeps_its_logits": "llama gpt2 gemma3 mixtral deepseek_v3 gpt_oss"},
+    "test_backend": {"test_every_architecture_keeps_its_logits": "gpt2 gemma3 mixtral deepseek_v3 gpt_oss"},
+    "test_batching": {"test_every_algorithm": ["eagle3 tree"]},
     "test_checks": {
         "test_factors_in_full_precision": "llama-dtype0-1.01 llama-dtype6-1.001 gemma3-dtype2-1.01",
         "test_sound_models_pass_and_a_factor_of_1_01_does_not": "llama-dtype0-cpu mixtral-dtype8-cpu",
@@ -44,14 +45,12 @@ OFTEN = {
         "test_slopes": "interpreter-7-options0-slopes0 interpreter-7-options1-slopes1 interpreter-70-options3-slopes0",
     },
     "test_kernels_fit": {"test_kernels_fit": "attention products"},
+    "test_linked_drafts": {"test_tokens_are_plain_decodings": "domino"},
     "test_parallel_drafts": {"test_heads_keep_the_answers": "p_eagle"},
     "test_passes": {
-        "test_rotary_and_fused_norms_of_real_architectures": (
-            "llama-2-5-4 gemma3-4-17-8 deepseek_v3-0-13-6 gpt2-0-0-0"
-        ),
+        "test_rotary_and_fused_norms_of_real_architectures": "llama-2-5-4 gemma3-4-17-8 deepseek_v3-0-13-6 gpt2-0-0-0",
         "test_taps_of_real_architectures": "llama gpt2 gpt_oss deepseek_v3",
     },
-    "test_linked_drafts": {"test_tokens_are_plain_decodings": "domino"},
     "test_quantised": {
         "test_a_head_drafts_for_a_quantised_target": "awq",
         "test_greedy_tokens_are_those_of_transformers": (
@@ -104,9 +103,11 @@ def mark(items: list) -> None:
         often = often.split() if isinstance(often, str) else often
         if often and len(cases) > 1:  # not where one case was asked for by its name
             assert {*often} <= {case.callspec.id for case in cases}, f"sweeps.OFTEN: {file}::{test} has other cases"
+        seldom = SELDOM | SELDOM_IN.get(file, set())
         for case in cases:
-            values = {value for value in case.callspec.params.values() if isinstance(value, str)}
-            if case.callspec.id not in often if often else values & (SELDOM | SELDOM_IN.get(file, set())):
+            names = {value for value in case.callspec.params.values() if isinstance(value, str)}
+            is_slow = case.callspec.id not in often if often else bool(names & seldom)
+            if is_slow:
                 case.add_marker(pytest.mark.slow)
 
 

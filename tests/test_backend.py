@@ -280,13 +280,7 @@ def test_the_tolerance_notices_a_wrong_scale():
         check_forward(net, wrong, None)
 
 
-ALIKE = {"llama", "qwen2", "gemma", "olmo3", "glm4", "nemotron", "qwen2_moe", "cohere"}
-"""Another architecture has every part of these, or another test takes them."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else []) for name in models.ADMITTED]
-)
+@pytest.mark.parametrize("name", models.ADMITTED)
 def test_every_architecture_keeps_its_logits(name, interpreted):
     net = models.ADMITTED[name]()
     step, padded = torch.compile(net, backend=spec, dynamic=False), models.prompts((24, 9))[2]

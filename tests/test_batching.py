@@ -177,10 +177,7 @@ ALGORITHMS = {
 }
 
 
-OFTEN = {"eagle3 tree"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in ALGORITHMS])
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm(name):
     options = dict(ALGORITHMS[name])
     if options["draft"] == "itself":

@@ -780,7 +780,7 @@ def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
     ("name", "schedule"),
     [
         ("llama", "chain"), ("llama", "tree"), ("llama", "union"), ("mixtral", "tree"), ("deepseek_v3", "chain"),
-        pytest.param("qwen3", "chain", marks=pytest.mark.slow),
+        ("qwen3", "chain"),
     ],
 )  # fmt: skip
 def test_tokens_are_plain_decodings(name, schedule):

@@ -38,12 +38,6 @@ ALGORITHMS = {
     "draft_model": ("chain", "one", "tree", "cut", "union", "chain union"),
     "mtp": ("one", "tree", "union", "chain union"),
 }
-FAST = {
-    "eagle": ("chain", "cut", "hot"),
-    "eagle3": ("one", "tree", "static", "union"),
-    "draft_model": ("chain", "tree", "chain union"),
-}
-"""Each schedule once, chains and trees of each algorithm."""
 NEW = 24
 TAPS = (1, 0, FINAL)
 STEPS = 80
@@ -175,11 +169,7 @@ def drafted(algorithm, draft, model, schedule, text):
 
 @pytest.mark.parametrize(
     ("algorithm", "schedule"),
-    [
-        pytest.param(name, schedule, marks=[] if schedule in FAST.get(name, ("one", "tree")) else pytest.mark.slow)
-        for name, schedules in ALGORITHMS.items()
-        for schedule in schedules
-    ],
+    [(name, schedule) for name, schedules in ALGORITHMS.items() for schedule in schedules],
 )
 @torch.no_grad()
 def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
@@ -219,17 +209,13 @@ def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
     assert stats.accept_length > 1.03
 
 
-FEW = {("eagle", "chain", "qwen3"), ("eagle3", "tree", "mixtral"), ("mtp", "tree", "deepseek_v3")}
 PAIRS = [*itertools.product(("eagle", "eagle3", "mtp", "draft_model"), ("chain", "tree")), ("naive_eagle", "one")]
 PAIRS += [("eagle3", "union"), ("mtp", "union"), ("draft_model", "chain union")]
 
 
 @pytest.mark.parametrize(
     ("algorithm", "schedule", "name"),
-    [
-        pytest.param(*pair, name, marks=[] if name == "llama" or (*pair, name) in FEW else pytest.mark.slow)
-        for name, pair in itertools.product(TARGETS, PAIRS)
-    ],
+    [(*pair, name) for name, pair in itertools.product(TARGETS, PAIRS)],
 )
 def test_tokens_are_plain_decodings(algorithm, schedule, name):
     for batch in (1, 4):

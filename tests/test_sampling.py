@@ -635,13 +635,11 @@ PLAIN, HOT, PENALTY = dict(), dict(temperature=1.4, top_k=9), dict(repetition_pe
 @pytest.mark.parametrize(
     "draft, options",
     [
-        ("drawn", PLAIN), ("drawn", HOT), ("drawn", PENALTY), ("chain", PENALTY), ("tree", PLAIN), ("union", PLAIN),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(["chain", "tree"], [PLAIN, HOT])
-          if case != ("tree", PLAIN)),
-        pytest.param("tree", PENALTY, marks=pytest.mark.slow),
+        *itertools.product(["drawn", "chain", "tree"], [PLAIN, HOT, PENALTY]),
+        ("union", PLAIN),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_generate_with_a_draft_model(draft, options):
     draft = DRAFTS[draft]
     stats = drafted(**draft).speculation.stats

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from ..graph import PassReport, calls
+from ..kernels import HALF
 
 
 def comes_after(*names: str) -> Callable[[Callable], Callable]:
@@ -13,6 +14,11 @@ def comes_after(*names: str) -> Callable[[Callable], Callable]:
         return rewrite
 
     return declare
+
+
+def has_few_rows_on_gpu(graph, settings) -> bool:
+    """Whether a graph of 16 bits runs on a GPU and verifies or drafts, so that small kernels of ours pay."""
+    return settings.purpose != "prefill" and graph.dtype in HALF and graph.device.type == "cuda"
 
 
 def check_order(pipeline: Iterable[Callable]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph, attribute, calls
-from ..kernels import HALF
+from .apply import has_few_rows_on_gpu
 from .fuse_norms import CASTS, only_user, root_mean_square
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def fuse_gated_norms(graph: ModelGraph, settings) -> str:
     Only in a graph of 16 bits that verifies or drafts.
     """
     fused = 0
-    if settings.purpose != "prefill" and graph.dtype in HALF and graph.device.type == "cuda":
+    if has_few_rows_on_gpu(graph, settings):
         for root in calls(graph.gm, aten.rsqrt.default):
             norm = match_gated_norm(graph, root)
             if norm is not None:

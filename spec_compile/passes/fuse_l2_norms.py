@@ -6,9 +6,8 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph, calls
-from ..kernels import HALF
 from ..kernels.recurrence import advance_or_look
-from .apply import comes_after
+from .apply import comes_after, has_few_rows_on_gpu
 from .fuse_norms import CASTS
 
 aten = torch.ops.aten
@@ -21,7 +20,7 @@ def fuse_l2_norms(graph: ModelGraph, settings) -> str:
     Only in a graph of 16 bits that verifies or drafts.
     """
     fused = 0
-    if settings.purpose != "prefill" and graph.dtype in HALF and graph.device.type == "cuda":
+    if has_few_rows_on_gpu(graph, settings):
         for node in calls(graph.gm, advance_or_look):
             if node.kwargs["kind"] == "delta":
                 fused += _fuse(graph.gm.graph, *node.kwargs["inputs"][:2])

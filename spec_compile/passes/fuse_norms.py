@@ -7,8 +7,7 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph, attribute, calls
-from ..kernels import HALF
-from .apply import comes_after
+from .apply import comes_after, has_few_rows_on_gpu
 
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.type_as.default}
@@ -31,7 +30,7 @@ def fuse_norms(graph: ModelGraph, settings) -> str:
     Only in a graph of 16 bits that verifies.
     """
     fused = sums = 0
-    if settings.purpose != "prefill" and graph.dtype in HALF and graph.device.type == "cuda":
+    if has_few_rows_on_gpu(graph, settings):
         for node in calls(graph.gm, aten.rsqrt.default):
             norm = match_norm(graph, node)
             if norm is not None and norm.x.meta["val"].dim() >= 3:

@@ -7,8 +7,8 @@ import torch
 from torch import fx
 
 from ..graph import ModelGraph, calls
-from ..kernels import HALF, experts
-from .apply import comes_after
+from ..kernels import experts
+from .apply import comes_after, has_few_rows_on_gpu
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ def fuse_routers(graph: ModelGraph, settings) -> str:
     Only in a graph of 16 bits that verifies, and of float32 softmaxes. Other routers stay as they are.
     """
     fused = 0
-    if settings.purpose != "prefill" and graph.dtype in HALF and graph.device.type == "cuda":
+    if has_few_rows_on_gpu(graph, settings):
         for node in calls(graph.gm, experts.DOWN):
             router = match_router(node.args[2], node.args[1])
             if router is not None:

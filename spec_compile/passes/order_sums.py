@@ -5,7 +5,7 @@ from torch import fx
 
 from ..graph import ModelGraph, calls
 from ..kernels import HALF
-from .apply import comes_after
+from .apply import comes_after, has_few_rows_on_gpu
 from .fuse_norms import CASTS
 
 aten, ops = torch.ops.aten, torch.ops.spec_compile
@@ -19,7 +19,7 @@ def order_sums(graph: ModelGraph, settings) -> str:
 
     Only in a graph of 16 bits that verifies or drafts.
     """
-    if settings.purpose == "prefill" or graph.dtype not in HALF or graph.device.type != "cuda":
+    if not has_few_rows_on_gpu(graph, settings):
         return "0 sums and 0 products in float32 ordered"
     sums = [node for node in calls(graph.gm, aten.sum.dim_IntList) if _is_short(node)]
     products = [node for node in calls(graph.gm, aten.linear.default) if _is_float32(node)]
