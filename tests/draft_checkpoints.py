@@ -4,6 +4,7 @@
 returns a `Written`; two calls give equal weights.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -663,3 +664,14 @@ LINKED = {
         "dflash", llama, domino, options={"shift_label": True, "pure_draft_prefix_len": 2}
     ),
 }  # fmt: skip
+
+
+def loader(folder: Path, read: Callable[[Written], tuple]) -> Callable[[str], tuple]:
+    """A function: name of a flavour -> what was written below `folder`, and what `read` makes of it, once a name."""
+
+    @functools.cache
+    def load(name):
+        written = write(name, folder / name)
+        return written, *read(written)
+
+    return load

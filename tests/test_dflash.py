@@ -159,15 +159,12 @@ def convolved(t, name, x):
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
     """A function: name of a flavour -> what was written, its draft, and what `our_logits` makes of it."""
-    place = tmp_path_factory.mktemp("dflash")
 
-    @functools.cache
-    def load(name):
-        written = drafts.write(name, place / name)
+    def read(written):
         draft = load_dflash(written.folder, written.target)
-        return written, draft, our_logits(draft)
+        return draft, our_logits(draft)
 
-    return load
+    return drafts.loader(tmp_path_factory.mktemp("dflash"), read)
 
 
 CONTEXTS = (0, 1, 13)  # tokens of context of each row

@@ -136,14 +136,10 @@ class Right:
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
     """A function: name of a flavour -> what was written, its draft, and what it says by the formulas."""
-    folder = tmp_path_factory.mktemp("linked")
-
-    @functools.cache
-    def load(name):
-        written = drafts.write(name, folder / name)
-        return written, load_dflash(written.folder, written.target), Right(written, name)
-
-    return load
+    return drafts.loader(
+        tmp_path_factory.mktemp("linked"),
+        lambda written: (load_dflash(written.folder, written.target), Right(written, written.folder.name)),
+    )
 
 
 @ALL

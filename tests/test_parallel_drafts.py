@@ -35,14 +35,9 @@ LENGTH, DRAFTS = 12, 5
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
     """A function: name of a flavour of P-EAGLE -> what was written, and its head."""
-    folder = tmp_path_factory.mktemp("p_eagle")
-
-    @functools.cache
-    def load(name):
-        written = drafts.write(name, folder / name)
-        return written, load_head(written.folder, written.target, "p_eagle")
-
-    return load
+    return drafts.loader(
+        tmp_path_factory.mktemp("p_eagle"), lambda written: (load_head(written.folder, written.target, "p_eagle"),)
+    )
 
 
 # --- P-EAGLE
