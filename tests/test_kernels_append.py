@@ -172,7 +172,7 @@ def apart(case):
     caches = [torch.full_like(cache, torch.nan) for cache in case.caches]
     positions = ends.lengths[:, None] + torch.arange(case.nodes, device=case.x.device)
     rest = ends.lengths, None, positions, None, 1.0, None, None
-    call = Call(q, k, v, *caches, *rest, ends.cos, ends.sin, ends.q_norm, ends.k_norm, EPS, ends.offset)
+    call = Call(q, k, v, *caches, *rest, None, ends.cos, ends.sin, ends.q_norm, ends.k_norm, EPS, ends.offset)
     return attention._append(call, 4, 1, early=False).transpose(1, 2), *caches
 
 

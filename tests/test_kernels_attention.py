@@ -143,8 +143,8 @@ class Case:
     def inputs(self):
         tensors = self.q, self.k, self.v, *self.caches, self.lengths, self.ancestors, self.positions, self.sinks
         turning = (move(x, self.device) for x in (*self.angles, *self.norms))
-        slopes = move(self.slopes, self.device)
-        return Call(*(move(x, self.device) for x in tensors), *self.rest, *turning, EPS, self.offset, slopes=slopes)
+        rest = *self.rest, None, *turning, EPS, self.offset
+        return Call(*(move(x, self.device) for x in tensors), *rest, slopes=move(self.slopes, self.device))
 
     def check(self, config=SMALL):
         inputs = self.inputs()
@@ -546,7 +546,7 @@ def test_long_context(dtype, window):
     ancestors, depth = (x.cuda() for x in ancestry(torch.tensor([random_tree(16)])))
     positions = lengths[:, None] + depth
     out = torch.ops.spec_compile.tree_attention(
-        q, k, v, *caches, lengths, ancestors, positions, None, 0.3, None, window
+        q, k, v, *caches, lengths, ancestors, positions, None, 0.3, None, window, None
     )  # fmt: skip
     last = [x[:, -1:] for x in (q, *caches)]
     bias = ops.tree_mask(positions, lengths, ancestors, slots, window, 1, torch.float32)[:, 0]

@@ -71,7 +71,7 @@ for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1,
                 turning = [*torch.zeros(2, 1, nodes, size, dtype=torch.bfloat16), *torch.ones(2, size).bfloat16()]
             found = []
             inputs = q, k, v, *caches, lengths, None if causal else places, places
-            call = Call(*inputs, None, 0.1, None, window, *turning, 1e-6)
+            call = Call(*inputs, None, 0.1, None, window, None, *turning, 1e-6)
             tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
             tree_attention.launch(call._replace(tiles=tiles, slopes=slopes))
             if turned:

@@ -19,6 +19,8 @@ PRODUCTS = "gate_up_proj", "down_proj"
 FROM_HUB = "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token"
 """Options of ``from_pretrained`` that say where the files are."""
 LIBRARY = "transformers.integrations.mxfp4"
+ALPHA, LIMIT = 1.702, 7.0
+"""Of gpt-oss's gate, where transformers' configuration has no such fields."""
 
 
 class Mxfp4Experts(nn.Module):
@@ -114,12 +116,13 @@ def load_mxfp4(name: str | PathLike, **options) -> GptOssForCausalLM:
         )
     model.__class__ = GptOssForCausalLM
     model.config.quantization_config = Mxfp4Config.from_dict(quantisation)
+    gate = getattr(config, "swiglu_alpha", ALPHA), getattr(config, "swiglu_limit", LIMIT)
     for number, layer in enumerate(model.model.layers):  # one at a time, because both forms of it take memory
         part = layer.mlp.experts
         weights = {each: (getattr(part, f"{each}_blocks"), getattr(part, f"{each}_scales")) for each in PRODUCTS}
         biases = {each: getattr(part, f"{each}_bias") for each in PRODUCTS}
         try:
-            layer.mlp.experts = Mxfp4Experts(weights, biases, config.swiglu_alpha, config.swiglu_limit)
+            layer.mlp.experts = Mxfp4Experts(weights, biases, *gate)
         except ValueError as error:
             raise ValueError(f"name: {name}: model.layers.{number}.mlp.experts {error}") from error
     return model

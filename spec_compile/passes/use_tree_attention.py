@@ -39,6 +39,8 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
         q, k, v, sinks, scale, window, softcap, _, *rest = node.args
         layer = {"sinks": sinks, "scale": scale, "softcap": softcap, "window": window}
         layer |= {name: value for name, value in zip(("chunk", "slopes"), rest) if value is not None}
+        if backend.rotates:
+            layer["scales"] = None
         with gm.graph.inserting_before(node):
             first = number * graph.layer_tensors
             for name, index in zip(("key_cache", "value_cache", "scales"), range(first, first + graph.layer_tensors)):

@@ -52,6 +52,7 @@ class Call(NamedTuple):
     scale: float
     softcap: float | None
     window: int | None
+    scales: Tensor | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
     q_norm: Tensor | None = None
@@ -61,7 +62,6 @@ class Call(NamedTuple):
     tiles: Tensor | None = None
     chunk: int | None = None
     slopes: Tensor | None = None
-    scales: Tensor | None = None
 
     def empty_output(self) -> Tensor:
         """Memory for what the call returns [B, N, H, Dv], of q's dtype."""
@@ -102,15 +102,20 @@ def attention_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 def attention_op(name: str, rotates: bool = False, **options) -> Callable:
     """Make ``function(call)`` the custom op `name` of the call's arguments (those of `ROTATION` only if it `rotates`),
-    with their schema and fake. options: of `torch.library.custom_op`."""
+    with their schema and fake. options: of `torch.library.custom_op`.
+
+    The op has no default of "scales": PyTorch 2.11 looks for each argument that an op writes to among those that the
+    dispatcher hands over, and that leaves out the last ones that equal their defaults.
+    """
 
     def prototype() -> Tensor: ...
 
+    defaults = {field: value for field, value in Call._field_defaults.items() if field != "scales"}
     prototype.__signature__ = inspect.Signature(
         [
             inspect.Parameter(
                 field, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation,
-                default=Call._field_defaults.get(field, inspect.Parameter.empty),
+                default=defaults.get(field, inspect.Parameter.empty),
             )
             for field, annotation in Call.__annotations__.items()
             if rotates or field not in (*ROTATION, "scales")
