@@ -6,6 +6,8 @@ import models
 import pytest
 import torch
 from sweeps import thinned
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
@@ -158,6 +160,14 @@ def test_a_forward_without_float32_is_compared_in_16_bits(monkeypatch, caplog):
         check_capture(model, graph)
     assert "the model's own forward is checked in 16 bits alone" in caplog.text
     refused(check_capture, model, scaled(graph, 1.05))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_in_float32_widens_flex_attention():
+    q, k, v = torch.randn(3, 1, 2, 8, 16).bfloat16().unbind()
+    with in_float32():
+        out = flex_attention(q, k, v, scale=0.25)
+    torch.testing.assert_close(out, scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=0.25))
 
 
 def test_in_float32_widens_and_writes_to_no_half():

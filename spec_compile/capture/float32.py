@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels import experts
@@ -54,8 +55,12 @@ def _set_precision(legacy: str | None, precisions: list[str]) -> None:
 class _Float32(TorchDispatchMode):
     """Converts the operands of every op from 16 bits to float32."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # FlexAttention, which has no schema
+            return func(*map(_widened, args), **kwargs)
         if func == QUANTISED:  # activations that are rounded to codes are rounding, too
             return quantised.unrounded_linear(*map(_widened, args))
         if func in (experts.UP, experts.DOWN):
