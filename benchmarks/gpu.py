@@ -12,9 +12,12 @@ difference of the times of two lengths by that of the tokens, medians of at leas
 
 Prompts are tokens of real text (benchmarks/prompts). Since the weights are random, what is accepted is not meaningful:
 the figure of ours to compare is that of plain steps, and that with drafts is given with its accept length. "simulated"
-rates are an accept length that is assumed, not measured, by the time of a round. "loop" is how much longer a round
-takes in generate() than its graph alone: over plain steps, where nothing is drafted and text that repeats itself
-changes nothing, and with --demo over rounds with drafts on real text; both say how many rounds.
+rates are an accept length that is assumed, not measured, by the time of a round. Of mixtures, the floor counts the
+experts that a round is expected to read. "wrapping" is the peak of memory from the built model until warm-up ends,
+beside the bytes of weights and cache: measure each shape in a process of its own, or the last one's rest may count.
+"loop" is how much longer a round takes in generate() than its graph alone: over plain steps, where nothing is drafted
+and text that repeats itself changes nothing, and with --demo over rounds with drafts on real text; both say how many
+rounds.
 Rows of earlier runs that this one does not measure stay in the file, with their own stamps.
 """
 
