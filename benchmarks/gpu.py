@@ -12,27 +12,32 @@ difference of the times of two lengths by that of the tokens, medians of at leas
 
 Prompts are tokens of real text (benchmarks/prompts). Since the weights are random, what is accepted is not meaningful:
 the figure of ours to compare is that of plain steps, and that with drafts is given with its accept length. "simulated"
-rates are an accept length that is assumed, not measured, by the time of a round. "loop" is how much longer a round
-takes in generate() than its graph alone: over plain steps, where nothing is drafted and text that repeats itself
-changes nothing, and with --demo over rounds with drafts on real text; both say how many rounds.
+rates are an accept length that is assumed, not measured, by the time of a round. Of mixtures, the floor counts the
+experts that a round is expected to read. "wrapping" is the peak of memory from the built model until warm-up ends,
+beside the bytes of weights and cache: measure each shape in a process of its own, or the last one's rest may count.
+"loop" is how much longer a round takes in generate() than its graph alone: over plain steps, where nothing is drafted
+and text that repeats itself changes nothing, and with --demo over rounds with drafts on real text; both say how many
+rounds.
 Rows of earlier runs that this one does not measure stay in the file, with their own stamps.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import drafts
 import torch
 from common import DEMO_MODEL, HERE, RESULTS, floors, merge_rows, prompts_of, stamp, write_json
-from shapes import DENSE, SHAPES, build, read_bytes, text_tokens, weight_bytes
+from kernel_families import families
+from quantised_shapes import QUANTISED
+from shapes import DENSE, SHAPES, build, distinct_experts, read_bytes, stored_bytes, text_tokens, weight_bytes
 from steps import LENGTHS, PLAIN, steps
+from timers import bandwidth, call_ms, median_ms
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
@@ -40,49 +45,10 @@ from spec_compile.graph import calls
 from spec_compile.kernels import experts
 from spec_compile.runtime.prefill_chunks import FIXED, chunks
 
-FAMILIES = {
-    "norms": ("rsqrt", "rms_norm", "l2_norms"),
-    "recurrences": ("linear_tree", "linear_commit", "convolution_", "selective", "walk_kernel"),
-    "attention": ("attention", "append_kernel", "tree_kernel", "tail_tiles", "prompt_kernel", "merge_"),
-    "matrix products": ("small_m", "gemm", "cutlass", "nvjet", "splitk", "gemv", "cublas"),
-    "rotary embedding, activations": ("triton_poi", "triton_red", "triton_per"),
-    "n-gram": ("ngram",),
-    "compaction": ("compact",),
-    "copies and fills": ("memcpy", "memset", "elementwise"),
-}
 DRAFT_MODEL = "llama-1b"
 """The shape of draft models."""
 SIMULATED = 3.0
 """Accept length assumed for the simulated rates."""
-
-
-def bandwidth() -> dict[str, float]:
-    """Bytes a second of a large read and of a large copy (read plus written)."""
-    data, other = torch.empty(2, 1 << 32, dtype=torch.uint8, device="cuda")
-    read = median_ms(lambda: data.view(torch.int64).max(), 10)
-    copy = median_ms(lambda: other.copy_(data), 10)
-    return {"read": data.numel() / read * 1e3, "copy": 2 * data.numel() / copy * 1e3}
-
-
-def median_ms(function: Callable, repeats: int, warm: int = 3) -> float:
-    """Median milliseconds of a call."""
-    for _ in range(warm):
-        function()
-    return statistics.median(call_ms(function) for _ in range(repeats))
-
-
-def call_ms(function: Callable) -> float:
-    """Milliseconds of a call on the GPU, between events (without one: on the wall)."""
-    if not torch.cuda.is_available():
-        start = time.perf_counter()
-        function()
-        return (time.perf_counter() - start) * 1e3
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    function()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
 
 
 def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) -> dict[int, float]:
@@ -93,7 +59,8 @@ def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) 
     state = session.state
     ids = text_tokens(context, engine.runtime.verify.vocab_size).tolist()
     is_sparse = bool(calls(engine.runtime.verify.gm, experts.UP))
-    spread = torch.arange(1, 65, device=state.tokens.device) * (engine.runtime.verify.vocab_size // 65)
+    spread = torch.arange(1, 64 * batch + 1, device=state.tokens.device).view(batch, 64)
+    spread *= engine.runtime.verify.vocab_size // (64 * batch + 1)
     out = {}
     for nodes in sizes:
         with torch.no_grad():
@@ -106,37 +73,12 @@ def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) 
 
             def run(step=step, nodes=nodes):
                 if is_sparse:  # equal tokens would choose the same experts
-                    state.tree_tokens[:, :nodes] = spread[:nodes]
+                    state.tree_tokens[:, :nodes] = spread[:, :nodes]
                 step(128)
 
             out[nodes] = median_ms(run, repeats)
             session.drafter.finish([])
     return out
-
-
-def families(fast, nodes: int, repeats: int = 5) -> tuple[dict[str, float], int]:
-    """Microseconds of each kernel family in one round, and the number of kernels.
-
-    Kernels may begin before the last one ends and wait there, so each counts from the end of the one before to its own.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    step = fast.speculation.engine.session(1).step("round", nodes)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(repeats):
-            step(128)
-        torch.cuda.synchronize()
-    spent = defaultdict(float)
-    events = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.device_time > 0]
-    events.sort(key=lambda event: event.time_range.end)
-    last = events[0].time_range.start
-    for event in events:
-        name = event.name.lower()
-        family = next((f for f, words in FAMILIES.items() if any(w in name for w in words)), "all the rest")
-        spent[family] += (event.time_range.end - last) / repeats
-        last = event.time_range.end
-    return dict(spent), len(events) // repeats
 
 
 def loop(fast, ids: torch.Tensor, new: int) -> dict[str, float]:
@@ -203,11 +145,15 @@ def round_rows(fast, batches: list[int], contexts: list[int], sizes: list[int], 
             read = read_bytes(fast, context, batch, nodes)
             row = dict(batch=batch, context=context, nodes=nodes, ms=ms, **floors(read, speeds, ms))
             rows.append(row)
+            experts_read = distinct_experts(fast, batch * nodes)
+            if experts_read is not None:
+                row["distinct_experts"] = experts_read
+            expected = "" if experts_read is None else f", {experts_read:.1f} experts of a layer expected"
             simulated = batch * SIMULATED / ms * 1e3
             print(
                 f"  B={batch} context {context:6} N={nodes:2}: {ms:7.3f} ms, {row['over_copy']:.2f} times the floor of "
                 f"a copy, {row['over_read']:.2f} times that of a read; {simulated:.0f} tokens/s at a simulated accept "
-                f"length of {SIMULATED}", flush=True,
+                f"length of {SIMULATED}{expected}", flush=True,
             )  # fmt: skip
     return rows
 
@@ -226,11 +172,23 @@ def step_rows(model, fast, plain, options, speeds: dict) -> list[dict]:
     return rows
 
 
+def wrapping(fast, model) -> dict[str, int]:
+    """The peak of the GPU's memory since the model was built, beside the bytes of its weights and of the cache."""
+    peak, weights = torch.cuda.max_memory_allocated(), stored_bytes(model)
+    cache = sum(buffer.nbytes for buffer in fast.speculation.engine.session(1).state.kv.buffers())
+    print(
+        f"  peak of wrapping {peak / 1e9:.2f} GB: weights {weights / 1e9:.2f}, cache {cache / 1e9:.2f}, "
+        f"{peak / (weights + cache):.3f} times both", flush=True,
+    )  # fmt: skip
+    return {"peak_bytes": peak, "weight_bytes": weights, "cache_bytes": cache}
+
+
 def measure(name: str, options, speeds: dict[str, float]) -> dict:
     """All that `options` asks for of one shape: parts, each a row or a list of rows."""
+    gc.collect()
+    model = build(name)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model = build(name)
     begin = time.perf_counter()
     longest = max(options.contexts + options.prompts)
     fast = spec_compile.speculate(model, num_draft_tokens=max(options.sizes), max_cache_len=longest + 1024)
@@ -239,7 +197,7 @@ def measure(name: str, options, speeds: dict[str, float]) -> dict:
     if options.warm:
         return {"ready_warm": {"seconds": ready}}
     print(f"\n{name}: {weight_bytes(model) / 1e9:.2f} GB of weights read a round, ready after {ready:.1f} s")
-    result = {"ready": {"seconds": ready, "weight_bytes": weight_bytes(model)}}
+    result = {"ready": {"seconds": ready, "weight_bytes": weight_bytes(model)}, "wrapping": wrapping(fast, model)}
     result["rounds"] = round_rows(fast, options.batches, options.contexts, options.sizes, speeds)
     for nodes in sorted({1, 16, max(options.sizes)} & set(options.sizes)) if options.families else []:
         rounds(fast, 1024, 1, [nodes], 3)
@@ -308,6 +266,8 @@ def main() -> None:
     parser.add_argument("--demo", action="store_true", help="also the loop of the demo model's rounds")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json")
     options = parser.parse_args()
+    if (options.baselines or options.prompts) and {*options.shapes} & {*QUANTISED}:
+        parser.error("--baselines, --prompts: transformers cannot run quantised shapes without their libraries")
     speeds, stamped = bandwidth(), stamp(torch.device("cuda"))
     print(torch.cuda.get_device_name(), ", ".join(f"{k} {v / 1e12:.2f} TB/s" for k, v in speeds.items()))
     report = json.loads(options.json.read_text()) if options.json.exists() else {}

@@ -3,11 +3,10 @@
     python benchmarks/quantised.py [--model examples/tiny_coder] [--device cuda|cpu] [--formats fp8 int8 int4 nf4]
     python benchmarks/quantised.py --model FOLDER --as-chat --workloads chat maths bug_fixing
 
-Every linear layer but the output head is rounded to nearest and kept packed as the format's library would hold it; no
-library is needed. An answer is lossless if it is that of transformers' own loop over the layers' plain meaning, but
-for near-ties (see docs/audit.md). Tokens a second are the median over the repeats of (all tokens) / (all seconds), of
-plain steps and of rounds with n-gram drafts. The agreement is the share of tokens before the first that 16 bits would
-not give, which says what rounding costs.
+Every linear layer but the output head is packed (see quantised_layers.py). An answer is lossless if it is that of
+transformers' own loop over the layers' plain meaning, but for near-ties (see docs/audit.md). Tokens a second are the
+median over the repeats of (all tokens) / (all seconds), of plain steps and of rounds with n-gram drafts. The agreement
+is the share of tokens before the first that 16 bits would not give, which says what rounding costs.
 """
 
 import argparse
@@ -18,80 +17,17 @@ from pathlib import Path
 import torch
 from common import DEMO_MODEL, HERE, RESULTS, answer_in_turn, prompts_of, stamp, write_json
 from kv_cache_dtype import compared
-from torch import Tensor, nn
-from torch.nn import functional as F
+from quantised_layers import FORMATS, pack_layers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import spec_compile
-from spec_compile.capture.quantised import QuantisedLinear
-from spec_compile.kernels.linear.quantised import Packed
-from spec_compile.kernels.linear.quantised.bitsandbytes import Table4
-from spec_compile.kernels.linear.quantised.compressed_tensors import Int4Group
-from spec_compile.kernels.linear.quantised.fp8_block import FP8, Fp8Block
-from spec_compile.kernels.linear.quantised.torchao import Int8Weight
-
-GROUP = 64
-NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""Quantiles of a normal distribution (QLoRA, arXiv 2305.14314, appendix E)."""
-
-
-def fp8(weight: Tensor) -> Packed:
-    """Fine-grained FP8: a scale for each 128 x 128 weights, and activations in FP8, too. weight [O, I]."""
-    outputs, inputs = weight.shape
-    padded = F.pad(weight.float(), (0, -inputs % 128, 0, -outputs % 128))
-    blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
-    scales = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / 448
-    codes = (blocks / scales[:, None, :, None]).to(FP8).flatten(2).flatten(0, 1)[:outputs, :inputs].contiguous()
-    return Packed(Fp8Block(128, 128), {"weight": codes, "weight_scale_inv": scales}, None)
-
-
-def int8(weight: Tensor) -> Packed:
-    """torchao's int8 weights, with a scale for each output."""
-    scales = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
-    return Packed(Int8Weight(), {"qdata": (weight.float() / scales).round().to(torch.int8), "scale": scales}, None)
-
-
-def int4(weight: Tensor) -> Packed | None:
-    """compressed-tensors W4A16, symmetric, in groups of 64."""
-    if weight.shape[1] % GROUP:
-        return None
-    groups = weight.float().unflatten(1, (-1, GROUP))
-    scales = (groups.abs().amax(dim=2).clamp(min=1e-12) / 7.5).to(weight.dtype)
-    codes = (groups / scales.float()[:, :, None]).round().clamp(-8, 7).flatten(1).long() + 8
-    words = (codes.unflatten(1, (-1, 8)) << (4 * torch.arange(8, device=codes.device))).sum(dim=2).to(torch.int32)
-    return Packed(Int4Group(GROUP), {"weight_packed": words, "weight_scale": scales}, None)
-
-
-def nf4(weight: Tensor) -> Packed | None:
-    """bitsandbytes NF4 in blocks of 64."""
-    if weight.shape[1] % GROUP:
-        return None
-    table = torch.tensor(NF4, device=weight.device)
-    blocks = weight.float().view(-1, GROUP)
-    scales = blocks.abs().amax(dim=1)
-    between = (table[1:] + table[:-1]) / 2
-    codes = torch.bucketize(blocks / scales.clamp(min=1e-12)[:, None], between).to(torch.uint8).view(-1, 2)
-    return Packed(Table4(GROUP, 0), {"weight": codes[:, :1] << 4 | codes[:, 1:], "absmax": scales, "code": table}, None)
-
-
-FORMATS = {"fp8": fp8, "int8": int8, "int4": int4, "nf4": nf4}
 
 
 def quantised(model: PreTrainedModel, pack) -> tuple[PreTrainedModel, list[str]]:
     """A copy of `model` with packed linear layers, and the paths of those whose sizes the format does not take."""
-    model, left = copy.deepcopy(model), []
-    for path, layer in [*model.named_modules()]:
-        if type(layer) is nn.Linear and layer is not model.get_output_embeddings():
-            packed = pack(layer.weight.detach())
-            if packed is None:
-                left.append(path)
-            else:
-                model.set_submodule(path, QuantisedLinear(packed._replace(bias=layer.bias)))
-    return model, left
+    model = copy.deepcopy(model)
+    return model, pack_layers(model, pack)
 
 
 def layer_bytes(model: PreTrainedModel) -> int:

@@ -38,7 +38,8 @@ from common import (
     synchronize,
     write_json,
 )
-from shapes import SHAPES, build, token_bytes, weight_bytes
+from shapes import DENSE, build, token_bytes, weight_bytes
+from timers import bandwidth, median_ms
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -148,7 +149,7 @@ def read_requests(options, tokenizer) -> list[list[int]]:
 def matmul_speed(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """Multiplications and additions a second of a product of two square matrices."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / gpu.median_ms(lambda: a @ b, 10) * 1e3
+    return 2 * size**3 / median_ms(lambda: a @ b, 10) * 1e3
 
 
 def round_rows(name: str, options, model) -> list[dict]:
@@ -156,7 +157,7 @@ def round_rows(name: str, options, model) -> list[dict]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     model = model if name == "model" else build(name, device.type)
-    speed = gpu.bandwidth()["copy"] if on_gpu else read_bandwidth()
+    speed = bandwidth()["copy"] if on_gpu else read_bandwidth()
     arithmetic = matmul_speed(device, model.dtype, 8192 if on_gpu else 1024)
     fast = spec_compile.speculate(
         model, num_draft_tokens=max(options.nodes), max_cache_len=CONTEXT + 1024, compile=not options.eager, check=False
@@ -222,7 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2, help="on a CPU")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--static", action=argparse.BooleanOptionalAction, default=True, help="static batches, too")
-    parser.add_argument("--shape", choices=["model", *SHAPES], help="whose rounds are timed alone")
+    parser.add_argument("--shape", choices=["model", *DENSE], help="whose rounds are timed alone")
     parser.add_argument("--rows", type=int, default=16, help="sequences of those rounds")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16], help="of each of them")
     parser.add_argument("--json", type=Path, default=RESULTS / "serving.json")

@@ -4,7 +4,9 @@ import math
 
 import torch
 from common import DEMO_MODEL, HERE, read_prompts
+from expert_shapes import EXPERTS
 from hybrid_shapes import HYBRIDS
+from quantised_shapes import QUANTISED
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 LLAMA_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -30,18 +32,22 @@ DENSE = {
                                    tie_word_embeddings=True, max_position_embeddings=8192,
                                    rope_parameters=dict(rope_type="default", rope_theta=100000.0))),
 }  # fmt: skip
-SHAPES = DENSE | HYBRIDS
+SHAPES = DENSE | HYBRIDS | EXPERTS
+SHAPES |= {name: SHAPES[shape] for name, (shape, *_) in QUANTISED.items()}
 """Name -> model type and sizes."""
 
 
 def build(name: str, device: str = "cuda") -> PreTrainedModel:
-    """A model of the named shape with small random weights, in bfloat16."""
-    kind, sizes = SHAPES[name]
+    """A model of the named shape with small random weights, in bfloat16 or as `QUANTISED` says."""
+    shape, dtype, quantise = QUANTISED.get(name, (name, torch.bfloat16, None))
+    kind, sizes = SHAPES[shape]
     config = AutoConfig.for_model(kind, **sizes)
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if quantise:
+        quantise(model)
     return model.eval()
 
 
@@ -53,20 +59,34 @@ def text_tokens(count: int, vocab: int) -> torch.Tensor:
     return ids.repeat(-(-count // len(ids)))[:count] % vocab
 
 
-def weight_bytes(model: PreTrainedModel, rows: int = 1) -> int:
-    """Bytes of the weights that a step over `rows` tokens reads.
+def stored_bytes(model: PreTrainedModel) -> int:
+    """Bytes of all parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
-    All but those of an embedding of its own, of which rows are read. Of E experts, of which a token chooses k, those
-    that are expected to be chosen if tokens choose alike often and independently.
+
+def distinct_experts(model: PreTrainedModel, rows: int) -> float | None:
+    """How many experts of a layer `rows` tokens are expected to choose, if all are chosen alike often and
+    independently; None: the model is no mixture."""
+    chosen = getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None)
+    layers = (part for path, part in model.named_modules() if path.endswith(".experts"))
+    first = next(layers, None) if chosen else None
+    if first is None:
+        return None
+    total = len(next(first.parameters()))
+    return total * (1 - (1 - chosen / total) ** rows)
+
+
+def weight_bytes(model: PreTrainedModel, rows: int = 1) -> int:
+    """Bytes of the weights that a step over `rows` tokens reads: all parameters and buffers.
+
+    But of an embedding of its own, rows are read, which do not count; and of experts, `distinct_experts`.
     """
-    config = model.config.get_text_config(decoder=True)
-    chosen, total = getattr(config, "num_experts_per_tok", None), 0.0
-    for name, weight in model.named_parameters():
-        is_expert = chosen and ".experts." in name and weight.dim() == 3
-        share = 1 - (1 - chosen / len(weight)) ** rows if is_expert else 1.0
-        total += share * weight.numel() * weight.element_size()
-    table = model.get_input_embeddings().weight
-    return int(total) if config.tie_word_embeddings else int(total) - table.numel() * table.element_size()
+    count, total = distinct_experts(model, rows), 0.0
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        is_expert = count is not None and path.rpartition(".")[0].endswith(".experts")
+        total += tensor.nbytes * (count / len(tensor) if is_expert else 1.0)
+    is_tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    return int(total) if is_tied else int(total) - model.get_input_embeddings().weight.nbytes
 
 
 def state_bytes(graph) -> int:
@@ -74,10 +94,17 @@ def state_bytes(graph) -> int:
     return sum(math.prod(spec.state) * (spec.dtypes[0] or graph.dtype).itemsize for spec in graph.recurrences)
 
 
+def context_bytes(graph, context: int) -> int:
+    """Bytes of the keys and values of a context that a step reads: of sliding windows, the last ones."""
+    sizes = [layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in graph.layers]
+    seen = sum(size * min(context, layer.window or context) for size, layer in zip(sizes, graph.layers))
+    return graph.token_bytes * seen // sum(sizes) if sizes else 0
+
+
 def read_bytes(fast: PreTrainedModel, context: int, batch: int = 1, nodes: int = 1) -> int:
     """Bytes that a round must move: weights, keys and values of the context, and states, read once and written once."""
     graph = fast.speculation.engine.runtime.verify
-    return weight_bytes(fast, batch * nodes) + (graph.token_bytes * context + 2 * state_bytes(graph)) * batch
+    return weight_bytes(fast, batch * nodes) + (context_bytes(graph, context) + 2 * state_bytes(graph)) * batch
 
 
 def token_bytes(model: PreTrainedModel) -> int:

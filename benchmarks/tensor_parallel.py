@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from common import RESULTS, stamp, write_json
 from drafts import TREE, make
-from gpu import families, rounds
-from shapes import SHAPES
+from gpu import rounds
+from kernel_families import families
+from shapes import DENSE
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -25,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import spec_compile
 
-SHAPES["llama-70b"] = ("llama", SHAPES["llama-8b"][1] | dict(
+DENSE["llama-70b"] = ("llama", DENSE["llama-8b"][1] | dict(
     hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64))  # fmt: skip
 CUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
 """The dimension by which a module's weight is cut, as transformers' plan of Llama has it."""
@@ -33,7 +34,7 @@ CUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "lm
 
 def spread(name: str, mesh: DeviceMesh) -> PreTrainedModel:
     """A model of the named shape, in bfloat16, of which each rank makes its parts of random weights."""
-    kind, sizes = SHAPES[name]
+    kind, sizes = DENSE[name]
     config = AutoConfig.for_model(kind, **sizes)
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     with torch.device("meta"):
@@ -55,7 +56,7 @@ def spread(name: str, mesh: DeviceMesh) -> PreTrainedModel:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-8b", choices=[name for name in SHAPES if name.startswith("llama")])
+    parser.add_argument("--shape", default="llama-8b", choices=[name for name in DENSE if name.startswith("llama")])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--drafts", action="store_true", help="a tree of EAGLE-3, too, whole on each GPU and shared")

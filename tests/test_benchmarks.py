@@ -20,6 +20,8 @@ import common  # noqa: E402
 import cpu  # noqa: E402
 import gpu  # noqa: E402
 import quantised  # noqa: E402
+import quantised_layers  # noqa: E402
+import quantised_shapes  # noqa: E402
 import shapes  # noqa: E402
 import steps  # noqa: E402
 import tables  # noqa: E402
@@ -210,11 +212,64 @@ def test_gpu_rounds_of_a_tiny_hybrid(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, billions", [("qwen3.5-9b", 8.95), ("falcon-h1-7b", 7.59), ("nemotron-h-8b", 8.1), ("lfm2-1.2b", 1.17)]
-)
-def test_hybrids_have_their_published_sizes(name, billions):
+    "name, billions",
+    [
+        ("qwen3.5-9b", 8.95), ("falcon-h1-7b", 7.59), ("nemotron-h-8b", 8.1), ("lfm2-1.2b", 1.17), ("llama-8b", 8.03),
+        ("qwen3-30b-a3b", 30.53), ("gpt-oss-20b", 20.91), ("mixtral-8x7b", 46.7),
+    ],
+)  # fmt: skip
+def test_shapes_have_their_published_sizes(name, billions):
     model = shapes.build(name, "meta")
     assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_gptq_is_packed():
+    weight = torch.randn(72, 256, dtype=torch.float16)
+    packed = quantised_layers.gptq(weight)
+    got = packed.layout.weight([*packed.parts.values()], 256).float()
+    assert (got - weight).norm() < 0.12 * weight.float().norm()
+
+
+ALIKE = dict(vocab_size=512, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+TINY = {
+    "llama-8b": dict(hidden_size=256, intermediate_size=384, **ALIKE),
+    "qwen3-30b-a3b": dict(hidden_size=128, moe_intermediate_size=128, head_dim=32, num_experts=8, num_experts_per_tok=2,
+                          **ALIKE),
+    "gpt-oss-20b": dict(hidden_size=64, intermediate_size=96, head_dim=16, num_local_experts=8, num_experts_per_tok=2,
+                        sliding_window=16, layer_types=["sliding_attention"], **ALIKE),
+}  # fmt: skip
+LLAMA, LLAMA_REST = 3 * 384 * 256 + 2 * 256 * 256 + 2 * 128 * 256, 2 * (512 * 256 + 3 * 256) + 2 * 4 * 32
+"""Weights that are quantised, and bytes of the output head, norms, and frequencies of the rotary embedding."""
+CHOSEN = 8 * (1 - (1 - 2 / 8) ** 3)
+"""Of 8 experts, of which a token chooses 2, those that 3 tokens are expected to choose."""
+READ = {
+    "llama-8b-fp8": LLAMA + 4 * LLAMA / 128**2 + LLAMA_REST,
+    "llama-8b-int4": LLAMA / 2 + 2 * LLAMA / 128 + LLAMA_REST,
+    "llama-8b-gptq": LLAMA / 2 + (2 + 1 / 2) * LLAMA / 128 + 4 * (6 * 256 + 384) + LLAMA_REST,
+    "llama-8b-nf4": LLAMA / 2 + 4 * LLAMA / 64 + 7 * 16 * 4 + LLAMA_REST,
+    "qwen3-30b-a3b-fp8": CHOSEN * 3 * (128**2 + 4) + 3 * 128**2 + 4 * 4 + 2 * (512 + 3 + 8) * 128 + 2 * 64 + 2 * 4 * 16,
+    "gpt-oss-20b-mxfp4": (
+        CHOSEN * (192 + 64) * (256 / 2 + 256 / 32 + 2)  # of 256 inputs, to which the kernel's words are filled up
+        + 2 * (6 * 64 * 32 + 192 + 4) + 2 * 8 * 65 + 2 * (512 + 3) * 64 + 2 * 4 * 8
+    ),
+}  # fmt: skip
+"""Bytes that a step over 3 tokens reads of those tiny shapes."""
+
+
+@pytest.mark.parametrize("name", READ)
+def test_quantised_shapes(name, monkeypatch):
+    shape = quantised_shapes.QUANTISED[name][0]
+    monkeypatch.setitem(shapes.SHAPES, shape, (shapes.SHAPES[shape][0], TINY[shape]))
+    model = shapes.build(name, "cpu")
+    assert shapes.weight_bytes(model, 3) == pytest.approx(READ[name], abs=1)
+    assert model.lm_head.weight.dtype == (torch.float16 if "gptq" in name else torch.bfloat16)
+    if name == "gpt-oss-20b-mxfp4":
+        monkeypatch.setattr(gpu, "text_tokens", lambda count, vocab: torch.arange(count) % vocab)
+        fast = speculate(model, compile=False, num_draft_tokens=2, max_cache_len=64, check=False)
+        (row,) = gpu.round_rows(fast, [3], [20], [1], {"copy": 1e9, "read": 1e9})
+        assert row["distinct_experts"] == pytest.approx(CHOSEN)
+        seen = shapes.weight_bytes(fast, 3) + 3 * 16 * fast.speculation.engine.runtime.verify.token_bytes
+        assert row["floor_copy_ms"] == pytest.approx(seen / 1e6)  # of 20 tokens the window has 16
 
 
 def test_acceptance_and_cpu_on_a_tiny_model(tiny):

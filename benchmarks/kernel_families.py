@@ -1,0 +1,42 @@
+"""What each family of kernels takes in a captured round."""
+
+from collections import defaultdict
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+FAMILIES = {
+    "norms": ("rsqrt", "rms_norm", "l2_norms"),
+    "recurrences": ("linear_tree", "linear_commit", "convolution_", "selective", "walk_kernel"),
+    "attention": ("attention", "append_kernel", "tree_kernel", "tail_tiles", "prompt_kernel", "merge_"),
+    "matrix products": ("small_m", "gemm", "cutlass", "nvjet", "splitk", "gemv", "cublas"),
+    "rotary embedding, activations": ("triton_poi", "triton_red", "triton_per"),
+    "experts": ("experts_kernel", "route_kernel"),
+    "n-gram": ("ngram",),
+    "compaction": ("compact",),
+    "copies and fills": ("memcpy", "memset", "elementwise"),
+}
+"""Name -> parts of the names of its kernels; the first family that fits counts."""
+
+
+def families(fast, nodes: int, repeats: int = 5) -> tuple[dict[str, float], int]:
+    """Microseconds of each kernel family in one round, and the number of kernels.
+
+    Kernels may begin before the last one ends and wait there, so each counts from the end of the one before to its own.
+    """
+    step = fast.speculation.engine.session(1).step("round", nodes)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(repeats):
+            step(128)
+        torch.cuda.synchronize()
+    spent = defaultdict(float)
+    events = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.device_time > 0]
+    events.sort(key=lambda event: event.time_range.end)
+    last = events[0].time_range.start
+    for event in events:
+        name = event.name.lower()
+        family = next((f for f, words in FAMILIES.items() if any(w in name for w in words)), "all the rest")
+        spent[family] += (event.time_range.end - last) / repeats
+        last = event.time_range.end
+    return dict(spent), len(events) // repeats
