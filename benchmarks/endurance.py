@@ -78,7 +78,7 @@ def main() -> None:
         if batch == 1 and call % 2:
             times.append((stats.seconds["verify"] + stats.seconds["draft"] + stats.seconds["host"]) / stats.rounds)
         if call % max(1, options.calls // 10) == 0:
-            tell({"calls": call, "rounds": rounds, "round_ms": statistics.median(times) * 1e3})
+            tell({"calls": call, "rounds": rounds} | ({"round_ms": statistics.median(times) * 1e3} if times else {}))
             times = []
     write_json(options.json, {"tenths": tenths})
 
