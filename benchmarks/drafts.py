@@ -48,7 +48,7 @@ def make(kind: str, model: PreTrainedModel, small: LlamaConfig) -> torch.nn.Modu
     """A draft of this kind for `model`, with random weights; `small`: the config of the draft model."""
     config = model.config
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    with torch.device("cuda"):
+    with model.device:
         if kind == "model":
             return AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16).eval()
         if kind == "eagle":
