@@ -79,7 +79,8 @@ class AtLength(StoppingCriteria):
         self.length = length
 
     def __call__(self, input_ids, scores, **kwargs):
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length, dtype=torch.bool)
+        is_long = input_ids.shape[1] >= self.length
+        return torch.full((len(input_ids),), is_long, dtype=torch.bool, device=input_ids.device)
 
 
 def mixed_request(rng):

@@ -26,6 +26,7 @@ from spec_compile.passes.fuse_qk_norms import fuse_qk_norms
 from spec_compile.passes.fuse_residuals import fuse_residuals
 from spec_compile.passes.fuse_rotary import fuse_rotary
 from spec_compile.passes.merge_linears import merge_linears
+from spec_compile.passes.row_invariance import variant_parts
 from spec_compile.passes.select_logits import select_logits
 from spec_compile.passes.tap_hidden_states import tap_hidden_states
 from spec_compile.passes.tidy import tidy
@@ -1001,6 +1002,7 @@ def test_fused_residuals(half_on_gpu, monkeypatch, name, taps, joined, apart):
 def test_fused_residuals_of_ranks(half_on_gpu, monkeypatch):
     """A product that ranks sum before the addition takes the op that also sums; one that others read does not."""
     monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
+    monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: None)
     monkeypatch.setitem(all_reduce.REDUCERS, "ranks", lambda part: part + part)
     graph = half_on_gpu("llama")
     own, sums = torch.ops.spec_compile, []
@@ -1013,6 +1015,7 @@ def test_fused_residuals_of_ranks(half_on_gpu, monkeypatch):
     plain, result = rewritten(graph, (fuse_residuals,)), rewritten(graph)
     counts = [len(calls(result.gm, op.default)) for op in (own.small_m_all_reduce_add, own.all_reduce, own.small_m_add)]
     assert counts == [len(sums), 0, 0] and len(sums) == 4
+    assert not [part for part in variant_parts(result) if "product" in part]
     for want, got in zip(prefix_then_chunk(plain.gm, graph), prefix_then_chunk(result.gm, graph), strict=True):
         assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
     for node in graph.gm.graph.find_nodes(op="output", target="output"):

@@ -29,6 +29,7 @@ from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from spec_compile import UnsupportedModelError, load_mxfp4, passes, speculate
+from spec_compile.capture.checks import check_tree
 from spec_compile.capture.quantised import packed_layers
 from spec_compile.capture.trace import capture
 from spec_compile.drafters.modules.dflash import DFlashDraft
@@ -322,6 +323,9 @@ def test_layers_take_the_kernel_for_few_rows(name, tmp_path, monkeypatch):
     graph = capture(model)
     plain = passes.run(graph, passes.Settings(), [each for each in passes.PIPELINE if each not in FEW_ROWS])
     ours = passes.run(graph, passes.Settings())
+    with monkeypatch.context() as on_cpu:
+        on_cpu.setattr(ModelGraph, "device", torch.device("cpu"))
+        check_tree(name, graph, ours)
     if name not in KERNELS:
         assert len(calls(ours.gm, QUANTISED)) == 14
         assert "model.layers.0-1.mlp.down_proj: op quantised_linear" in variant_parts(ours)

@@ -43,7 +43,8 @@ def main():
             for size in (1, 2) if algorithm != "ngram" else (None,):
                 more = {} if size is None else dict(
                     draft=draft_for(algorithm, target, dtype), draft_tensor_parallel_size=size)  # fmt: skip
-                fast = speculate(target, algorithm, max_cache_len=200, tensor_parallel="auto", **options, **more)
+                more |= dict(max_cache_len=200, tensor_parallel="auto", compile=False)
+                fast = speculate(target, algorithm, **options, **more)
                 answers = [fast.generate(rows[0].cuda(), **greedy)]
                 answers += [fast.generate(ids.cuda(), attention_mask=mask.cuda(), **greedy)]
                 torch.manual_seed(dist.get_rank())  # the seed is rank 0's

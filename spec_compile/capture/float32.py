@@ -9,7 +9,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels import experts
-from ..kernels.linear import QUANTISED, quantised
+from ..kernels.linear import PRODUCTS, quantised
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -22,11 +22,12 @@ def in_float32() -> Iterator[None]:
     """A context in which PyTorch computes in float32 what it would compute in 16 bits.
 
     Every op gets its operands of 16 bits as float32, one op's at a time, and a cast to 16 bits stays in float32.
-    Quantised layers do not round activations.
+    Quantised layers do not round activations, and their weights mean what their format says.
     Nothing is rounded to TF32, and nothing is compiled. An op that has no float32 form raises what it raises; one
     that would write to a tensor of 16 bits raises RuntimeError.
     """
-    with full_precision(), torch.compiler.set_stance("force_eager"), _Float32():
+    unrounded = quantised.unrounded_activations()
+    with full_precision(), torch.compiler.set_stance("force_eager"), unrounded, _Float32():
         yield
 
 
@@ -61,8 +62,10 @@ class _Float32(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):  # FlexAttention, which has no schema
             return func(*map(_widened, args), **kwargs)
-        if func == QUANTISED:  # activations that are rounded to codes are rounding, too
-            return quantised.unrounded_linear(*map(_widened, args))
+        if func in PRODUCTS:  # scales of 16 bits stay, because weights are rounded to their dtype
+            names = [argument.name for argument in func._schema.arguments]
+            args = [x if name in ("parts", "scales") else _widened(x) for name, x in zip(names, args)]
+            return func(*args, **kwargs)
         if func in (experts.UP, experts.DOWN):
             args = *args[:-1], experts.unrounded(args[-1])
         is_view, written = _aliasing(func)

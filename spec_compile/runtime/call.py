@@ -72,7 +72,7 @@ class Call:
         state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos, request.ids,
                     request.position_offsets)  # fmt: skip
         state.seed.fill_(request.seed)
-        state.numbers.copy_(torch.arange(state.batch))
+        torch.arange(state.batch, out=state.numbers)
         state.temperature.fill_(request.temperature)
         begins = self._take_past()
         session.texts = [list(prompt) for prompt in request.prompts]
@@ -212,8 +212,9 @@ class Call:
             unseen = logits.new_zeros(len(logits), 1, target.hidden_size, dtype=target.dtype)
             logits, features = logits[:, None], [unseen] * len(self.runtime.algorithm.plan.taps)
         accepted = request.host_acceptor(session.state.tree(nodes), logits)
+        accepted = [part.to(logits.device) for part in (accepted.path, accepted.tokens, accepted.count)]
         with session.state.kv.states.kept() if is_known else nullcontext():  # they are behind the root already
-            outcome = finish(accepted.path, accepted.tokens, accepted.count, features, max_kv_len)
+            outcome = finish(*accepted, features, max_kv_len)
         return outcome.tolist
 
     def _max_kv_len(self, slots: int) -> int:

@@ -44,9 +44,8 @@ PLAIN = aten.linear.default
 """The op of a captured linear layer, and of every one that no form serves."""
 NORMED = torch.ops.spec_compile.normed_matmul.default, torch.ops.spec_compile.normed_swiglu.default
 APPENDS = torch.ops.spec_compile.small_m_append.default
-JOINED = (
-    torch.ops.spec_compile.small_m_add.default, torch.ops.spec_compile.small_m_all_reduce_add.default, *NORMED, APPENDS
-)  # fmt: skip
+ALL_REDUCED = torch.ops.spec_compile.small_m_all_reduce_add.default
+JOINED = torch.ops.spec_compile.small_m_add.default, ALL_REDUCED, *NORMED, APPENDS
 """Products of the form "small_m" with what stands around them."""
 LINEARS = {PLAIN, *JOINED} | {op for form in FORMS for op in (form.op, form.swiglu) if op}
 QUANTISED = torch.ops.spec_compile.quantised_linear.default
@@ -105,7 +104,8 @@ def bias_of(node: fx.Node) -> fx.Node | None:
 
 def packing_of(node: fx.Node) -> tuple:
     """The last arguments of a product of the form "small_m" with a quantised weight, scales and kind; () of others."""
-    return tuple(node.args[-2:]) if isinstance(node.args[-1], str) and node.target != QUANTISED else ()
+    is_packed = isinstance(node.args[-1], str) and node.target not in (QUANTISED, ALL_REDUCED)
+    return tuple(node.args[-2:]) if is_packed else ()
 
 
 def linear_layers(graph: ModelGraph) -> list[fx.Node]:

@@ -4,6 +4,9 @@ A format is a `Layout`, and ``read(module)``, which takes a layer of its library
 """
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +31,32 @@ def layout_of(kind: str) -> Layout:
     return LAYOUTS[name](*map(int, fields))
 
 
+_rounds_activations: ContextVar[bool] = ContextVar("rounds_activations", default=True)
+
+
+@contextmanager
+def unrounded_activations() -> Iterator[None]:
+    """A context in which no layer rounds its activations, whatever its format and kernel."""
+    token = _rounds_activations.set(False)
+    try:
+        yield
+    finally:
+        _rounds_activations.reset(token)
+
+
+def _product(kind: str) -> Callable[..., Tensor]:
+    """``(x, parts, bias)`` -> the layer."""
+    layout = layout_of(kind)
+    return layout.product if _rounds_activations.get() else layout.unrounded
+
+
 @torch.library.custom_op("spec_compile::quantised_linear", mutates_args=())
 def quantised_linear(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind: str) -> Tensor:
     """A quantised linear layer: x [..., I], the parts of a layout, bias [O] or None -> [..., O] of x's dtype.
 
     kind: of the layout. It is the same text for all layers that are laid out alike, so that they are compiled once.
     """
-    return layout_of(kind).product(x, parts, bias).contiguous()
+    return _product(kind)(x, parts, bias).contiguous()
 
 
 @quantised_linear.register_fake
@@ -42,11 +64,6 @@ def _(x, parts, bias, kind):
     return x.new_empty(*x.shape[:-1], layout_of(kind).outputs(parts, x.shape[-1]))
 
 
-def unrounded_linear(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind: str) -> Tensor:
-    """`quantised_linear` without rounding of activations."""
-    return layout_of(kind).unrounded(x, parts, bias)
-
-
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, kind: str) -> Tensor:
     """``F.linear``, or with a kind `quantised_linear` of its two parts."""
-    return layout_of(kind).product(x, [weight, scales], bias) if kind else nn.functional.linear(x, weight, bias)
+    return _product(kind)(x, [weight, scales], bias) if kind else nn.functional.linear(x, weight, bias)
