@@ -8,8 +8,9 @@ Copying a row of 1,000 tokens takes as long as reading them once in a round, and
 from itertools import count, takewhile
 
 import torch
+from torch import Tensor
 
-from ..cache import Cache
+from ..cache import PAGE, Cache
 from ..drafting import caches
 from ..runtime.draft_length import SizePolicy
 from ..runtime.runtime import Runtime
@@ -30,6 +31,8 @@ class Lanes:
         self.widths = [*takewhile(lambda width: width < rows, (growth**power for power in count())), rows]
         """Numbers of rows for which there are rounds."""
         self._sessions = {rows: self.all}
+        self._small_views: dict[int, list[Tensor]] = {}
+        self._large_views: dict[tuple[int, int], list[Tensor]] = {}
 
     @property
     def has_one_size(self) -> bool:
@@ -72,22 +75,41 @@ class Lanes:
         """Copy a row with its pending tree, its states and the first `slots` slots of its caches to row `to` of
         `target` (None: of these lanes). The row itself is idle then."""
         target = target or self
-        buffers = [[*lanes.state.small_buffers(), *lanes.all.drafter.row_buffers()] for lanes in (self, target)]
-        for source, destination in zip(*buffers):
-            width = min(source[row].numel(), destination[to].numel())  # texts may have room for more in one of them
-            destination[to].view(-1)[:width].copy_(source[row].view(-1)[:width])
+        originals, copies = self._small(row), target._small(to)
+        for index, (source, destination) in enumerate(zip(originals, copies)):
+            if source.shape != destination.shape:  # texts may have room for more in one of them
+                width = min(len(source), len(destination))
+                originals[index], copies[index] = source[:width], destination[:width]
+        torch._foreach_copy_(copies, originals)
         self.copy_slots(row, to, slots, target)
         self.state.finished[row].fill_(True)
         self.all.drafter.vacate(row)
 
     def copy_slots(self, row: int, to: int, slots: int, target: "Lanes") -> None:
-        """Copy the states of a row and the first `slots` slots of its caches to row `to` of `target`."""
-        for source, destination in zip(self._caches(), target._caches()):
-            copies, originals = [
-                [*(tensor[index, :, :slots] for tensor in cache.tensors), *cache.states.row(index)]
-                for cache, index in ((destination, to), (source, row))
+        """Copy the states of a row and the first `slots` slots of its caches, and perhaps more, to row `to` of
+        `target`."""
+        slots = min(max(PAGE, 1 << (slots - 1).bit_length()), self.state.capacity, target.state.capacity)
+        torch._foreach_copy_(target._large(to, slots), self._large(row, slots))
+
+    # A copy to a GPU takes less time than the making of views to be copied, of which a model with 30 layers needs
+    # hundreds. So they are kept; what they are views of stays where it is as long as these lanes.
+
+    def _small(self, row: int) -> list[Tensor]:
+        """Flat views of a row of every small buffer."""
+        if row not in self._small_views:
+            buffers = *self.state.small_buffers(), *self.all.drafter.row_buffers()
+            self._small_views[row] = [buffer[row].view(-1) for buffer in buffers]
+        return [*self._small_views[row]]
+
+    def _large(self, row: int, slots: int) -> list[Tensor]:
+        """Views of the first `slots` slots of a row in every cache, and of its states."""
+        if (row, slots) not in self._large_views:
+            self._large_views[row, slots] = [
+                view
+                for cache in self._caches()
+                for view in (*(tensor[row, :, :slots] for tensor in cache.tensors), *cache.states.row(row))
             ]
-            torch._foreach_copy_(copies, originals)
+        return self._large_views[row, slots]
 
     def _caches(self) -> list[Cache]:
         return [self.state.kv, *caches(self.all.drafter)]

@@ -71,8 +71,8 @@ def lattice_tree(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> 
 
 @lattice_tree.register_fake
 def _(root, tokens, logprobs, nodes):
-    ids, parents = (root.new_empty(len(root), nodes) for _ in range(2))
-    return ids, parents, logprobs.new_empty(len(root), nodes)
+    ids, parents = (root.new_empty(root.shape[0], nodes) for _ in range(2))
+    return ids, parents, logprobs.new_empty(root.shape[0], nodes)
 
 
 def grow_table(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,7 +34,8 @@ def route(logits: Tensor, top: int, among: str, dtype: torch.dtype) -> tuple[Ten
 
 @route.register_fake
 def _(logits, top, among, dtype):
-    return logits.new_empty(len(logits), top, dtype=dtype), logits.new_empty(len(logits), top, dtype=torch.int64)
+    shape = logits.shape[0], top  # len() would make the number of rows a constant
+    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
 
 
 @route.register_kernel("cuda")
