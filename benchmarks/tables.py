@@ -24,6 +24,7 @@ SHAPES = {
     "qwen3-8b": "Qwen3-8B",
     "llama-1b": "Llama-3.2-1B",
     "qwen3-0.6b": "Qwen3-0.6B",
+    "llama-70b": "Llama-3.1-70B",
 }
 BEST = (LOOKUP, STATIC, EAGER, "HF greedy", "HF assistant")
 """Transformers' own ways."""
@@ -244,8 +245,10 @@ def tensor_parallel(results: Results) -> str:
             str(one["nodes"]): one["ms"] for one in results.all("gpu", "shapes", row["shape"], "rounds")
             if one["batch"] == 1 and one["context"] == row["context"]
         }  # fmt: skip
+        name = SHAPES[row["shape"]]
         for nodes, ms in row["ms"].items():
-            rows.append((SHAPES[row["shape"]], row["system"], nodes, f"{ms:.2f} ms", number(alone, nodes) + " ms"))
+            one = f"{alone[nodes]:.2f} ms" if nodes in alone else "does not fit"
+            rows.append((name, row["system"], nodes, f"{ms:.2f} ms", one))
     return table(("shape", "drafts", "N", "two GPUs", "one GPU"), rows)
 
 
