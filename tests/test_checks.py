@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
-from spec_compile.capture import checks
+from spec_compile.capture import checks, float32
 from spec_compile.capture.checks import check_capture, check_tree
 from spec_compile.capture.float32 import full_precision, in_float32
 from spec_compile.capture.trace import capture
@@ -168,6 +168,16 @@ def test_in_float32_widens_flex_attention():
     with in_float32():
         out = flex_attention(q, k, v, scale=0.25)
     torch.testing.assert_close(out, scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=0.25))
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(30).bfloat16()])
+def test_in_float32_a_large_weight_is_widened_by_parts(bias, monkeypatch):
+    monkeypatch.setattr(float32, "COLUMNS", 7)
+    weight, x = torch.randn(30, 16, dtype=torch.bfloat16), torch.randn(2, 3, 16, dtype=torch.bfloat16)
+    with in_float32():
+        out = torch.nn.functional.linear(x, weight, bias)
+    expected = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_in_float32_widens_and_writes_to_no_half():

@@ -15,6 +15,9 @@ aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 SELECTIONS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 """Ops that select elements, of which only the result is converted, because their tables may be large."""
+MATMULS = {aten.mm.default, aten.addmm.default}
+COLUMNS = 1 << 14
+"""Outputs of a matrix product whose weights are converted at a time, because an output head may be large."""
 
 
 @contextmanager
@@ -73,10 +76,22 @@ class _Float32(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in SELECTIONS:
             return _widened(func(*args, **kwargs))
+        if func in MATMULS and not kwargs:
+            *first, weight = args
+            return _by_columns(func, *map(_widened, first), weight)
         for index in written:
             if index < len(args) and isinstance(args[index], torch.Tensor) and args[index].dtype in HALF:
                 raise RuntimeError(f"{func} writes to a tensor of 16 bits, which has no float32 form")
         return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
+
+
+def _by_columns(func, *args: torch.Tensor) -> torch.Tensor:
+    """``mm(x, weight)`` or ``addmm(bias, x, weight)``, some columns of weight [I, O] at a time."""
+    *bias, x, weight = args
+    if weight.dtype not in HALF or weight.shape[1] <= COLUMNS:
+        return func(*bias, x, _widened(weight))
+    parts = (each.split(COLUMNS, 1) for each in (*(part.expand(len(x), weight.shape[1]) for part in bias), weight))
+    return torch.cat([func(*part, x, _widened(columns)) for *part, columns in zip(*parts)], 1)
 
 
 @functools.cache

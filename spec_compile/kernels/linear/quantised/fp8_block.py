@@ -37,8 +37,11 @@ class Fp8Block(Layout):
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         codes, scales = parts
-        scales = scales.repeat_interleave(self.rows, 0)[: codes.shape[0]]
-        return codes.float() * scales.repeat_interleave(self.columns, 1)[:, :inputs]
+        weight, whole = codes.float(), len(codes) // self.rows
+        scales = scales.repeat_interleave(self.columns, 1)[:, :inputs]
+        weight[: whole * self.rows].unflatten(0, (whole, self.rows)).mul_(scales[:whole, None])  # without a copy
+        weight[whole * self.rows :].mul_(scales[whole:])
+        return weight
 
     def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         out = exact_linear(rounded_blocks(x, self.columns), self.weight(parts, x.shape[-1]), None).to(x.dtype)
