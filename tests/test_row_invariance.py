@@ -9,6 +9,7 @@ from torch import fx, nn
 
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
+from spec_compile.cache import Cache
 from spec_compile.capture.trace import capture
 from spec_compile.graph import ModelGraph, calls
 from spec_compile.kernels import experts, linear
@@ -42,6 +43,20 @@ def half_on_gpu(monkeypatch):
         return passes.run(graph, Settings(attention=Use(**use)))
 
     return rewrite
+
+
+def test_a_graph_of_experts_compiles_for_any_number_of_nodes(half_on_gpu, monkeypatch):
+    graph = half_on_gpu("mixtral")
+    monkeypatch.setattr(ModelGraph, "device", torch.device("cpu"))
+    compiled, cache = torch.compile(graph.gm, backend="eager", fullgraph=True, dynamic=True), Cache(graph, 1, 128)
+    for nodes in (37, 5):
+        ids, positions = torch.randint(3, models.VOCAB, (1, nodes)), 20 + torch.arange(nodes)[None]
+        ancestors = (2 << torch.arange(nodes))[None] - 1
+        for tensor in (ids, positions, ancestors):
+            torch._dynamo.mark_dynamic(tensor, 1)
+        arguments = ids, positions, torch.tensor([20]), ancestors, cache.argument, 128
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*arguments), graph.gm(*arguments))
 
 
 @pytest.mark.parametrize(
