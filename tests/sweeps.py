@@ -6,13 +6,23 @@ import pytest
 
 OFTEN = {
     "test_architectures": {
-        "test_admitted": "llama qwen3 gpt2 gemma3 mixtral deepseek_v3 gpt_oss phi3 glm4 olmo2 cohere stablelm",
+        "test_a_llama_that_is_none": "PastMean CausalConvolution AcrossRows AsksForMore",
+        "test_a_window_that_attention_is_not_told_of": "8 300",
+        "test_admitted": "llama gpt2 gemma3 mixtral deepseek_v3 gpt_oss",
     },
-    "test_attention_backends": {"test_rotation_joins_what_rotates": "triton sdpa"},
-    "test_backend": {"test_every_architecture_keeps_its_logits": "gpt2 gemma3 mixtral deepseek_v3 gpt_oss"},
+    "test_attention_backends": {
+        "test_kinds_of_attention": 2,
+        "test_rotation_joins_what_rotates": "triton sdpa",
+        "test_trees": 2,
+    },
+    "test_backend": {"test_every_architecture_keeps_its_logits": "gemma3 mixtral"},
     "test_batching": {"test_every_algorithm": ["eagle3 tree"]},
+    "test_capture_modules": {
+        "test_one_row": "gptj falcon_alibi llama4 longcat_flash",
+        "test_tables_limit_positions": "codegen-512 mpt-512 bloom-None",
+    },
     "test_checks": {
-        "test_factors_in_full_precision": "llama-dtype0-1.01 llama-dtype6-1.001 gemma3-dtype2-1.01",
+        "test_factors_in_full_precision": "llama-dtype0-1.01 llama-dtype6-1.001",
         "test_sound_models_pass_and_a_factor_of_1_01_does_not": "llama-dtype0-cpu mixtral-dtype8-cpu",
     },
     "test_classes": {
@@ -21,7 +31,7 @@ OFTEN = {
         "test_sound_models_pass_in_16_bits": "llama-dtype0",
     },
     "test_demo_heads": {
-        "test_heads_draft_what_the_demo_model_says": "eagle3-options1-3.3 mtp-options2-2.3 dflash-options3-1.8",
+        "test_heads_draft_what_the_demo_model_says": "eagle3-options1-3.3",
     },
     "test_demo_model": {"test_real_prompts": "bug_fixing code_editing chat"},
     "test_dflash": {
@@ -37,19 +47,35 @@ OFTEN = {
         "test_every_tensor_is_needed": "eagle_qwen2 eagle31 eagle3_sglang_layers mtp_mimo mtp_qwen",
     },
     "test_draft_rounds": {
+        "test_a_draft_that_is_the_target_accepts_everything": "llama mixtral",
         "test_drafts_are_those_of_a_draft_without_a_cache": "eagle3-tree draft_model-chain",
         "test_tokens_are_plain_decodings": "eagle-tree-llama eagle3-union-llama eagle3-tree-mixtral mtp-chain-llama "
         "naive_eagle-one-llama",
     },
+    "test_drop_in": {
+        "test_a_cache_goes_from_one_to_the_other": 3,
+        "test_features": 3,
+        "test_inputs": 2,
+        "test_stops_at_the_same_token": 3,
+    },
+    "test_hybrid_batches": {"test_rows_enter_and_leave": "qwen3_5 lfm2"},
+    "test_hybrids": {
+        "test_drafts_of_a_head_and_of_a_model": "qwen3_5-eagle3 lfm2-draft_model",
+        "test_kernels_give_the_same_answer": "lfm2 qwen3_5",
+    },
+    "test_kernels_append": {"test_rotation": 3},
     "test_kernels_attention": {
-        "test_slopes": "interpreter-7-options0-slopes0 interpreter-7-options1-slopes1 interpreter-70-options3-slopes0",
+        "test_a_block_that_lies_in_the_cache_already": 2,
+        "test_slopes": "interpreter-7-options0-slopes0 interpreter-7-options1-slopes1",
+        "test_trees": 2,
     },
     "test_kernels_fit": {"test_kernels_fit": "attention products"},
-    "test_linked_drafts": {"test_tokens_are_plain_decodings": "domino"},
+    "test_kernels_norm": {"test_shapes": 3},
+    "test_linked_drafts": {"test_blocks_and_chains_are_their_formulas": 2, "test_tokens_are_plain_decodings": "domino"},
     "test_parallel_drafts": {"test_heads_keep_the_answers": "p_eagle"},
     "test_passes": {
-        "test_rotary_and_fused_norms_of_real_architectures": "llama-2-5-4 gemma3-4-17-8 deepseek_v3-0-13-6 gpt2-0-0-0",
-        "test_taps_of_real_architectures": "llama gpt2 gpt_oss deepseek_v3",
+        "test_rotary_and_fused_norms_of_real_architectures": "llama-2-5-4 gemma3-4-17-8",
+        "test_taps_of_real_architectures": "llama gpt2 deepseek_v3",
     },
     "test_quantised": {
         "test_a_head_drafts_for_a_quantised_target": "awq",
@@ -59,7 +85,12 @@ OFTEN = {
         "test_refresh_takes_over_other_quantised_weights": "awq",
         "test_the_answer_in_16_bits": "fp8_block",
     },
-    "test_reentry": {"test_calls_inside_a_call": "ngram-eager eagle3-eager"},
+    "test_recurrences": {"test_one_compilation_serves_every_number_of_nodes": "convolution selective"},
+    "test_reentry": {
+        "test_both_sides_of_a_fork_while_another_thread_generates": "ngram-eager eagle3-eager draft_model-eager",
+        "test_calls_inside_a_call": "ngram-eager eagle3-eager",
+        "test_calls_of_several_threads": "ngram eagle3 draft_model",
+    },
     "test_refresh": {"test_training_and_loading_between_answers": ["ngram", "eagle3 of some tokens", "draft_model"]},
     "test_regions": {"test_the_same_computation": "llama gpt2 gemma3 mixtral deepseek_v3 gpt_oss"},
     "test_round": {"test_minimum_length": ["what is forbidden-8-16", "what comes instead-8-4"]},
@@ -73,14 +104,30 @@ OFTEN = {
     },
     "test_tensor_parallel": {
         "test_every_algorithm_gives_one_processs_tokens": "ngram eagle3_tree",
-        "test_every_architecture_gives_one_processs_tokens": "llama deepseek_v3",
+        "test_every_architecture_gives_one_processs_tokens": "llama",
+        "test_parts_add_up_to_the_whole": "4",
     },
     "test_training": {
+        "test_a_head_loads_as_it_was_trained": "eagle3 mtp",
         "test_one_batch_is_learned": "eagle3",
         "test_rounds_accept_what_training_unrolls": "eagle3-40",
     },
 }
-"""File -> test -> its cases that are not slow."""
+"""File -> test -> its cases that are not slow; a number n: every n-th of them."""
+SLOW = {
+    "test_audit": {"test_bfloat16_is_lossless"},
+    "test_benchmarks": {"test_bits_on_the_demo_model"},
+    "test_demo_model": {"test_it_copies_from_its_prompt"},
+    "test_draft_rounds": {"test_compiled_rounds_draft_the_same"},
+    "test_generate": {"test_a_compiled_cache_grows"},
+    "test_tensor_parallel": {
+        "test_models_that_transformers_has_sharded",
+        "test_new_weights_are_taken_over",
+        "test_recurrences_stay_whole_beside_what_is_shared",
+    },
+    "test_training": {"test_continuations"},
+}
+"""Tests that are slow in all their cases."""
 
 
 SELDOM = set(
@@ -93,22 +140,37 @@ SELDOM_IN = {"test_drop_in": {"gpt2", "qwen3"}}
 
 
 def mark(items: list) -> None:
-    """Mark the collected cases that are slow. Raises AssertionError where a test of `OFTEN` has other cases."""
-    collected = {}
+    """Mark the collected cases that are slow; those on a GPU are not. Raises AssertionError where a test of `OFTEN` has
+    other cases."""
+    collected: dict[tuple[str, str], list] = {}
     for item in items:
-        if hasattr(item, "callspec"):
+        if item.get_closest_marker("gpu") is None:
             collected.setdefault((item.path.stem, item.originalname), []).append(item)
     for (file, test), cases in collected.items():
-        often = OFTEN.get(file, {}).get(test)
-        often = often.split() if isinstance(often, str) else often
-        if often and len(cases) > 1:  # not where one case was asked for by its name
-            assert {*often} <= {case.callspec.id for case in cases}, f"sweeps.OFTEN: {file}::{test} has other cases"
-        seldom = SELDOM | SELDOM_IN.get(file, set())
+        often = _often(file, test, cases)
         for case in cases:
-            names = {value for value in case.callspec.params.values() if isinstance(value, str)}
-            is_slow = case.callspec.id not in often if often else bool(names & seldom)
-            if is_slow:
+            if case.name not in often:
                 case.add_marker(pytest.mark.slow)
+
+
+def _often(file: str, test: str, cases: list) -> set[str]:
+    """The names of the cases of a test that are not slow."""
+    if test in SLOW.get(file, ()):
+        return set()
+    often = OFTEN.get(file, {}).get(test)
+    if often is None or isinstance(often, int) or len(cases) == 1:  # perhaps one case was asked for by its name
+        seldom = SELDOM | SELDOM_IN.get(file, set())
+        names = [case.name for case in cases if not _words(case) & seldom]
+        return set(names[:: often if isinstance(often, int) else 1])
+    names = {f"{test}[{each}]" for each in (often.split() if isinstance(often, str) else often)}
+    assert names <= {case.name for case in cases}, f"sweeps.OFTEN: {file}::{test} has other cases"
+    return names
+
+
+def _words(case) -> set[str]:
+    """The parameters of a case that are text."""
+    parameters = case.callspec.params.values() if hasattr(case, "callspec") else ()
+    return {value for value in parameters if isinstance(value, str)}
 
 
 def thinned(step: int, *parts: list) -> list:
