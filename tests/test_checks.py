@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
 from spec_compile.capture import checks, float32
-from spec_compile.capture.checks import check_capture, check_tree
+from spec_compile.capture.checks import check_capture, check_tree, compare_rounding
 from spec_compile.capture.float32 import full_precision, in_float32
 from spec_compile.capture.trace import capture
 from spec_compile.graph import ModelGraph, calls
@@ -160,6 +160,14 @@ def test_a_forward_without_float32_is_compared_in_16_bits(monkeypatch, caplog):
         check_capture(model, graph)
     assert "the model's own forward is checked in 16 bits alone" in caplog.text
     refused(check_capture, model, scaled(graph, 1.05))
+
+
+def test_logits_without_noise_of_16_bits_may_be_rounded_in_float32():
+    """Those of a model that computes in float32, though some of its weights have 16 bits."""
+    exact = torch.randn(4, 100)
+    compare_rounding("model", "graph", exact + 1e-6, exact, exact)
+    with pytest.raises(UnsupportedModelError, match=DIFFERS):
+        compare_rounding("model", "graph", exact + 1e-4, exact, exact)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
