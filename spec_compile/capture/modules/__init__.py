@@ -25,6 +25,7 @@ def connect(model: nn.Module, attend: Attend) -> list[int]:
 _BY_CLASS: dict[str, Callable[[nn.Module, Attend], int | None]] = {
     "aria.modeling_aria.AriaTextMoELayer": experts.aria,
     "bloom.modeling_bloom.BloomAttention": alibi.bloom,
+    "bloom.modeling_bloom.BloomModel": alibi.bloom_model,
     "codegen.modeling_codegen.CodeGenAttention": attention.codegen,
     "dbrx.modeling_dbrx.DbrxExperts": experts.dbrx,
     "diffllama.modeling_diffllama.DiffLlamaAttention": attention.diffllama,

@@ -41,6 +41,11 @@ def bloom(module: nn.Module, attend: Attend) -> None:
     module.forward = forward
 
 
+def bloom_model(model: nn.Module, attend: Attend) -> None:
+    """A decoder without biases, which nothing reads any more. PyTorch 2.11 cannot trace how they are reshaped."""
+    model.build_alibi_tensor = lambda *_, **__: None
+
+
 def mpt(module: nn.Module, attend: Attend) -> int:
     """ALiBi, from a table of distances."""
     biases = source_of(module).build_mpt_alibi_tensor(module.n_heads, 2, device=module.Wqkv.weight.device)
