@@ -247,8 +247,8 @@ def tensor_parallel(results: Results) -> str:
         }  # fmt: skip
         name = SHAPES[row["shape"]]
         for nodes, ms in row["ms"].items():
-            one = f"{alone[nodes]:.2f} ms" if nodes in alone else "does not fit"
-            rows.append((name, row["system"], nodes, f"{ms:.2f} ms", one))
+            cell = f"{alone[nodes]:.2f} ms" if nodes in alone else "does not fit"
+            rows.append((name, row["system"], nodes, f"{ms:.2f} ms", cell))
     return table(("shape", "drafts", "N", "two GPUs", "one GPU"), rows)
 
 

@@ -114,20 +114,6 @@ OFTEN = {
     },
 }
 """File -> test -> its cases that are not slow; a number n: every n-th of them."""
-SLOW = {
-    "test_audit": {"test_bfloat16_is_lossless"},
-    "test_benchmarks": {"test_bits_on_the_demo_model"},
-    "test_demo_model": {"test_it_copies_from_its_prompt"},
-    "test_draft_rounds": {"test_compiled_rounds_draft_the_same"},
-    "test_generate": {"test_a_compiled_cache_grows"},
-    "test_tensor_parallel": {
-        "test_models_that_transformers_has_sharded",
-        "test_new_weights_are_taken_over",
-        "test_recurrences_stay_whole_beside_what_is_shared",
-    },
-    "test_training": {"test_continuations"},
-}
-"""Tests that are slow in all their cases."""
 
 
 SELDOM = set(
@@ -155,8 +141,6 @@ def mark(items: list) -> None:
 
 def _often(file: str, test: str, cases: list) -> set[str]:
     """The names of the cases of a test that are not slow."""
-    if test in SLOW.get(file, ()):
-        return set()
     often = OFTEN.get(file, {}).get(test)
     if often is None or isinstance(often, int) or len(cases) == 1:  # perhaps one case was asked for by its name
         seldom = SELDOM | SELDOM_IN.get(file, set())

@@ -199,6 +199,7 @@ def test_attention_scaled_by_a_hundredth_is_not_lossless():
     assert report.logits.verdict == report.graph.verdict == "DIFFERENT"
 
 
+@pytest.mark.slow
 def test_bfloat16_is_lossless():
     model, texts = coder()
     fast = spec_compile.speculate(model, compile=False)

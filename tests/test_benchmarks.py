@@ -346,6 +346,7 @@ def test_bits_counts_answers_that_differ():
     assert (rows[bits.LOOKUP, "all"]["equal"], rows[bits.LOOKUP, "all"]["of"]) == (0, 1)
 
 
+@pytest.mark.slow
 def test_bits_on_the_demo_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bits, "pin", lambda threads: None)
     path = tmp_path / "bits.json"

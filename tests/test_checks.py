@@ -181,9 +181,12 @@ def test_in_float32_widens_flex_attention():
 @pytest.mark.parametrize("bias", [None, torch.randn(30).bfloat16()])
 def test_in_float32_a_large_weight_is_widened_by_parts(bias, monkeypatch):
     monkeypatch.setattr(float32, "COLUMNS", 7)
+    widened, shapes = float32._widened, []
+    monkeypatch.setattr(float32, "_widened", lambda x: shapes.append(getattr(x, "shape", None)) or widened(x))
     weight, x = torch.randn(30, 16, dtype=torch.bfloat16), torch.randn(2, 3, 16, dtype=torch.bfloat16)
     with in_float32():
         out = torch.nn.functional.linear(x, weight, bias)
+    assert shapes.count((16, 7)) == 4 and (16, 30) not in shapes
     expected = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 

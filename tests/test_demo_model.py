@@ -33,6 +33,7 @@ def test_fits_its_promises(demo):
     assert tokenizer.decode(tokenizer(code).input_ids) == code
 
 
+@pytest.mark.slow
 def test_it_copies_from_its_prompt(demo):
     tokenizer, _, fast = demo
     code = "def area(width, height):\n    if width < 0:\n        raise ValueError(width)\n    return width * height\n"

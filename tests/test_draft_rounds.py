@@ -222,6 +222,7 @@ def test_tokens_are_plain_decodings(algorithm, schedule, name):
         assert torch.equal(generated(fast(algorithm, name, schedule), prompts(batch)), plain(name, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "schedule"),
     [

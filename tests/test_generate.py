@@ -381,6 +381,7 @@ def test_a_growth_that_fails_leaves_the_next_call_unharmed(model):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.slow
 def test_a_compiled_cache_grows(model):
     fast = speculate(model, num_draft_tokens=4, adaptive=False, max_cache_len=30)
     expected, got = both(model, fast, row(), max_new_tokens=60, eos_token_id=None)

@@ -122,6 +122,7 @@ def test_every_architecture_gives_one_processs_tokens(on_ranks, name):
         assert token_bytes == speculated_bytes(model) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS)])
 def test_recurrences_stay_whole_beside_what_is_shared(on_ranks, name):
     model = models.HYBRIDS[name]()
@@ -142,6 +143,7 @@ def speculated_bytes(model):
     return models.captured(model).token_bytes
 
 
+@pytest.mark.slow
 def test_new_weights_are_taken_over(on_ranks):
     def on_a_rank(rank):
         model = models.ADMITTED["llama"]()
@@ -451,6 +453,7 @@ def test_results_that_part_are_noticed(on_ranks, tmp_path):
 # --- models that transformers has spread over the ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "qwen3_5"))]
 )

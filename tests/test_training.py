@@ -963,6 +963,7 @@ def test_held_out_documents():
     assert sum(len(batch.ids) for batch in texts.sample(documents, 3, 1000)) == 20
 
 
+@pytest.mark.slow
 def test_continuations():
     model = target()
     documents = read([[5, 6, 7, 8], list(range(3, 15))], vocab_size=models.VOCAB)

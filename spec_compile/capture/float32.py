@@ -8,11 +8,10 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..kernels import experts
+from ..kernels import HALF, experts
 from ..kernels.linear import PRODUCTS, quantised
 
 aten = torch.ops.aten
-HALF = (torch.bfloat16, torch.float16)
 SELECTIONS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 """Ops that select elements, of which only the result is converted, because their tables may be large."""
 MATMULS = {aten.mm.default, aten.addmm.default}
@@ -65,10 +64,6 @@ class _Float32(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):  # FlexAttention, which has no schema
             return func(*map(_widened, args), **kwargs)
-        if func in PRODUCTS:  # scales of 16 bits stay, because weights are rounded to their dtype
-            names = [argument.name for argument in func._schema.arguments]
-            args = [x if name in ("parts", "scales") else _widened(x) for name, x in zip(names, args)]
-            return func(*args, **kwargs)
         if func in (experts.UP, experts.DOWN):
             args = *args[:-1], experts.unrounded(args[-1])
         is_view, written = _aliasing(func)
@@ -82,6 +77,9 @@ class _Float32(TorchDispatchMode):
         for index in written:
             if index < len(args) and isinstance(args[index], torch.Tensor) and args[index].dtype in HALF:
                 raise RuntimeError(f"{func} writes to a tensor of 16 bits, which has no float32 form")
+        if func in PRODUCTS:  # scales of 16 bits stay, because weights are rounded to their dtype
+            names = [argument.name for argument in func._schema.arguments]
+            return func(*(x if name in ("parts", "scales") else _widened(x) for name, x in zip(names, args)), **kwargs)
         return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
 
 

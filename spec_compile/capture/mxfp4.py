@@ -19,8 +19,6 @@ PRODUCTS = "gate_up_proj", "down_proj"
 FROM_HUB = "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token"
 """Options of ``from_pretrained`` that say where the files are."""
 LIBRARY = "transformers.integrations.mxfp4"
-ALPHA, LIMIT = 1.702, 7.0
-"""Of gpt-oss's gate, where transformers' configuration has no such fields."""
 
 
 class Mxfp4Experts(nn.Module):
@@ -72,10 +70,11 @@ class Mxfp4Experts(nn.Module):
 
 
 class _FromFile(nn.Module):
-    """The tensors of a layer's experts as files have them."""
+    """The tensors of a layer's experts as files have them, and the numbers of their gate."""
 
-    def __init__(self, config: GptOssConfig):
+    def __init__(self, config: GptOssConfig, alpha: float, limit: float):
         super().__init__()
+        self.alpha, self.limit = alpha, limit
         experts, size, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
         for name, (outputs, inputs) in zip(PRODUCTS, ((2 * inner, size), (size, inner))):
             blocks = torch.empty(experts, outputs, inputs // mxfp4.GROUP, mxfp4.GROUP // 2, dtype=torch.uint8)
@@ -90,7 +89,7 @@ class _GptOss(GptOssForCausalLM):
     def __init__(self, config: GptOssConfig):
         super().__init__(config)
         for layer in self.model.layers:
-            layer.mlp.experts = _FromFile(config)
+            layer.mlp.experts = _FromFile(config, layer.mlp.experts.alpha, layer.mlp.experts.limit)
 
 
 def load_mxfp4(name: str | PathLike, **options) -> GptOssForCausalLM:
@@ -116,13 +115,12 @@ def load_mxfp4(name: str | PathLike, **options) -> GptOssForCausalLM:
         )
     model.__class__ = GptOssForCausalLM
     model.config.quantization_config = Mxfp4Config.from_dict(quantisation)
-    gate = getattr(config, "swiglu_alpha", ALPHA), getattr(config, "swiglu_limit", LIMIT)
     for number, layer in enumerate(model.model.layers):  # one at a time, because both forms of it take memory
         part = layer.mlp.experts
         weights = {each: (getattr(part, f"{each}_blocks"), getattr(part, f"{each}_scales")) for each in PRODUCTS}
         biases = {each: getattr(part, f"{each}_bias") for each in PRODUCTS}
         try:
-            layer.mlp.experts = Mxfp4Experts(weights, biases, *gate)
+            layer.mlp.experts = Mxfp4Experts(weights, biases, part.alpha, part.limit)
         except ValueError as error:
             raise ValueError(f"name: {name}: model.layers.{number}.mlp.experts {error}") from error
     return model
