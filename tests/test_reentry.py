@@ -213,11 +213,15 @@ def test_both_sides_of_a_fork_while_another_thread_generates(algorithm, compile)
 
 
 def test_a_call_of_another_thread_waits():
-    fast, answers = system("ngram"), []
+    fast, answers = system("ngram"), {}
     answer(fast, INNER_IDS)
     paused = Paused(fast)
-    first = threading.Thread(target=lambda: answers.append(answer(fast, OUTER_IDS, streamer=paused)))
-    second = threading.Thread(target=lambda: answers.append(answer(fast, INNER_IDS)))
+
+    def work(which, ids, **options):
+        answers[which] = answer(fast, ids, **options)
+
+    first = threading.Thread(target=work, args=("outer", OUTER_IDS), kwargs=dict(streamer=paused))
+    second = threading.Thread(target=work, args=("inner", INNER_IDS))
     first.start()
     assert paused.reached.wait(120)
     second.start()
@@ -226,7 +230,7 @@ def test_a_call_of_another_thread_waits():
     paused.go_on.set()
     first.join()
     second.join()
-    assert answers == [expected("outer"), expected("inner")]
+    assert answers == dict(outer=expected("outer"), inner=expected("inner"))
 
 
 def test_a_child_does_not_write_into_its_parents_cache():
