@@ -45,8 +45,7 @@ setup: $(READY)
 
 $(READY): pyproject.toml $(CORE)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$(TORCH)" --editable ".[dev]"
 	touch $@
 
 clean:

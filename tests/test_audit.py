@@ -192,6 +192,7 @@ def scaled(model, factor: float):
     return fast
 
 
+@pytest.mark.slow
 def test_attention_scaled_by_a_hundredth_is_not_lossless():
     model, texts = coder()
     report = spec_compile.audit(scaled(model, 1.01), texts, max_new_tokens=48, pad_token_id=0)

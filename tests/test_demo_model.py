@@ -54,6 +54,7 @@ def test_real_prompts(demo, workload):
     assert fast.speculation.stats.seconds["compile"] > 0
 
 
+@pytest.mark.slow
 def test_a_padded_batch_of_real_prompts(demo):
     tokenizer, model, _ = demo
     fast = speculate(model, compile=False)

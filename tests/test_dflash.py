@@ -790,6 +790,7 @@ def test_tokens_are_plain_decodings(name, schedule):
     assert torch.equal(rounds.generated(system, rounds.prompts(4)), rounds.plain(name, 4))  # texts it was not taught
 
 
+@pytest.mark.slow
 def test_compiled_rounds_draft_the_same():
     runs = []
     for compile in (False, True):

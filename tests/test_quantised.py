@@ -280,9 +280,8 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
     assert torch.equal(model.generate(IDS, **GREEDY), wanted)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("fp8_block", "awq") else pytest.mark.slow) for name in SERVED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVED)
 def test_a_head_drafts_for_a_quantised_target(name, tmp_path):
     model = load(name, tmp_path)
     fast = speculate(model, "dflash", draft=dflash(model), compile=False)
