@@ -22,6 +22,7 @@ from server_fixtures import EAGER, PROMPT, running, save_model, wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from spec_compile import speculate
+from spec_compile.batching.lanes import Lanes
 from spec_compile.serving import drain, followers
 from spec_compile.serving.call import CURRENT, Call
 from spec_compile.serving.server import build
@@ -351,6 +352,13 @@ def test_rounds_that_do_not_end_are_unhealthy(client, monkeypatch):
     monkeypatch.setattr(manager_of(client), "stalled_seconds", lambda: 31.0)
     response = client.get("/health")
     assert response.status_code == 503 and "31 seconds" in response.text
+
+
+def test_a_request_that_changes_rows_is_active(client, monkeypatch):
+    active, copy = [], Lanes.copy_row
+    monkeypatch.setattr(Lanes, "copy_row", lambda *row: active.append(client.runner.requests.active()) or copy(*row))
+    complete(client)
+    assert active and set(active) == {1}
 
 
 @pytest.mark.parametrize("grace", [30.0, 0.0])

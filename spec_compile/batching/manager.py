@@ -132,6 +132,11 @@ class Manager(ContinuousBatchingManager):
 
     # --- requests
 
+    @property
+    def active_requests(self) -> int:
+        """Requests that wait or run. Unlike the gauges of `metrics` it counts those that change rows just now."""
+        return len(self._jobs)
+
     def add_request(
         self, input_ids, request_id: str | None = None, max_new_tokens: int | None = None, streaming: bool = False,
         record_timestamps: bool = False, eos_token_id: int | list[int] | None = None, *,

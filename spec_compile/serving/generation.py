@@ -191,8 +191,7 @@ class Requests(CBGenerateManager):
 
     def active(self) -> int:
         """Requests that wait or run."""
-        metrics = self.manager.metrics()
-        return sum(metrics[f"requests_{state}"] for state in ("waiting", "prefilling", "running"))
+        return self.manager.active_requests
 
     def stop(self) -> None:
         """End the manager; what still runs fails."""
