@@ -13,8 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..ptx import prefetch_l2
 from ..rounding import as_read
-from .chunk import attend_to_chunk, fold
-from .spans import span_bounds, span_of
+from .chunk import attend_to_chunk, fold, score
+from .spans import span_log2, turns
 
 
 @triton.jit
@@ -42,55 +42,86 @@ def _store_part(parts_ptr, sums_ptr, part, rows, row, real, column, acc, peak, t
 def _attend_to_slots(
     query, key_cache_ptr, value_cache_ptr, scales_ptr, begin, end, column, position, slope, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The chunks of committed slots begin .. end, from the first to the last. position, slope [M]: of the rows."""
+    """The chunks of committed slots begin .. end, from the first to the last. position, slope [M]: of the rows.
+
+    AHEAD: CHUNK, if the tensor cores form the scores of the next chunk while this one's weights are computed, which
+    takes one more turn, whose chunk no row sees; else 0.
+    """
     dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
     peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
     acc = tl.zeros([query.shape[0], BLOCK_DV], tl.float32)
-    for start in range(begin, end, CHUNK):
+    scores = tl.full([query.shape[0], CHUNK], float("-inf"), tl.float32)
+    for start in range(begin - AHEAD, end, CHUNK):
         slot = start + tl.arange(0, CHUNK)
-        keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=(dk < DK)[None, :], other=0.0)
-        values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
+        next_slot, key_mask, value_mask = slot + AHEAD, dk < DK, dv < DV
+        if AHEAD > 0:
+            key_mask = key_mask & (tl.zeros_like(dk) + start < end - AHEAD)
+            value_mask = value_mask & (tl.zeros_like(dv) + start >= begin)
+        keys = tl.load(key_cache_ptr + next_slot[:, None] * DK + dk[None, :], mask=key_mask[None, :], other=0.0)
+        values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=value_mask[None, :], other=0.0)
+        keys = as_read(keys, scales_ptr, next_slot, None, 0, query.dtype)
+        values = as_read(values, scales_ptr, slot, None, 1, query.dtype)
+        next_scores = score(query, keys, PRECISION)
+        if AHEAD == 0:
+            scores = next_scores
         seen = None
         if WINDOW is not None:
             seen = position[:, None] - slot[None, :] < WINDOW
-        keys = as_read(keys, scales_ptr, slot, None, 0, query.dtype)
-        values = as_read(values, scales_ptr, slot, None, 1, query.dtype)
         next_acc, next_peak, next_total = attend_to_chunk(
-            query, keys, values, seen, slope, slot, position, inner, outer, SOFTCAP, PRECISION
+            scores, values, seen, slope, slot, position, inner, outer, SOFTCAP, PRECISION
         )
         acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
+        scores = next_scores
     return acc, peak, total
 
 
 @triton.jit
-def _attend_to_path(
-    query, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, nodes, length, capacity, start, bits,
-    rank, column, position, slope, inner, outer,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The chunk of the positions from `start` on, of which those from `length` on are the nodes of a path.
+def _path_nodes(path_ptr, nodes, length, start, end, CHUNK: tl.constexpr):
+    """Which node each of the positions start .. start + CHUNK is [C]; N where it is none, or does not lie before `end`.
+    path_ptr: the path [N]; None: the nodes in their order."""
+    position = start + tl.arange(0, CHUNK)
+    step = position - length
+    inside = (step >= 0) & (position < end)
+    if path_ptr is None:
+        node = tl.where(inside, step, nodes)
+    else:
+        node = tl.load(path_ptr + step, mask=inside, other=nodes)
+    return node
 
-    path_ptr: the path [N]; None: the nodes in their order. bits [M]: the ancestors of the rows, if there is a path;
-    rank [M]: where on it the rows are.
-    """
+
+@triton.jit
+def _load_path(
+    key_cache_ptr, value_cache_ptr, node, nodes, length, capacity, start, column,
+    CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The keys [C, BLOCK_DK] and values [C, BLOCK_DV] of the positions from `start` on, which are committed below
+    `length` and `node` [C] from there on, and their slots [C]."""
     dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
-    # The slot of each position [C], which is that of a committed token or of a node: N where there is none.
-    key_position = start + tl.arange(0, CHUNK)
-    step = key_position - length
-    node = tl.where(step < 0, nodes, step)
-    if path_ptr is not None:
-        node = tl.load(path_ptr + step, mask=(step >= 0) & (step < nodes), other=nodes)
-    committed, new = step < 0, node < nodes
-    slot = tl.where(committed, key_position, length + node)
-    stored = (committed | new) & (slot < capacity)
+    position = start + tl.arange(0, CHUNK)
+    committed = position < length
+    slot = tl.where(committed, position, length + node)
+    stored = (committed | (node < nodes)) & (slot < capacity)
     mask = stored[:, None] & (dk < DK)[None, :]
     keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=mask, other=0.0)
     mask = stored[:, None] & (dv < DV)[None, :]
     values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=mask, other=0.0)
+    return keys, values, slot
+
+
+@triton.jit
+def _attend_to_path(
+    query, keys, values, node, slot, scales_ptr, path_ptr, positions_ptr, nodes, length, capacity, start, bits, rank,
+    position, slope, inner, outer,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The chunk that `_load_path` has loaded. bits [M]: the ancestors of the rows, if there is a path; rank [M]: where
+    on it the rows are."""
+    key_position = start + tl.arange(0, CHUNK)
+    step = key_position - length
+    committed, new = step < 0, node < nodes
     # What each row sees of them [M, C].
     if path_ptr is None:
         seen = (step[None, :] <= rank[:, None]) & (committed | new)[None, :]
@@ -102,32 +133,55 @@ def _attend_to_path(
         key_position = tl.where(committed, key_position, new_position)
     if WINDOW is not None:
         seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
-    keys = as_read(keys, scales_ptr, slot, stored[:, None], 0, query.dtype)
-    values = as_read(values, scales_ptr, slot, stored[:, None], 1, query.dtype)
-    return attend_to_chunk(query, keys, values, seen, slope, key_position, position, inner, outer, SOFTCAP, PRECISION)
+    stored = ((committed | new) & (slot < capacity))[:, None]
+    keys = as_read(keys, scales_ptr, slot, stored, 0, query.dtype)
+    values = as_read(values, scales_ptr, slot, stored, 1, query.dtype)
+    scores = score(query, keys, PRECISION)
+    return attend_to_chunk(scores, values, seen, slope, key_position, position, inner, outer, SOFTCAP, PRECISION)
+
+
+@triton.jit
+def _load_queries(row_ptr, real, DK: tl.constexpr, BLOCK_DK: tl.constexpr):
+    """[M, BLOCK_DK] of the rows at row_ptr [M]."""
+    dk = tl.arange(0, BLOCK_DK)[None, :]
+    return tl.load(row_ptr[:, None] + dk, mask=real[:, None] & (dk < DK), other=0.0)
 
 
 @triton.jit
 def _attend_to_tail(
-    query, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, parts_ptr, sums_ptr, nodes, length,
+    row_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, parts_ptr, sums_ptr, nodes, length,
     capacity, edge, reach, part, rows, row, real, bits, rank, position, slope, column, inner, outer,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, DK: tl.constexpr,
+    BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """All chunks from `edge` on, into the parts from `part` on, also those behind the `reach` nodes of this path that
     another path of the batch may have."""
-    tail_parts, parts = tl.cdiv(length + reach - edge, CHUNK), tl.cdiv(length + nodes - edge, CHUNK)
-    for number in tl.range(0, tail_parts, num_stages=1):
-        acc, peak, total = _attend_to_path(
-            query, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, nodes, length, capacity,
-            edge + number * CHUNK, bits, rank, column, position, slope, inner, outer,
-            SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
+    # All is loaded at once, because one latency after the other is what a tail takes.
+    path, loaded = (), ()
+    for number in tl.static_range(PARTS):
+        path += (_path_nodes(path_ptr, nodes, length, edge + number * CHUNK, length + reach, CHUNK),)
+    if EARLY:
+        gdc_wait()
+    for number in tl.static_range(PARTS):
+        chunk = _load_path(
+            key_cache_ptr, value_cache_ptr, path[number], nodes, length, capacity, edge + number * CHUNK, column,
+            CHUNK, DK, BLOCK_DK, DV, BLOCK_DV,
         )  # fmt: skip
-        _store_part(parts_ptr, sums_ptr, part + number, rows, row, real, column, acc, peak, total, DV)
-    for number in tl.range(tail_parts, parts, num_stages=1):
-        acc = tl.zeros([query.shape[0], BLOCK_DV], tl.float32)
-        peak, total = tl.full([query.shape[0]], float("-inf"), tl.float32), tl.zeros([query.shape[0]], tl.float32)
-        _store_part(parts_ptr, sums_ptr, part + number, rows, row, real, column, acc, peak, total, DV)
+        loaded += (chunk,)
+    query = _load_queries(row_ptr, real, DK, BLOCK_DK)
+    for number in tl.static_range(PARTS):
+        if edge + number * CHUNK < length + nodes:
+            acc = tl.zeros([query.shape[0], BLOCK_DV], tl.float32)
+            peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
+            total = tl.zeros([query.shape[0]], tl.float32)
+            if edge + number * CHUNK < length + reach:
+                keys, values, slot = loaded[number]
+                acc, peak, total = _attend_to_path(
+                    query, keys, values, path[number], slot, scales_ptr, path_ptr, positions_ptr, nodes, length,
+                    capacity, edge + number * CHUNK, bits, rank, position, slope, inner, outer,
+                    SOFTCAP, WINDOW, CHUNK, PRECISION,
+                )  # fmt: skip
+            _store_part(parts_ptr, sums_ptr, part + number, rows, row, real, column, acc, peak, total, DV)
 
 
 @triton.jit
@@ -150,17 +204,18 @@ def _tail_tile(
     return reach, first, count, node, bits
 
 
-@triton.jit(do_not_specialize=["nodes", "tails", "spans"])
+@triton.jit(do_not_specialize=["nodes", "spans"])
 def tree_kernel(
     q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, lengths_ptr, ancestors_ptr, tiles_ptr, positions_ptr, slopes_ptr,
-    parts_ptr, sums_ptr, stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity, tails, spans, inner, outer,
+    parts_ptr, sums_ptr, stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity, spans, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Partial softmaxes of tail tiles into the first PARTS parts, of spans into those behind them, the last one first.
-    Grid (B * Hkv, tails + spans * tiles of rows, blocks of Dv). inner, outer: factors of the scores in and behind tanh.
+    Grid (B * Hkv, spans * tiles of rows + tail tiles, blocks of Dv). inner, outer: factors of the scores in and behind
+    tanh. AHEAD: see `_attend_to_slots`.
     """
     # The tail tile or the span of this program, and its rows [M]: nodes, and heads of the group.
     if EARLY:
@@ -170,59 +225,62 @@ def tree_kernel(
     batch, kv_head = (tl.program_id(0) // KV_HEADS).to(tl.int64), (tl.program_id(0) % KV_HEADS).to(tl.int64)
     program, column = tl.program_id(1), tl.program_id(2) * BLOCK_DV
     length = tl.load(lengths_ptr + batch).to(tl.int32)
-    is_tail, rows = program < tails, nodes * GROUP
+    rows = nodes * GROUP
     row_tiles = tl.cdiv(rows, BLOCK_M)
-    tile = tl.where(is_tail, program % TILE_PARTS, (program - tails) % row_tiles)
+    tail = program - spans * row_tiles
+    is_tail = tail >= 0
+    tile = tl.where(is_tail, tail % TILE_PARTS, program % row_tiles)
     index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     reach, first, count, node, bits = _tail_tile(
-        tiles_ptr, ancestors_ptr, batch, program // TILE_PARTS, is_tail, index // GROUP, nodes, PER_TILE, COLUMNS
+        tiles_ptr, ancestors_ptr, batch, tail // TILE_PARTS, is_tail, index // GROUP, nodes, PER_TILE, COLUMNS
     )
     path_ptr = tiles_ptr
     if tiles_ptr is not None:
-        path_ptr = tiles_ptr + (batch * nodes + program // TILE_PARTS) * (COLUMNS + nodes) + COLUMNS
+        path_ptr = tiles_ptr + (batch * nodes + tail // TILE_PARTS) * (COLUMNS + nodes) + COLUMNS
     real = index // GROUP < tl.where(is_tail, count, nodes)
     node, head = tl.where(is_tail, node, index // GROUP), index % GROUP
     positions_ptr += batch * stride_p
-    position, slope = node, None
-    if WINDOW is not None or slopes_ptr is not None:
-        position = tl.load(positions_ptr + node, mask=real, other=1 << 30).to(tl.int32)
+    position, slope = tl.load(positions_ptr + node, mask=real, other=1 << 30).to(tl.int32), None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + kv_head * GROUP + head, mask=real, other=0.0)
 
-    # Its slots, begin .. end.
+    # Its slots, begin .. end. Spans count from the last one back, those of the smaller size first.
     edge = length // CHUNK * CHUNK
-    age = (program - tails) // row_tiles
-    last = span_of(edge - 1, FIRST, GROWS)
-    begin, end = span_bounds(tl.maximum(last - age, 0), FIRST, GROWS)
-    begin, end = tl.where(is_tail, edge, begin), tl.where(is_tail, length, tl.minimum(end, edge))
+    log2, turn = span_log2(length, FIRST, GROWS)
+    age, smaller = program // row_tiles, tl.cdiv(edge, 1 << log2)
+    is_late = (age >= smaller) & (length + nodes > turn) & GROWS
+    log2 += is_late.to(tl.int32)
+    begin = ((edge - 1 >> log2) - age + tl.where(is_late, smaller, 0)) << log2
+    is_idle, end = begin < 0, tl.minimum(begin + (1 << log2), edge)
+    begin, end = tl.where(is_tail, edge, begin), tl.where(is_tail, length, end)
     if WINDOW is not None:
         begin = tl.maximum(begin, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // CHUNK * CHUNK)
-    is_idle = tl.where(is_tail, count * GROUP <= tile * BLOCK_M, (age > last) | (begin >= end))
+    is_idle = tl.where(is_tail, count * GROUP <= tile * BLOCK_M, is_idle | (begin >= end))
     if is_idle:
         return
     key_cache_ptr += tl.program_id(0).to(tl.int64) * capacity * DK
     value_cache_ptr += tl.program_id(0).to(tl.int64) * capacity * DV
     if scales_ptr is not None:
         scales_ptr += tl.program_id(0).to(tl.int64) * capacity * 2
+    row_ptr = q_ptr + batch * stride_qb + (kv_head * GROUP + head) * stride_qh + node * stride_qn
+    part, row = tl.program_id(0).to(tl.int64) * (PARTS + spans), node * GROUP + head
     if EARLY:
         _prefetch_slots(key_cache_ptr, begin, end, DK, BLOCK_DK, CHUNK)
         _prefetch_slots(value_cache_ptr + column, begin, end, DV, BLOCK_DV, CHUNK)
-        gdc_wait()
 
-    # Queries [M, BLOCK_DK], and the partial softmaxes.
-    dk = tl.arange(0, BLOCK_DK)[None, :]
-    row_ptr = q_ptr + batch * stride_qb + (kv_head * GROUP + head)[:, None] * stride_qh + node[:, None] * stride_qn
-    query = tl.load(row_ptr + dk, mask=real[:, None] & (dk < DK), other=0.0)
-    part, row = tl.program_id(0).to(tl.int64) * (PARTS + spans), node * GROUP + head
+    # Their partial softmaxes.
     if is_tail:
         _attend_to_tail(
-            query, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, parts_ptr, sums_ptr, nodes,
+            row_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, parts_ptr, sums_ptr, nodes,
             length, capacity, edge, reach, part, rows, row, real, bits, first + index // GROUP, position, slope, column,
-            inner, outer, SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
+            inner, outer, SOFTCAP, WINDOW, CHUNK, PARTS, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
         )  # fmt: skip
     else:
+        if EARLY:
+            gdc_wait()
         acc, peak, total = _attend_to_slots(
-            query, key_cache_ptr, value_cache_ptr, scales_ptr, begin, end, column, position, slope, inner, outer,
-            SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
+            _load_queries(row_ptr, real, DK, BLOCK_DK), key_cache_ptr, value_cache_ptr, scales_ptr, begin, end, column,
+            position, slope, inner, outer, SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, AHEAD,
         )  # fmt: skip
+        real = real & (turns(position, turn, length, nodes, GROWS) == is_late)
         _store_part(parts_ptr, sums_ptr, part + PARTS + age, rows, row, real, column, acc, peak, total, DV)
