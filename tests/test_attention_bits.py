@@ -66,7 +66,7 @@ def test_in_the_interpreter():
 
 
 def test_where_spans_grow_within_a_tree():
-    """Some nodes have the smaller spans, others the larger ones; two groups of warps share a tile, and form scores ahead."""
+    """Some nodes have the smaller spans, others the larger ones. Scores are formed ahead."""
     if GPU:
         pytest.skip("the kernels run on the CUDA device")
     config = SMALL._replace(block_m=32, least=16, ahead=True)
