@@ -69,8 +69,8 @@ def test_where_spans_grow_within_a_tree():
     """Some nodes have the smaller spans, others the larger ones. Scores are formed ahead."""
     if GPU:
         pytest.skip("the kernels run on the CUDA device")
-    config = SMALL._replace(block_m=32, least=16, ahead=True)
-    case = Case(("cpu", torch.float32), [spans.MOST * 16 - 2], 17, chain(17), (2, 1))
+    config = SMALL._replace(block_m=32, least=16, ahead=True, most=16)
+    case = Case(("cpu", torch.float32), [16 * 16 - 2], 17, chain(17), (2, 1))
     compare_path(case, chain(17), 2, config, exactly=False)
 
 
@@ -173,9 +173,9 @@ def test_tail_tiles_of_a_block_that_sees_itself():
 
 
 @triton.jit
-def spans_kernel(log2_ptr, turn_ptr, FIRST: tl.constexpr, GROWS: tl.constexpr, SIZE: tl.constexpr):
+def spans_kernel(log2_ptr, turn_ptr, FIRST: tl.constexpr, MOST: tl.constexpr, SIZE: tl.constexpr):
     length = tl.arange(0, SIZE)
-    log2, turn = spans.span_log2(length, FIRST, GROWS)
+    log2, turn = spans.span_log2(length, FIRST, MOST)
     tl.store(log2_ptr + length, log2)
     tl.store(turn_ptr + length, turn)
 
@@ -183,22 +183,22 @@ def spans_kernel(log2_ptr, turn_ptr, FIRST: tl.constexpr, GROWS: tl.constexpr, S
 @INTERPRETER
 @pytest.mark.parametrize("window, least", [(None, 128), (None, 32), (100, 128), (4096, 128)])
 def test_spans_of_every_length(window, least):
-    size, first = 1 << 17, spans.first_log2(least, window)
+    size, first, most = 1 << 17, spans.first_log2(least, window), 32
     log2, turn = torch.empty(2, size, dtype=torch.int32)
-    spans_kernel[(1,)](log2, turn, first, window is None, size)
+    spans_kernel[(1,)](log2, turn, first, 0 if window else most, size)
     length = torch.arange(size)
     if window is not None:
         assert (log2 == first).all()
         for capacity in (1, 7, 1024, 1025, 5000, size):
             lowest = max(capacity - window, 0)
-            assert spans.most_spans(capacity, first, window) >= (capacity - 1 >> first) - (lowest >> first) + 1
+            assert spans.most_spans(capacity, first, most, window) >= (capacity - 1 >> first) - (lowest >> first) + 1
         return
     count = -(-length // (1 << log2))
-    assert (count <= spans.MOST).all() and (count[log2 > first] >= spans.MOST // 2).all() and log2[0] == first
+    assert (count <= most).all() and (count[log2 > first] >= most // 2).all() and log2[0] == first
     assert torch.equal(log2[1:] > log2[:-1], length[1:] == turn[:-1]) and (log2[1:] - log2[:-1] <= 1).all()
     # A tree that reaches `turn` has spans of both sizes below the committed length.
     both = count + -(-length // (2 << log2))
     for capacity in (1, 7, 1024, 1025, 4096, 4097, 5000, size):
         reached = length[:capacity] + 64 > turn[:capacity]
-        most = torch.where(reached & (turn[:capacity] < capacity), both[:capacity], count[:capacity]).max()
-        assert most <= spans.most_spans(capacity, first, None)
+        needed = torch.where(reached & (turn[:capacity] < capacity), both[:capacity], count[:capacity]).max()
+        assert needed <= spans.most_spans(capacity, first, most, None)

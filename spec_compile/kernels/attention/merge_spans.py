@@ -39,21 +39,20 @@ def _fold(acc, peak, total, next_acc, next_peak, next_total):
 def merge_spans_kernel(
     lengths_ptr, positions_ptr, sinks_ptr, out_ptr, parts_ptr, sums_ptr, stride_p, nodes, spans,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr,
-    PARTS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, EARLY: tl.constexpr,
+    MOST: tl.constexpr, PARTS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [B, N, H, Dv] from the parts of `tree_kernel`, one row a program. Grid (N * H, B)."""
     # The row, and the spans that it sees below `edge`, first .. last.
     if EARLY:
         gdc_launch_dependents()
-    GROWS: tl.constexpr = WINDOW is None
     batch = tl.program_id(1).to(tl.int64)
     node, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     rows, row = nodes * GROUP, node * GROUP + head % GROUP
     length = tl.load(lengths_ptr + batch).to(tl.int32)
     position = tl.load(positions_ptr + batch * stride_p + node).to(tl.int32)
     edge = length // CHUNK * CHUNK
-    log2, turn = span_log2(length, FIRST, GROWS)
-    late = turns(position, turn, length, nodes, GROWS)
+    log2, turn = span_log2(length, FIRST, MOST)
+    late = turns(position, turn, length, nodes, MOST)
     newest = tl.where(late, PARTS + tl.cdiv(edge, 1 << log2), PARTS)  # the part of the last span
     log2 += late.to(tl.int32)
     last, tail_span = (edge - 1) >> log2, edge >> log2

@@ -56,7 +56,8 @@ def tree_attention(call: Call) -> Tensor:
 class Tuning(NamedTuple):
     """How `launch` divides the work. block_m: rows of a program; block_n: keys it takes at a time; least: slots of a
     part of the cache, or of a span, at least; splits: parts of the cache at most, for a chunk larger than any tree;
-    ahead: whether, for a tree, scores of the next keys are formed during the weights of these."""
+    for a tree, ahead: whether scores of the next keys are formed during the weights of these; most: spans of a token at
+    most, a power of two."""
 
     block_m: int
     block_n: int
@@ -65,6 +66,7 @@ class Tuning(NamedTuple):
     stages: int
     splits: int = 1
     ahead: bool = False
+    most: int = 32
 
 
 @functools.cache
@@ -183,7 +185,7 @@ def _launch_prompt(call: Call, config: Tuning) -> Tensor:
     q, _, _, key_cache, value_cache, lengths, _, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
-    block_m, block_n, least, warps, stages, splits, _ = config
+    block_m, block_n, least, warps, stages, splits, *_ = config
     group = heads // kv_heads
     tiles, columns = triton.cdiv(nodes * group, block_m), triton.next_power_of_2(value_dim)
     out = call.empty_output()
@@ -214,20 +216,20 @@ def _launch_tree(call: Call, config: Tuning) -> Tensor:
     q, _, _, key_cache, value_cache, lengths, ancestors, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
-    block_m, chunk, least, warps, stages, _, ahead = config
+    block_m, chunk, least, warps, stages, _, ahead, most = config
     group = heads // kv_heads
     per_tile, columns = nodes_per_tile(group), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
     tiles = tail_tiles(ancestors, per_tile) if call.tiles is None else call.tiles
     tails = (triton.cdiv(nodes, per_tile) if tiles is None else nodes) * triton.cdiv(per_tile * group, block_m)
     first = first_log2(max(least, chunk), call.window)
-    spans = most_spans(capacity, first, call.window)
+    spans, most = most_spans(capacity, first, most, call.window), most if call.window is None else 0
     tail_parts = triton.cdiv(chunk - 1 + nodes, chunk)
     parts = q.new_empty(batch * kv_heads, tail_parts + spans, nodes * group, value_dim, dtype=torch.float32)
     sums = q.new_empty(batch * kv_heads, tail_parts + spans, 2, nodes * group, dtype=torch.float32)
     out = call.empty_output()
     early = dependent_launch.available(q) and tiles is call.tiles  # a table made here may not be read early
-    shared = {"WINDOW": call.window, "GROUP": group, "CHUNK": chunk, "FIRST": first, "PARTS": tail_parts}
-    shared |= {"EARLY": early, **({"launch_pdl": True} if early else {})}
+    shared = {"WINDOW": call.window, "GROUP": group, "CHUNK": chunk, "FIRST": first, "MOST": most}
+    shared |= {"PARTS": tail_parts, "EARLY": early, **({"launch_pdl": True} if early else {})}
     programs = spans * triton.cdiv(nodes * group, block_m) + tails
     rotated = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early)
     tree_kernel[(batch * kv_heads, programs, triton.cdiv(value_dim, columns))](

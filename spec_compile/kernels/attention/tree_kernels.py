@@ -209,8 +209,8 @@ def tree_kernel(
     q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, lengths_ptr, ancestors_ptr, tiles_ptr, positions_ptr, slopes_ptr,
     parts_ptr, sums_ptr, stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity, spans, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr,
-    DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr, PER_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Partial softmaxes of tail tiles into the first PARTS parts, of spans into those behind them, the last one first.
@@ -220,7 +220,6 @@ def tree_kernel(
     # The tail tile or the span of this program, and its rows [M]: nodes, and heads of the group.
     if EARLY:
         gdc_launch_dependents()  # the merge may take its place on the GPU, and wait there
-    GROWS: tl.constexpr = WINDOW is None
     TILE_PARTS: tl.constexpr = (PER_TILE * GROUP + BLOCK_M - 1) // BLOCK_M
     batch, kv_head = (tl.program_id(0) // KV_HEADS).to(tl.int64), (tl.program_id(0) % KV_HEADS).to(tl.int64)
     program, column = tl.program_id(1), tl.program_id(2) * BLOCK_DV
@@ -246,9 +245,9 @@ def tree_kernel(
 
     # Its slots, begin .. end. Spans count from the last one back, those of the smaller size first.
     edge = length // CHUNK * CHUNK
-    log2, turn = span_log2(length, FIRST, GROWS)
+    log2, turn = span_log2(length, FIRST, MOST)
     age, smaller = program // row_tiles, tl.cdiv(edge, 1 << log2)
-    is_late = (age >= smaller) & (length + nodes > turn) & GROWS
+    is_late = (age >= smaller) & (length + nodes > turn) & (MOST > 0)
     log2 += is_late.to(tl.int32)
     begin = ((edge - 1 >> log2) - age + tl.where(is_late, smaller, 0)) << log2
     is_idle, end = begin < 0, tl.minimum(begin + (1 << log2), edge)
@@ -282,5 +281,5 @@ def tree_kernel(
             _load_queries(row_ptr, real, DK, BLOCK_DK), key_cache_ptr, value_cache_ptr, scales_ptr, begin, end, column,
             position, slope, inner, outer, SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, AHEAD,
         )  # fmt: skip
-        real = real & (turns(position, turn, length, nodes, GROWS) == is_late)
+        real = real & (turns(position, turn, length, nodes, MOST) == is_late)
         _store_part(parts_ptr, sums_ptr, part + PARTS + age, rows, row, real, column, acc, peak, total, DV)
