@@ -34,6 +34,8 @@ MOST_COLUMNS = 128
 """Columns of values that a program of a tree takes; two sums of them must fit into registers."""
 SHORT = 4096
 """Slots of a cache up to which more programs for a tree are better than larger ones."""
+MANY = 128
+"""Tiles of rows from which programs take several spans."""
 
 
 @attention_op("spec_compile::tree_attention", rotates=True, device_types="cpu")
@@ -57,7 +59,7 @@ class Tuning(NamedTuple):
     """How `launch` divides the work. block_m: rows of a program; block_n: keys it takes at a time; least: slots of a
     part of the cache, or of a span, at least; splits: parts of the cache at most, for a chunk larger than any tree;
     for a tree, ahead: whether scores of the next keys are formed during the weights of these; most: spans of a token at
-    most, a power of two."""
+    most; together: spans of a program, fewer than that; both are powers of two."""
 
     block_m: int
     block_n: int
@@ -67,6 +69,7 @@ class Tuning(NamedTuple):
     splits: int = 1
     ahead: bool = False
     most: int = 32
+    together: int = 1
 
 
 @functools.cache
@@ -95,22 +98,31 @@ def prompt_tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize
 
 
 @functools.cache
-def tree_tuning(rows: int, capacity: int, key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
-    """For a tree with `rows` rows a KV head. block_n and least, which decide its bits, depend on the sizes of heads
-    alone. Tiles of 128 rows are two groups of warps with the instructions of 64 rows each; they read a long cache half
-    as often, and there is one of them on a multiprocessor instead of two."""
+def tree_tuning(
+    rows: int, pairs: int, capacity: int, key_dim: int, value_dim: int, itemsize: int, device: int
+) -> Tuning:
+    """For a tree with `rows` rows for each of `pairs` = B * Hkv. block_n, least and most, which decide its bits, depend
+    on the sizes of heads alone.
+
+    A tile of 128 rows is computed by two groups of warps with the instructions of 64 rows each. It reads a long cache
+    half as often, but a multiprocessor holds one program instead of two. Where there are many programs, what each takes
+    before its first keys are there is saved by fewer of several spans; two stages leave memory for their sums.
+    """
     _, memory = _device(device)
     key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
-    block_m, most, warps = 64, 64, 4
+    block_m, most, warps, together = 64, 64, 4, 1
     if itemsize == 4:
         block_m, most, warps = 16, 32, 8
     slot = (key_dim + value_dim) * itemsize
     room = memory - 1024 - 128 * key_dim * itemsize
     block_n = min(max(1 << (max(room // slot, 1).bit_length() - 1), 16), most)
     stages = min(max(room // (block_n * slot), 1), 3)
-    if block_m == 64 and rows > 64 and capacity > SHORT:
-        return Tuning(128, block_n, 128, 8, stages, ahead=True)
-    return Tuning(block_m, block_n, 128, warps, stages)
+    is_wide = itemsize < 4 and rows > 64 and capacity > SHORT
+    if is_wide:
+        block_m, warps = 128, 8
+    if itemsize < 4 and pairs * triton.cdiv(rows, block_m) >= MANY:
+        together, stages = 4, min(stages, 2)
+    return Tuning(block_m, block_n, 128, warps, stages, ahead=is_wide, together=together)
 
 
 def _check(call: Call) -> None:
@@ -141,7 +153,7 @@ def launch(call: Call, config: Tuning | None = None) -> Tensor:
     call = call._replace(**{name: x if x is None else x.contiguous() for name, x in named.items()})
     if nodes > MAX_NODES:
         return _launch_prompt(call, config or prompt_tuning(rows, batch * kv_heads, *facts))
-    return _launch_tree(call, config or tree_tuning(rows, call.key_cache.shape[2], *facts))
+    return _launch_tree(call, config or tree_tuning(rows, batch * kv_heads, call.key_cache.shape[2], *facts))
 
 
 def _constants(call: Call, value_columns: int) -> dict:
@@ -216,7 +228,7 @@ def _launch_tree(call: Call, config: Tuning) -> Tensor:
     q, _, _, key_cache, value_cache, lengths, ancestors, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
-    block_m, chunk, least, warps, stages, _, ahead, most = config
+    block_m, chunk, least, warps, stages, _, ahead, most, together = config
     group = heads // kv_heads
     per_tile, columns = nodes_per_tile(group), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
     tiles = tail_tiles(ancestors, per_tile) if call.tiles is None else call.tiles
@@ -230,14 +242,14 @@ def _launch_tree(call: Call, config: Tuning) -> Tensor:
     early = dependent_launch.available(q) and tiles is call.tiles  # a table made here may not be read early
     shared = {"WINDOW": call.window, "GROUP": group, "CHUNK": chunk, "FIRST": first, "MOST": most}
     shared |= {"PARTS": tail_parts, "EARLY": early, **({"launch_pdl": True} if early else {})}
-    programs = spans * triton.cdiv(nodes * group, block_m) + tails
+    programs = triton.cdiv(spans, together) * triton.cdiv(nodes * group, block_m) + tails
     rotated = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early)
     tree_kernel[(batch * kv_heads, programs, triton.cdiv(value_dim, columns))](
         rotated, key_cache, value_cache, call.scales, lengths, ancestors, tiles, positions, call.slopes, parts, sums,
         *rotated.stride()[:3], positions.stride(0), nodes, capacity, spans, *_factors(call),
         SOFTCAP=call.softcap is not None, BLOCK_M=block_m, PER_TILE=per_tile, COLUMNS=COLUMNS,
         PRECISION=_precision(q), AHEAD=chunk if ahead and call.softcap is None and call.scales is None else 0,
-        **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,
+        TOGETHER=together, **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     merge_spans_kernel[(nodes * heads, batch)](
         lengths, positions, call.sinks, out, parts, sums, positions.stride(0), nodes, spans, HEADS=heads,
