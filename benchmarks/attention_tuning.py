@@ -4,12 +4,12 @@
         [--output FILE] [--cpu]
 
 What decides bits (keys of a chunk, positions of the smallest span, spans at most) must be the same for all nodes and
-contexts; rows of a tile, warps, stages and scores formed ahead may be chosen for each. First all of the former are
-timed with one choice of the latter, then the fastest --keep of them with every choice. Times are microseconds of a
-layer of the Llama-3.1-8B shape inside a CUDA graph, appending and making the table of tiles left out. `floor` is what
-reading the keys and values once takes at the speed of a large copy, `math` what the products take at that of a large
-product, `exp` what the weights take at 16 a clock and multiprocessor. --cpu runs a small form in Triton's interpreter
-(TRITON_INTERPRET=1), whose times mean nothing.
+contexts; rows of a tile, warps, stages, scores formed ahead and spans of a program may be chosen for each. First all of
+the former are timed with one choice of the latter, then the fastest --keep of them with every choice. Times are
+microseconds of a layer of the Llama-3.1-8B shape inside a CUDA graph, appending and making the table of tiles left out.
+`floor` is what reading the keys and values once takes at the speed of a large copy, `math` what the products take at
+that of a large product, `exp` what the weights take at 16 a clock and multiprocessor. --cpu runs a small form
+in Triton's interpreter (TRITON_INTERPRET=1), whose times mean nothing.
 """
 
 import argparse
@@ -61,19 +61,29 @@ class Case(NamedTuple):
 BITS = [dict(block_n=n, least=least, most=most) for n in (64, 128) for least in (128, 256) for most in (16, 32, 64)]
 SMALL = [dict(block_n=16, least=least, most=4) for least in (16, 32)]
 """What decides bits, on a GPU and in the interpreter."""
+FREE = "block_m", "warps", "stages", "ahead", "together"
+"""What decides none."""
 
 
-def tunings(bits: dict, rows: int, every: bool, small: bool) -> list[attention.Tuning]:
-    """Tunings that give the same bits for `rows` rows of a KV head; one of each size of a tile, or every one."""
-    tiles = [(16, 4)] if small else [(64, 4), *([(128, 8)] if rows > 64 else [])]
-    stages = (2, 3, 4) if bits["block_n"] <= 64 else (2, 3)
-    usual = 3 if bits["block_n"] <= 64 else 2
-    return [
-        attention.Tuning(block_m=block_m, warps=warps, stages=number, ahead=ahead, **bits)
-        for block_m, warps in tiles
-        for number, ahead in itertools.product(stages, (False, True))
-        if every or (number == usual and ahead == (block_m == 128))
-    ]
+def tunings(bits: dict, rows: int, pairs: int, every: bool, small: bool) -> list[attention.Tuning]:
+    """Tunings that give the same bits for `rows` rows for each of `pairs` = B * Hkv; one of each size of a tile, or
+    every one."""
+    out = []
+    for block_m, warps in [(16, 4)] if small else [(64, 4), *([(128, 8)] if rows > 64 else [])]:
+        tiles = pairs * -(-rows // block_m)
+        together = 4 if tiles >= attention.MANY else 1
+        small_chunk = bits["block_n"] <= 64  # larger ones leave no registers for scores ahead
+        usual = 3 if small_chunk and together == 1 else 2, block_m == 128 and small_chunk, together
+        choices = [usual]
+        if every:
+            stages, ahead = ((2, 3, 4), (False, True)) if small_chunk else ((2, 3), (False,))
+            several = {1, 4} if tiles >= attention.MANY // 2 else {1}
+            choices = sorted({usual, *itertools.product(stages, ahead, several)})
+        out += [
+            attention.Tuning(block_m=block_m, warps=warps, stages=stages, ahead=ahead, together=together, **bits)
+            for stages, ahead, together in choices
+        ]
+    return out
 
 
 def calls(shape: Shape, case: Case, layers: int, context: int) -> list[Call]:
@@ -145,7 +155,8 @@ class Search:
         self.times: dict[Case, dict[attention.Tuning, float]] = {case: {} for case in cases}
 
     def tunings(self, bits: dict, case: Case, every: bool) -> list[attention.Tuning]:
-        return tunings(bits, case.nodes * self.shape.heads // self.shape.kv_heads, every, self.small)
+        rows, pairs = case.nodes * self.shape.heads // self.shape.kv_heads, case.batch * self.shape.kv_heads
+        return tunings(bits, rows, pairs, every, self.small)
 
     def time(self, choices: list[dict], every: bool) -> None:
         """All tunings of `choices` that have no time yet."""
@@ -189,7 +200,7 @@ def report(search: Search, choices: list[dict], copies: float, products: float) 
         print(f"B={case.batch} N={case.nodes} {case.context}: {named}")
         for bits in choices:
             taken, tuning = search.best(case, bits)
-            free = " ".join(f"{name}={getattr(tuning, name)}" for name in ("block_m", "warps", "stages", "ahead"))
+            free = " ".join(f"{name}={getattr(tuning, name)}" for name in FREE)
             print(f"    {taken:8.1f}  {' '.join(f'{name}={value}' for name, value in bits.items()):32} {free}")
 
 
