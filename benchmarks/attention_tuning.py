@@ -77,7 +77,7 @@ def tunings(bits: dict, rows: int, pairs: int, every: bool, small: bool) -> list
         choices = [usual]
         if every:
             stages, ahead = ((2, 3, 4), (False, True)) if small_chunk else ((2, 3), (False,))
-            several = {1, 4} if tiles >= attention.MANY // 2 else {1}
+            several = {1, 2, 4} if tiles >= attention.MANY // 4 else {1}
             choices = sorted({usual, *itertools.product(stages, ahead, several)})
         out += [
             attention.Tuning(block_m=block_m, warps=warps, stages=stages, ahead=ahead, together=together, **bits)

@@ -48,7 +48,9 @@ WIDE_TILES = [  # block_o, block_k, block_n, warps, stages
     *((128, 64, 256, 8, stages) for stages in (3, 4)), (128, 128, 256, 8, 2),
     *((128, 64, 128, 8, stages) for stages in (3, 4, 5, 6)), (128, 128, 128, 8, 3), (128, 64, 128, 4, 3),
     *((256, 64, 128, 8, stages) for stages in (3, 4)), *((64, 64, 256, 4, stages) for stages in (2, 4)),
-    *((64, 64, 128, 4, stages) for stages in (3, 4, 6)), (64, 128, 128, 4, 4), (64, 64, 64, 4, 6), (128, 64, 64, 8, 6),
+    *((64, 64, 128, 4, stages) for stages in (3, 4, 6)), (64, 128, 128, 4, 4), (64, 64, 64, 4, 6),
+    *((128, 64, 64, 8, stages) for stages in (4, 6)), *((128, 128, 64, 8, stages) for stages in (2, 4)),
+    *((64, 128, 64, 4, stages) for stages in (3, 5)),
 ]  # fmt: skip
 
 

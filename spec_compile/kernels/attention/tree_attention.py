@@ -32,7 +32,7 @@ from .tree_kernels import tree_kernel
 LOG2E = math.log2(math.e)
 MOST_COLUMNS = 128
 """Columns of values that a program of a tree takes; two sums of them must fit into registers."""
-SHORT = 4096
+SHORT = 16384
 """Slots of a cache up to which more programs for a tree are better than larger ones."""
 MANY = 128
 """Tiles of rows from which programs take several spans."""
