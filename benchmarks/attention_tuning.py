@@ -127,7 +127,7 @@ class _Warm:
         return functools.partial(self.jitted.warmup, grid=grid)
 
 
-def _compile(job: tuple[int, attention.Tuning]) -> None:
+def _compile(job: tuple[int, attention.Tuning]) -> str | None:
     nodes, tuning = job
     for name in ("tree_kernel", "merge_spans_kernel"):
         kernel = getattr(attention, name)
@@ -135,16 +135,17 @@ def _compile(job: tuple[int, attention.Tuning]) -> None:
             setattr(attention, name, _Warm(kernel))
     try:
         attention.launch(calls(Shape(), Case(1, nodes, 1024), 1, 1024)[0], tuning)
-    except OutOfResources:
-        pass
+    except Exception as error:
+        return f"{tuning}: {type(error).__name__} {str(error)[:100]}"
+    return None
 
 
 def compile_all(jobs: set) -> None:
     """Into Triton's cache, with all processors."""
     begin = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
-        pool.map(_compile, sorted(jobs), chunksize=1)
-    print(f"compiled {len(jobs)} tunings in {time.perf_counter() - begin:.0f} s", flush=True)
+        errors = [error for error in pool.imap_unordered(_compile, sorted(jobs)) if error]
+    print(f"compiled {len(jobs)} tunings in {time.perf_counter() - begin:.0f} s", *errors[:5], sep="\n", flush=True)
 
 
 class Search:
