@@ -110,12 +110,12 @@ def tree_tuning(
     """
     _, memory = _device(device)
     key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
-    block_m, most, warps, together = 64, 64, 4, 1
+    block_m, largest, warps, together = 64, 64, 4, 1
     if itemsize == 4:
-        block_m, most, warps = 16, 32, 8
+        block_m, largest, warps = 16, 32, 8
     slot = (key_dim + value_dim) * itemsize
     room = memory - 1024 - 128 * key_dim * itemsize
-    block_n = min(max(1 << (max(room // slot, 1).bit_length() - 1), 16), most)
+    block_n = min(max(1 << (max(room // slot, 1).bit_length() - 1), 16), largest)
     stages = min(max(room // (block_n * slot), 1), 3)
     is_wide = itemsize < 4 and rows > 64 and capacity > SHORT
     if is_wide:
