@@ -72,9 +72,9 @@ def product_speed() -> float:
     return 2 * 8192**3 / elapsed(lambda: a @ b, 10) * 1e6
 
 
-def tree(nodes: int) -> torch.Tensor:
+def tree(nodes: int, device: str = "cuda") -> torch.Tensor:
     """Parents of a tree that grows a branch at every third node."""
-    return torch.tensor([[-1] + [max(0, i - 1 - (i % 3 == 0)) for i in range(1, nodes)]], device="cuda")
+    return torch.tensor([[-1] + [max(0, i - 1 - (i % 3 == 0)) for i in range(1, nodes)]], device=device)
 
 
 class Caches:

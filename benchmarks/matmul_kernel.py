@@ -1,11 +1,12 @@
 """Products of few rows on a GPU: each linear layer of a model, ours against cuBLAS.
 
-    python benchmarks/matmul_kernel.py [--models 8B 1B 0.6B 135M] [--rows 1 16 64] [--tune] [--output FILE]
+    python benchmarks/matmul_kernel.py [--models 8B 1B 0.6B 135M] [--rows 1 16 64] [--tune | --wide] [--output FILE]
 
 A figure is the time of one product in a CUDA graph of many, each with weights of its own, so that none are in a cache.
 "floor" is the time in which the GPU reads as many bytes. "bits" says whether every row is the same to the last bit in
 products of 1 to 512 rows. --tune tries other plans, prints the fastest for each shape, whose cuts of the columns hold
-for all numbers of rows, and checks the bits of every one.
+for all numbers of rows, and checks the bits of every one. --wide tries other tiles for --rows (256 if they are not
+given), with the parts of the plan, beside what the arithmetic takes at the speed of a large product.
 """
 
 import argparse
@@ -41,6 +42,16 @@ TILES = {  # block_o, block_k, warps, stages; for up to so many rows
          (32, 128, 4, 5), (32, 256, 4, 3), (16, 256, 4, 3), (16, 128, 4, 5)],
     WIDE: [(128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4), (64, 128, 8, 2), (32, 64, 4, 4), (16, 64, 4, 4)],
 }  # fmt: skip
+
+
+WIDE_TILES = [  # block_o, block_k, block_n, warps, stages
+    *((128, 64, 256, 8, stages) for stages in (3, 4)), (128, 128, 256, 8, 2),
+    *((128, 64, 128, 8, stages) for stages in (3, 4, 5, 6)), (128, 128, 128, 8, 3), (128, 64, 128, 4, 3),
+    *((256, 64, 128, 8, stages) for stages in (3, 4)), *((64, 64, 256, 4, stages) for stages in (2, 4)),
+    *((64, 64, 128, 4, stages) for stages in (3, 4, 6)), (64, 128, 128, 4, 4), (64, 64, 64, 4, 6),
+    *((128, 64, 64, 8, stages) for stages in (4, 6)), *((128, 128, 64, 8, stages) for stages in (2, 4)),
+    *((64, 128, 64, 4, stages) for stages in (3, 5)),
+]  # fmt: skip
 
 
 class Product:
@@ -115,6 +126,37 @@ def compare(models, counts, bandwidth: float) -> dict:
     return results
 
 
+def product_speed() -> float:
+    """Operations a second of a large product of random numbers in bfloat16."""
+    a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
+    return 2 * 8192**3 / graph_time(lambda: a @ b) * 1e6
+
+
+def wide(models, counts, bandwidth: float) -> dict:
+    """The fastest tiles of `counts` rows of each shape, with the parts of its plan."""
+    shapes = [(f"{model} {name}", shape) for model in models for name, shape in zip(PARTS, MODELS[model])]
+    tiles = [Tile(*tile) for tile in WIDE_TILES]
+    compile_all({(min(shape[0], 4096), plan(*shape).parts, tile) for _, shape in shapes for tile in tiles})
+    speed, results = product_speed(), {}
+    print(f"large products: {speed / 1e12:.0f} TFLOP/s", flush=True)
+    for name, shape in shapes:
+        product, how = Product(*shape), plan(*shape)
+        for rows in counts:
+            limits = product.bytes / bandwidth * 1e6, 2 * rows * shape[0] * shape[1] / speed * 1e6
+            tile = how.tile(rows)
+            ours, theirs = product.time(rows, how.parts, tile), product.time(rows)
+            times = sorted((product.time(rows, how.parts, tile), tile) for tile in tiles)
+            times = [(taken, tile) for taken, tile in times if taken < float("inf")]
+            out = product.multiply(rows, how.parts, tile)
+            odd = [each for _, each in times if not torch.equal(product.multiply(rows, how.parts, each), out)]
+            print(f"\n{name}, {rows} rows: bytes {limits[0]:.1f}, arithmetic {limits[1]:.1f}, cuBLAS {theirs:.1f}, "
+                  f"plan {ours:.1f} {tuple(tile)[:5]} in {how.parts} parts; bits {odd or 'same'}")  # fmt: skip
+            print("    " + "; ".join(f"{taken:.1f} {tuple(tile)[:5]}" for taken, tile in times[:6]), flush=True)
+            results[f"{name} {rows}"] = {"limits": limits, "cuBLAS": theirs, "plan": ours, "odd": odd, "tiles": times}
+        del product
+    return results
+
+
 def candidates(outputs: int, inputs: int, rows: int):
     """(parts, tile) to try for a product."""
     width = next(most for most in TILES if rows <= most)
@@ -139,22 +181,22 @@ class _Warm:
 
 
 def _compile(job) -> str | None:
-    parts, tile = job
+    outputs, parts, tile = job
     if not isinstance(kernel.small_m_kernel, _Warm):
         kernel.small_m_kernel = _Warm(kernel.small_m_kernel)
-    x, weight, out = (torch.empty(256, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    x, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16, device="cuda") for rows in (tile.block_n, outputs))
     try:
-        kernel.launch(x[: tile.block_n], weight, None, out, parts, tile)
+        kernel.launch(x, weight, None, x.new_empty(len(x), outputs), parts, tile)
     except Exception as error:
         return f"{tile}: {type(error).__name__} {str(error)[:100]}"
     return None
 
 
-def compile_all(jobs) -> None:
-    """Into Triton's cache, with all processors."""
+def compile_all(jobs: set) -> None:
+    """Kernels (outputs, parts, tile) into Triton's cache, with all processors."""
     begin = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
-        errors = [error for error in pool.imap_unordered(_compile, jobs, chunksize=2) if error]
+        errors = [error for error in pool.imap_unordered(_compile, sorted(jobs), chunksize=2) if error]
     print(f"compiled {len(jobs)} kernels in {time.perf_counter() - begin:.0f} s", *errors[:5], sep="\n", flush=True)
 
 
@@ -162,7 +204,8 @@ def tune(models, bandwidth: float) -> dict:
     """The fastest tiles of each shape, for every (parts, instructions), and the sum of their times over the floor."""
     shapes = [(f"{model} {name}", shape) for model in models for name, shape in zip(PARTS, MODELS[model])]
     counts = (*TUNED_ROWS[1:], WIDE)
-    compile_all(sorted({job for _, shape in shapes for rows in counts for job in candidates(*shape, rows)}))
+    compile_all({(min(shape[0], 4096), *job) for _, shape in shapes for rows in counts
+                 for job in candidates(*shape, rows)})  # fmt: skip
     results = {}
     for name, shape in shapes:
         product = Product(*shape)
@@ -201,14 +244,20 @@ def tune(models, bandwidth: float) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256])
+    parser.add_argument("--rows", nargs="+", type=int)
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--wide", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     bandwidth = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16")
     print(f"reading alone: {bandwidth / 1e12:.2f} TB/s; microseconds", flush=True)
-    results = tune(options.models, bandwidth) if options.tune else compare(options.models, options.rows, bandwidth)
+    if options.tune:
+        results = tune(options.models, bandwidth)
+    elif options.wide:
+        results = wide(options.models, options.rows or [WIDE], bandwidth)
+    else:
+        results = compare(options.models, options.rows or [1, 16, 64, 256], bandwidth)
     if options.output:
         options.output.write_text(json.dumps(results, indent=1))
 

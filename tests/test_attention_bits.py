@@ -65,6 +65,17 @@ def test_in_the_interpreter():
         compare_path(case, parents, nodes - 1, SMALL, exactly=False)
 
 
+def test_where_spans_grow_within_a_tree():
+    """Some nodes have the smaller spans, others the larger ones, whether a program takes one or several of them."""
+    if GPU:
+        pytest.skip("the kernels run on the CUDA device")
+    config = SMALL._replace(least=16, most=16)
+    case = Case(("cpu", torch.float32), [16 * 16 - 2], 17, chain(17), (2, 1))
+    compare_path(case, chain(17), 2, config, exactly=False)
+    outs = [attention.launch(case.inputs(), each) for each in (config, config._replace(ahead=True, together=4))]
+    compare(*outs, exactly=False)
+
+
 def test_a_window_that_leaves_nothing_but_the_tail():
     """The tail of the deepest nodes begins at the end of a group of spans that are added together."""
     if GPU:
@@ -112,11 +123,16 @@ def test_on_a_gpu(shape, nodes, dtype):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=ON_GPU, id="bfloat16")])
-@pytest.mark.parametrize("length", [8100, 16384 - 20, 40_000])
+@pytest.mark.parametrize("length", [4096 - 9, 8100, 16384 - 20, 40_000])
 def test_of_long_contexts(length, dtype):
-    parents = random_tree(24)
-    case = Case(("cuda", dtype), [length], 24, parents, heads=(8, 2), sizes=(128, 128))
-    compare_path(case, parents, 23, None, exactly=True)
+    for parents in (random_tree(24), chain(24), random_tree(64)):
+        nodes = len(parents)
+        case = Case(("cuda", dtype), [length], nodes, parents, heads=(8, 2), sizes=(128, 128))
+        compare_path(case, parents, nodes - 1, None, exactly=True)
+        usual = attention.Tuning(64, 64, 128, 4, 3)
+        others = dict(block_m=128, warps=8), dict(ahead=True), dict(together=4, stages=2), dict(together=8, ahead=True)
+        outs = [attention.launch(case.inputs(), usual._replace(**each)) for each in ({}, *others)]
+        assert all(torch.equal(bits(out), bits(outs[0])) for out in outs)
     case = Case(("cuda", dtype), [length], 24, chain(24), heads=(8, 2), sizes=(128, 128), causal=True)
     call = case.inputs()
     out = attention.launch(call)
@@ -163,30 +179,32 @@ def test_tail_tiles_of_a_block_that_sees_itself():
 
 
 @triton.jit
-def spans_kernel(span_ptr, begin_ptr, end_ptr, FIRST: tl.constexpr, GROWS: tl.constexpr, SIZE: tl.constexpr):
-    position = tl.arange(0, SIZE)
-    span = spans.span_of(position, FIRST, GROWS)
-    begin, end = spans.span_bounds(span, FIRST, GROWS)
-    tl.store(span_ptr + position, span)
-    tl.store(begin_ptr + position, begin)
-    tl.store(end_ptr + position, end)
+def spans_kernel(log2_ptr, turn_ptr, FIRST: tl.constexpr, MOST: tl.constexpr, SIZE: tl.constexpr):
+    length = tl.arange(0, SIZE)
+    log2, turn = spans.span_log2(length, FIRST, MOST)
+    tl.store(log2_ptr + length, log2)
+    tl.store(turn_ptr + length, turn)
 
 
 @INTERPRETER
 @pytest.mark.parametrize("window, least", [(None, 128), (None, 32), (100, 128), (4096, 128)])
-def test_spans_cover_every_position_once(window, least):
-    size, first = 1 << 17, spans.first_log2(least, window)
-    span, begin, end = torch.empty(3, size, dtype=torch.int32)
-    spans_kernel[(1,)](span, begin, end, first, window is None, size)
-    position = torch.arange(size)
-    assert ((begin <= position) & (position < end)).all()
-    assert torch.equal(span[1:] - span[:-1], (begin[1:] != begin[:-1]).int()) and span[0] == 0
-    assert torch.equal(begin[1:][begin[1:] != begin[:-1]], end[:-1][begin[1:] != begin[:-1]])
-    assert (begin % least == 0).all()
-    for capacity in (1, 7, 1024, 1025, 2048, 5000, size):
-        lowest = 0 if window is None else max(capacity - window, 0)
-        assert spans.most_spans(capacity, first, window) >= int(span[capacity - 1] - span[lowest]) + 1
-    if window is None:
-        assert [spans.most_spans(n, first, None) for n in (1, 1000, 5000, size)] == [
-            int(span[n - 1]) + 1 for n in (1, 1000, 5000, size)
-        ]
+def test_spans_of_every_length(window, least):
+    size, first, most = 1 << 17, spans.first_log2(least, window), 32
+    log2, turn = torch.empty(2, size, dtype=torch.int32)
+    spans_kernel[(1,)](log2, turn, first, 0 if window else most, size)
+    length = torch.arange(size)
+    if window is not None:
+        assert (log2 == first).all()
+        for capacity in (1, 7, 1024, 1025, 5000, size):
+            lowest = max(capacity - window, 0)
+            assert spans.most_spans(capacity, first, most, window) >= (capacity - 1 >> first) - (lowest >> first) + 1
+        return
+    count = -(-length // (1 << log2))
+    assert (count <= most).all() and (count[log2 > first] >= most // 2).all() and log2[0] == first
+    assert torch.equal(log2[1:] > log2[:-1], length[1:] == turn[:-1]) and (log2[1:] - log2[:-1] <= 1).all()
+    # A tree that reaches `turn` has spans of both sizes below the committed length.
+    both = count + -(-length // (2 << log2))
+    for capacity in (1, 7, 1024, 1025, 4096, 4097, 5000, size):
+        reached = length[:capacity] + 64 > turn[:capacity]
+        needed = torch.where(reached & (turn[:capacity] < capacity), both[:capacity], count[:capacity]).max()
+        assert needed <= spans.most_spans(capacity, first, most, None)

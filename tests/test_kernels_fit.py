@@ -84,6 +84,13 @@ for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1,
 print(json.dumps(results))
 """
 
+LARGE_TILES = """
+from spec_compile.kernels.attention import tree_attention
+
+tree_attention.MANY = 1
+""" + ATTENTION.replace("(1, False), (16, False), (64, False), (2048, True)", "(64, False),").replace("4096", "32768")
+"""Trees over long caches, of so many rows that a program takes several spans."""
+
 
 PRODUCTS = """
 from spec_compile.kernels.linear import plans, small_m
@@ -302,7 +309,11 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [*(pytest.param(script, id=name) for name, script in SCRIPTS.items()),
+     pytest.param(LARGE_TILES, marks=pytest.mark.slow, id="large tiles")],
+)  # fmt: skip
 def test_kernels_fit(script):
     pytest.importorskip("triton.backends.nvidia")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -27,16 +27,21 @@ def with_alibi(scores, slope, key_position, position, outer):
 
 
 @triton.jit
+def score(query, keys, PRECISION: tl.constexpr):
+    """The products [M, C] of query [M, Dk] with keys [C, Dk]."""
+    return tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+
+
+@triton.jit
 def attend_to_chunk(
-    query, keys, values, seen, slope, key_position, position, inner, outer,
+    scores, values, seen, slope, key_position, position, inner, outer,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The partial softmax acc, peak, total of query [M, Dk] over keys [C, Dk] and values [C, Dv].
+    """The partial softmax acc, peak, total of what `score` has of keys [C], over values [C, Dv].
 
     seen [M, C]: which scores count; None: all. slope [M]: of the rows, see `with_alibi`; None: they
     have none. inner, outer: factors of the scores in and behind tanh.
     """
-    scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
     if SOFTCAP:
         scores = 1 - 2 * (1 / (tl.exp2(scores * inner) + 1))  # tanh
     if slope is not None:

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .chunk import power_of_2
-from .spans import span_of
+from .spans import span_log2, turns
 
 SPANS = tl.constexpr(8)
 """Spans that are loaded at a time."""
@@ -39,40 +39,51 @@ def _fold(acc, peak, total, next_acc, next_peak, next_total):
 def merge_spans_kernel(
     lengths_ptr, positions_ptr, sinks_ptr, out_ptr, parts_ptr, sums_ptr, stride_p, nodes, spans,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr,
-    PARTS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, EARLY: tl.constexpr,
+    MOST: tl.constexpr, PARTS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [B, N, H, Dv] from the parts of `tree_kernel`, one row a program. Grid (N * H, B)."""
     # The row, and the spans that it sees below `edge`, first .. last.
     if EARLY:
         gdc_launch_dependents()
-    GROWS: tl.constexpr = WINDOW is None
     batch = tl.program_id(1).to(tl.int64)
     node, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     rows, row = nodes * GROUP, node * GROUP + head % GROUP
     length = tl.load(lengths_ptr + batch).to(tl.int32)
+    position = tl.load(positions_ptr + batch * stride_p + node).to(tl.int32)
     edge = length // CHUNK * CHUNK
-    last = span_of(edge - 1, FIRST, GROWS)
+    log2, turn = span_log2(length, FIRST, MOST)
+    late = turns(position, turn, length, nodes, MOST)
+    newest = tl.where(late, PARTS + tl.cdiv(edge, 1 << log2), PARTS)  # the part of the last span
+    log2 += late.to(tl.int32)
+    last, tail_span = (edge - 1) >> log2, edge >> log2
     first = tl.zeros_like(length)
     if WINDOW is not None:
-        position = tl.load(positions_ptr + batch * stride_p + node).to(tl.int32)
         lowest = tl.maximum(position - WINDOW + 1, 0)
-        first = tl.where(lowest < edge, span_of(lowest, FIRST, GROWS), last + 1)
-    tail_parts, tail_span = tl.cdiv(length + nodes - edge, CHUNK), span_of(edge, FIRST, GROWS)
+        first = tl.where(lowest < edge, lowest >> log2, last + 1)
     part = (batch * (HEADS // GROUP) + head // GROUP) * (PARTS + spans)
     parts_ptr += (part * rows + row) * DV
     sums_ptr += part * 2 * rows + row
     if EARLY:
         gdc_wait()
 
+    # The span in which `edge` lies, of which these are the keys below, and the chunks of the tail. They are added last,
+    # but loaded first, so that nothing waits for them.
+    dv = tl.arange(0, BLOCK_DV)
+    number = tl.where((tail_span == last) & (first <= last), newest, -1)
+    span_acc, span_peak, span_total = _load(parts_ptr, sums_ptr, number, rows, dv, DV)
+    tails, tail_parts = (), tl.cdiv(length + nodes - edge, CHUNK)
+    for tail in tl.static_range(PARTS):
+        number = tl.where(tail_parts > tail, tail_parts * 0 + tail, -1)
+        tails += (_load(parts_ptr, sums_ptr, number, rows, dv, DV),)
+
     # The spans that end at `edge` or below it. What is loaded at a time shares a peak; because peaks are integers, to
     # scale by them rounds nothing.
-    dv = tl.arange(0, BLOCK_DV)
     acc, peak, total = tl.zeros([BLOCK_DV], tl.float32), float("-inf"), 0.0
     for start in range(first, tail_span, SPANS):
         parts = ()
         higher = peak
         for step in tl.static_range(SPANS):
-            number = tl.where(start + step < tail_span, PARTS + last - start - step, -1)
+            number = tl.where(start + step < tail_span, newest + last - start - step, -1)
             loaded = _load(parts_ptr, sums_ptr, number, rows, dv, DV)
             parts += (loaded,)
             higher = tl.maximum(higher, loaded[1])
@@ -84,16 +95,13 @@ def merge_spans_kernel(
             acc += parts[step][0] * share
             total += parts[step][2] * share
 
-    # The span in which `edge` lies: what it has below, then chunks of the tail, which may reach into the next span.
-    number = tl.where((tail_span == last) & (first <= last), PARTS + last - tail_span, -1)
-    span_acc, span_peak, span_total = _load(parts_ptr, sums_ptr, number, rows, dv, DV)
+    # The span in which `edge` lies and the chunks of the tail, which may reach into the next span.
     for tail in tl.static_range(PARTS):
         if tail > 0:
-            if span_of(edge + tail * CHUNK, FIRST, GROWS) != span_of(edge + (tail - 1) * CHUNK, FIRST, GROWS):
+            if (edge + tail * CHUNK) >> log2 != (edge + (tail - 1) * CHUNK) >> log2:
                 acc, peak, total = _fold(acc, peak, total, span_acc, span_peak, span_total)
                 span_acc, span_peak, span_total = acc * 0.0, peak * 0 + float("-inf"), total * 0.0
-        number = tl.where(tail_parts > tail, tail_parts * 0 + tail, -1)
-        next_acc, next_peak, next_total = _load(parts_ptr, sums_ptr, number, rows, dv, DV)
+        next_acc, next_peak, next_total = tails[tail]
         span_acc, span_peak, span_total = _fold(span_acc, span_peak, span_total, next_acc, next_peak, next_total)
     acc, peak, total = _fold(acc, peak, total, span_acc, span_peak, span_total)
 

@@ -1,8 +1,9 @@
-"""Spans: the stretches into which tree attention cuts a cache, at positions that depend on no length and no tree.
+"""Spans: the stretches into which tree attention cuts a cache, at bounds that depend on the token's position alone.
 
-Import this module only where Triton is installed. Without a window the first eight spans have 2 ** FIRST positions
-each, and there are eight more for every doubling of the position, so that a long context has few. With a window all
-spans have 2 ** FIRST positions (GROWS is False).
+Import this module only where Triton is installed. Without a window a token has at most MOST spans below it, a power of
+two, all of one size, which doubles where there would be more. A tree in which that happens, at the position `turn`, has
+spans of both sizes: those of its tokens before `turn`, and behind them in number those of its tokens from `turn` on.
+With a window (MOST is 0) all spans have 2 ** FIRST positions.
 """
 
 import triton
@@ -14,31 +15,25 @@ def first_log2(least: int, window: int | None) -> int:
     return max(least, 0 if window is None else triton.next_power_of_2(window) // 16).bit_length() - 1
 
 
-def most_spans(capacity: int, first: int, window: int | None) -> int:
-    """How many spans may lie below `capacity` and in sight of a token. first: FIRST."""
+def most_spans(capacity: int, first: int, most: int, window: int | None) -> int:
+    """How many spans may lie below `capacity` and in sight of a tree. first, most: FIRST, MOST."""
+    smallest = triton.cdiv(capacity, 1 << first)
     if window is not None:
-        return min(triton.cdiv(capacity, 1 << first), triton.cdiv(window, 1 << first) + 1)
-    doublings = max((max(capacity - 1, 0) >> (first + 3)).bit_length() - 1, 0)
-    return 8 * doublings + (max(capacity - 1, 0) >> (first + doublings)) + 1
+        return min(smallest, triton.cdiv(window, 1 << first) + 1)
+    return smallest if smallest <= most else most + most // 2
 
 
 @triton.jit
-def span_of(position, FIRST: tl.constexpr, GROWS: tl.constexpr):
-    """The number of the span in which a position lies; -1 of position -1."""
-    if GROWS:
-        exponent = ((position >> (FIRST + 3)).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # floor(log2)
-        doublings = tl.where(position < 0, 0, tl.maximum(exponent, 0))
-        span = 8 * doublings + (position >> (FIRST + doublings))
-    else:
-        span = position >> FIRST
-    return span
+def span_log2(length, FIRST: tl.constexpr, MOST: tl.constexpr):
+    """The size of the spans of a token at position `length`, as a power of two, and `turn`."""
+    doublings = tl.zeros_like(length)
+    if MOST > 0:
+        spans = length // (MOST // 2) >> FIRST
+        doublings = tl.maximum((spans.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127, 0)  # floor(log2)
+    return doublings + FIRST, MOST << (doublings + FIRST)
 
 
 @triton.jit
-def span_bounds(span, FIRST: tl.constexpr, GROWS: tl.constexpr):
-    """The first position of a span, and that of the next."""
-    doublings = tl.zeros_like(span)
-    if GROWS:
-        doublings = tl.maximum((span >> 3) - 1, 0)
-    begin = (span - 8 * doublings) << (FIRST + doublings)
-    return begin, begin + (1 << (FIRST + doublings))
+def turns(position, turn, length, nodes, MOST: tl.constexpr):
+    """Whether a node at `position` of a tree has the larger spans."""
+    return (position >= turn) & (length + nodes > turn) & (MOST > 0)

@@ -32,6 +32,10 @@ from .tree_kernels import tree_kernel
 LOG2E = math.log2(math.e)
 MOST_COLUMNS = 128
 """Columns of values that a program of a tree takes; two sums of them must fit into registers."""
+SHORT = 16384
+"""Slots of a cache up to which more programs for a tree are better than larger ones."""
+MANY = 128
+"""Tiles of rows from which programs take several spans."""
 
 
 @attention_op("spec_compile::tree_attention", rotates=True, device_types="cpu")
@@ -53,7 +57,9 @@ def tree_attention(call: Call) -> Tensor:
 
 class Tuning(NamedTuple):
     """How `launch` divides the work. block_m: rows of a program; block_n: keys it takes at a time; least: slots of a
-    part of the cache, or of a span, at least; splits: parts of the cache at most, for a chunk larger than any tree."""
+    part of the cache, or of a span, at least; splits: parts of the cache at most, for a chunk larger than any tree;
+    for a tree, ahead: whether scores of the next keys are formed during the weights of these; most: spans of a token at
+    most; together: spans of a program, fewer than that; both are powers of two."""
 
     block_m: int
     block_n: int
@@ -61,6 +67,9 @@ class Tuning(NamedTuple):
     warps: int
     stages: int
     splits: int = 1
+    ahead: bool = False
+    most: int = 32
+    together: int = 1
 
 
 @functools.cache
@@ -89,18 +98,31 @@ def prompt_tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize
 
 
 @functools.cache
-def tree_tuning(key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
-    """For a tree of any number of rows, because the same instructions must serve a row in any company."""
+def tree_tuning(
+    rows: int, pairs: int, capacity: int, key_dim: int, value_dim: int, itemsize: int, device: int
+) -> Tuning:
+    """For a tree with `rows` rows for each of `pairs` = B * Hkv. block_n, least and most, which decide its bits, depend
+    on the sizes of heads alone.
+
+    A tile of 128 rows is computed by two groups of warps with the instructions of 64 rows each. It reads a long cache
+    half as often, but a multiprocessor holds one program instead of two. Where there are many programs, what each takes
+    before its first keys are there is saved by fewer of several spans; two stages leave memory for their sums.
+    """
     _, memory = _device(device)
     key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
-    block_m, most, warps = 64, 64, 4
+    block_m, largest, warps, together = 64, 64, 4, 1
     if itemsize == 4:
-        block_m, most, warps = 16, 32, 8
+        block_m, largest, warps = 16, 32, 8
     slot = (key_dim + value_dim) * itemsize
     room = memory - 1024 - 128 * key_dim * itemsize
-    block_n = min(max(1 << (max(room // slot, 1).bit_length() - 1), 16), most)
+    block_n = min(max(1 << (max(room // slot, 1).bit_length() - 1), 16), largest)
     stages = min(max(room // (block_n * slot), 1), 3)
-    return Tuning(block_m, block_n, 128, warps, stages)
+    is_wide = itemsize < 4 and rows > 64 and capacity > SHORT
+    if is_wide:
+        block_m, warps = 128, 8
+    if itemsize < 4 and pairs * triton.cdiv(rows, block_m) >= MANY:
+        together, stages = 4, min(stages, 2)
+    return Tuning(block_m, block_n, 128, warps, stages, ahead=is_wide, together=together)
 
 
 def _check(call: Call) -> None:
@@ -131,7 +153,7 @@ def launch(call: Call, config: Tuning | None = None) -> Tensor:
     call = call._replace(**{name: x if x is None else x.contiguous() for name, x in named.items()})
     if nodes > MAX_NODES:
         return _launch_prompt(call, config or prompt_tuning(rows, batch * kv_heads, *facts))
-    return _launch_tree(call, config or tree_tuning(*facts))
+    return _launch_tree(call, config or tree_tuning(rows, batch * kv_heads, call.key_cache.shape[2], *facts))
 
 
 def _constants(call: Call, value_columns: int) -> dict:
@@ -175,7 +197,7 @@ def _launch_prompt(call: Call, config: Tuning) -> Tensor:
     q, _, _, key_cache, value_cache, lengths, _, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
-    block_m, block_n, least, warps, stages, splits = config
+    block_m, block_n, least, warps, stages, splits, *_ = config
     group = heads // kv_heads
     tiles, columns = triton.cdiv(nodes * group, block_m), triton.next_power_of_2(value_dim)
     out = call.empty_output()
@@ -206,27 +228,28 @@ def _launch_tree(call: Call, config: Tuning) -> Tensor:
     q, _, _, key_cache, value_cache, lengths, ancestors, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
-    block_m, chunk, least, warps, stages, _ = config
+    block_m, chunk, least, warps, stages, _, ahead, most, together = config
     group = heads // kv_heads
     per_tile, columns = nodes_per_tile(group), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
     tiles = tail_tiles(ancestors, per_tile) if call.tiles is None else call.tiles
     tails = (triton.cdiv(nodes, per_tile) if tiles is None else nodes) * triton.cdiv(per_tile * group, block_m)
     first = first_log2(max(least, chunk), call.window)
-    spans = most_spans(capacity, first, call.window)
+    spans, most = most_spans(capacity, first, most, call.window), most if call.window is None else 0
     tail_parts = triton.cdiv(chunk - 1 + nodes, chunk)
     parts = q.new_empty(batch * kv_heads, tail_parts + spans, nodes * group, value_dim, dtype=torch.float32)
     sums = q.new_empty(batch * kv_heads, tail_parts + spans, 2, nodes * group, dtype=torch.float32)
     out = call.empty_output()
     early = dependent_launch.available(q) and tiles is call.tiles  # a table made here may not be read early
-    shared = {"WINDOW": call.window, "GROUP": group, "CHUNK": chunk, "FIRST": first, "PARTS": tail_parts}
-    shared |= {"EARLY": early, **({"launch_pdl": True} if early else {})}
-    programs = tails + spans * triton.cdiv(nodes * group, block_m)
+    shared = {"WINDOW": call.window, "GROUP": group, "CHUNK": chunk, "FIRST": first, "MOST": most}
+    shared |= {"PARTS": tail_parts, "EARLY": early, **({"launch_pdl": True} if early else {})}
+    programs = triton.cdiv(spans, together) * triton.cdiv(nodes * group, block_m) + tails
     rotated = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early)
     tree_kernel[(batch * kv_heads, programs, triton.cdiv(value_dim, columns))](
         rotated, key_cache, value_cache, call.scales, lengths, ancestors, tiles, positions, call.slopes, parts, sums,
-        *rotated.stride()[:3], positions.stride(0), nodes, capacity, tails, spans, *_factors(call),
+        *rotated.stride()[:3], positions.stride(0), nodes, capacity, spans, *_factors(call),
         SOFTCAP=call.softcap is not None, BLOCK_M=block_m, PER_TILE=per_tile, COLUMNS=COLUMNS,
-        PRECISION=_precision(q), **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,
+        PRECISION=_precision(q), AHEAD=chunk if ahead and call.softcap is None and call.scales is None else 0,
+        TOGETHER=together, **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     merge_spans_kernel[(nodes * heads, batch)](
         lengths, positions, call.sinks, out, parts, sums, positions.stride(0), nodes, spans, HEADS=heads,

@@ -232,7 +232,7 @@ def launch(
     cos, sin, q_norm, k_norm, head_eps, head_offset, key_cache, value_cache, lengths = heads or NO_HEADS
     nodes, (_, kv_heads, capacity, size) = (cos.shape[1], key_cache.shape) if heads else (1, (0, 0, 0, 0))
     sent = (exchange.peers, exchange.state, exchange.rank, exchange.words) if exchange else (None, None, 0, 0)
-    small_m_kernel[(grid[0] * parts, grid[1])](
+    small_m_kernel[(grid[1], grid[0] * parts)](
         x, units, weight, scales, bias, squares, residual, norm, out, scaled, new_squares, partial, arrived,
         cos, sin, q_norm, k_norm, key_cache, value_cache, lengths, rows, outputs, inputs,
         weight.stride(0), x.stride(0), 0 if residual is None else residual.stride(0), tile.late, tile.prefetch, eps,

@@ -32,7 +32,7 @@ from .quantised_kernel import multiply_quantised
 def _share_of_program(inputs, CUT: tl.constexpr, PARTS: tl.constexpr):
     """The number of the program's tile, its part of the columns, and these columns begin .. end, cut at multiples of
     CUT."""
-    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    tile, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     cuts = tl.cdiv(inputs, CUT)
     return tile, part, part * cuts // PARTS * CUT, tl.minimum((part + 1) * cuts // PARTS * CUT, inputs)
 
@@ -110,7 +110,7 @@ def _sum_of_parts(
     """Store the program's part of a tile -> the sum of all parts [BLOCK_O, BLOCK_N], and whether it is valid, because
     only the last program to arrive has it. partial [tiles, PARTS, BLOCK_O, BLOCK_N]; arrived: 0 before and after."""
     SIZE: tl.constexpr = BLOCK_O * BLOCK_N
-    number = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tile
+    number = tl.program_id(0) * (tl.num_programs(1) // PARTS) + tile
     partial_ptr += number.to(tl.int64) * (PARTS * SIZE)
     arrived_ptr += number
     at = partial_ptr + tl.arange(0, BLOCK_O)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -205,10 +205,10 @@ def small_m_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROUND_FIRST: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the weights' rows * PARTS, tiles of x's rows)."""
+    """Grid (tiles of x's rows, tiles of the weights' rows * PARTS): those that read the same weights begin together."""
     # This program's tile [BLOCK_O, BLOCK_N], and its part of the columns: begin .. end.
     tile, part, begin, end = _share_of_program(inputs, CUT, PARTS)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
 
     # Rows of the weights in the tile, o [BLOCK_O]; HEIGHT columns of out come of them.
     APPENDS: tl.constexpr = cos_ptr is not None

@@ -1,0 +1,143 @@
+"""The part of tree attention behind the last whole chunk of the cache: a tail tile (see `tail_tiles`).
+
+Import this module only where Triton is installed. Shapes as in `tree_kernels`.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from ..rounding import as_read
+from .chunk import attend_to_chunk, score
+from .tree_tile import load_queries, prefetch_slots, store_part
+
+
+@triton.jit
+def _path_nodes(path_ptr, nodes, length, start, end, CHUNK: tl.constexpr):
+    """Which node each of the positions start .. start + CHUNK is [C]; N where it is none, or does not lie before `end`.
+    path_ptr: the path [N]; None: the nodes in their order."""
+    position = start + tl.arange(0, CHUNK)
+    step = position - length
+    inside = (step >= 0) & (position < end)
+    if path_ptr is None:
+        node = tl.where(inside, step, nodes)
+    else:
+        node = tl.load(path_ptr + step, mask=inside, other=nodes)
+    return node
+
+
+@triton.jit
+def _load_path(
+    key_cache_ptr, value_cache_ptr, node, nodes, length, capacity, start, column,
+    CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The keys [C, BLOCK_DK] and values [C, BLOCK_DV] of the positions from `start` on, which are committed below
+    `length` and `node` [C] from there on, and their slots [C]."""
+    dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
+    position = start + tl.arange(0, CHUNK)
+    committed = position < length
+    slot = tl.where(committed, position, length + node)
+    stored = (committed | (node < nodes)) & (slot < capacity)
+    mask = stored[:, None] & (dk < DK)[None, :]
+    keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=mask, other=0.0)
+    mask = stored[:, None] & (dv < DV)[None, :]
+    values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=mask, other=0.0)
+    return keys, values, slot
+
+
+@triton.jit
+def _attend_to_path(
+    query, keys, values, node, slot, scales_ptr, path_ptr, positions_ptr, nodes, length, capacity, start, bits, rank,
+    position, slope, inner, outer,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The chunk that `_load_path` has loaded. bits [M]: the ancestors of the rows, if there is a path; rank [M]: where
+    on it the rows are."""
+    key_position = start + tl.arange(0, CHUNK)
+    step = key_position - length
+    committed, new = step < 0, node < nodes
+    # What each row sees of them [M, C].
+    if path_ptr is None:
+        seen = (step[None, :] <= rank[:, None]) & (committed | new)[None, :]
+    else:
+        seen = ((bits[:, None] >> tl.where(new, node, 0).to(tl.int64)[None, :]) & 1) != 0
+        seen = committed[None, :] | (seen & new[None, :])
+    if WINDOW is not None or slope is not None:
+        new_position = tl.load(positions_ptr + node, mask=new, other=0).to(tl.int32)
+        key_position = tl.where(committed, key_position, new_position)
+    if WINDOW is not None:
+        seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
+    stored = ((committed | new) & (slot < capacity))[:, None]
+    keys = as_read(keys, scales_ptr, slot, stored, 0, query.dtype)
+    values = as_read(values, scales_ptr, slot, stored, 1, query.dtype)
+    scores = score(query, keys, PRECISION)
+    return attend_to_chunk(scores, values, seen, slope, key_position, position, inner, outer, SOFTCAP, PRECISION)
+
+
+@triton.jit
+def attend_to_tail(
+    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, ancestors_ptr, path_ptr, positions_ptr, slopes_ptr, parts_ptr,
+    sums_ptr, stride_qh, stride_qn, nodes, length, capacity, edge, part, tail, column, inner, outer,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A tail tile, or a part of its rows: all chunks from `edge` on, into the parts from `part` on, also those behind
+    this path that another path of the batch may have. All is loaded as early as it can be, because what a tail takes is
+    one latency after the other.
+
+    path_ptr: the tile's path in the table of `tail_tiles`, behind the length of the path, where on it the tile's nodes
+    begin, and their count; None: the nodes in their order. The other pointers: of this row of the batch and KV head.
+    """
+    TILE_PARTS: tl.constexpr = (PER_TILE * GROUP + BLOCK_M - 1) // BLOCK_M
+    index = tail % TILE_PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
+    member, head = index // GROUP, index % GROUP
+    first = tail // TILE_PARTS * PER_TILE
+    count = tl.minimum(PER_TILE, nodes - first)
+    reach = first + count
+    if path_ptr is not None:
+        reach = tl.load(path_ptr - COLUMNS)
+        first = tl.load(path_ptr - COLUMNS + 1)
+        count = tl.load(path_ptr - COLUMNS + 2)
+    if count * GROUP <= tail % TILE_PARTS * BLOCK_M:
+        return
+    path, loaded = (), ()
+    for number in tl.static_range(PARTS):
+        path += (_path_nodes(path_ptr, nodes, length, edge + number * CHUNK, length + reach, CHUNK),)
+    real, rank = member < count, first + member
+    node, bits = rank, rank
+    if path_ptr is not None:
+        node = tl.load(path_ptr + rank, mask=real, other=0)
+        bits = tl.load(ancestors_ptr + node, mask=real, other=0)
+    position, slope = node, None
+    if WINDOW is not None or slopes_ptr is not None:
+        position = tl.load(positions_ptr + node, mask=real, other=1 << 30).to(tl.int32)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head, mask=real, other=0.0)
+    if EARLY:
+        prefetch_slots(key_cache_ptr, edge, length, DK, BLOCK_DK, CHUNK)
+        prefetch_slots(value_cache_ptr + column, edge, length, DV, BLOCK_DV, CHUNK)
+        gdc_wait()
+
+    for number in tl.static_range(PARTS):
+        chunk = _load_path(
+            key_cache_ptr, value_cache_ptr, path[number], nodes, length, capacity, edge + number * CHUNK, column,
+            CHUNK, DK, BLOCK_DK, DV, BLOCK_DV,
+        )  # fmt: skip
+        loaded += (chunk,)
+    query = load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
+    for number in tl.static_range(PARTS):
+        start = edge + number * CHUNK
+        if start < length + nodes:
+            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            peak, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+            if start < length + reach:
+                keys, values, slot = loaded[number]
+                acc, peak, total = _attend_to_path(
+                    query, keys, values, path[number], slot, scales_ptr, path_ptr, positions_ptr, nodes, length,
+                    capacity, start, bits, rank, position, slope, inner, outer, SOFTCAP, WINDOW, CHUNK, PRECISION,
+                )  # fmt: skip
+            row = node * GROUP + head
+            store_part(
+                parts_ptr, sums_ptr, part + number, nodes * GROUP, row, real, column, acc, peak, total, DV
+            )  # fmt: skip
