@@ -189,66 +189,121 @@ def _multiply_nibbles(
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """4 bits: nibble j of word w of each 256 columns is column 32 * j + w of them. unit_ptr [I / GROUP, O]: see
-    `nibbles.Nibbles`, or `nibbles.TableNibbles` with FORMAT "nibbles_table"."""
+    """4 bits, in the order of `nibbles._Words`. unit_ptr: see `nibbles.Nibbles`, or `nibbles.TableNibbles` with FORMAT
+    "nibbles_table"."""
+    CENTRED: tl.constexpr = FORMAT == "nibbles_bf16_centred" or FORMAT == "nibbles_fp16_centred"
+    SPAN: tl.constexpr = 2 * GROUP if CENTRED and GROUP < 256 else GROUP  # columns of a unit
+    DEPTH: tl.constexpr = 32 if GROUP == 32 else 64  # half-words that lie side by side, and columns of a step
     if FORMAT == "nibbles_table":
         table = unit_ptr if not PTX else _number_of_lane(unit_ptr)
         unit_ptr += outputs
-    word = tl.arange(0, 32)
-    w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + word[None, :]
-    x_at = x_ptr + n.to(tl.int64)[:, None] * stride_x + word[None, :]
+    half = tl.arange(0, DEPTH)
+    if PTX:
+        w_at = weight_ptr.to(tl.pointer_type(tl.int16)) + o.to(tl.int64)[:, None] * (2 * stride_w) + half[None, :]
+    else:
+        w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + half[None, :] // 2
+    x_at = x_ptr + n.to(tl.int64)[:, None] * stride_x + half[None, :]
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     for start in tl.range(begin, end, 256):
         if PDL:
             let_next_kernel_begin((end - start + 255) // 256, late)
-        words = tl.load(w_at + start // 8, eviction_policy="evict_first")
-        for j in tl.static_range(8):
-            if j * 32 % GROUP == 0:
-                unit = tl.load(unit_ptr + (start + j * 32) // GROUP * outputs + o)
+        for step in tl.static_range(256 // DEPTH):
+            column = start + step * DEPTH
+            if step % 4 == 0:
+                words = tl.load(w_at + column // (4 if PTX else 8), eviction_policy="evict_first")
+            if step * DEPTH % SPAN == 0:
+                unit = tl.load(unit_ptr + column // SPAN * outputs + o)[:, None]
             if EVEN:
-                b = tl.load(x_at + start + 32 * j, mask=(n < rows)[:, None], other=0.0)
+                b = tl.load(x_at + column, mask=(n < rows)[:, None], other=0.0)
             else:
-                inside = (word < inputs - start - 32 * j)[None, :]
-                b = tl.load(x_at + start + 32 * j, mask=(n < rows)[:, None] & inside, other=0.0)
+                inside = (half < inputs - column)[None, :]
+                b = tl.load(x_at + column, mask=(n < rows)[:, None] & inside, other=0.0)
             if FORMAT == "nibbles_table":
-                a = _numbers_in_table(words, table, j, PTX) * unit[:, None]
+                a = _numbers_in_table(words, table, step % 4, PTX) * unit
             else:
-                a = _numbers(words, unit[:, None] + tl.zeros_like(words), j, FORMAT == "nibbles_bf16", PTX)
-            acc = tl.dot(a.to(b.dtype), b.T, acc, input_precision="ieee")
+                a = _numbers(
+                    words, unit + tl.zeros([BLOCK_O, DEPTH], tl.int32), step % 4, step * DEPTH % SPAN >= GROUP, FORMAT,
+                    PTX,
+                )  # fmt: skip
+            # A sum of its own for 256 columns: the tensor cores then work while the next numbers are decoded.
+            if step == 0:
+                part = tl.dot(a.to(b.dtype), b.T, input_precision="ieee")
+            else:
+                part = tl.dot(a.to(b.dtype), b.T, part, input_precision="ieee")
+        acc += part
     return acc
 
 
 @triton.jit
-def _numbers(words, unit, J: tl.constexpr, BF16: tl.constexpr, PTX: tl.constexpr):
-    """Nibble J of each word [BLOCK_O, 32]: (nibble - zero point) * scale, rounded once, of bfloat16 or float16."""
-    half: tl.constexpr = 0x5410 if J < 4 else 0x7632
-    # Two words at a time: their nibbles become the lowest bits of two numbers that are `nibbles.TOO_LARGE`.
+def _codes(words, J: tl.constexpr, TURN: tl.constexpr):
+    """Nibble J of each half-word, of whose words, turned by TURN bits, each stands twice in `words` [BLOCK_O, DEPTH]."""
+    wide = words.to(tl.uint32, bitcast=True).to(tl.uint64)
+    at = (TURN + 4 * J + 16 * (tl.arange(0, words.shape[1]) % 2)) % 32
+    return (((wide | (wide << 32)) >> at.to(tl.uint64)[None, :]) & 15).to(tl.int32)
+
+
+@triton.jit
+def _numbers(words, unit, J: tl.constexpr, SECOND: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr):
+    """Nibble J of each half-word [BLOCK_O, DEPTH]: (nibble - zero point) * scale, rounded once, of bfloat16 or float16.
+    SECOND: its scale is in the unit's upper half. With PTX, two at a time."""
     if not PTX:
-        number = ((words >> 4 * J) & 15) + (128 if BF16 else 1024)
-        if BF16:
-            scale, added = (unit << 16).to(tl.float32, bitcast=True), (unit & -0x10000).to(tl.float32, bitcast=True)
-            bits = ((number + added) * scale).to(tl.int32, bitcast=True)  # Triton's interpreter would cut them off
-            out = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-        else:
-            scale, added = unit.to(tl.int16).to(tl.float16, bitcast=True), (unit >> 16).to(tl.int16)
-            out = (number + added.to(tl.float16, bitcast=True).to(tl.float32)) * scale.to(tl.float32)
-            out = out.to(tl.float16)
-    elif BF16:
+        out = _plain_numbers(words, unit, J, SECOND, FORMAT)
+    elif FORMAT == "nibbles_bf16_centred":
+        # The nibble is the begin of the mantissa of a number with the exponent 0. That times scale, less 8 * scale.
         out = tl.inline_asm_elementwise(
-            "{.reg .b32 a, s, z, one, nought; prmt.b32 a, $1, $2, $5; shr.b32 a, a, $7;"
-            "lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA; prmt.b32 s, $3, $4, 0x5410; prmt.b32 z, $3, $4, 0x7632;"
+            "{.reg .b32 a, s, z, nought; shf.r.wrap.b32 a, $1, $1, $6; and.b32 a, a, 0x00780078;"
+            "prmt.b32 s, $2, $3, $4; mov.b32 nought, 0x80008000; mov.b32 z, 0x80408040;"
+            "fma.rn.bf16x2 z, s, z, nought; fma.rn.bf16x2 $0, a, s, z;}",
+            "=r,r,r,r,r,r,r,r", [words, unit, 0x3232 if SECOND else 0x1010, 4 * J], dtype=tl.bfloat16, is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    elif FORMAT == "nibbles_fp16_centred":
+        out = tl.inline_asm_elementwise(
+            "{.reg .b32 a, s, z; shf.r.wrap.b32 a, $1, $1, $6; and.b32 a, a, 0x03C003C0; prmt.b32 s, $2, $3, $4;"
+            "mov.b32 z, 0x82008200; mul.rn.f16x2 z, s, z; fma.rn.f16x2 $0, a, s, z;}",
+            "=r,r,r,r,r,r,r,r", [words, unit, 0x3232 if SECOND else 0x1010, 4 * J], dtype=tl.float16, is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    elif FORMAT == "nibbles_bf16":
+        # The nibbles become the lowest bits of numbers that are `nibbles.TOO_LARGE`.
+        out = tl.inline_asm_elementwise(
+            "{.reg .b32 a, s, z, one, nought; shr.b32 a, $1, $4;"
+            "lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA; prmt.b32 s, $2, $3, 0x5410; prmt.b32 z, $2, $3, 0x7632;"
             "mov.b32 one, 0x3F803F80; mov.b32 nought, 0x80008000;"
             "fma.rn.bf16x2 a, a, one, z; fma.rn.bf16x2 $0, a, s, nought;}",
-            "=r,r,r,r,r,r,r,r,r", [words, unit, half, 4 * (J % 4)], dtype=tl.bfloat16, is_pure=True, pack=2,
+            "=r,r,r,r,r,r", [words, unit, 4 * J], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         out = tl.inline_asm_elementwise(
-            "{.reg .b32 a, s, z; prmt.b32 a, $1, $2, $5; shr.b32 a, a, $7;"
-            "lop3.b32 a, a, 0x000F000F, 0x64006400, 0xEA; prmt.b32 s, $3, $4, 0x5410; prmt.b32 z, $3, $4, 0x7632;"
+            "{.reg .b32 a, s, z; shr.b32 a, $1, $4;"
+            "lop3.b32 a, a, 0x000F000F, 0x64006400, 0xEA; prmt.b32 s, $2, $3, 0x5410; prmt.b32 z, $2, $3, 0x7632;"
             "add.rn.f16x2 a, a, z; mul.rn.f16x2 $0, a, s;}",
-            "=r,r,r,r,r,r,r,r,r", [words, unit, half, 4 * (J % 4)], dtype=tl.float16, is_pure=True, pack=2,
+            "=r,r,r,r,r,r", [words, unit, 4 * J], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _plain_numbers(words, unit, J: tl.constexpr, SECOND: tl.constexpr, FORMAT: tl.constexpr):
+    """`_numbers` without instructions that Triton has no words for, of bfloat16 in float32."""
+    BF16: tl.constexpr = FORMAT == "nibbles_bf16_centred" or FORMAT == "nibbles_bf16"
+    CENTRED: tl.constexpr = FORMAT == "nibbles_bf16_centred" or FORMAT == "nibbles_fp16_centred"
+    code = _codes(words, J, (3 if BF16 else 6) if CENTRED else 0)
+    lower, upper = unit << 16, unit & -0x10000  # the halves' bits, where those of float32 begin with bfloat16's
+    if not BF16:
+        lower = unit.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+        upper = (unit >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    lower, upper = lower.to(tl.float32, bitcast=True), upper.to(tl.float32, bitcast=True)
+    if CENTRED:
+        scale = (upper if SECOND else lower) * (7.346839692639297e-40 if BF16 else 3.814697265625e-06)  # 2 ** -130, -18
+        out = (code - 8) * scale
+    else:
+        out = (code + (128 if BF16 else 1024) + upper) * lower
+    if BF16:
+        bits = out.to(tl.int32, bitcast=True)  # Triton's interpreter would cut them off
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        return out.to(tl.float16)
 
 
 @triton.jit
@@ -263,12 +318,13 @@ def _number_of_lane(table_ptr):
 
 @triton.jit
 def _numbers_in_table(words, table, J: tl.constexpr, PTX: tl.constexpr):
-    """The number in the table, float32, of nibble J of each word [BLOCK_O, 32]. table: a pointer, or with PTX
+    """The number in the table, float32, of nibble J of each half-word [BLOCK_O, DEPTH]. table: a pointer, or with PTX
     `_number_of_lane`, because the threads of a warp hand each other numbers as fast as shared memory would."""
     if PTX:
         return tl.inline_asm_elementwise(
-            "{.reg .b32 n; shr.u32 n, $1, $3; shfl.sync.idx.b32 $0, $2, n, 0x101F, -1;}",
-            "=f,r,f,r", [words, table, 4 * J], dtype=tl.float32, is_pure=True, pack=1,
+            "{.reg .b32 n; shr.u32 n, $2, $5; shfl.sync.idx.b32 $0, $3, n, 0x101F, -1;"
+            "shr.u32 n, $2, $7; shfl.sync.idx.b32 $1, $4, n, 0x101F, -1;}",
+            "=f,=f,r,f,f,r,r,r,r", [words, table, 4 * J, 16 + 4 * J], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        return tl.load(table + ((words >> 4 * J) & 15))
+        return tl.load(table + _codes(words, J, 0))
