@@ -7,6 +7,8 @@ Import this module only where Triton is installed. Shapes of a tile: weights [BL
 [BLOCK_N, BLOCK_K], sums [BLOCK_O, BLOCK_N].
 """
 
+import functools
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -21,11 +23,12 @@ UNIT_ROWS: tl.constexpr = tl.constexpr(128)
 @triton.jit
 def multiply_quantised(
     weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The columns begin .. end of x times the weights -> sums [BLOCK_O, BLOCK_N]. FORMAT, GROUP: of `Layout.packing`.
-    unit_ptr: the scales of x's rows, where x are codes. stride_w: elements of weight_ptr in a row."""
+    TABLE: `look_up` of its numbers, or None. unit_ptr: the scales of x's rows, where x are codes. stride_w: elements of
+    weight_ptr in a row."""
     if FORMAT == "fp8_blocks":
         acc = _multiply_fp8_blocks(
             weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, inputs, stride_w, stride_x, late, GROUP,
@@ -39,7 +42,7 @@ def multiply_quantised(
     else:
         acc = _multiply_nibbles(
             weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-            FORMAT, GROUP, BLOCK_N, BLOCK_O, EVEN, PDL, PTX,
+            FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, EVEN, PDL, PTX,
         )  # fmt: skip
     return acc
 
@@ -186,16 +189,16 @@ def round_rows_kernel(
 @triton.jit
 def _multiply_nibbles(
     weight_ptr, unit_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr, PTX: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """4 bits, in the order of `nibbles._Words`. unit_ptr: see `nibbles.Nibbles`, or `nibbles.TableNibbles` with FORMAT
     "nibbles_table"."""
     CENTRED: tl.constexpr = FORMAT == "nibbles_bf16_centred" or FORMAT == "nibbles_fp16_centred"
     SPAN: tl.constexpr = 2 * GROUP if CENTRED and GROUP < 256 else GROUP  # columns of a unit
     DEPTH: tl.constexpr = 32 if GROUP == 32 else 64  # half-words that lie side by side, and columns of a step
-    if FORMAT == "nibbles_table":
-        table = unit_ptr if not PTX else _number_of_lane(unit_ptr)
+    table_ptr = unit_ptr
+    if TABLE is not None:
         unit_ptr += outputs
     half = tl.arange(0, DEPTH)
     if PTX:
@@ -218,8 +221,8 @@ def _multiply_nibbles(
             else:
                 inside = (half < inputs - column)[None, :]
                 b = tl.load(x_at + column, mask=(n < rows)[:, None] & inside, other=0.0)
-            if FORMAT == "nibbles_table":
-                a = _numbers_in_table(words, table, step % 4, PTX) * unit
+            if TABLE is not None:
+                a = _numbers_in_table(words, table_ptr, step % 4, TABLE, PTX) * unit
             else:
                 a = _numbers(
                     words, unit + tl.zeros([BLOCK_O, DEPTH], tl.int32), step % 4, step * DEPTH % SPAN >= GROUP, FORMAT,
@@ -306,25 +309,25 @@ def _plain_numbers(words, unit, J: tl.constexpr, SECOND: tl.constexpr, FORMAT: t
         return out.to(tl.float16)
 
 
-@triton.jit
-def _number_of_lane(table_ptr):
-    """For each thread the number of its lane in a table of 16, float32; the other half of a warp has it, too."""
-    return tl.inline_asm_elementwise(
-        "{.reg .b32 l; .reg .b64 a; mov.u32 l, %laneid; and.b32 l, l, 15; mad.wide.u32 a, l, 4, $1;"
-        "ld.global.f32 $0, [a];}",
-        "=f,l", [table_ptr.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+@functools.cache
+def look_up(table: int) -> str:
+    """PTX by which each thread of a warp has a number of a table, that of its place among 16, in the register t. table:
+    the bits of 16 numbers, float32, the first the lowest."""
+    numbers = [f"0x{table >> 32 * place & 0xFFFFFFFF:08X}" for place in range(16)]
+    chosen = "".join(f"setp.eq.u32 p, l, {place}; selp.b32 t, {numbers[place]}, t, p;" for place in range(1, 16))
+    return f".reg .b32 l, t; .reg .pred p; mov.u32 l, %laneid; and.b32 l, l, 15; mov.b32 t, {numbers[0]}; {chosen}"
 
 
 @triton.jit
-def _numbers_in_table(words, table, J: tl.constexpr, PTX: tl.constexpr):
-    """The number in the table, float32, of nibble J of each half-word [BLOCK_O, DEPTH]. table: a pointer, or with PTX
-    `_number_of_lane`, because the threads of a warp hand each other numbers as fast as shared memory would."""
+def _numbers_in_table(words, table_ptr, J: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr):
+    """The number in the table, float32, of nibble J of each half-word [BLOCK_O, DEPTH]. With PTX, two at a time: the
+    threads of a warp hand each other numbers as fast as shared memory would."""
     if PTX:
+        # The table is no operand: a tensor that comes from no load would keep the words from the tensor cores' layout.
         return tl.inline_asm_elementwise(
-            "{.reg .b32 n; shr.u32 n, $2, $5; shfl.sync.idx.b32 $0, $3, n, 0x101F, -1;"
-            "shr.u32 n, $2, $7; shfl.sync.idx.b32 $1, $4, n, 0x101F, -1;}",
-            "=f,=f,r,f,f,r,r,r,r", [words, table, 4 * J, 16 + 4 * J], dtype=tl.float32, is_pure=True, pack=2,
+            "{.reg .b32 n;" + TABLE + "shr.u32 n, $2, $3; shfl.sync.idx.b32 $0, t, n, 0x101F, -1;"
+            "shr.u32 n, $2, $5; shfl.sync.idx.b32 $1, t, n, 0x101F, -1;}",
+            "=f,=f,r,r,r,r,r", [words, 4 * J, 16 + 4 * J], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        return tl.load(table + _codes(words, J, 0))
+        return tl.load(table_ptr + _codes(words, J, 0))

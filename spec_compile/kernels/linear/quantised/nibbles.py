@@ -115,18 +115,19 @@ class Nibbles(_Words):
 
 @dataclass(frozen=True)
 class TableNibbles(_Words):
-    """units [1 + W * 256 / group, O] float32: a table of 16 numbers, then a scale in each row. A
-    weight is the number of its code times its scale in float32, rounded to the dtype of activations."""
+    """units [1 + W * 256 / group, O] float32: the 16 numbers of the table, then a scale in each row. A weight is the
+    number of its code times its scale in float32, rounded to the dtype of activations. numbers: `table`."""
 
     group: int
+    numbers: int
+
+    @property
+    def table(self) -> int:
+        return self.numbers
 
     @property
     def packing(self) -> tuple[str, int]:
         return "nibbles_table", self.group
-
-    def joined(self, layers: list[list[Tensor]]) -> list[Tensor] | None:
-        first, *others = (units[0, :16] for _, units in layers)
-        return super().joined(layers) if all(torch.equal(first, other) for other in others) else None
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         words, units = parts
@@ -158,7 +159,8 @@ def pack_with_table(codes: Tensor, table: Tensor, scales: Tensor) -> tuple[Table
     group = _group(codes.shape[1], len(scales))
     if group is None or len(codes) < len(table):
         return None
-    layout = TableNibbles(group)
+    bits = table.view(torch.int32).tolist()
+    layout = TableNibbles(group, sum((each & 0xFFFFFFFF) << 32 * place for place, each in enumerate(bits)))
     words = layout.words(codes)
     first = F.pad(table, (0, len(codes) - len(table)))[None]
     return layout, [words, torch.cat([first, _padded(scales, words, group)])]
