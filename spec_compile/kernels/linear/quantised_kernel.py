@@ -195,11 +195,12 @@ def _multiply_nibbles(
     """4 bits, in the order of `nibbles._Words`. unit_ptr: see `nibbles.Nibbles`, or `nibbles.TableNibbles` with FORMAT
     "nibbles_table"."""
     CENTRED: tl.constexpr = FORMAT == "nibbles_bf16_centred" or FORMAT == "nibbles_fp16_centred"
-    SPAN: tl.constexpr = 2 * GROUP if CENTRED and GROUP < 256 else GROUP  # columns of a unit
+    PAIRS: tl.constexpr = CENTRED or TABLE is not None
+    SPAN: tl.constexpr = 2 * GROUP if PAIRS and GROUP < 256 else GROUP  # columns of a unit
     DEPTH: tl.constexpr = 32 if GROUP == 32 else 64  # half-words that lie side by side, and columns of a step
     table_ptr = unit_ptr
     if TABLE is not None:
-        unit_ptr += outputs
+        unit_ptr = unit_ptr.to(tl.pointer_type(tl.int64)) + outputs
     half = tl.arange(0, DEPTH)
     if PTX:
         w_at = weight_ptr.to(tl.pointer_type(tl.int16)) + o.to(tl.int64)[:, None] * (2 * stride_w) + half[None, :]
@@ -222,7 +223,8 @@ def _multiply_nibbles(
                 inside = (half < inputs - column)[None, :]
                 b = tl.load(x_at + column, mask=(n < rows)[:, None] & inside, other=0.0)
             if TABLE is not None:
-                a = _numbers_in_table(words, table_ptr, step % 4, TABLE, PTX) * unit
+                scale = (unit >> (32 if step * DEPTH % SPAN >= GROUP else 0)).to(tl.int32).to(tl.float32, bitcast=True)
+                a = _numbers_in_table(words, table_ptr, step % 4, TABLE, PTX) * scale
             else:
                 a = _numbers(
                     words, unit + tl.zeros([BLOCK_O, DEPTH], tl.int32), step % 4, step * DEPTH % SPAN >= GROUP, FORMAT,

@@ -49,6 +49,21 @@ class _Words(Layout):
         words, units = zip(*layers)
         return [torch.cat(words), torch.cat(units, dim=1)]
 
+    @property
+    def span(self) -> int:
+        """Columns of a pair."""
+        return 2 * self.group if self.group < WIDTH else self.group
+
+    def pairs(self, scales: Tensor) -> Tensor:
+        """scales [G, O] -> [P, O, 2], those of two groups side by side; of one, where it has 256 columns or more."""
+        if self.group >= WIDTH:
+            return torch.stack([scales, scales], dim=2)
+        return F.pad(scales, (0, 0, 0, len(scales) % 2)).unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
+
+    def unpaired(self, pairs: Tensor) -> Tensor:
+        """The inverse of `pairs`, of an even number of groups."""
+        return pairs[:, :, 0] if self.group >= WIDTH else pairs.transpose(1, 2).flatten(0, 1)
+
     def words(self, codes: Tensor) -> Tensor:
         """codes [O, I] uint8 -> words."""
         codes = F.pad(codes, (0, -codes.shape[1] % WIDTH)).view(len(codes), -1, 2, 2, self.depth)
@@ -91,10 +106,7 @@ class Nibbles(_Words):
             added = (-TOO_LARGE[scales.dtype] - zeros + torch.zeros_like(scales, dtype=torch.int32)).to(scales.dtype)
             return torch.stack([scales, added], dim=2).view(torch.int32)[:, :, 0]
         scales = (scales.double() * 2.0 ** TOO_SMALL[scales.dtype]).to(scales.dtype)
-        if self.group >= WIDTH:
-            scales = scales.repeat_interleave(2, 0)
-        scales = F.pad(scales, (0, 0, 0, len(scales) % 2))
-        return scales.unflatten(0, (-1, 2)).transpose(1, 2).contiguous().view(torch.int32)[:, :, 0]
+        return self.pairs(scales).view(torch.int32)[:, :, 0]
 
     def scales_and_zeros(self, units: Tensor) -> tuple[Tensor, Tensor | int]:
         """The inverse of `units`."""
@@ -102,7 +114,7 @@ class Nibbles(_Words):
         first, second = units[:, :, None].contiguous().view(dtype).unbind(2)
         if not self.centred:
             return first, -TOO_LARGE[dtype] - second.to(torch.int32)
-        scales = first if self.group >= WIDTH else torch.stack([first, second], dim=1).flatten(0, 1)
+        scales = self.unpaired(torch.stack([first, second], dim=2))
         return (scales.double() * 2.0 ** -TOO_SMALL[dtype]).to(dtype), ZERO
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
@@ -115,8 +127,8 @@ class Nibbles(_Words):
 
 @dataclass(frozen=True)
 class TableNibbles(_Words):
-    """units [1 + W * 256 / group, O] float32: the 16 numbers of the table, then a scale in each row. A weight is the
-    number of its code times its scale in float32, rounded to the dtype of activations. numbers: `table`."""
+    """units [1 + P, O, 2] float32: the 16 numbers of the table, then the scales as `pairs`. A weight is the number of
+    its code times its scale in float32, rounded to the dtype of activations. numbers: `table`."""
 
     group: int
     numbers: int
@@ -131,8 +143,8 @@ class TableNibbles(_Words):
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         words, units = parts
-        numbers = units[0, :16][self.codes(words).int()].unflatten(1, (-1, self.group))
-        return (numbers * units[1:].T[:, :, None]).flatten(1)[:, :inputs]
+        numbers = units[0].flatten()[:16][self.codes(words).int()].unflatten(1, (-1, self.group))
+        return (numbers * self.unpaired(units[1:]).T[:, :, None]).flatten(1)[:, :inputs]
 
 
 LAYOUTS = (Nibbles, TableNibbles)
@@ -151,7 +163,7 @@ def pack(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> tuple[Nibbles, l
     layout = Nibbles(group, DTYPES.index(scales.dtype), int(centred))
     words = layout.words(codes)
     units = layout.units(scales, zeros)
-    return layout, [words, _padded(units, words, group * (2 if centred and group < WIDTH else 1))]
+    return layout, [words, _padded(units, words, layout.span if centred else group)]
 
 
 def pack_with_table(codes: Tensor, table: Tensor, scales: Tensor) -> tuple[TableNibbles, list[Tensor]] | None:
@@ -162,8 +174,8 @@ def pack_with_table(codes: Tensor, table: Tensor, scales: Tensor) -> tuple[Table
     bits = table.view(torch.int32).tolist()
     layout = TableNibbles(group, sum((each & 0xFFFFFFFF) << 32 * place for place, each in enumerate(bits)))
     words = layout.words(codes)
-    first = F.pad(table, (0, len(codes) - len(table)))[None]
-    return layout, [words, torch.cat([first, _padded(scales, words, group)])]
+    first = F.pad(table, (0, 2 * len(codes) - len(table))).view(1, -1, 2)
+    return layout, [words, torch.cat([first, _padded(layout.pairs(scales), words, layout.span)])]
 
 
 def _turned(words: Tensor, bits: int) -> Tensor:
@@ -178,6 +190,7 @@ def _group(inputs: int, groups: int) -> int | None:
     return group if group % WIDTH == 0 or group in (32, 64, 128) else None
 
 
-def _padded(units: Tensor, words: Tensor, group: int) -> Tensor:
-    """Units [G, O] of all columns that words have."""
-    return F.pad(units, (0, 0, 0, words.shape[1] * 8 // group - len(units))).contiguous()
+def _padded(units: Tensor, words: Tensor, span: int) -> Tensor:
+    """Units of all columns that words have. span: columns of each."""
+    missing = words.shape[1] * 8 // span - len(units)
+    return torch.cat([units, units.new_zeros(missing, *units.shape[1:])])
