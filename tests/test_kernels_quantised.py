@@ -131,8 +131,8 @@ def test_repacked_weights_are_equal(name):
 
 @pytest.mark.parametrize("name", ["ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "table"])
 def test_numbers_are_those_of_the_layout(name):
-    """Of every seventh column, to the last bit, with zero points of 8 and others, and with scales that are too large for
-    the numbers of centred codes."""
+    """Of every seventh column, to the last bit, with zero points of 8 and others, and with scales that are too large
+    for centred codes."""
     for factor in (1, 100):
         layout, parts = DRAWN[name](16, 384)
         if name.startswith("ct"):

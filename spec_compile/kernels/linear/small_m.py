@@ -25,7 +25,8 @@ try:
     import triton
 
     from .activations import has_fp8, rounded_blocks
-    from .quantised_kernel import look_up, round_rows_kernel
+    from .nibbles_kernel import look_up
+    from .quantised_kernel import round_rows_kernel
     from .small_m_kernel import small_m_kernel
 except ImportError:  # no GPU
     triton = None

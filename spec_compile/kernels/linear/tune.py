@@ -87,7 +87,7 @@ def products(graph: ModelGraph) -> list[Product]:
 
 def tune(product: Product, time: Callable | None = None) -> Outcome:
     """Search for a plan of a product. time: ``time(product, rows, parts, tile)`` -> microseconds."""
-    time = time or _time
+    time = time or time_of
     x = product.weights[0][0].new_empty(1, product.inputs, dtype=product.dtype)
     present = small_m.plan_of(x, product.weights[0][0], product.kind)
     before = sum(time(product, rows, present.parts, present.tile(rows)) for rows in (1, 16, 64))
@@ -144,7 +144,7 @@ def same_bits(product: Product, plan: Plan) -> bool:
     return all(torch.equal(multiply(rows), reference[:rows]) for rows in ROWS)
 
 
-def _time(product: Product, rows: int, parts: int, tile: Tile) -> float:
+def time_of(product: Product, rows: int, parts: int, tile: Tile) -> float:
     """Microseconds of one product, with weights that are in no cache."""
     from triton.runtime.errors import OutOfResources
 
