@@ -149,6 +149,11 @@ def test_repacked_weights_follow_their_layer():
     parts[0].add_(1)
     quantised.update()
     assert torch.equal(packed.weight(ours, 256), layout.weight(parts, 256))
+    before = parts[1].clone()
+    parts[1].fill_(1.0)
+    with pytest.raises(ValueError, match=r"'Nibbles 128 0 0', not 'Nibbles 128 0 1'.*load the model again"):
+        quantised.update()
+    parts[1].copy_(before)
 
 
 @pytest.mark.parametrize("name", DRAWN)

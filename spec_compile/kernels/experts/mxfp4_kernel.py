@@ -1,7 +1,7 @@
 """The kernel of routed experts with weights in MXFP4: how a tile is decoded between shared memory and the tensor cores.
 
-Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, 256] in words [BLOCK_O, 32],
-activations [BLOCK_N, 256], sums [BLOCK_O, BLOCK_N].
+It is done as `nibbles_kernel` does it. Import this module only where Triton is installed. Shapes of a step: weights
+[BLOCK_O, 32] in half-words as many, activations [BLOCK_N, 32], sums [BLOCK_O, BLOCK_N].
 """
 
 import triton
@@ -13,8 +13,8 @@ def multiply_mxfp4(
     weight_ptr, unit_ptr, x_ptr, o, x_row, valid, outputs, inputs, stride_w, stride_x, BLOCK_N: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The sums [BLOCK_O, BLOCK_N] of an expert's outputs o [BLOCK_O] for the rows x_row [BLOCK_N], in one chain.
-    weight_ptr, unit_ptr: of `mxfp4.pack`. EVEN: the inputs are a multiple of 256. PTX: see `_numbers`."""
+    """The sums [BLOCK_O, BLOCK_N] of an expert's outputs o [BLOCK_O] for the rows x_row [BLOCK_N], in a chain for each
+    256 columns. weight_ptr, unit_ptr: of `mxfp4.pack`. EVEN: the inputs are a multiple of 256. PTX: see `_numbers`."""
     column = tl.arange(0, 32)
     o = tl.minimum(o, outputs - 1)
     if PTX:

@@ -1,7 +1,8 @@
 """Products of the kernel "small_m" with quantised weights: how a tile is loaded and what it means, a helper a format.
 
 A tile is decoded in registers, between shared memory and the tensor cores, and rounded as the format's library rounds.
-The order of summation is that of 16 bits: one chain along the columns.
+The order of summation is one chain along the columns, as of 16 bits, or a chain for each stretch of FP8's blocks, or of
+256 columns of 4 bits, which are added up in their order.
 
 Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
 [BLOCK_N, BLOCK_K], sums [BLOCK_O, BLOCK_N].

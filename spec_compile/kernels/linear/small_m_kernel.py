@@ -1,8 +1,9 @@
 """The kernel of the form "small_m": a product that takes about as long as reading the weights from memory.
 
 **A row's result has the same bits however many rows there are.** Every row goes through the same instructions of the
-tensor cores, which add its products up in one chain along the columns of the weights; where several programs share
-that chain, it is cut at columns that the shape of the weights decides, and their parts are added in ascending order.
+tensor cores, which add its products up in one chain along the columns of the weights (`quantised_kernel` has others);
+where several programs share that chain, it is cut at columns that the shape of the weights decides, and their parts are
+added in ascending order.
 
 What a plain kernel loses at its beginning and end is kept small:
 
