@@ -121,9 +121,11 @@ def plan(outputs: int, inputs: int, processors: int = 132, memory: int = 232_448
 def packed_plan(outputs: int, inputs: int, bits: int, processors: int = 132, memory: int = 232_448) -> Plan:
     """`plan` of a product with quantised weights of so many bits. Each multiprocessor gets at most two programs.
 
-    Tiles of 4 bits are halved only where programs cannot share columns instead, or the memory is small.
+    Tiles of 4 bits are halved only where programs cannot share the columns instead, 1024 or more each, or the memory is
+    small.
     """
-    halved = ceil_div(outputs, 128) * (8 if bits == 4 and memory > 160_000 else 1) <= processors
+    shared = min(max(inputs // 1024, 1), 8) if bits == 4 and memory > 160_000 else 1
+    halved = ceil_div(outputs, 128) * shared <= processors
     tiles = ceil_div(outputs, 64 if halved else 128)
     parts = max(1, min(2 * processors // tiles, inputs // 512, 8))
     if bits == 4:
