@@ -132,11 +132,11 @@ activations.round_blocks_kernel = Compiled(activations.round_blocks_kernel)
 small_m.has_fp8 = activations.has_fp8 = lambda device: True
 KINDS = {
     "Fp8Block 128 128": ("float8_e4m3fn", 1), "PerChannel": ("float8_e4m3fn", 64), "Int8Weight": ("int8", 1),
-    "Nibbles 64 1": ("int32", 64), "TableNibbles 64": ("int32", 16),
+    "Nibbles 64 1 0": ("int32", 64), "Nibbles 128 0 1": ("int32", 16), f"TableNibbles 64 {1 << 500}": ("int32", 16),
 }
 for kind, (dtype, rows) in KINDS.items():
     layout, (outputs, inputs) = quantised.layout_of(kind), (28672, 4096)
-    half = torch.float16 if kind.endswith("1") else torch.bfloat16
+    half = torch.float16 if kind == "Nibbles 64 1 0" else torch.bfloat16
     weight = torch.empty(outputs, inputs // (8 if layout.bits == 4 else 1), dtype=getattr(torch, dtype))
     x, out = torch.empty(rows, inputs, dtype=half), torch.empty(rows, outputs // 2, dtype=half)
     scales = torch.empty(1, dtype=torch.int32 if kind.startswith("Nibbles") else torch.float32)
@@ -144,10 +144,11 @@ for kind, (dtype, rows) in KINDS.items():
     normed = small_m.Normed(torch.empty(rows, 64), 1e-5)
     small_m.launch(x, weight, None, out, how.parts, how.tile(rows), scales=scales, kind=kind, gated=True, normed=normed)
     results[f"{kind}, {rows} rows"] = max(kernel.metadata.shared for kernel in found)
-    # The weights go to the tensor cores as they are, or from registers.
+    # The weights go to the tensor cores as they are, or from the registers in which they are decoded.
     *_, kernel = found
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert dtype == "float8_e4m3fn" or "dot_op<{opIdx = 0" in kernel.asm["ttgir"]
+    assert "ttg.local_alloc %" not in kernel.asm["ttgir"]
 print(json.dumps(results))
 """
 
@@ -193,6 +194,7 @@ for name, (count, top, size, inner, layout) in SHAPES.items():
         for kernel in (each for each in found if each.metadata.name == "experts_kernel"):
             assert "wgmma" in kernel.asm["ptx"] and "cp.async" in kernel.asm["ptx"], name
             assert not second.mxfp4 or "dot_op<{opIdx = 0" in kernel.asm["ttgir"]
+            assert not second.mxfp4 or "ttg.local_alloc %" not in kernel.asm["ttgir"]
         results[f"{tokens} tokens, {name}"] = max(kernel.metadata.shared for kernel in found)
 print(json.dumps(results))
 """

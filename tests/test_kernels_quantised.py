@@ -129,11 +129,31 @@ def test_repacked_weights_are_equal(name):
         assert torch.equal(merged.weight(both, inputs), packed.weight(ours, inputs).repeat(2, 1))
 
 
+@pytest.mark.parametrize("name", ["ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "table"])
+def test_numbers_are_those_of_the_layout(name):
+    """Of every seventh column, to the last bit, with zero points of 8 and others, and with scales that are too large
+    for centred codes."""
+    for factor in (1, 100):
+        layout, parts = DRAWN[name](16, 384)
+        if name.startswith("ct"):
+            parts[1] *= factor
+        packed, ours = layout.for_few_rows(parts, 384)
+        got = launch(torch.eye(384)[::7], packed, ours, 1, Tile(64, 256, 64, 4, 2, bits=4))
+        assert torch.equal(got, packed.weight(ours, 384).float().T[::7])
+        if name.startswith("ct"):
+            assert packed.centred == (factor == 1)
+
+
 def test_repacked_weights_follow_their_layer():
     (layout, parts), (packed, ours) = prepared("ct128", 16, 256)
     parts[0].add_(1)
     quantised.update()
     assert torch.equal(packed.weight(ours, 256), layout.weight(parts, 256))
+    before = parts[1].clone()
+    parts[1].fill_(1.0)
+    with pytest.raises(ValueError, match=r"'Nibbles 128 0 0', not 'Nibbles 128 0 1'.*load the model again"):
+        quantised.update()
+    parts[1].copy_(before)
 
 
 @pytest.mark.parametrize("name", DRAWN)

@@ -14,7 +14,7 @@ from spec_compile.kernels.linear.plans import packed_plan, plan, squared_columns
 
 SHAPES = [
     (28672, 4096, "", 16), (4096, 14336, "", 16), (1024, 3072, "", 16), (576, 1536, "", 16),
-    (4096, 4096, "PerChannel", 8), (6144, 4096, "Nibbles 128 0", 4), (28672, 4096, "Fp8Block 128 128", 8),
+    (4096, 4096, "PerChannel", 8), (6144, 4096, "Nibbles 128 0 1", 4), (28672, 4096, "Fp8Block 128 128", 8),
 ]  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def test_the_file_of_a_gpu(tmp_path, monkeypatch):
     path = tuned.file_of("NVIDIA H200", "3.6.0")
     assert path == tmp_path / "spec_compile" / "plans" / "NVIDIA-H200_triton-3.6.0.json"
     assert tuned.read(path) == {}
-    names = [tuned.name_of("", torch.bfloat16, 4096, 4096), tuned.name_of("Nibbles 128 0", torch.int32, 4096, 4096)]
+    names = [tuned.name_of("", torch.bfloat16, 4096, 4096), tuned.name_of("Nibbles 128 0 1", torch.int32, 4096, 4096)]
     plans = dict(zip(names, (plan(4096, 4096), packed_plan(4096, 4096, 4)), strict=True))
     for name, each in plans.items():
         tuned.add(path, {name: each})

@@ -1,9 +1,9 @@
 """The kernel of routed experts: both products of a mixture, each of which reads an expert's weights once.
 
 **A row's result has the same bits whatever other rows there are.** A program finds the rows of its expert, gathers them
-into tiles, in which a row's sums are formed by the same instructions wherever it stands, and adds a product up in one
-chain along the columns of the weights. What a token's experts give is added up by the last program to arrive at a
-stretch of outputs, in the router's order.
+into tiles, in which a row's sums are formed by the same instructions wherever it stands, and adds a product up along
+the columns of the weights, in chains that their format alone cuts. What a token's experts give is added up by the last
+program to arrive at a stretch of outputs, in the router's order.
 
 A **pair** is a token and one of its experts; pair p is expert p % k of token p // k. Programs have a **slot** each.
 Where there are fewer pairs than experts, slot s serves the expert of pair s, unless a pair before it has the same; else

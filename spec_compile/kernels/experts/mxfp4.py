@@ -5,10 +5,10 @@ Reference: OCP Microscaling Formats specification 1.0, sections 5.3 and 5.4. The
 inputs, and W is I / 256 rounded up.
 
 Files have blocks [E, O, I / 32, 16] uint8, in each byte the first of two codes in the low bits, and scales
-[E, O, I / 32] uint8. The kernel reads words [E, O, W * 32] int32 and units [E, W * 2, O] int32. Word w of each 32 has
-the codes of the columns 32 * j + w of their 256, j = 0 .. 7. Byte i of unit u belongs to the columns from
-32 * (4 * u + i) on: it is the scale plus 126, because the bits of a code, taken for those of a bfloat16, are a number
-that is 2 ** 126 too small.
+[E, O, I / 32] uint8. The kernel reads words [E, O, W * 32] int32 and units [E, W * 2, O] int32. Word w of each 16 has
+the codes of the columns 32 * j + 2 * w and 32 * j + 2 * w + 1 of their 128, j = 0 .. 3. Byte i of unit u belongs to the
+columns from 32 * (4 * u + i) on: it is the scale plus 126, because the bits of a code, taken for those of a bfloat16,
+are a number that is 2 ** 126 too small.
 """
 
 import torch
@@ -21,9 +21,10 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 """The numbers of the codes."""
 LARGEST_SCALE = 128
 """The scale 2, above which a byte of a unit has no room."""
-PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 10, 11, 14))
-"""Where the four bits of each of four codes stand in half a word. One shift brings those of each of the first three to
-where a bfloat16 has its sign, the end of its exponent and the begin of its mantissa."""
+PLACES = ((0, 1, 2, 9), (4, 5, 6, 13), (10, 11, 12, 19), (14, 7, 8, 15))
+"""Where the four bits of each of four codes stand in a word, of the first of two columns; those of the second stand 16
+bits further on, behind the last bit at the first. One turn brings those of each of the first three to where a bfloat16
+has its sign, the end of its exponent and the begin of its mantissa; of the last all but one stand there."""
 
 
 def pack(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,8 +44,8 @@ def pack(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     table = _table(blocks.device)
     for expert, each in enumerate(blocks):  # one at a time, because the indices take 8 times the memory
         codes = torch.stack([each & 15, each >> 4], dim=3).view(outputs, -1)
-        codes = F.pad(codes, (0, chunks * WIDTH - codes.shape[1])).view(outputs, chunks, 8, 32)
-        placed = sum(table[j][codes[:, :, j].int()] for j in range(8))
+        codes = F.pad(codes, (0, chunks * WIDTH - codes.shape[1])).view(outputs, -1, 4, 16, 2)
+        placed = sum(table[j, half][codes[:, :, j, :, half].int()] for j in range(4) for half in range(2))
         words[expert] = placed.view(outputs, -1)
     exponents = F.pad(scales + 126, (0, chunks * 8 - groups)).view(torch.int32)
     return words, exponents.transpose(1, 2).contiguous()
@@ -65,9 +66,10 @@ def weight(words: Tensor, units: Tensor, inputs: int, dtype: torch.dtype) -> Ten
 
 def _codes(words: Tensor, inputs: int) -> Tensor:
     """The codes [O, I] uint8 of the words [O, W * 32] of an expert."""
-    halves = torch.stack([words, words >> 16], dim=1).unflatten(2, (-1, 32))  # [O, 2, W, 32]
-    columns = [sum((halves >> bit & 1) << at for at, bit in enumerate(places)) for places in PLACES]
-    return torch.stack(columns, dim=2).to(torch.uint8).permute(0, 3, 1, 2, 4).flatten(1)[:, :inputs]
+    places = [[(at + 16 * half) % 32 for at in places] for places in PLACES for half in range(2)]
+    columns = [sum((words >> bit & 1) << at for at, bit in enumerate(bits)).to(torch.uint8) for bits in places]
+    codes = torch.stack(columns, dim=2).unflatten(1, (-1, 16)).unflatten(3, (4, 2))  # [O, W * 2, 16, 4, 2]
+    return codes.transpose(2, 3).flatten(1)[:, :inputs]
 
 
 def _scales(units: Tensor, inputs: int) -> Tensor:
@@ -76,10 +78,10 @@ def _scales(units: Tensor, inputs: int) -> Tensor:
 
 
 def _table(device: torch.device) -> Tensor:
-    """[8, 16] int32: the bits in a word of code c of the columns 32 * j + w."""
+    """[4, 2, 16] int32: the bits in a word of code c of the columns 32 * j + 2 * w, and of those behind them."""
     code = torch.arange(16, dtype=torch.int64, device=device)
-    half = torch.stack([sum((code >> at & 1) << bit for at, bit in enumerate(places)) for places in PLACES])
-    return torch.cat([half, half << 16]).to(torch.int32)
+    first = torch.stack([sum((code >> at & 1) << bit for at, bit in enumerate(places)) for places in PLACES])
+    return torch.stack([first, first << 16 | first >> 16], dim=1).to(torch.int32)
 
 
 def _text(tensor: Tensor) -> str:

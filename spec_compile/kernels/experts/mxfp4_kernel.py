@@ -1,7 +1,7 @@
 """The kernel of routed experts with weights in MXFP4: how a tile is decoded between shared memory and the tensor cores.
 
-Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, 256] in words [BLOCK_O, 32],
-activations [BLOCK_N, 256], sums [BLOCK_O, BLOCK_N].
+It is done as `nibbles_kernel` does it. Import this module only where Triton is installed. Shapes of a step: weights
+[BLOCK_O, 32] in half-words as many, activations [BLOCK_N, 32], sums [BLOCK_O, BLOCK_N].
 """
 
 import triton
@@ -13,49 +13,61 @@ def multiply_mxfp4(
     weight_ptr, unit_ptr, x_ptr, o, x_row, valid, outputs, inputs, stride_w, stride_x, BLOCK_N: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The sums [BLOCK_O, BLOCK_N] of an expert's outputs o [BLOCK_O] for the rows x_row [BLOCK_N], in one chain.
-    weight_ptr, unit_ptr: of `mxfp4.pack`. EVEN: the inputs are a multiple of 256. PTX: see `_numbers`."""
-    word = tl.arange(0, 32)
+    """The sums [BLOCK_O, BLOCK_N] of an expert's outputs o [BLOCK_O] for the rows x_row [BLOCK_N], in a chain for each
+    256 columns. weight_ptr, unit_ptr: of `mxfp4.pack`. EVEN: the inputs are a multiple of 256. PTX: see `_numbers`."""
+    column = tl.arange(0, 32)
     o = tl.minimum(o, outputs - 1)
-    w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + word[None, :]
-    x_at = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + word[None, :]
+    if PTX:
+        w_at = weight_ptr.to(tl.pointer_type(tl.int16)) + o.to(tl.int64)[:, None] * (2 * stride_w) + column[None, :]
+    else:
+        w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + column[None, :] // 2
+    x_at = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + column[None, :]
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     for start in tl.range(0, inputs, 256):
-        words = tl.load(w_at + start // 8, eviction_policy="evict_first")
-        for j in tl.static_range(8):
-            if j % 4 == 0:
-                units = tl.load(unit_ptr + (start // 128 + j // 4) * outputs + o)
-            unit = ((units >> 8 * (j % 4)) & 255) * 0x00800080  # a bfloat16 twice
-            inside = (word < (32 if EVEN else inputs - start - 32 * j))[None, :]
-            b = tl.load(x_at + start + 32 * j, mask=valid[:, None] & inside, other=0.0)
-            a = _numbers(words, unit[:, None] + tl.zeros_like(words), j, PTX)
-            acc = tl.dot(a.to(b.dtype), b.T, acc, input_precision="ieee")
+        for step in tl.static_range(8):
+            begin = start + 32 * step
+            if step % 4 == 0:
+                words = tl.load(w_at + begin // (4 if PTX else 8), eviction_policy="evict_first")
+                unit = tl.load(unit_ptr + begin // 128 * outputs + o)[:, None]
+            inside = (column < (32 if EVEN else inputs - begin))[None, :]
+            b = tl.load(x_at + begin, mask=valid[:, None] & inside, other=0.0)
+            a = _numbers(words, unit + tl.zeros([BLOCK_O, 32], tl.int32), step % 4, PTX)
+            # A sum of its own for 256 columns: the tensor cores then work while the next numbers are decoded.
+            if step == 0:
+                part = tl.dot(a.to(b.dtype), b.T, input_precision="ieee")
+            else:
+                part = tl.dot(a.to(b.dtype), b.T, part, input_precision="ieee")
+        acc += part
     return acc
 
 
 @triton.jit
 def _numbers(words, unit, J: tl.constexpr, PTX: tl.constexpr):
-    """Code J of each word [BLOCK_O, 32] as a number: its bits, see `mxfp4.PLACES`, are those of a bfloat16, which times
-    the unit is exact. PTX: two words at a time become two numbers; else the same in float32."""
-    half: tl.constexpr = 0x5410 if J < 4 else 0x7632
+    """Code J of each half-word [BLOCK_O, 32] as a number: its bits, see `mxfp4.PLACES`, are those of a bfloat16, which
+    times the unit's byte J, the exponent of another, is exact. With PTX, two at a time; else each of `words` is a whole
+    one, and the same is done in float32."""
+    TURN: tl.constexpr = 26 if J == 0 else 30 if J == 1 else 4 if J == 2 else 0  # to the right
     if not PTX:
-        at = words >> 16 * (J // 4)
-        if J % 4 < 3:
-            bits = (at << 3 * (J % 4)) & 0x81C0
+        wide = words.to(tl.uint32, bitcast=True).to(tl.uint64)
+        at = (TURN + 16 * (tl.arange(0, 32) % 2)) % 32
+        turned = ((wide | (wide << 32)) >> at.to(tl.uint64)[None, :]).to(tl.int32)
+        if J < 3:
+            bits = turned & 0x81C0
         else:
-            bits = ((at << 1) & 0x8000) | ((at >> 3) & 0x0180) | ((at >> 7) & 0x0040)
-        out = (bits << 16).to(tl.float32, bitcast=True) * (unit << 16).to(tl.float32, bitcast=True)
-    elif J % 4 < 3:
+            bits = (turned & 0x8180) | ((turned >> 8) & 0x0040)
+        scale = (((unit >> 8 * J) & 255) << 23).to(tl.float32, bitcast=True)
+        out = (bits << 16).to(tl.float32, bitcast=True) * scale
+    elif J < 3:
         out = tl.inline_asm_elementwise(
-            "{.reg .b32 a, nought; mov.b32 nought, 0x80008000; prmt.b32 a, $1, $2, $5; shl.b32 a, a, $7;"
-            "and.b32 a, a, 0x81C081C0; fma.rn.bf16x2 $0, a, $3, nought;}",
-            "=r,r,r,r,r,r,r,r,r", [words, unit, half, 3 * (J % 4)], dtype=tl.bfloat16, is_pure=True, pack=2,
+            "{.reg .b32 a, s, nought; shf.r.wrap.b32 a, $1, $1, $6; and.b32 a, a, 0x81C081C0; prmt.b32 s, $2, 0, $4;"
+            "shl.b32 s, s, 7; mov.b32 nought, 0x80008000; fma.rn.bf16x2 $0, a, s, nought;}",
+            "=r,r,r,r,r,r,r,r", [words, unit, 0x4040 + 0x0101 * J, TURN], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         out = tl.inline_asm_elementwise(
-            "{.reg .b32 a, b, c, nought; mov.b32 nought, 0x80008000; prmt.b32 a, $1, $2, $5; shl.b32 b, a, 1;"
-            "and.b32 b, b, 0x80008000; shr.b32 c, a, 3; lop3.b32 b, c, 0x01800180, b, 0xEA; shr.b32 c, a, 7;"
-            "lop3.b32 b, c, 0x00400040, b, 0xEA; fma.rn.bf16x2 $0, b, $3, nought;}",
-            "=r,r,r,r,r,r,r", [words, unit, half], dtype=tl.bfloat16, is_pure=True, pack=2,
+            "{.reg .b32 a, b, s, nought; shr.b32 b, $1, 8; and.b32 a, $1, 0x81808180;"
+            "lop3.b32 a, b, 0x00400040, a, 0xEA; prmt.b32 s, $2, 0, 0x4343; shl.b32 s, s, 7;"
+            "mov.b32 nought, 0x80008000; fma.rn.bf16x2 $0, a, s, nought;}",
+            "=r,r,r,r", [words, unit], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     return out

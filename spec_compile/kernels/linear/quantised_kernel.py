@@ -1,7 +1,8 @@
 """Products of the kernel "small_m" with quantised weights: how a tile is loaded and what it means, a helper a format.
 
 A tile is decoded in registers, between shared memory and the tensor cores, and rounded as the format's library rounds.
-The order of summation is that of 16 bits: one chain along the columns.
+The order of summation is one chain along the columns, as of 16 bits, or a chain for each stretch of FP8's blocks, or of
+256 columns of 4 bits, which are added up in their order.
 
 Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
 [BLOCK_N, BLOCK_K], sums [BLOCK_O, BLOCK_N].
@@ -13,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..ptx import let_next_kernel_begin
 from ..rounding import nearest_fp8, over_scale
+from .nibbles_kernel import multiply_nibbles
 
 UNIT_ROWS: tl.constexpr = tl.constexpr(128)
 """The scales of x's rows have memory for a multiple of this, which is no less than a tile's rows."""
@@ -21,11 +23,12 @@ UNIT_ROWS: tl.constexpr = tl.constexpr(128)
 @triton.jit
 def multiply_quantised(
     weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The columns begin .. end of x times the weights -> sums [BLOCK_O, BLOCK_N]. FORMAT, GROUP: of `Layout.packing`.
-    unit_ptr: the scales of x's rows, where x are codes. stride_w: elements of weight_ptr in a row."""
+    TABLE: `look_up` of its numbers, or None. unit_ptr: the scales of x's rows, where x are codes. stride_w: elements of
+    weight_ptr in a row."""
     if FORMAT == "fp8_blocks":
         acc = _multiply_fp8_blocks(
             weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, inputs, stride_w, stride_x, late, GROUP,
@@ -37,9 +40,9 @@ def multiply_quantised(
             BLOCK_O, BLOCK_K, EVEN, PDL,
         )  # fmt: skip
     else:
-        acc = _multiply_nibbles(
+        acc = multiply_nibbles(
             weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-            FORMAT, GROUP, BLOCK_N, BLOCK_O, EVEN, PDL, PTX,
+            FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, EVEN, PDL, PTX,
         )  # fmt: skip
     return acc
 
@@ -181,94 +184,3 @@ def round_rows_kernel(
         codes = nearest_fp8(codes)
     tl.store(out_ptr + row * inputs + column, codes.to(out_ptr.dtype.element_ty), mask=column < inputs)
     tl.store(unit_ptr + row, unit)
-
-
-@triton.jit
-def _multiply_nibbles(
-    weight_ptr, unit_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """4 bits: nibble j of word w of each 256 columns is column 32 * j + w of them. unit_ptr [I / GROUP, O]: see
-    `nibbles.Nibbles`, or `nibbles.TableNibbles` with FORMAT "nibbles_table"."""
-    if FORMAT == "nibbles_table":
-        table = unit_ptr if not PTX else _number_of_lane(unit_ptr)
-        unit_ptr += outputs
-    word = tl.arange(0, 32)
-    w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + word[None, :]
-    x_at = x_ptr + n.to(tl.int64)[:, None] * stride_x + word[None, :]
-    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
-    for start in tl.range(begin, end, 256):
-        if PDL:
-            let_next_kernel_begin((end - start + 255) // 256, late)
-        words = tl.load(w_at + start // 8, eviction_policy="evict_first")
-        for j in tl.static_range(8):
-            if j * 32 % GROUP == 0:
-                unit = tl.load(unit_ptr + (start + j * 32) // GROUP * outputs + o)
-            if EVEN:
-                b = tl.load(x_at + start + 32 * j, mask=(n < rows)[:, None], other=0.0)
-            else:
-                inside = (word < inputs - start - 32 * j)[None, :]
-                b = tl.load(x_at + start + 32 * j, mask=(n < rows)[:, None] & inside, other=0.0)
-            if FORMAT == "nibbles_table":
-                a = _numbers_in_table(words, table, j, PTX) * unit[:, None]
-            else:
-                a = _numbers(words, unit[:, None] + tl.zeros_like(words), j, FORMAT == "nibbles_bf16", PTX)
-            acc = tl.dot(a.to(b.dtype), b.T, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def _numbers(words, unit, J: tl.constexpr, BF16: tl.constexpr, PTX: tl.constexpr):
-    """Nibble J of each word [BLOCK_O, 32]: (nibble - zero point) * scale, rounded once, of bfloat16 or float16."""
-    half: tl.constexpr = 0x5410 if J < 4 else 0x7632
-    # Two words at a time: their nibbles become the lowest bits of two numbers that are `nibbles.TOO_LARGE`.
-    if not PTX:
-        number = ((words >> 4 * J) & 15) + (128 if BF16 else 1024)
-        if BF16:
-            scale, added = (unit << 16).to(tl.float32, bitcast=True), (unit & -0x10000).to(tl.float32, bitcast=True)
-            bits = ((number + added) * scale).to(tl.int32, bitcast=True)  # Triton's interpreter would cut them off
-            out = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-        else:
-            scale, added = unit.to(tl.int16).to(tl.float16, bitcast=True), (unit >> 16).to(tl.int16)
-            out = (number + added.to(tl.float16, bitcast=True).to(tl.float32)) * scale.to(tl.float32)
-            out = out.to(tl.float16)
-    elif BF16:
-        out = tl.inline_asm_elementwise(
-            "{.reg .b32 a, s, z, one, nought; prmt.b32 a, $1, $2, $5; shr.b32 a, a, $7;"
-            "lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA; prmt.b32 s, $3, $4, 0x5410; prmt.b32 z, $3, $4, 0x7632;"
-            "mov.b32 one, 0x3F803F80; mov.b32 nought, 0x80008000;"
-            "fma.rn.bf16x2 a, a, one, z; fma.rn.bf16x2 $0, a, s, nought;}",
-            "=r,r,r,r,r,r,r,r,r", [words, unit, half, 4 * (J % 4)], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        out = tl.inline_asm_elementwise(
-            "{.reg .b32 a, s, z; prmt.b32 a, $1, $2, $5; shr.b32 a, a, $7;"
-            "lop3.b32 a, a, 0x000F000F, 0x64006400, 0xEA; prmt.b32 s, $3, $4, 0x5410; prmt.b32 z, $3, $4, 0x7632;"
-            "add.rn.f16x2 a, a, z; mul.rn.f16x2 $0, a, s;}",
-            "=r,r,r,r,r,r,r,r,r", [words, unit, half, 4 * (J % 4)], dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _number_of_lane(table_ptr):
-    """For each thread the number of its lane in a table of 16, float32; the other half of a warp has it, too."""
-    return tl.inline_asm_elementwise(
-        "{.reg .b32 l; .reg .b64 a; mov.u32 l, %laneid; and.b32 l, l, 15; mad.wide.u32 a, l, 4, $1;"
-        "ld.global.f32 $0, [a];}",
-        "=f,l", [table_ptr.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _numbers_in_table(words, table, J: tl.constexpr, PTX: tl.constexpr):
-    """The number in the table, float32, of nibble J of each word [BLOCK_O, 32]. table: a pointer, or with PTX
-    `_number_of_lane`, because the threads of a warp hand each other numbers as fast as shared memory would."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "{.reg .b32 n; shr.u32 n, $1, $3; shfl.sync.idx.b32 $0, $2, n, 0x101F, -1;}",
-            "=f,r,f,r", [words, table, 4 * J], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        return tl.load(table + ((words >> 4 * J) & 15))

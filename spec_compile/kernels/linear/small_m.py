@@ -25,6 +25,7 @@ try:
     import triton
 
     from .activations import has_fp8, rounded_blocks
+    from .nibbles_kernel import look_up
     from .quantised_kernel import round_rows_kernel
     from .small_m_kernel import small_m_kernel
 except ImportError:  # no GPU
@@ -212,7 +213,7 @@ def launch(
     product goes to all ranks, and to no out. scales, kind: of a quantised weight.
     """
     rows, inputs, outputs = *x.shape, len(weight)
-    form, group = layout_of(kind).packing if kind else (None, 1)
+    (form, group), table = (layout_of(kind).packing, layout_of(kind).table) if kind else ((None, 1), None)
     early, units = dependent_launch.available(x) if early is None else early, None
     if form == "fp8_blocks":
         x, units = rounded_blocks(x, group, early)
@@ -242,7 +243,7 @@ def launch(
         TERMS=terms, BLOCK_TERMS=triton.next_power_of_2(terms), SQUARED=squared_columns(outputs), GATED=gated,
         EVEN=inputs % tile.block_k == 0, PDL=early,
         HEADS=out.shape[1] // size if heads else 0, KV_HEADS=kv_heads, D=size, ROUND_FIRST=head_offset is None,
-        FORMAT=form, GROUP=group, PTX=x.is_cuda,
+        FORMAT=form, GROUP=group, TABLE=None if table is None else look_up(table), PTX=x.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 

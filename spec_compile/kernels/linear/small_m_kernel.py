@@ -1,8 +1,9 @@
 """The kernel of the form "small_m": a product that takes about as long as reading the weights from memory.
 
 **A row's result has the same bits however many rows there are.** Every row goes through the same instructions of the
-tensor cores, which add its products up in one chain along the columns of the weights; where several programs share
-that chain, it is cut at columns that the shape of the weights decides, and their parts are added in ascending order.
+tensor cores, which add its products up in one chain along the columns of the weights (`quantised_kernel` has others);
+where several programs share that chain, it is cut at columns that the shape of the weights decides, and their parts are
+added in ascending order.
 
 What a plain kernel loses at its beginning and end is kept small:
 
@@ -87,8 +88,8 @@ def _multiply(
 @triton.jit
 def _product(
     weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """`_multiply`, or what a format of quantised weights has in its place."""
     if FORMAT is None:
@@ -98,7 +99,7 @@ def _product(
     else:
         acc = multiply_quantised(
             weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-            FORMAT, GROUP, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX,
+            FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX,
         )  # fmt: skip
     return acc
 
@@ -203,7 +204,7 @@ def small_m_kernel(
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr,
     BLOCK_TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROUND_FIRST: tl.constexpr, FORMAT: tl.constexpr,
-    GROUP: tl.constexpr, PTX: tl.constexpr,
+    GROUP: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of x's rows, tiles of the weights' rows * PARTS): those that read the same weights begin together."""
     # This program's tile [BLOCK_O, BLOCK_N], and its part of the columns: begin .. end.
@@ -219,7 +220,7 @@ def small_m_kernel(
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
 
     # The product of those columns, acc [BLOCK_O, BLOCK_N]. What its end needs is loaded first if registers hold it.
-    EAGER: tl.constexpr = BLOCK_N <= 64
+    EAGER: tl.constexpr = BLOCK_N <= 64 and BLOCK_O <= 128
     if PDL:
         _fetch_first_tiles(weight_ptr, o, begin, end, stride_w, prefetch, BLOCK_K)
         wait_for_kernel_before()
@@ -235,7 +236,7 @@ def small_m_kernel(
         )
     acc = _product(
         weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-        FORMAT, GROUP, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX,
+        FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX,
     )  # fmt: skip
 
     # Where programs share the columns, the last to arrive adds all parts up.

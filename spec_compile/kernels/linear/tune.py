@@ -28,13 +28,13 @@ TILES = {  # by the bits of a weight and the rows of a tile: (block_o, block_k, 
         128: [(128, 64, 8, 4), (64, 64, 4, 4), (32, 64, 4, 4), (16, 64, 4, 4)],
     },
     8: {
-        16: [(128, 128, 8, 5), (128, 128, 8, 4), (64, 128, 4, 5), (64, 128, 4, 3)],
-        64: [(128, 128, 8, 4), (128, 128, 8, 3), (64, 128, 4, 4), (64, 128, 4, 3)],
+        16: [(128, 128, 8, 5), (128, 128, 8, 4), (128, 128, 4, 5), (64, 128, 4, 5), (64, 128, 4, 3)],
+        64: [(128, 128, 8, 4), (128, 128, 8, 3), (256, 128, 8, 3), (64, 128, 4, 4), (64, 128, 4, 3)],
         128: [(128, 128, 8, 3), (64, 128, 4, 3)],
     },
     4: {
-        16: [(128, 256, 8, 4), (128, 256, 8, 3), (64, 256, 4, 4), (64, 256, 4, 3)],
-        64: [(128, 256, 8, 3), (64, 256, 4, 4), (64, 256, 4, 3)],
+        16: [(128, 256, 4, 3), (128, 256, 4, 4), (128, 256, 8, 4), (64, 256, 4, 4), (64, 256, 4, 3), (256, 256, 8, 3)],
+        64: [(128, 256, 8, 3), (256, 256, 8, 3), (64, 256, 4, 4), (64, 256, 4, 3)],
         128: [(128, 256, 8, 2), (64, 256, 4, 2)],
     },
 }  # fmt: skip
@@ -87,7 +87,7 @@ def products(graph: ModelGraph) -> list[Product]:
 
 def tune(product: Product, time: Callable | None = None) -> Outcome:
     """Search for a plan of a product. time: ``time(product, rows, parts, tile)`` -> microseconds."""
-    time = time or _time
+    time = time or time_of
     x = product.weights[0][0].new_empty(1, product.inputs, dtype=product.dtype)
     present = small_m.plan_of(x, product.weights[0][0], product.kind)
     before = sum(time(product, rows, present.parts, present.tile(rows)) for rows in (1, 16, 64))
@@ -144,7 +144,7 @@ def same_bits(product: Product, plan: Plan) -> bool:
     return all(torch.equal(multiply(rows), reference[:rows]) for rows in ROWS)
 
 
-def _time(product: Product, rows: int, parts: int, tile: Tile) -> float:
+def time_of(product: Product, rows: int, parts: int, tile: Tile) -> float:
     """Microseconds of one product, with weights that are in no cache."""
     from triton.runtime.errors import OutOfResources
 

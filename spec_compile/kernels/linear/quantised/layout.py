@@ -42,6 +42,11 @@ class Layout:
         None: not at all."""
         return None
 
+    @property
+    def table(self) -> int | None:
+        """The bits of 16 numbers, float32, the first the lowest, where that kernel reads codes that stand for them."""
+        return None
+
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether that kernel takes activations of a dtype of 16 bits."""
         return True

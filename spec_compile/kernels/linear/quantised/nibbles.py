@@ -14,13 +14,33 @@ WIDTH = 256
 DTYPES = torch.bfloat16, torch.float16
 TOO_LARGE = {torch.bfloat16: 128, torch.float16: 1024}
 """A number of this dtype whose lowest bits are a code is too large by this."""
+ZERO = 8
+"""The zero point of layouts that are centred."""
+TOO_SMALL = {torch.bfloat16: 130, torch.float16: 18}
+"""A number of this dtype whose mantissa begins with a code, and whose exponent is 0, is too small by two to this."""
+TURN = {torch.bfloat16: 3, torch.float16: 6}
+"""The place of the last bit of such a code."""
 
 
 class _Words(Layout):
-    """words [O, W * 32] int32, W = I / 256 rounded up: nibble j of word w of each 32 is the code of column 32 * j + w
-    of their 256. units: a row for each of so many columns, [G, O]."""
+    """words [O, W * 32] int32, W = I / 256 rounded up, are half-words [O, W * 64], the lower half first. D = `depth`
+    of them have the codes of 4 * D columns: nibble j of half-word h is that of column j * D + h. Then each word is
+    turned to the left by `turn` bits.
+
+    Two codes of columns side by side so have one distance in all words, 16 bits, and a turn and a mask bring them to
+    where the kernel needs them. units: a row for each of so many columns, [G, O].
+    """
 
     bits = 4
+    group: int
+
+    @property
+    def depth(self) -> int:
+        return min(self.group, 64)
+
+    @property
+    def turn(self) -> int:
+        return 0
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         return parts[0].shape[0]
@@ -29,58 +49,105 @@ class _Words(Layout):
         words, units = zip(*layers)
         return [torch.cat(words), torch.cat(units, dim=1)]
 
+    @property
+    def span(self) -> int:
+        """Columns of a pair."""
+        return 2 * self.group if self.group < WIDTH else self.group
+
+    def pairs(self, scales: Tensor) -> Tensor:
+        """scales [G, O] -> [P, O, 2], those of two groups side by side; of one, where it has 256 columns or more."""
+        if self.group >= WIDTH:
+            return torch.stack([scales, scales], dim=2)
+        return F.pad(scales, (0, 0, 0, len(scales) % 2)).unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
+
+    def unpaired(self, pairs: Tensor) -> Tensor:
+        """The inverse of `pairs`, of an even number of groups."""
+        return pairs[:, :, 0] if self.group >= WIDTH else pairs.transpose(1, 2).flatten(0, 1)
+
+    def words(self, codes: Tensor) -> Tensor:
+        """codes [O, I] uint8 -> words."""
+        codes = F.pad(codes, (0, -codes.shape[1] % WIDTH)).view(len(codes), -1, 2, 2, self.depth)
+        words = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4).transpose(2, 3).flatten(1).view(torch.int32)
+        return _turned(words, self.turn)
+
+    def codes(self, words: Tensor) -> Tensor:
+        """words -> codes [O, W * 256] uint8."""
+        halves = _turned(words, -self.turn).view(torch.uint8).unflatten(1, (-1, self.depth, 2)).transpose(2, 3)
+        return torch.stack([halves & 15, halves >> 4], dim=3).flatten(1)
+
 
 @dataclass(frozen=True)
 class Nibbles(_Words):
-    """units [W * 256 / group, O] int32: a scale in the lower half; in the upper half what is added to a code
-    that is `TOO_LARGE`, so that it is the code minus its zero point. dtype: of both halves, an index of `DTYPES`."""
+    """units int32. dtype: of both halves of them, an index of `DTYPES`. Weights are rounded to it.
+
+    centred: all zero points are 8. units then have two groups' scales, the first in the lower half, times two to
+    `TOO_SMALL`; of one group, where it has 256 columns or more. Else units [W * 256 / group, O]: a scale in the lower
+    half; in the upper half what is added to a code that is `TOO_LARGE`, so that it is the code minus its zero point.
+    """
 
     group: int
     dtype: int
+    centred: int
+
+    @property
+    def turn(self) -> int:
+        return TURN[DTYPES[self.dtype]] if self.centred else 0
 
     def serves(self, dtype: torch.dtype) -> bool:
         return dtype == DTYPES[self.dtype]
 
     @property
     def packing(self) -> tuple[str, int]:
-        return "nibbles_fp16" if self.dtype else "nibbles_bf16", self.group
+        return f"nibbles_{'fp16' if self.dtype else 'bf16'}{'_centred' if self.centred else ''}", self.group
+
+    def units(self, scales: Tensor, zeros: Tensor | int) -> Tensor:
+        """scales [G, O], zeros alike or one for all -> units of G groups, with another if two share one."""
+        if not self.centred:
+            added = (-TOO_LARGE[scales.dtype] - zeros + torch.zeros_like(scales, dtype=torch.int32)).to(scales.dtype)
+            return torch.stack([scales, added], dim=2).view(torch.int32)[:, :, 0]
+        scales = (scales.double() * 2.0 ** TOO_SMALL[scales.dtype]).to(scales.dtype)
+        return self.pairs(scales).view(torch.int32)[:, :, 0]
+
+    def scales_and_zeros(self, units: Tensor) -> tuple[Tensor, Tensor | int]:
+        """The inverse of `units`."""
+        dtype = DTYPES[self.dtype]
+        first, second = units[:, :, None].contiguous().view(dtype).unbind(2)
+        if not self.centred:
+            return first, -TOO_LARGE[dtype] - second.to(torch.int32)
+        scales = self.unpaired(torch.stack([first, second], dim=2))
+        return (scales.double() * 2.0 ** -TOO_SMALL[dtype]).to(dtype), ZERO
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         words, units = parts
-        dtype, codes = DTYPES[self.dtype], _unpacked(words)
-        scales, added = units.T.contiguous()[:, :, None].view(dtype).unbind(2)
-        groups = (codes.to(dtype) + TOO_LARGE[dtype]).unflatten(1, (-1, self.group))
-        return ((groups + added[:, :, None]) * scales[:, :, None]).flatten(1)[:, :inputs]
+        scales, zeros = self.scales_and_zeros(units)
+        groups = self.codes(words).unflatten(1, (-1, self.group)).to(scales.dtype)
+        groups -= zeros if isinstance(zeros, int) else zeros.T[:, :, None]
+        return (groups * scales.T[:, :, None]).flatten(1)[:, :inputs]
 
 
 @dataclass(frozen=True)
 class TableNibbles(_Words):
-    """units [1 + W * 256 / group, O] float32: a table of 16 numbers, then a scale in each row. A
-    weight is the number of its code times its scale in float32, rounded to the dtype of activations."""
+    """units [1 + P, O, 2] float32: the 16 numbers of the table, then the scales as `pairs`. A weight is the number of
+    its code times its scale in float32, rounded to the dtype of activations. numbers: `table`."""
 
     group: int
+    numbers: int
+
+    @property
+    def table(self) -> int:
+        return self.numbers
 
     @property
     def packing(self) -> tuple[str, int]:
         return "nibbles_table", self.group
 
-    def joined(self, layers: list[list[Tensor]]) -> list[Tensor] | None:
-        first, *others = (units[0, :16] for _, units in layers)
-        return super().joined(layers) if all(torch.equal(first, other) for other in others) else None
-
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         words, units = parts
-        numbers = units[0, :16][_unpacked(words).int()].unflatten(1, (-1, self.group))
-        return (numbers * units[1:].T[:, :, None]).flatten(1)[:, :inputs]
+        numbers = units[0].flatten()[:16][self.codes(words).int()].unflatten(1, (-1, self.group))
+        return (numbers * self.unpaired(units[1:]).T[:, :, None]).flatten(1)[:, :inputs]
 
 
 LAYOUTS = (Nibbles, TableNibbles)
-
-
-def _unpacked(words: Tensor) -> Tensor:
-    """words [O, W * 32] of both layouts -> codes [O, W * 256] uint8."""
-    codes = words.view(torch.uint8).unflatten(1, (-1, 32, 4)).transpose(2, 3)
-    return torch.stack([codes & 15, codes >> 4], dim=3).flatten(1)
 
 
 def pack(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> tuple[Nibbles, list[Tensor]] | None:
@@ -91,10 +158,12 @@ def pack(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> tuple[Nibbles, l
     group = _group(codes.shape[1], len(scales))
     if scales.dtype not in DTYPES or group is None:
         return None
-    words = _words(codes)
-    added = (-TOO_LARGE[scales.dtype] - zeros + torch.zeros_like(scales, dtype=torch.int32)).to(scales.dtype)
-    units = torch.stack([scales, added], dim=2).view(torch.int32)[:, :, 0]
-    return Nibbles(group, DTYPES.index(scales.dtype)), [words, _padded(units, words, group)]
+    fits = bool((scales.abs() < 0.25).all())  # times two to `TOO_SMALL`, a number of its dtype
+    centred = fits and bool((torch.as_tensor(zeros) == ZERO).all())
+    layout = Nibbles(group, DTYPES.index(scales.dtype), int(centred))
+    words = layout.words(codes)
+    units = layout.units(scales, zeros)
+    return layout, [words, _padded(units, words, layout.span if centred else group)]
 
 
 def pack_with_table(codes: Tensor, table: Tensor, scales: Tensor) -> tuple[TableNibbles, list[Tensor]] | None:
@@ -102,9 +171,17 @@ def pack_with_table(codes: Tensor, table: Tensor, scales: Tensor) -> tuple[Table
     group = _group(codes.shape[1], len(scales))
     if group is None or len(codes) < len(table):
         return None
-    words = _words(codes)
-    first = F.pad(table, (0, len(codes) - len(table)))[None]
-    return TableNibbles(group), [words, torch.cat([first, _padded(scales, words, group)])]
+    bits = table.view(torch.int32).tolist()
+    layout = TableNibbles(group, sum((each & 0xFFFFFFFF) << 32 * place for place, each in enumerate(bits)))
+    words = layout.words(codes)
+    first = F.pad(table, (0, 2 * len(codes) - len(table))).view(1, -1, 2)
+    return layout, [words, torch.cat([first, _padded(layout.pairs(scales), words, layout.span)])]
+
+
+def _turned(words: Tensor, bits: int) -> Tensor:
+    """int32 words, turned to the left by so many bits, or to the right."""
+    bits %= 32
+    return words << bits | words >> 32 - bits & (1 << bits) - 1 if bits else words
 
 
 def _group(inputs: int, groups: int) -> int | None:
@@ -113,13 +190,7 @@ def _group(inputs: int, groups: int) -> int | None:
     return group if group % WIDTH == 0 or group in (32, 64, 128) else None
 
 
-def _words(codes: Tensor) -> Tensor:
-    """codes [O, I] uint8 -> words [O, W * 32] int32."""
-    codes = F.pad(codes, (0, -codes.shape[1] % WIDTH)).view(len(codes), -1, 4, 2, 32)
-    words = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4).transpose(2, 3).contiguous().view(torch.int32)
-    return words.view(len(codes), -1)
-
-
-def _padded(units: Tensor, words: Tensor, group: int) -> Tensor:
-    """Units [G, O] of all columns that words have."""
-    return F.pad(units, (0, 0, 0, words.shape[1] * 8 // group - len(units))).contiguous()
+def _padded(units: Tensor, words: Tensor, span: int) -> Tensor:
+    """Units of all columns that words have. span: columns of each."""
+    missing = words.shape[1] * 8 // span - len(units)
+    return torch.cat([units, units.new_zeros(missing, *units.shape[1:])])

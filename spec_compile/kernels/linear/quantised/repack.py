@@ -18,7 +18,14 @@ class Repacked:
     source: tuple[Layout, list[list[Tensor]], int]
 
     def update(self) -> None:
-        for old, new in zip(self.parts, _repacked(*self.source)[1]):
+        """Raises ValueError if the layers' present values take another layout."""
+        layout, parts = _repacked(*self.source)
+        if layout != self.layout:
+            raise ValueError(
+                f"quantised weights were changed, and their copy would be {layout.kind!r}, not {self.layout.kind!r}, "
+                "because of other zero points, larger scales or another table; load the model again, then speculate()"
+            )
+        for old, new in zip(self.parts, parts):
             old.copy_(new)
 
 
