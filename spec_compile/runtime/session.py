@@ -60,6 +60,8 @@ class Session:
         self.texts: list[list[int]] = []
         """What each row was in the last call, prompt and output: of these the drafter's own cache knows."""
         self.steps: dict[tuple[str, int], Callable] = {}
+        self.prefill_seconds: dict[int, float] = {}
+        """What a captured step with a prompt costs, by its size."""
         self.captures = runtime.on_gpu and runtime.options.cuda_graphs
         # Rounds of one session at a time are under way, so that those of the larger one may use the same memory.
         self.pool = larger.pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
@@ -161,6 +163,8 @@ class Session:
                 step = self._capture(step, arguments)
             if part in self.policies:
                 self._measure(part, {nodes: step})
+            elif part == "prefill" and captures:
+                self.prefill_seconds[nodes] = min(self._seconds(step, arguments) for _ in range(TRIALS))
         seconds = time.perf_counter() - begin
         runtime.stats.seconds["compile"] += seconds
         runtime.say(f"compiled {name} in {seconds:.1f} s")
