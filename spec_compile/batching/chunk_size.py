@@ -9,7 +9,8 @@ STEPS = 4
 
 
 def choose_size(
-    missing: list[int], decoding: int, sizes: list[int], cost: Callable[[int, int], float], round_cost: float
+    missing: list[int], waiting: int, decoding: int, sizes: list[int], cost: Callable[[int, int], float],
+    round_cost: float,
 ) -> int:  # fmt: skip
     """The size of the next chunk.
 
@@ -18,12 +19,13 @@ def choose_size(
     decode, a chunk takes about as long as a round, and longer only in proportion if more prompts wait than rows decode:
     rows that wait have their share of the time, as rows that decode have.
 
-    missing: tokens that each prompt under way still needs, above zero. decoding: rows that decode. sizes: to choose
-    from, descending. cost: of a chunk by (number of prompts, size). round_cost: of a round, in the same unit.
+    missing: tokens that each prompt under way still needs, above zero. waiting: rows that are free for more prompts,
+    which wait. decoding: rows that decode. sizes: to choose from, descending. cost: of a chunk by (number of prompts,
+    size). round_cost: of a round, in the same unit.
     """
     prompts = len(missing)
     if decoding:
-        longest = ABOUT * max(round_cost * max(1, prompts / decoding), cost(prompts, sizes[-1]))
+        longest = ABOUT * max(round_cost * max(1, (prompts + waiting) / decoding), cost(prompts, sizes[-1]))
         sizes = [size for size in sizes if cost(prompts, size) <= longest]
     if max(missing) > STEPS * sizes[0]:
         return max(sizes, key=lambda size: sum(min(tokens, size) for tokens in missing) / cost(prompts, size))

@@ -71,16 +71,16 @@ class Prompts:
         """Of prompts with pictures, one at a time."""
         return Lanes(self.runtime, 1, self.lanes.state.capacity)
 
-    def step(self, decoding: int, round_seconds: float | None) -> list[Job]:
+    def step(self, waiting: int, decoding: int, round_seconds: float | None) -> list[Job]:
         """Process a chunk of every prompt, and propose the first trees of those that are done, which are returned.
 
-        decoding: rows that decode beside. round_seconds: what their rounds cost; None if nobody has measured it.
+        waiting, decoding: see `choose_size`. round_seconds: what rounds cost now; None if nobody has measured it.
         """
         self._compact()
         session = self.lanes.session(max(job.row for job in self.active) + 1)
         missing = [len(job.prompt) - 1 - self._done[job.row] for job in self.active]
         if any(missing):
-            size = self._chunk_size([tokens for tokens in missing if tokens], decoding, round_seconds)
+            size = self._chunk_size([tokens for tokens in missing if tokens], waiting, decoding, round_seconds)
             session.prefill(size, self._max_kv_len(max(self._done[job.row] for job in self.active) + size))
             for job in self.active:
                 self._done[job.row] = min(self._done[job.row] + size, len(job.prompt) - 1)
@@ -89,7 +89,7 @@ class Prompts:
             self._propose(session, ready)
         return ready
 
-    def _chunk_size(self, missing: list[int], decoding: int, round_seconds: float | None) -> int:
+    def _chunk_size(self, missing: list[int], waiting: int, decoding: int, round_seconds: float | None) -> int:
         """See `choose_size`. The first rank decides, because the others measure other times."""
         lanes, fixed = self.lanes, FIXED[self.runtime.device.type]
         is_measured = round_seconds is not None and all(lanes.prefill_seconds(width) for width in lanes.widths)
@@ -103,7 +103,7 @@ class Prompts:
             return measured.get(size) or measured[largest] * size / largest
 
         sizes, round_cost = lanes.all.prefill_sizes, round_seconds if is_measured else fixed
-        decide = partial(choose_size, missing, decoding, sizes, cost, round_cost)
+        decide = partial(choose_size, missing, waiting, decoding, sizes, cost, round_cost)
         return self.runtime.options.ranks.lead(lambda: [decide()])[0]
 
     def _compact(self) -> None:

@@ -41,13 +41,17 @@ class Scheduler:
         """Run a round, and what comes before it; returns the requests that gained tokens or are over."""
         news: list[Job] = []
         if self.ranks.size == 1:
+            if self.waiting and self.prompts.runtime.on_gpu:  # rounds to compute while the host lets requests in
+                self.decoder.launch()
             self._change(news)
         elif self.ranks.leads:
             self.ranks.lead(lambda: pack(self._change(news)))
         else:
             self._change_alike(*unpack(self.ranks.lead(list)))
         if self.prompts.active:
-            for job in self.prompts.step(len(self.decoder.active), self.decoder.round_seconds):
+            decoding = len(self.decoder.active)
+            waiting = min(len(self.waiting), self.slots - decoding - len(self.prompts.active))
+            for job in self.prompts.step(waiting, decoding, self.decoder.round_seconds):
                 self.prompts.move(job, self.decoder.lanes, self.decoder.free_row())
                 self.decoder.enter(job)
         else:
