@@ -49,6 +49,4 @@ def unpack(row: list[int]) -> Outcome:
     gained, finished, next_count, next_hint, depth = row[:HEADER]
     paths, drafted, parents = range(HEADER, len(row), (len(row) - HEADER) // PER_NODE)[1:]
     tokens, path = row[HEADER : HEADER + gained], row[paths : paths + gained]
-    return Outcome(
-        tokens, bool(finished), next_count, next_hint, depth, path, row[drafted:parents], row[parents:]
-    )
+    return Outcome(tokens, bool(finished), next_count, next_hint, depth, path, row[drafted:parents], row[parents:])

@@ -46,4 +46,4 @@ def choose_size(
         waiting = round_cost * len(rest) / (prompts + decoding)
         return cost(prompts, first) + waiting + min((lost(rest, size) for size in later), default=0.0)
 
-    return min(sizes, key=least)
+    return min(reversed(sizes), key=least)

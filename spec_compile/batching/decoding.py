@@ -119,7 +119,7 @@ class Decoder:
         longest, session = max(job.length for _, job in riders), self.lanes.session(riders[-1][0] + 1)
         while len(self._flying) < ahead:
             begin = time.perf_counter()
-            (nodes,) = self.runtime.options.ranks.lead(lambda: [self._size(session, part, riders)], check=self._digest)  # noqa: B023
+            (nodes,) = self.runtime.options.ranks.lead(lambda: [self._size(session, part, riders)], check=self._digest)
             max_kv_len = self._max_kv_len(longest + nodes)
             if nodes > 1 and not self._has_trees:
                 session.propose(max_kv_len)

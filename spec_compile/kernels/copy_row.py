@@ -42,7 +42,9 @@ def _copy_row(table, row, to, slots, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     table += tl.program_id(0) * 6
     heads, size = tl.load(table + 2), tl.load(table + 5)
     head, unit = tl.program_id(1), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    mask = (head < heads) & (unit < slots * size)
+    if head >= heads:
+        return
+    mask = unit < slots * size
     source = tl.load(table).to(tl.pointer_type(DTYPE)) + (row * heads + head) * tl.load(table + 3) * size
     target = tl.load(table + 1).to(tl.pointer_type(DTYPE)) + (to * heads + head) * tl.load(table + 4) * size
     tl.store(target + unit, tl.load(source + unit, mask=mask), mask=mask)
