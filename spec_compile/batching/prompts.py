@@ -23,7 +23,7 @@ class Prompts:
 
     def __init__(self, runtime: Runtime, rows: int, capacity: int):
         self.runtime = runtime
-        self.lanes = Lanes(runtime, rows, capacity)
+        self.lanes = Lanes(runtime, rows, capacity, are_dense=True)
         self.jobs: list[Job | None] = [None] * rows
         self._done = [0] * rows
         """Tokens of each row whose keys and values are known."""

@@ -226,7 +226,7 @@ class State(nn.Module):
         if nodes > 1 and self.tokens.device.type == "cuda":
             torch.ops.spec_compile.compact(self.kv.tensors, self.lengths, accepted.path, accepted.count)
         elif nodes > 1:
-            row = torch.arange(self.batch, device=slots.device)[:, None, None]
+            row = torch.arange(slots.shape[0], device=slots.device)[:, None, None]
             source, target = (self.lengths[:, None] + accepted.path)[:, None, :], slots[:, None, :]
             for cache in self.kv.tensors:
                 head = torch.arange(cache.shape[1], device=slots.device)[None, :, None]
