@@ -18,7 +18,6 @@ from ..runtime.draft_length import SizePolicy
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
 
-
 EXAMPLES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
 """Numbers of rows to compile with."""
 

@@ -89,7 +89,7 @@ class PartCompiler:
         if self.rows:  # those of buffers vary, too
             owners = [owner for owner in arguments if isinstance(owner, nn.Module)]
             tensors += [part for owner in owners for part in (*owner.parameters(), *owner.buffers())]
-            assert any(self.rows in tensor.shape for tensor in tensors), "compiled for rows that are not those of a call"
+            assert any(self.rows in tensor.shape for tensor in tensors), "the first call has other rows"
         for tensor in tensors:
             for dim, size in enumerate(tensor.shape):
                 if size and any(size % prime == 0 for prime in self.varying):
