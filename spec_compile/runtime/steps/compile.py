@@ -89,7 +89,8 @@ class PartCompiler:
         if self.rows:  # those of buffers vary, too
             owners = [owner for owner in arguments if isinstance(owner, nn.Module)]
             tensors += [part for owner in owners for part in (*owner.parameters(), *owner.buffers())]
-            assert any(self.rows in tensor.shape for tensor in tensors), "the first call has other rows"
+            sizes = [size for tensor in tensors for size in tensor.shape if size]
+            assert any(size % self.rows == 0 for size in sizes), "the first call has other rows"
         for tensor in tensors:
             for dim, size in enumerate(tensor.shape):
                 if size and any(size % prime == 0 for prime in self.varying):
