@@ -56,14 +56,15 @@ def test_rows_of_any_number_share_what_is_compiled(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 0])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_graphs_for_a_gpu_serve_any_number_of_rows(half_on_gpu, monkeypatch, name, nodes):
+def test_graphs_for_a_gpu_serve_any_number_of_rows(half_on_gpu, monkeypatch, name, nodes):  # noqa: F811
     """What the passes make for a GPU is traced once, with rows that may vary; the ops' plain meanings run here."""
     monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
     monkeypatch.setattr(compiling, "compile_function", trace)
     graph = rewritten(half_on_gpu(name))
     static = {size for part in [*graph.gm.parameters(), *graph.gm.buffers()] for size in part.shape} | {128}
     rows, example = next(prime for prime in EXAMPLES if all(size % prime for size in static)), nodes or 37
-    compiler = compiling.PartCompiler(torch.device("cpu"), "test", (41, rows, example), example, 41, bool(nodes), rows)
+    varying = (41, rows) if nodes else (41, rows, example)
+    compiler = compiling.PartCompiler(torch.device("cpu"), "test", varying, example, 41, bool(nodes), rows)
     compiled = compile_regions(graph, compiler, "verify")
 
     def run(model, batch, nodes):
