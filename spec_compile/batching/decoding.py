@@ -69,9 +69,9 @@ class Decoder:
 
     @property
     def round_seconds(self) -> float | None:
-        """What a plain round costs over the rows that are in use; None if nobody has measured it."""
+        """What the shortest round costs over the rows that are in use; None if nobody has measured it."""
         session = self.lanes.session(max((job.row for job in self.active), default=0) + 1)
-        return session.policies["round"].cost.get(1)
+        return min(session.policies["round"].cost.values(), default=None)
 
     def free_row(self) -> int:
         """The first row that nobody uses."""
