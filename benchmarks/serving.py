@@ -1,7 +1,7 @@
 """Throughput of many requests at once: tokens a second with so many in flight, with drafts and without, in one run.
 
     python benchmarks/serving.py [--model NAME] [--in-flight 1 4 16 64] [--requests 96] [--new-tokens 128]
-        [--systems plain ngram] [--draft PATH] [--no-static] [--shape llama-8b --rows 16] [--json FILE]
+        [--systems plain ngram] [--draft PATH] [--no-static] [--times] [--shape llama-8b --rows 16] [--json FILE]
 
 As many requests as --in-flight says are under way at any time, until all are answered. Answers are greedy and have all
 their tokens; end-of-sequence tokens end nothing. Beside them generate() answers the same prompts in static batches of
@@ -21,6 +21,7 @@ import json
 import random
 import statistics
 import time
+from collections import Counter
 from itertools import zip_longest
 from pathlib import Path
 
@@ -100,6 +101,48 @@ def static(fast, tokenizer, prompts: list[list[int]], count: int, new_tokens: in
     return {"tokens_per_s": tokens / (time.perf_counter() - begin)}
 
 
+class Times:
+    """Where a manager's thread spends its time, and the clients' threads in `add_request`: seconds by name, summed up
+    from now on. A GPU computes meanwhile; it is what limits where most of the time is "wait"."""
+
+    def __init__(self, manager):
+        self.seconds, self._decoder = Counter(), manager.scheduler.decoder
+        scheduler, prompts = manager.scheduler, manager.scheduler.prompts
+        for name, owner, methods in (
+            ("admit", scheduler, ["_change"]),
+            ("prompts", prompts, ["step", "move"]),
+            ("launch", self._decoder, ["launch"]),
+            ("collect", self._decoder, ["collect"]),
+            ("compact", self._decoder, ["compact"]),
+            ("leave", self._decoder, ["leave"]),
+            ("check", scheduler, ["check"]),
+            ("deliver", manager, ["_deliver"]),
+            ("add_request", manager, ["add_request"]),
+        ):
+            for method in methods:
+                setattr(owner, method, self._timed(name, getattr(owner, method)))
+
+    def _timed(self, name: str, function):
+        def timed(*args, **kwargs):
+            if name == "collect":
+                flight = self._decoder._flying[0]
+                flight.read = self._timed("wait", flight.read)
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[name] += time.perf_counter() - begin
+
+        return timed
+
+    def text(self, rounds: int) -> str:
+        """A line with the microseconds of each round; begins anew."""
+        self.seconds["collect"] -= self.seconds["wait"]
+        parts = ", ".join(f"{name} {seconds / rounds * 1e6:.0f}" for name, seconds in self.seconds.most_common())
+        self.seconds.clear()
+        return f"{'':24} {rounds} rounds, microseconds of each: {parts}"
+
+
 def forget(fast) -> None:
     """No text of a request so far helps later ones."""
     fast.speculation.refresh()
@@ -113,14 +156,22 @@ def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> li
     slots = ContinuousBatchingConfig(max_requests_per_batch=max(options.in_flight))
     config = GenerationConfig(do_sample=False, pad_token_id=tokenizer.pad_token_id)
     manager = fast.init_continuous_batching(config, slots)
+    begin = time.perf_counter()
     manager.warmup()
+    print(f"{name}: warm after {time.perf_counter() - begin:.1f} s", flush=True)
+    times = Times(manager) if options.times else None
     manager.start()
     try:
         for count in options.in_flight:
             in_flight(manager, prompts[:count], count, min(16, options.new_tokens))
             forget(fast)
+            rounds = manager.metrics()["rounds_total"]
+            if times:
+                times.seconds.clear()
             rows.append({"system": name, "in_flight": count, **in_flight(manager, prompts, count, options.new_tokens)})
             print(row_text(rows[-1]), flush=True)
+            if times:
+                print(times.text(manager.metrics()["rounds_total"] - rounds), flush=True)
     finally:
         manager.destroy()
     for count in options.in_flight if options.static else ():
@@ -223,6 +274,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2, help="on a CPU")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--static", action=argparse.BooleanOptionalAction, default=True, help="static batches, too")
+    parser.add_argument("--times", action="store_true", help="also where the time of a round goes")
     parser.add_argument("--shape", choices=["model", *DENSE], help="whose rounds are timed alone")
     parser.add_argument("--rows", type=int, default=16, help="sequences of those rounds")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16], help="of each of them")

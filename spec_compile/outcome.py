@@ -46,8 +46,7 @@ def pack(
 
 def unpack(row: list[int]) -> Outcome:
     """One row that `pack` made."""
-    gained, finished, next_count, next_hint, depth, *columns = row
-    nodes = len(columns) // PER_NODE
-    tokens, path = columns[:gained], columns[nodes : nodes + gained]
-    tree_tokens, tree_parents = columns[2 * nodes : 3 * nodes], columns[3 * nodes :]
-    return Outcome(tokens, bool(finished), next_count, next_hint, depth, path, tree_tokens, tree_parents)
+    gained, finished, next_count, next_hint, depth = row[:HEADER]
+    paths, drafted, parents = range(HEADER, len(row), (len(row) - HEADER) // PER_NODE)[1:]
+    tokens, path = row[HEADER : HEADER + gained], row[paths : paths + gained]
+    return Outcome(tokens, bool(finished), next_count, next_hint, depth, path, row[drafted:parents], row[parents:])

@@ -115,7 +115,7 @@ CACHES = [
     ),
     Mutation(
         "states stay behind when a row moves", "spec_compile/batching/lanes.py",
-        ", *cache.states.row(row))", ",)",
+        "_copy(self._states(row), target._states(to))", "",
         "tests/test_hybrid_batches.py -k 'test_rows_enter_and_leave and qwen3_5'",
     ),
     Mutation(

@@ -14,6 +14,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from spec_compile import speculate
 from spec_compile.batching.job import seed_of
+from spec_compile.batching.prompts import LANES
 from spec_compile.batching.texts import Texts
 from spec_compile.runtime.accept.random_numbers import uniform
 
@@ -505,6 +506,31 @@ def test_private_texts_are_not_drafted_for_others():
     finally:
         manager.destroy()
     assert len(one.speculation.ngram) == 0 and not one.speculation.engine.runtime.algorithm.private
+
+
+def test_prompts_share_lanes(monkeypatch):
+    """Of requests that come together several are processed at once, whatever their lengths, and lanes are left free."""
+    monkeypatch.setitem(LANES, "cpu", 4)
+    fast().speculation.engine.idle_batch = None
+    manager = fast().init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=6))
+    scheduler, text = manager.scheduler, tokenizer()(TEXT).input_ids
+    requests = {f"r{n}": text[7 * n : 7 * n + length] for n, length in enumerate((5, 200, 40, 1, 70))}
+    for name, prompt in requests.items():
+        manager.add_request(prompt, name, max_new_tokens=4, eos_token_id=-1)
+    assert len(scheduler.prompts.jobs) == 4
+    lanes = []
+    with torch.no_grad():
+        while scheduler.is_busy:
+            manager._deliver(scheduler.step())
+            lanes.append({job.request_id: job.row for job in scheduler.prompts.active})
+    outputs = {output.request_id: output for output in manager.output_router.output_queue.queue}
+    for name, prompt in requests.items():
+        expected = generated(fast(), prompt, max_new_tokens=4, eos_token_id=-1, pad_token_id=0)
+        assert outputs[name].generated_tokens == expected
+    assert any(len(each) > 1 for each in lanes)
+    moved = [each["r1"] for each in lanes if "r1" in each]
+    assert moved[0] == 1 and moved[-1] == 0
+    manager.scheduler = None  # nobody else is to have so many lanes
 
 
 def test_rows_in_use_are_kept_at_the_front():

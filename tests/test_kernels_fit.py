@@ -297,6 +297,12 @@ from spec_compile.kernels import lattice
 found, lattice.lattice_kernel = [], Compiled(lattice.lattice_kernel)
 lattice.launch(torch.zeros(2).long(), torch.zeros(2, 15, 16).long(), torch.zeros(2, 15, 16, 16), 64)
 results["a lattice"] = found[0].metadata.shared
+
+from spec_compile.kernels import copy_row
+
+found, copy_row._copy_row = [], Compiled(copy_row._copy_row)
+copy_row.RowCopies(*([torch.zeros(2, 3, 128, 64).bfloat16()] for _ in range(2)))(0, 1, 70)
+results["a copy of a row"] = found[0].metadata.shared
 print(json.dumps(results))
 """
 

@@ -67,6 +67,12 @@ class Decoder:
     def is_busy(self) -> bool:
         return self.is_flying or any(self.jobs)
 
+    @property
+    def round_seconds(self) -> float | None:
+        """What the shortest round costs over the rows that are in use; None if nobody has measured it."""
+        session = self.lanes.session(max((job.row for job in self.active), default=0) + 1)
+        return min(session.policies["round"].cost.values(), default=None)
+
     def free_row(self) -> int:
         """The first row that nobody uses."""
         return self.jobs.index(None)
@@ -74,6 +80,7 @@ class Decoder:
     def enter(self, job: Job) -> None:
         """A prompt that is done has been copied to row `job.row`."""
         self.jobs[job.row] = job
+        self._settings = self._settings.merge(job.settings)
         self.lanes.state.finished[job.row].fill_(False)
         self.texts.put(job.row, [] if job.has_pictures else job.prompt)
         self._hindsight("forget", job.row)
@@ -102,20 +109,21 @@ class Decoder:
 
     def launch(self) -> None:
         """Begin as many rounds as may be in flight."""
-        acceptors = any(job.acceptor for job in self.active)
+        riders = [(row, job) for row, job in enumerate(self.jobs) if job is not None]
+        if not riders:
+            return
+        acceptors = any(job.acceptor for _, job in riders)
+        part = "look" if acceptors or any(job.settings for _, job in riders) else "round"
         ahead = AHEAD if self.runtime.on_gpu and not acceptors else 1
-        while self.active and len(self._flying) < min(ahead, max(job.room for job in self.active)):
-            riders = [(row, job) for row, job in enumerate(self.jobs) if job is not None]
-            session = self.lanes.session(riders[-1][0] + 1)
-            part = "look" if acceptors or any(job.settings for _, job in riders) else "round"
+        ahead = min(ahead, max(job.room for _, job in riders))
+        longest, session = max(job.length for _, job in riders), self.lanes.session(riders[-1][0] + 1)
+        while len(self._flying) < ahead:
             begin = time.perf_counter()
-            (nodes,) = self.runtime.options.ranks.lead(lambda: [self._size(session, part, riders)], check=self._digest)  # noqa: B023
-            max_kv_len = self._max_kv_len(max(job.length for _, job in riders) + nodes)
+            (nodes,) = self.runtime.options.ranks.lead(lambda: [self._size(session, part, riders)], check=self._digest)
+            max_kv_len = self._max_kv_len(longest + nodes)
             if nodes > 1 and not self._has_trees:
                 session.propose(max_kv_len)
             self._has_trees = nodes > 1 or self._most is None
-            for _, job in riders:
-                self._settings = self._settings.merge(job.settings)
             if acceptors:
                 read = self._accept_on_host(session, nodes, riders, max_kv_len)
             else:
@@ -137,8 +145,9 @@ class Decoder:
         for job, outcome in riders:
             self._take(job, outcome, flight.nodes)
             job.count, job.hint = outcome.next_count, outcome.next_hint
-            self._digest = hash((self._digest, outcome.depth, *outcome.gained))
-        self._end_alike([job for job, _ in riders])
+        if self.runtime.options.ranks.size > 1:
+            self._digest = hash((self._digest, *((outcome.depth, *outcome.gained) for _, outcome in riders)))
+            self._end_alike([job for job, _ in riders])
         stats = self.runtime.stats
         stats.trace = []  # of the round alone, because a batch never ends
         depths = Counter((outcome.depth, max(len(outcome.path) - 1, 0)) for _, outcome in riders)
@@ -150,8 +159,6 @@ class Decoder:
     def _end_alike(self, jobs: list[Job]) -> None:
         """Give requests the tokens and the end that they have on the first rank."""
         ranks = self.runtime.options.ranks
-        if ranks.size == 1:
-            return
         verdicts = iter(ranks.lead(lambda: [number for job in jobs for number in (len(job.tokens), job.is_over)]))
         for job, length, is_over in zip(jobs, verdicts, verdicts):
             if not ranks.leads:

@@ -5,7 +5,9 @@ buffers, and rows that are in use are kept at the front: when few are left, the 
 Copying a row of 1,000 tokens takes as long as reading them once in a round, and it happens once in a request.
 """
 
+from collections.abc import Callable
 from itertools import count, takewhile
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,23 +18,32 @@ from ..runtime.draft_length import SizePolicy
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
 
+EXAMPLES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
+"""Numbers of rows to compile with."""
+
 
 class Lanes:
     """`rows` rows of up to `capacity` tokens each, all of them idle at first."""
 
-    def __init__(self, runtime: Runtime, rows: int, capacity: int):
+    def __init__(self, runtime: Runtime, rows: int, capacity: int, are_dense: bool = False):
+        """are_dense: whether each width is twice the one before, also where steps are captured for each."""
         self.runtime, self.rows = runtime, rows
         self.all = Session(runtime, rows, capacity)
         self.all.state.finished.fill_(True)
         for row in range(rows):
             self.all.drafter.vacate(row)
         self._choose_sizes(self.all)
-        growth = 4 if runtime.options.compile else 2  # because each width is compiled by itself
+        self._example = self._make_example()
+        is_cheap = self._example is not None or not runtime.options.compile
+        growth = 2 if is_cheap and (are_dense or not runtime.options.compile) else 4
         self.widths = [*takewhile(lambda width: width < rows, (growth**power for power in count())), rows]
         """Numbers of rows for which there are rounds."""
         self._sessions = {rows: self.all}
+        self._share_code(self.all)
         self._small_views: dict[int, list[Tensor]] = {}
         self._large_views: dict[tuple[int, int], list[Tensor]] = {}
+        self._row_copies: WeakKeyDictionary[Lanes, Callable[[int, int, int], None]] = WeakKeyDictionary()
+        """On a GPU, by the lanes that rows are copied to."""
 
     @property
     def has_one_size(self) -> bool:
@@ -61,7 +72,27 @@ class Lanes:
         if width not in self._sessions:
             self._sessions[width] = Session(self.runtime, width, self.all.capacity, self.all)
             self._choose_sizes(self._sessions[width])
+            self._share_code(self._sessions[width])
         return self._sessions[width]
+
+    def _make_example(self) -> Session | None:
+        """A session over some of these rows, as many as can be told from every size that stays: what is compiled for
+        it serves all numbers of rows above one. None if there is no such number, for models with recurrences, whose
+        states a commit sorts by their sizes, and for several ranks, whose sizes may differ."""
+        runtime, static = self.runtime, self.all.static_sizes() - {0}
+        if not runtime.options.compile or runtime.verify.recurrences or runtime.options.ranks.size > 1:
+            return None
+        numbers = (prime for prime in EXAMPLES if prime <= self.rows and all(size % prime for size in static))
+        number = next(numbers, None)
+        return None if number is None else Session(runtime, number, self.all.capacity, self.all)
+
+    def _share_code(self, session: Session) -> None:
+        if self._example is not None and session.batch > 1:
+            session.share_code(self._example)
+
+    def prefill_seconds(self, width: int) -> dict[int, float]:
+        """See `Session`; empty for a width that has not been used."""
+        return self._sessions[width].prefill_seconds if width in self._sessions else {}
 
     def _choose_sizes(self, session: Session) -> None:
         """Let all sessions share what they learn of gains. A drafter that has one size may verify nothing, too."""
@@ -80,7 +111,7 @@ class Lanes:
             if source.shape != destination.shape:  # texts may have room for more in one of them
                 width = min(len(source), len(destination))
                 originals[index], copies[index] = source[:width], destination[:width]
-        torch._foreach_copy_(copies, originals)
+        _copy(originals, copies)
         self.copy_slots(row, to, slots, target)
         self.state.finished[row].fill_(True)
         self.all.drafter.vacate(row)
@@ -88,11 +119,19 @@ class Lanes:
     def copy_slots(self, row: int, to: int, slots: int, target: "Lanes") -> None:
         """Copy the states of a row and the first `slots` slots of its caches, and perhaps more, to row `to` of
         `target`."""
-        slots = min(max(PAGE, 1 << (slots - 1).bit_length()), self.state.capacity, target.state.capacity)
-        torch._foreach_copy_(target._large(to, slots), self._large(row, slots))
+        _copy(self._states(row), target._states(to))
+        if self.runtime.on_gpu:
+            if target not in self._row_copies:
+                from ..kernels.copy_row import RowCopies  # needs Triton
 
-    # A copy to a GPU takes less time than the making of views to be copied, of which a model with 30 layers needs
-    # hundreds. So they are kept; what they are views of stays where it is as long as these lanes.
+                self._row_copies[target] = RowCopies(self._cache_tensors(), target._cache_tensors())
+            self._row_copies[target](row, to, slots)
+        else:
+            slots = min(max(PAGE, 1 << (slots - 1).bit_length()), self.state.capacity, target.state.capacity)
+            torch._foreach_copy_(target._large(to, slots), self._large(row, slots))
+
+    # A copy takes less time than the making of views to be copied, of which a model with 30 layers needs hundreds. So
+    # they are kept; what they are views of stays where it is as long as these lanes.
 
     def _small(self, row: int) -> list[Tensor]:
         """Flat views of a row of every small buffer."""
@@ -102,14 +141,25 @@ class Lanes:
         return [*self._small_views[row]]
 
     def _large(self, row: int, slots: int) -> list[Tensor]:
-        """Views of the first `slots` slots of a row in every cache, and of its states."""
+        """Views of the first `slots` slots of a row in every cache."""
         if (row, slots) not in self._large_views:
-            self._large_views[row, slots] = [
-                view
-                for cache in self._caches()
-                for view in (*(tensor[row, :, :slots] for tensor in cache.tensors), *cache.states.row(row))
-            ]
+            self._large_views[row, slots] = [tensor[row, :, :slots] for tensor in self._cache_tensors()]
         return self._large_views[row, slots]
+
+    def _states(self, row: int) -> list[Tensor]:
+        """The states of a row."""
+        return [state for cache in self._caches() for state in cache.states.row(row)]
+
+    def _cache_tensors(self) -> list[Tensor]:
+        """Keys, values and scales of all rows in every layer."""
+        return [tensor for cache in self._caches() for tensor in cache.tensors]
 
     def _caches(self) -> list[Cache]:
         return [self.state.kv, *caches(self.all.drafter)]
+
+
+def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Copy each tensor to one of its shape, all of a dtype in one launch."""
+    for dtype in {source.dtype for source in sources}:
+        pairs = [pair for pair in zip(targets, sources) if pair[0].dtype == dtype]
+        torch._foreach_copy_(*map(list, zip(*pairs)))

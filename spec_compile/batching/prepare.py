@@ -74,7 +74,7 @@ class Preparer:
         prompt: token ids. config: of the request. defaults: for what `config` leaves open. options: fields of a
         GenerationConfig that go over `config`, `ARGUMENTS`, and `PICTURES` with their `TOKEN_TYPES`.
         """
-        config, arguments = copy.deepcopy(config), {}
+        config, arguments = copy.copy(config), {}
         config.num_return_sequences = 1  # each sequence is a request
         for name, value in options.items():
             if name in ARGUMENTS | PICTURES | TOKEN_TYPES:
@@ -123,8 +123,8 @@ class Preparer:
         arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
         with self._speculation.turns:  # because a GPU allows nobody else to take memory while a graph is captured
             call = self._shadow.generate(
-                ids.to(device), attention_mask=torch.ones_like(ids, device=device), generation_config=config, **given,
-                **arguments,
+                ids.to(device), attention_mask=torch.ones_like(ids, device=device),
+                generation_config=copy.deepcopy(config), **given, **arguments,
             )  # fmt: skip
             prompt = Prompt.of(call.input_ids, call.config, call.model_kwargs, placeholders(self._speculation.original))
             reason = unserved(self._speculation, prompt, call.config, call.model_kwargs)

@@ -3,22 +3,19 @@
 A prompt never touches the rows that decode. When it is done, its row is copied to one of them.
 """
 
-from functools import cached_property
-
-import torch
+from functools import cached_property, partial
 
 from ..cache import PAGE
 from ..runtime.own_prefill import prefill_draft
 from ..runtime.prefill_chunks import FIXED, chunks
 from ..runtime.runtime import Runtime
+from .chunk_size import choose_size
 from .job import Job
 from .lanes import Lanes
 
-ROWS = {"cpu": 1, "cuda": 4}
-"""Prompts that are processed together: on a CPU their cost adds up, on a GPU the weights are read once for all."""
-BESIDE = {"cpu": 32, "cuda": 128}
-"""Tokens of each prompt that a chunk may have while other requests decode. On a GPU such a chunk takes about as long as
-a round."""
+LANES = {"cpu": 1, "cuda": 16}
+"""Prompts that are processed together at most: on a CPU their cost adds up, on a GPU the weights are read once for
+all."""
 
 
 class Prompts:
@@ -26,7 +23,7 @@ class Prompts:
 
     def __init__(self, runtime: Runtime, rows: int, capacity: int):
         self.runtime = runtime
-        self.lanes = Lanes(runtime, rows, capacity)
+        self.lanes = Lanes(runtime, rows, capacity, are_dense=True)
         self.jobs: list[Job | None] = [None] * rows
         self._done = [0] * rows
         """Tokens of each row whose keys and values are known."""
@@ -49,12 +46,9 @@ class Prompts:
         job.speculation.reused_prompt_tokens = known
 
     def _begin(self, job: Job, lanes: Lanes, row: int, **numbers: int) -> None:
-        ids = torch.tensor(job.prompt)
-        if self.runtime.on_gpu:
-            ids = ids.pin_memory()
         vocab = self.runtime.verify.vocab_size
         eos = [token for token in job.eos if 0 <= token < vocab]
-        lanes.state.enter(row, ids, eos, **numbers, **job.numbers())
+        lanes.state.enter(row, job.prompt, eos, **numbers, **job.numbers())
         lanes.all.drafter.enter(row, job.share_text)
 
     def process(self, job: Job, target: Lanes, to: int) -> None:
@@ -77,23 +71,51 @@ class Prompts:
         """Of prompts with pictures, one at a time."""
         return Lanes(self.runtime, 1, self.lanes.state.capacity)
 
-    def step(self, others_decode: bool) -> list[Job]:
-        """Process a chunk of every prompt, and propose the first trees of those that are done, which are returned."""
-        missing = {job: len(job.prompt) - 1 - self._done[job.row] for job in self.active}
-        sizes = self.lanes.all.prefill_sizes
-        if others_decode:
-            sizes = [size for size in sizes if size <= BESIDE[self.runtime.device.type]] or sizes[-1:]
-        session = self.lanes.session(max(job.row for job in missing) + 1)
-        needed = min((tokens for tokens in missing.values() if tokens > 0), default=0)
-        if needed:
-            size = min((size for size in sizes if size >= needed), default=sizes[0])
-            session.prefill(size, self._max_kv_len(max(self._done[job.row] for job in missing) + size))
-            for job in missing:
+    def step(self, waiting: int, decoding: int, round_seconds: float | None) -> list[Job]:
+        """Process a chunk of every prompt, and propose the first trees of those that are done, which are returned.
+
+        waiting, decoding: see `choose_size`. round_seconds: what rounds cost now; None if nobody has measured it.
+        """
+        self._compact()
+        session = self.lanes.session(max(job.row for job in self.active) + 1)
+        missing = [len(job.prompt) - 1 - self._done[job.row] for job in self.active]
+        if any(missing):
+            size = self._chunk_size([tokens for tokens in missing if tokens], waiting, decoding, round_seconds)
+            session.prefill(size, self._max_kv_len(max(self._done[job.row] for job in self.active) + size))
+            for job in self.active:
                 self._done[job.row] = min(self._done[job.row] + size, len(job.prompt) - 1)
-        ready = [job for job in missing if self._done[job.row] == len(job.prompt) - 1]
+        ready = [job for job in self.active if self._done[job.row] == len(job.prompt) - 1]
         if ready:
             self._propose(session, ready)
         return ready
+
+    def _chunk_size(self, missing: list[int], waiting: int, decoding: int, round_seconds: float | None) -> int:
+        """See `choose_size`. The first rank decides, because the others measure other times."""
+        lanes, fixed = self.lanes, FIXED[self.runtime.device.type]
+        is_measured = round_seconds is not None and all(lanes.prefill_seconds(width) for width in lanes.widths)
+
+        def cost(prompts: int, size: int) -> float:
+            width = lanes.width(prompts)
+            if not is_measured:  # a chunk and a round read the weights once, and a chunk computes its tokens besides
+                return fixed + width * size
+            measured = lanes.prefill_seconds(width)
+            largest = max(measured)  # of the steps that are captured; a larger one computes more of the same
+            return measured.get(size) or measured[largest] * size / largest
+
+        sizes, round_cost = lanes.all.prefill_sizes, round_seconds if is_measured else fixed
+        decide = partial(choose_size, missing, waiting, decoding, sizes, cost, round_cost)
+        return self.runtime.options.ranks.lead(lambda: [decide()])[0]
+
+    def _compact(self) -> None:
+        """Move the last lanes to free ones, if a chunk over fewer lanes will do then."""
+        width = self.lanes.width(len(self.active))
+        for job in self.active[::-1]:
+            row, to = job.row, self.jobs.index(None) if None in self.jobs else len(self.jobs)
+            if row < width or to > row:
+                return
+            slots = self._done[row] + self.runtime.algorithm.plan.lookahead_slots
+            self.lanes.copy_row(row, to, min(max(slots, 1), self.lanes.state.capacity))
+            self.jobs[row], self.jobs[to], self._done[to], job.row = None, job, self._done[row], to
 
     def _propose(self, session, ready: list[Job]) -> None:
         session.propose(self._max_kv_len(max(len(job.prompt) for job in (*self.active, *ready))))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from ..runtime.runtime import Runtime
 from .decoding import Decoder
 from .job import Job
-from .prompts import ROWS, Prompts
+from .prompts import Prompts
 from .ranks import Admission, Shadow, pack, unpack
 
 
@@ -14,17 +14,19 @@ class Scheduler:
     """First come, first served. A request waits until a row is free for it; then its prompt is processed in chunks, at
     most one between two rounds, and its row joins the next round."""
 
-    def __init__(self, runtime: Runtime, slots: int, capacity: int):
-        """slots: requests that decode at once. capacity: tokens of each."""
+    def __init__(self, runtime: Runtime, slots: int, capacity: int, lanes: int):
+        """slots: requests that decode at once. capacity: tokens of each. lanes: prompts that are processed at once."""
         self.slots, self.capacity = slots, capacity
         self.waiting: deque[Job] = deque()
         """Any thread may append to it."""
-        self.prompts = Prompts(runtime, min(ROWS[runtime.device.type], slots), capacity)
+        self.prompts = Prompts(runtime, lanes, capacity)
         self.decoder = Decoder(runtime, slots, capacity)
         self._keeps_a_token_less, self._has_states = runtime.algorithm.remembers, bool(runtime.verify.recurrences)
         self.ranks = runtime.options.ranks
         self.check: Callable[[], None] = lambda: None
         """Raises if the model has changed."""
+        self._unchecked: list[Job] = []
+        """Requests that have entered since the last `check`."""
 
     @property
     def is_busy(self) -> bool:
@@ -39,18 +41,23 @@ class Scheduler:
         """Run a round, and what comes before it; returns the requests that gained tokens or are over."""
         news: list[Job] = []
         if self.ranks.size == 1:
+            if self.waiting and self.prompts.runtime.on_gpu:  # rounds to compute while the host lets requests in
+                self.decoder.launch()
             self._change(news)
         elif self.ranks.leads:
             self.ranks.lead(lambda: pack(self._change(news)))
         else:
             self._change_alike(*unpack(self.ranks.lead(list)))
         if self.prompts.active:
-            for job in self.prompts.step(others_decode=bool(self.decoder.active)):
+            decoding = len(self.decoder.active)
+            waiting = min(len(self.waiting), self.slots - decoding - len(self.prompts.active))
+            for job in self.prompts.step(waiting, decoding, self.decoder.round_seconds):
                 self.prompts.move(job, self.decoder.lanes, self.decoder.free_row())
                 self.decoder.enter(job)
         else:
             self.decoder.compact()
         self.decoder.launch()
+        self._check_model()
         if self.decoder.is_flying:
             news += self.decoder.collect()
         for job in news:
@@ -93,6 +100,17 @@ class Scheduler:
             job.finish("cancelled") if error is None else job.fail(error)
         return jobs
 
+    def _check_model(self) -> None:
+        """Let requests that have entered fail in their first round if the model has changed. A GPU computes in the
+        time that this takes."""
+        if self._unchecked:
+            try:
+                self.check()
+            except Exception as error:
+                for job in self._unchecked:
+                    job.failure = error
+            self._unchecked.clear()
+
     def _change(self, news: list[Job]) -> tuple[list[str], list[Admission]]:
         """Let those leave that were cancelled and those enter for which there are rows. Those that are over are `news`.
 
@@ -116,8 +134,8 @@ class Scheduler:
                 break
             job = self.waiting.popleft()
             try:
-                self.check()
                 job.admit()
+                self._unchecked.append(job)
                 if job.has_pictures:
                     self.prompts.process(job, self.decoder.lanes, self.decoder.free_row())
                     self.decoder.enter(job)

@@ -5,12 +5,17 @@ import torch
 from ..kernels.linear import MAX_ROWS
 from ..runtime.engine import Engine
 from ..runtime.runtime import Runtime
+from .prompts import LANES
 from .scheduler import Scheduler
 
 MOST = {"cpu": 16, "cuda": 64}
 """Slots unless the user says how many: beyond, rounds cost arithmetic."""
 SHARE = 0.8
-"""Of the free memory of a GPU that the slots may take."""
+"""Of the free memory of a GPU that slots and lanes of prompts may take."""
+LANES_SHARE = 0.05
+"""Of that, what lanes of prompts beyond `FEWEST_LANES` may take. Where a row takes more, the model is so large that few
+prompts keep the GPU busy."""
+FEWEST_LANES = 4
 
 
 def take_scheduler(engine: Engine, requested: int | None, hints=None) -> Scheduler:
@@ -19,18 +24,18 @@ def take_scheduler(engine: Engine, requested: int | None, hints=None) -> Schedul
     requested, hints: see `choose_slots`.
     """
     ranks = engine.runtime.options.ranks
-    slots, capacity = ranks.lead(lambda: choose_slots(engine.runtime, requested, hints))
+    slots, capacity, lanes = ranks.lead(lambda: choose_slots(engine.runtime, requested, hints))
     idle, engine.idle_batch = engine.idle_batch, None
     if idle is not None and (idle.slots == slots or (requested is None and idle.slots > slots)):
         return idle
     del idle  # its memory first
-    scheduler = Scheduler(engine.runtime, slots, capacity)
+    scheduler = Scheduler(engine.runtime, slots, capacity, lanes)
     engine.batches.add(scheduler)
     return scheduler
 
 
-def choose_slots(runtime: Runtime, requested: int | None, hints=None) -> tuple[int, int]:
-    """Slots, and tokens of each.
+def choose_slots(runtime: Runtime, requested: int | None, hints=None) -> tuple[int, int, int]:
+    """Slots, tokens of each, and prompts that are processed at once.
 
     requested: slots that the user asks for; None leaves it to the memory. hints: transformers' WorkloadHints.
     Raises ValueError if `requested` is below 1.
@@ -42,9 +47,11 @@ def choose_slots(runtime: Runtime, requested: int | None, hints=None) -> tuple[i
         slots = min(slots, 1 << (hints.num_requests - 1).bit_length())
     if requested is None and runtime.options.exact == "bits":
         slots = min(slots, MAX_ROWS // runtime.sizes[-1])
-    capacity = runtime.capacity(slots)
-    if runtime.on_gpu and requested is None:
+    capacity, lanes = runtime.capacity(slots), LANES[runtime.device.type]
+    if runtime.on_gpu:
         free = SHARE * torch.cuda.mem_get_info(runtime.device)[0]
         row_bytes = runtime.token_bytes * (capacity + 2048) + runtime.verify.row_bytes
-        slots = max(1, min(slots, int(free / row_bytes)))
-    return slots, capacity
+        lanes = min(lanes, max(FEWEST_LANES, int(LANES_SHARE * free / row_bytes)))
+        if requested is None:
+            slots = max(1, min(slots, int(free / row_bytes) - lanes))
+    return slots, capacity, min(lanes, slots)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -60,11 +60,24 @@ class Session:
         self.texts: list[list[int]] = []
         """What each row was in the last call, prompt and output: of these the drafter's own cache knows."""
         self.steps: dict[tuple[str, int], Callable] = {}
+        self.prefill_seconds: dict[int, float] = {}
+        """What a captured step with a prompt costs, by its size."""
         self.captures = runtime.on_gpu and runtime.options.cuda_graphs
         # Rounds of one session at a time are under way, so that those of the larger one may use the same memory.
         self.pool = larger.pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
         self.is_growing = False
         self._pieces = Pieces(runtime, self.state, self.drafter)
+        self._example: Session | None = None
+
+    def share_code(self, example: "Session") -> None:
+        """Run what is compiled for `example`, over some other rows than these, which any number above one may follow.
+        Its first step is compiled by the first of this one."""
+        example._pieces.rows_vary = True
+        self._example, self._pieces.example = example, example._pieces
+
+    def static_sizes(self) -> set[int]:
+        """See `Pieces`."""
+        return self._pieces.static_sizes()
 
     def _slots(self, tokens: int) -> int:
         """Slots for so many tokens and for what a step writes behind them."""
@@ -154,13 +167,15 @@ class Session:
         name = f"{part}_b{self.batch}" + (f"_n{nodes}" if nodes else "")
         runtime.say(f"compiling {name}")
         begin = time.perf_counter()
-        with torch.no_grad(), runtime.ranks_apart(), self._untouched():
+        with torch.no_grad(), runtime.ranks_apart(), self._both_untouched():
             step, arguments = self._function(part, nodes), self._arguments(part, nodes)
             step(*arguments)
             if captures:
                 step = self._capture(step, arguments)
             if part in self.policies:
                 self._measure(part, {nodes: step})
+            elif part == "prefill" and captures:
+                self.prefill_seconds[nodes] = min(self._seconds(step, arguments) for _ in range(TRIALS))
         seconds = time.perf_counter() - begin
         runtime.stats.seconds["compile"] += seconds
         runtime.say(f"compiled {name} in {seconds:.1f} s")
@@ -170,7 +185,7 @@ class Session:
         """The round over `nodes` nodes that draws, a function of max_kv_len; on a GPU captured for these processors."""
         key = f"sampled {sampler.key}", nodes
         if key not in self.steps:
-            with torch.no_grad(), self._untouched():
+            with torch.no_grad(), self._both_untouched():
                 look, finish, state = self._function("look", nodes), self._function("finish", nodes), self.state
 
             def sampled(max_kv_len: int) -> Tensor:
@@ -235,6 +250,12 @@ class Session:
             torch.cuda.synchronize()
         del outcome
         return time.perf_counter() - tick
+
+    @contextmanager
+    def _both_untouched(self) -> Iterator[None]:
+        """`_untouched`, of the example, too."""
+        with self._untouched(), self._example._untouched() if self._example else nullcontext():
+            yield
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:

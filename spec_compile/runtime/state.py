@@ -1,5 +1,6 @@
 """State: every buffer that outlives a round, at fixed addresses, for B sequences."""
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -75,18 +76,28 @@ class State(nn.Module):
         self.kv.share(other.kv)
         self.capacity = other.capacity
 
-    def enter(self, row: int, prompt: Tensor, eos: list[int], **numbers: int | float) -> None:
+    def enter(self, row: int, prompt: list[int], eos: list[int], **numbers: int | float) -> None:
         """Begin a new sequence in one row, while the others go on; it is finished until somebody says otherwise.
 
-        prompt: [W] int64 on the CPU. eos: ids of the tokens that end it. numbers: for the [B] buffers of these names.
+        prompt: token ids. eos: ids of the tokens that end it. numbers: for the [B] buffers of these names.
         """
-        self.tokens[row, : len(prompt)].copy_(prompt, non_blocking=True)
-        self.is_eos[row].zero_()
-        for token in eos:
-            self.is_eos[row, token].fill_(True)
-        for name, value in numbers.items():
-            getattr(self, name)[row].fill_(value)
-        self.prompt_lengths[row].fill_(len(prompt))
+        numbers["prompt_lengths"] = len(prompt)
+        buffers = {name: getattr(self, name)[row : row + 1] for name in numbers}
+        integers = [name for name, buffer in buffers.items() if buffer.dtype == torch.int64]
+        fractions = [name for name in numbers if name not in integers]
+        # All travel together, as in `reset`, and are put into place by few launches.
+        wide = [*prompt, *eos, *(numbers[name] for name in integers)]
+        sent = torch.empty(len(wide) + len(fractions), dtype=torch.int64, pin_memory=self.on_gpu)
+        array = sent.numpy()
+        array[: len(wide)] = wide
+        array[len(wide) :].view(np.float64)[:] = [numbers[name] for name in fractions]
+        sent = sent.to(self.tokens.device, non_blocking=True)
+        ids, ends, values, rest = sent.split([len(prompt), len(eos), len(integers), len(fractions)])
+        texts = self.tokens[row, : len(prompt)]
+        torch._foreach_copy_([texts, *(buffers[name] for name in integers)], [ids, *values.split(1)])
+        if fractions:
+            torch._foreach_copy_([buffers[name] for name in fractions], [*rest.view(torch.float64).float().split(1)])
+        self.is_eos[row].zero_().index_fill_(0, ends, True)
         self.kv.states.enter(row, len(prompt))
         self.finished[row].fill_(True)
         self._eos = None  # rows differ
@@ -215,7 +226,7 @@ class State(nn.Module):
         if nodes > 1 and self.tokens.device.type == "cuda":
             torch.ops.spec_compile.compact(self.kv.tensors, self.lengths, accepted.path, accepted.count)
         elif nodes > 1:
-            row = torch.arange(self.batch, device=slots.device)[:, None, None]
+            row = torch.arange(slots.shape[0], device=slots.device)[:, None, None]
             source, target = (self.lengths[:, None] + accepted.path)[:, None, :], slots[:, None, :]
             for cache in self.kv.tensors:
                 head = torch.arange(cache.shape[1], device=slots.device)[None, :, None]

@@ -27,11 +27,17 @@ class Pieces:
         self._finishes: set[Round] = set()
         """Rounds whose second half has run, and so is compiled, too."""
         self._prefill: Prefill | None = None
+        self._compilers: dict[str, PartCompiler] = {}
+        self.example: Pieces | None = None
+        """Those of another number of rows, which what they compile does not depend on: it serves here, too."""
+        self.rows_vary = False
+        """Whether what is compiled here is to serve any number of rows above one."""
 
     def clear(self) -> None:
         """Forget everything: the buffers have other sizes now."""
         self._rounds.clear()
         self._finishes.clear()
+        self._compilers.clear()
         self._prefill = None
 
     def round(self, nodes: int) -> Round:
@@ -40,6 +46,8 @@ class Pieces:
 
     def finish(self, nodes: int) -> Round:
         """The same round, whose `finish` is compiled as well."""
+        if self.example is not None:
+            self.example.finish(nodes)
         round_, compiler = self._round(nodes)
         if compiler is not None and round_ not in self._finishes:
             round_.finish(*self.accepted(round_, compiler.nodes, compiler.slots))
@@ -55,6 +63,8 @@ class Pieces:
     def prefill(self) -> Prefill:
         """The prefill, for chunks of any size above one."""
         if self._prefill is None:
+            if self.example is not None:
+                self.example.prefill()
             self._prefill = prefill = Prefill(self.runtime.prefill, self.drafter, self.state)
             if self.runtime.options.compile:
                 compiler = self._compiler(None, "prefill")
@@ -70,6 +80,8 @@ class Pieces:
         on_gpu = self.runtime.on_gpu
         key = min(nodes, 2) if on_gpu else nodes
         if key not in self._rounds:
+            if self.example is not None:
+                self.example.round(nodes)
             # A drafter that knows one size alone is not run for a round that verifies nothing.
             plan = self.runtime.algorithm.plan
             proposes = nodes > 1 or plan.sizes != "fixed" or plan.draws
@@ -90,14 +102,20 @@ class Pieces:
 
     def _compiler(self, nodes: int | None, tag: str) -> PartCompiler:
         """For parts over `nodes` nodes, or (None) over chunks of a prompt."""
-        static = self._static_sizes()
+        if self.example is not None:
+            return self.example._compilers[tag]
+        static, rows = self.static_sizes(), self.state.batch
         exact = nodes == 1 or (nodes is not None and not self.runtime.on_gpu)
         example = nodes if exact else example_size(static, MAX_NODES)
         slots = example_size({*static, *(example * size for size in static)})
-        varying = (slots,) if exact else (slots, example)
-        return PartCompiler(self.runtime.device, f"b{self.state.batch}_{tag}", varying, example, slots, exact)
+        varying = [slots, *([] if exact else [example]), *([rows] if self.rows_vary else [])]
+        name = f"{'any' if self.rows_vary else f'b{rows}'}_{tag}"
+        self._compilers[tag] = PartCompiler(
+            self.runtime.device, name, tuple(varying), example, slots, exact, rows if self.rows_vary else 0
+        )
+        return self._compilers[tag]
 
-    def _static_sizes(self) -> set[int]:
+    def static_sizes(self) -> set[int]:
         """Every size of a tensor that two parts hand each other, but the numbers of nodes and of slots."""
         graphs = [self.runtime.verify, self.runtime.prefill, self.runtime.algorithm.graph]
         modules = [graph.gm for graph in graphs if graph is not None] + [self.state, self.drafter]
