@@ -110,6 +110,19 @@ def tensors_in(value) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
+def held_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of a module and its parts as they are held, without those that are made when they are
+    read (see `kernels.linear.quantised.one_layout`)."""
+    for part in module.modules():
+        for holder in (part._parameters, part._buffers):
+            yield from (tensor for tensor in dict.values(holder) if tensor is not None)
+
+
+def held_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters among `held_tensors`."""
+    return (tensor for tensor in held_tensors(module) if isinstance(tensor, nn.Parameter))
+
+
 def argmax(logits: Tensor) -> Tensor:
     """``logits.argmax(-1)``, int64 [...], of equal ones the first, as two plain reductions (see `INDUCTOR_OPTIONS`)."""
     size = logits.shape[-1]

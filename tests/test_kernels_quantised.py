@@ -108,7 +108,7 @@ def prepared(name, outputs, inputs, device="cpu"):
     """A layer as its library has it, and as the kernel reads it: layout and parts of both."""
     layout, parts = DRAWN[name](outputs, inputs)
     parts = [part.to(device) for part in parts]
-    return (layout, parts), quantised.repacked(layout, [parts], inputs)
+    return (layout, parts), quantised.repacked(layout, parts, inputs)
 
 
 def launch(x, layout, parts, count, tile, **around):
@@ -124,9 +124,13 @@ def test_repacked_weights_are_equal(name):
         (layout, parts), (packed, ours) = prepared(name, outputs, inputs)
         assert torch.equal(packed.weight(ours, inputs), layout.weight(parts, inputs))
         assert quantised.layout_of(packed.kind) == packed
-        assert quantised.repacked(layout, [parts], inputs)[1][0] is ours[0]  # one copy for all graphs
-        merged, both = quantised.repacked(layout, [parts, [part.clone() for part in parts]], inputs)
-        assert torch.equal(merged.weight(both, inputs), packed.weight(ours, inputs).repeat(2, 1))
+        assert quantised.repacked(layout, parts, inputs)[1][0] is ours[0]  # one copy for all graphs
+        both = [torch.cat([part, part], dim) for part, dim in zip(ours, packed.dims)]
+        assert packed.merges and packed.fits([ours, ours])
+        assert torch.equal(packed.weight(both, inputs), packed.weight(ours, inputs).repeat(2, 1))
+        for index, part in enumerate(parts):
+            restored = layout.restored(index, packed, ours, inputs)
+            assert torch.equal(restored, part) if index == 0 or restored is not None else index > 0
 
 
 def test_repacked_weights_follow_their_layer():

@@ -5,6 +5,7 @@ import copy
 from torch import nn
 
 from ..errors import UnsupportedModelError
+from ..kernels.linear.quantised.one_layout import Restoring
 from .mxfp4 import library_tensors
 
 
@@ -54,8 +55,11 @@ class _Generates:
 def twin(model: nn.Module) -> nn.Module:
     """A copy of all modules and configurations over the same tensors: to be traced, or to have hooks, while other
     threads run `model`."""
-    tensors = [*model.parameters(), *model.buffers(), *library_tensors(model)]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    shared = [*library_tensors(model)]
+    for part in model.modules():
+        for holder in (part._parameters, part._buffers):
+            shared += [holder] if isinstance(holder, Restoring) else holder.values()
+    return copy.deepcopy(model, {id(each): each for each in shared if each is not None})
 
 
 def shallow(module: nn.Module, cls: type | None = None) -> nn.Module:

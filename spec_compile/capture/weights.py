@@ -32,7 +32,7 @@ class Slot:
     @property
     def current(self) -> Tensor | None:
         """What the module has there now."""
-        return self.holder.get(self.name)
+        return dict.get(self.holder, self.name)
 
     @property
     def key(self) -> tuple:
@@ -147,7 +147,7 @@ def _layouts(model: nn.Module) -> dict[str, tuple]:
 def _slots(module: nn.Module, prefix: str) -> Iterable[Slot]:
     for path, part in module.named_modules(prefix=prefix.removesuffix(".")):
         for holder in (part._parameters, part._buffers):
-            for name, tensor in holder.items():
+            for name, tensor in dict.items(holder):  # as they are held, without any that are made when they are read
                 if tensor is not None:
                     storage = tensor.detach() if type(tensor.data) is Tensor else None
                     yield Slot(f"{path}.{name}" if path else name, holder, name, tensor, storage)

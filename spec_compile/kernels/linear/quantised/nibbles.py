@@ -21,13 +21,25 @@ class _Words(Layout):
     of their 256. units: a row for each of so many columns, [G, O]."""
 
     bits = 4
+    dims = 0, 1
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         return parts[0].shape[0]
 
-    def joined(self, layers: list[list[Tensor]]) -> list[Tensor]:
-        words, units = zip(*layers)
-        return [torch.cat(words), torch.cat(units, dim=1)]
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]]:
+        return self, [part.contiguous() for part in parts]
+
+    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+        words, units = parts
+        return [words[begin:end], units[:, begin:end]]
+
+    def codes(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        """The codes [O, I] uint8 that were packed."""
+        return _unpacked(parts[0])[:, :inputs]
+
+    def scales(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        """The scales [G, O] that were packed."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -45,12 +57,16 @@ class Nibbles(_Words):
     def packing(self) -> tuple[str, int]:
         return "nibbles_fp16" if self.dtype else "nibbles_bf16", self.group
 
+    def scales(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        scales = parts[1].contiguous()[:, :, None].view(DTYPES[self.dtype])[:, :, 0]
+        return scales[: max(inputs // self.group, 1)].contiguous()
+
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         words, units = parts
         dtype, codes = DTYPES[self.dtype], _unpacked(words)
         scales, added = units.T.contiguous()[:, :, None].view(dtype).unbind(2)
-        groups = (codes.to(dtype) + TOO_LARGE[dtype]).unflatten(1, (-1, self.group))
-        return ((groups + added[:, :, None]) * scales[:, :, None]).flatten(1)[:, :inputs]
+        groups = codes.to(dtype).add_(TOO_LARGE[dtype]).unflatten(1, (-1, self.group))
+        return groups.add_(added[:, :, None]).mul_(scales[:, :, None]).flatten(1)[:, :inputs]
 
 
 @dataclass(frozen=True)
@@ -64,14 +80,23 @@ class TableNibbles(_Words):
     def packing(self) -> tuple[str, int]:
         return "nibbles_table", self.group
 
-    def joined(self, layers: list[list[Tensor]]) -> list[Tensor] | None:
+    def fits(self, layers: list[list[Tensor]]) -> bool:
         first, *others = (units[0, :16] for _, units in layers)
-        return super().joined(layers) if all(torch.equal(first, other) for other in others) else None
+        return all(torch.equal(first, other) for other in others)
+
+    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+        words, units = parts
+        scales = units.new_zeros(len(units), max(end - begin, 16))  # as wide as the table
+        scales[0, :16], scales[1:, : end - begin] = units[0, :16], units[1:, begin:end]
+        return [words[begin:end], scales]
+
+    def scales(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        return parts[1][1 : 1 + max(inputs // self.group, 1)].contiguous()
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         words, units = parts
         numbers = units[0, :16][_unpacked(words).int()].unflatten(1, (-1, self.group))
-        return (numbers * units[1:].T[:, :, None]).flatten(1)[:, :inputs]
+        return numbers.mul_(units[1:, : len(words)].T[:, :, None]).flatten(1)[:, :inputs]
 
 
 LAYOUTS = (Nibbles, TableNibbles)
