@@ -4,6 +4,7 @@ import copy
 
 from torch import nn
 
+from ..compat import held_tensors
 from ..errors import UnsupportedModelError
 from ..kernels.linear.quantised.one_layout import Restoring
 from .mxfp4 import library_tensors
@@ -55,11 +56,10 @@ class _Generates:
 def twin(model: nn.Module) -> nn.Module:
     """A copy of all modules and configurations over the same tensors: to be traced, or to have hooks, while other
     threads run `model`."""
-    shared = [*library_tensors(model)]
+    shared = [*library_tensors(model), *held_tensors(model)]
     for part in model.modules():
-        for holder in (part._parameters, part._buffers):
-            shared += [holder] if isinstance(holder, Restoring) else holder.values()
-    return copy.deepcopy(model, {id(each): each for each in shared if each is not None})
+        shared += [holder for holder in (part._parameters, part._buffers) if isinstance(holder, Restoring)]
+    return copy.deepcopy(model, {id(each): each for each in shared})
 
 
 def shallow(module: nn.Module, cls: type | None = None) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import awq, bitsandbytes, compressed_tensors, fp8_block, gptq, nibbles, torchao
-from .layout import Layout, Packed, UnreadError
+from .layout import Layout, Packed, UnreadError  # noqa: F401
 from .one_layout import PARTS, OneLayout, layer_of
 from .repack import repacked, update  # noqa: F401
 

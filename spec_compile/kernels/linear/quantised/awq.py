@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from . import nibbles
 from .gptqmodel import LIBRARY, require_4_bits, require_words
-from .layout import Layout, Packed, class_path, require, require_scale, packed_nibbles, unpacked_nibbles
+from .layout import Layout, Packed, class_path, packed_nibbles, require, require_scale, unpacked_nibbles
 
 CLASSES = {f"{LIBRARY}torch_awq.{name}" for name in ("AwqTorchLinear", "AwqTorchQuantLinear")}
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

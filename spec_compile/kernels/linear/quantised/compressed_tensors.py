@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import nibbles
-from .layout import Layout, Packed, exact_linear, require, require_scale, packed_nibbles, unpacked_nibbles
+from .layout import Layout, Packed, exact_linear, packed_nibbles, require, require_scale, unpacked_nibbles
 
 FP8 = torch.float8_e4m3fn
 LARGEST = {FP8: 448.0, torch.int8: 127.5}

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
 WEIGHTS = 1 << 23
 """Weights that are made numbers at a time."""
 
@@ -23,8 +22,8 @@ class Layout:
     """A layout of parts: the tensors of a layer, in order. Fields are integers, which are constants of a graph.
 
     I inputs, O outputs. merges: whether layers of one input can be merged, because every part has a dimension of
-    outputs. dims: which that is. bits: of a weight, where the kernel for few rows reads the layout. rounds_rows: whether that kernel
-    gets activations that are rounded by row.
+    outputs. dims: which that is. bits: of a weight, where the kernel for few rows reads the layout. rounds_rows:
+    whether that kernel gets activations that are rounded by row.
     """
 
     merges: ClassVar[bool] = True
@@ -91,8 +90,8 @@ class Layout:
         return self.by_outputs(x, parts, bias, multiply)
 
     def by_outputs(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, multiply: Callable) -> Tensor:
-        """``multiply(parts, bias)``, which makes weights of numbers, [..., O] of x's dtype, for a few outputs at a time,
-        because the weights of a large layer would take much memory."""
+        """``multiply(parts, bias)``, [..., O] of x's dtype, for a few outputs at a time, because the weights of a large
+        layer take much memory as numbers."""
         outputs, inputs = self.outputs(parts, x.shape[-1]), x.shape[-1]
         step = max(WEIGHTS // inputs, 256) // math.lcm(self.step, 8) * math.lcm(self.step, 8)
         if outputs <= step or self.cut(parts, 0, 0) is None:
