@@ -151,8 +151,7 @@ class _Fingerprint:
         self._several, self._same, self._tensors = (_transposed(pairs) for pairs in (several, same, plain))
         # Additions to dictionaries show in their sizes.
         dicts = [holder for part in [*parts, fast] for holder in (part._parameters, part._buffers, part._modules)]
-        hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        hooks += GLOBAL_HOOKS
+        hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)] + [*GLOBAL_HOOKS]
         self._sized = [*map(vars, parts), *filter(None, dicts)]
         self._hooked = [*filter(None, hooks)]
         self._empty = [each for each in [*dicts, *hooks] if not each]
