@@ -133,6 +133,16 @@ def test_repacked_weights_are_equal(name):
             assert torch.equal(restored, part) if index == 0 or restored is not None else index > 0
 
 
+@pytest.mark.parametrize("name", DRAWN)
+def test_weights_are_made_numbers_by_parts(name, monkeypatch):
+    (layout, parts), ours = prepared(name, 640, 256)
+    x, bias = torch.randn(2, 3, 256), torch.randn(640)
+    wanted = layout.product(x, parts, bias)
+    monkeypatch.setattr(quantised.layout, "WEIGHTS", 256 * 256)
+    for each, tensors in [(layout, parts), *([ours] if ours else [])]:
+        torch.testing.assert_close(each.product(x, tensors, bias), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_repacked_weights_follow_their_layer():
     (layout, parts), (packed, ours) = prepared("ct128", 16, 256)
     parts[0].add_(1)
