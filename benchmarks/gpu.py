@@ -172,9 +172,9 @@ def step_rows(model, fast, plain, options, speeds: dict) -> list[dict]:
     return rows
 
 
-def wrapping(fast, model) -> dict[str, int]:
-    """The peak of the GPU's memory since the model was built, beside the bytes of its weights and of the cache."""
-    peak, weights = torch.cuda.max_memory_allocated(), stored_bytes(model)
+def wrapping(fast, weights: int) -> dict[str, int]:
+    """The peak of the GPU's memory since the model was built, beside the bytes of its weights then and of the cache."""
+    peak = torch.cuda.max_memory_allocated()
     cache = sum(buffer.nbytes for buffer in fast.speculation.engine.session(1).state.kv.buffers())
     print(
         f"  peak of wrapping {peak / 1e9:.2f} GB: weights {weights / 1e9:.2f}, cache {cache / 1e9:.2f}, "
@@ -189,7 +189,7 @@ def measure(name: str, options, speeds: dict[str, float]) -> dict:
     model = build(name)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    begin = time.perf_counter()
+    begin, weights = time.perf_counter(), stored_bytes(model)
     longest = max(options.contexts + options.prompts)
     fast = spec_compile.speculate(model, num_draft_tokens=max(options.sizes), max_cache_len=longest + 1024)
     fast.speculation.warmup(progress=lambda line: print(f"  {time.perf_counter() - begin:5.1f} s: {line}", flush=True))
@@ -197,7 +197,7 @@ def measure(name: str, options, speeds: dict[str, float]) -> dict:
     if options.warm:
         return {"ready_warm": {"seconds": ready}}
     print(f"\n{name}: {weight_bytes(model) / 1e9:.2f} GB of weights read a round, ready after {ready:.1f} s")
-    result = {"ready": {"seconds": ready, "weight_bytes": weight_bytes(model)}, "wrapping": wrapping(fast, model)}
+    result = {"ready": {"seconds": ready, "weight_bytes": weight_bytes(model)}, "wrapping": wrapping(fast, weights)}
     result["rounds"] = round_rows(fast, options.batches, options.contexts, options.sizes, speeds)
     for nodes in sorted({1, 16, max(options.sizes)} & set(options.sizes)) if options.families else []:
         rounds(fast, 1024, 1, [nodes], 3)

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import spec_compile
+from spec_compile.compat import held_tensors
 
 
 def quantised(model: PreTrainedModel, pack) -> tuple[PreTrainedModel, list[str]]:
@@ -33,7 +34,7 @@ def quantised(model: PreTrainedModel, pack) -> tuple[PreTrainedModel, list[str]]
 def layer_bytes(model: PreTrainedModel) -> int:
     """Bytes of the parameters and buffers of the decoder's layers."""
     layers = model.get_decoder().layers
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*layers.parameters(), *layers.buffers()))
+    return sum(tensor.nbytes for tensor in held_tensors(layers))
 
 
 def measure(model: PreTrainedModel, tokenizer, prompts: list[Tensor], options) -> tuple[dict, list[Tensor]]:

@@ -30,14 +30,17 @@ def fp8(weight: Tensor) -> Packed:
     padded = F.pad(weight.float(), (0, -inputs % 128, 0, -outputs % 128))
     blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
     scales = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / 448
-    codes = (blocks / scales[:, None, :, None]).to(FP8).flatten(2).flatten(0, 1)[:outputs, :inputs].contiguous()
-    return Packed(Fp8Block(128, 128), {"weight": codes, "weight_scale_inv": scales}, None)
+    codes = (
+        (blocks / scales[:, None, :, None]).to(FP8).flatten(2).flatten(0, 1)[:outputs, :inputs].clone()
+    )  # a view keeps its base
+    return Packed(Fp8Block(128, 128), {"weight": codes, "weight_scale_inv": scales}, None, inputs)
 
 
 def int8(weight: Tensor) -> Packed:
     """torchao's int8 weights, with a scale for each output."""
     scales = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
-    return Packed(Int8Weight(), {"qdata": (weight.float() / scales).round().to(torch.int8), "scale": scales}, None)
+    codes = (weight.float() / scales).round().to(torch.int8)
+    return Packed(Int8Weight(), {"qdata": codes, "scale": scales}, None, weight.shape[1])
 
 
 def int4(weight: Tensor, group: int = GROUP) -> Packed | None:
@@ -45,7 +48,7 @@ def int4(weight: Tensor, group: int = GROUP) -> Packed | None:
     if weight.shape[1] % group:
         return None
     words, scales = _words(weight, group)
-    return Packed(Int4Group(group), {"weight_packed": words, "weight_scale": scales}, None)
+    return Packed(Int4Group(group), {"weight_packed": words, "weight_scale": scales}, None, weight.shape[1])
 
 
 def gptq(weight: Tensor, group: int = 128) -> Packed:
@@ -54,7 +57,7 @@ def gptq(weight: Tensor, group: int = 128) -> Packed:
     groups = torch.arange(weight.shape[1], dtype=torch.int32, device=weight.device) // group
     zeros = words.new_full((scales.shape[1], len(words) // 8), 0x77777777)  # files have them less 1
     parts = {"qweight": words.T.contiguous(), "qzeros": zeros, "scales": scales.T.contiguous(), "g_idx": groups}
-    return Packed(Gptq(1), parts, None)
+    return Packed(Gptq(1), parts, None, weight.shape[1])
 
 
 def _words(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +78,8 @@ def nf4(weight: Tensor) -> Packed | None:
     scales = blocks.abs().amax(dim=1)
     between = (table[1:] + table[:-1]) / 2
     codes = torch.bucketize(blocks / scales.clamp(min=1e-12)[:, None], between).to(torch.uint8).view(-1, 2)
-    return Packed(Table4(GROUP, 0), {"weight": codes[:, :1] << 4 | codes[:, 1:], "absmax": scales, "code": table}, None)
+    parts = {"weight": codes[:, :1] << 4 | codes[:, 1:], "absmax": scales, "code": table}
+    return Packed(Table4(GROUP, 0), parts, None, weight.shape[1])
 
 
 FORMATS = {"fp8": fp8, "int8": int8, "int4": int4, "nf4": nf4}

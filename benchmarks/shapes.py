@@ -9,6 +9,8 @@ from hybrid_shapes import HYBRIDS
 from quantised_shapes import QUANTISED
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from spec_compile.compat import held_items, held_tensors
+
 LLAMA_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                   original_max_position_embeddings=8192)  # fmt: skip
 DENSE = {
@@ -61,7 +63,7 @@ def text_tokens(count: int, vocab: int) -> torch.Tensor:
 
 def stored_bytes(model: PreTrainedModel) -> int:
     """Bytes of all parameters and buffers."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return sum({id(tensor): tensor.nbytes for tensor in held_tensors(model)}.values())
 
 
 def distinct_experts(model: PreTrainedModel, rows: int) -> float | None:
@@ -81,12 +83,14 @@ def weight_bytes(model: PreTrainedModel, rows: int = 1) -> int:
 
     But of an embedding of its own, rows are read, which do not count; and of experts, `distinct_experts`.
     """
-    count, total = distinct_experts(model, rows), 0.0
-    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-        is_expert = count is not None and path.rpartition(".")[0].endswith(".experts")
-        total += tensor.nbytes * (count / len(tensor) if is_expert else 1.0)
+    count, read = distinct_experts(model, rows), dict[int, float]()
+    for path, part in model.named_modules():
+        is_expert = count is not None and path.endswith(".experts")
+        for _, tensor in (*held_items(part._parameters), *held_items(part._buffers)):
+            if tensor is not None:
+                read[id(tensor)] = tensor.nbytes * (count / len(tensor) if is_expert else 1.0)
     is_tied = model.config.get_text_config(decoder=True).tie_word_embeddings
-    return int(total) if is_tied else int(total) - model.get_input_embeddings().weight.nbytes
+    return int(sum(read.values())) - (0 if is_tied else model.get_input_embeddings().weight.nbytes)
 
 
 def state_bytes(graph) -> int:

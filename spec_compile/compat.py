@@ -1,7 +1,7 @@
 """The differences between supported versions of torch and transformers, and the private parts that we touch."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -108,6 +108,24 @@ def tensors_in(value) -> list[Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for part in value for tensor in tensors_in(part)]
     return [value] if isinstance(value, Tensor) else []
+
+
+def held_items(holder) -> Iterable[tuple[str, Tensor | None]]:
+    """Names and tensors of a module's parameters or buffers, as they are held: without those that are made when they
+    are read (see `kernels.linear.quantised.one_layout`). compressed-tensors puts mappings of its own there."""
+    return dict.items(holder) if isinstance(holder, dict) else holder.items()
+
+
+def held_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of a module and its parts, as they are held."""
+    for part in module.modules():
+        for holder in (part._parameters, part._buffers):
+            yield from (tensor for _, tensor in held_items(holder) if tensor is not None)
+
+
+def held_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters among `held_tensors`."""
+    return (tensor for tensor in held_tensors(module) if isinstance(tensor, nn.Parameter))
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from spec_compile.capture.float32 import full_precision, in_float32
 from spec_compile.capture.trace import capture
 from spec_compile.graph import ModelGraph, calls
 from spec_compile.kernels.attention import attention_calls
+from spec_compile.kernels.linear import NORMED, SMALL_M
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -189,6 +190,20 @@ def test_in_float32_a_large_weight_is_widened_by_parts(bias, monkeypatch):
     assert shapes.count((16, 7)) == 4 and (16, 30) not in shapes
     expected = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(30).bfloat16()])
+def test_in_float32_a_large_output_head_is_widened_by_parts(bias, monkeypatch):
+    monkeypatch.setattr(float32, "COLUMNS", 7)
+    weight, x = torch.randn(30, 16, dtype=torch.bfloat16), torch.randn(2, 3, 16, dtype=torch.bfloat16)
+    squares, expected = torch.full((6, 1), 16.0), torch.nn.functional.linear(x.float(), weight.float())
+    widened, shapes = float32._widened, []
+    monkeypatch.setattr(float32, "_widened", lambda x: shapes.append(getattr(x, "shape", None)) or widened(x))
+    for op, arguments in ((SMALL_M.op, (x, weight, bias)), (NORMED[0], (x, squares, weight, bias, 0.0))):
+        with in_float32():
+            out = op(*arguments)
+        torch.testing.assert_close(out, expected + (0 if bias is None else bias.float()), atol=1e-5, rtol=1e-5)
+    assert shapes.count((7, 16)) == 8 and (30, 16) not in shapes
 
 
 def test_in_float32_widens_and_writes_to_no_half():

@@ -108,7 +108,7 @@ def prepared(name, outputs, inputs, device="cpu"):
     """A layer as its library has it, and as the kernel reads it: layout and parts of both."""
     layout, parts = DRAWN[name](outputs, inputs)
     parts = [part.to(device) for part in parts]
-    return (layout, parts), quantised.repacked(layout, [parts], inputs)
+    return (layout, parts), quantised.repacked(layout, parts, inputs)
 
 
 def launch(x, layout, parts, count, tile, **around):
@@ -124,9 +124,23 @@ def test_repacked_weights_are_equal(name):
         (layout, parts), (packed, ours) = prepared(name, outputs, inputs)
         assert torch.equal(packed.weight(ours, inputs), layout.weight(parts, inputs))
         assert quantised.layout_of(packed.kind) == packed
-        assert quantised.repacked(layout, [parts], inputs)[1][0] is ours[0]  # one copy for all graphs
-        merged, both = quantised.repacked(layout, [parts, [part.clone() for part in parts]], inputs)
-        assert torch.equal(merged.weight(both, inputs), packed.weight(ours, inputs).repeat(2, 1))
+        assert quantised.repacked(layout, parts, inputs)[1][0] is ours[0]  # one copy for all graphs
+        both = [torch.cat([part, part], dim) for part, dim in zip(ours, packed.dims)]
+        assert packed.merges and packed.fits([ours, ours])
+        assert torch.equal(packed.weight(both, inputs), packed.weight(ours, inputs).repeat(2, 1))
+        for index, part in enumerate(parts):
+            restored = layout.restored(index, packed, ours, inputs)
+            assert torch.equal(restored, part) if index == 0 or restored is not None else index > 0
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_weights_are_made_numbers_by_parts(name, monkeypatch):
+    (layout, parts), ours = prepared(name, 640, 256)
+    x, bias = torch.randn(2, 3, 256), torch.randn(640)
+    wanted = layout.product(x, parts, bias)
+    monkeypatch.setattr(quantised.layout, "WEIGHTS", 256 * 256)
+    for each, tensors in [(layout, parts), *([ours] if ours else [])]:
+        torch.testing.assert_close(each.product(x, tensors, bias), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "table"])

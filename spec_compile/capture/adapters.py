@@ -4,7 +4,9 @@ import copy
 
 from torch import nn
 
+from ..compat import held_tensors
 from ..errors import UnsupportedModelError
+from ..kernels.linear.quantised.one_layout import Restoring
 from .mxfp4 import library_tensors
 
 
@@ -54,8 +56,10 @@ class _Generates:
 def twin(model: nn.Module) -> nn.Module:
     """A copy of all modules and configurations over the same tensors: to be traced, or to have hooks, while other
     threads run `model`."""
-    tensors = [*model.parameters(), *model.buffers(), *library_tensors(model)]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    shared = [*library_tensors(model), *held_tensors(model)]
+    for part in model.modules():
+        shared += [holder for holder in (part._parameters, part._buffers) if isinstance(holder, Restoring)]
+    return copy.deepcopy(model, {id(each): each for each in shared})
 
 
 def shallow(module: nn.Module, cls: type | None = None) -> nn.Module:

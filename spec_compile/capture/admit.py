@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
+from ..compat import held_parameters
 from ..errors import UnsupportedModelError
 from ..kernels import HALF
 from .layers import ATTENTION, PARTS, layer_types
@@ -56,7 +57,7 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
 
 
 def _admit_tensors(model: PreTrainedModel) -> None:
-    devices = sorted({str(p.device) for p in model.parameters()})
+    devices = sorted({str(p.device) for p in held_parameters(model)})
     if len(devices) != 1:
         raise UnsupportedModelError(
             f"model: {type(model).__name__} is spread over {', '.join(devices)}; load it on a single device"
@@ -66,8 +67,8 @@ def _admit_tensors(model: PreTrainedModel) -> None:
             _refuse(model, "is partly offloaded (hf_device_map); load all of it onto one device")
     _admit_device(model, torch.device(devices[0]))
     packed = *packed_layers(model), *packed_experts(model)
-    read = {id(p) for path in packed for p in model.get_submodule(path).parameters()}
-    unknown = sorted({str(p.dtype) for p in model.parameters() if id(p) not in read} - {str(d) for d in DTYPES})
+    read = {id(p) for path in packed for p in held_parameters(model.get_submodule(path))}
+    unknown = sorted({str(p.dtype) for p in held_parameters(model) if id(p) not in read} - {str(d) for d in DTYPES})
     if unknown:
         raise UnsupportedModelError(
             f"model: {type(model).__name__} has parameters of dtype {', '.join(unknown)}; expected float32, bfloat16 "

@@ -1,7 +1,7 @@
 """Arithmetic in float32 for models of 16 bits, without a copy of their weights: the reference that checks need."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -9,13 +9,15 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels import HALF, experts
-from ..kernels.linear import PRODUCTS, quantised
+from ..kernels.linear import NORMED, PRODUCTS, SMALL_M, quantised
 
 aten = torch.ops.aten
 SELECTIONS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 """Ops that select elements, of which only the result is converted, because their tables may be large."""
 MATMULS = {aten.mm.default, aten.addmm.default}
-COLUMNS = 1 << 14
+HEADS = {SMALL_M.op, NORMED[0]}
+"""Products that an output head may be, besides."""
+COLUMNS = 1 << 12
 """Outputs of a matrix product whose weights are converted at a time, because an output head may be large."""
 
 
@@ -72,24 +74,36 @@ class _Float32(TorchDispatchMode):
         if func in SELECTIONS:
             return _widened(func(*args, **kwargs))
         if func in MATMULS and not kwargs:
-            *first, weight = args
-            return _by_columns(func, *map(_widened, first), weight)
+            *bias, x, weight = args
+            bias = bias[0].expand(len(x), weight.shape[1]) if bias else None
+            return _by_outputs(lambda w, b: func(*([] if b is None else [b]), _widened(x), w), weight, bias, 1)
         for index in written:
             if index < len(args) and isinstance(args[index], torch.Tensor) and args[index].dtype in HALF:
                 raise RuntimeError(f"{func} writes to a tensor of 16 bits, which has no float32 form")
         if func in PRODUCTS:  # scales of 16 bits stay, because weights are rounded to their dtype
             names = [argument.name for argument in func._schema.arguments]
-            return func(*(x if name in ("parts", "scales") else _widened(x) for name, x in zip(names, args)), **kwargs)
+            keep = ("parts", "scales", "weight", "bias") if func in HEADS else ("parts", "scales")
+            values = {name: x if name in keep else _widened(x) for name, x in zip(names, args)}
+            if func not in HEADS:
+                return func(**values, **kwargs)
+            weight, bias = values["weight"], values["bias"]
+            return _by_outputs(lambda w, b: func(**{**values, "weight": w, "bias": b}, **kwargs), weight, bias, 0)
         return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
 
 
-def _by_columns(func, *args: torch.Tensor) -> torch.Tensor:
-    """``mm(x, weight)`` or ``addmm(bias, x, weight)``, some columns of weight [I, O] at a time."""
-    *bias, x, weight = args
-    if weight.dtype not in HALF or weight.shape[1] <= COLUMNS:
-        return func(*bias, x, _widened(weight))
-    parts = (each.split(COLUMNS, 1) for each in (*(part.expand(len(x), weight.shape[1]) for part in bias), weight))
-    return torch.cat([func(*part, x, _widened(columns)) for *part, columns in zip(*parts)], 1)
+def _by_outputs(multiply: Callable, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
+    """``multiply(weight, bias)``, some outputs at a time, which are in this dimension of the weight and the last of the
+    bias."""
+    if weight.dtype not in HALF or weight.shape[dim] <= COLUMNS:
+        return multiply(_widened(weight), _widened(bias))
+    out, begin = None, 0
+    for part in weight.split(COLUMNS, dim):
+        end = begin + part.shape[dim]
+        product = multiply(_widened(part), None if bias is None else _widened(bias[..., begin:end]))
+        out = product.new_empty(*product.shape[:-1], weight.shape[dim]) if out is None else out
+        out[..., begin:end] = product
+        begin = end
+    return out
 
 
 @functools.cache

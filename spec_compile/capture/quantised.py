@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..compat import set_experts_implementation
 from ..errors import UnsupportedModelError
-from ..kernels.linear import QUANTISED, quantised
+from ..kernels.linear import QUANTISED, hold_packed, quantised
 from .adapters import twin
 from .experts import IMPLEMENTATION, are_packed
 from .mxfp4 import are_mxfp4, library_tensors, mark_mxfp4
@@ -65,8 +65,24 @@ def admit_quantisation(model: PreTrainedModel) -> None:
 
 def packed_layers(model: nn.Module) -> dict[str, quantised.Packed]:
     """The quantised linear layers of a model, by path; UnreadError, naming the first that is laid out otherwise."""
-    layers = {path: _named(path, part, quantised.read) for path, part in model.named_modules()}
+    layers = {path: _named(path, part, _read) for path, part in model.named_modules()}
     return {path: packed for path, packed in layers.items() if packed is not None}
+
+
+def hold_one_layout(model: PreTrainedModel) -> None:
+    """Let layers that a kernel reads in a layout of its own hold their weights in that alone, one after the other."""
+    dtype = model.get_output_embeddings().weight.dtype
+    for part in model.modules():
+        packed = _read(part)
+        if packed is not None:
+            hold_packed(part, packed, dtype)
+        packed = None  # the library's tensors go before the next layer is packed
+
+
+def _read(part: nn.Module) -> quantised.Packed | None:
+    """`quantised.read`, which does not know a `QuantisedLinear` in a user's model."""
+    packed = quantised.read(part)
+    return part.packed if packed is None and isinstance(part, QuantisedLinear) else packed
 
 
 def packed_experts(model: nn.Module) -> set[str]:
@@ -89,10 +105,16 @@ class QuantisedLinear(nn.Module):
 
     def __init__(self, packed: quantised.Packed):
         super().__init__()
-        self._kind, self._names = packed.layout.kind, list(packed.parts)
+        self._kind, self._names, self._inputs = packed.layout.kind, list(packed.parts), packed.inputs
         for name, tensor in {**packed.parts, "bias": packed.bias}.items():
             register = self.register_parameter if isinstance(tensor, nn.Parameter) else self.register_buffer
             register(name, tensor)
+
+    @property
+    def packed(self) -> quantised.Packed:
+        """The layer that this was made of."""
+        parts = {name: getattr(self, name) for name in self._names}
+        return quantised.Packed(quantised.layout_of(self._kind), parts, self.bias, self._inputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return QUANTISED(x, [getattr(self, name) for name in self._names], self.bias, self._kind)

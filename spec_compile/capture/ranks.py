@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ..compat import held_tensors
 from ..errors import UnsupportedModelError
 from ..kernels import all_reduce_memory
 from ..parallel.ranks import Alone
@@ -59,7 +60,7 @@ def share_memory(ranks: Alone, device: torch.device) -> None:
 def checksum(module: nn.Module) -> bytes:
     """Bytes that differ for weights that differ, but for single numbers: of shapes, and of samples of whole tensors."""
     parts, shapes = [], []
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in held_tensors(module):
         shapes.append((tuple(tensor.shape), str(tensor.dtype)))
         if isinstance(tensor, DTensor):
             continue

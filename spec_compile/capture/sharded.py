@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ..compat import held_parameters
 from ..errors import UnsupportedModelError
 
 Fake = tuple[PreTrainedModel, FakeTensorMode]
@@ -15,7 +16,7 @@ Fake = tuple[PreTrainedModel, FakeTensorMode]
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether ranks hold parts of the parameters of a model."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(isinstance(parameter, DTensor) for parameter in held_parameters(model))
 
 
 def fake_twin(model: PreTrainedModel) -> Fake:

@@ -15,7 +15,7 @@ from .adapters import twin
 from .experts import marked_experts
 from .layers import check_layers
 from .modules import connect
-from .quantised import mark
+from .quantised import hold_one_layout, mark
 from .sharded import bind, fake_twin, is_sharded
 
 IMPLEMENTATION = "spec_compile"
@@ -70,7 +70,11 @@ def capture(model: PreTrainedModel) -> ModelGraph:
     Raises UnsupportedModelError if the trace fails, or does not show exactly one attention call per layer.
     """
     name, original = type(model).__name__, model
-    model, mode = fake_twin(model) if is_sharded(model) else (mark(twin(model)), nullcontext())
+    if is_sharded(model):
+        model, mode = fake_twin(model)
+    else:
+        hold_one_layout(model)
+        model, mode = mark(twin(model)), nullcontext()
     attention = _Attention(model)
     try:
         limits = connect(model, attention)

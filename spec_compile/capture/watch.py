@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..compat import held_items
 from .weights import AGAIN, Slot
 
 INTERNALS = set(vars(nn.Module())) - {"training"}
@@ -142,7 +143,7 @@ class _Fingerprint:
         for part in [*parts, fast]:
             same += [(part._modules, name) for name in part._modules]
             for holder in (part._parameters, part._buffers):
-                same += [(holder, name) for name, tensor in holder.items() if tensor is None]
+                same += [(holder, name) for name, tensor in held_items(holder) if tensor is None]
         same += [(slot.holder, slot.name) for slot in slots if slot.storage is None]
         plain = [(slot.holder, slot.name) for slot in slots if slot.storage is not None]
         self._single = [(itemgetter(*names), attributes) for names, attributes in single.items() if names]
@@ -150,8 +151,7 @@ class _Fingerprint:
         self._several, self._same, self._tensors = (_transposed(pairs) for pairs in (several, same, plain))
         # Additions to dictionaries show in their sizes.
         dicts = [holder for part in [*parts, fast] for holder in (part._parameters, part._buffers, part._modules)]
-        hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        hooks += GLOBAL_HOOKS
+        hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)] + [*GLOBAL_HOOKS]
         self._sized = [*map(vars, parts), *filter(None, dicts)]
         self._hooked = [*filter(None, hooks)]
         self._empty = [each for each in [*dicts, *hooks] if not each]
@@ -216,7 +216,7 @@ def _recording(cls: type, names: set[str]) -> type:
 def _facts(part: nn.Module) -> _Facts:
     """A module as it is now. Values that may change in place are copied."""
     values = {name: copy.deepcopy(value) if _is_plain(value) else value for name, value in _values(part).items()}
-    empty = {name: tensor is None for owner in (part._parameters, part._buffers) for name, tensor in owner.items()}
+    empty = {name: tensor is None for owner in (part._parameters, part._buffers) for name, tensor in held_items(owner)}
     hooks = _hooks((part._forward_hooks, part._forward_pre_hooks))
     return _Facts(type(part), _forward(part), values, empty, dict(part._modules), hooks)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..compat import held_items
 from ..kernels.linear.quantised import update
 from .mxfp4 import library_tensors
 from .quantised import packed_layers
@@ -32,7 +33,7 @@ class Slot:
     @property
     def current(self) -> Tensor | None:
         """What the module has there now."""
-        return self.holder.get(self.name)
+        return dict.get(self.holder, self.name)
 
     @property
     def key(self) -> tuple:
@@ -57,6 +58,8 @@ class Slot:
             return f"is a {type(current.data).__name__}, whose memory cannot be shared,"
         if current.is_meta:
             return "is on the meta device, without values,"
+        if not self.storage.numel():
+            return "was replaced, though its layer holds its weights in the layout of a kernel,"
         was, now = _description(self.storage), _description(current)
         return None if was == now else f"was {was} at speculate() and is {now} now"
 
@@ -147,7 +150,7 @@ def _layouts(model: nn.Module) -> dict[str, tuple]:
 def _slots(module: nn.Module, prefix: str) -> Iterable[Slot]:
     for path, part in module.named_modules(prefix=prefix.removesuffix(".")):
         for holder in (part._parameters, part._buffers):
-            for name, tensor in holder.items():
+            for name, tensor in held_items(holder):
                 if tensor is not None:
                     storage = tensor.detach() if type(tensor.data) is Tensor else None
                     yield Slot(f"{path}.{name}" if path else name, holder, name, tensor, storage)

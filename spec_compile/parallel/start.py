@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..compat import held_parameters
 from .ranks import ALONE, Alone, Ranks
 
 TIMEOUT = datetime.timedelta(minutes=10)
@@ -25,7 +26,7 @@ def find_ranks(option: Any, model: Any) -> Alone:
     """
     if isinstance(option, Alone):
         return option
-    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    parameters = held_parameters(model) if isinstance(model, nn.Module) else ()
     spread = next((each for each in parameters if isinstance(each, DTensor)), None)
     option = spread.device_mesh if option is None and spread is not None else option
     if option is None:

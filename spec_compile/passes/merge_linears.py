@@ -1,10 +1,11 @@
 """merge_linears: linear layers that read the same input (q/k/v, gate/up) become one matrix product."""
 
+import itertools
 import weakref
 from collections import defaultdict
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..graph import ModelGraph, attribute
@@ -38,7 +39,7 @@ def merge_linears(graph: ModelGraph, settings) -> str:
             operands = operands_of(node)
             dtype = attribute(graph.gm, operands[0].target).dtype
             groups[node.args[0], node.target, len(operands), dtype, node.args[3:]].append(node)
-    alike = [group for group in groups.values() if len(group) > 1 and _fits(group)]
+    alike = [group for group in groups.values() if len(group) > 1 and _fits(graph.gm, group)]
     merged = [group for group in alike if not _is_apart(graph.gm, group)]
     for number, group in enumerate(merged):
         _merge(graph.gm, group, f"merged_linear_{number}")
@@ -54,19 +55,28 @@ _apart = WeakIdKeyDictionary()
 
 def _is_apart(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
     """Whether merging would move a parameter that a graph reads where it lies."""
-    for operands in zip(*map(operands_of, group)):
-        parameters = [attribute(gm, operand.target) for operand in operands]
-        if any(map(_apart.get, parameters)) and _joined(parameters) is None:
+    for dim, parameters in _operands(gm, group):
+        if any(map(_apart.get, parameters)) and _joined(parameters, dim) is None:
             return True
     return False
 
 
-def _fits(group: list[fx.Node]) -> bool:
+def _operands(gm: fx.GraphModule, group: list[fx.Node]) -> list[tuple[int, list[Tensor]]]:
+    """Of each operand, the dimension of outputs, and the parameters of all layers."""
+    first = group[0]
+    dims = () if first.target is PLAIN else quantised.layout_of(first.args[3]).dims[: len(first.args[1])]
+    parameters = [[attribute(gm, operand.target) for operand in operands] for operands in zip(*map(operands_of, group))]
+    return list(itertools.zip_longest(dims, parameters, fillvalue=0))
+
+
+def _fits(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
     """Whether the outputs of layers can lie one behind the other, so that no block with a scale of its own is cut."""
     if group[0].target is PLAIN:
         return True
     layout = quantised.layout_of(group[0].args[3])
-    return layout.merges and all(size % layout.step == 0 for size in output_sizes(group)[:-1])
+    if not layout.merges or any(size % layout.step for size in output_sizes(group)[:-1]):
+        return False
+    return layout.fits([[attribute(gm, part.target) for part in node.args[1]] for node in group])
 
 
 def _is_private(graph: ModelGraph, node: fx.Node, uses: dict[str, int]) -> bool:
@@ -80,33 +90,36 @@ def _is_private(graph: ModelGraph, node: fx.Node, uses: dict[str, int]) -> bool:
 
 def _merge(gm: fx.GraphModule, group: list[fx.Node], name: str) -> None:
     first, targets = group[0], []
-    for number, operands in enumerate(zip(*map(operands_of, group))):
+    for number, (dim, parameters) in enumerate(_operands(gm, group)):
         target = f"{name}_{number}"
-        parameters = [attribute(gm, operand.target) for operand in operands]
-        gm.register_buffer(target, join_parameters(parameters), persistent=False)
+        gm.register_buffer(target, join_parameters(parameters, dim), persistent=False)
         targets.append(target)
     with gm.graph.inserting_before(first):
         arguments = with_operands(first, [gm.graph.get_attr(target) for target in targets])
     put_product(gm.graph, group, first.target, arguments)
 
 
-def _joined(parameters: list[nn.Parameter]) -> Tensor | None:
-    """The rows of all parameters, if an earlier call has joined them."""
+def _joined(parameters: list[Tensor], dim: int) -> Tensor | None:
+    """All parameters in one tensor, if an earlier call has joined them."""
     first, end = parameters[0], parameters[0].data_ptr()
+    total = sum(p.shape[dim] for p in parameters)
+    shape = (*first.shape[:dim], total, *first.shape[dim + 1 :])
+    stride = first.stride() if dim == 0 else (total, 1)  # of two dimensions
     for p in parameters:
-        if p.data_ptr() != end or not p.is_contiguous() or p.untyped_storage()._cdata != first.untyped_storage()._cdata:
+        if p.data_ptr() != end or p.untyped_storage()._cdata != first.untyped_storage()._cdata:
             return None
-        end += p.numel() * p.element_size()
-    rows = sum(p.shape[0] for p in parameters)
-    return first.data.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+        if not p.is_contiguous() if dim == 0 else p.stride() != stride:
+            return None
+        end += (p.numel() if dim == 0 else p.shape[dim]) * p.element_size()
+    return first.data.as_strided(shape, stride, first.storage_offset())
 
 
-def join_parameters(parameters: list[nn.Parameter]) -> Tensor:
-    """The rows of all parameters in one tensor, which the parameters then view."""
-    merged = _joined(parameters)
+def join_parameters(parameters: list[Tensor], dim: int = 0) -> Tensor:
+    """All parameters along a dimension in one tensor, which the parameters then view."""
+    merged = _joined(parameters, dim)
     if merged is not None:
         return merged
-    merged = torch.cat([p.data for p in parameters])
-    for p, part in zip(parameters, merged.split([p.shape[0] for p in parameters])):
+    merged = torch.cat([p.data for p in parameters], dim)
+    for p, part in zip(parameters, merged.split([p.shape[dim] for p in parameters], dim)):
         p.data = part
     return merged

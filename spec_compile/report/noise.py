@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ..compat import held_parameters, held_tensors
+
 PADDING = 7
 """Padding tokens on the left of the padded batch."""
 FLOOR = {torch.float32: 3.3e-6, torch.float64: 1e-12}
@@ -138,22 +140,31 @@ def _padded(model: PreTrainedModel, text: Tensor, count: int) -> Tensor:
 
 def _float32_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """A copy of the model with every tensor of 16 bits in float32."""
-    memo = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        narrow = tensor.is_floating_point() and tensor.dtype.itemsize == 2
-        wide = tensor.detach().to(device, torch.float32 if narrow else tensor.dtype)
-        memo[id(tensor)] = nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
-    exact = copy.deepcopy(model, memo)
+
+    def widened(tensor: Tensor) -> Tensor:
+        wide = tensor.detach().to(device, torch.float32 if _is_narrow(tensor) else tensor.dtype)
+        return nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
+
+    exact = copy.deepcopy(model, {id(tensor): widened(tensor) for tensor in held_tensors(model)})
+    for part in exact.modules():
+        for holder in (part._parameters, part._buffers):
+            for name, tensor in holder.items():  # what the copying has made
+                if tensor is not None and (_is_narrow(tensor) or tensor.device != device):
+                    holder[name] = widened(tensor)
     if exact.config._attn_implementation not in ("sdpa", "eager"):
         exact.set_attn_implementation("eager")  # not every other one takes float32
     return exact
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize == 2
 
 
 def _roomy_device(model: PreTrainedModel) -> torch.device:
     """The model's device, or the CPU if that has no room for the float32 copy."""
     if model.device.type == "cuda":
         # 4 bytes a parameter, and one in reserve for what the forwards need.
-        needed = 5 * sum(parameter.numel() for parameter in model.parameters())
+        needed = 5 * sum(parameter.numel() for parameter in held_parameters(model))
         unused = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
         if torch.cuda.mem_get_info(model.device)[0] + unused < needed:
             return torch.device("cpu")

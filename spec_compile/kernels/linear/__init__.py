@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ...graph import ModelGraph, attribute, calls
 from .. import HALF
@@ -61,17 +61,26 @@ def choose(weight: Tensor, few_rows: bool) -> Form | None:
     return None
 
 
-def choose_packed(
-    layers: list[list[Tensor]], inputs: int, kind: str, dtype: torch.dtype
-) -> tuple[str, list[Tensor]] | None:
-    """The kind and the parts, weight and scales, by which `SMALL_M` multiplies few rows of a dtype in place of
-    quantised layers of one input, whose parts are `layers`; None: it cannot."""
-    if dtype not in HALF or small_m.lack_of_device(layers[0][0].device) is not None:
+def choose_packed(parts: list[Tensor], inputs: int, kind: str, dtype: torch.dtype) -> tuple[str, list[Tensor]] | None:
+    """The kind and the parts, weight and scales, by which `SMALL_M` multiplies few rows of a dtype in place of a
+    quantised layer; None: it cannot."""
+    if dtype not in HALF or small_m.lack_of_device(parts[0].device) is not None:
         return None
-    form = quantised.repacked(quantised.layout_of(kind), layers, inputs)
+    form = quantised.repacked(quantised.layout_of(kind), parts, inputs)
     if form is None or small_m.lack(form[1][0], form[0].kind, dtype) is not None:
         return None
     return form[0].kind, form[1]
+
+
+def hold_packed(module: nn.Module, packed: quantised.Packed, dtype: torch.dtype) -> None:
+    """Let a quantised layer hold its weights as `SMALL_M` reads them, alone, where it multiplies activations of a dtype
+    by them in another layout than the layer's."""
+    parts = [*packed.parts.values()]
+    if packed.layout.packing or dtype not in HALF or small_m.lack_of_device(parts[0].device) is not None:
+        return
+    form = packed.layout.for_few_rows(parts, packed.inputs)
+    if form is not None and small_m.lack(form[1][0], form[0].kind, dtype) is None:
+        quantised.hold_in_one_layout(module, packed, form)
 
 
 def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:

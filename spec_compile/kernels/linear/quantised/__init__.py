@@ -13,15 +13,44 @@ from torch import Tensor, nn
 
 from . import awq, bitsandbytes, compressed_tensors, fp8_block, gptq, nibbles, torchao
 from .layout import Layout, Packed, UnreadError  # noqa: F401
+from .one_layout import PARTS, OneLayout, layer_of
 from .repack import repacked, update  # noqa: F401
 
 FORMATS = (fp8_block, compressed_tensors, gptq, awq, bitsandbytes, torchao)
 LAYOUTS = {layout.__name__: layout for format in (*FORMATS, nibbles) for layout in format.LAYOUTS}
+REFILLED = {bitsandbytes.Table4: bitsandbytes.refilled, torchao.IntGroups: torchao.refilled}
+"""What makes an owner of parts anew."""
 
 
 def read(module: nn.Module) -> Packed | None:
     """A quantised linear layer of a format that is read, or None; UnreadError if it is not laid out as expected."""
+    layer = layer_of(module)
+    if layer is not None and all(map(layer.is_empty, layer.empty)):
+        return Packed(layer.packed, dict(zip(PARTS, layer.parts)), module.bias, layer.inputs)
     return next((packed for format in FORMATS if (packed := format.read(module)) is not None), None)
+
+
+def hold_in_one_layout(module: nn.Module, source: Packed, form: tuple[Layout, list[Tensor]]) -> None:
+    """Let a layer hold its weights in the form that `Layout.for_few_rows` has made of them, alone, if it has all of
+    their bits."""
+    layer = OneLayout(source, *form, REFILLED.get(type(source.layout)))
+    if not layer.is_exact:
+        return
+    layer.replace(module, source, form[1])
+    module.register_load_state_dict_pre_hook(_fill)
+    module.register_load_state_dict_post_hook(_take)
+
+
+def _fill(module: nn.Module, *args) -> None:
+    layer = layer_of(module)
+    if layer is not None:
+        layer.fill()
+
+
+def _take(module: nn.Module, incompatible_keys) -> None:
+    layer = layer_of(module)
+    if layer is not None:
+        layer.take(read(module))
 
 
 @functools.cache

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from . import nibbles
 from .gptqmodel import LIBRARY, require_4_bits, require_words
-from .layout import Layout, Packed, class_path, require, require_scale, unpacked_nibbles
+from .layout import Layout, Packed, class_path, packed_nibbles, require, require_scale, unpacked_nibbles
 
 CLASSES = {f"{LIBRARY}torch_awq.{name}" for name in ("AwqTorchLinear", "AwqTorchQuantLinear")}
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -28,17 +27,31 @@ class Awq(Layout):
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         codes, zeros, scales = parts
-        codes = _outputs_in_order(codes).unflatten(0, (-1, self.group))
-        return ((codes - _outputs_in_order(zeros)[:, None]) * scales[:, None]).flatten(0, 1).T
+        weight = _outputs_in_order(codes).to(scales.dtype).unflatten(0, (-1, self.group))
+        return weight.sub_(_outputs_in_order(zeros)[:, None]).mul_(scales[:, None]).flatten(0, 1).T
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
         codes, zeros, scales = parts
-        return nibbles.pack(_outputs_in_order(codes).to(torch.uint8).T, _outputs_in_order(zeros), scales)
+        return nibbles.pack(_outputs_in_order(codes).T, _outputs_in_order(zeros).int(), scales)
+
+    def restored(self, index: int, packed: Layout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+        if index == 0:
+            return _outputs_interleaved(packed.codes(parts, inputs).T)
+        return packed.scales(parts, inputs) if index == 2 else None
+
+    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+        codes, zeros, scales = parts
+        return [codes[:, begin // 8 : end // 8], zeros[:, begin // 8 : end // 8], scales[:, begin:end]]
 
 
 def _outputs_in_order(words: Tensor) -> Tensor:
-    """words [R, C] int32 -> [R, 8 * C] int32."""
+    """words [R, C] int32 -> [R, 8 * C] uint8."""
     return unpacked_nibbles(words).unflatten(1, (-1, 8))[:, :, list(ORDER)].flatten(1)
+
+
+def _outputs_interleaved(codes: Tensor) -> Tensor:
+    """The inverse of `_outputs_in_order`."""
+    return packed_nibbles(codes.unflatten(1, (-1, 8))[:, :, [ORDER.index(place) for place in range(8)]].flatten(1))
 
 
 LAYOUTS = (Awq,)
@@ -61,4 +74,4 @@ def read(module: nn.Module) -> Packed | None:
     require(tuple(module.qzeros.shape) == (groups, outputs // 8), "has zeros of another shape")
     require_scale("scales", module.scales, (groups, outputs))
     parts = {name: getattr(module, name) for name in ("qweight", "qzeros", "scales")}
-    return Packed(Awq(inputs // groups), parts, module.bias)
+    return Packed(Awq(inputs // groups), parts, module.bias, inputs)

@@ -3,6 +3,7 @@
 Reference: QLoRA (arXiv 2305.14314), section 3.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import nibbles
-from .layout import Layout, Packed, class_path, require, require_scale
+from .layout import WEIGHTS, Layout, Packed, class_path, require, require_scale
 
 NESTED = 256
 """Scales of a block that double quantisation rounds together."""
@@ -30,14 +31,26 @@ class Table4(Layout):
         return parts[0].numel() * 2 // inputs
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
-        values = parts[2][_unpacked(parts[0]).int()]
-        return (values.view(-1, self.block) * self._scales(parts)[:, None]).view(-1, inputs)
+        codes = parts[0].flatten()
+        values = torch.empty(codes.numel() * 2, device=codes.device)
+        for some, numbers in zip(codes.split(WEIGHTS // 2), values.split(WEIGHTS)):
+            numbers.copy_(parts[2][_unpacked(some).int()])
+        return values.view(-1, self.block).mul_(self._scales(parts)[:, None]).view(-1, inputs)
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
         if inputs % self.block:
             return None  # a block has parts of two rows
         scales = self._scales(parts).view(-1, inputs // self.block)
         return nibbles.pack_with_table(_unpacked(parts[0]).view(-1, inputs), parts[2], scales.T)
+
+    def restored(self, index: int, packed: Layout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+        if index == 0:
+            codes = packed.codes(parts, inputs)
+            return (codes[:, ::2] << 4 | codes[:, 1::2]).view(-1, 1)
+        return packed.scales(parts, inputs).T.flatten() if index == 1 and not self.nested else None
+
+    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> None:
+        return None
 
     def _scales(self, parts: Sequence[Tensor]) -> Tensor:
         """The scale of each block, float32."""
@@ -56,6 +69,16 @@ def _unpacked(codes: Tensor) -> Tensor:
 
 
 LAYOUTS = (Table4,)
+
+
+def refilled(weight: nn.Parameter, parts: dict[str, Tensor]) -> nn.Parameter:
+    """A `Params4bit` like `weight` with these of its `parts`."""
+    state = copy.copy(weight.quant_state)
+    if "absmax" in parts:
+        state.absmax = parts["absmax"]
+    other = torch.Tensor._make_subclass(type(weight), parts["weight"], weight.requires_grad)
+    other.__dict__.update({**weight.__dict__, "quant_state": state})
+    return other
 
 
 def read(module: nn.Module) -> Packed | None:
@@ -82,4 +105,4 @@ def read(module: nn.Module) -> Packed | None:
         require_scale("state2.absmax", state.state2.absmax, (math.ceil(blocks / NESTED),))
         parts |= {"offset": state.offset, "absmax2": state.state2.absmax, "code2": state.state2.code}
     require_scale("absmax", state.absmax, (blocks,))
-    return Packed(Table4(state.blocksize, int(state.nested)), parts, module.bias)
+    return Packed(Table4(state.blocksize, int(state.nested)), parts, module.bias, inputs, "weight")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import nibbles
-from .layout import Layout, Packed, exact_linear, require, require_scale, unpacked_nibbles
+from .layout import Layout, Packed, exact_linear, packed_nibbles, require, require_scale, unpacked_nibbles
 
 FP8 = torch.float8_e4m3fn
 LARGEST = {FP8: 448.0, torch.int8: 127.5}
@@ -39,7 +39,11 @@ class PerChannel(Layout):
     def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         codes, scales = parts
         x = rounded_rows(x, codes.dtype, scales[-1].to(x.dtype) if self.static else None)
-        return exact_linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
+
+        def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+            return exact_linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
+
+        return self.by_outputs(x, parts, bias, multiply)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class PerTensor(Layout):
 
     static: int
     merges = False
+
+    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+        weight, scales, *activations = parts
+        return [weight[begin:end], scales if scales.numel() == 1 else scales[begin:end], *activations]
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]]:
         weight, scales, *activations = parts
@@ -90,12 +98,17 @@ class Int4Group(Layout):
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         words, scales = parts
-        codes = unpacked_nibbles(words) - 8
-        return (codes.to(scales.dtype).unflatten(1, (-1, self.group)) * scales[:, :, None]).flatten(1)
+        codes = unpacked_nibbles(words).to(scales.dtype).sub_(8)
+        return codes.unflatten(1, (-1, self.group)).mul_(scales[:, :, None]).flatten(1)
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
         words, scales = parts
-        return nibbles.pack(unpacked_nibbles(words).to(torch.uint8), 8, scales.T)
+        return nibbles.pack(unpacked_nibbles(words), 8, scales.T)
+
+    def restored(self, index: int, packed: Layout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+        return (
+            packed_nibbles(packed.codes(parts, inputs)) if index == 0 else packed.scales(parts, inputs).T.contiguous()
+        )
 
 
 LAYOUTS = (PerChannel, PerTensor, Int4Group)
@@ -132,12 +145,12 @@ def _eight_bits(module: nn.Linear, scheme, form: str) -> Packed:
     require_scale("weight_scale", module.weight_scale, (module.out_features, 1) if by_channel else (1,))
     parts = {"weight": module.weight, "weight_scale": module.weight_scale}
     if by_channel and rows.dynamic:
-        return Packed(PerChannel(), parts, module.bias)
+        return Packed(PerChannel(), parts, module.bias, module.in_features)
     if not rows.dynamic:
         require_scale("input_scale", module.input_scale, (1,))
         require(float(module.input_scale) > 0, "has an input_scale that is not above 0")
         parts["input_scale"] = module.input_scale
-    return Packed(PerTensor(int(not rows.dynamic)), parts, module.bias)
+    return Packed(PerTensor(int(not rows.dynamic)), parts, module.bias, module.in_features)
 
 
 def _four_bits(module: nn.Linear, scheme) -> Packed:
@@ -150,4 +163,4 @@ def _four_bits(module: nn.Linear, scheme) -> Packed:
     require(tuple(module.weight_packed.shape) == (outputs, inputs // 8), "has packed weights of another shape")
     require_scale("weight_scale", module.weight_scale, (outputs, inputs // group))
     parts = {"weight_packed": module.weight_packed, "weight_scale": module.weight_scale}
-    return Packed(Int4Group(group), parts, module.bias)
+    return Packed(Int4Group(group), parts, module.bias, inputs)

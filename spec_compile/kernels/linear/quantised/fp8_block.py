@@ -44,8 +44,17 @@ class Fp8Block(Layout):
         return weight
 
     def product(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        out = exact_linear(rounded_blocks(x, self.columns), self.weight(parts, x.shape[-1]), None).to(x.dtype)
-        return out if bias is None else out + bias
+        rounded = rounded_blocks(x, self.columns)
+
+        def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+            out = exact_linear(rounded, self.weight(parts, x.shape[-1]), None).to(x.dtype)
+            return out if bias is None else out + bias
+
+        return self.by_outputs(x, parts, bias, multiply)
+
+    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+        weight, scales = parts
+        return [weight[begin:end], scales[begin // self.rows : -(-end // self.rows)]]
 
 
 def rounded_blocks(x: Tensor, columns: int) -> Tensor:
@@ -71,4 +80,4 @@ def read(module: nn.Module) -> Packed | None:
     rows, columns = module.block_size
     outputs, inputs = weight.shape
     require_scale("weight_scale_inv", scales, (-(-outputs // rows), -(-inputs // columns)))
-    return Packed(Fp8Block(rows, columns), {"weight": weight, "weight_scale_inv": scales}, module.bias)
+    return Packed(Fp8Block(rows, columns), {"weight": weight, "weight_scale_inv": scales}, module.bias, inputs)

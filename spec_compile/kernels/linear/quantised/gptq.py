@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from . import nibbles
 from .gptqmodel import LIBRARY, require_4_bits, require_words
-from .layout import Layout, Packed, class_path, require, require_scale, unpacked_nibbles
+from .layout import Layout, Packed, class_path, packed_nibbles, require, require_scale, unpacked_nibbles
 
 CLASSES = {f"{LIBRARY}torch.{name}" for name in ("TorchLinear", "TorchQuantLinear")}
 
@@ -26,15 +26,24 @@ class Gptq(Layout):
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         codes, zeros, scales, groups = parts
-        zeros = unpacked_nibbles(zeros) + self.offset
-        groups = groups.long()
-        return (scales[groups] * (unpacked_nibbles(codes.T).T - zeros[groups])).T
+        zeros = (unpacked_nibbles(zeros) + self.offset).to(scales.dtype).T.contiguous()
+        weight, groups = unpacked_nibbles(codes.T).to(scales.dtype), groups.long()
+        return weight.sub_(zeros[:, groups]).mul_(scales.T[:, groups])
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
         codes, zeros, scales, groups = parts
         if not torch.equal(groups.long(), torch.arange(inputs, device=groups.device) // (inputs // len(scales))):
             return None  # an order of activations
-        return nibbles.pack(unpacked_nibbles(codes.T).to(torch.uint8), unpacked_nibbles(zeros) + self.offset, scales)
+        return nibbles.pack(unpacked_nibbles(codes.T), unpacked_nibbles(zeros).int() + self.offset, scales)
+
+    def restored(self, index: int, packed: Layout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+        if index == 0:
+            return packed_nibbles(packed.codes(parts, inputs)).T.contiguous()
+        return packed.scales(parts, inputs) if index == 2 else None
+
+    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+        codes, zeros, scales, groups = parts
+        return [codes[:, begin:end], zeros[:, begin // 8 : end // 8], scales[:, begin:end], groups]
 
 
 LAYOUTS = (Gptq,)
@@ -60,4 +69,4 @@ def read(module: nn.Module) -> Packed | None:
     require(tuple(module.g_idx.shape) == (inputs,), "has an order of activations of another shape")
     require(0 <= int(module.g_idx.min()) and int(module.g_idx.max()) < groups, "has groups without a scale")
     parts = {name: getattr(module, name) for name in ("qweight", "qzeros", "scales", "g_idx")}
-    return Packed(Gptq(2 - module.qzero_format()), parts, module.bias)
+    return Packed(Gptq(2 - module.qzero_format()), parts, module.bias, inputs)

@@ -1,12 +1,16 @@
 """`Layout`: how a format keeps the weights of a linear layer, and what they mean in plain PyTorch."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+WEIGHTS = 1 << 23
+"""Weights that are made numbers at a time."""
 
 
 class UnreadError(ValueError):
@@ -17,12 +21,13 @@ class UnreadError(ValueError):
 class Layout:
     """A layout of parts: the tensors of a layer, in order. Fields are integers, which are constants of a graph.
 
-    I inputs, O outputs. merges: whether layers of one input can be merged, because the first dimension of every part is
-    that of outputs. bits: of a weight, where the kernel for few rows reads the layout. rounds_rows: whether that kernel
-    gets activations that are rounded by row.
+    I inputs, O outputs. merges: whether layers of one input can be merged, because every part has a dimension of
+    outputs. dims: which that is. bits: of a weight, where the kernel for few rows reads the layout. rounds_rows:
+    whether that kernel gets activations that are rounded by row.
     """
 
     merges: ClassVar[bool] = True
+    dims: ClassVar[tuple[int, ...]] = 0, 0, 0
     bits: ClassVar[int] = 8
     rounds_rows: ClassVar[bool] = False
 
@@ -55,9 +60,19 @@ class Layout:
         """New parts with the same meaning, in a layout that has a `packing`; None: there is no such layout."""
         return None
 
-    def joined(self, layers: list[list[Tensor]]) -> list[Tensor] | None:
-        """The parts of a layer that has the outputs of all layers; None: there is no such layer."""
-        return layers[0] if len(layers) == 1 else None
+    def fits(self, layers: list[list[Tensor]]) -> bool:
+        """Whether layers with these parts can be merged, beside what `step` says."""
+        return True
+
+    def restored(self, index: int, packed: "Layout", parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+        """One of the layer's parts, by the layout and parts that `for_few_rows` has made of them; None: these do not
+        have it."""
+        return None
+
+    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor] | None:
+        """The parts of the outputs begin .. end, where `begin` is a multiple of `step` and 8; None: they cannot be
+        cut."""
+        return [part[begin:end] for part in parts]
 
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         """O of a layer with so many inputs."""
@@ -73,7 +88,24 @@ class Layout:
 
     def unrounded(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """The layer without rounding of activations, the reference of checks in float32."""
-        return F.linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
+
+        def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+            return F.linear(x, self.weight(parts, x.shape[-1]).to(x.dtype), bias)
+
+        return self.by_outputs(x, parts, bias, multiply)
+
+    def by_outputs(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, multiply: Callable) -> Tensor:
+        """``multiply(parts, bias)``, [..., O] of x's dtype, for a few outputs at a time, because the weights of a large
+        layer take much memory as numbers."""
+        outputs, inputs = self.outputs(parts, x.shape[-1]), x.shape[-1]
+        step = max(WEIGHTS // inputs, 256) // math.lcm(self.step, 8) * math.lcm(self.step, 8)
+        if outputs <= step or self.cut(parts, 0, 0) is None:
+            return multiply(parts, bias)
+        out = x.new_empty(*x.shape[:-1], outputs)
+        for begin in range(0, outputs, step):
+            end = min(begin + step, outputs)
+            out[..., begin:end] = multiply(self.cut(parts, begin, end), None if bias is None else bias[begin:end])
+        return out
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -88,17 +120,27 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def unpacked_nibbles(words: Tensor) -> Tensor:
-    """words [R, C] int32 -> [R, 8 * C] int32, the four lowest bits of each word first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    return ((words[:, :, None] >> shifts) & 15).flatten(1)
+    """words [R, C] int32 -> [R, 8 * C] uint8, the four lowest bits of each word first."""
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)
+
+
+def packed_nibbles(codes: Tensor) -> Tensor:
+    """The inverse of `unpacked_nibbles`."""
+    return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int32)
 
 
 class Packed(NamedTuple):
-    """A layer as a format's ``read(module)`` returns it. parts: by name, in the layout's order."""
+    """A layer as a format's ``read(module)`` returns it.
+
+    parts: by name, in the layout's order. owner: the parameter inside which they are; "": they are the module's own.
+    """
 
     layout: Layout
     parts: dict[str, Tensor]
     bias: Tensor | None
+    inputs: int
+    owner: str = ""
 
 
 def class_path(module: nn.Module) -> str:

@@ -32,6 +32,7 @@ class _Words(Layout):
     """
 
     bits = 4
+    dims = 0, 1
     group: int
 
     @property
@@ -45,9 +46,20 @@ class _Words(Layout):
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         return parts[0].shape[0]
 
-    def joined(self, layers: list[list[Tensor]]) -> list[Tensor]:
-        words, units = zip(*layers)
-        return [torch.cat(words), torch.cat(units, dim=1)]
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]]:
+        return self, [part.contiguous() for part in parts]
+
+    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+        words, units = parts
+        return [words[begin:end], units[:, begin:end]]
+
+    def codes(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        """The codes [O, I] uint8 that were packed."""
+        return self.unpacked(parts[0])[:, :inputs]
+
+    def scales(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        """The scales [G, O] that were packed."""
+        raise NotImplementedError
 
     @property
     def span(self) -> int:
@@ -70,7 +82,7 @@ class _Words(Layout):
         words = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4).transpose(2, 3).flatten(1).view(torch.int32)
         return _turned(words, self.turn)
 
-    def codes(self, words: Tensor) -> Tensor:
+    def unpacked(self, words: Tensor) -> Tensor:
         """words -> codes [O, W * 256] uint8."""
         halves = _turned(words, -self.turn).view(torch.uint8).unflatten(1, (-1, self.depth, 2)).transpose(2, 3)
         return torch.stack([halves & 15, halves >> 4], dim=3).flatten(1)
@@ -117,12 +129,15 @@ class Nibbles(_Words):
         scales = self.unpaired(torch.stack([first, second], dim=2))
         return (scales.double() * 2.0 ** -TOO_SMALL[dtype]).to(dtype), ZERO
 
+    def scales(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        return self.scales_and_zeros(parts[1])[0][: max(inputs // self.group, 1)].contiguous()
+
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         words, units = parts
         scales, zeros = self.scales_and_zeros(units)
-        groups = self.codes(words).unflatten(1, (-1, self.group)).to(scales.dtype)
-        groups -= zeros if isinstance(zeros, int) else zeros.T[:, :, None]
-        return (groups * scales.T[:, :, None]).flatten(1)[:, :inputs]
+        groups = self.unpacked(words).to(scales.dtype).unflatten(1, (-1, self.group))
+        groups.sub_(zeros if isinstance(zeros, int) else zeros.T[:, :, None])
+        return groups.mul_(scales.T[:, :, None]).flatten(1)[:, :inputs]
 
 
 @dataclass(frozen=True)
@@ -141,10 +156,19 @@ class TableNibbles(_Words):
     def packing(self) -> tuple[str, int]:
         return "nibbles_table", self.group
 
+    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+        words, units = parts
+        scales = units.new_zeros(len(units), max(end - begin, 8), 2)  # as wide as the table
+        scales[0, :8], scales[1:, : end - begin] = units[0, :8], units[1:, begin:end]
+        return [words[begin:end], scales]
+
+    def scales(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
+        return self.unpaired(parts[1][1:])[: max(inputs // self.group, 1)].contiguous()
+
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         words, units = parts
-        numbers = units[0].flatten()[:16][self.codes(words).int()].unflatten(1, (-1, self.group))
-        return (numbers * self.unpaired(units[1:]).T[:, :, None]).flatten(1)[:, :inputs]
+        numbers = units[0, :8].flatten()[self.unpacked(words).int()].unflatten(1, (-1, self.group))
+        return numbers.mul_(self.unpaired(units[1:, : len(words)]).T[:, :, None]).flatten(1)[:, :inputs]
 
 
 LAYOUTS = (Nibbles, TableNibbles)

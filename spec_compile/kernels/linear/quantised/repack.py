@@ -11,15 +11,16 @@ from .layout import Layout
 
 @dataclass(eq=False)
 class Repacked:
-    """Parts in a layout that the kernel reads, and the layers that they were made of: layout, parts of each, inputs."""
+    """Parts in a layout that the kernel reads, and the layer that they were made of: layout, parts, inputs."""
 
     layout: Layout
     parts: list[Tensor]
-    source: tuple[Layout, list[list[Tensor]], int]
+    source: tuple[Layout, list[Tensor], int]
 
     def update(self) -> None:
-        """Raises ValueError if the layers' present values take another layout."""
-        layout, parts = _repacked(*self.source)
+        """Raises ValueError if the layer's present values take another layout."""
+        source, parts, inputs = self.source
+        layout, parts = source.for_few_rows(parts, inputs)
         if layout != self.layout:
             raise ValueError(
                 f"quantised weights were changed, and their copy would be {layout.kind!r}, not {self.layout.kind!r}, "
@@ -30,36 +31,25 @@ class Repacked:
 
 
 _known: "WeakValueDictionary[tuple, Repacked]" = WeakValueDictionary()
-"""By the addresses of the layers' parts."""
+"""By the addresses of the layer's parts."""
 
 
-def repacked(layout: Layout, layers: Sequence[Sequence[Tensor]], inputs: int) -> tuple[Layout, list[Tensor]] | None:
-    """A layout that the kernel for few rows reads, and its parts, in which the outputs of all layers lie one behind the
-    other; None if it does not read such layers. layers: the parts of each in `layout`.
+def repacked(layout: Layout, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
+    """A layout that the kernel for few rows reads, and the layer's parts in it; None if there is none.
 
-    Where the new parts are a copy, the first has it in `made_of`, which also keeps the layers' addresses in use.
+    Where the new parts are a copy, the first has it in `made_of`, which also keeps the layer's addresses in use.
     """
-    if layout.packing is not None:
-        return (layout, list(layers[0])) if len(layers) == 1 else None
-    key = layout.kind, inputs, *(part.data_ptr() for parts in layers for part in parts)
+    if layout.packing is not None and all(part.is_contiguous() for part in parts):
+        return layout, list(parts)
+    key = layout.kind, inputs, *((part.data_ptr(), part.stride()) for part in parts)
     known = _known.get(key)
     if known is None:
-        source = layout, [list(parts) for parts in layers], inputs
-        form = _repacked(*source)
+        form = layout.for_few_rows(parts, inputs)
         if form is None:
             return None
-        known = _known[key] = Repacked(*form, source)
+        known = _known[key] = Repacked(*form, (layout, list(parts), inputs))
         known.parts[0].made_of = known
     return known.layout, known.parts
-
-
-def _repacked(layout: Layout, layers: list[list[Tensor]], inputs: int) -> tuple[Layout, list[Tensor]] | None:
-    """`repacked` without a look at what is known."""
-    forms = [layout.for_few_rows(parts, inputs) for parts in layers]
-    if None in forms or len({form[0] for form in forms}) > 1:
-        return None
-    parts = forms[0][0].joined([form[1] for form in forms])
-    return None if parts is None else (forms[0][0], parts)
 
 
 def update() -> None:

@@ -54,15 +54,28 @@ class IntGroups(Layout):
 
     def weight(self, parts: Sequence[Tensor], inputs: int) -> Tensor:
         codes, scales, zeros = parts
-        codes = codes.int().unflatten(1, (-1, self.group)) - zeros[:, :, None]
-        return (codes.to(scales.dtype) * scales[:, :, None]).flatten(1)
+        codes = codes.to(scales.dtype).unflatten(1, (-1, self.group)).sub_(zeros[:, :, None])
+        return codes.mul_(scales[:, :, None]).flatten(1)
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
         codes, scales, zeros = parts
         return None if self.width > 4 else nibbles.pack((codes + 8).to(torch.uint8), zeros.T.int() + 8, scales.T)
 
+    def restored(self, index: int, packed: Layout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+        if index == 0:
+            return packed.codes(parts, inputs).to(torch.int8) - 8
+        return packed.scales(parts, inputs).T.contiguous() if index == 1 else None
+
 
 LAYOUTS = (Int8Weight, Float8Weight, IntGroups)
+
+
+def refilled(weight: nn.Parameter, parts: dict[str, Tensor]) -> nn.Parameter:
+    """A parameter like `weight` with these of its `parts`."""
+    names, context = weight.__tensor_flatten__()
+    tensors = {name: parts.get(name, getattr(weight, name)) for name in names}
+    other = type(weight).__tensor_unflatten__(tensors, context, weight.shape, weight.stride())
+    return nn.Parameter(other, requires_grad=weight.requires_grad)
 
 
 def read(module: nn.Module) -> Packed | None:
@@ -82,7 +95,7 @@ def read(module: nn.Module) -> Packed | None:
     require(weight.qdata.dtype == DTYPES[name], f"has weights of {weight.qdata.dtype}, expected {DTYPES[name]}")
     require_scale("scale", weight.scale, (weight.shape[0], 1))
     layout = Int8Weight() if name == "Int8Tensor" else Float8Weight()
-    return Packed(layout, {"qdata": weight.qdata, "scale": weight.scale}, module.bias)
+    return Packed(layout, {"qdata": weight.qdata, "scale": weight.scale}, module.bias, weight.shape[1], "weight")
 
 
 def _groups(module: nn.Linear, weight: Tensor) -> Packed:
@@ -94,4 +107,4 @@ def _groups(module: nn.Linear, weight: Tensor) -> Packed:
     require_scale("scale", weight.scale, (outputs, weight.shape[1] // group))
     width = int(str(weight.target_dtype).removeprefix("torch.int"))
     parts = {"qdata": weight.qdata, "scale": weight.scale, "zero_point": weight.zero_point}
-    return Packed(IntGroups(group, width), parts, module.bias)
+    return Packed(IntGroups(group, width), parts, module.bias, weight.shape[1], "weight")
