@@ -301,6 +301,7 @@ def test_logits_without_a_mask(name, interpreted):
     check_forward(net, torch.compile(net, backend=spec, dynamic=False), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_inductor_keeps_the_logits(name):
     net = models.ADMITTED[name]()

@@ -112,6 +112,7 @@ def assert_as_if_anew(model, draft, fast, name):
     assert trees[0] == trees[1]
 
 
+@pytest.mark.slow
 def test_compiled_rounds_go_on():
     model, _, fast = system("ngram", compile=True, num_draft_tokens=1)
     assert_same(model, fast)
