@@ -38,7 +38,6 @@ OFTEN = {
     "test_demo_heads": {
         "test_heads_draft_what_the_demo_model_says": "eagle3-options1-3.3",
     },
-    "test_demo_model": {"test_real_prompts": "bug_fixing chat"},
     "test_dflash": {
         "test_a_flavour_loads": "dflash dflash_bin dflash_bias dflash_mimo dflash_deepspec dflash_speculators",
         "test_blocks_are_their_formulas": "dflash_sliding dflash_bias jetspec",

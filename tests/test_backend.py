@@ -308,6 +308,7 @@ def test_inductor_keeps_the_logits(name):
     check_forward(net, torch.compile(net, backend=spec, dynamic=False), models.prompts((24, 9))[2])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(TORCH < (2, 13), reason="plain Inductor fails: C++ that does not compile")
 def test_generate_after_model_compile_gives_the_same_tokens():
     net = models.ADMITTED["qwen3"]()

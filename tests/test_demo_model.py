@@ -43,6 +43,7 @@ def test_it_copies_from_its_prompt(demo):
     assert code.replace("area", "surface") in tokenizer.decode(answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_real_prompts(demo, workload):
     tokenizer, model, fast = demo

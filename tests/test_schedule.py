@@ -567,6 +567,7 @@ def same(found, expected):
             assert torch.equal(one.cpu(), other.cpu())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [grown, verified])
 def test_compiled(run):
     compiled = torch.compile(run, fullgraph=True, options=compat.CPU_OPTIONS)
