@@ -7,6 +7,8 @@ It is done as `nibbles_kernel` does it. Import this module only where Triton is 
 import triton
 import triton.language as tl
 
+from ..linear.nibbles_kernel import half_words
+
 
 @triton.jit
 def multiply_mxfp4(
@@ -48,9 +50,7 @@ def _numbers(words, unit, J: tl.constexpr, PTX: tl.constexpr):
     one, and the same is done in float32."""
     TURN: tl.constexpr = 26 if J == 0 else 30 if J == 1 else 4 if J == 2 else 0  # to the right
     if not PTX:
-        wide = words.to(tl.uint32, bitcast=True).to(tl.uint64)
-        at = (TURN + 16 * (tl.arange(0, 32) % 2)) % 32
-        turned = ((wide | (wide << 32)) >> at.to(tl.uint64)[None, :]).to(tl.int32)
+        turned = half_words(words, TURN)
         if J < 3:
             bits = turned & 0x81C0
         else:

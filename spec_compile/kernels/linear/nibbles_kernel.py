@@ -72,11 +72,18 @@ def multiply_nibbles(
 
 
 @triton.jit
+def half_words(words, TURN: tl.constexpr):
+    """Half-words [O, D] from the word [O, D] of each, int32, turned by TURN bits to the right, or for those in the
+    upper half of theirs by 16 more. The bits above theirs are those of the other half."""
+    wide = words.to(tl.uint32, bitcast=True).to(tl.uint64)
+    at = (TURN + 16 * (tl.arange(0, words.shape[1]) % 2)) % 32
+    return ((wide | (wide << 32)) >> at.to(tl.uint64)[None, :]).to(tl.int32)
+
+
+@triton.jit
 def _codes(words, J: tl.constexpr, TURN: tl.constexpr):
     """Nibble J of each half-word [BLOCK_O, DEPTH]. words: of each the word that has it, turned by TURN bits."""
-    wide = words.to(tl.uint32, bitcast=True).to(tl.uint64)
-    at = (TURN + 4 * J + 16 * (tl.arange(0, words.shape[1]) % 2)) % 32
-    return (((wide | (wide << 32)) >> at.to(tl.uint64)[None, :]) & 15).to(tl.int32)
+    return half_words(words, TURN + 4 * J) & 15
 
 
 @triton.jit
@@ -148,8 +155,8 @@ def look_up(table: int) -> str:
     """PTX by which each thread of a warp has a number of a table, that of its place among 16, in the register t. table:
     the bits of 16 numbers, float32, the first the lowest."""
     numbers = [f"0x{table >> 32 * place & 0xFFFFFFFF:08X}" for place in range(16)]
-    chosen = "".join(f"setp.eq.u32 p, l, {place}; selp.b32 t, {numbers[place]}, t, p;" for place in range(1, 16))
-    return f".reg .b32 l, t; .reg .pred p; mov.u32 l, %laneid; and.b32 l, l, 15; mov.b32 t, {numbers[0]}; {chosen}"
+    selections = "".join(f"setp.eq.u32 p, l, {place}; selp.b32 t, {numbers[place]}, t, p;" for place in range(1, 16))
+    return f".reg .b32 l, t; .reg .pred p; mov.u32 l, %laneid; and.b32 l, l, 15; mov.b32 t, {numbers[0]}; {selections}"
 
 
 @triton.jit
