@@ -4,9 +4,9 @@
         [--output FILE] [--cpu]
 
 What decides bits (keys of a chunk, positions of the smallest span, spans at most) must be the same for all nodes and
-contexts; rows of a tile, warps, stages, scores formed ahead and spans of a program may be chosen for each. First all of
-the former are timed with one choice of the latter, then the fastest --keep of them with every choice. Times are
-microseconds of a layer of the Llama-3.1-8B shape inside a CUDA graph, appending and making the table of tiles left out.
+contexts; rows of a tile, warps, stages and spans of a program may be chosen for each. First all of the former are timed
+with one choice of the latter, then the fastest --keep of them with every choice. Times are microseconds of a layer of
+the Llama-3.1-8B shape inside a CUDA graph, appending and making the table of tiles left out.
 `floor` is what reading the keys and values once takes at the speed of a large copy, `math` what the products take at
 that of a large product, `exp` what the weights take at 16 a clock and multiprocessor. --cpu runs a small form
 in Triton's interpreter (TRITON_INTERPRET=1), whose times mean nothing.
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 BITS = [dict(block_n=n, least=least, most=most) for n in (64, 128) for least in (128, 256) for most in (16, 32, 64)]
 SMALL = [dict(block_n=16, least=least, most=4) for least in (16, 32)]
 """What decides bits, on a GPU and in the interpreter."""
-FREE = "block_m", "warps", "stages", "ahead", "together"
+FREE = "block_m", "warps", "stages", "together"
 """What decides none."""
 
 
@@ -72,16 +72,14 @@ def tunings(bits: dict, rows: int, pairs: int, every: bool, small: bool) -> list
     for block_m, warps in [(16, 4)] if small else [(64, 4), *([(128, 8)] if rows > 64 else [])]:
         tiles = pairs * -(-rows // block_m)
         together = 4 if tiles >= attention.MANY else 1
-        small_chunk = bits["block_n"] <= 64  # larger ones leave no registers for scores ahead
-        usual = 3 if small_chunk and together == 1 else 2, block_m == 128 and small_chunk, together
-        choices = [usual]
+        small_chunk = bits["block_n"] <= 64
+        choices = [(3 if small_chunk and together == 1 else 2, together)]
         if every:
-            stages, ahead = ((2, 3, 4), (False, True)) if small_chunk else ((2, 3), (False,))
             several = {1, 2, 4} if tiles >= attention.MANY // 4 else {1}
-            choices = sorted({usual, *itertools.product(stages, ahead, several)})
+            choices = sorted({*choices, *itertools.product((2, 3, 4) if small_chunk else (2, 3), several)})
         out += [
-            attention.Tuning(block_m=block_m, warps=warps, stages=stages, ahead=ahead, together=together, **bits)
-            for stages, ahead, together in choices
+            attention.Tuning(block_m=block_m, warps=warps, stages=stages, together=together, **bits)
+            for stages, together in choices
         ]
     return out
 

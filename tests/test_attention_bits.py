@@ -72,7 +72,7 @@ def test_where_spans_grow_within_a_tree():
     config = SMALL._replace(least=16, most=16)
     case = Case(("cpu", torch.float32), [16 * 16 - 2], 17, chain(17), (2, 1))
     compare_path(case, chain(17), 2, config, exactly=False)
-    outs = [attention.launch(case.inputs(), each) for each in (config, config._replace(ahead=True, together=4))]
+    outs = [attention.launch(case.inputs(), each) for each in (config, config._replace(together=4))]
     compare(*outs, exactly=False)
 
 
@@ -130,7 +130,7 @@ def test_of_long_contexts(length, dtype):
         case = Case(("cuda", dtype), [length], nodes, parents, heads=(8, 2), sizes=(128, 128))
         compare_path(case, parents, nodes - 1, None, exactly=True)
         usual = attention.Tuning(64, 64, 128, 4, 3)
-        others = dict(block_m=128, warps=8), dict(ahead=True), dict(together=4, stages=2), dict(together=8, ahead=True)
+        others = dict(block_m=128, warps=8), dict(stages=4), dict(together=4, stages=2), dict(together=8)
         outs = [attention.launch(case.inputs(), usual._replace(**each)) for each in ({}, *others)]
         assert all(torch.equal(bits(out), bits(outs[0])) for out in outs)
     case = Case(("cuda", dtype), [length], 24, chain(24), heads=(8, 2), sizes=(128, 128), causal=True)

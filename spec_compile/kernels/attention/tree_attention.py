@@ -32,10 +32,11 @@ from .tree_kernels import tree_kernel
 LOG2E = math.log2(math.e)
 MOST_COLUMNS = 128
 """Columns of values that a program of a tree takes; two sums of them must fit into registers."""
-SHORT = 16384
-"""Slots of a cache up to which more programs for a tree are better than larger ones."""
-MANY = 128
-"""Tiles of rows from which programs take several spans."""
+FEW, MANY = 16, 128
+"""Tiles of rows up to which a multiprocessor computes one program that reads further ahead, rather than two, and from
+which programs take several spans of a short cache."""
+SHORT = 4096
+"""Slots of such a cache."""
 
 
 @attention_op("spec_compile::tree_attention", rotates=True, device_types="cpu")
@@ -58,8 +59,7 @@ def tree_attention(call: Call) -> Tensor:
 class Tuning(NamedTuple):
     """How `launch` divides the work. block_m: rows of a program; block_n: keys it takes at a time; least: slots of a
     part of the cache, or of a span, at least; splits: parts of the cache at most, for a chunk larger than any tree;
-    for a tree, ahead: whether scores of the next keys are formed during the weights of these; most: spans of a token at
-    most; together: spans of a program, fewer than that; both are powers of two."""
+    for a tree, most: spans of a token at most; together: spans of a program, fewer than those; powers of two."""
 
     block_m: int
     block_n: int
@@ -67,7 +67,6 @@ class Tuning(NamedTuple):
     warps: int
     stages: int
     splits: int = 1
-    ahead: bool = False
     most: int = 32
     together: int = 1
 
@@ -104,9 +103,8 @@ def tree_tuning(
     """For a tree with `rows` rows for each of `pairs` = B * Hkv. block_n, least and most, which decide its bits, depend
     on the sizes of heads alone.
 
-    A tile of 128 rows is computed by two groups of warps with the instructions of 64 rows each. It reads a long cache
-    half as often, but a multiprocessor holds one program instead of two. Where there are many programs, what each takes
-    before its first keys are there is saved by fewer of several spans; two stages leave memory for their sums.
+    Where there are many programs, what each takes before its first keys are there is saved by fewer of several spans;
+    two stages leave memory for their sums. Found by ``benchmarks/attention_tuning.py`` on an H200.
     """
     _, memory = _device(device)
     key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
@@ -116,13 +114,11 @@ def tree_tuning(
     slot = (key_dim + value_dim) * itemsize
     room = memory - 1024 - 128 * key_dim * itemsize
     block_n = min(max(1 << (max(room // slot, 1).bit_length() - 1), 16), largest)
-    stages = min(max(room // (block_n * slot), 1), 3)
-    is_wide = itemsize < 4 and rows > 64 and capacity > SHORT
-    if is_wide:
-        block_m, warps = 128, 8
-    if itemsize < 4 and pairs * triton.cdiv(rows, block_m) >= MANY:
+    tiles = pairs * triton.cdiv(rows, block_m)
+    stages = min(max(room // (block_n * slot), 1), 4 if tiles <= FEW else 3)
+    if itemsize < 4 and tiles >= MANY and capacity <= SHORT:
         together, stages = 4, min(stages, 2)
-    return Tuning(block_m, block_n, 128, warps, stages, ahead=is_wide, together=together)
+    return Tuning(block_m, block_n, 128, warps, stages, together=together)
 
 
 def _check(call: Call) -> None:
@@ -228,7 +224,7 @@ def _launch_tree(call: Call, config: Tuning) -> Tensor:
     q, _, _, key_cache, value_cache, lengths, ancestors, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
-    block_m, chunk, least, warps, stages, _, ahead, most, together = config
+    block_m, chunk, least, warps, stages, _, most, together = config
     group = heads // kv_heads
     per_tile, columns = nodes_per_tile(group), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
     tiles = tail_tiles(ancestors, per_tile) if call.tiles is None else call.tiles
@@ -248,8 +244,8 @@ def _launch_tree(call: Call, config: Tuning) -> Tensor:
         rotated, key_cache, value_cache, call.scales, lengths, ancestors, tiles, positions, call.slopes, parts, sums,
         *rotated.stride()[:3], positions.stride(0), nodes, capacity, spans, *_factors(call),
         SOFTCAP=call.softcap is not None, BLOCK_M=block_m, PER_TILE=per_tile, COLUMNS=COLUMNS,
-        PRECISION=_precision(q), AHEAD=chunk if ahead and call.softcap is None and call.scales is None else 0,
-        TOGETHER=together, **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,
+        PRECISION=_precision(q), TOGETHER=together, **shared, **_constants(call, columns), num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
     merge_spans_kernel[(nodes * heads, batch)](
         lengths, positions, call.sinks, out, parts, sums, positions.stride(0), nodes, spans, HEADS=heads,

@@ -22,11 +22,11 @@ def tree_kernel(
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr, PER_TILE: tl.constexpr,
     COLUMNS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, TOGETHER: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Partial softmaxes of tail tiles into the first PARTS parts, of spans into those behind them, the last one first.
     Grid (B * Hkv, groups of spans * tiles of rows + tail tiles, blocks of Dv). inner, outer: factors of the scores in
-    and behind tanh. AHEAD, TOGETHER: see `_attend_to_slots`.
+    and behind tanh. TOGETHER: see `_attend_to_slots`.
     """
     if EARLY:
         gdc_launch_dependents()  # the merge may take its place on the GPU, and wait there
@@ -62,5 +62,5 @@ def tree_kernel(
             q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
             stride_qh, stride_qn, nodes, length, edge, part + PARTS, program // row_tiles, program % row_tiles, column,
             inner, outer, SOFTCAP, WINDOW, GROUP, BLOCK_M, CHUNK, FIRST, MOST, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
-            EARLY, AHEAD, TOGETHER,
+            EARLY, TOGETHER,
         )  # fmt: skip

@@ -18,32 +18,23 @@ def _attend_to_slots(
     query, key_cache_ptr, value_cache_ptr, scales_ptr, parts_ptr, sums_ptr, begin, end, log2, part, rows, row, real,
     position, slope, column, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, TOGETHER: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """The chunks of committed slots begin .. end, from the first to the last, into the parts of their spans, which have
     2 ** log2 positions; that of span 0 is `part`, and those behind it come before. position, slope [M]: of the rows.
-
-    AHEAD: CHUNK, if the tensor cores form the scores of the next chunk while this one's weights are computed, which
-    takes one more turn, whose chunk no row sees; else 0. TOGETHER: spans at most.
+    TOGETHER: spans at most.
     """
     dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
     peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
     acc = tl.zeros([query.shape[0], BLOCK_DV], tl.float32)
-    scores = tl.full([query.shape[0], CHUNK], float("-inf"), tl.float32)
-    for start in range(begin - AHEAD, end, CHUNK):
+    for start in range(begin, end, CHUNK):
         slot = start + tl.arange(0, CHUNK)
-        next_slot, key_mask, value_mask = slot + AHEAD, dk < DK, dv < DV
-        if AHEAD > 0:
-            key_mask = key_mask & (tl.zeros_like(dk) + start < end - AHEAD)
-            value_mask = value_mask & (tl.zeros_like(dv) + start >= begin)
-        keys = tl.load(key_cache_ptr + next_slot[:, None] * DK + dk[None, :], mask=key_mask[None, :], other=0.0)
-        values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=value_mask[None, :], other=0.0)
-        keys = as_read(keys, scales_ptr, next_slot, None, 0, query.dtype)
+        keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=(dk < DK)[None, :], other=0.0)
+        values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
+        keys = as_read(keys, scales_ptr, slot, None, 0, query.dtype)
         values = as_read(values, scales_ptr, slot, None, 1, query.dtype)
-        next_scores = score(query, keys, PRECISION)
-        if AHEAD == 0:
-            scores = next_scores
+        scores = score(query, keys, PRECISION)
         seen = None
         if WINDOW is not None:
             seen = position[:, None] - slot[None, :] < WINDOW
@@ -51,10 +42,9 @@ def _attend_to_slots(
             scores, values, seen, slope, slot, position, inner, outer, SOFTCAP, PRECISION
         )
         acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
-        scores = next_scores
         if TOGETHER > 1:
             # The next chunk lies in another span, or there is none.
-            if (start >= begin) & (((start + CHUNK) >> log2 != start >> log2) | (start + CHUNK >= end)):
+            if ((start + CHUNK) >> log2 != start >> log2) | (start + CHUNK >= end):
                 number = part - (start >> log2)
                 store_part(parts_ptr, sums_ptr, number, rows, row, real, column, acc, peak, total, DV)
                 acc, total = tl.zeros([query.shape[0], BLOCK_DV], tl.float32), tl.zeros([query.shape[0]], tl.float32)
@@ -70,7 +60,7 @@ def attend_to_spans(
     stride_qn, nodes, length, edge, part, number, tile, column, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
     FIRST: tl.constexpr, MOST: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows over TOGETHER spans: `number` such groups lie behind them, counted from the last one back, those
     of spans of the smaller size first. part: that of the last span. The pointers: of this row of the batch and KV head.
@@ -103,5 +93,5 @@ def attend_to_spans(
             load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK), key_cache_ptr,
             value_cache_ptr, scales_ptr, parts_ptr, sums_ptr, begin, end, log2, part + last, nodes * GROUP, row,
             real & (turns(position, turn, length, nodes, MOST) == late), position, slope, column, inner, outer,
-            SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, AHEAD, TOGETHER,
+            SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, TOGETHER,
         )  # fmt: skip

@@ -55,22 +55,20 @@ class Plan(NamedTuple):
 
 
 MANY_OUTPUTS = Tile(128, 128, 16, 8, 4), Tile(128, 128, 64, 8, 4), Tile(128, 64, 128, 8, 4), Tile(128, 64, 256, 8, 4)
-OUTPUTS = Tile(64, 256, 16, 4, 4), Tile(64, 128, 64, 4, 5), Tile(64, 64, 128, 4, 6), Tile(128, 64, 128, 8, 4)
-SHARED = Tile(64, 256, 16, 4, 4), Tile(64, 128, 64, 4, 5), Tile(64, 64, 128, 4, 4), Tile(128, 64, 128, 8, 5)
+OUTPUTS = Tile(64, 256, 16, 4, 4), Tile(64, 128, 64, 4, 5), Tile(64, 64, 128, 4, 6), Tile(128, 64, 128, 8, 6)
+SHARED = Tile(64, 256, 16, 4, 4), Tile(64, 128, 64, 4, 5), Tile(64, 64, 128, 4, 4)
 SHORT = Tile(64, 128, 16, 4, 5), Tile(64, 128, 64, 4, 5), Tile(64, 64, 128, 4, 4)
 FEW_OUTPUTS = Tile(16, 256, 16, 4, 4), Tile(16, 256, 64, 4, 3), Tile(16, 64, 256, 4, 4)
 """Tuned by ``python benchmarks/matmul_kernel.py --tune`` on an H200 with the layers of Llama-3.1-8B, Llama-3.2-1B,
-Qwen3-0.6B and SmolLM2-135M. Of OUTPUTS and SHARED the tiles for more than 64 rows are instead those that read least of
-the L2 cache with a program for each multiprocessor; `--wide` compares them with others."""
+Qwen3-0.6B and SmolLM2-135M, and for more than 64 rows by `--wide` with those of Llama-3.1-8B."""
 PACKED = {
-    8: (Tile(128, 128, 16, 8, 5), Tile(128, 128, 64, 8, 4), Tile(128, 128, 128, 8, 3)),
-    4: (Tile(128, 256, 16, 4, 3), Tile(256, 256, 64, 8, 3), Tile(128, 256, 128, 8, 2)),
+    8: (Tile(64, 128, 16, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 128, 128, 8, 3)),
+    4: (Tile(128, 256, 16, 4, 4), Tile(128, 256, 64, 8, 3), Tile(128, 256, 128, 8, 2)),
 }
-"""Of quantised weights, by their bits, where tiles of so many outputs are enough for a GPU; else they are halved.
-
-Those of 4 bits were counted, not tuned. A warp that decodes 32 rows of the weights takes three quarters of the
-instructions of one that decodes 16. A tile of twice the rows reads x half as often, which at 64 rows is most of what it
-reads."""
+ALONE = Tile(128, 256, 16, 4, 4), Tile(256, 256, 64, 8, 3), Tile(128, 256, 128, 8, 2)
+"""Of quantised weights, by their bits, and of 4 bits where no programs share the columns; for up to 64 rows tuned by
+``python benchmarks/packed_kernel.py`` on an H200 with the layers of Llama-3.1-8B. A tile of twice the outputs reads x
+half as often, which at 64 rows is most of what it reads."""
 PARTS = {(1024, 3072): 4, (4096, 1024): 1}
 """Programs that share the columns, by (outputs, inputs), where it was found to differ from the rule in `plan`."""
 
@@ -119,18 +117,18 @@ def plan(outputs: int, inputs: int, processors: int = 132, memory: int = 232_448
 
 @functools.cache
 def packed_plan(outputs: int, inputs: int, bits: int, processors: int = 132, memory: int = 232_448) -> Plan:
-    """`plan` of a product with quantised weights of so many bits. Each multiprocessor gets at most two programs.
+    """`plan` of a product with quantised weights of so many bits.
 
-    Tiles of 4 bits are halved only where programs cannot share the columns instead, 1024 or more each, or the memory is
-    small.
+    At most four programs share the columns, 512 or more each, as far as each multiprocessor gets at most three. Tiles
+    of 4 bits are halved where each would get less than one, or the memory is small.
     """
-    shared = min(max(inputs // 1024, 1), 8) if bits == 4 and memory > 160_000 else 1
-    halved = ceil_div(outputs, 128) * shared <= processors
-    tiles = ceil_div(outputs, 64 if halved else 128)
-    parts = max(1, min(2 * processors // tiles, inputs // 512, 8))
+    sizes = PACKED[bits]
+    tiles = ceil_div(outputs, sizes[0].block_o)
+    parts = max(1, min(3 * processors // tiles, inputs // 512, 4))
+    manner = {"late": AT_ONCE if outputs * inputs * bits <= 1 << 28 else 1, "bits": bits}
     if bits == 4:
         parts = next(each for each in range(parts, 0, -1) if ceil_div(inputs, CUT) % each == 0)
-    manner = {"late": AT_ONCE if outputs * inputs * bits <= 1 << 28 else 1, "bits": bits}
-    if halved:
-        manner |= {"block_o": 64, "warps": 4}
-    return Plan(parts, tuple(tile._replace(**manner).fitting(memory) for tile in PACKED[bits]))
+        sizes = ALONE if parts == 1 else sizes
+        if 2 * tiles * parts <= processors or memory < 160_000:
+            manner |= {"block_o": 64, "warps": 4}
+    return Plan(parts, tuple(tile._replace(**manner).fitting(memory) for tile in sizes))
