@@ -21,9 +21,11 @@ INDUCTOR_OPTIONS = {"cpp.simdlen": 1} if TORCH < (2, 13) else {}
 wrong results or do not compile (seen with 2.11: argmax over several rows, range checks of dynamic embeddings)."""
 CPU_OPTIONS = {**INDUCTOR_OPTIONS, "realize_reads_threshold": 0}
 """Options on a CPU. Values that layers share are computed once, so that the layers' kernels are alike."""
-GPU_OPTIONS = {"triton.cudagraphs": False, "emulate_precision_casts": True}
+GPU_OPTIONS = {"triton.cudagraphs": False, "emulate_precision_casts": True, "assert_indirect_indexing": False}
 """Options on a GPU. Rounds are captured into CUDA graphs by `runtime.steps`, not by Inductor. Values are rounded to 16
-bits wherever the model rounds them, whatever is fused, so that rounds of all sizes compute the same."""
+bits wherever the model rounds them, whatever is fused, so that rounds of all sizes compute the same. Inductor (2.11 to
+2.13) asserts that an index is in range for rows behind the last one, too, if a reduction over few elements made it:
+the argmax of a row that is not there. With 5 rows and tiles of 8 that would end the process."""
 
 EXPERTS_INTERFACES = moe.ALL_EXPERTS_FUNCTIONS, finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
 """Tables of what computes routed experts, by the name that `set_experts_implementation` gives a model."""

@@ -58,7 +58,7 @@ def generated(system, ids, new=NEW, **options):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [1, 5])  # of 8 rows that a program takes, three are not there
 def test_tokens_are_the_cpus(mode, batch):
     system = fast("llama", mode)
     for seed, length in enumerate((5, 200, 17, 64, 33)):  # also after a longer prompt
