@@ -140,8 +140,11 @@ def _answer_one(generate, number: int, prompt: list[int], options: argparse.Name
     return generate(ids, attention_mask=torch.ones_like(ids))[0, len(prompt) :].tolist()
 
 
-def answer_all(options: argparse.Namespace, prompts: list[list[int]], pool) -> tuple[dict[str, dict], list[str]]:
-    """`answer` of every system, by name; and of each that failed a line, with its error. pool: processes, or None."""
+def answer_all(options: argparse.Namespace, prompts: list[list[int]], pool, keep) -> tuple[dict[str, dict], list[str]]:
+    """`answer` of every system, by name; and of each that failed a line, with its error.
+
+    pool: processes, or None. keep: called with the answers of all systems so far.
+    """
     modes, theirs = [*MODES][: 1 + options.sampled], [GREEDY, LOOKUP] if options.transformers else []
     tasks = {name: (name, options, prompts, modes) for name in (PLAIN, *options.algorithms)}
     tasks |= {name: (name, options, prompts[: options.transformers], ["greedy"]) for name in theirs}
@@ -157,6 +160,7 @@ def answer_all(options: argparse.Namespace, prompts: list[list[int]], pool) -> t
             continue
         spent = ", ".join(f"{mode} {seconds:.0f} s" for mode, seconds in results[name]["seconds"].items())
         console.print(f"[dim]{name}: {spent}", highlight=False)
+        keep(results)
     return results, failures
 
 
@@ -243,20 +247,26 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompts = read_prompts(options.prompts, options.count, tokenizer, options.longest)
     with started(options.workers) as pool:
-        results, failures = answer_all(options, [ids for _, ids in prompts], pool)
-        failures += report(options, prompts, results, begin)
+        keep = partial(write_rows, options, [name for name, _ in prompts])
+        results, failures = answer_all(options, [ids for _, ids in prompts], pool, keep)
+        failures += report(options, keep(results), results, begin)
     if failures:
         sys.exit("\n".join(failures))
 
 
-def report(options: argparse.Namespace, prompts: list, results: dict[str, dict], begin: float) -> list[str]:
-    """Write and print what was compared -> a line if the promise is broken."""
-    rows = compare(results, [name for name, _ in prompts])
+def write_rows(options: argparse.Namespace, sets: list[str], results: dict[str, dict]) -> list[dict]:
+    """Put the rows of `compare` in the place of those of the same systems in the file, and return them."""
+    rows = compare(results, sets)
     facts = stamp(options.device) | {"max_new_tokens": options.max_new_tokens}
     rows = [{"model": Path(options.model).name, "dtype": options.dtype, **row, "stamp": facts} for row in rows]
     before = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
     write_json(options.json, {"rows": merge_rows(before, rows, KEYS)})
-    print(f"answers equal to those of plain steps, {len(prompts)} prompts, {options.max_new_tokens} new tokens, "
+    return rows
+
+
+def report(options: argparse.Namespace, rows: list[dict], results: dict[str, dict], begin: float) -> list[str]:
+    """Print what was compared -> a line if the promise is broken."""
+    print(f"answers equal to those of plain steps, {options.count} prompts, {options.max_new_tokens} new tokens, "
           f"{options.dtype}, {time.perf_counter() - begin:.0f} s")  # fmt: skip
     Console(width=240).print(table(rows))
     parts = results.get(PLAIN, {}).get("variant_parts", ["plain steps failed"])

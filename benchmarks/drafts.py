@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from common import floors
+from timers import alone
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import spec_compile
@@ -122,7 +123,7 @@ def measure(
 ) -> list[dict]:
     """A row for each draft at 1k context. names: of drafts; none: all. target_bytes: what the target reads a round.
     speeds: of gpu.py's `bandwidth`. rounds: its function of that name."""
-    rows, alone = [], {}
+    rows, times = [], {}
     for name, (algorithm, kind, options) in DRAFTS[shape].items():
         if names and name not in names:
             continue
@@ -134,11 +135,13 @@ def measure(
         ready = time.perf_counter() - begin
         own = draft_bytes(draft, options.get("num_steps", 1))
         row = dict(name=name, nodes=nodes, ms=ms, ready_seconds=ready, **floors(target_bytes + own, speeds, ms))
-        row["separate_ms"] = separate_ms(fast, nodes)
+        separate_ms(fast, nodes, 1)  # compiles and captures
+        with alone():
+            row["separate_ms"] = separate_ms(fast, nodes)
         rows.append(row)
-        alone[name] = ms
-        if (same := name.removesuffix(JOINED)) != name and same in alone:
-            row["over_alone"] = ms / alone[same]
+        times[name] = ms
+        if (same := name.removesuffix(JOINED)) != name and same in times:
+            row["over_alone"] = ms / times[same]
             print(f"  {name}: {row['over_alone']:.3f} times the round of the draft alone")
         print(
             f"  {name}: {ms:.3f} ms, {row['over_copy']:.2f} times the floor of a copy; two graphs and a host "

@@ -18,7 +18,9 @@ beside the bytes of weights and cache: measure each shape in a process of its ow
 "loop" is how much longer a round takes in generate() than its graph alone: over plain steps, where nothing is drafted
 and text that repeats itself changes nothing, and with --demo over rounds with drafts on real text; both say how many
 rounds.
-Rows of earlier runs that this one does not measure stay in the file, with their own stamps.
+Rows of earlier runs that this one does not measure stay in the file, with their own stamps. Several runs may share a
+GPU, each with a file of its own, if the environment variable BENCHMARK_TURNS names one file for all: they build and
+compile side by side, and what is timed runs alone.
 """
 
 import argparse
@@ -37,7 +39,7 @@ from kernel_families import families
 from quantised_shapes import QUANTISED
 from shapes import DENSE, SHAPES, build, distinct_experts, read_bytes, stored_bytes, text_tokens, weight_bytes
 from steps import LENGTHS, PLAIN, steps
-from timers import bandwidth, call_ms, median_ms
+from timers import alone, bandwidth, call_ms, median_ms
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
@@ -53,6 +55,12 @@ SIMULATED = 3.0
 
 def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) -> dict[int, float]:
     """Median milliseconds of a captured round at each size, with `context` tokens committed in every row."""
+    _rounds(fast, context, batch, sizes, 1)  # compiles and captures
+    with alone():
+        return _rounds(fast, context, batch, sizes, repeats)
+
+
+def _rounds(fast, context: int, batch: int, sizes: list[int], repeats: int) -> dict[int, float]:
     speculation = fast.speculation
     engine = speculation.engine
     session = engine.session(batch)
@@ -183,8 +191,8 @@ def wrapping(fast, weights: int) -> dict[str, int]:
     return {"peak_bytes": peak, "weight_bytes": weights, "cache_bytes": cache}
 
 
-def measure(name: str, options, speeds: dict[str, float]) -> dict:
-    """All that `options` asks for of one shape: parts, each a row or a list of rows."""
+def measure(name: str, options) -> dict:
+    """All that `options` asks for of one shape: parts, each a row or a list of rows; and the speed of memory."""
     gc.collect()
     model = build(name)
     torch.cuda.empty_cache()
@@ -198,10 +206,15 @@ def measure(name: str, options, speeds: dict[str, float]) -> dict:
         return {"ready_warm": {"seconds": ready}}
     print(f"\n{name}: {weight_bytes(model) / 1e9:.2f} GB of weights read a round, ready after {ready:.1f} s")
     result = {"ready": {"seconds": ready, "weight_bytes": weight_bytes(model)}, "wrapping": wrapping(fast, weights)}
+    with alone():
+        speeds = bandwidth()
+    print(", ".join(f"{name} {speed / 1e12:.2f} TB/s" for name, speed in speeds.items()))
+    result["bandwidth"] = speeds
     result["rounds"] = round_rows(fast, options.batches, options.contexts, options.sizes, speeds)
     for nodes in sorted({1, 16, max(options.sizes)} & set(options.sizes)) if options.families else []:
         rounds(fast, 1024, 1, [nodes], 3)
-        spent, kernels = families(fast, nodes)
+        with alone():
+            spent, kernels = families(fast, nodes)
         result.setdefault("families", []).append({"nodes": nodes, "kernels": kernels, "microseconds": spent})
         print(f"  N={nodes}: {kernels} kernels; " + ", ".join(f"{f} {us:.0f} us" for f, us in spent.items()))
     if options.baselines:
@@ -268,13 +281,12 @@ def main() -> None:
     options = parser.parse_args()
     if (options.baselines or options.prompts) and {*options.shapes} & {*QUANTISED}:
         parser.error("--baselines, --prompts: transformers cannot run quantised shapes without their libraries")
-    speeds, stamped = bandwidth(), stamp(torch.device("cuda"))
-    print(torch.cuda.get_device_name(), ", ".join(f"{k} {v / 1e12:.2f} TB/s" for k, v in speeds.items()))
+    stamped = stamp(torch.device("cuda"))
+    print(torch.cuda.get_device_name())
     report = json.loads(options.json.read_text()) if options.json.exists() else {}
-    report["bandwidth"] = {**speeds, "stamp": stamped}
     shapes = report.setdefault("shapes", {})
     for name in options.shapes:
-        shapes[name] = merged(shapes.get(name, {}), measure(name, options, speeds), stamped)
+        shapes[name] = merged(shapes.get(name, {}), measure(name, options), stamped)
         write_json(options.json, report)
     if options.demo:
         report["demo_loop"] = {**demo_loop(), "stamp": stamped}

@@ -1,10 +1,34 @@
 """Times of calls on a GPU, and the speed of its memory."""
 
+import fcntl
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+
+_turns = open(os.environ["BENCHMARK_TURNS"], "w") if "BENCHMARK_TURNS" in os.environ else None
+if _turns:
+    fcntl.flock(_turns, fcntl.LOCK_SH)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """What runs inside waits until no other process builds, compiles or times a model on this GPU.
+
+    The environment variable BENCHMARK_TURNS names a file by which processes take turns; without it nothing is awaited.
+    """
+    if _turns:
+        torch.cuda.synchronize()
+        fcntl.flock(_turns, fcntl.LOCK_EX)
+    yield
+    if _turns:
+        torch.cuda.synchronize()
+        fcntl.flock(_turns, fcntl.LOCK_UN)
+        time.sleep(1)  # others that wait for their turn come before what this one builds next
+        fcntl.flock(_turns, fcntl.LOCK_SH)
 
 
 def bandwidth() -> dict[str, float]:

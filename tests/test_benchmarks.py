@@ -373,7 +373,7 @@ def test_a_system_that_fails_leaves_the_others(monkeypatch):
 
     monkeypatch.setattr(bits, "answer", answer)
     options = bits.parse(["--algorithms", "mtp", "ngram"])
-    results, failures = bits.answer_all(options, [[1]], None)
+    results, failures = bits.answer_all(options, [[1]], None, lambda results: None)
     assert list(results) == [bits.PLAIN, "ngram"] and failures == ["mtp: ValueError: no head"]
 
 
