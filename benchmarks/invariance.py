@@ -60,7 +60,7 @@ def main() -> None:
         other = library[batch, context, nodes]
         print(f"B={batch} context {context} N={nodes}: {ms:.3f} ms, library {other:.3f} ms, {ms / other:.3f}")
         rows.append({"batch": batch, "context": context, "nodes": nodes, "invariant": ms, "library": other, **facts})
-    write_json(options.json, rows)
+    write_json(options.json, {"rows": rows})
 
 
 if __name__ == "__main__":

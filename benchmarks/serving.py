@@ -175,7 +175,8 @@ def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> li
     finally:
         manager.destroy()
     for count in options.in_flight if options.static else ():
-        static(fast, tokenizer, prompts[:count], count, min(16, options.new_tokens))
+        last = prompts[-(count + len(prompts) % count) :]  # batches of all sizes
+        static(fast, tokenizer, last, count, min(16, options.new_tokens))
         forget(fast)
         result = static(fast, tokenizer, prompts, count, options.new_tokens)
         rows.append({"system": name + STATIC, "in_flight": count, **result})

@@ -25,6 +25,18 @@ SHAPES = {
     "llama-1b": "Llama-3.2-1B",
     "qwen3-0.6b": "Qwen3-0.6B",
     "llama-70b": "Llama-3.1-70B",
+    "smollm2-135m": "SmolLM2-135M",
+    "llama-8b-fp8": "Llama-3.1-8B, FP8",
+    "llama-8b-int4": "Llama-3.1-8B, 4 bits",
+    "llama-8b-nf4": "Llama-3.1-8B, NF4",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "qwen3-30b-a3b-fp8": "Qwen3-30B-A3B, FP8",
+    "gpt-oss-20b-mxfp4": "gpt-oss-20b, MXFP4",
+    "mixtral-8x7b": "Mixtral-8x7B",
+    "nemotron-h-8b": "Nemotron-H-8B",
+    "qwen3.5-9b": "Qwen3.5-9B",
+    "falcon-h1-7b": "Falcon-H1-7B",
+    "lfm2-1.2b": "LFM2-1.2B",
 }
 BEST = (LOOKUP, STATIC, EAGER, "HF greedy", "HF assistant")
 """Transformers' own ways."""
@@ -170,6 +182,16 @@ def gpu_rounds(results: Results) -> str:
     return table(("shape, batch, context", "floor (copy, read)", *(f"N={size}" for size in sizes)), rows)
 
 
+def invariance(results: Results) -> str:
+    """A row for each batch, context and size: our rounds, those with libraries' products, and the ratio."""
+    rows = []
+    for row in map(results.seen, results.all("invariance", "rows")):
+        key = f"{SHAPES[row['shape']]}, {row['batch']}, {row['context']:,}"
+        ratio = f"{row['invariant'] / row['library']:.2f}"
+        rows.append((key, str(row["nodes"]), f"{row['invariant']:.2f}", f"{row['library']:.2f}", ratio))
+    return table(("shape, batch, context", "N", "the same bits", "libraries' products", "ratio"), rows)
+
+
 def gpu_drafts(results: Results) -> str:
     rows = []
     for shape, title in SHAPES.items():
@@ -241,10 +263,13 @@ def serving(results: Results) -> str:
 def tensor_parallel(results: Results) -> str:
     rows = []
     for row in map(results.seen, results.all("tensor_parallel", "rows")):
+        same = dict(batch=1, context=row["context"]) if row["system"] == "n-gram" else {
+            "name": row["system"].rpartition(", on ")[0]}  # fmt: skip
         alone = {
-            str(one["nodes"]): one["ms"] for one in results.all("gpu", "shapes", row["shape"], "rounds")
-            if one["batch"] == 1 and one["context"] == row["context"]
-        }  # fmt: skip
+            str(one["nodes"]): one["ms"]
+            for one in results.all("gpu", "shapes", row["shape"], "rounds" if "batch" in same else "drafts")
+            if same.items() <= one.items()
+        }
         name = SHAPES[row["shape"]]
         for nodes, ms in row["ms"].items():
             cell = f"{alone[nodes]:.2f} ms" if nodes in alone else "does not fit"
@@ -259,6 +284,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "cpu_acceptance": lambda results: acceptance(results, "acceptance_cpu"),
     "gpu_steps": gpu_steps,
     "gpu_rounds": gpu_rounds,
+    "invariance": invariance,
     "gpu_drafts": gpu_drafts,
     "gpu_prompts": gpu_prompts,
     "gpu_acceptance": lambda results: acceptance(results, "acceptance_gpu"),
