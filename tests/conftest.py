@@ -31,9 +31,15 @@ hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, p
 hypothesis.settings.load_profile("tests")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--every", type=int, default=1, help="run one in so many of the selected tests, for slow tools")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config, items):
     sweeps.mark(items)
+    yield
+    items[:] = items[:: config.getoption("--every")]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,206 @@
+"""Everything that needs GPUs, tests too, side by side on those of a machine, each job with a log and results.
+
+    python benchmarks/on_gpus.py --out FOLDER [--phases tests sanitizer rounds quiet together] [--jobs NAME ...]
+                                 [--model FOLDER --prompts FOLDER [--heads FOLDER]] [--minutes 10]
+
+The phases run one after the other. "tests": those marked gpu. "sanitizer": tests of kernels under compute-sanitizer's
+memcheck and racecheck. "rounds": rounds of all shapes, drafts, quantised kernels; they build and compile side by side
+and time in turns (see `timers.alone`). "quiet": what the host limits, one job a GPU, and with --model a real model's
+answers, throughput and quantised forms. "together": what takes two GPUs at once. A job starts when its gigabytes are
+free on a GPU. What has not ended after --minutes is stopped; the lines that matter of each log are printed at the end.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from common import HERE
+
+PHASES = "tests", "sanitizer", "rounds", "quiet", "together"
+TOLD = re.compile(r" ms|passed|failed|FAILED|Error|ERROR SUMMARY|tokens/s|[0-9]/[0-9]|peak of|us$|kernels;")
+"""Lines of a log that are printed."""
+PYTEST = "-m pytest -m gpu -q -o addopts= -p no:cacheprovider"
+AT_ONCE = 7
+"""Jobs that share a GPU."""
+ONE = "--contexts 1024 --batches 1 --families --sizes"
+SIZES, FEW = f"{ONE} 1 16 64", f"{ONE} 1 4 16"
+TREE = "EAGLE-3, tree of 16 in 5 steps"
+SANITIZED = {
+    "attention": "test_kernels_attention.py -k bfloat16",
+    "matmul": "test_kernels_matmul.py",
+    "norm": "test_kernels_norm.py -k bfloat16",
+    "append": "test_kernels_append.py",
+    "experts": "test_kernels_experts.py",
+    "quantised": "test_kernels_quantised.py",
+    "rest": "test_kernels_ngram.py test_kernels_top_logits.py test_kernels_lattice.py test_kernels_copy_row.py",
+}
+"""Tests under compute-sanitizer, of which every tenth runs."""
+
+
+class Job(NamedTuple):
+    """A command, in the folder `benchmarks` or `tests`. gigabytes: of the GPU, at most."""
+
+    phase: str
+    name: str
+    command: str
+    gigabytes: int = 30
+
+
+def rounds(name: str, shape: str, more: str, gigabytes: int = 30) -> Job:
+    return Job("rounds", name, f"gpu.py --shapes {shape} {more} --json OUT/{name}.json", gigabytes)
+
+
+def paths(pattern: str) -> str:
+    return " ".join(map(str, sorted((HERE.parent / "tests").glob(f"{pattern}.py"))))
+
+
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """All of them, the largest first."""
+    made = [
+        Job("tests", f"tests-{half}", f"{PYTEST} -n 12 --dist worksteal {names}", 60)
+        for half, names in (("kernels", paths("test_[a-k]*")), ("others", paths("test_[l-z]*")))
+    ]
+    for tool in ("memcheck", "racecheck"):
+        made += [Job("sanitizer", f"{tool}-{name}", f"{tool} {tests}", 20) for name, tests in SANITIZED.items()]
+    made += [
+        rounds("qwen3-next", "qwen3-next-80b", SIZES, 125),
+        rounds("long", "llama-8b", "--contexts 8192 32768 --batches 1 --sizes 1 16 64"),
+        rounds("llama-8b", "llama-8b", SIZES),
+        rounds("eagle3", "llama-8b", f"{ONE} 16 --drafts '{TREE}' '{TREE}, with n-grams'"),
+        rounds("batch-4", "llama-8b", "--contexts 1024 --batches 4 --sizes 1 16 64"),
+        rounds("draft-model", "llama-8b", f"{ONE} 4 --drafts 'draft model of 1B, 5 steps'"),
+        rounds("qwen3-8b", "qwen3-8b", f"{SIZES} --drafts"),
+        Job("rounds", "invariance", "invariance.py --sizes 1 16 64 --batches 1 4 --json OUT/invariance.json"),
+        rounds("small", "llama-1b qwen3-0.6b smollm2-135m", SIZES, 12),
+        rounds("fp8", "llama-8b-fp8", SIZES), rounds("int4", "llama-8b-int4", SIZES),
+        rounds("nf4", "llama-8b-nf4", SIZES),
+        rounds("gpt-oss", "gpt-oss-20b-mxfp4", FEW, 60), rounds("mixtral", "mixtral-8x7b", FEW, 110),
+        rounds("qwen3-30b", "qwen3-30b-a3b", FEW, 75), rounds("qwen3-30b-fp8", "qwen3-30b-a3b-fp8", FEW, 75),
+        rounds("falcon-h1", "falcon-h1-7b", SIZES), rounds("nemotron-h", "nemotron-h-8b", SIZES),
+        rounds("hybrids", "lfm2-1.2b qwen3.5-9b", SIZES),
+        Job("quiet", "call", "call.py --device cuda --model qwen3-0.6b --json OUT/call.json"),
+        Job("quiet", "packed", "packed_kernel.py --output OUT/packed.json"),
+        Job("quiet", "attention", "attention_tuning.py --output OUT/attention.json"),
+        Job("quiet", "training", "training.py --json OUT/training.json", 60),
+        Job("together", "two-gpus", "tests/two_gpus.py"),
+        Job("together", "tensor-parallel", "benchmarks/tensor_parallel.py --drafts --json OUT/tensor_parallel.json"),
+    ]  # fmt: skip
+    if options.model:
+        shared, files = f"--model {options.model} --dtype bfloat16", sorted(options.prompts.glob("*.jsonl"))
+        texts, names = " ".join(map(str, files)), " ".join(path.stem for path in files)
+        heads = f"--heads {options.heads}" if options.heads else "--algorithms ngram draft"
+        made += [
+            Job("quiet", "bits", f"bits.py {shared} --device cuda --prompts {texts} {heads} --exact --workers 4 "
+                "--json OUT/bits.json"),
+            Job("quiet", "serving", f"serving.py {shared} --chat --prompts {options.prompts} --workloads {names} "
+                "--in-flight 1 16 64 --times --shape llama-8b --json OUT/serving.json", 60),
+            Job("quiet", "quantised", f"quantised.py --model {options.model} --as-chat --json OUT/quantised.json"),
+        ]  # fmt: skip
+    return [job for job in made if job.phase in options.phases and (not options.jobs or job.name in options.jobs)]
+
+
+def arguments(job: Job, options: argparse.Namespace) -> list[str]:
+    """What to start."""
+    words = shlex.split(job.command.replace("OUT/", f"{options.out.resolve()}/"))
+    if job.phase == "sanitizer":
+        tests = [sys.executable, *shlex.split(PYTEST), "-n0", "--every", "10", *words[1:]]
+        return ["compute-sanitizer", "--tool", words[0], "--error-exitcode", "9", *tests]
+    if job.phase == "together":
+        return ["torchrun", "--standalone", "--nproc-per-node", "2", *words]
+    return [sys.executable, *words]
+
+
+class Runner:
+    """Processes on GPUs, until a deadline."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.begin, self.running = options, time.monotonic(), {}
+        facts = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        self.gigabytes = [each.total_memory / 1e9 - 5 for each in facts]
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.begin
+
+    def start(self, job: Job, gpu: int) -> None:
+        tests = HERE.parent / "tests"
+        folder = {"sanitizer": tests, "tests": tests, "together": HERE.parent}.get(job.phase, HERE)
+        imported = [*map(str, (HERE.parent, HERE, tests)), os.environ.get("PYTHONPATH", "")]
+        more = {"PYTHONPATH": ":".join(imported), "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1"}
+        if job.phase != "together":
+            more["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        if job.phase == "rounds":
+            more |= {"BENCHMARK_TURNS": f"/tmp/turns-{gpu}", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+        log = open(self.options.out / f"{job.name}.txt", "w")
+        command, environment = arguments(job, self.options), os.environ | more
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
+        self.running[job] = process, gpu, self.seconds
+
+    def reap(self) -> None:
+        for job, (process, _, since) in list(self.running.items()):
+            if process.poll() is not None:
+                took = self.seconds - since
+                print(f"{self.seconds:4.0f} s: {job.name}, exit status {process.returncode}, {took:.0f} s", flush=True)
+                del self.running[job]
+
+    def place(self, job: Job) -> int | None:
+        """A GPU with room for a job, the one with the fewest."""
+        if job.phase == "together":
+            return None if self.running else 0
+        on: list[list[Job]] = [[] for _ in self.gigabytes]
+        for other, (_, gpu, _) in self.running.items():
+            on[gpu].append(other)
+        limit = 1 if job.phase in ("tests", "quiet") else AT_ONCE
+        free = [
+            gpu for gpu, others in enumerate(on)
+            if len(others) < limit and sum(other.gigabytes for other in others) + job.gigabytes <= self.gigabytes[gpu]
+        ]  # fmt: skip
+        return min(free, key=lambda gpu: len(on[gpu]), default=None)
+
+    def run(self, waiting: list[Job]) -> None:
+        """All jobs of a phase."""
+        while waiting or self.running:
+            for job in [*waiting]:
+                if (gpu := self.place(job)) is not None:
+                    waiting.remove(job)
+                    self.start(job, gpu)
+            time.sleep(0.5)
+            self.reap()
+            if self.seconds > 60 * self.options.minutes:
+                for job, (process, _, _) in self.running.items():
+                    os.killpg(process.pid, 9)
+                    print(f"{self.seconds:4.0f} s: {job.name} was stopped")
+                sys.exit(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--jobs", nargs="+", help="these alone")
+    parser.add_argument("--model", type=Path, help="a real model, for bits, serving and quantised")
+    parser.add_argument("--prompts", type=Path, default=HERE / "prompts", help="folder of JSON-lines files for it")
+    parser.add_argument("--heads", type=Path, help="folder of its heads")
+    parser.add_argument("--minutes", type=float, default=10)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    every, runner = jobs(options), Runner(options)
+    try:
+        for phase in PHASES:
+            runner.run([job for job in every if job.phase == phase])
+    finally:
+        for path in (options.out / f"{job.name}.txt" for job in every):
+            lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+            told = [line for line in lines if TOLD.search(line) and "Warning" not in line]
+            print(f"== {path.stem}", *(line[:200] for line in told[-20:]), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
