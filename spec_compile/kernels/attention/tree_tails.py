@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ..rounding import as_read
 from .chunk import attend_to_chunk, score
-from .tree_tile import load_queries, prefetch_slots, store_part
+from .tree_tile import load_queries, prefetch_slots, store_nothing, store_part
 
 
 @triton.jit
@@ -121,16 +121,15 @@ def attend_to_tail(
     query = load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
     for number in tl.static_range(PARTS):
         start = edge + number * CHUNK
-        if start < length + nodes:
-            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            peak, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-            if start < length + reach:
-                keys, values, slot = loaded[number]
-                acc, peak, total = _attend_to_path(
-                    query, keys, values, path[number], slot, scales_ptr, positions_ptr, nodes, length, capacity, start,
-                    last, position, slope, inner, outer, SOFTCAP, WINDOW, CHUNK, PRECISION,
-                )  # fmt: skip
-            row = node * GROUP + head
-            store_part(
-                parts_ptr, sums_ptr, part + number, nodes * GROUP, row, real, column, acc, peak, total, DV
+        if start < length + reach:
+            keys, values, slot = loaded[number]
+            acc, peak, total = _attend_to_path(
+                query, keys, values, path[number], slot, scales_ptr, positions_ptr, nodes, length, capacity, start,
+                last, position, slope, inner, outer, SOFTCAP, WINDOW, CHUNK, PRECISION,
             )  # fmt: skip
+            store_part(
+                parts_ptr, sums_ptr, part + number, nodes * GROUP, node * GROUP + head, real, column, acc, peak, total,
+                DV,
+            )  # fmt: skip
+        elif start < length + nodes:
+            store_nothing(sums_ptr, part + number, nodes * GROUP, node * GROUP + head, real)

@@ -31,6 +31,14 @@ def store_part(parts_ptr, sums_ptr, part, rows, row, real, column, acc, peak, to
 
 
 @triton.jit
+def store_nothing(sums_ptr, part, rows, row, real):
+    """The sums of a partial softmax that saw nothing, whose values nobody reads."""
+    sums_ptr += part * (2 * rows) + row
+    tl.store(sums_ptr, tl.full(row.shape, float("-inf"), tl.float32), mask=real)
+    tl.store(sums_ptr + rows, tl.zeros(row.shape, tl.float32), mask=real)
+
+
+@triton.jit
 def load_queries(row_ptr, real, DK: tl.constexpr, BLOCK_DK: tl.constexpr):
     """[M, BLOCK_DK] of the rows at row_ptr [M]."""
     dk = tl.arange(0, BLOCK_DK)[None, :]
