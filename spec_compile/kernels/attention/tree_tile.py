@@ -10,11 +10,11 @@ from ..ptx import prefetch_l2
 
 
 @triton.jit
-def prefetch_slots(cache_ptr, begin, end, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
-    """Fetch the first CHUNK of the slots begin .. end to the L2 cache, by lines of 128 bytes."""
+def prefetch_slots(cache_ptr, begin, end, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr):
+    """Fetch the first COUNT of the slots begin .. end to the L2 cache, by lines of 128 bytes."""
     LINE: tl.constexpr = 1024 // cache_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = BLOCK_D // LINE if BLOCK_D > LINE else 1
-    slot = tl.maximum(tl.minimum(begin + tl.arange(0, CHUNK), end - 1), 0)
+    slot = tl.maximum(tl.minimum(begin + tl.arange(0, COUNT), end - 1), 0)
     column = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
     prefetch_l2((cache_ptr + slot[:, None] * D + column[None, :]).to(tl.int64))
 
