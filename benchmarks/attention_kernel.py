@@ -1,7 +1,8 @@
 """Attention backends on a GPU, one layer each: token trees inside a CUDA graph, and prompts in chunks.
 
     python benchmarks/attention_kernel.py [--models llama-3.1-8b ...] [--backends triton sdpa flex flashinfer]
-        [--nodes 1 16 64] [--contexts 1024 8192 32768 131072] [--prompts 8192 32768] [--output results/attention.json]
+        [--nodes 1 16 64] [--contexts 1024 8192 32768 131072] [--tree branches] [--prompts 8192 32768]
+        [--output results/attention.json]
 
 Trees: a graph holds a launch for each of several caches, too many for the L2 cache to hold; times are medians of
 repeated replays, a launch. `floor` is what reading the keys and values once takes at the speed of a large copy, `math`
@@ -72,9 +73,26 @@ def product_speed() -> float:
     return 2 * 8192**3 / elapsed(lambda: a @ b, 10) * 1e6
 
 
-def tree(nodes: int, device: str = "cuda") -> torch.Tensor:
-    """Parents of a tree that grows a branch at every third node."""
-    return torch.tensor([[-1] + [max(0, i - 1 - (i % 3 == 0)) for i in range(1, nodes)]], device=device)
+TEXT = [
+    -1, 0, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 11, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27,
+    27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 0, 0, 0, 0, 44, 45, 46, 47, 1, 48, 48, 48, 48, 48, 48, 49, 50, 51,
+    52, 53,
+]  # fmt: skip
+"""Parents of what n-grams propose behind 3,824 tokens of `shapes.text_tokens`. It has 15 tail tiles, its first 16 nodes
+have 4; three of four such trees have no more."""
+TREES = {
+    "branches": [-1, *(max(0, i - 1 - (i % 3 == 0)) for i in range(1, 64))],
+    "text": TEXT,
+    "chain": [*range(-1, 63)],
+    "star": [-1] + [0] * 63,
+}
+"""Parents of 64 nodes. "branches" has a branch at every third node. "chain" is also what a root alone is in a round of
+more nodes (see `State.tree`)."""
+
+
+def tree(nodes: int, device: str = "cuda", shape: str = "branches") -> torch.Tensor:
+    """Parents [1, nodes] of one of `TREES`."""
+    return torch.tensor([TREES[shape][:nodes]], device=device)
 
 
 class Caches:
@@ -107,10 +125,10 @@ def op_of(name: str, use: Use) -> Callable:
     return torch.compile(op, fullgraph=True, dynamic=False) if name in COMPILED else op
 
 
-def tree_time(caches: Caches, name: str, op: Callable, nodes: int, context: int) -> float:
-    """Microseconds of a layer's attention over a tree."""
+def tree_time(caches: Caches, name: str, op: Callable, nodes: int, context: int, shape: str) -> float:
+    """Microseconds of a layer's attention over a tree of `TREES`."""
     block, lengths = caches.block(nodes), torch.tensor([context], device="cuda")
-    ancestors, depth = ancestry(tree(nodes))
+    ancestors, depth = ancestry(tree(nodes, shape=shape))
     rest = lengths, ancestors, lengths[:, None] + depth, None, caches.size**-0.5, None, None
     layers = caches.used(context, name)
 
@@ -151,9 +169,9 @@ def trees(caches: Caches, args, copies: float, products: float) -> list[dict]:
         ops = {name: op_of(name, Use(name)) for name in args.backends}
         for context in args.contexts:
             work = 4 * nodes * caches.heads * context * caches.size
-            row = {"context": context, "nodes": nodes}
+            row = {"context": context, "nodes": nodes, "tree": args.tree}
             row |= {"floor": caches.bytes(context) / copies * 1e6, "math": work / products * 1e6}
-            row |= {name: tree_time(caches, name, op, nodes, context) for name, op in ops.items()}
+            row |= {name: tree_time(caches, name, op, nodes, context, args.tree) for name, op in ops.items()}
             rows.append(row)
             times = "".join(f" {row[name]:10.1f} |" for name in args.backends)
             print(f"| {context:7} | {nodes:2} | {row['floor']:6.1f} | {row['math']:6.1f} |{times}", flush=True)
@@ -207,6 +225,7 @@ def main():
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768, 131072])
+    parser.add_argument("--tree", default="branches", choices=TREES)
     parser.add_argument("--prompts", nargs="*", type=int, default=[8192, 32768])
     parser.add_argument("--output", type=Path, default=RESULTS / "attention.json")
     args = parser.parse_args()

@@ -1,12 +1,13 @@
 """The search for the fastest division of tree attention's work, on the GPU that it is on; `tree_tuning` has the result.
 
-    python benchmarks/attention_tuning.py [--nodes 1 16 64] [--contexts 1024 8192 32768] [--batches 1 4] [--keep 2]
-        [--output FILE] [--cpu]
+    python benchmarks/attention_tuning.py [--nodes 1 16 64] [--contexts 1024 8192 32768] [--batches 1 4]
+        [--trees branches] [--spare 128] [--keep 2] [--output FILE] [--cpu]
 
 What decides bits (keys of a chunk, positions of the smallest span, spans at most) must be the same for all nodes and
 contexts; rows of a tile, warps, stages and spans of a program may be chosen for each. First all of the former are timed
 with one choice of the latter, then the fastest --keep of them with every choice. Times are microseconds of a layer of
-the Llama-3.1-8B shape inside a CUDA graph, appending and making the table of tiles left out.
+the Llama-3.1-8B shape inside a CUDA graph, appending and making the table of tiles left out. --trees: which of
+`attention_kernel.TREES`. --spare: slots of a cache behind the context, for which there are programs, too.
 `floor` is what reading the keys and values once takes at the speed of a large copy, `math` what the products take at
 that of a large product, `exp` what the weights take at 16 a clock and multiprocessor. --cpu runs a small form
 in Triton's interpreter (TRITON_INTERPRET=1), whose times mean nothing.
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from attention_kernel import ENOUGH, copy_speed, product_speed, replay_time, tree
+from attention_kernel import ENOUGH, TREES, copy_speed, product_speed, replay_time, tree
 from common import write_json
 from triton.runtime.errors import OutOfResources
 
@@ -35,7 +36,7 @@ from spec_compile.tree import ancestry
 
 EXPONENTIALS = 16 * 132 * 1.75e9
 """Of a second, on an H200."""
-LAYERS, MARGIN = 32, 128
+LAYERS = 32
 
 
 class Shape(NamedTuple):
@@ -56,6 +57,8 @@ class Case(NamedTuple):
     batch: int
     nodes: int
     context: int
+    tree: str = "branches"
+    spare: int = 128
 
 
 BITS = [dict(block_n=n, least=least, most=most) for n in (64, 128) for least in (128, 256) for most in (16, 32, 64)]
@@ -88,11 +91,11 @@ def calls(shape: Shape, case: Case, layers: int, context: int) -> list[Call]:
     """A call for each of `layers` layers, whose block is in the cache already, with `context` tokens committed."""
     made = dict(device=shape.device, dtype=shape.dtype)
     q = torch.randn(case.batch, shape.heads, case.nodes, shape.size, **made)
-    parents = tree(case.nodes, shape.device).expand(case.batch, -1)
+    parents = tree(case.nodes, shape.device, case.tree).expand(case.batch, -1)
     ancestors, depth = ancestry(parents)
     lengths = torch.full((case.batch,), context, device=shape.device)
     tiles = tail_tiles(ancestors, nodes_per_tile(shape.heads // shape.kv_heads))
-    cache = case.batch, shape.kv_heads, context + MARGIN, shape.size
+    cache = case.batch, shape.kv_heads, context + case.spare, shape.size
     return [
         Call(
             q, None, None, torch.randn(cache, **made), torch.randn(cache, **made), lengths,
@@ -196,7 +199,7 @@ def report(search: Search, choices: list[dict], copies: float, products: float) 
         scores = case.batch * case.nodes * shape.heads * case.context
         limits = shape.bytes(case) / copies, 4 * scores * shape.size / products, scores / EXPONENTIALS
         named = "  ".join(f"{name} {1e6 * limit:.1f}" for name, limit in zip(("floor", "math", "exp"), limits))
-        print(f"B={case.batch} N={case.nodes} {case.context}: {named}")
+        print(f"B={case.batch} N={case.nodes} {case.context} {case.tree}: {named}")
         for bits in choices:
             taken, tuning = search.best(case, bits)
             free = " ".join(f"{name}={getattr(tuning, name)}" for name in FREE)
@@ -208,6 +211,8 @@ def main():
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--trees", nargs="+", default=["branches"], choices=TREES)
+    parser.add_argument("--spare", type=int, default=128)
     parser.add_argument("--keep", type=int, default=2)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--cpu", action="store_true")
@@ -215,7 +220,8 @@ def main():
     shape = Shape(4, 2, 16, "cpu", torch.float32) if args.cpu else Shape()
     copies, products = (1e12, 1e12) if args.cpu else (copy_speed(), product_speed())
     print(f"copies {copies / 1e12:.2f} TB/s, products {products / 1e12:.0f} TFLOP/s; µs a layer", flush=True)
-    cases = [Case(*case) for case in itertools.product(args.batches, args.nodes, args.contexts)]
+    axes = args.batches, args.nodes, args.contexts, args.trees, [args.spare]
+    cases = [Case(*case) for case in itertools.product(*axes)]
     search, choices = Search(shape, cases), SMALL if args.cpu else BITS
     search.time(choices, every=False)
     ranked = search.ranked(choices)

@@ -33,6 +33,11 @@ STATE = [
         f"{ROUND} -k test_minimum_length_to_the_token",
     ),
     Mutation(
+        "slots that are not in use are leaves", f"{RUNTIME}state.py",
+        ".clone(), number - 1)", ".clone(), 0)",
+        f"{TREE} -k slots_that_are_not_in_use",
+    ),
+    Mutation(
         "finished rows go on", f"{RUNTIME}state.py",
         "gained = torch.where(self.finished, 0, gained)",
         "gained = torch.where(self.finished, gained, gained)",

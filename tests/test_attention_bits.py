@@ -165,17 +165,26 @@ def test_tail_tiles(data):
         tables.append(launch_table(ancestors.to("cuda" if GPU else "cpu"), per_tile))
     for parents, tiles in (pair for table in tables for pair in zip(trees, table.tolist())):
         expected = list(expected_tiles(parents, per_tile))
-        for (length, first, count, *path), (whole_path, members) in zip(tiles, expected):
+        for (length, first, count, count_of_tiles, ahead, *path), (whole_path, members) in zip(tiles, expected):
             assert path == whole_path + [nodes] * (nodes - length) and length == len(whole_path)
+            assert [count_of_tiles, ahead] == [len(expected), 0]
             assert path[first : first + count] == members
-        assert all(count == 0 for _, _, count, *_ in tiles[len(expected) :])
+        assert all(row[2:5] == [0, len(expected), 0] for row in tiles[len(expected) :])
         assert sorted(node for _, members in expected for node in members) == list(range(nodes))
 
 
-def test_tail_tiles_of_a_block_that_sees_itself():
-    table = tail_tiles(torch.full((1, 5), -1), 3)
-    assert table[0, :2].tolist() == [[5, 0, 3, *range(5)], [5, 3, 2, *range(5)]] and not table[0, 2:, 2].any()
+def test_a_block_that_sees_itself():
+    ones = torch.full((1, 5), -1)
+    tables = [tail_tiles(ones, 3)]
+    if INTERPRETER or GPU:
+        tables.append(launch_table(ones.to("cuda" if GPU else "cpu"), 3))
+    for table in tables:
+        assert table[0, :2].tolist() == [[5, 0, 3, 2, 5, *range(5)], [5, 3, 2, 2, 5, *range(5)]]
+        assert not table[0, 2:, 2].any()
     assert table.shape == (1, 5, COLUMNS + 5) and tail_tiles(None, 3) is tail_tiles(torch.ones(1, 1).long(), 3) is None
+    case = Case(("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32), [0, 47, 63], 18, heads=(8, 1))
+    case.ancestors.fill_(-1)
+    case.check()
 
 
 @triton.jit

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spec_compile.graph import ModelGraph
 from spec_compile.kernels.ops import tree_mask
 from spec_compile.runtime.accept.greedy import accept_greedy
+from spec_compile.runtime.state import State
 from spec_compile.tree import MAX_NODES, Tree, ancestry
 
 VOCAB = 96
@@ -226,3 +228,13 @@ def test_accept_greedy_leaves_unused_slots_alone():
 def test_accept_greedy_ignores_a_match_below_a_wrong_node():
     """Node 2 is what the target chooses after node 1, but node 1 is not what it chooses after the root."""
     assert check_accept([[0, 1, 2]], [chain(3)], [3], [[9, 2, 3]]) == 1
+
+
+def test_slots_that_are_not_in_use_add_no_leaf():
+    graph = ModelGraph(torch.fx.GraphModule({}, torch.fx.Graph()), (), VOCAB, 8, torch.float32, None, "")
+    state = State(graph, 3, 32, torch.device("cpu"))
+    parents = torch.tensor([[-1, 0, 0, 1, 0, 0, 0]] * 3)
+    state.propose(torch.zeros_like(parents), parents, torch.tensor([1, 4, 7]), torch.zeros(3))
+    trees = state.tree(6)
+    assert trees.parents.tolist() == [[-1, 0, 1, 2, 3, 4], [-1, 0, 0, 1, 3, 4], [-1, 0, 0, 1, 0, 0]]
+    assert trees.real.sum(1).tolist() == [1, 4, 6]

@@ -157,14 +157,17 @@ class State(nn.Module):
             self._eos = [*eos]
 
     def tree(self, nodes: int) -> Tree:
-        """The first `nodes` nodes of the pending trees; parents come first, so every prefix of a tree is a tree.
+        """The first `nodes` nodes of the pending trees; parents come first, so every prefix of a tree is a tree. Slots
+        that are not in use lengthen the path to the last node, because attention pays for each leaf.
 
         Copies: the round writes the next trees into the same buffers, and Inductor of torch 2.11 may move a read of a
         view behind that write.
         """
-        real = torch.arange(nodes, device=self.tokens.device) < self.tree_count.clone()[:, None]
+        number = torch.arange(nodes, device=self.tokens.device)
+        real = number < self.tree_count.clone()[:, None]
+        parents = torch.where(real, self.tree_parents[:, :nodes].clone(), number - 1)
         probs = None if self.tree_probs is None else self.tree_probs[:, :nodes].clone()
-        return Tree(self.tree_tokens[:, :nodes].clone(), self.tree_parents[:, :nodes].clone(), real, probs)
+        return Tree(self.tree_tokens[:, :nodes].clone(), parents, real, probs)
 
     def root(self) -> None:
         """The pending trees become the last committed tokens alone."""

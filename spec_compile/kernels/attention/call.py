@@ -35,7 +35,7 @@ class Call(NamedTuple):
     eps, offset: of these norms.
     scales [B, Hkv, S, 2] float32: by which the keys and the values in a slot are multiplied when they are read. They
     are written with these, see `ops.over_scale`.
-    tiles [B, N, 3 + N] int32: the `tail_tiles.tail_tiles` of `ancestors`, if they were computed before.
+    tiles [B, N, 5 + N] int32: the `tail_tiles.tail_tiles` of `ancestors`, if they were computed before.
     chunk: a token sees only those with the same position // chunk (Llama 4).
     slopes [H]: `ops.alibi` by these is added to the scores.
     """

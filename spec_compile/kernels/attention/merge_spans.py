@@ -19,10 +19,11 @@ SPANS = tl.constexpr(8)
 @triton.jit
 def _load(parts_ptr, sums_ptr, number, rows, dv, DV: tl.constexpr):
     """The partial softmax of one row at `number`: acc [BLOCK_DV], peak and total. One that saw nothing, if number is
-    negative."""
+    negative; such a one may have been stored without its acc."""
     exists = number >= 0
     acc = tl.load(parts_ptr + number * rows * DV + dv, mask=dv < tl.where(exists, DV, 0), other=0.0)
     peak = tl.load(sums_ptr + number * 2 * rows, mask=exists, other=float("-inf"))
+    acc = tl.where(peak == float("-inf"), 0.0, acc)
     return acc, peak, tl.load(sums_ptr + (number * 2 + 1) * rows, mask=exists, other=0.0)
 
 

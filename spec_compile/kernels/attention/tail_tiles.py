@@ -2,13 +2,14 @@
 
 Those keys are the last committed ones and the node's own ancestors, in the order of their positions. Nodes of one path
 share them. A leaf is a node that no later node sees; it owns the nodes of its path that no smaller leaf sees, which lie
-side by side on the path. A tile is a leaf and up to `nodes_per_tile` of the nodes that it owns.
+side by side on the path. A tile is a leaf and up to `nodes_per_tile` of the nodes that it owns. In a tree a node sees
+what comes before it on the path; in a block whose nodes all see each other it sees the whole path.
 """
 
 import torch
 from torch import Tensor
 
-COLUMNS = 3
+COLUMNS = 5
 """Columns of a table before those of the path."""
 ROWS = 64
 """Rows of a tile at most, unless one node has more."""
@@ -30,9 +31,10 @@ def tail_tiles(ancestors: Tensor | None, nodes_per_tile: int) -> Tensor | None:
 def tail_tile_table(ancestors: Tensor, nodes_per_tile: int) -> Tensor:
     """The tail tiles of trees, of which there are no more than nodes.
 
-    ancestors [B, N] int64 as in `call.Call`. -> [B, N, 3 + N] int32, a tile a row: the number of nodes on the path;
+    ancestors [B, N] int64 as in `call.Call`. -> [B, N, 5 + N] int32, a tile a row: the number of nodes on the path;
     the place on it of the first of the tile's nodes; how many nodes the tile has (0: there is no such tile, and its
-    other numbers mean nothing); the path, filled up with N.
+    other numbers but the next mean nothing); how many tiles the tree has; how many nodes of the path behind its own
+    place a node sees (0 or N); the path, filled up with N.
     """
     nodes = ancestors.shape[1]
     index = torch.arange(nodes, device=ancestors.device, dtype=torch.int32)
@@ -56,8 +58,9 @@ def tail_tile_table(ancestors: Tensor, nodes_per_tile: int) -> Tensor:
     length = sees.sum(2, dtype=torch.int32)[:, None, :].expand_as(sizes)
     facts = torch.stack([length, first[:, None, :] + skipped, sizes], 3)
     facts = torch.where(belongs[:, :, :, None], facts, 0).sum(2, dtype=torch.int32)
+    of_tree = torch.stack([tiles.sum(1), (ancestors[:, 0] != 1) * nodes], 1).to(torch.int32)
     paths = torch.where(belongs[:, :, :, None], path[:, None], nodes).amin(2)
-    return torch.cat([facts, paths.to(torch.int32)], 2)
+    return torch.cat([facts, of_tree[:, None].expand(-1, nodes, -1), paths.to(torch.int32)], 2)
 
 
 @tail_tile_table.register_fake

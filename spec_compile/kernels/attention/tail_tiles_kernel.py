@@ -41,6 +41,9 @@ def tail_tiles_kernel(
     # The tiles of all leaves in turn.
     tiles = (count + PER_TILE - 1) // PER_TILE
     begin = tl.cumsum(tiles, 0) - tiles
+    ahead = tl.where(tl.sum(tl.where(index == 0, bits, 0)) == 1, 0, nodes)
+    tl.store(out_ptr + index * (COLUMNS + nodes) + 3, tl.zeros_like(index) + tl.sum(tiles), mask=exists)
+    tl.store(out_ptr + index * (COLUMNS + nodes) + 4, tl.zeros_like(index) + ahead, mask=exists)
     tl.debug_barrier()  # what fills the table up is stored before what it is written over with
     for number in range(0, tl.cdiv(nodes, PER_TILE)):
         belongs = (number < tiles) & exists

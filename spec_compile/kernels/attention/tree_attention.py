@@ -241,7 +241,7 @@ def _launch_tree(call: Call, config: Tuning) -> Tensor:
     programs = triton.cdiv(spans, together) * triton.cdiv(nodes * group, block_m) + tails
     rotated = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early)
     tree_kernel[(batch * kv_heads, programs, triton.cdiv(value_dim, columns))](
-        rotated, key_cache, value_cache, call.scales, lengths, ancestors, tiles, positions, call.slopes, parts, sums,
+        rotated, key_cache, value_cache, call.scales, lengths, tiles, positions, call.slopes, parts, sums,
         *rotated.stride()[:3], positions.stride(0), nodes, capacity, spans, *_factors(call),
         SOFTCAP=call.softcap is not None, BLOCK_M=block_m, PER_TILE=per_tile, COLUMNS=COLUMNS,
         PRECISION=_precision(q), TOGETHER=together, **shared, **_constants(call, columns), num_warps=warps,

@@ -17,23 +17,29 @@ from .tree_tails import attend_to_tail
 
 @triton.jit(do_not_specialize=["nodes", "spans"])
 def tree_kernel(
-    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, lengths_ptr, ancestors_ptr, tiles_ptr, positions_ptr, slopes_ptr,
-    parts_ptr, sums_ptr, stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity, spans, inner, outer,
+    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, lengths_ptr, tiles_ptr, positions_ptr, slopes_ptr, parts_ptr,
+    sums_ptr, stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity, spans, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr, PER_TILE: tl.constexpr,
     COLUMNS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Partial softmaxes of tail tiles into the first PARTS parts, of spans into those behind them, the last one first.
-    Grid (B * Hkv, groups of spans * tiles of rows + tail tiles, blocks of Dv). inner, outer: factors of the scores in
-    and behind tanh. TOGETHER: see `_attend_to_slots`.
+    Grid (B * Hkv, groups of spans * tiles of rows + tail tiles, blocks of Dv): tail tiles begin first, because they
+    take longest, and programs that have nothing to do are the last. inner, outer: factors of the scores in and behind
+    tanh. TOGETHER: see `_attend_to_slots`.
     """
+    TILE_PARTS: tl.constexpr = (PER_TILE * GROUP + BLOCK_M - 1) // BLOCK_M
     if EARLY:
         gdc_launch_dependents()  # the merge may take its place on the GPU, and wait there
     pair = tl.program_id(0).to(tl.int64)
     batch, kv_head = pair // KV_HEADS, pair % KV_HEADS
     program, column = tl.program_id(1), tl.program_id(2) * BLOCK_DV
     length = tl.load(lengths_ptr + batch).to(tl.int32)
+    tails, path_ptr = tl.cdiv(nodes, PER_TILE) * TILE_PARTS, tiles_ptr
+    if tiles_ptr is not None:
+        path_ptr += (batch * nodes + tl.minimum(program // TILE_PARTS, nodes - 1)) * (COLUMNS + nodes) + COLUMNS
+        tails = tl.load(path_ptr - COLUMNS + 3) * TILE_PARTS
     edge = length // CHUNK * CHUNK
     q_ptr += batch * stride_qb + kv_head * GROUP * stride_qh
     key_cache_ptr += pair * capacity * DK
@@ -44,20 +50,14 @@ def tree_kernel(
     if slopes_ptr is not None:
         slopes_ptr += kv_head * GROUP
     part, row_tiles = pair * (PARTS + spans), tl.cdiv(nodes * GROUP, BLOCK_M)
-    tail = program - tl.cdiv(spans, TOGETHER) * row_tiles
-    if tail >= 0:
-        path_ptr = tiles_ptr
-        if tiles_ptr is not None:
-            tile = tail // ((PER_TILE * GROUP + BLOCK_M - 1) // BLOCK_M)
-            path_ptr = tiles_ptr + (batch * nodes + tile) * (COLUMNS + nodes) + COLUMNS
-            ancestors_ptr += batch * nodes
+    if program < tails:
         attend_to_tail(
-            q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, ancestors_ptr, path_ptr, positions_ptr, slopes_ptr,
-            parts_ptr, sums_ptr, stride_qh, stride_qn, nodes, length, capacity, edge, part, tail, column, inner, outer,
-            SOFTCAP, WINDOW, GROUP, BLOCK_M, CHUNK, PARTS, PER_TILE, COLUMNS, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
-            EARLY,
+            q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
+            stride_qh, stride_qn, nodes, length, capacity, edge, part, program, column, inner, outer, SOFTCAP, WINDOW,
+            GROUP, BLOCK_M, CHUNK, PARTS, PER_TILE, COLUMNS, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
         )  # fmt: skip
     else:
+        program -= tails
         attend_to_spans(
             q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
             stride_qh, stride_qn, nodes, length, edge, part + PARTS, program // row_tiles, program % row_tiles, column,

@@ -86,8 +86,8 @@ def attend_to_spans(
         begin = tl.maximum(begin, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // CHUNK * CHUNK)
     if begin < end:
         if EARLY:
-            prefetch_slots(key_cache_ptr, begin, end, DK, BLOCK_DK, CHUNK)
-            prefetch_slots(value_cache_ptr + column, begin, end, DV, BLOCK_DV, CHUNK)
+            prefetch_slots(key_cache_ptr, begin, end, DK, BLOCK_DK, 2 * CHUNK)
+            prefetch_slots(value_cache_ptr + column, begin, end, DV, BLOCK_DV, 2 * CHUNK)
             gdc_wait()
         _attend_to_slots(
             load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK), key_cache_ptr,

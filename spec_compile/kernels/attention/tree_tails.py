@@ -9,20 +9,17 @@ from triton.language.extra.cuda import gdc_wait
 
 from ..rounding import as_read
 from .chunk import attend_to_chunk, score
-from .tree_tile import load_queries, prefetch_slots, store_part
+from .tree_tile import load_queries, prefetch_slots, store_nothing, store_part
 
 
 @triton.jit
-def _path_nodes(path_ptr, nodes, length, start, end, CHUNK: tl.constexpr):
-    """Which node each of the positions start .. start + CHUNK is [C]; N where it is none, or does not lie before `end`.
-    path_ptr: the path [N]; None: the nodes in their order."""
-    position = start + tl.arange(0, CHUNK)
-    step = position - length
-    inside = (step >= 0) & (position < end)
+def _path_nodes(path_ptr, nodes, reach, step):
+    """Which node is at each step of a path [C]; N where there is none. path_ptr: the path [N], whose end is marked, so
+    that nothing waits for `reach`; None: the nodes in their order, `reach` of them."""
     if path_ptr is None:
-        node = tl.where(inside, step, nodes)
+        node = tl.where((step >= 0) & (step < reach), step, nodes)
     else:
-        node = tl.load(path_ptr + step, mask=inside, other=nodes)
+        node = tl.load(path_ptr + step, mask=(step >= 0) & (step < nodes), other=nodes)
     return node
 
 
@@ -47,21 +44,15 @@ def _load_path(
 
 @triton.jit
 def _attend_to_path(
-    query, keys, values, node, slot, scales_ptr, path_ptr, positions_ptr, nodes, length, capacity, start, bits, rank,
-    position, slope, inner, outer,
+    query, keys, values, node, slot, scales_ptr, positions_ptr, nodes, length, capacity, start, last, position, slope,
+    inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The chunk that `_load_path` has loaded. bits [M]: the ancestors of the rows, if there is a path; rank [M]: where
-    on it the rows are."""
+    """The chunk that `_load_path` has loaded. last [M]: where on the path the last node is that each row sees."""
     key_position = start + tl.arange(0, CHUNK)
     step = key_position - length
     committed, new = step < 0, node < nodes
-    # What each row sees of them [M, C].
-    if path_ptr is None:
-        seen = (step[None, :] <= rank[:, None]) & (committed | new)[None, :]
-    else:
-        seen = ((bits[:, None] >> tl.where(new, node, 0).to(tl.int64)[None, :]) & 1) != 0
-        seen = committed[None, :] | (seen & new[None, :])
+    seen = step[None, :] <= last[:, None]
     if WINDOW is not None or slope is not None:
         new_position = tl.load(positions_ptr + node, mask=new, other=0).to(tl.int32)
         key_position = tl.where(committed, key_position, new_position)
@@ -76,8 +67,8 @@ def _attend_to_path(
 
 @triton.jit
 def attend_to_tail(
-    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, ancestors_ptr, path_ptr, positions_ptr, slopes_ptr, parts_ptr,
-    sums_ptr, stride_qh, stride_qn, nodes, length, capacity, edge, part, tail, column, inner, outer,
+    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
+    stride_qh, stride_qn, nodes, length, capacity, edge, part, tail, column, inner, outer,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
     PARTS: tl.constexpr, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
@@ -86,8 +77,8 @@ def attend_to_tail(
     this path that another path of the batch may have. All is loaded as early as it can be, because what a tail takes is
     one latency after the other.
 
-    path_ptr: the tile's path in the table of `tail_tiles`, behind the length of the path, where on it the tile's nodes
-    begin, and their count; None: the nodes in their order. The other pointers: of this row of the batch and KV head.
+    path_ptr: the tile's path in the table of `tail_tiles`, behind the COLUMNS before it; None: the nodes in their
+    order. The other pointers: of this row of the batch and KV head.
     """
     TILE_PARTS: tl.constexpr = (PER_TILE * GROUP + BLOCK_M - 1) // BLOCK_M
     index = tail % TILE_PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -103,12 +94,14 @@ def attend_to_tail(
         return
     path, loaded = (), ()
     for number in tl.static_range(PARTS):
-        path += (_path_nodes(path_ptr, nodes, length, edge + number * CHUNK, length + reach, CHUNK),)
+        step = edge + number * CHUNK - length + tl.arange(0, CHUNK)
+        path += (_path_nodes(path_ptr, nodes, reach, step),)
     real, rank = member < count, first + member
-    node, bits = rank, rank
+    node, last = rank, rank
     if path_ptr is not None:
         node = tl.load(path_ptr + rank, mask=real, other=0)
-        bits = tl.load(ancestors_ptr + node, mask=real, other=0)
+        last = rank + tl.load(path_ptr - COLUMNS + 4)
+    last = tl.minimum(last, reach - 1)
     position, slope = node, None
     if WINDOW is not None or slopes_ptr is not None:
         position = tl.load(positions_ptr + node, mask=real, other=1 << 30).to(tl.int32)
@@ -128,16 +121,15 @@ def attend_to_tail(
     query = load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
     for number in tl.static_range(PARTS):
         start = edge + number * CHUNK
-        if start < length + nodes:
-            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            peak, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-            if start < length + reach:
-                keys, values, slot = loaded[number]
-                acc, peak, total = _attend_to_path(
-                    query, keys, values, path[number], slot, scales_ptr, path_ptr, positions_ptr, nodes, length,
-                    capacity, start, bits, rank, position, slope, inner, outer, SOFTCAP, WINDOW, CHUNK, PRECISION,
-                )  # fmt: skip
-            row = node * GROUP + head
-            store_part(
-                parts_ptr, sums_ptr, part + number, nodes * GROUP, row, real, column, acc, peak, total, DV
+        if start < length + reach:
+            keys, values, slot = loaded[number]
+            acc, peak, total = _attend_to_path(
+                query, keys, values, path[number], slot, scales_ptr, positions_ptr, nodes, length, capacity, start,
+                last, position, slope, inner, outer, SOFTCAP, WINDOW, CHUNK, PRECISION,
             )  # fmt: skip
+            store_part(
+                parts_ptr, sums_ptr, part + number, nodes * GROUP, node * GROUP + head, real, column, acc, peak, total,
+                DV,
+            )  # fmt: skip
+        elif start < length + nodes:
+            store_nothing(sums_ptr, part + number, nodes * GROUP, node * GROUP + head, real)

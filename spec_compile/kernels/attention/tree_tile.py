@@ -10,11 +10,11 @@ from ..ptx import prefetch_l2
 
 
 @triton.jit
-def prefetch_slots(cache_ptr, begin, end, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
-    """Fetch the first CHUNK of the slots begin .. end to the L2 cache, by lines of 128 bytes."""
+def prefetch_slots(cache_ptr, begin, end, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr):
+    """Fetch the first COUNT of the slots begin .. end to the L2 cache, by lines of 128 bytes."""
     LINE: tl.constexpr = 1024 // cache_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = BLOCK_D // LINE if BLOCK_D > LINE else 1
-    slot = tl.maximum(tl.minimum(begin + tl.arange(0, CHUNK), end - 1), 0)
+    slot = tl.maximum(tl.minimum(begin + tl.arange(0, COUNT), end - 1), 0)
     column = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
     prefetch_l2((cache_ptr + slot[:, None] * D + column[None, :]).to(tl.int64))
 
@@ -28,6 +28,14 @@ def store_part(parts_ptr, sums_ptr, part, rows, row, real, column, acc, peak, to
     sums_ptr += part * (2 * rows) + row
     tl.store(sums_ptr, peak, mask=real)
     tl.store(sums_ptr + rows, total, mask=real)
+
+
+@triton.jit
+def store_nothing(sums_ptr, part, rows, row, real):
+    """The sums of a partial softmax that saw nothing, whose values nobody reads."""
+    sums_ptr += part * (2 * rows) + row
+    tl.store(sums_ptr, tl.full(row.shape, float("-inf"), tl.float32), mask=real)
+    tl.store(sums_ptr + rows, tl.zeros(row.shape, tl.float32), mask=real)
 
 
 @triton.jit
