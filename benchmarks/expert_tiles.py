@@ -148,10 +148,10 @@ def time_experts(name: str, counts: list[int], bandwidth: float) -> dict[str, di
                 if tile.parts != present[side].parts or torch.equal(mixture.multiply(routes[0], tiles), want):
                     times.append((taken(tiles), tile))
             if side == 1:
-                quickest = min(times)[1]
+                quickest = min(times, key=lambda each: each[0])[1]
                 tiles = [quickest._replace(prefetch=count) for count in PREFETCH]
                 times += [(taken([present[0], tile]), tile) for tile in tiles]
-            tried[label] = sorted(times)
+            tried[label] = sorted(times, key=lambda each: each[0])
             fastest[side] = tried[label][0][1]
             cells = "; ".join(f"{each:.2f} {tuple(tile)}" for each, tile in tried[label][:5])
             print(f"{name} {tokens} tokens, {label}: {len(times)} of {len(options)} tiles, best {cells}", flush=True)

@@ -91,7 +91,7 @@ def compile_all(formats: list[str], counts: list[int]) -> None:
                 jobs |= {(name, parts, tile._replace(late=1, prefetch=1)) for parts, tile in candidates(product, rows)}
     jobs |= expert_tiles.jobs([name for name in formats if name in expert_tiles.SHAPES], counts)
     with multiprocessing.get_context("spawn").Pool(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
-        errors = [error for error in pool.imap_unordered(_compile, sorted(jobs), chunksize=2) if error]
+        errors = [error for error in pool.imap_unordered(_compile, sorted(jobs, key=str), chunksize=2) if error]
     print(f"compiled {len(jobs)} kernels in {time.perf_counter() - begin:.0f} s", *errors[:5], sep="\n", flush=True)
 
 

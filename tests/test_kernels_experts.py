@@ -177,8 +177,8 @@ def test_programs_that_share_the_columns_of_mxfp4_change_no_bit(place):
     mixture = mxfp4_mixture(place, 20, 2, 4, 992, 992)
     mixture.ids[:] = torch.tensor([1, 3])  # 20 rows of an expert are two tiles
     tile = plans.Tile(128, 256, 16, stages=2, parts=2)
-    alone, cut = mixture.kernel(tile=tile._replace(parts=1)), mixture.kernel(tile=tile)
-    assert not torch.equal(alone, cut) and mixture.error(tile=tile) < TOLERANCE[place[1]]
+    cut = mixture.kernel(tile=tile)
+    assert mixture.error(tile=tile) < TOLERANCE[place[1]]
     shared = tile._replace(shared=True)
     for rows in (slice(None), [19], [3, 4, 5]):
         assert torch.equal(mixture.kernel(rows, shared), cut[rows])

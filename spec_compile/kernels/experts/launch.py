@@ -14,7 +14,7 @@ from .kinds import Kind
 try:
     from ..linear.activations import has_fp8, rounded_blocks
     from .kernel import experts_kernel
-    from .slots import CHUNK
+    from .slots import FEW, MANY
 except ImportError:  # no GPU
     experts_kernel = None
 
@@ -94,7 +94,8 @@ def _launch(
         tile.prefetch, kind.alpha, kind.limit, TOP=top, BY_PAIR=ids.numel() <= experts, ALONE=tokens == 1,
         GATED=kind.gate != "none", CLAMPED=kind.gate == "clamped", INTERLEAVED=kind.interleaved,
         TRANSPOSED=kind.transposed, SCALED=kind.block, PARTS=tile.parts,
-        MXFP4=kind.mxfp4 > 0, PTX=x.is_cuda, DECODES=not has_fp8(x.device), CHUNK=CHUNK,
-        BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, EVEN=inputs % tile.block_k == 0, PDL=early,
+        MXFP4=kind.mxfp4 > 0, PTX=x.is_cuda, DECODES=not has_fp8(x.device),
+        CHUNK=FEW if ids.numel() <= FEW else MANY, BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k,
+        EVEN=inputs % tile.block_k == 0, PDL=early,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

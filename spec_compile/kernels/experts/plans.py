@@ -14,8 +14,8 @@ class Tile(NamedTuple):
     Two things decide the bits of a result, so that all tiles of a shape have them in common: block_o, because from 64
     on the tensor cores take instructions of whole groups of warps, and parts, into which the columns of MXFP4 are cut,
     and whose sums are added up in their order. shared: whether each part has a program of its own. warps, stages: of
-    Triton's pipeline. registers: those that a thread may have. prefetch: the tiles that the second product fetches
-    before it waits.
+    Triton's pipeline. registers: those that a thread may have, None: as many as the compiler finds best. prefetch: the
+    tiles that the second product fetches before it waits.
     """
 
     block_o: int
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     block_n: int
     warps: int = 4
     stages: int = 4
-    registers: int = 255
+    registers: int | None = None
     prefetch: int = 1
     parts: int = 1
     shared: bool = False

@@ -8,8 +8,8 @@ do end at once. Import this module only where Triton is installed.
 import triton
 import triton.language as tl
 
-CHUNK = 128
-"""Pairs that a program looks through at a time."""
+FEW, MANY = 32, 128
+"""Pairs that a program looks through at a time: a warp looks through few by itself, many need all of a program."""
 
 
 @triton.jit
