@@ -12,9 +12,11 @@ difference of the times of two lengths by that of the tokens, medians of at leas
 
 Prompts are tokens of real text (benchmarks/prompts). Since the weights are random, what is accepted is not meaningful:
 the figure of ours to compare is that of plain steps, and that with drafts is given with its accept length. "simulated"
-rates are an accept length that is assumed, not measured, by the time of a round. Of mixtures, the floor counts the
-experts that a round is expected to read. "wrapping" is the peak of memory from the built model until warm-up ends,
-beside the bytes of weights and cache: measure each shape in a process of its own, or the last one's rest may count.
+rates are an accept length that is assumed, not measured, by the time of a round. Of mixtures, the nodes of a round are
+unlike tokens, and the floor counts the experts that they choose, which are printed beside those expected of choices
+that are independent. Nodes of real text have more experts in common. "wrapping" is the peak of memory from the built
+model until warm-up ends, beside the bytes of weights and cache: measure each shape in a process of its own, or the last
+one's rest may count.
 "loop" is how much longer a round takes in generate() than its graph alone: over plain steps, where nothing is drafted
 and text that repeats itself changes nothing, and with --demo over rounds with drafts on real text; both say how many
 rounds.
@@ -35,6 +37,7 @@ from pathlib import Path
 import drafts
 import torch
 from common import DEMO_MODEL, HERE, RESULTS, floors, merge_rows, prompts_of, stamp, write_json
+from expert_shapes import chosen_experts, unlike_tokens
 from kernel_families import families
 from quantised_shapes import QUANTISED
 from shapes import DENSE, SHAPES, build, distinct_experts, read_bytes, stored_bytes, text_tokens, weight_bytes
@@ -53,23 +56,26 @@ SIMULATED = 3.0
 """Accept length assumed for the simulated rates."""
 
 
-def rounds(fast, context: int, batch: int, sizes: list[int], repeats: int = 30) -> dict[int, float]:
-    """Median milliseconds of a captured round at each size, with `context` tokens committed in every row."""
-    _rounds(fast, context, batch, sizes, 1)  # compiles and captures
+def rounds(
+    fast, context: int, batch: int, sizes: list[int], repeats: int = 30, counts: dict[int, list[int]] | None = None
+) -> dict[int, float]:
+    """Median milliseconds of a captured round at each size, with `context` tokens committed in every row. counts: gets
+    the `chosen_experts` of each size, if the model is a mixture."""
+    _rounds(fast, context, batch, sizes, 1, counts)  # compiles and captures
     with alone():
         return _rounds(fast, context, batch, sizes, repeats)
 
 
-def _rounds(fast, context: int, batch: int, sizes: list[int], repeats: int) -> dict[int, float]:
+def _rounds(
+    fast, context: int, batch: int, sizes: list[int], repeats: int, counts: dict[int, list[int]] | None = None
+) -> dict[int, float]:
     speculation = fast.speculation
     engine = speculation.engine
     session = engine.session(batch)
     state = session.state
     ids = text_tokens(context, engine.runtime.verify.vocab_size).tolist()
     is_sparse = bool(calls(engine.runtime.verify.gm, experts.UP))
-    spread = torch.arange(1, 64 * batch + 1, device=state.tokens.device).view(batch, 64)
-    spread *= engine.runtime.verify.vocab_size // (64 * batch + 1)
-    out = {}
+    spread, out = unlike_tokens(state), {}
     for nodes in sizes:
         with torch.no_grad():
             step = session.step("round", nodes)
@@ -80,10 +86,13 @@ def _rounds(fast, context: int, batch: int, sizes: list[int], repeats: int) -> d
             session.drafter.propose(state, 128)
 
             def run(step=step, nodes=nodes):
-                if is_sparse:  # equal tokens would choose the same experts
+                if is_sparse:
                     state.tree_tokens[:, :nodes] = spread[:, :nodes]
                 step(128)
 
+            if is_sparse and counts is not None:
+                state.tree_tokens[:, :nodes] = spread[:, :nodes]
+                counts[nodes] = chosen_experts(engine.runtime, state, nodes)
             out[nodes] = median_ms(run, repeats)
             session.drafter.finish([])
     return out
@@ -149,19 +158,21 @@ def round_rows(fast, batches: list[int], contexts: list[int], sizes: list[int], 
     for batch, context in itertools.product(batches, contexts):
         if batch > 1 and context > 8192:
             continue
-        for nodes, ms in rounds(fast, context, batch, sizes).items():
-            read = read_bytes(fast, context, batch, nodes)
+        counts: dict[int, list[int]] = {}
+        for nodes, ms in rounds(fast, context, batch, sizes, counts=counts).items():
+            count = statistics.mean(counts[nodes]) if nodes in counts else None
+            read = read_bytes(fast, context, batch, nodes, count)
             row = dict(batch=batch, context=context, nodes=nodes, ms=ms, **floors(read, speeds, ms))
             rows.append(row)
-            experts_read = distinct_experts(fast, batch * nodes)
-            if experts_read is not None:
-                row["distinct_experts"] = experts_read
-            expected = "" if experts_read is None else f", {experts_read:.1f} experts of a layer expected"
+            chosen = ""
+            if count is not None:
+                row |= {"distinct_experts": count, "expected_experts": distinct_experts(fast, batch * nodes)}
+                chosen = f", {count:.1f} experts of a layer chosen, {row['expected_experts']:.1f} expected"
             simulated = batch * SIMULATED / ms * 1e3
             print(
                 f"  B={batch} context {context:6} N={nodes:2}: {ms:7.3f} ms, {row['over_copy']:.2f} times the floor of "
                 f"a copy, {row['over_read']:.2f} times that of a read; {simulated:.0f} tokens/s at a simulated accept "
-                f"length of {SIMULATED}{expected}", flush=True,
+                f"length of {SIMULATED}{chosen}", flush=True,
             )  # fmt: skip
     return rows
 

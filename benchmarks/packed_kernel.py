@@ -1,11 +1,13 @@
 """Products of few rows with quantised weights on a GPU: every plan that could serve, timed.
 
-    python benchmarks/packed_kernel.py [--formats int4 nf4 fp8 mxfp4] [--rows 1 16 64] [--output FILE]
+    python benchmarks/packed_kernel.py [--formats int4 nf4 fp8 mxfp4 experts-bf16 experts-fp8] [--rows 1 16 64]
+                                       [--output FILE]
 
 The layers of Llama-3.1-8B (int4: centred, groups of 128; nf4: blocks of 64; fp8: blocks of 128 x 128, with the kernel
-that rounds x), and the experts of gpt-oss-20b (mxfp4). A figure is the time in microseconds of one product in a CUDA
-graph of many, with weights that are in no cache. "floor" is the time in which the GPU reads as many bytes. Of each
-format the plans of its present choice and of the fastest are printed; those whose rows differ in a bit are passed over.
+that rounds x), and the experts of gpt-oss-20b (mxfp4) and Qwen3-30B-A3B (see `expert_tiles.py`). A figure is the time
+in microseconds of one product in a CUDA graph of many, with weights that are in no cache. "floor" is the time in which
+the GPU reads as many bytes. Of each format the plans of its present choice and of the fastest are printed; those whose
+rows differ in a bit are passed over.
 
 Without a GPU every tile multiplies small weights once in Triton's interpreter, and no times are printed.
 """
@@ -24,10 +26,10 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import expert_tiles  # noqa: E402
 from matmul_kernel import MODELS, PARTS, Warm, read_bandwidth  # noqa: E402
 
-from spec_compile.kernels.experts import Kind, launch, mxfp4  # noqa: E402
-from spec_compile.kernels.experts import plans as expert_plans  # noqa: E402
+from spec_compile.kernels.experts import launch  # noqa: E402
 from spec_compile.kernels.linear import small_m, tune  # noqa: E402
 from spec_compile.kernels.linear.plans import AT_ONCE, packed_plan  # noqa: E402
 from spec_compile.kernels.linear.quantised import nibbles  # noqa: E402
@@ -40,13 +42,6 @@ SHARES = 1, 2, 4, 8
 """Programs that share the columns, beside those of the present plan."""
 MANNERS = [dict(prefetch=count) for count in (1, 2, 4, 8)] + [dict(late=1), dict(late=AT_ONCE)]
 """How the fastest tile is begun and followed, tried at the end."""
-EXPERTS, TOP, SIZE = 32, 4, 2880
-"""Of gpt-oss-20b."""
-EXPERT_TILES = [
-    expert_plans.Tile(block_o, 256, block_n, warps, stages)
-    for block_n in (16, 32)
-    for block_o, warps, stages in ((64, 4, 4), (64, 4, 3), (128, 4, 3), (128, 4, 4), (128, 8, 4))
-]
 
 
 def int4(outputs: int, inputs: int) -> tune.Product:
@@ -94,21 +89,22 @@ def compile_all(formats: list[str], counts: list[int]) -> None:
             product = tune.Product(*shape, FORMATS[name](128, 512).kind, torch.bfloat16, [])
             for rows in counts:
                 jobs |= {(name, parts, tile._replace(late=1, prefetch=1)) for parts, tile in candidates(product, rows)}
-    jobs |= {("mxfp4", 1, tile) for tile in EXPERT_TILES if "mxfp4" in formats}
+    jobs |= expert_tiles.jobs([name for name in formats if name in expert_tiles.SHAPES], counts)
     with multiprocessing.get_context("spawn").Pool(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
-        errors = [error for error in pool.imap_unordered(_compile, sorted(jobs), chunksize=2) if error]
+        errors = [error for error in pool.imap_unordered(_compile, sorted(jobs, key=str), chunksize=2) if error]
     print(f"compiled {len(jobs)} kernels in {time.perf_counter() - begin:.0f} s", *errors[:5], sep="\n", flush=True)
 
 
 def _compile(job) -> str | None:
-    name, parts, tile = job
+    name, *how = job
     if not isinstance(small_m.small_m_kernel, Warm):
         small_m.small_m_kernel, launch.experts_kernel = Warm(small_m.small_m_kernel), Warm(launch.experts_kernel)
     try:
-        if name == "mxfp4":
-            Mixture(EXPERTS, 256, 2880).multiply(1, tile)
+        if name in expert_tiles.SHAPES:
+            mixture = expert_tiles.Mixture(name, expert_tiles.SHAPES[name], "meta")
+            mixture.multiply(mixture.routes(how[0]), how[1:])
         else:
-            product = FORMATS[name](4096, 4096)
+            (parts, tile), product = how, FORMATS[name](4096, 4096)
             (weight, scales), out = product.weights[0], torch.empty(tile.block_n, 4096, device=DEVICE).bfloat16()
             small_m.launch(out, weight, None, out, parts, tile, scales=scales, kind=product.kind)
     except Exception as error:
@@ -163,59 +159,12 @@ def _plan(product: tune.Product, times: dict[int, list]) -> str:
     return "none has the same bits"
 
 
-class Mixture:
-    """The experts of a layer in MXFP4, with random codes."""
-
-    def __init__(self, experts: int, inner: int, size: int):
-        self.first = Kind("clamped", True, alpha=1.702, limit=7.0, biased=True, mxfp4=size)
-        self.second = Kind(biased=True, mxfp4=inner)
-        self.up, self.down = self._parts(experts, 2 * inner, size), self._parts(experts, size, inner)
-
-    @staticmethod
-    def _parts(experts: int, outputs: int, inputs: int) -> list[torch.Tensor]:
-        chunks = -(-inputs // mxfp4.WIDTH)
-        units = torch.full((experts, 2 * chunks, outputs), 0x70707070, dtype=torch.int32, device=DEVICE)
-        return [_words(experts, outputs, 32 * chunks), units, torch.zeros(experts, outputs, device=DEVICE).bfloat16()]
-
-    def multiply(self, tokens: int, tile: expert_plans.Tile | None, ids: torch.Tensor | None = None) -> torch.Tensor:
-        experts = len(self.up[0])
-        if ids is None:
-            ids = torch.rand(tokens, experts, device=DEVICE).topk(TOP).indices
-        x = torch.ones(tokens, self.first.mxfp4, device=DEVICE, dtype=torch.bfloat16)
-        inside = launch.up(x, ids, self.up, self.first, tile)
-        return launch.down(inside, ids, ids.to(x.dtype), self.down, self.second, tile)
-
-
-def time_experts(counts: list[int], bandwidth: float) -> dict[str, dict]:
-    mixture, results = Mixture(EXPERTS, SIZE, SIZE), {}
-    size = sum(part.nbytes for part in (*mixture.up, *mixture.down)) / EXPERTS
-    for tokens in counts:
-        routes = [torch.rand(tokens, EXPERTS, device=DEVICE).topk(TOP).indices for _ in range(16)]
-        floor = sum(len(ids.unique()) for ids in routes) / len(routes) * size / bandwidth * 1e6
-        taken = []
-        for tile in (expert_plans.tile(tokens, TOP, EXPERTS, mxfp4.GROUP, 2), *EXPERT_TILES):
-
-            def run(tile=tile, routes=routes):
-                for ids in routes:
-                    mixture.multiply(len(ids), tile, ids)
-
-            taken.append((tune.graph_time(run) / len(routes), tile))
-        best = sorted(taken)
-        cells = "; ".join(f"{each:.2f} {tuple(tile)}" for each, tile in best[:4])
-        print(f"mxfp4 {tokens} tokens: floor {floor:.2f}, present {taken[0][0]:.2f}, best {cells}", flush=True)
-        results[f"mxfp4 {tokens}"] = {"floor": floor, "present": taken[0], "tried": best}
-    return results
-
-
 def check(formats: list[str], counts: list[int]) -> None:
     """Every tile multiplies once in the interpreter, as its layout says."""
     for name in formats:
         tiles = 0
-        if name == "mxfp4":
-            mixture = Mixture(2 * TOP, 64, 256)
-            for tile in EXPERT_TILES:
-                assert mixture.multiply(2, tile).isfinite().all(), tile
-                tiles += 1
+        if name in expert_tiles.SHAPES:
+            tiles = expert_tiles.check(name, counts)
         else:
             product = FORMATS[name](256, 512)
             (weight, scales), layout = product.weights[0], small_m.layout_of(product.kind)
@@ -232,7 +181,8 @@ def check(formats: list[str], counts: list[int]) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", default=[*FORMATS, "mxfp4"], choices=[*FORMATS, "mxfp4"])
+    every = [*FORMATS, *expert_tiles.SHAPES]
+    parser.add_argument("--formats", nargs="+", default=every, choices=every)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -244,8 +194,8 @@ def main():
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; reading alone: {bandwidth / 1e12:.2f} TB/s")
     results: dict[str, dict] = {}
     for name in options.formats:
-        if name == "mxfp4":
-            results |= time_experts(options.rows, bandwidth)
+        if name in expert_tiles.SHAPES:
+            results |= expert_tiles.time_experts(name, options.rows, bandwidth)
         else:
             results |= time_linear(name, options.rows, bandwidth)
     if options.output:

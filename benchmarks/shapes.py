@@ -37,10 +37,14 @@ DENSE = {
 SHAPES = DENSE | HYBRIDS | EXPERTS
 SHAPES |= {name: SHAPES[shape] for name, (shape, *_) in QUANTISED.items()}
 """Name -> model type and sizes."""
+IDENTITY = 64.0
+"""Standard deviation of a mixture's embedding. The random layers add less than 10 to the residual stream of these
+shapes, most of it alike for all tokens, so that each layer's router sees above all which token it has."""
 
 
 def build(name: str, device: str = "cuda") -> PreTrainedModel:
-    """A model of the named shape with small random weights, in bfloat16 or as `QUANTISED` says."""
+    """A model of the named shape with small random weights, in bfloat16 or as `QUANTISED` says; the embedding of a
+    mixture has large ones, see `IDENTITY`."""
     shape, dtype, quantise = QUANTISED.get(name, (name, torch.bfloat16, None))
     kind, sizes = SHAPES[shape]
     config = AutoConfig.for_model(kind, **sizes)
@@ -48,6 +52,8 @@ def build(name: str, device: str = "cuda") -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if distinct_experts(model, 1) is not None:
+        torch.nn.init.normal_(model.get_input_embeddings().weight, std=IDENTITY)
     if quantise:
         quantise(model)
     return model.eval()
@@ -78,14 +84,16 @@ def distinct_experts(model: PreTrainedModel, rows: int) -> float | None:
     return total * (1 - (1 - chosen / total) ** rows)
 
 
-def weight_bytes(model: PreTrainedModel, rows: int = 1) -> int:
+def weight_bytes(model: PreTrainedModel, rows: int = 1, count: float | None = None) -> int:
     """Bytes of the weights that a step over `rows` tokens reads: all parameters and buffers.
 
-    But of an embedding of its own, rows are read, which do not count; and of experts, `distinct_experts`.
+    But of an embedding of its own, rows are read, which do not count; and of a layer's experts, `count` on average, or
+    if they were not counted `distinct_experts`.
     """
-    count, read = distinct_experts(model, rows), dict[int, float]()
+    expected, read = distinct_experts(model, rows), dict[int, float]()
+    count = expected if count is None else count
     for path, part in model.named_modules():
-        is_expert = count is not None and path.endswith(".experts")
+        is_expert = expected is not None and path.endswith(".experts")
         for _, tensor in (*held_items(part._parameters), *held_items(part._buffers)):
             if tensor is not None:
                 read[id(tensor)] = tensor.nbytes * (count / len(tensor) if is_expert else 1.0)
@@ -105,10 +113,13 @@ def context_bytes(graph, context: int) -> int:
     return graph.token_bytes * seen // sum(sizes) if sizes else 0
 
 
-def read_bytes(fast: PreTrainedModel, context: int, batch: int = 1, nodes: int = 1) -> int:
-    """Bytes that a round must move: weights, keys and values of the context, and states, read once and written once."""
+def read_bytes(
+    fast: PreTrainedModel, context: int, batch: int = 1, nodes: int = 1, count: float | None = None
+) -> int:  # fmt: skip
+    """Bytes that a round must move: weights, keys and values of the context, and states, read once and written once.
+    count: as of `weight_bytes`."""
     graph = fast.speculation.engine.runtime.verify
-    return weight_bytes(fast, batch * nodes) + (context_bytes(graph, context) + 2 * state_bytes(graph)) * batch
+    return weight_bytes(fast, batch * nodes, count) + (context_bytes(graph, context) + 2 * state_bytes(graph)) * batch
 
 
 def token_bytes(model: PreTrainedModel) -> int:

@@ -11,6 +11,7 @@ import torch
 from models import ADMITTED, HYBRIDS, prompts
 
 from spec_compile import speculate
+from spec_compile.kernels import experts
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -269,9 +270,33 @@ def test_quantised_shapes(name, monkeypatch):
         monkeypatch.setattr(gpu, "text_tokens", lambda count, vocab: torch.arange(count) % vocab)
         fast = speculate(model, compile=False, num_draft_tokens=2, max_cache_len=64, check=False)
         (row,) = gpu.round_rows(fast, [3], [20], [1], {"copy": 1e9, "read": 1e9})
-        assert row["distinct_experts"] == pytest.approx(CHOSEN)
-        seen = shapes.weight_bytes(fast, 3) + 3 * 16 * fast.speculation.engine.runtime.verify.token_bytes
+        assert row["expected_experts"] == pytest.approx(CHOSEN)
+        window = 3 * 16 * fast.speculation.engine.runtime.verify.token_bytes
+        seen = shapes.weight_bytes(fast, 3, row["distinct_experts"]) + window
         assert row["floor_copy_ms"] == pytest.approx(seen / 1e6)  # of 20 tokens the window has 16
+
+
+def test_nodes_choose_experts_of_their_own_and_those_that_a_round_reads_are_counted(monkeypatch):
+    sizes = dict(TINY["qwen3-30b-a3b"], num_experts=64, num_experts_per_tok=4, num_hidden_layers=4)
+    monkeypatch.setitem(shapes.SHAPES, "qwen3-30b-a3b", ("qwen3_moe", sizes))
+    monkeypatch.setattr(gpu, "text_tokens", lambda count, vocab: torch.arange(count) % vocab)
+    product, read = experts._product, []
+
+    def counted(x, ids, parts, kind):
+        read.append(len(parts[0][ids.unique()]))
+        return product(x, ids, parts, kind)
+
+    monkeypatch.setattr(experts, "_product", counted)
+    fast = speculate(shapes.build("qwen3-30b-a3b", "cpu"), compile=False, adaptive=False, check=False)
+    same = torch.zeros(1, 60, dtype=torch.int64)
+    fast.generate(same, max_new_tokens=2, do_sample=False)  # leaves a cache that draws all nodes to one state
+    read.clear()
+    one, many = gpu.round_rows(fast, [1], [40], [1, 16], {"copy": 1e9, "read": 1e9})
+    assert one["distinct_experts"] == 4 == one["expected_experts"]
+    assert many["distinct_experts"] == sum(read[-8:]) / 8  # two products in each layer of the last round
+    assert many["distinct_experts"] == pytest.approx(many["expected_experts"], rel=0.1)
+    bytes_read = shapes.weight_bytes(fast, 16, many["distinct_experts"])
+    assert many["floor_copy_ms"] == pytest.approx(one["floor_copy_ms"] + (bytes_read - shapes.weight_bytes(fast)) / 1e6)
 
 
 def test_acceptance_and_cpu_on_a_tiny_model(tiny):

@@ -153,21 +153,44 @@ def test_mxfp4_that_has_no_place_in_the_order_of_the_kernel():
         mxfp4.pack(blocks, scales)
 
 
-def test_experts_in_mxfp4(place):
-    """Of gpt-oss, with sizes that are no multiples of a tile's, and more rows than one tile has."""
-    size, inner = 288, 32
-    mixture = Mixture(place, 18, 1, 2, size, inner, Kind("clamped", True, False, True, 1.702, 7.0))
-    mixture.ids[2:] = 1
-    sides = []
+def mxfp4_mixture(place, tokens, top, count, size, inner):
+    """A mixture as that of gpt-oss, with random codes."""
+    mixture, sides = Mixture(place, tokens, top, count, size, inner, Kind("clamped", True, False, True, 1.702, 7.0)), []
     for weight, bias in (mixture.up, mixture.down):
         blocks, scales = published(*weight.shape)
         words, units = mxfp4.pack(blocks, scales % 8 + 118)
         sides.append([words.to(place[0]), units.to(place[0]), bias])
     mixture.up, mixture.down = sides
     mixture.first, mixture.second = replace(mixture.first, mxfp4=size), replace(mixture.second, mxfp4=inner)
-    tile = plans.Tile(128, 256, 16, stages=2)
+    return mixture
+
+
+def test_experts_in_mxfp4(place):
+    """With sizes that are no multiples of a tile's, and more rows than one tile has."""
+    mixture, tile = mxfp4_mixture(place, 18, 1, 2, 288, 32), plans.Tile(128, 256, 16, stages=2)
+    mixture.ids[2:] = 1
     assert mixture.error(tile=tile) < TOLERANCE[place[1]]
     assert torch.equal(mixture.kernel([17], tile), mixture.kernel(tile=tile)[17:])
+
+
+def test_programs_that_share_the_columns_of_mxfp4_change_no_bit(place):
+    mixture = mxfp4_mixture(place, 20, 2, 4, 992, 992)
+    mixture.ids[:] = torch.tensor([1, 3])  # 20 rows of an expert are two tiles
+    tile = plans.Tile(128, 256, 16, stages=2, parts=2)
+    cut = mixture.kernel(tile=tile)
+    assert mixture.error(tile=tile) < TOLERANCE[place[1]]
+    shared = tile._replace(shared=True)
+    for rows in (slice(None), [19], [3, 4, 5]):
+        assert torch.equal(mixture.kernel(rows, shared), cut[rows])
+        assert torch.equal(mixture.kernel(rows, tile), cut[rows])
+
+
+def test_the_columns_of_mxfp4_are_cut_alike_for_all_numbers_of_rows():
+    for outputs, inputs, top in ((5760, 2880, 4), (2880, 2880, 4), (64, 32, 2), (1 << 16, 2880, 4), (64, 2816, 8)):
+        tiles = {plans.tile(tokens, top, 32, (outputs, inputs), mxfp4.GROUP, 2) for tokens in range(1, 300)}
+        (cut,) = {tile.parts for tile in tiles}
+        assert -(-inputs // mxfp4.WIDTH) % cut == 0
+        assert (cut > 1) == any(tile.shared for tile in tiles)
 
 
 def test_all_values_of_mxfp4(place):

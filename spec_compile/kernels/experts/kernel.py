@@ -2,12 +2,12 @@
 
 **A row's result has the same bits whatever other rows there are.** A program finds the rows of its expert, gathers them
 into tiles, in which a row's sums are formed by the same instructions wherever it stands, and adds a product up along
-the columns of the weights, in chains that their format alone cuts. What a token's experts give is added up by the last
-program to arrive at a stretch of outputs, in the router's order.
+the columns of the weights, in chains that their format and shape alone cut. Of MXFP4, programs share the columns of few
+rows; the last one to arrive adds up their parts as a program alone would. What a token's experts give is added up by
+the last program to arrive at a stretch of outputs, in the router's order.
 
-A **pair** is a token and one of its experts; pair p is expert p % k of token p // k. Programs have a **slot** each.
-Where there are fewer pairs than experts, slot s serves the expert of pair s, unless a pair before it has the same; else
-slot s is expert s. So no list of experts has to be made first, and slots with nothing to do end at once.
+A **pair** is a token and one of its experts; pair p is expert p % k of token p // k. Programs have a slot each, see
+`slots`.
 
 Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
 [BLOCK_N, BLOCK_K], sums [BLOCK_O, BLOCK_N].
@@ -19,42 +19,7 @@ import triton.language as tl
 from ..linear.quantised_kernel import UNIT_ROWS
 from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
 from .mxfp4_kernel import multiply_mxfp4
-
-CHUNK = 128
-"""Pairs that a program looks through at a time."""
-
-
-@triton.jit
-def _expert_of(ids_ptr, slot, pairs, BY_PAIR: tl.constexpr, CHUNK: tl.constexpr):
-    """The expert that a slot serves, and its number of pairs, 0 if another slot serves it."""
-    pair = tl.arange(0, CHUNK)
-    expert = slot
-    if BY_PAIR:
-        expert = tl.load(ids_ptr + slot).to(tl.int32)
-    count = slot * 0
-    first = slot * 0 + pairs
-    for begin in range(0, pairs, CHUNK):
-        same = tl.load(ids_ptr + begin + pair, mask=begin + pair < pairs, other=-1).to(tl.int32) == expert
-        count += tl.sum(same.to(tl.int32))
-        first = tl.minimum(first, tl.min(tl.where(same, begin + pair, pairs)))
-    if BY_PAIR:
-        count = tl.where(first == slot, count, 0)
-    return expert, count
-
-
-@triton.jit
-def _pairs_of(ids_ptr, expert, n, pairs, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pairs of an expert with the numbers n [BLOCK_N] among its own; 0 behind the last."""
-    pair = tl.arange(0, CHUNK)
-    found = tl.zeros([BLOCK_N], tl.int32)
-    before = expert * 0
-    for begin in range(0, pairs, CHUNK):
-        same = tl.load(ids_ptr + begin + pair, mask=begin + pair < pairs, other=-1).to(tl.int32) == expert
-        number = before + tl.cumsum(same.to(tl.int32), 0) - 1
-        hit = (number[None, :] == n[:, None]) & same[None, :]
-        found += tl.sum(tl.where(hit, begin + pair[None, :], 0), 1)
-        before += tl.sum(same.to(tl.int32))
-    return found
+from .slots import expert_of, pairs_of
 
 
 @triton.jit
@@ -141,12 +106,92 @@ def _gated(acc, alpha, limit, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, CLAM
 
 
 @triton.jit
+def _product(
+    weight_ptr, scale_ptr, x_ptr, unit_ptr, o, x_row, valid, begin, end, share, x_rows, outputs, inputs, stride_w,
+    stride_x, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, CUT: tl.constexpr, PTX: tl.constexpr,
+    DECODES: tl.constexpr,
+):  # fmt: skip
+    """The sums [BLOCK_O, BLOCK_N] by the weights' format, of all columns, or in MXFP4 of those from begin to end."""
+    if SCALED > 0:
+        acc = _multiply_scaled(
+            weight_ptr, scale_ptr, x_ptr, unit_ptr, o, x_row, valid, x_rows, outputs, inputs, stride_w, stride_x,
+            BLOCK_N, BLOCK_O, SCALED, EVEN, DECODES,
+        )  # fmt: skip
+    elif MXFP4:
+        acc = multiply_mxfp4(
+            weight_ptr, scale_ptr, x_ptr, o, x_row, valid, begin, end, share, outputs, inputs, stride_w, stride_x,
+            BLOCK_N, BLOCK_O, EVEN, CUT, PTX,
+        )  # fmt: skip
+    else:
+        acc = _multiply(
+            weight_ptr, x_ptr, o, x_row, valid, outputs, inputs, stride_w, stride_x, BLOCK_N, BLOCK_O, BLOCK_K, EVEN,
+            TRANSPOSED,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def _sum_of_parts(parts_ptr, at, mask, size, PARTS: tl.constexpr):
+    """The sum of PARTS parts of `size` numbers each, in their order, of the numbers at `at`."""
+    total = tl.load(parts_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts_ptr + at + part * size, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _is_last(arrived_ptr, count):
+    """Whether this program is the last of `count` to arrive. The counter is zero before and after."""
+    tl.debug_barrier()  # every thread's stores come before the release by one of them
+    is_last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == count - 1
+    if is_last:
+        tl.store(arrived_ptr, 0)
+    return is_last
+
+
+@triton.jit
+def _finish(
+    acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATED: tl.constexpr,
+    CLAMPED: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store sums [BLOCK_O, BLOCK_N] with the expert's bias, behind the gate, to pairs_ptr [pairs, height]."""
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
+    mask = (column < height)[:, None] & valid[None, :]
+    at = pairs_ptr + pair[None, :].to(tl.int64) * height + column[:, None]
+    if GATED:
+        acc = _gated(acc, alpha, limit, BLOCK_O, BLOCK_N, CLAMPED)
+    tl.store(at, acc.to(pairs_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_parts(
+    parts_ptr, bias_ptr, pairs_ptr, ids_ptr, slot, expert, count, pairs, o, column, outputs, height, alpha, limit,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, ALONE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """`_finish` the sums of the parts [PARTS, pairs, outputs] of an expert's rows."""
+    for begin in range(0, count, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        pair = pairs_of(ids_ptr, slot, expert, n, pairs, ALONE, CHUNK, BLOCK_N)
+        at = pair.to(tl.int64)[None, :] * outputs + o[:, None]
+        mask = (n < count)[None, :] & (o < outputs)[:, None]
+        acc = _sum_of_parts(parts_ptr, at, mask, pairs.to(tl.int64) * outputs, PARTS)
+        _finish(
+            acc, bias_ptr, pairs_ptr, pair, n < count, o, column, outputs, height, alpha, limit, GATED, CLAMPED,
+            BLOCK_O, BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit
 def _combine(
-    pairs_ptr, routing_ptr, out_ptr, column, rows, height, TOP: tl.constexpr, BLOCK_R: tl.constexpr,
-    HEIGHT: tl.constexpr,
+    pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, column, rows, height, TOP: tl.constexpr,
+    BLOCK_R: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """What experts give, at pairs_ptr [rows * TOP, height], times the router's weights [rows, TOP], added up in the
-    router's order, to out [rows, height]."""
+    router's order, to out [rows, height]. parts_ptr: None, or in its place the parts of it [PARTS, rows * TOP, height],
+    without the experts' bias."""
     for begin in range(0, rows, BLOCK_R):
         n = begin + tl.arange(0, BLOCK_R)
         mask = (n < rows)[:, None] & (column < height)[None, :]
@@ -154,8 +199,16 @@ def _combine(
         for rank in tl.static_range(TOP):
             pair = n * TOP + rank
             weight = tl.load(routing_ptr + pair, mask=n < rows, other=0.0).to(tl.float32)
-            at = pairs_ptr + pair.to(tl.int64)[:, None] * height + column[None, :]
-            value = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            at = pair.to(tl.int64)[:, None] * height + column[None, :]
+            if parts_ptr is None:
+                value = tl.load(pairs_ptr + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            else:
+                value = _sum_of_parts(parts_ptr, at, mask, rows.to(tl.int64) * TOP * height, PARTS)
+                if bias_ptr is not None:
+                    expert = tl.load(ids_ptr + pair, mask=n < rows, other=0)
+                    bias_at = bias_ptr + expert[:, None] * height + column[None, :]
+                    value += tl.load(bias_at, mask=mask, other=0.0).to(tl.float32)
+                value = value.to(out_ptr.dtype.element_ty).to(tl.float32)
             total = tl.fma(value, weight[:, None] + tl.zeros_like(value), total)
         at = out_ptr + n.to(tl.int64)[:, None] * height + column[None, :]
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -163,7 +216,7 @@ def _combine(
 
 @triton.jit
 def _fetch_first_tiles(weight_ptr, o, stride_w, prefetch, BLOCK_K: tl.constexpr):
-    """Fetch the first `prefetch` tiles of an expert's weights to the L2 cache."""
+    """Fetch the first `prefetch` tiles of a program's weights to the L2 cache."""
     line = tl.arange(0, BLOCK_K // 64 if BLOCK_K > 64 else 1) * 64  # of 128 bytes, or of half a line of FP8
     for step in range(0, prefetch):
         at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + step * BLOCK_K + line[None, :]
@@ -172,76 +225,80 @@ def _fetch_first_tiles(weight_ptr, o, stride_w, prefetch, BLOCK_K: tl.constexpr)
 
 @triton.jit(do_not_specialize=["pairs", "prefetch"])
 def experts_kernel(
-    x_ptr, unit_ptr, ids_ptr, weight_ptr, scale_ptr, bias_ptr, pairs_ptr, routing_ptr, out_ptr, arrived_ptr, pairs,
-    outputs, inputs, stride_e, stride_w, stride_x, scale_stride, prefetch, alpha, limit, TOP: tl.constexpr,
-    BY_PAIR: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    x_ptr, unit_ptr, ids_ptr, weight_ptr, scale_ptr, bias_ptr, parts_ptr, pairs_ptr, routing_ptr, out_ptr, arrived_ptr,
+    pairs, outputs, inputs, stride_e, stride_w, stride_x, scale_stride, prefetch, alpha, limit, TOP: tl.constexpr,
+    BY_PAIR: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, PTX: tl.constexpr, DECODES: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of outputs, slots). The first product of a mixture has rows of x for tokens, and its results go to
-    pairs_ptr [pairs, height]; the second, with a router's weights, has a row for each pair, and adds up to out.
-    SCALED: outputs and inputs that share a scale of FP8; 0: it is not FP8."""
+    """Grid (tiles of outputs, slots), or with parts_ptr, float32 [PARTS, pairs, outputs], (tiles * PARTS, slots). The
+    first product of a mixture has rows of x for tokens, and its results go to pairs_ptr [pairs, height]; the second,
+    with a router's weights, has a row for each pair, and adds up to out. SCALED: outputs and inputs that share a scale
+    of FP8; 0: it is not FP8. ALONE: there is one token."""
     DOWN: tl.constexpr = routing_ptr is not None
-    tile, slot = tl.program_id(0), tl.program_id(1)
+    SHARES: tl.constexpr = 1 if parts_ptr is None else PARTS
+    tile, part, slot = tl.program_id(0) // SHARES, tl.program_id(0) % SHARES, tl.program_id(1)
+    share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), PARTS) * BLOCK_K  # columns of a part
+    first_column = part * share
     HEIGHT: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     height = outputs // 2 if GATED else outputs
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
     o = _weight_rows(tile, outputs, GATED and not INTERLEAVED, BLOCK_O)
 
-    # The experts are known before the first product, so the second need not wait to find its own.
+    # The experts are known before the first product, so the second need not wait to find its own, and its rows.
     if PDL and not DOWN:
         wait_for_kernel_before()
-    expert, count = _expert_of(ids_ptr, slot, pairs, BY_PAIR, CHUNK)
-    weight_ptr += expert.to(tl.int64) * stride_e
-    if PDL and DOWN:
-        if not TRANSPOSED:
-            _fetch_first_tiles(
-                weight_ptr, tl.minimum(o, outputs - 1), stride_w, tl.where(count > 0, prefetch, 0),
-                BLOCK_K // 8 if MXFP4 else BLOCK_K,
-            )  # fmt: skip
-        wait_for_kernel_before()
-    if PDL:
         let_next_kernel_begin(0, 0)
+    expert, count = expert_of(ids_ptr, slot, pairs, BY_PAIR, ALONE, CHUNK)
+    weight_ptr += expert.to(tl.int64) * stride_e
+    if PDL and DOWN and not TRANSPOSED:
+        _fetch_first_tiles(
+            weight_ptr + first_column // (8 if MXFP4 else 1), tl.minimum(o, outputs - 1), stride_w,
+            tl.where(count > 0, prefetch, 0), BLOCK_K // 8 if MXFP4 else BLOCK_K,
+        )  # fmt: skip
     if SCALED > 0 or MXFP4:
         scale_ptr += expert.to(tl.int64) * scale_stride
+    expert_bias_ptr = bias_ptr
+    if bias_ptr is not None:
+        expert_bias_ptr += expert.to(tl.int64) * outputs
 
     # The expert's rows, BLOCK_N at a time. More than one tile of them finds the weights in the L2 cache.
     for begin in range(0, count, BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
-        pair = _pairs_of(ids_ptr, expert, n, pairs, CHUNK, BLOCK_N)
+        pair = pairs_of(ids_ptr, slot, expert, n, pairs, ALONE, CHUNK, BLOCK_N)
         valid = n < count
-        x_row = pair if DOWN else pair // TOP
-        if SCALED > 0:
-            acc = _multiply_scaled(
-                weight_ptr, scale_ptr, x_ptr, unit_ptr, o, x_row, valid, pairs if DOWN else pairs // TOP, outputs,
-                inputs, stride_w, stride_x, BLOCK_N, BLOCK_O, SCALED, EVEN, DECODES,
-            )  # fmt: skip
-        elif MXFP4:
-            acc = multiply_mxfp4(
-                weight_ptr, scale_ptr, x_ptr, o, x_row, valid, outputs, inputs, stride_w, stride_x, BLOCK_N, BLOCK_O,
-                EVEN, PTX,
+        if PDL and DOWN:
+            wait_for_kernel_before()
+            let_next_kernel_begin(0, 0)
+        acc = _product(
+            weight_ptr, scale_ptr, x_ptr, unit_ptr, o, pair if DOWN else pair // TOP, valid, first_column,
+            tl.minimum(first_column + (share if SHARES > 1 else inputs), inputs), share,
+            pairs if DOWN else pairs // TOP, outputs, inputs, stride_w, stride_x, BLOCK_N, BLOCK_O, BLOCK_K, EVEN,
+            TRANSPOSED, SCALED, MXFP4, SHARES < PARTS, PTX, DECODES,
+        )  # fmt: skip
+        if parts_ptr is None:
+            _finish(
+                acc, expert_bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATED, CLAMPED,
+                BLOCK_O, BLOCK_N,
             )  # fmt: skip
         else:
-            acc = _multiply(
-                weight_ptr, x_ptr, o, x_row, valid, outputs, inputs, stride_w, stride_x, BLOCK_N, BLOCK_O, BLOCK_K,
-                EVEN, TRANSPOSED,
-            )  # fmt: skip
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + expert.to(tl.int64) * outputs + o, mask=o < outputs, other=0.0)
-            acc += bias.to(tl.float32)[:, None]
-        mask = (column < height)[:, None] & valid[None, :]
-        at = pairs_ptr + pair[None, :].to(tl.int64) * height + column[:, None]
-        if GATED:
-            value = _gated(acc, alpha, limit, BLOCK_O, BLOCK_N, CLAMPED)
-            tl.store(at, value.to(pairs_ptr.dtype.element_ty), mask=mask)
-        else:
-            tl.store(at, acc.to(pairs_ptr.dtype.element_ty), mask=mask)
+            at = parts_ptr + (part * pairs + pair).to(tl.int64)[None, :] * outputs + o[:, None]
+            tl.store(at, acc, mask=valid[None, :] & (o < outputs)[:, None])
 
-    # The last slot to arrive at these outputs adds up all pairs of each token.
+    # Of the first product, the last program to arrive adds up the parts of these outputs; of the second, the last of
+    # all slots adds up all pairs of each token.
     if DOWN:
-        tl.debug_barrier()  # every thread's stores come before the release by one of them
-        done = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == tl.num_programs(1) - 1
-        if done:
-            _combine(pairs_ptr, routing_ptr, out_ptr, column, pairs // TOP, height, TOP, 16, HEIGHT)
-            tl.store(arrived_ptr + tile, 0)
+        if PDL:
+            wait_for_kernel_before()
+        if _is_last(arrived_ptr + tile, tl.num_programs(1) * SHARES):
+            _combine(
+                pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, column, pairs // TOP, height, TOP,
+                1 if ALONE else 16, HEIGHT, PARTS,
+            )  # fmt: skip
+    elif parts_ptr is not None:
+        if _is_last(arrived_ptr + tile * tl.num_programs(1) + slot, PARTS):
+            _add_parts(
+                parts_ptr, expert_bias_ptr, pairs_ptr, ids_ptr, slot, expert, count, pairs, o, column, outputs, height,
+                alpha, limit, GATED, CLAMPED, ALONE, CHUNK, BLOCK_O, BLOCK_N, PARTS,
+            )  # fmt: skip

@@ -13,7 +13,8 @@ from .kinds import Kind
 
 try:
     from ..linear.activations import has_fp8, rounded_blocks
-    from .kernel import CHUNK, experts_kernel
+    from .kernel import experts_kernel
+    from .slots import FEW, MANY
 except ImportError:  # no GPU
     experts_kernel = None
 
@@ -76,19 +77,25 @@ def _launch(
     out [T, O]: their sums."""
     weight, scales, bias = parts[0], kind.scales(parts), kind.bias(parts)
     (tokens, top), experts, (outputs, inputs) = ids.shape, len(weight), kind.sizes(parts)
-    tile = tile or plans.tile(tokens, top, experts, kind.scale_size, x.element_size())
+    tile = tile or plans.tile(tokens, top, experts, (outputs, inputs), kind.scale_size, x.element_size())
     x = x if x.stride(1) == 1 else x.contiguous()
     slots, tiles = min(ids.numel(), experts), -(-outputs // tile.block_o)
     early, units = dependent_launch.available(x), None
     if kind.block:
         x, units = rounded_blocks(x, kind.block, early)
-    arrived = None if routing is None else zero_counters(x.device, tiles)
-    experts_kernel[(tiles, slots)](
-        x, units, ids.contiguous(), weight, scales, bias, pairs, routing, out, arrived, ids.numel(), outputs, inputs,
-        weight.stride(0), weight.stride(1), x.stride(0), 0 if scales is None else scales.stride(0),
-        tile.prefetch, kind.alpha, kind.limit, TOP=top, BY_PAIR=ids.numel() <= experts, GATED=kind.gate != "none",
-        CLAMPED=kind.gate == "clamped", INTERLEAVED=kind.interleaved, TRANSPOSED=kind.transposed, SCALED=kind.block,
-        MXFP4=kind.mxfp4 > 0, PTX=x.is_cuda, DECODES=not has_fp8(x.device), CHUNK=CHUNK,
-        BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k, EVEN=inputs % tile.block_k == 0, PDL=early,
-        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
+    sums = arrived = None
+    if tile.shared:
+        sums = torch.empty(tile.parts, ids.numel(), outputs, dtype=torch.float32, device=x.device)
+    if tile.shared or routing is not None:
+        arrived = zero_counters(x.device, tiles * (slots if routing is None else 1))
+    experts_kernel[(tiles * (tile.parts if tile.shared else 1), slots)](
+        x, units, ids.contiguous(), weight, scales, bias, sums, pairs, routing, out, arrived, ids.numel(), outputs,
+        inputs, weight.stride(0), weight.stride(1), x.stride(0), 0 if scales is None else scales.stride(0),
+        tile.prefetch, kind.alpha, kind.limit, TOP=top, BY_PAIR=ids.numel() <= experts, ALONE=tokens == 1,
+        GATED=kind.gate != "none", CLAMPED=kind.gate == "clamped", INTERLEAVED=kind.interleaved,
+        TRANSPOSED=kind.transposed, SCALED=kind.block, PARTS=tile.parts,
+        MXFP4=kind.mxfp4 > 0, PTX=x.is_cuda, DECODES=not has_fp8(x.device),
+        CHUNK=FEW if ids.numel() <= FEW else MANY, BLOCK_N=tile.block_n, BLOCK_O=tile.block_o, BLOCK_K=tile.block_k,
+        EVEN=inputs % tile.block_k == 0, PDL=early,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

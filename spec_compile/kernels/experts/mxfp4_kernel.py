@@ -12,11 +12,12 @@ from ..linear.nibbles_kernel import half_words
 
 @triton.jit
 def multiply_mxfp4(
-    weight_ptr, unit_ptr, x_ptr, o, x_row, valid, outputs, inputs, stride_w, stride_x, BLOCK_N: tl.constexpr,
-    BLOCK_O: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    weight_ptr, unit_ptr, x_ptr, o, x_row, valid, begin, end, share, outputs, inputs, stride_w, stride_x,
+    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr, CUT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The sums [BLOCK_O, BLOCK_N] of an expert's outputs o [BLOCK_O] for the rows x_row [BLOCK_N], in a chain for each
-    256 columns. weight_ptr, unit_ptr: of `mxfp4.pack`. EVEN: the inputs are a multiple of 256. PTX: see `_numbers`."""
+    """The sums [BLOCK_O, BLOCK_N] of an expert's outputs o [BLOCK_O] for the rows x_row [BLOCK_N], over the columns
+    begin .. end: in a chain for each 256, which are added up in a chain for each `share`. CUT: there is more than one
+    share. weight_ptr, unit_ptr: of `mxfp4.pack`. EVEN: the inputs are a multiple of 256. PTX: see `_numbers`."""
     column = tl.arange(0, 32)
     o = tl.minimum(o, outputs - 1)
     if PTX:
@@ -24,23 +25,28 @@ def multiply_mxfp4(
     else:
         w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + column[None, :] // 2
     x_at = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + column[None, :]
+    total = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
-    for start in tl.range(0, inputs, 256):
+    for start in tl.range(begin, end, 256):
+        if CUT:
+            if start % share == 0:
+                total += acc
+                acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
         for step in tl.static_range(8):
-            begin = start + 32 * step
+            at = start + 32 * step
             if step % 4 == 0:
-                words = tl.load(w_at + begin // (4 if PTX else 8), eviction_policy="evict_first")
-                unit = tl.load(unit_ptr + begin // 128 * outputs + o)[:, None]
-            inside = (column < (32 if EVEN else inputs - begin))[None, :]
-            b = tl.load(x_at + begin, mask=valid[:, None] & inside, other=0.0)
+                words = tl.load(w_at + at // (4 if PTX else 8), eviction_policy="evict_first")
+                unit = tl.load(unit_ptr + at // 128 * outputs + o)[:, None]
+            inside = (column < (32 if EVEN else inputs - at))[None, :]
+            b = tl.load(x_at + at, mask=valid[:, None] & inside, other=0.0)
             a = _numbers(words, unit + tl.zeros([BLOCK_O, 32], tl.int32), step % 4, PTX)
-            # A sum of its own for 256 columns: the tensor cores then work while the next numbers are decoded.
+            # A chain across turns of the loop would be waited for behind each instruction of the tensor cores.
             if step == 0:
                 part = tl.dot(a.to(b.dtype), b.T, input_precision="ieee")
             else:
                 part = tl.dot(a.to(b.dtype), b.T, part, input_precision="ieee")
         acc += part
-    return acc
+    return total + acc if CUT else acc
 
 
 @triton.jit
