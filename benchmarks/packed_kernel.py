@@ -28,6 +28,7 @@ if not ON_GPU:
 
 import expert_tiles  # noqa: E402
 from matmul_kernel import MODELS, PARTS, Warm, read_bandwidth  # noqa: E402
+from quantised_layers import NF4  # noqa: E402
 
 from spec_compile.kernels.experts import launch  # noqa: E402
 from spec_compile.kernels.linear import small_m, tune  # noqa: E402
@@ -51,10 +52,10 @@ def int4(outputs: int, inputs: int) -> tune.Product:
 
 
 def nf4(outputs: int, inputs: int) -> tune.Product:
-    units = torch.rand(1 + inputs // 128, outputs, 2, device=DEVICE)
-    units[0] = 1
-    layout = nibbles.TableNibbles(64, int("3f800000" * 16, 16))  # a table of ones
-    return tune.Product(outputs, inputs, layout.kind, torch.bfloat16, [(_words(outputs, inputs // 8), units)])
+    codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
+    scales = torch.rand(inputs // 64, outputs, device=DEVICE)
+    layout, parts = nibbles.pack_with_table(codes, torch.tensor(NF4, device=DEVICE), scales)
+    return tune.Product(outputs, inputs, layout.kind, torch.bfloat16, [tuple(parts)])
 
 
 def fp8(outputs: int, inputs: int) -> tune.Product:
