@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
     @property
     def registers(self) -> int | None:
-        """The most that a thread may take where weights and activations have 8 bits, None: as many as the compiler takes.
+        """The most that a thread may take where weights and activations have 8 bits; None: as the compiler decides.
 
         With two tiles of 32 sums, of a step and of all, 128 suffice. The compiler takes more for what stands around a
         product, and a multiprocessor would hold fewer of the programs that hide each other's waiting.

@@ -219,9 +219,8 @@ def small_m_kernel(
     o = _weight_rows(tile, outputs, D // 2 if APPENDS else height, PAIRED, BLOCK_O)
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
 
-    # The product of those columns, acc [BLOCK_O, BLOCK_N]. What its end needs is loaded first if registers hold it, which
-    # of quantised weights take as many as several programs for a multiprocessor leave.
-    EAGER: tl.constexpr = BLOCK_N <= (64 if FORMAT is None else 16) and BLOCK_O <= 128
+    # The product of those columns, acc [BLOCK_O, BLOCK_N]. What its end needs is loaded first if registers hold it.
+    EAGER: tl.constexpr = BLOCK_N <= (64 if FORMAT is None else 16) and BLOCK_O <= 128  # see `Tile.registers`
     if PDL:
         _fetch_first_tiles(weight_ptr, o, begin, end, stride_w, prefetch, BLOCK_K)
         wait_for_kernel_before()
