@@ -114,7 +114,7 @@ def _sum_of_parts(
     number = tl.program_id(0) * (tl.num_programs(1) // PARTS) + tile
     partial_ptr += number.to(tl.int64) * (PARTS * SIZE)
     arrived_ptr += number
-    at = partial_ptr + tl.arange(0, BLOCK_O)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    at = partial_ptr + tl.arange(0, BLOCK_O)[:, None] + tl.arange(0, BLOCK_N)[None, :] * BLOCK_O
     tl.store(at + part * SIZE, acc)
     tl.debug_barrier()  # every thread's stores come before the release by one of them
     done = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == PARTS - 1
