@@ -149,6 +149,8 @@ for kind, (dtype, rows) in KINDS.items():
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert dtype == "float8_e4m3fn" or "dot_op<{opIdx = 0" in kernel.asm["ttgir"]
     assert "ttg.local_alloc %" not in kernel.asm["ttgir"]
+    # A multiprocessor has 65,536 registers, for four programs of 128 threads.
+    assert (".maxnreg 128" in kernel.asm["ptx"]) == (kind == "PerChannel")
 print(json.dumps(results))
 """
 

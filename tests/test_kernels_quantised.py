@@ -239,6 +239,20 @@ def test_activations_are_rounded_as_pytorch_does():
     assert torch.equal(launch(x, layout, parts, 1, TILES[8]), layout.product(x, parts, None))
 
 
+@pytest.mark.parametrize("exponent", [pytest.param(each, marks=ON_GPU) for each in (0, 1, 20, 60, 61, 127, 254)])
+def test_codes_are_those_of_quotients(exponent):
+    """Of the largest number of a block with every mantissa, and of numbers down to less than 2 ** -12 of it."""
+    from spec_compile.kernels.linear.activations import rounded_blocks
+
+    largest = torch.arange(128, device="cuda")[:, None, None] + (exponent << 7)
+    below = (largest - torch.arange(127 * 13, device="cuda").view(13, 127)).clamp(min=0)
+    x = torch.cat([largest.expand(-1, 13, 1), below], 2).short().view(torch.bfloat16).flatten(1)
+    for signed in (x, -x):
+        codes, units = rounded_blocks(signed, 128, False)
+        got = codes.float().unflatten(1, (13, 128)) * units.T[:128, :, None]
+        assert torch.equal(got.flatten(1), quantised.fp8_block.rounded_blocks(signed, 128))
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU) for name in DRAWN])
 def test_bits_of_rows(name):
     """A row's bits are those of the row alone, in every form."""

@@ -35,6 +35,15 @@ class Tile(NamedTuple):
         return tile._replace(stages=max(1, min(tile.stages, (memory - reserve) // tile._stage_bytes)))
 
     @property
+    def registers(self) -> int | None:
+        """The most that a thread may take where weights and activations have 8 bits; None: as the compiler decides.
+
+        With two tiles of 32 sums, of a step and of all, 128 suffice. The compiler takes more for what stands around a
+        product, and a multiprocessor would hold fewer of the programs that hide each other's waiting.
+        """
+        return 128 if self.block_o * self.block_n == 32 * 32 * self.warps else None
+
+    @property
     def _stage_bytes(self) -> int:
         return self.block_k * (self.block_o * self.bits + self.block_n * 16) // 8
 

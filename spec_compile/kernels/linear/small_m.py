@@ -244,7 +244,8 @@ def launch(
         EVEN=inputs % tile.block_k == 0, PDL=early,
         HEADS=out.shape[1] // size if heads else 0, KV_HEADS=kv_heads, D=size, ROUND_FIRST=head_offset is None,
         FORMAT=form, GROUP=group, TABLE=None if table is None else look_up(table), PTX=x.is_cuda,
-        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=None if units is None else tile.registers,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 

@@ -105,25 +105,28 @@ def _product(
 
 
 @triton.jit
-def _sum_of_parts(
+def _store_part(
     acc, partial_ptr, arrived_ptr, tile, part, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Store the program's part of a tile -> the sum of all parts [BLOCK_O, BLOCK_N], and whether it is valid, because
-    only the last program to arrive has it. partial [tiles, PARTS, BLOCK_O, BLOCK_N]; arrived: 0 before and after."""
+    """Store the program's part of a tile -> where the first part is, the tile's counter, and whether all have arrived.
+    partial [tiles, PARTS, BLOCK_N, BLOCK_O]: as what an end adds, columns of out lie side by side; arrived [tiles]."""
     SIZE: tl.constexpr = BLOCK_O * BLOCK_N
     number = tl.program_id(0) * (tl.num_programs(1) // PARTS) + tile
-    partial_ptr += number.to(tl.int64) * (PARTS * SIZE)
-    arrived_ptr += number
-    at = partial_ptr + tl.arange(0, BLOCK_O)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    at = partial_ptr + number.to(tl.int64) * (PARTS * SIZE)
+    at += tl.arange(0, BLOCK_O)[:, None] + tl.arange(0, BLOCK_N)[None, :] * BLOCK_O
     tl.store(at + part * SIZE, acc)
     tl.debug_barrier()  # every thread's stores come before the release by one of them
-    done = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == PARTS - 1
-    if done:
-        acc = tl.load(at, cache_modifier=".cg")
-        for other in tl.static_range(1, PARTS):
-            acc += tl.load(at + other * SIZE, cache_modifier=".cg")
-        tl.store(arrived_ptr, 0)
-    return acc, done
+    return at, arrived_ptr + number, tl.atomic_add(arrived_ptr + number, 1, sem="acq_rel") == PARTS - 1
+
+
+@triton.jit
+def _sum_of_parts(at, counter, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PARTS: tl.constexpr):
+    """The sum of all parts of a tile [BLOCK_O, BLOCK_N]. counter: 0 behind, as it was before the first one arrived."""
+    acc = tl.load(at, cache_modifier=".cg")
+    for other in tl.static_range(1, PARTS):
+        acc += tl.load(at + other * (BLOCK_O * BLOCK_N), cache_modifier=".cg")
+    tl.store(counter, 0)
+    return acc
 
 
 @triton.jit
@@ -220,7 +223,7 @@ def small_m_kernel(
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
 
     # The product of those columns, acc [BLOCK_O, BLOCK_N]. What its end needs is loaded first if registers hold it.
-    EAGER: tl.constexpr = BLOCK_N <= 64 and BLOCK_O <= 128
+    EAGER: tl.constexpr = BLOCK_N <= (64 if FORMAT is None else 16) and BLOCK_O <= 128  # see `Tile.registers`
     if PDL:
         _fetch_first_tiles(weight_ptr, o, begin, end, stride_w, prefetch, BLOCK_K)
         wait_for_kernel_before()
@@ -239,33 +242,33 @@ def small_m_kernel(
         FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX,
     )  # fmt: skip
 
-    # Where programs share the columns, the last to arrive adds all parts up.
     done = True
     if PARTS > 1:
-        acc, done = _sum_of_parts(acc, partial_ptr, arrived_ptr, tile, part, BLOCK_N, BLOCK_O, PARTS)
-
-    # What comes behind the product, with the sums in registers.
+        at, counter, done = _store_part(acc, partial_ptr, arrived_ptr, tile, part, BLOCK_N, BLOCK_O, PARTS)
+    # What comes behind the product, with the sums in registers. Where programs share the columns, the last one does it.
     if done:
+        if not EAGER and squares_ptr is not None:
+            squares = _load_squares(squares_ptr, n, rows, TERMS, BLOCK_TERMS)
+        if not EAGER and residual_ptr is not None:
+            before, norm = _load_stream(residual_ptr, norm_ptr, column, n, rows, height, stride_r)
+        if not EAGER and APPENDS:
+            loaded = load_for_heads(
+                cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, lengths_ptr, column, n, rows, nodes, HEADS, KV_HEADS, D
+            )
+        if PARTS > 1:
+            acc = _sum_of_parts(at, counter, BLOCK_N, BLOCK_O, PARTS)
         if squares_ptr is not None:
-            if not EAGER:
-                squares = _load_squares(squares_ptr, n, rows, TERMS, BLOCK_TERMS)
             acc = _divided_by_rms(acc, squares, _load_bias(bias_ptr, o), inputs, eps, BLOCK_N, BLOCK_TERMS)
         elif bias_ptr is not None:
             acc += _load_bias(bias_ptr, o)[:, None]
         if PAIRED:
             first, second = acc.reshape(HEIGHT, 2, BLOCK_N).permute(0, 2, 1).split()
         if APPENDS:
-            if not EAGER:
-                loaded = load_for_heads(
-                    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, lengths_ptr, column, n, rows, nodes, HEADS, KV_HEADS, D
-                )
             store_heads(
                 first, second, loaded, out_ptr, key_cache_ptr, value_cache_ptr, column, n, rows, nodes, capacity,
                 head_eps, head_offset, HEADS, KV_HEADS, D, q_norm_ptr is not None, ROUND_FIRST, HEIGHT, BLOCK_N,
             )  # fmt: skip
         elif residual_ptr is not None:
-            if not EAGER:
-                before, norm = _load_stream(residual_ptr, norm_ptr, column, n, rows, height, stride_r)
             _store_stream(
                 acc, before, norm, out_ptr, scaled_ptr, new_squares_ptr, column, n, tile, rows, height, offset,
                 BLOCK_N, HEIGHT, SQUARED,
