@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from common import RESULTS, stamp, write_json
+from shapes import TEXT_TREE
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -73,16 +74,9 @@ def product_speed() -> float:
     return 2 * 8192**3 / elapsed(lambda: a @ b, 10) * 1e6
 
 
-TEXT = [
-    -1, 0, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 11, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27,
-    27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 0, 0, 0, 0, 44, 45, 46, 47, 1, 48, 48, 48, 48, 48, 48, 49, 50, 51,
-    52, 53,
-]  # fmt: skip
-"""Parents of what n-grams propose behind 3,824 tokens of `shapes.text_tokens`. It has 15 tail tiles, its first 16 nodes
-have 4; three of four such trees have no more."""
 TREES = {
     "branches": [-1, *(max(0, i - 1 - (i % 3 == 0)) for i in range(1, 64))],
-    "text": TEXT,
+    "text": TEXT_TREE,
     "chain": [*range(-1, 63)],
     "star": [-1] + [0] * 63,
 }

@@ -10,7 +10,8 @@ it must read (weights once, keys and values of the context once) pass at the spe
 "steps" (--baselines) are tokens of generate(), the host included, of transformers' own ways and of ours alike: the
 difference of the times of two lengths by that of the tokens, medians of at least three runs in turn (see steps.py).
 
-Prompts are tokens of real text (benchmarks/prompts). Since the weights are random, what is accepted is not meaningful:
+Prompts are tokens of real text (benchmarks/prompts), and the trees of n-gram rounds have all nodes and the form of one
+proposed there. Since the weights are random, what is accepted is not meaningful:
 the figure of ours to compare is that of plain steps, and that with drafts is given with its accept length. "simulated"
 rates are an accept length that is assumed, not measured, by the time of a round. Of mixtures, the nodes of a round are
 unlike tokens, and the floor counts the experts that they choose, which are printed beside those expected of choices
@@ -40,7 +41,17 @@ from common import DEMO_MODEL, HERE, RESULTS, floors, merge_rows, prompts_of, st
 from expert_shapes import chosen_experts, unlike_tokens
 from kernel_families import families
 from quantised_shapes import QUANTISED
-from shapes import DENSE, SHAPES, build, distinct_experts, read_bytes, stored_bytes, text_tokens, weight_bytes
+from shapes import (
+    DENSE,
+    SHAPES,
+    TEXT_TREE,
+    build,
+    distinct_experts,
+    read_bytes,
+    stored_bytes,
+    text_tokens,
+    weight_bytes,
+)
 from steps import LENGTHS, PLAIN, steps
 from timers import alone, bandwidth, call_ms, median_ms
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -75,7 +86,7 @@ def _rounds(
     state = session.state
     ids = text_tokens(context, engine.runtime.verify.vocab_size).tolist()
     is_sparse = bool(calls(engine.runtime.verify.gm, experts.UP))
-    spread, out = unlike_tokens(state), {}
+    spread, parents, out = unlike_tokens(state), torch.tensor(TEXT_TREE, device=state.tokens.device), {}
     for nodes in sizes:
         with torch.no_grad():
             step = session.step("round", nodes)
@@ -85,15 +96,17 @@ def _rounds(
             state.root()
             session.drafter.propose(state, 128)
 
-            def run(step=step, nodes=nodes):
-                if is_sparse:
-                    state.tree_tokens[:, :nodes] = spread[:, :nodes]
-                step(128)
+            def fill(nodes=nodes):
+                if is_sparse or speculation.algorithm == "ngram":
+                    state.tree_tokens.copy_(spread)
+                if speculation.algorithm == "ngram":  # which propose nothing behind random tokens
+                    state.tree_parents.copy_(parents)
+                    state.tree_count.fill_(nodes)
 
             if is_sparse and counts is not None:
-                state.tree_tokens[:, :nodes] = spread[:, :nodes]
+                fill()
                 counts[nodes] = chosen_experts(engine.runtime, state, nodes)
-            out[nodes] = median_ms(run, repeats)
+            out[nodes] = median_ms(partial(step, 128), repeats, before=fill)
             session.drafter.finish([])
     return out
 

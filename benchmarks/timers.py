@@ -39,11 +39,13 @@ def bandwidth() -> dict[str, float]:
     return {"read": data.numel() / read * 1e3, "copy": 2 * data.numel() / copy * 1e3}
 
 
-def median_ms(function: Callable, repeats: int, warm: int = 3) -> float:
-    """Median milliseconds of a call."""
-    for _ in range(warm):
-        function()
-    return statistics.median(call_ms(function) for _ in range(repeats))
+def median_ms(function: Callable, repeats: int, warm: int = 3, before: Callable = lambda: None) -> float:
+    """Median milliseconds of a call. before: is called before each, and not timed."""
+    times = []
+    for _ in range(warm + repeats):
+        before()
+        times.append(call_ms(function))
+    return statistics.median(times[warm:])
 
 
 def call_ms(function: Callable) -> float:
