@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from common import RESULTS, stamp, write_json
-from gpu import rounds
+from rounds import rounds
 from shapes import DENSE, build
 
 import spec_compile

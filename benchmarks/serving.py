@@ -25,7 +25,6 @@ from collections import Counter
 from itertools import zip_longest
 from pathlib import Path
 
-import gpu
 import torch
 from common import (
     DEMO_MODEL,
@@ -39,6 +38,7 @@ from common import (
     synchronize,
     write_json,
 )
+from rounds import rounds
 from shapes import DENSE, build, token_bytes, weight_bytes
 from timers import bandwidth, median_ms
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -217,7 +217,7 @@ def round_rows(name: str, options, model) -> list[dict]:
     fast.speculation.warmup()
     weights, rows = weight_bytes(model), []
     kv = token_bytes(model) * CONTEXT * options.rows
-    for nodes, ms in gpu.rounds(fast, CONTEXT, options.rows, options.nodes, 30 if on_gpu else 3).items():
+    for nodes, ms in rounds(fast, CONTEXT, options.rows, options.nodes, 30 if on_gpu else 3).items():
         operations = 2 * weights / model.dtype.itemsize * options.rows * nodes
         floors = {"bytes_ms": (weights + kv) / speed * 1e3, "arithmetic_ms": operations / arithmetic * 1e3}
         lengths = [1.0] if nodes == 1 else [length for length in SIMULATED if length <= nodes]

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from common import RESULTS, stamp, write_json
 from drafts import TREE, make
-from gpu import rounds
 from kernel_families import families
+from rounds import rounds
 from shapes import DENSE
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
