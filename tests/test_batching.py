@@ -112,8 +112,9 @@ def mixed_request(rng):
 
 
 def is_near_tie(fast, manager, prompt, options, tokens, expected):
-    """Whether two answers part where rounding decides: two logits are equal but for that, or a random number lies at
-    the border of two tokens. Rounding depends on the number of rows that are computed together."""
+    """Whether two answers part where rounding decides: two logits are equal but for that, one of them among the top k
+    and one not, say, or a random number lies at the border of two tokens. Rounding depends on the number of rows that
+    are computed together."""
     seed = options.get("seed")
     options = {name: value for name, value in options.items() if name not in ("seed", "tokenizer", "stop_strings")}
     begin = next(place for place, pair in enumerate(zip(tokens, expected)) if pair[0] != pair[1])
@@ -124,6 +125,9 @@ def is_near_tie(fast, manager, prompt, options, tokens, expected):
     if not options.get("do_sample"):
         best = scores.topk(2).values
         return bool(best[0] - best[1] < 1e-4)
+    is_kept = scores.isfinite()
+    if not is_kept.all() and logits[0, is_kept].min() - logits[0, ~is_kept].max() < 1e-4:
+        return True
     borders = scores.softmax(dim=0).cumsum(dim=0).cpu()
     number = uniform(seed_of(seed), torch.tensor(0), torch.tensor(begin))
     low, high = sorted((tokens[begin], expected[begin]))
