@@ -121,15 +121,15 @@ def round_rows(fast, batches: list[int], contexts: list[int], sizes: list[int], 
             read = read_bytes(fast, context, batch, nodes, count)
             row = dict(batch=batch, context=context, nodes=nodes, ms=ms, **floors(read, speeds, ms))
             rows.append(row)
-            chosen = ""
+            of_experts = ""
             if count is not None:
                 row |= {"distinct_experts": count, "expected_experts": distinct_experts(fast, batch * nodes)}
-                chosen = f", {count:.1f} experts of a layer chosen, {row['expected_experts']:.1f} expected"
+                of_experts = f", {count:.1f} experts of a layer chosen, {row['expected_experts']:.1f} expected"
             simulated = batch * SIMULATED / ms * 1e3
             print(
                 f"  B={batch} context {context:6} N={nodes:2}: {ms:7.3f} ms, {row['over_copy']:.2f} times the floor of "
                 f"a copy, {row['over_read']:.2f} times that of a read; {simulated:.0f} tokens/s at a simulated accept "
-                f"length of {SIMULATED}{chosen}", flush=True,
+                f"length of {SIMULATED}{of_experts}", flush=True,
             )  # fmt: skip
     return rows
 

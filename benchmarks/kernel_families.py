@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 import torch
-from expert_shapes import unlike_tokens
+from rounds import filling
 from torch.profiler import ProfilerActivity, profile
 
 FAMILIES = {
@@ -21,16 +21,17 @@ FAMILIES = {
 
 
 def families(fast, nodes: int, repeats: int = 5) -> tuple[dict[str, float], int]:
-    """Microseconds of each kernel family in one round over unlike tokens, and the number of kernels.
+    """Microseconds of each kernel family in one round over trees as `rounds` times them, and the number of kernels.
 
     Kernels may begin before the last one ends and wait there, so each counts from the end of the one before to its own.
+    Up to three copies that fill the trees before the round are among them.
     """
     session = fast.speculation.engine.session(1)
-    step, tokens = session.step("round", nodes), unlike_tokens(session.state)
+    step, fill = session.step("round", nodes), filling(fast, session.state)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(repeats):
-            session.state.tree_tokens[:, :nodes] = tokens[:, :nodes]
+            fill(nodes)
             step(128)
         torch.cuda.synchronize()
     spent = defaultdict(float)

@@ -1,5 +1,6 @@
 """Times of captured rounds on a GPU."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,6 +10,26 @@ from timers import alone, median_ms
 
 from spec_compile.graph import calls
 from spec_compile.kernels import experts
+
+
+def filling(fast, state) -> Callable[[int], None]:
+    """A function of a number of nodes, which fills the pending trees for a round over so many.
+
+    N-grams propose nothing behind random tokens, so that their trees get the form of one in real text. Tokens are
+    unlike each other there, and in mixtures.
+    """
+    is_ngram = fast.speculation.algorithm == "ngram"
+    takes_tokens = is_ngram or bool(calls(fast.speculation.engine.runtime.verify.gm, experts.UP))
+    tokens, parents = unlike_tokens(state), torch.tensor(TEXT_TREE, device=state.tokens.device)
+
+    def fill(nodes: int) -> None:
+        if takes_tokens:
+            state.tree_tokens.copy_(tokens)
+        if is_ngram:
+            state.tree_parents.copy_(parents)
+            state.tree_count.fill_(nodes)
+
+    return fill
 
 
 def rounds(
@@ -29,8 +50,7 @@ def _rounds(
     session = engine.session(batch)
     state = session.state
     ids = text_tokens(context, engine.runtime.verify.vocab_size).tolist()
-    is_sparse = bool(calls(engine.runtime.verify.gm, experts.UP))
-    spread, parents, out = unlike_tokens(state), torch.tensor(TEXT_TREE, device=state.tokens.device), {}
+    fill, out = filling(fast, state), {}
     for nodes in sizes:
         with torch.no_grad():
             step = session.step("round", nodes)
@@ -39,17 +59,9 @@ def _rounds(
             state.lengths.copy_(state.prompt_lengths - 1)
             state.root()
             session.drafter.propose(state, 128)
-
-            def fill(nodes=nodes):
-                if is_sparse or speculation.algorithm == "ngram":
-                    state.tree_tokens.copy_(spread)
-                if speculation.algorithm == "ngram":  # which propose nothing behind random tokens
-                    state.tree_parents.copy_(parents)
-                    state.tree_count.fill_(nodes)
-
-            if is_sparse and counts is not None:
-                fill()
+            if counts is not None and calls(engine.runtime.verify.gm, experts.UP):
+                fill(nodes)
                 counts[nodes] = chosen_experts(engine.runtime, state, nodes)
-            out[nodes] = median_ms(partial(step, 128), repeats, before=fill)
+            out[nodes] = median_ms(partial(step, 128), repeats, before=partial(fill, nodes))
             session.drafter.finish([])
     return out
