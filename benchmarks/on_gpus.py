@@ -114,7 +114,7 @@ def arguments(job: Job, options: argparse.Namespace) -> list[str]:
     words = shlex.split(job.command.replace("OUT/", f"{options.out.resolve()}/"))
     if job.phase == "sanitizer":
         tests = [sys.executable, *shlex.split(PYTEST), "-n0", "-v", *words[1:]]
-        return ["compute-sanitizer", "--tool", words[0], "--error-exitcode", "9", *tests]
+        return ["compute-sanitizer", "--tool", words[0], "--report-api-errors", "no", "--error-exitcode", "9", *tests]
     if job.phase == "together":
         return ["torchrun", "--standalone", "--nproc-per-node", "2", *words]
     return [sys.executable, *words]
