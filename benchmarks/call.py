@@ -5,7 +5,8 @@
 
 For each width of the prompt: a call for one token, ours and transformers' own, and ours when transformers prepares it,
 as it does the first of calls alike. The parts are times of the host alone, which on a GPU runs ahead. The operations
-and the waits for the GPU are those until the first round is launched.
+and the waits for the GPU are those until the first round is launched. Whether the model has changed ("watch") is looked
+up before that on a CPU, and on a GPU while it computes.
 """
 
 import argparse

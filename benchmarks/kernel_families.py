@@ -24,23 +24,22 @@ def families(fast, nodes: int, repeats: int = 5) -> tuple[dict[str, float], int]
     """Microseconds of each kernel family in one round over trees as `rounds` times them, and the number of kernels.
 
     Kernels may begin before the last one ends and wait there, so each counts from the end of the one before to its own.
-    Up to three copies that fill the trees before the round are among them.
     """
     session = fast.speculation.engine.session(1)
     step, fill = session.step("round", nodes), filling(fast, session.state)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(repeats):
-            fill(nodes)
-            step(128)
+    spent, kernels = defaultdict(float), 0
+    for _ in range(repeats):
+        fill(nodes)
         torch.cuda.synchronize()
-    spent = defaultdict(float)
-    events = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.device_time > 0]
-    events.sort(key=lambda event: event.time_range.end)
-    last = events[0].time_range.start
-    for event in events:
-        name = event.name.lower()
-        family = next((f for f, words in FAMILIES.items() if any(w in name for w in words)), "all the rest")
-        spent[family] += (event.time_range.end - last) / repeats
-        last = event.time_range.end
-    return dict(spent), len(events) // repeats
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            step(128)
+            torch.cuda.synchronize()
+        events = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.device_time > 0]
+        events.sort(key=lambda event: event.time_range.end)
+        last, kernels = events[0].time_range.start, len(events)
+        for event in events:
+            name = event.name.lower()
+            family = next((f for f, words in FAMILIES.items() if any(w in name for w in words)), "all the rest")
+            spent[family] += (event.time_range.end - last) / repeats
+            last = event.time_range.end
+    return dict(spent), kernels

@@ -35,8 +35,9 @@ def filling(fast, state) -> Callable[[int], None]:
 def rounds(
     fast, context: int, batch: int, sizes: list[int], repeats: int = 30, counts: dict[int, list[int]] | None = None
 ) -> dict[int, float]:
-    """Median milliseconds of a captured round at each size, with `context` tokens committed in every row. counts: gets
-    the `chosen_experts` of each size, if the model is a mixture."""
+    """Median milliseconds of a captured round at each size, with `context` tokens committed in every row. The host's
+    launch is not among them, as in a `generate()`, which launches rounds ahead. counts: gets the `chosen_experts` of
+    each size, if the model is a mixture."""
     _rounds(fast, context, batch, sizes, 1, counts)  # compiles and captures
     with alone():
         return _rounds(fast, context, batch, sizes, repeats)

@@ -344,6 +344,24 @@ def test_a_request_leaves_nothing_to_the_next(captured):
 # --- compiled
 
 
+def test_a_model_that_has_changed_gives_no_token_out(captured):
+    """A request's check raises when its first round has been launched already; the next request has its answer."""
+    _, graph = captured("llama")
+    prompts, texts = truths("llama", 3)
+    engine = make_engine(graph, lambda rows: Oracle(16, rows), 16)
+    engine.session(3).drafter.texts = texts
+    lengths = [len(prompt) for prompt in prompts]
+
+    def check():
+        raise RuntimeError("the model has changed")
+
+    request = Request(prompts, lengths, [length + NEW for length in lengths], check=check)
+    with pytest.raises(RuntimeError, match="the model has changed"):
+        next(engine.run(request))
+    assert engine.runtime.stats.rounds == 0
+    assert generated(engine, prompts, texts, NEW) == [text[n:] for text, n in zip(texts, lengths)]
+
+
 def long_prompts(lengths):
     return [row[0].tolist() for row in models.prompts(lengths, seed=5)[0]]
 

@@ -88,8 +88,6 @@ class Call:
             state.root()
         first = torch.stack((state.tree_count, state.tree_hint))
         self._first = first.to("cpu", non_blocking=self._ahead > 1)
-        if request.check is not None:
-            request.check()
         if self._ahead == 1:
             self._read_first()
         self.lengths = [len(prompt) - 1 for prompt in request.prompts]
@@ -121,6 +119,9 @@ class Call:
 
     def collect(self) -> tuple[int, list[Outcome]]:
         """Wait for the round that was launched first: its number of nodes, and what came of each row."""
+        if self.request.check is not None:  # the first time, while the GPU computes and before any token counts
+            check, self.request.check = self.request.check, None
+            check()
         nodes, read = self._flying.popleft()
         outcomes = [unpack(row) for row in read()]
         self._read_first()  # it has arrived, because its copy was launched before the round

@@ -36,7 +36,7 @@ class Request:
     seed: of the random numbers of `DrawInRound` and of drafters that draw, in [0, 2**63).
     temperature: at which such drafters draw; 0 takes the likeliest token.
     prefill_chunk_size: tokens of each row that a step of the prefill may take at most; None leaves it to the engine.
-    check: raises if the model has changed; it is called while the GPU processes the prompts, before the first round.
+    check: raises if the model has changed; it is called once, while the GPU computes, before a token is given out.
     stopped: indices of rows that the caller has ended; the caller may add to them between two rounds.
     drafts: whether rounds verify what was drafted; `Engine.run` sets it to `Engine.drafts`.
     state: what `Engine.run` ran the request on, so that the caller can read its cache.
