@@ -100,8 +100,8 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         texts, names = " ".join(map(str, files)), " ".join(path.stem for path in files)
         heads = f"--heads {options.heads}" if options.heads else "--algorithms ngram draft"
         made += [
-            Job("quiet", "bits", f"bits.py {shared} --device cuda --prompts {texts} {heads} --exact --workers 7 --sampled "
-                "--minutes 2 --json OUT/bits.json"),
+            Job("quiet", "bits", f"bits.py {shared} --device cuda --prompts {texts} {heads} --exact --sampled "
+                "--workers 7 --minutes 2 --json OUT/bits.json"),
             Job("quiet", "serving", f"serving.py {shared} --chat --prompts {options.prompts} --workloads {names} "
                 "--in-flight 1 16 64 --times --shape llama-8b --json OUT/serving.json", 60),
             Job("quiet", "quantised", f"quantised.py --model {options.model} --as-chat --json OUT/quantised.json"),

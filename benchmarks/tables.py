@@ -35,6 +35,7 @@ SHAPES = {
     "mixtral-8x7b": "Mixtral-8x7B",
     "nemotron-h-8b": "Nemotron-H-8B",
     "qwen3.5-9b": "Qwen3.5-9B",
+    "qwen3-next-80b": "Qwen3-Next-80B-A3B, 32 of 48 layers",
     "falcon-h1-7b": "Falcon-H1-7B",
     "lfm2-1.2b": "LFM2-1.2B",
 }
@@ -253,11 +254,33 @@ def bits(results: Results) -> str:
 
 
 def serving(results: Results) -> str:
+    """A row for each way of drafting and number in flight, beside a static batch of as many."""
+    rows, static = [], ", static batch"
+    for row in results.all("serving", "rows"):
+        if row["system"].endswith(static):
+            continue
+        same = dict(model=row["model"], in_flight=row["in_flight"], system=row["system"] + static)
+        batch = results.row("serving", "rows", **same)
+        beside = ("", "")
+        if batch:
+            beside = f"{batch['tokens_per_s']:,.0f}", f"{row['tokens_per_s'] / batch['tokens_per_s']:.2f}"
+        waits = (f"{row[key] * 1e3:.0f} ms" for key in ("first_token_s", "first_token_p99_s"))
+        cells = str(row["in_flight"]), f"{results.seen(row)['tokens_per_s']:,.0f}", *beside, *waits
+        rows.append((row["model"], row["system"], *cells))
+    rows.sort(key=lambda row: (*row[:2], int(row[2])))
+    titles = "tokens/s", "static batch", "ratio", "first token after", "99th percentile"
+    return table(("model", "drafts", "in flight", *titles), rows)
+
+
+def serving_rounds(results: Results) -> str:
+    """A row for each number of nodes of a round over many sequences, beside its floors."""
     rows = []
-    for row in map(results.seen, results.all("serving", "rows")):
-        waits = (f"{row[key] * 1e3:.0f} ms" if key in row else "" for key in ("first_token_s", "first_token_p99_s"))
-        rows.append((row["model"], row["system"], str(row["in_flight"]), f"{row['tokens_per_s']:,.0f}", *waits))
-    return table(("model", "drafts", "in flight", "tokens/s", "first token after", "99th percentile"), rows)
+    for row in map(results.seen, results.all("serving", "rounds")):
+        times = (f"{row[key]:.2f} ms" for key in ("ms", "bytes_ms", "arithmetic_ms"))
+        rates = ", ".join(f"{rate:,.0f} at {length}" for length, rate in row["simulated_tokens_per_s"].items())
+        rows.append((f"{SHAPES[row['shape']]}, {row['rows']}", str(row["nodes"]), *times, rates))
+    titles = "floor of bytes", "floor of arithmetic", "tokens/s at simulated accept lengths"
+    return table(("shape, sequences", "nodes of each", "a round", *titles), rows)
 
 
 def tensor_parallel(results: Results) -> str:
@@ -293,6 +316,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "kv_cache_dtype": kv_cache_dtype,
     "bits": bits,
     "serving": serving,
+    "serving_rounds": serving_rounds,
     "smollm2_acceptance": lambda results: acceptance(results, "acceptance_smollm2"),
     "smollm2_published": lambda results: published(results, "acceptance_smollm2"),
     "peers": peers,
