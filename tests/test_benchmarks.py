@@ -211,7 +211,7 @@ def test_gpu_rounds_of_a_tiny_hybrid(monkeypatch):
     speeds = {"copy": 1e9, "read": 2e9}
     one, four = gpu.round_rows(fast, [1], [40], [1, 4], speeds)
     assert one["distinct_experts"] == 2 < four["distinct_experts"] <= 4
-    weights = shapes.weight_bytes(fast, four["distinct_experts"])
+    weights = shapes.weight_bytes(fast, 4, four["distinct_experts"])
     expected = weights + 40 * graph.token_bytes + 2 * shapes.state_bytes(graph)
     assert four["floor_copy_ms"] == pytest.approx(expected / 1e9 * 1e3) and one["floor_copy_ms"] < four["floor_copy_ms"]
 
