@@ -98,7 +98,7 @@ class Lanes:
         """Let all sessions share what they learn of gains. A drafter that has one size may verify nothing, too."""
         if self.has_one_size:
             sizes = (1, self.runtime.sizes[-1])
-            session.policies = {part: SizePolicy(sizes) for part in session.policies}
+            session.policies = {part: SizePolicy(sizes, batch=session.batch) for part in session.policies}
         for policy in session.policies.values():
             policy.share(self.all.policies["round"])
 

@@ -15,6 +15,9 @@ tried when it has risen by what it lacks, so this is also about the share of the
 COMMON = 0.75
 """Share of a change in what one size costs that the other sizes are expected to show, too: texts grow, and other
 processes come and go."""
+KNEE = 256
+"""Rows (sequences times nodes) that cost as much as reading the weights, about: so the rounds of an 8B model take on an
+H200. By these and its own rows the cost of a size is expected that has not run yet."""
 ANY = -1
 """The bucket of all rounds, whatever the drafter's confidence."""
 PRIOR = 0.5
@@ -30,10 +33,13 @@ class SizePolicy:
 
     hindsight: tells what every size would have gained, in plain rounds, too, so that no size is ever tried only to
     learn that; None: only what was verified is known.
+    batch: sequences of a round.
     """
 
-    def __init__(self, sizes: tuple[int, ...], adaptive: bool = True, hindsight: Hindsight | None = None):
-        self.sizes, self.adaptive, self.hindsight = sizes, adaptive, hindsight
+    def __init__(
+        self, sizes: tuple[int, ...], adaptive: bool = True, hindsight: Hindsight | None = None, batch: int = 1
+    ):
+        self.sizes, self.adaptive, self.hindsight, self.batch = sizes, adaptive, hindsight, batch
         self.cost: dict[int, float] = {}
         self.gain: dict[int, list[float]] = {}
         self._seen: dict[int, int] = {}
@@ -53,20 +59,20 @@ class SizePolicy:
             return self.sizes[0]
         fitting = [n for n in self.sizes if n < most]
         fitting += [n for n in self.sizes if n >= most][:1]
-        if not self.adaptive or any(n not in self.cost for n in fitting):
+        if not self.adaptive or not self.cost:
             return fitting[-1]
         gains = [self._expected(hint) for hint, count in zip(hints, counts) if count > 1]
         # Fewer nodes never cost more: what was measured while the machine was busy is too long, never too short.
-        costs = [*accumulate((self.cost[n] for n in reversed(fitting)), min)][::-1]
+        costs = [*accumulate(map(self._cost, reversed(fitting)), min)][::-1]
         rates = [(len(counts) + sum(gain[index] for gain in gains)) / cost for index, cost in enumerate(costs)]
         return fitting[rates.index(max(rates))]
 
     def choose_ahead(self) -> int:
         """The size for a round whose trees are not known yet: by what all rounds have gained."""
-        if not self.adaptive or any(n not in self.cost for n in self.sizes):
+        if not self.adaptive or not self.cost:
             return self.sizes[-1]
         gain = self._gains(ANY)
-        return max(self.sizes, key=lambda n: (1 + gain[self.sizes.index(n)]) / self.cost[n])
+        return max(self.sizes, key=lambda n: (1 + gain[self.sizes.index(n)]) / self._cost(n))
 
     def learn(
         self, nodes: int, counts: list[int], hints: list[int], paths: list[list[int]], seconds: float | None
@@ -102,6 +108,11 @@ class SizePolicy:
             else:
                 more = share * (n - 1) - gain[index]
                 gain[index] += min(RISE, more) if more > 0 and share == PRIOR else FORGET * more
+
+    def _cost(self, nodes: int) -> float:
+        """What a round over `nodes` nodes costs, or if none has run, is expected to cost by the next larger size."""
+        known = min((n for n in self.cost if n >= nodes), default=max(self.cost))
+        return self.cost[known] * (KNEE + self.batch * nodes) / (KNEE + self.batch * known)
 
     def _learn_cost(self, nodes: int, seconds: float) -> None:
         known = self.cost.setdefault(nodes, seconds)

@@ -50,7 +50,7 @@ class Session:
             self.drafter.share(larger.drafter)
         hindsight = None if runtime.on_gpu else Hindsight(self.state)
         self.policies = {
-            part: SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight) for part in ("round", "look")
+            part: SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, batch) for part in ("round", "look")
         }
         if larger is not None:
             for policy in self.policies.values():
