@@ -97,7 +97,7 @@ def main() -> None:
             f"{row['layer_bytes'] / 1e6:.1f} MB, {len(left)} left in 16 bits; {row['agreement']:.0%} as in 16 bits",
             flush=True,
         )
-    write_json(options.json, results)
+        write_json(options.json, results)
 
 
 if __name__ == "__main__":

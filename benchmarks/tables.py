@@ -253,6 +253,17 @@ def bits(results: Results) -> str:
     return table(("model", "drafts", "tokens are", "same answers as plain steps"), rows)
 
 
+def quantised(results: Results) -> str:
+    """A row for each format of the weights of a model."""
+    rows = []
+    for name, row in results.get("quantised").items():
+        rates = (f"{row['tokens_per_s'][system]:,.1f}" for system in ("plain steps", "n-gram"))
+        size = f"{results.seen(row)['layer_bytes'] / 1e6:.0f} MB"
+        rows.append((name, row["verdict"], *rates, f"{row['accept_length']:.2f}", size))
+    titles = "plain steps, tokens/s", "n-gram, tokens/s", "accept length", "weights of the layers"
+    return table(("layers", "answers", *titles), rows)
+
+
 def serving(results: Results) -> str:
     """A row for each way of drafting and number in flight, beside a static batch of as many."""
     rows, static = [], ", static batch"
@@ -315,6 +326,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "attention_prompts": attention_prompts,
     "kv_cache_dtype": kv_cache_dtype,
     "bits": bits,
+    "quantised": quantised,
     "serving": serving,
     "serving_rounds": serving_rounds,
     "smollm2_acceptance": lambda results: acceptance(results, "acceptance_smollm2"),
