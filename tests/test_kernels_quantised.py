@@ -140,7 +140,17 @@ def test_weights_are_made_numbers_by_parts(name, monkeypatch):
     wanted = layout.product(x, parts, bias)
     monkeypatch.setattr(quantised.layout, "WEIGHTS", 256 * 256)
     for each, tensors in [(layout, parts), *([ours] if ours else [])]:
+        made = made_weights(type(each), monkeypatch)
         torch.testing.assert_close(each.product(x, tensors, bias), wanted, rtol=1e-4, atol=1e-4)
+        assert {len(weight) for weight in made} <= {128, 256}
+        assert made or name not in ("table", "nested")
+
+
+def made_weights(layout, monkeypatch):
+    """A list of the weights that a class of layouts makes from now on."""
+    weight, made = layout.weight, []
+    monkeypatch.setattr(layout, "weight", lambda *given: made.append(weight(*given)) or made[-1])
+    return made
 
 
 @pytest.mark.parametrize("name", ["ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "table"])

@@ -5,7 +5,7 @@ Reference: QLoRA (arXiv 2305.14314), section 3.
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class Table4(Layout):
         values = torch.empty(codes.numel() * 2, device=codes.device)
         for some, numbers in zip(codes.split(WEIGHTS // 2), values.split(WEIGHTS)):
             numbers.copy_(parts[2][_unpacked(some).int()])
-        return values.view(-1, self.block).mul_(self._scales(parts)[:, None]).view(-1, inputs)
+        return values.view(-1, self.block).mul_(self._scales(parts).view(-1, 1)).view(-1, inputs)
 
     def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
         if inputs % self.block:
@@ -49,13 +49,22 @@ class Table4(Layout):
             return (codes[:, ::2] << 4 | codes[:, 1::2]).view(-1, 1)
         return packed.scales(parts, inputs).T.flatten() if index == 1 and not self.nested else None
 
-    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> None:
-        return None
+    def by_outputs(self, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, multiply: Callable) -> Tensor:
+        inputs = x.shape[-1]
+        if inputs % self.block == 0:  # else a block has parts of two rows
+            by_row = parts[0].view(-1, inputs // 2), self._scales(parts).view(-1, inputs // self.block)
+            parts = [*by_row, parts[2]]
+        return super().by_outputs(x, parts, bias, multiply)
+
+    def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor] | None:
+        """Of codes and scales that lie row by row, as `by_outputs` has them."""
+        codes, scales, table, *_ = parts
+        return [codes[begin:end], scales[begin:end], table] if scales.dim() == 2 else None
 
     def _scales(self, parts: Sequence[Tensor]) -> Tensor:
         """The scale of each block, float32."""
         _, scales, _, *second = parts
-        if self.nested:
+        if second:
             offset, second_scales, second_table = second
             second_scales = second_scales.repeat_interleave(NESTED)[: scales.numel()]
             scales = second_table[scales.int()] * second_scales + offset
