@@ -38,6 +38,17 @@ STATE = [
         f"{TREE} -k slots_that_are_not_in_use",
     ),
     Mutation(
+        "tokens of a model that has changed are given out", f"{RUNTIME}call.py",
+        "check, self.request.check = self.request.check, None\n            check()",
+        "self.request.check = None",
+        f"{ROUND}::test_a_model_that_has_changed_gives_no_token_out",
+    ),
+    Mutation(
+        "sizes that have not run are never tried", f"{RUNTIME}draft_length.py",
+        "(KNEE + self.batch * nodes)", "(KNEE + self.batch * known)",
+        "tests/test_sizes.py -k tried_where_they_may_pay",
+    ),
+    Mutation(
         "finished rows go on", f"{RUNTIME}state.py",
         "gained = torch.where(self.finished, 0, gained)",
         "gained = torch.where(self.finished, gained, gained)",
