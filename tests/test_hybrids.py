@@ -161,6 +161,8 @@ def test_building_steps_leaves_states_alone():
     ids, mask = batch((5, 40))
     answer(fast, ids, mask, 8)
     session = fast.speculation.engine.session(2)
+    session.state.finished.fill_(False)  # as in the middle of a call
+    session.state.max_lengths.add_(16)
     before = [session.state.kv.states[number][0].clone() for number in range(2)]
     flags = session.state.finished.clone(), session.state.prompt_lengths.clone()
     with torch.no_grad(), session._untouched():
