@@ -272,11 +272,11 @@ DRAWS = [
     ),
     Mutation(
         "a running sum is left to torch", f"{RUNTIME}accept/row_invariant.py",
-        " aten.cumsum.default: _cumsum,", "", "tests/test_row_invariant.py -k no_sum",
+        " aten.cumsum.default: _cumsum,", "", "tests/test_sampling_bits.py -k no_sum",
     ),
     Mutation(
         "a running sum counts its own part twice", "spec_compile/kernels/row_scan.py",
-        "mask=number < part,", "mask=number <= part,", "tests/test_row_invariant.py -k test_kernels",
+        "mask=number < part,", "mask=number <= part,", "tests/test_sampling_bits.py -k test_kernels",
     ),
     Mutation(
         "the walk goes to slots that are not in use", f"{RUNTIME}accept/host.py",

@@ -54,3 +54,5 @@ def test_every_mutation_fits_the_source():
     for mutation in MUTATIONS:
         text = (ROOT / mutation.file).read_text()
         assert text.count(mutation.old) == 1, f"{mutation.name}: {mutation.file}"
+        named = mutation.tests.split()[0].partition("::")[0]
+        assert (ROOT / named).is_file(), f"{mutation.name}: {named}"
