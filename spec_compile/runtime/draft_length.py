@@ -59,16 +59,17 @@ class SizePolicy:
             return self.sizes[0]
         fitting = [n for n in self.sizes if n < most]
         fitting += [n for n in self.sizes if n >= most][:1]
-        if not self.adaptive or not self.cost:
+        if not self.adaptive or any(n not in self.cost for n in fitting):
             return fitting[-1]
         gains = [self._expected(hint) for hint, count in zip(hints, counts) if count > 1]
         # Fewer nodes never cost more: what was measured while the machine was busy is too long, never too short.
-        costs = [*accumulate(map(self._cost, reversed(fitting)), min)][::-1]
+        costs = [*accumulate((self.cost[n] for n in reversed(fitting)), min)][::-1]
         rates = [(len(counts) + sum(gain[index] for gain in gains)) / cost for index, cost in enumerate(costs)]
         return fitting[rates.index(max(rates))]
 
     def choose_ahead(self) -> int:
-        """The size for a round whose trees are not known yet: by what all rounds have gained."""
+        """The size for a round whose trees are not known yet: by what all rounds have gained. A size that has not run
+        is chosen for the cost that is expected of it; nothing else would let it run."""
         if not self.adaptive or not self.cost:
             return self.sizes[-1]
         gain = self._gains(ANY)
