@@ -294,7 +294,8 @@ BITS = ["lfm2", "lfm2_moe", "lfm3", "qwen3_next", "qwen3_5", "olmo_hybrid", "bam
 def bits_of_answers(model, nodes, reference=None, **options):
     """Tokens [B, T] and logits [new, B, V] of an answer whose rounds verify `nodes` nodes, and the accept length."""
     ids, mask = (tensor.to(model.device) for tensor in batch((5, 70, 131)))
-    fast = spec_compile.speculate(model, compile=False, num_draft_tokens=nodes, max_cache_len=512, **options)
+    settings = dict(compile=False, num_draft_tokens=nodes, max_cache_len=512) | options
+    fast = spec_compile.speculate(model, **settings)
     more = {} if reference is None else {"reference": texts(reference, mask)}
     if not fast.speculation.engine.captured.clamps_prompts:  # such a cache cannot be handed out
         more |= dict(return_dict_in_generate=True, output_logits=True)
