@@ -9,6 +9,8 @@ hold one, go to FOLDER/train.jsonl as chats without an answer, for
 
     python -m spec_compile train --model MODEL --algo eagle3 --data FOLDER/train.jsonl --on-policy --minutes 30
                                  --output HEADS/eagle3
+
+or for chats.py, which adds prompts that the model writes.
 """
 
 import argparse

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
 
+import chats  # noqa: E402
 import common  # noqa: E402
 import compare  # noqa: E402
 import serving  # noqa: E402
@@ -134,6 +136,31 @@ def test_prompts_that_heads_were_trained_on_are_refused(tmp_path):
                 common.refuse_trained(tmp_path / "set.jsonl", 2, [tmp_path / name])
         else:
             common.refuse_trained(tmp_path / "set.jsonl", 2, [tmp_path / name])
+
+
+def test_a_model_writes_both_sides_of_a_chat(monkeypatch):
+    """Turns that do not end, are too short or come again are left out; greedy answers come before those drawn."""
+    tokenizer = AutoTokenizer.from_pretrained(common.DEMO_MODEL)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    asked, end = [], tokenizer.eos_token
+
+    def written(model, documents, length, seed, options, tell):
+        texts = [f"say {word} to me" for word in ("one", "two", "one")] if options.get("top_k") == 0 else ["yes"] * 9
+        asked.append(([tokenizer.decode(document.ids) for document in documents], options["do_sample"], seed))
+        answers = [tokenizer(text + end).input_ids for text in texts[: len(documents) - 1]] + [[7]]  # that has no end
+        return [chats.Document(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool)) for ids in answers]
+
+    monkeypatch.setattr(chats, "continue_documents", written)
+    writer = chats.Chats(None, tokenizer, 16)
+    turns = writer.user_turns(4)
+    assert turns == ["say one to me", "say two to me"] and asked[0] == (["[user]"] * 4, True, 0)
+    talk = writer.answers([*turns, "x " * 3000], drawn=1)  # the last is too long to be answered
+    prompts = [f"[user]{turn}{end}[assistant]" for turn in turns]
+    assert asked[1:] == [(prompts, False, 0), (prompts, True, 1)]
+    assert [chat[0]["content"] for chat in talk] == turns * 2 and talk[0][1] == {"role": "assistant", "content": "yes"}
 
 
 def test_the_best_nodes_are_those_of_the_library():
