@@ -90,7 +90,7 @@ class HeadTrainer(Trainer):
 
     def rolled_out(self, batch: Batch, features: Features, slots: Tensor) -> Tensor:
         """The normed outputs [R, H] of `slots` [R] (see `Batch.rollout`) among those of all steps."""
-        unrolled = self.unroll(move(batch.ids, self.device), self.project(features), Rollout(), self.steps)
+        unrolled = self.unroll(move(batch.ids, self.device), self.project(features), Rollout(self.steps), self.steps)
         outputs = torch.stack([normed for _, normed in unrolled])
         return outputs.flatten(0, 2).index_select(0, move(slots, self.device))
 
@@ -102,7 +102,7 @@ class HeadTrainer(Trainer):
     def accepted(self, batch: Batch, features: Features, steps: int) -> Iterator[tuple[int, int]]:
         ids, choices = move(batch.ids, self.device), features.choices.flatten()
         reached = alive = None
-        for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features), Rollout(), steps)):
+        for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features), Rollout(steps), steps)):
             slots, teachers = (move(part, self.device) for part in batch.slots(ahead))
             right = torch.zeros(normed.shape[:2].numel(), dtype=torch.bool, device=self.device)
             counted = right.clone().index_fill_(0, slots, True)
