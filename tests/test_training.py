@@ -524,7 +524,7 @@ def drafted_tokens(trainer, text):
     """Of each depth the tokens [B, T] that are drafted from each slot of text [B, T + 1]."""
     features, weight = TargetFeatures(target(), trainer.taps)(text, choices=False), trainer.module.head_weight
     if trainer.name not in SMALL:
-        unrolled = trainer.unroll(text, trainer.project(features), Rollout(3), 3)
+        unrolled = trainer.unroll(text, trainer.project(features.states), Rollout(3), 3)
         return [(normed @ weight.T).argmax(-1) for _, normed in unrolled]
     batch = texts.collate(read(text.tolist(), None, models.VOCAB))
     anchors = torch.arange(1, text.shape[1]).expand(len(text), -1)

@@ -1,9 +1,18 @@
 """Training's kernels, and its CUDA graphs: those of a head's rollout against its launches, and on a GPU itself."""
 
+from unittest import mock
+
+import models
 import pytest
 import torch
 
+from spec_compile.drafters.checkpoints.target import Target
+from spec_compile.training import TRAINERS, capture
+from spec_compile.training import data as texts
 from spec_compile.training.attention import join, join_backward
+from spec_compile.training.features import TargetFeatures
+from spec_compile.training.options import TrainingOptions
+from spec_compile.training.trainer import trained_parameters
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -60,3 +69,87 @@ def test_joined_attention_differentiates():
 )
 def test_drafted_keys_on_a_gpu(sizes):
     compare_joins(sizes, torch.bfloat16, "cuda", 2e-2)
+
+
+SIZES = (9, 9, 14, 9, 14, 14, 6, 9, 6, 6, 14)
+"""Lengths of the batches of a training: three shapes that alternate, each of which is captured when it comes again."""
+
+
+def train(algo, device, dtype, captures):
+    """A few steps with AdamW: the losses, the gradients of each step by name, and the trainer."""
+    torch.manual_seed(0)
+    model = models.ADMITTED["llama"]().to(device, dtype)
+    trainer = TRAINERS[algo](Target.of(model), TrainingOptions(ttt_steps=4), torch.arange(models.VOCAB))
+    trainer._rows._captures = captures
+    features = TargetFeatures(model, trainer.taps, trainer.kept)
+    parameters = trained_parameters(trainer.module)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, fused=device == "cuda")
+    losses, gradients, mixed = [], [], device == "cuda" or dtype == torch.bfloat16
+    for seed, size in enumerate(SIZES):
+        ids = torch.randint(3, models.VOCAB, (3, size), generator=torch.Generator().manual_seed(seed)).int()
+        batch = texts.collate([texts.Document(row, torch.ones(size, dtype=torch.bool)) for row in ids])
+        with torch.autocast(device, torch.bfloat16, enabled=mixed):
+            loss = trainer.loss(batch, features(ids.long().to(device), trainer.learns_from_choices), None)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        gradients.append({name: value.grad.detach().clone() for name, value in parameters.items()})
+    return losses, gradients, trainer
+
+
+def compare_trainings(one, other, tolerance):
+    for (mine, my_gradients), (theirs, their_gradients) in zip(zip(*one[:2]), zip(*other[:2])):
+        assert abs(mine - theirs) <= tolerance * abs(theirs)
+        for name, wanted in their_gradients.items():
+            assert (my_gradients[name] - wanted).norm() <= tolerance * wanted.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algo", ["eagle3", "mtp"])
+def test_a_captured_rollout_is_the_rollout(monkeypatch, algo, dtype):
+    """Everything but CUDA's own part: a function stands for a graph, and runs anew on what the graphs share."""
+    replays = []
+
+    def record(function, shared):
+        function()
+        replays.append(0)
+        number = len(replays) - 1
+
+        def replay():
+            replays[number] += 1
+            with torch.enable_grad():
+                function()
+
+        return replay
+
+    monkeypatch.setattr(capture, "record", record)
+    captured, state = train(algo, "cpu", dtype, captures=True), torch.get_rng_state()
+    assert replays == [3, 3, 3, 3, 2, 2] and captured[2]._rows._captures
+    compare_trainings(captured, train(algo, "cpu", dtype, captures=False), 0)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_rollout_that_cannot_be_captured(monkeypatch):
+    """It warns once, and goes on as if nothing had been tried; so it does if the backward alone fails."""
+    plain = train("eagle3", "cpu", torch.float32, captures=False)
+    for works in ([], [lambda: None]):
+        monkeypatch.setattr(capture, "record", mock.Mock(side_effect=[*works, RuntimeError("it waits")]))
+        with pytest.warns(UserWarning, match="Eagle3Head cannot be captured.*slower: it waits") as caught:
+            failed = train("eagle3", "cpu", torch.float32, captures=True)
+        assert len(caught) == 1 and not failed[2]._rows._captures
+        compare_trainings(failed, plain, 0)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algo", ["eagle3", "mtp"])
+def test_a_captured_rollout_on_a_gpu(recwarn, algo, dtype):
+    """Losses and gradients of every step, with and without capture: shapes alternate, and weights change."""
+    captured, plain = (train(algo, "cuda", dtype, captures) for captures in (True, False))
+    assert len(captured[2]._rows._graphs) == 3 and None not in captured[2]._rows._graphs.values()
+    assert not [warning for warning in recwarn if "captured" in str(warning.message)]
+    compare_trainings(captured, plain, 2e-2)
+    assert captured[0][0] == pytest.approx(plain[0][0], rel=1e-5)

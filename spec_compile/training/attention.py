@@ -193,7 +193,7 @@ class _Joint(torch.autograd.Function):
 def join(q: Tensor, keys: Tensor, values: Tensor, causal: Tensor, total: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention to some keys, and to i more that each slot has for itself.
 
-    q [B, H, T, D]; keys, values [i, B, T, H, D]. causal [B, H, T, D] and total [B, H, T]: the output of attention to the
+    q [B, H, T, D]; keys, values [i, B, T, H, D]. causal [B, H, T, D], total [B, H, T]: the output of attention to the
     others, and the log-sum-exp of its scores. Returns both of the joint attention, in the same shapes and dtypes.
     """
     keys, values = keys.transpose(2, 3), values.transpose(2, 3)
