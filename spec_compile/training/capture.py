@@ -46,7 +46,7 @@ class Rows:
                 self._graphs[shapes] = Graphs(self.function, inputs, self._shared)
             except RuntimeError as error:
                 self._captures = False
-                self._graphs.clear()
+                self._graphs, self._shared = {}, None
                 warnings.warn(
                     f"train_draft: {self.name} cannot be captured in a CUDA graph, so that its kernels are launched "
                     f"one by one, which is slower: {error}",
@@ -56,24 +56,21 @@ class Rows:
 
 
 class Shared:
-    """What the graphs of all shapes share: a stream, a pool of memory, and memory that must outlast a graph.
-
-    grads: for each parameter its gradient, of a shape and dtype like its own.
-    """
+    """What the graphs of all shapes share: a stream, a pool of memory, and memory that must outlast a graph."""
 
     def __init__(self, parameters: list[Tensor]):
-        self.parameters, self.grads = parameters, [torch.zeros_like(parameter) for parameter in parameters]
+        self.parameters, self.device = parameters, parameters[0].device
         self.pool = self.stream = None
-        if parameters[0].device.type == "cuda":
+        if self.device.type == "cuda":
             # One stream for all, because the pool lends what one stream has freed to that stream alone.
-            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(parameters[0].device)
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
         self._flat: dict[object, Tensor] = {}
 
     def lend(self, use: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a `use`, the same at every call but when more is needed; graphs keep what they were lent."""
         size = torch.Size(shape).numel()
         if use not in self._flat or len(self._flat[use]) < size:
-            self._flat[use] = torch.zeros(size, dtype=dtype, device=self.grads[0].device)
+            self._flat[use] = torch.zeros(size, dtype=dtype, device=self.device)
         return self._flat[use][:size].view(shape)
 
 
@@ -93,6 +90,7 @@ class Graphs:
                 pulls = [torch.zeros_like(output) for output in outputs]
                 grads = torch.autograd.grad(outputs, shared.parameters, pulls, allow_unused=True)
         self._used = [n for n, grad in enumerate(grads) if grad is not None]
+        self._grads = [shared.lend(("gradient", n), grads[n].shape, grads[n].dtype) for n in self._used]
         shape = len(outputs), *outputs[0].shape
         self._out, self._pull = (shared.lend(use, shape, outputs[0].dtype) for use in ("outputs", "pulls"))
         del outputs, pulls, grads
@@ -117,9 +115,9 @@ class Graphs:
         self._pull.zero_()
         self._pull.flatten(0, -2).index_copy_(0, rows, grad)
         self._replay_backward()
-        grads: list[Tensor | None] = [None] * len(self._shared.grads)
-        for n in self._used:
-            grads[n] = self._shared.grads[n].detach()
+        grads: list[Tensor | None] = [None] * len(self._shared.parameters)
+        for n, grad in zip(self._used, self._grads):
+            grads[n] = grad.detach()
         return grads
 
     def _fill(self, inputs: Sequence[Tensor]) -> None:
@@ -134,10 +132,8 @@ class Graphs:
 
     def _backward(self) -> None:
         """What the second graph does, with what the first has saved."""
-        parameters, grads = (
-            [values[n] for n in self._used] for values in (self._shared.parameters, self._shared.grads)
-        )
-        torch._foreach_copy_(grads, torch.autograd.grad(self._outputs, parameters, self._pull.unbind()))
+        parameters = [self._shared.parameters[n] for n in self._used]
+        torch._foreach_copy_(self._grads, torch.autograd.grad(self._outputs, parameters, self._pull.unbind()))
 
 
 class _Replay(torch.autograd.Function):
