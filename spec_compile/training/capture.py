@@ -1,8 +1,9 @@
 """The rollout of a head and its backward as CUDA graphs, because their launches take longer than their kernels."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,35 +16,37 @@ from ..runtime.steps.capture import WARM_UPS, workspaces_of_the_pool
 class Rows:
     """Rows of what a function computes with parameters that are trained.
 
-    function: from tensors of any shapes to S outputs, each [..., H]. parameters: all that get gradients; the function's
-    inputs get none. name: of what is computed, for a warning.
+    parameters: all that get gradients; the function's inputs get none. name: of what is computed, for a warning.
 
     On a GPU the function and its backward are captured when inputs of some shapes come for the second time. A call and
     its backward must be over before the next call: captures of all shapes share their memory, their inputs and their
     gradients. `.grad` of a parameter may be such a gradient, which the next backward overwrites.
     """
 
-    def __init__(self, function: Callable[..., list[Tensor]], parameters: Sequence[Tensor], name: str):
-        self.function, self.parameters, self.name = function, list(parameters), name
+    def __init__(self, parameters: Iterable[Tensor], name: str):
+        self.parameters, self.name = list(parameters), name
         self._captures = self.parameters[0].device.type == "cuda" and not dist.is_initialized()
         self._shared: Shared | None = None
         self._graphs: dict[tuple[torch.Size, ...], Graphs | None] = {}
         """For the shapes of inputs that have come: None when they came first, and then what computes them."""
 
-    def __call__(self, inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
-        """Rows [R, H] of the S outputs, whose rows are counted through. rows int64 [R], each at most once."""
-        graphs = self._find(inputs) if self._captures and torch.is_grad_enabled() else None
+    def __call__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
+        """Rows [R, H] of ``function(*inputs)``, which are outputs [..., H] whose rows are counted through.
+
+        function: the same in every call. rows int64 [R], each at most once.
+        """
+        graphs = self._find(function, inputs) if self._captures and torch.is_grad_enabled() else None
         if graphs is None:
-            return torch.stack(self.function(*inputs)).flatten(0, -2).index_select(0, rows)
+            return torch.stack(function(*inputs)).flatten(0, -2).index_select(0, rows)
         return _Replay.apply(graphs, inputs, rows, *self.parameters)
 
-    def _find(self, inputs: Sequence[Tensor]) -> "Graphs | None":
+    def _find(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> "Graphs | None":
         """The graphs for inputs of these shapes, which are captured if they come for the second time."""
         shapes = tuple(values.shape for values in inputs)
         if shapes in self._graphs and self._graphs[shapes] is None:
             self._shared = self._shared or Shared(self.parameters)
             try:
-                self._graphs[shapes] = Graphs(self.function, inputs, self._shared)
+                self._graphs[shapes] = Graphs(function, inputs, self._shared)
             except RuntimeError as error:
                 self._captures = False
                 self._graphs, self._shared = {}, None
@@ -78,7 +81,7 @@ class Graphs:
     """A function's forward and backward for inputs of some shapes. RuntimeError if they cannot be captured."""
 
     def __init__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], shared: Shared):
-        self._function, self._shared = function, shared
+        self._shared = shared
         self._inputs = [shared.lend(n, values.shape, values.dtype) for n, values in enumerate(inputs)]
         self._fill(inputs)
         self._outputs: list[Tensor] = []
@@ -86,7 +89,7 @@ class Graphs:
         with aside(shared.stream):
             for _ in range(WARM_UPS):
                 torch.clear_autocast_cache()
-                outputs = self._function(*self._inputs)
+                outputs = function(*self._inputs)
                 pulls = [torch.zeros_like(output) for output in outputs]
                 grads = torch.autograd.grad(outputs, shared.parameters, pulls, allow_unused=True)
         self._used = [n for n, grad in enumerate(grads) if grad is not None]
@@ -98,7 +101,7 @@ class Graphs:
         # replay, and what it has made is no one else's.
         try:
             torch.clear_autocast_cache()
-            self._replay_forward = record(self._forward, shared)
+            self._replay_forward = record(partial(self._forward, function), shared)
             self._replay_backward = record(self._backward, shared)
         finally:
             torch.clear_autocast_cache()
@@ -124,9 +127,9 @@ class Graphs:
         for held, values in zip(self._inputs, inputs):
             held.copy_(values)
 
-    def _forward(self) -> None:
+    def _forward(self, function: Callable[..., list[Tensor]]) -> None:
         """What the first graph does."""
-        self._outputs = self._function(*self._inputs)
+        self._outputs = function(*self._inputs)
         for held, output in zip(self._out, self._outputs):
             held.copy_(output.detach())
 

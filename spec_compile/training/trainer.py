@@ -74,7 +74,7 @@ class HeadTrainer(Trainer):
     def __init__(self, target: Target, module: Head, steps: int):
         self.target, self.module, self.steps = target, module.eval(), steps
         self.taps, self.device = module.taps, target.embedding.device
-        self._rows = Rows(self._normed, trained_parameters(module).values(), type(module).__name__)
+        self._rows = Rows(trained_parameters(module).values(), type(module).__name__)
 
     def unroll(self, ids: Tensor, state: Tensor, attention: Causal, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The head's outputs as it drafts from every slot at once, with the text's tokens in place of drafts.
@@ -92,7 +92,7 @@ class HeadTrainer(Trainer):
 
     def rolled_out(self, batch: Batch, features: Features, slots: Tensor) -> Tensor:
         """The normed outputs [R, H] of `slots` [R] (see `Batch.rollout`) among those of all steps."""
-        return self._rows([move(batch.ids, self.device), *features.states], move(slots, self.device))
+        return self._rows(self._normed, [move(batch.ids, self.device), *features.states], move(slots, self.device))
 
     def _normed(self, ids: Tensor, *states: Tensor) -> list[Tensor]:
         """The normed outputs of each step, [B, L - 1, H], for ids [B, L] and the target's tapped states [B, L, h]."""
