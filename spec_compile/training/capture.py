@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..runtime.steps.capture import WARM_UPS, workspaces_of_the_pool
+from ..runtime.steps.capture import workspaces_of_the_pool
 
 
 class Rows:
@@ -85,27 +85,34 @@ class Graphs:
         self._inputs = [shared.lend(n, values.shape, values.dtype) for n, values in enumerate(inputs)]
         self._fill(inputs)
         self._outputs: list[Tensor] = []
-        # Launched a few times first: kernels are compiled and loaded, and it shows which parameters take part.
-        with aside(shared.stream):
-            for _ in range(WARM_UPS):
-                torch.clear_autocast_cache()
-                outputs = function(*self._inputs)
-                pulls = [torch.zeros_like(output) for output in outputs]
-                grads = torch.autograd.grad(outputs, shared.parameters, pulls, allow_unused=True)
-        self._used = [n for n, grad in enumerate(grads) if grad is not None]
-        self._grads = [shared.lend(("gradient", n), grads[n].shape, grads[n].dtype) for n in self._used]
-        shape = len(outputs), *outputs[0].shape
-        self._out, self._pull = (shared.lend(use, shape, outputs[0].dtype) for use in ("outputs", "pulls"))
-        del outputs, pulls, grads
         # The cache of autocast holds weights in 16 bits for the rest of a step. A graph must make them anew at each
         # replay, and what it has made is no one else's.
         try:
+            self._warm_up(function)
             torch.clear_autocast_cache()
             self._replay_forward = record(partial(self._forward, function), shared)
             self._replay_backward = record(self._backward, shared)
         finally:
             torch.clear_autocast_cache()
             self._outputs = []  # and with them what they have saved: the pool may lend it to the next capture
+
+    def _warm_up(self, function: Callable[..., list[Tensor]]) -> None:
+        """Launch all twice, so that kernels are compiled and loaded, and learn which parameters take part.
+
+        What waits for the GPU, as a mixture of experts may do, raises the second time, and not within a capture.
+        """
+        shared = self._shared
+        with aside(shared.stream):
+            for refused in (nullcontext(), waiting_refused(shared.stream)):
+                torch.clear_autocast_cache()
+                with refused:
+                    outputs = function(*self._inputs)
+                    pulls = [torch.zeros_like(output) for output in outputs]
+                    grads = torch.autograd.grad(outputs, shared.parameters, pulls, allow_unused=True)
+        self._used = [n for n, grad in enumerate(grads) if grad is not None]
+        self._grads = [shared.lend(("gradient", n), grads[n].shape, grads[n].dtype) for n in self._used]
+        shape = len(outputs), *outputs[0].shape
+        self._out, self._pull = (shared.lend(use, shape, outputs[0].dtype) for use in ("outputs", "pulls"))
 
     def forward(self, inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
         """Rows [R, H] of the outputs for these inputs."""
@@ -163,9 +170,27 @@ def aside(stream: torch.cuda.Stream | None) -> Iterator[None]:
     with torch.cuda.device(stream.device):
         current = torch.cuda.current_stream()
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            yield
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            current.wait_stream(stream)
+
+
+@contextmanager
+def waiting_refused(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """In it most of what waits for the GPU raises RuntimeError, unless there is no stream."""
+    if stream is None:
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that it does not notice everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def record(function: Callable[[], None], shared: Shared) -> Callable[[], None]:
