@@ -1,4 +1,4 @@
-"""Training's kernels, and its CUDA graphs: those of a head's rollout against its launches, and on a GPU itself."""
+"""The rollout of heads in training: its kernels beside formulas, and its CUDA graphs beside launches."""
 
 import contextlib
 from unittest import mock
