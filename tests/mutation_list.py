@@ -355,8 +355,16 @@ ANSWERS = [
     ),
     Mutation(
         "rows of one teacher have the next one's logits", "spec_compile/training/loss.py",
-        "move(shared, states.device)", "move(shared.clamp(min=1).clamp(max=len(positions) - 1), states.device)",
+        "there[rows] - first,", "(there[rows] - first).clamp(min=1).clamp(max=last - first),",
         f"{TRAINING} -k test_soft_cross_entropy",
+    ),
+    Mutation(
+        "a captured rollout has gradients of the batch before", "spec_compile/training/capture.py",
+        "        self._pull.zero_()\n", "", "tests/test_training_rollout.py -k test_a_captured_rollout_is_the_rollout",
+    ),
+    Mutation(
+        "the sum of a drafted key's exponentials is of another maximum", "spec_compile/kernels/rollout_kernel.py",
+        "z = z * shrink + share", "z = z + share", "tests/test_training_rollout.py -k test_drafted_keys_in_one_kernel",
     ),
     Mutation(
         "JetSpec's blocks are trained as DFlash's", "spec_compile/training/jetspec.py",

@@ -114,6 +114,17 @@ distil_kernel._distil, found = Compiled(distil_kernel._distil), []
 logits = torch.zeros(4, 151936, dtype=torch.bfloat16)
 distil_kernel.launch(logits, logits[:2], torch.zeros(4, dtype=torch.int64), torch.zeros(4))
 results["a loss"] = found[0].metadata.shared
+
+from spec_compile.kernels import rollout_kernel
+
+for name in ("_join", "_join_backward"):
+    setattr(rollout_kernel, name, Compiled(getattr(rollout_kernel, name)))
+for size in (64, 80, 128, 256):
+    found, q = [], torch.zeros(1, 5, 4, size, dtype=torch.bfloat16).transpose(1, 2)
+    (keys, values), total = torch.zeros(2, 6, 1, 5, 4, size, dtype=torch.bfloat16), torch.zeros(1, 4, 5)
+    rollout_kernel.join(q, keys, values, q, total, 0.1)
+    rollout_kernel.join_backward(q, q, keys, values, q, total, q, 0.1)
+    results[f"a rollout with heads of {size}"] = max(kernel.metadata.shared for kernel in found)
 print(json.dumps(results))
 """
 

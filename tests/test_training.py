@@ -125,7 +125,7 @@ def test_rollout_attends_and_differentiates(rows, heads, value_size, seed):
     steps = [tensors(shapes, seed + i) for i in range(3)]
     groups = heads[0] // heads[1]
     keys, values = ([step[i].repeat_interleave(groups, 1) for step in steps] for i in (1, 2))
-    rollout, outs = Rollout(), []
+    rollout, outs = Rollout(3), []
     for i, step in enumerate(steps):
         with rollout:
             outs.append(ops.attention(*step, None, 0.4, None, None, 0))
@@ -145,7 +145,7 @@ def test_rollout_attends_and_differentiates(rows, heads, value_size, seed):
 
 def test_layers_have_histories_of_their_own():
     steps = [tensors([(1, 2, 5, 8)] * 3, seed, torch.float32) for seed in range(4)]
-    together, apart = Rollout(), [Rollout(), Rollout()]
+    together, apart = Rollout(2), [Rollout(2), Rollout(2)]
     for number, step in enumerate(steps):
         layer = number % 2
         with together:
@@ -524,7 +524,7 @@ def drafted_tokens(trainer, text):
     """Of each depth the tokens [B, T] that are drafted from each slot of text [B, T + 1]."""
     features, weight = TargetFeatures(target(), trainer.taps)(text, choices=False), trainer.module.head_weight
     if trainer.name not in SMALL:
-        unrolled = trainer.unroll(text, trainer.project(features), Rollout(), 3)
+        unrolled = trainer.unroll(text, trainer.project(features.states), Rollout(3), 3)
         return [(normed @ weight.T).argmax(-1) for _, normed in unrolled]
     batch = texts.collate(read(text.tolist(), None, models.VOCAB))
     anchors = torch.arange(1, text.shape[1]).expand(len(text), -1)
@@ -1237,7 +1237,7 @@ def test_rollout_on_a_gpu(rows):
     steps = [[t.detach().cuda().bfloat16().requires_grad_() for t in tensors(shapes, i)] for i in range(3)]
     wide = [[t.detach().float().requires_grad_() for t in step] for step in steps]
     weights = torch.randn(3, 2, rows, 4, 64, device="cuda")
-    rollout, mine, theirs = Rollout(), [], []
+    rollout, mine, theirs = Rollout(3), [], []
     for i, (step, exact) in enumerate(zip(steps, wide)):
         with rollout:
             mine.append(ops.attention(*step, None, 0.125, None, None, 0))

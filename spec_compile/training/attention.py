@@ -7,9 +7,11 @@ Shapes: B rows, H query heads, Hkv key-value heads, T slots, D head size.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -59,14 +61,17 @@ class Rollout(Causal):
     """Attention of a draft that continues from every slot at once, step after step.
 
     In step 0 a slot sees the slots before it and itself. In step i slot t has drafted i tokens: it sees slots 0 to t of
-    step 0, and slot t alone of steps 1 to i. One object serves the steps of one batch, in order.
+    step 0, and slot t alone of steps 1 to i. One object serves the steps of one batch, in order, at most `steps`.
 
     Training-time test of EAGLE-3 (arXiv:2503.01840, section 3.2).
     """
 
-    def __init__(self):
+    def __init__(self, steps: int):
         super().__init__()
+        self.steps = steps
         self._history: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._drafted: dict[int, Tensor] = {}
+        """For each layer the drafted keys and the drafted values, without gradients, [2, steps - 1, B, T, H, D]."""
 
     def attend(self, q, k, v, sinks, scale, window, softcap, layer):
         """As in `Causal`. The layer's keys and values of each step are remembered for the steps after it."""
@@ -80,10 +85,27 @@ class Rollout(Causal):
         values.append(v.to(dtype))
         fused = q.device.type == "cpu" or dtype.itemsize == 2
         if fused and sinks is None and softcap is None and window is None:
-            out = _Joint.apply(q.to(dtype), keys[0], values[0], scale, *keys[1:], *values[1:])
+            drafted = self._remember(layer, keys, values)
+            out = _Joint.apply(q.to(dtype), keys[0], values[0], scale, drafted, *keys[1:], *values[1:])
         else:
             out = joint_attention(q.to(dtype), keys, values, sinks, scale, window, softcap)
         return out[..., :size].transpose(1, 2)
+
+    @torch.no_grad()
+    def _remember(self, layer: int, keys: list[Tensor], values: list[Tensor]) -> Tensor | None:
+        """The keys and values of steps 1 to i in one tensor, [2, i, B, T, H, D], after the last of them was added.
+
+        Each is written once: what a step before has been given stays as it is.
+        """
+        last = len(keys) - 1
+        if not last:
+            return None
+        if layer not in self._drafted:
+            batch, heads, slots, size = keys[0].shape
+            self._drafted[layer] = keys[0].new_empty(2, self.steps - 1, batch, slots, heads, size)
+        for kind, steps in enumerate((keys, values)):
+            self._drafted[layer][kind, last - 1] = steps[last].transpose(1, 2)
+        return self._drafted[layer][:, :last]
 
 
 def joint_attention(
@@ -136,49 +158,77 @@ def joint_attention(
 class _Joint(torch.autograd.Function):
     """`joint_attention` without a matrix of scores.
 
-    A fused kernel computes the causal part, plain PyTorch the few keys that a slot has drafted. The fused backward
+    A fused kernel computes the causal part, `join` adds the few keys that a slot has drafted. The fused backward
     recovers probabilities from an output and its log-sum-exp. It is passed those of the joint softmax and so yields the
     gradients of its part (as in ring attention: Liu et al., arXiv:2310.01889).
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, *drafted):
-        """q, k, v [B, H, T, D]; drafted: the keys, then the values of steps 1 to i, each [B, H, T, D]."""
+    def forward(ctx, q, k, v, scale, drafted, *sources):
+        """q, k, v [B, H, T, D]. drafted: the keys and values of steps 1 to i, [2, i, B, T, H, D], None in step 0.
+
+        sources: the tensors of which they are copies, each [B, H, T, D], the keys and then the values. They get the
+        gradients. `drafted` is not among the saved tensors, because later steps write behind its end.
+        """
         out, total, *ctx.extra = _causal(q, k, v, scale)
-        half = len(drafted) // 2
-        if half:
-            # Two softmaxes become one: each part's output is scaled by its share of the joint sum of exponentials.
-            keys, values = torch.stack(drafted[:half], dim=3), torch.stack(drafted[half:], dim=3)
-            scores = (q[:, :, :, None] * keys).sum(-1, dtype=total.dtype) * scale
-            joint = torch.logaddexp(total, scores.logsumexp(-1))
-            shares = (scores - joint[..., None]).exp()
-            causal = out * (total - joint).exp()[..., None]
-            out = (causal + (shares[..., None] * values).sum(3)).to(q.dtype)
-            total = joint
-        else:
-            shares = total.new_empty(0)
-        ctx.scale = scale
-        ctx.save_for_backward(q, k, v, out, total, shares, *drafted)
+        if drafted is not None:
+            out, total = _joins(q)[0](q, *drafted, out, total, scale)
+        ctx.scale, ctx.drafted = scale, drafted
+        ctx.save_for_backward(q, k, v, out, total)
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
-        q, k, v, out, total, shares, *drafted = ctx.saved_tensors
-        half = len(drafted) // 2
-        grad = grad.contiguous()
+        q, k, v, out, total = ctx.saved_tensors
+        grad = grad.contiguous() if grad.stride(3) != 1 else grad
         # The causal part: the kernel gets the joint output and sum, so that its probabilities are the joint ones.
         dq, dk, dv = _causal_backward(grad, q, k, v, out, total, ctx.scale, ctx.extra)
-        if not half:
-            return dq, dk, dv, None
-        # The drafted part: the softmax's derivative, shares * (pull of each value - their mean under all shares).
-        keys, values = torch.stack(drafted[:half], dim=3), torch.stack(drafted[half:], dim=3)
-        mean = (grad * out).sum(-1, dtype=shares.dtype)[..., None]
-        pull = (grad[:, :, :, None] * values).sum(-1, dtype=shares.dtype)
-        dscores = (shares * (pull - mean) * ctx.scale)[..., None]
-        dq = (dq + (dscores * keys).sum(3)).to(q.dtype)
-        dkeys = (dscores * q[:, :, :, None]).to(q.dtype)
-        dvalues = (shares[..., None] * grad[:, :, :, None]).to(q.dtype)
-        return dq, dk, dv, None, *dkeys.unbind(3), *dvalues.unbind(3)
+        if ctx.drafted is None:
+            return dq, dk, dv, None, None
+        dq, *parts = _joins(q)[1](grad, q, *ctx.drafted, out, total, dq, ctx.scale)
+        return dq, dk, dv, None, None, *(step.transpose(1, 2) for part in parts for step in part)
+
+
+def join(q: Tensor, keys: Tensor, values: Tensor, causal: Tensor, total: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention to some keys, and to i more that each slot has for itself.
+
+    q [B, H, T, D]; keys, values [i, B, T, H, D]. causal [B, H, T, D], total [B, H, T]: the output of attention to the
+    others, and the log-sum-exp of its scores. Returns both of the joint attention, in the same shapes and dtypes.
+    """
+    keys, values = keys.transpose(2, 3), values.transpose(2, 3)
+    # Two softmaxes become one: each part's output is scaled by its share of the joint sum of exponentials.
+    scores = (q * keys).sum(-1, dtype=total.dtype) * scale
+    joint = torch.logaddexp(total, scores.logsumexp(0))
+    shares = (scores - joint).exp()[..., None]
+    out = causal * (total - joint).exp()[..., None] + (shares * values).sum(0)
+    return out.to(q.dtype), joint
+
+
+def join_backward(
+    grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, joint: Tensor, dq: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q [B, H, T, D] and of the keys and values [i, B, T, H, D] of `join`.
+
+    grad, out [B, H, T, D] and joint [B, H, T]: of its outputs. dq [B, H, T, D]: the gradient of q in the other part.
+    """
+    keys, values = keys.transpose(2, 3), values.transpose(2, 3)
+    # The softmax's derivative, shares * (pull of each value - their mean under all shares).
+    shares = ((q * keys).sum(-1, dtype=joint.dtype) * scale - joint).exp()[..., None]
+    mean = (grad * out).sum(-1, dtype=joint.dtype)[..., None]
+    pull = (grad * values).sum(-1, dtype=joint.dtype)[..., None]
+    dscores = shares * (pull - mean) * scale
+    dkeys, dvalues = (part.to(q.dtype).transpose(2, 3) for part in (dscores * q, shares * grad))
+    return (dq + (dscores * keys).sum(0)).to(q.dtype), dkeys, dvalues
+
+
+def _joins(q: Tensor) -> tuple[Callable, Callable]:
+    """`join` and `join_backward`, as kernels on a GPU."""
+    if q.device.type == "cpu":
+        return join, join_backward
+    from ..kernels import rollout_kernel
+
+    return rollout_kernel.join, rollout_kernel.join_backward
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple:

@@ -57,11 +57,13 @@ class Batch:
         Returns (slots, step_of, teachers), each int64 [R]: indices into steps * B * (L - 1) slots, the step of each,
         and indices into B * L positions.
         """
-        count = len(self.ids) * (self.ids.shape[1] - 1)
-        parts = [self.slots(ahead) for ahead in range(steps)]
-        slots = torch.cat([slots + ahead * count for ahead, (slots, _) in enumerate(parts)])
-        teachers, order = torch.cat([teachers for _, teachers in parts]).sort(stable=True)
-        return slots[order], slots[order] // count, teachers
+        rows, width = self.ids.shape
+        row, column = self.next_supervised.nonzero(as_tuple=True)
+        # In step i the slot 1 + i before a teacher learns from it, [n, steps], if the text does not begin behind it.
+        step_of = torch.arange(steps)
+        slots = (row * (width - 1) + column - 1)[:, None] + step_of * (rows * (width - 1) - 1)
+        teachers, real = (row * width + column)[:, None], column[:, None] > step_of
+        return slots.masked_select(real), step_of.masked_select(real), teachers.masked_select(real)
 
 
 def split(documents: list[Document], fraction: float, seed: int) -> tuple[list[Document], list[Document]]:

@@ -56,7 +56,7 @@ class Eagle3Trainer(HeadTrainer):
         """
         slots, step_of, teachers = batch.rollout(self.steps)
         slots_in_batch = len(batch.ids) * (batch.ids.shape[1] - 1)
-        weights = move(DECAY**step_of / slots_in_batch, self.device)
+        weights = move((DECAY ** torch.arange(self.steps) / slots_in_batch)[step_of], self.device)
         if self.learns_from_choices:
             weights = weights * self._is_kept[features.choices.flatten()[move(teachers, self.device)]]
         outputs = self.rolled_out(batch, features, slots)

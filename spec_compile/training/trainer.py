@@ -2,7 +2,7 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from ..drafters.checkpoints.target import Target
 from ..drafters.modules.head import Head
 from .attention import Causal, Rollout
+from .capture import Rows
 from .data import Batch, move
 from .features import Features
 from .loss import likeliest
@@ -73,6 +74,7 @@ class HeadTrainer(Trainer):
     def __init__(self, target: Target, module: Head, steps: int):
         self.target, self.module, self.steps = target, module.eval(), steps
         self.taps, self.device = module.taps, target.embedding.device
+        self._rows = Rows(trained_parameters(module).values(), type(module).__name__)
 
     def unroll(self, ids: Tensor, state: Tensor, attention: Causal, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The head's outputs as it drafts from every slot at once, with the text's tokens in place of drafts.
@@ -90,19 +92,25 @@ class HeadTrainer(Trainer):
 
     def rolled_out(self, batch: Batch, features: Features, slots: Tensor) -> Tensor:
         """The normed outputs [R, H] of `slots` [R] (see `Batch.rollout`) among those of all steps."""
-        unrolled = self.unroll(move(batch.ids, self.device), self.project(features), Rollout(), self.steps)
-        outputs = torch.stack([normed for _, normed in unrolled])
-        return outputs.flatten(0, 2).index_select(0, move(slots, self.device))
+        return self._rows(self._normed, [move(batch.ids, self.device), *features.states], move(slots, self.device))
 
-    def project(self, features: Features) -> Tensor:
-        """The head's input states, [B, L - 1, H]. The last position makes no slot, because no token follows it."""
-        return self.module.project([state[:, :-1] for state in features.states])
+    def _normed(self, ids: Tensor, *states: Tensor) -> list[Tensor]:
+        """The normed outputs of each step, [B, L - 1, H], for ids [B, L] and the target's tapped states [B, L, h]."""
+        unrolled = self.unroll(ids, self.project(states), Rollout(self.steps), self.steps)
+        return [normed for _, normed in unrolled]
+
+    def project(self, states: Sequence[Tensor]) -> Tensor:
+        """The head's input [B, L - 1, H] for the target's tapped states, each [B, L, h].
+
+        The last position makes no slot, because no token follows it.
+        """
+        return self.module.project([state[:, :-1] for state in states])
 
     @torch.no_grad()
     def accepted(self, batch: Batch, features: Features, steps: int) -> Iterator[tuple[int, int]]:
         ids, choices = move(batch.ids, self.device), features.choices.flatten()
         reached = alive = None
-        for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features), Rollout(), steps)):
+        for ahead, (_, normed) in enumerate(self.unroll(ids, self.project(features.states), Rollout(steps), steps)):
             slots, teachers = (move(part, self.device) for part in batch.slots(ahead))
             right = torch.zeros(normed.shape[:2].numel(), dtype=torch.bool, device=self.device)
             counted = right.clone().index_fill_(0, slots, True)

@@ -37,7 +37,7 @@ class Captured:
         try:
             mode = "thread_local" if dist.is_initialized() else "global"  # NCCL has threads that look at the GPU
             capture = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode=mode)
-            with _workspaces_of_the_pool(), capture:
+            with workspaces_of_the_pool(), capture:
                 self.output = function(*arguments)
         except Exception as error:
             torch.cuda.synchronize()
@@ -55,7 +55,7 @@ class Captured:
 
 
 @contextmanager
-def _workspaces_of_the_pool() -> Iterator[None]:
+def workspaces_of_the_pool() -> Iterator[None]:
     """Around a capture: cuBLAS takes its workspaces from the graph's pool. It keeps those it has had of a stream, until
     someone frees all (``torch.compile(mode="reduce-overhead")`` does) and replays would write to memory of others."""
     torch._C._cuda_clearCublasWorkspaces()

@@ -1,0 +1,208 @@
+"""The rollout of a head and its backward as CUDA graphs, because their launches take longer than their kernels."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..runtime.steps.capture import workspaces_of_the_pool
+
+
+class Rows:
+    """Rows of what a function computes with parameters that are trained.
+
+    parameters: all that get gradients; the function's inputs get none. name: of what is computed, for a warning.
+
+    On a GPU the function and its backward are captured when inputs of some shapes come for the second time. A call and
+    its backward must be over before the next call: captures of all shapes share their memory, their inputs and their
+    gradients. `.grad` of a parameter may be such a gradient, which the next backward overwrites.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], name: str):
+        self.parameters, self.name = list(parameters), name
+        self._captures = self.parameters[0].device.type == "cuda" and not dist.is_initialized()
+        self._shared: Shared | None = None
+        self._graphs: dict[tuple[torch.Size, ...], Graphs | None] = {}
+        """For the shapes of inputs that have come: None when they came first, and then what computes them."""
+
+    def __call__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
+        """Rows [R, H] of ``function(*inputs)``, which are outputs [..., H] whose rows are counted through.
+
+        function: the same in every call. rows int64 [R], each at most once.
+        """
+        graphs = self._find(function, inputs) if self._captures and torch.is_grad_enabled() else None
+        if graphs is None:
+            return torch.stack(function(*inputs)).flatten(0, -2).index_select(0, rows)
+        return _Replay.apply(graphs, inputs, rows, *self.parameters)
+
+    def _find(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> "Graphs | None":
+        """The graphs for inputs of these shapes, which are captured if they come for the second time."""
+        shapes = tuple(values.shape for values in inputs)
+        if shapes in self._graphs and self._graphs[shapes] is None:
+            self._shared = self._shared or Shared(self.parameters)
+            try:
+                self._graphs[shapes] = Graphs(function, inputs, self._shared)
+            except RuntimeError as error:
+                self._captures = False
+                self._graphs, self._shared = {}, None
+                warnings.warn(
+                    f"train_draft: {self.name} cannot be captured in a CUDA graph, so that its kernels are launched "
+                    f"one by one, which is slower: {error}",
+                    stacklevel=2,
+                )
+        return self._graphs.setdefault(shapes, None) if self._captures else None
+
+
+class Shared:
+    """What the graphs of all shapes share: a stream, a pool of memory, and memory that must outlast a graph."""
+
+    def __init__(self, parameters: list[Tensor]):
+        self.parameters, self.device = parameters, parameters[0].device
+        self.pool = self.stream = None
+        if self.device.type == "cuda":
+            # One stream for all, because the pool lends what one stream has freed to that stream alone.
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        self._flat: dict[object, Tensor] = {}
+
+    def lend(self, use: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a `use`, the same at every call but when more is needed; graphs keep what they were lent."""
+        size = torch.Size(shape).numel()
+        if use not in self._flat or len(self._flat[use]) < size:
+            self._flat[use] = torch.zeros(size, dtype=dtype, device=self.device)
+        return self._flat[use][:size].view(shape)
+
+
+class Graphs:
+    """A function's forward and backward for inputs of some shapes. RuntimeError if they cannot be captured."""
+
+    def __init__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], shared: Shared):
+        self._shared = shared
+        self._inputs = [shared.lend(n, values.shape, values.dtype) for n, values in enumerate(inputs)]
+        self._fill(inputs)
+        self._outputs: list[Tensor] = []
+        # The cache of autocast holds weights in 16 bits for the rest of a step. A graph must make them anew at each
+        # replay, and what it has made is no one else's.
+        try:
+            self._warm_up(function)
+            torch.clear_autocast_cache()
+            self._replay_forward = record(partial(self._forward, function), shared)
+            self._replay_backward = record(self._backward, shared)
+        finally:
+            torch.clear_autocast_cache()
+            self._outputs = []  # and with them what they have saved: the pool may lend it to the next capture
+
+    def _warm_up(self, function: Callable[..., list[Tensor]]) -> None:
+        """Launch all twice, so that kernels are compiled and loaded, and learn which parameters take part.
+
+        What waits for the GPU, as a mixture of experts may do, raises the second time, and not within a capture.
+        """
+        shared = self._shared
+        with aside(shared.stream):
+            for refused in (nullcontext(), waiting_refused(shared.stream)):
+                torch.clear_autocast_cache()
+                with refused:
+                    outputs = function(*self._inputs)
+                    pulls = [torch.zeros_like(output) for output in outputs]
+                    grads = torch.autograd.grad(outputs, shared.parameters, pulls, allow_unused=True)
+        self._used = [n for n, grad in enumerate(grads) if grad is not None]
+        self._grads = [shared.lend(("gradient", n), grads[n].shape, grads[n].dtype) for n in self._used]
+        shape = len(outputs), *outputs[0].shape
+        self._out, self._pull = (shared.lend(use, shape, outputs[0].dtype) for use in ("outputs", "pulls"))
+
+    def forward(self, inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
+        """Rows [R, H] of the outputs for these inputs."""
+        self._fill(inputs)
+        self._replay_forward()
+        return self._out.flatten(0, -2).index_select(0, rows)
+
+    def backward(self, rows: Tensor, grad: Tensor) -> list[Tensor | None]:
+        """The gradient of each parameter, from that of the rows [R, H] of the last forward."""
+        self._pull.zero_()
+        self._pull.flatten(0, -2).index_copy_(0, rows, grad)
+        self._replay_backward()
+        grads: list[Tensor | None] = [None] * len(self._shared.parameters)
+        for n, grad in zip(self._used, self._grads):
+            grads[n] = grad.detach()
+        return grads
+
+    def _fill(self, inputs: Sequence[Tensor]) -> None:
+        for held, values in zip(self._inputs, inputs):
+            held.copy_(values)
+
+    def _forward(self, function: Callable[..., list[Tensor]]) -> None:
+        """What the first graph does."""
+        self._outputs = function(*self._inputs)
+        for held, output in zip(self._out, self._outputs):
+            held.copy_(output.detach())
+
+    def _backward(self) -> None:
+        """What the second graph does, with what the first has saved."""
+        parameters = [self._shared.parameters[n] for n in self._used]
+        torch._foreach_copy_(self._grads, torch.autograd.grad(self._outputs, parameters, self._pull.unbind()))
+
+
+class _Replay(torch.autograd.Function):
+    """`Graphs` as a node of autograd's."""
+
+    @staticmethod
+    def forward(ctx, graphs, inputs, rows, *parameters):
+        ctx.graphs = graphs
+        ctx.save_for_backward(rows)
+        return graphs.forward(inputs, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return None, None, None, *ctx.graphs.backward(*ctx.saved_tensors, grad)
+
+
+@contextmanager
+def aside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """On this stream, after what was launched before; what is launched afterwards waits for it. None: where it was."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.device(stream.device):
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            current.wait_stream(stream)
+
+
+@contextmanager
+def waiting_refused(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """In it most of what waits for the GPU raises RuntimeError, unless there is no stream."""
+    if stream is None:
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that it does not notice everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def record(function: Callable[[], None], shared: Shared) -> Callable[[], None]:
+    """A function that launches again, as one CUDA graph, what `function` launches now. RuntimeError if it cannot."""
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.device(shared.stream.device):
+        try:
+            # The outer context returns to the stream even if the inner one cannot end its capture.
+            outer, inner = torch.cuda.current_stream(), dict(pool=shared.pool, stream=shared.stream)
+            with torch.cuda.stream(outer), workspaces_of_the_pool(), torch.cuda.graph(recorded, **inner):
+                function()
+        except Exception as error:
+            torch.cuda.synchronize()
+            raise RuntimeError(str(error.__context__ or error)) from error
+    return recorded.replay
