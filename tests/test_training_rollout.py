@@ -96,6 +96,7 @@ def train(algo, device, dtype, captures):
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         optimizer.step()
         losses.append(loss.item())
+        del loss  # as in the training's loop: a capture must not meet its nodes
         gradients.append({name: value.grad.detach().clone() for name, value in parameters.items()})
     return losses, gradients, trainer
 

@@ -20,7 +20,9 @@ class Rows:
 
     On a GPU the function and its backward are captured when inputs of some shapes come for the second time. A call and
     its backward must be over before the next call: captures of all shapes share their memory, their inputs and their
-    gradients. `.grad` of a parameter may be such a gradient, which the next backward overwrites.
+    gradients. `.grad` of a parameter may be such a gradient, which the next backward overwrites. No loss of an earlier
+    call may be alive: the nodes by which autograd gathers a parameter's gradient would be that loss's, on a stream that
+    is not captured.
     """
 
     def __init__(self, parameters: Iterable[Tensor], name: str):
