@@ -89,6 +89,7 @@ OFTEN = {
     "test_kernels_norm": {"test_shapes": 3},
     "test_kernels_quantised": {"test_products": 2},
     "test_kernels_top_logits": {"test_ends_of_parts": 4},
+    "test_logit_bits": {"test_nodes_and_plain_steps": 2},
     "test_linked_drafts": {
         "test_blocks_and_chains_are_their_formulas": 2,
         "test_tokens_are_plain_decodings": "domino",
@@ -113,6 +114,7 @@ OFTEN = {
         "test_options_of_generate": 3,
         "test_the_same_tokens": 3,
     },
+    "test_logit_bits": {"test_nodes_and_plain_steps": 2},
     "test_prepared": {"test_a_replaced_method_is_called": 3},
     "test_quantised": {
         "test_greedy_tokens_are_those_of_transformers": ("fp8_block ct_fp8 ct_w4a16 nf4 ao_int8 gptq_by_activation"),

@@ -56,7 +56,7 @@ SYSTEMS = [
 ]  # fmt: skip
 """A name of `WIDTHS`, the tiny model in its place on a CPU (None: it has been there), and options."""
 CASES = [
-    pytest.param(width, tiny, options, id=" ".join((width, *options.values())), marks=[] if tiny else ON_GPU)
+    pytest.param(width, tiny, options, id=" ".join((width, *options.values())), marks=ON_GPU if GPU or not tiny else [])
     for width, tiny, options in SYSTEMS
 ]
 
