@@ -329,6 +329,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "quantised": quantised,
     "serving": serving,
     "serving_rounds": serving_rounds,
+    "hybrid_acceptance": lambda results: acceptance(results, "acceptance_hybrid"),
     "smollm2_acceptance": lambda results: acceptance(results, "acceptance_smollm2"),
     "smollm2_published": lambda results: published(results, "acceptance_smollm2"),
     "peers": peers,
