@@ -114,7 +114,6 @@ OFTEN = {
         "test_options_of_generate": 3,
         "test_the_same_tokens": 3,
     },
-    "test_logit_bits": {"test_nodes_and_plain_steps": 2},
     "test_prepared": {"test_a_replaced_method_is_called": 3},
     "test_quantised": {
         "test_greedy_tokens_are_those_of_transformers": ("fp8_block ct_fp8 ct_w4a16 nf4 ao_int8 gptq_by_activation"),
