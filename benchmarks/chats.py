@@ -6,7 +6,7 @@
 A model that was tuned on chats writes a user's turn, too, if its template is cut off where that turn begins (Magpie: Xu
 et al., arXiv:2406.08464). --count such turns are drawn, and answered greedily, as the measured prompts are. --prompts
 adds the prompts of a file of chats without answers, such as hold_out.py writes; each is answered greedily once, and
-drawn for the other --answers. Nothing here has seen the prompts that a head is measured with.
+drawn for the other --answers. hold_out.py has left the prompts that heads are measured with out of its file.
 
 The file has a JSON line with `messages` for each chat, for `python -m spec_compile train --data chats.jsonl`.
 """

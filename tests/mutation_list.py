@@ -355,7 +355,7 @@ ANSWERS = [
     ),
     Mutation(
         "rows of one teacher have the next one's logits", "spec_compile/training/loss.py",
-        "there[rows] - first,", "(there[rows] - first).clamp(min=1).clamp(max=last - first),",
+        "device_shared[rows] - first,", "(device_shared[rows] - first).clamp(min=1).clamp(max=last - first),",
         f"{TRAINING} -k test_soft_cross_entropy",
     ),
     Mutation(

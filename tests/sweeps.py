@@ -89,12 +89,12 @@ OFTEN = {
     "test_kernels_norm": {"test_shapes": 3},
     "test_kernels_quantised": {"test_products": 2},
     "test_kernels_top_logits": {"test_ends_of_parts": 4},
-    "test_logit_bits": {"test_nodes_and_plain_steps": 2},
     "test_linked_drafts": {
         "test_blocks_and_chains_are_their_formulas": 2,
         "test_tokens_are_plain_decodings": "domino",
         "test_trees_are_the_best_of_all_paths": 2,
     },
+    "test_logit_bits": {"test_nodes_and_plain_steps": 2},
     "test_parallel_drafts": {
         "test_drafts_are_those_of_a_draft_model_without_a_cache": 2,
         "test_heads_keep_the_answers": "p_eagle",

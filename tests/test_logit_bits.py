@@ -11,6 +11,7 @@ import random
 import models
 import pytest
 import torch
+from places import GPU, ON_GPU
 from test_hybrids import bits_of_answers
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,8 +19,6 @@ import spec_compile
 from spec_compile.cache import PAGE, Cache
 from spec_compile.tree import ancestry
 
-GPU = torch.cuda.is_available()
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no CUDA device")]
 EDGES = (1, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 2047, 2048, 2049)
 """Committed tokens: those around the ends of chunks and of spans."""
 

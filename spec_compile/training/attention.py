@@ -103,8 +103,8 @@ class Rollout(Causal):
         if layer not in self._drafted:
             batch, heads, slots, size = keys[0].shape
             self._drafted[layer] = keys[0].new_empty(2, self.steps - 1, batch, slots, heads, size)
-        for kind, steps in enumerate((keys, values)):
-            self._drafted[layer][kind, last - 1] = steps[last].transpose(1, 2)
+        for part, steps in enumerate((keys, values)):
+            self._drafted[layer][part, last - 1] = steps[last].transpose(1, 2)
         return self._drafted[layer][:, :last]
 
 

@@ -133,14 +133,14 @@ class Graphs:
         return grads
 
     def _fill(self, inputs: Sequence[Tensor]) -> None:
-        for held, values in zip(self._inputs, inputs):
-            held.copy_(values)
+        for buffer, values in zip(self._inputs, inputs):
+            buffer.copy_(values)
 
     def _forward(self, function: Callable[..., list[Tensor]]) -> None:
         """What the first graph does."""
         self._outputs = function(*self._inputs)
-        for held, output in zip(self._out, self._outputs):
-            held.copy_(output.detach())
+        for buffer, output in zip(self._out, self._outputs):
+            buffer.copy_(output.detach())
 
     def _backward(self) -> None:
         """What the second graph does, with what the first has saved."""

@@ -43,14 +43,15 @@ class _SoftCrossEntropy(torch.autograd.Function):
         matrix = weight.to(states.dtype)
         # Each row's teacher is counted on the CPU, so that nothing waits for a GPU.
         positions, shared = teachers.unique_consecutive(return_inverse=True)
-        losses, seen, there = [], move(positions, states.device), move(shared, states.device)
+        losses = []
+        device_positions, device_shared = move(positions, states.device), move(shared, states.device)
         grads = torch.empty_like(states) if needs_states else None
         weight_grad = torch.zeros_like(weight) if needs_weight else None
         for rows in blocks(len(states), len(weight), states.device):
             first, last = shared[rows][[0, -1]].tolist() if len(shared) else (0, -1)
-            teacher = teacher_logits(seen[first : last + 1])
+            teacher = teacher_logits(device_positions[first : last + 1])
             logits = F.linear(states[rows], matrix)
-            loss, pull = distil(logits, teacher, there[rows] - first, row_weights[rows])
+            loss, pull = distil(logits, teacher, device_shared[rows] - first, row_weights[rows])
             losses.append(loss)
             if needs_states:
                 torch.mm(pull, matrix, out=grads[rows])
