@@ -4,15 +4,18 @@
                                [--new-tokens 256] [--device cuda] [--dtype bfloat16]
 
 A model that was tuned on chats writes a user's turn, too, if its template is cut off where that turn begins (Magpie: Xu
-et al., arXiv:2406.08464). --count such turns are drawn, and answered greedily, as the measured prompts are. --prompts
-adds the prompts of a file of chats without answers, such as hold_out.py writes; each is answered greedily once, and
-drawn for the other --answers. hold_out.py has left the prompts that heads are measured with out of its file.
+et al., arXiv:2406.08464). --count such turns are drawn, half of them behind one of `OPENINGS`, and answered greedily,
+as the measured prompts are. --prompts adds the prompts of a file of chats without answers, such as hold_out.py writes;
+each is answered greedily once, and drawn for the other --answers. hold_out.py has left the prompts that heads are
+measured with out of its file.
 
-The file has a JSON line with `messages` for each chat, for `python -m spec_compile train --data chats.jsonl`.
+The file has a JSON line with `messages` for each chat, for `python -m spec_compile train --data chats.jsonl`. Chats are
+added as they come, so that a run that is stopped leaves those that it has.
 """
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,6 +28,13 @@ DRAWN = dict(do_sample=True, temperature=1.0, top_p=0.95, top_k=0)
 AGAIN = dict(do_sample=True, temperature=0.7, top_p=0.95, top_k=0)
 TURN, LEAST, LONGEST = 160, 12, 1024
 """Tokens of a user's turn at most, characters of one at least, tokens of a prompt that is answered at most."""
+TOGETHER = 2048
+"""User's turns that are drawn, and then answered, at a time."""
+OPENINGS = (
+    "Write a Python function that", "Change the function so that it", "Fix the error in this code:\n\n```python\n",
+    "How many", "Solve this problem step by step: ", "Rewrite this text: ",
+)  # fmt: skip
+"""What every other turn begins with, one after another, because of itself a small model hardly ever asks for code."""
 
 
 class Chats:
@@ -36,25 +46,25 @@ class Chats:
     def user_turns(self, count: int, seed: int = 0) -> list[str]:
         """Up to `count` turns of a user, no two alike, without those that did not end."""
         text = self.tokenizer.apply_chat_template([{"role": "user", "content": "\0"}], tokenize=False)
-        begin = self._document(text[: text.index("\0")])
-        written = self._continue([begin] * count, DRAWN | {"max_new_tokens": TURN}, seed)
-        return list(dict.fromkeys(text for text, ended in written if ended and len(text) >= LEAST))
+        begin = text[: text.index("\0")]
+        openings = [OPENINGS[n // 2 % len(OPENINGS)] if n % 2 else "" for n in range(count)]
+        asked = [self._document(begin + opening) for opening in openings]
+        written = self._continue(asked, DRAWN | {"max_new_tokens": TURN}, seed)
+        turns = [(opening + text).strip() for opening, (text, ended) in zip(openings, written) if ended]
+        return list(dict.fromkeys(turn for turn in turns if len(turn) >= LEAST))
 
-    def answers(self, prompts: list[str], drawn: int = 0) -> list[list[dict]]:
+    def answers(self, prompts: list[str], drawn: int = 0) -> Iterator[list[dict]]:
         """The chats of all prompts with a greedy answer each, and behind these with `drawn` others each."""
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         asked = [self._document(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
                  for chat in chats]  # fmt: skip
         pairs = [(chat, document) for chat, document in zip(chats, asked) if len(document.ids) <= LONGEST]
-        answered = []
         for repeat in range(1 + drawn):
             options = (AGAIN if repeat else dict(do_sample=False)) | {"max_new_tokens": self.new_tokens}
             written = self._continue([document for _, document in pairs], options, repeat)
-            texts = [text for text, _ in written]
-            answered += [
-                [*chat, {"role": "assistant", "content": text}] for (chat, _), text in zip(pairs, texts) if text
-            ]
-        return answered
+            for (chat, _), (text, _) in zip(pairs, written):
+                if text := text.strip():
+                    yield [*chat, {"role": "assistant", "content": text}]
 
     def _document(self, text: str) -> Document:
         """What the model shall continue."""
@@ -68,7 +78,16 @@ class Chats:
         end = self.tokenizer.eos_token_id
         answers = [document.ids[document.supervised].tolist() for document in written]
         texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        return [(text.strip(), answer[-1] == end) for text, answer in zip(texts, answers)]
+        return [(text, answer[-1] == end) for text, answer in zip(texts, answers)]
+
+
+def write_chats(writer: Chats, options: argparse.Namespace) -> Iterator[list[dict]]:
+    """All chats, as they come."""
+    if options.prompts:
+        lines = options.prompts.read_text().splitlines()
+        yield from writer.answers([json.loads(line)["messages"][-1]["content"] for line in lines], options.answers - 1)
+    for first in range(0, options.count, TOGETHER):
+        yield from writer.answers(writer.user_turns(min(TOGETHER, options.count - first), seed=first))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -84,14 +103,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(options.device).eval()
-    writer, chats = Chats(model, tokenizer, options.new_tokens), []
-    if options.prompts:
-        lines = options.prompts.read_text().splitlines()
-        chats += writer.answers([json.loads(line)["messages"][-1]["content"] for line in lines], options.answers - 1)
-    if options.count:
-        chats += writer.answers(writer.user_turns(options.count))
-    options.out.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    print(f"{options.out}: {len(chats)} chats")
+    with options.out.open("w", buffering=1) as file:
+        for chat in write_chats(Chats(model, tokenizer, options.new_tokens), options):
+            file.write(json.dumps({"messages": chat}) + "\n")
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def test_a_model_writes_both_sides_of_a_chat(monkeypatch):
     asked, end = [], tokenizer.eos_token
 
     def written(model, documents, length, seed, options, tell):
-        texts = [f"say {word} to me" for word in ("one", "two", "one")] if options.get("top_k") == 0 else ["yes"] * 9
+        texts = [f" say {word} to me" for word in ("one", "two", "one")] if options.get("top_k") == 0 else ["yes"] * 9
         asked.append(([tokenizer.decode(document.ids) for document in documents], options["do_sample"], seed))
         answers = [tokenizer(text + end).input_ids for text in texts[: len(documents) - 1]] + [[7]]  # that has no end
         return [chats.Document(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool)) for ids in answers]
@@ -156,8 +156,10 @@ def test_a_model_writes_both_sides_of_a_chat(monkeypatch):
     monkeypatch.setattr(chats, "continue_documents", written)
     writer = chats.Chats(None, tokenizer, 16)
     turns = writer.user_turns(4)
-    assert turns == ["say one to me", "say two to me"] and asked[0] == (["[user]"] * 4, True, 0)
-    talk = writer.answers([*turns, "x " * 3000], drawn=1)  # the last is too long to be answered
+    first, second = chats.OPENINGS[:2]
+    assert turns == ["say one to me", f"{first} say two to me"]
+    assert asked[0] == (["[user]", f"[user]{first}", "[user]", f"[user]{second}"], True, 0)
+    talk = list(writer.answers([*turns, "x " * 3000], drawn=1))  # the last is too long to be answered
     prompts = [f"[user]{turn}{end}[assistant]" for turn in turns]
     assert asked[1:] == [(prompts, False, 0), (prompts, True, 1)]
     assert [chat[0]["content"] for chat in talk] == turns * 2 and talk[0][1] == {"role": "assistant", "content": "yes"}

@@ -144,23 +144,23 @@ def best(results: list[dict], settings: list[dict], sets: list[str]) -> dict:
     return {"version": served[0]["version"], "sets": chosen, "tried": tried}
 
 
-def compare_answers(rows: list[dict], eos: list[int]) -> None:
-    """Put "same" into the figures of each set: the answers equal to those of the engine's plain steps. Drop answers."""
-    plain = {row["engine"]: row for row in rows if row["drafts"] == "plain" and "sets" in row}
+def compare_answers(row: dict, plain: dict[str, dict], eos: list[int]) -> None:
+    """Put "same" into the figures of each set: the answers equal to those of the engine's plain steps. Drop answers.
+
+    plain: engine -> set -> answers; a row of plain steps adds its own.
+    """
 
     def cut(answer: list[int]) -> list[int]:
         return answer[:-1] if answer and answer[-1] in eos else answer
 
-    for row in rows:
-        base = plain.get(row["engine"])
-        for name, figures in row.get("sets", {}).items() if base else ():
-            pairs = zip(figures["answers"], base["sets"][name]["answers"])
-            figures |= {"same": sum(cut(a) == cut(b) for a, b in pairs), "of": len(figures["answers"])}
-    for row in rows:
-        for figures in [
-            *row.get("sets", {}).values(),
-            *(f for one in row["tried"] for f in one.get("sets", {}).values()),
-        ]:
+    sets = row.get("sets", {})
+    if row["drafts"] == "plain":
+        plain[row["engine"]] = {name: figures["answers"] for name, figures in sets.items()}
+    for name, base in plain.get(row["engine"], {}).items() if sets else ():
+        answers = sets[name]["answers"]
+        sets[name] |= {"same": sum(cut(a) == cut(b) for a, b in zip(answers, base)), "of": len(answers)}
+    for some in (sets, *(one.get("sets", {}) for one in row["tried"])):
+        for figures in some.values():
             figures.pop("answers", None)
 
 
@@ -170,9 +170,13 @@ def table(rows: list[dict], sets: list[str]) -> Table:
     for column in ("drafts", "engine", *sets):
         shown.add_column(column, no_wrap=column not in sets)
     for row in rows:
-        cells = [row["refused"]] if "refused" in row else [cell(row["sets"][name]) for name in sets]
-        shown.add_row(row["drafts"], f"{row['engine']} {row.get('version', '')}", *cells)
+        shown.add_row(row["drafts"], f"{row['engine']} {row.get('version', '')}", *cells(row, sets))
     return shown
+
+
+def cells(row: dict, sets: list[str]) -> list[str]:
+    """The figures of each set, or why there are none."""
+    return [row["refused"]] if "refused" in row else [cell(row["sets"][name]) for name in sets]
 
 
 def cell(figures: dict) -> str:
@@ -228,28 +232,40 @@ def make_task(options: argparse.Namespace) -> dict:
     )  # fmt: skip
 
 
+def measure(drafts: str, engine: str, task: dict, options: argparse.Namespace) -> dict | None:
+    """The row of an engine with these drafts; None if `SYSTEMS` has no setting of it."""
+    folder, engines = SYSTEMS[drafts]
+    settings = [filled(one, str(options.heads / str(folder))) for one in engines.get(engine, [])][: options.settings]
+    if not settings:
+        return None
+    results = [start(task | {"engine": engine, "setting": setting}, options.timeout) for setting in settings]
+    row = {"model": Path(options.model).name, "dtype": options.dtype, "engine": engine, "drafts": drafts}
+    return row | best(results, settings, options.workloads)
+
+
+def save(path: Path, rows: list[dict], facts: dict) -> None:
+    """Write the rows with their stamp; rows that an earlier run left are kept."""
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    write_json(path, {"rows": merge_rows(before, [{**row, "stamp": facts} for row in rows], KEYS)})
+
+
 def main(arguments: list[str] | None = None) -> None:
     begin, options = time.perf_counter(), parse(arguments)
-    task, rows = make_task(options), []
+    task, rows, plain = make_task(options), [], {}
+    facts = stamp(torch.device(options.device)) | {"prompts": options.prompts, "new_tokens": options.new_tokens}
     for drafts in options.drafts:
-        folder, engines = SYSTEMS[drafts]
+        folder, _ = SYSTEMS[drafts]
         if folder and not (options.heads / folder / "config.json").is_file():
             print(f"{drafts}: left out, because there is no {options.heads / folder}", flush=True)
             continue
         for engine in options.engines:
-            settings = [filled(one, str(options.heads / str(folder))) for one in engines.get(engine, [])]
-            settings = settings[: options.settings]
-            if not settings:
-                continue
-            results = [start(task | {"engine": engine, "setting": setting}, options.timeout) for setting in settings]
-            row = {"model": Path(options.model).name, "dtype": options.dtype, "engine": engine, "drafts": drafts}
-            rows.append(row | best(results, settings, options.workloads))
-            print(f"{time.perf_counter() - begin:5.0f} s: {drafts}, {engine}: {len(settings)} settings", flush=True)
-    compare_answers(rows, task["eos"])
+            if row := measure(drafts, engine, task, options):
+                compare_answers(row, plain, task["eos"])
+                rows.append(row)
+                save(options.json, rows, facts)  # now, so that a run that is stopped has left what it measured
+                said = "; ".join(cells(row, options.workloads))
+                print(f"{time.perf_counter() - begin:5.0f} s: {drafts}, {engine}: {said}", flush=True)
     Console(width=200).print(table(rows, options.workloads))
-    facts = stamp(torch.device(options.device)) | {"prompts": options.prompts, "new_tokens": options.new_tokens}
-    before = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-    write_json(options.json, {"rows": merge_rows(before, [{**row, "stamp": facts} for row in rows], KEYS)})
 
 
 if __name__ == "__main__":
