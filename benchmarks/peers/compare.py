@@ -74,7 +74,7 @@ SYSTEMS = {
         "sglang": [dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=16)],
     }),
     "EAGLE-3": ("eagle3", {
-        "ours": [ours("eagle3", num_steps=3), ours("eagle3", num_steps=5), ours("eagle3", **TREE)],
+        "ours": [ours("eagle3", **TREE), ours("eagle3", num_steps=3), ours("eagle3", num_steps=5)],
         "vllm": [vllm(method="eagle3", model="HEAD", num_speculative_tokens=tokens) for tokens in (3, 5)],
         "sglang": [sglang("EAGLE3", 3, 1, 4), sglang("EAGLE3", 5, 4, 16)],
     }),
