@@ -119,6 +119,8 @@ class TargetFeatures:
                 else:
                     handle = layers[tap - 1].register_forward_hook(lambda module, args, out, tap=tap: keep(tap, out))
                 hooks.callback(handle.remove)
+            # Autocast would cast weights, and free the casts at its end, while a graph goes on to read them.
+            hooks.enter_context(torch.autocast(ids.device.type, enabled=False))
             logits = self.model(input_ids=ids, use_cache=True).logits  # without a cache, transformers waits for the GPU
         return tapped, logits
 
