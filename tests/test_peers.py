@@ -15,6 +15,7 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
 import chats  # noqa: E402
 import common  # noqa: E402
 import compare  # noqa: E402
+import hold_out  # noqa: E402
 import serving  # noqa: E402
 import wide_trees  # noqa: E402
 import worker  # noqa: E402
@@ -136,6 +137,12 @@ def test_prompts_that_heads_were_trained_on_are_refused(tmp_path):
                 common.refuse_trained(tmp_path / "set.jsonl", 2, [tmp_path / name])
         else:
             common.refuse_trained(tmp_path / "set.jsonl", 2, [tmp_path / name])
+
+
+def test_prompts_to_train_on_are_not_in_the_measured_ones():
+    sets = {"a": ["Say  one.", "Say two."], "b": ["Say three.", "Please:\nsay one. Say one.", "one.", "Say two."]}
+    measured, others = hold_out.split(sets, 1)
+    assert measured == {"a": ["Say  one."], "b": ["Say three."]} and others == ["Say two."]
 
 
 def test_a_model_writes_both_sides_of_a_chat(monkeypatch):
