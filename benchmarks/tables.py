@@ -74,15 +74,6 @@ def rate_cells(results: Results, file: str, workload: str, ours: str) -> tuple[s
     return *compared(systems, ours), hardware(stamped)
 
 
-def cpu_cells(results: Results, workload: str) -> tuple[str, ...]:
-    """Transformers' best way, n-grams, the ratio, and the hardware."""
-    row = results.get("cpu", "workloads", workload)
-    speeds, ours = row.get("tokens_per_second", {}), "ours, n-gram"
-    if LOOKUP not in speeds:
-        return NONE, NONE, "", ""
-    return *compared(speeds, ours), hardware(row)
-
-
 def compared(speeds: dict[str, float], ours: str) -> tuple[str, str, str]:
     """The fastest of transformers' own ways, one of ours, and the ratio."""
     best = max((name for name in speeds if name in BEST), key=speeds.get)
@@ -102,13 +93,17 @@ def summary(results: Results) -> str:
     def completion(ours: str) -> tuple[str, ...]:
         return *rate_cells(results, "acceptance_gpu", "code_completion", ours), "`acceptance.py --device cuda`"
 
+    def union(workload: str) -> tuple[str, ...]:
+        cells = rate_cells(results, "acceptance_smollm2", workload, "EAGLE-3 and n-gram, tree of 16")
+        return *cells, "`acceptance.py --as-chat`"
+
     rows = [
         ("8B shape, without drafts: one token", *step_cells(results, "llama-8b"), "`gpu.py --baselines`"),
         ("0.6B shape, without drafts: one token", *step_cells(results, "qwen3-0.6b"), "`gpu.py --baselines`"),
         ("demo model, n-grams, code completion", *completion("n-gram, 16 nodes")),
         ("demo model, EAGLE-3 tree, code completion", *completion("EAGLE-3, tree of 16")),
-        ("demo model, n-grams, code editing", *cpu_cells(results, "code_editing"), "`cpu.py`"),
-        ("demo model, n-grams, chat", *cpu_cells(results, "chat"), "`cpu.py`"),
+        ("SmolLM2-135M, EAGLE-3 and n-grams, code editing", *union("editeval")),
+        ("SmolLM2-135M, EAGLE-3 and n-grams, maths", *union("gsm8k_test")),
     ]
     return table(("", "transformers' best way", "here", "", "hardware", "`python benchmarks/`"), rows)
 

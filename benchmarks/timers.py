@@ -23,12 +23,15 @@ def alone() -> Iterator[None]:
     if _turns:
         torch.cuda.synchronize()
         fcntl.flock(_turns, fcntl.LOCK_EX)
-    yield
-    if _turns:
-        torch.cuda.synchronize()
-        fcntl.flock(_turns, fcntl.LOCK_UN)
-        time.sleep(1)  # others that wait for their turn come before what this one builds next
-        fcntl.flock(_turns, fcntl.LOCK_SH)
+    try:
+        yield
+        if _turns:
+            torch.cuda.synchronize()
+    finally:
+        if _turns:
+            fcntl.flock(_turns, fcntl.LOCK_UN)
+            time.sleep(1)  # others that wait for their turn come before what this one builds next
+            fcntl.flock(_turns, fcntl.LOCK_SH)
 
 
 def bandwidth() -> dict[str, float]:
