@@ -174,7 +174,7 @@ def test_experts_in_mxfp4(place):
 
 
 def test_programs_that_share_the_columns_of_mxfp4_change_no_bit(place):
-    mixture = mxfp4_mixture(place, 20, 2, 4, 992, 992)
+    mixture = mxfp4_mixture(place, 20, 2, 4, 992, 288)
     mixture.ids[:] = torch.tensor([1, 3])  # 20 rows of an expert are two tiles
     tile = plans.Tile(128, 256, 16, stages=2, parts=2)
     cut = mixture.kernel(tile=tile)
