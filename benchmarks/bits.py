@@ -32,7 +32,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 import torch
-from common import DEMO_MODEL, HERE, RESULTS, lacking, merge_rows, pin, stamp, write_json
+from common import DEMO_MODEL, HERE, RESULTS, lacking, pin, save_rows, stamp
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -265,8 +265,7 @@ def write_rows(options: argparse.Namespace, sets: list[str], results: dict[str, 
     rows = compare(results, sets)
     facts = stamp(options.device) | {"max_new_tokens": options.max_new_tokens}
     rows = [{"model": Path(options.model).name, "dtype": options.dtype, **row, "stamp": facts} for row in rows]
-    before = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-    write_json(options.json, {"rows": merge_rows(before, rows, KEYS)})
+    save_rows(options.json, rows, KEYS)
     return rows
 
 

@@ -81,7 +81,7 @@ class Chats:
         return [(text, answer[-1] == end) for text, answer in zip(texts, answers)]
 
 
-def write_chats(writer: Chats, options: argparse.Namespace) -> Iterator[list[dict]]:
+def all_chats(writer: Chats, options: argparse.Namespace) -> Iterator[list[dict]]:
     """All chats, as they come."""
     if options.prompts:
         lines = options.prompts.read_text().splitlines()
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(options.device).eval()
     with options.out.open("w", buffering=1) as file:
-        for chat in write_chats(Chats(model, tokenizer, options.new_tokens), options):
+        for chat in all_chats(Chats(model, tokenizer, options.new_tokens), options):
             file.write(json.dumps({"messages": chat}) + "\n")
 
 

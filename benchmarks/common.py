@@ -225,6 +225,12 @@ def merge_rows(before: list[dict], rows: list[dict], keys: tuple[str, ...]) -> l
     return list(by_key.values())
 
 
+def save_rows(path: Path, rows: list[dict], keys: tuple[str, ...]) -> None:
+    """Write `merge_rows` of the rows in a file, if it exists, and these."""
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    write_json(path, {"rows": merge_rows(before, rows, keys)})
+
+
 def floors(count: float, speeds: dict[str, float], ms: float) -> dict[str, float]:
     """The time in which `count` bytes pass at each speed (bytes a second), and how many times that `ms` is."""
     out = {}

@@ -410,9 +410,9 @@ def test_features_are_the_models_own(rows, plain):
         mock.patch("spec_compile.training.features.TOKENS", rows * 20),
         mock.patch.object(model.model, "forward", wraps=model.model.forward) as runs,
         mock.patch.object(model.lm_head, "forward", wraps=model.lm_head.forward) as products,
+        torch.autocast("cpu", torch.bfloat16),  # which would cast the target's weights
     ):
-        with torch.autocast("cpu", torch.bfloat16):  # which would cast the target's weights
-            found = features(batch.ids)
+        found = features(batch.ids)
     assert runs.call_count == {1: 3, 2: 2, 99: 1}[rows] and hooks(model) == before
     assert all((call.args[0].shape[1] == 0) == plain for call in products.call_args_list)
     logits = found.logits(torch.arange(batch.ids.numel())).view(*batch.ids.shape, -1)

@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
-from common import DEMO_MODEL, LOOKUPS, RESULTS, merge_rows, refuse_trained, split_prompts, stamp, write_json  # noqa: E402
+from common import DEMO_MODEL, LOOKUPS, RESULTS, refuse_trained, save_rows, split_prompts, stamp  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # noqa: E402
@@ -243,12 +243,6 @@ def measure(drafts: str, engine: str, task: dict, options: argparse.Namespace) -
     return row | best(results, settings, options.workloads)
 
 
-def save(path: Path, rows: list[dict], facts: dict) -> None:
-    """Write the rows with their stamp; rows that an earlier run left are kept."""
-    before = json.loads(path.read_text())["rows"] if path.exists() else []
-    write_json(path, {"rows": merge_rows(before, [{**row, "stamp": facts} for row in rows], KEYS)})
-
-
 def main(arguments: list[str] | None = None) -> None:
     begin, options = time.perf_counter(), parse(arguments)
     task, rows, plain = make_task(options), [], {}
@@ -262,7 +256,8 @@ def main(arguments: list[str] | None = None) -> None:
             if row := measure(drafts, engine, task, options):
                 compare_answers(row, plain, task["eos"])
                 rows.append(row)
-                save(options.json, rows, facts)  # now, so that a run that is stopped has left what it measured
+                # Now, so that a run that is stopped has left what it measured.
+                save_rows(options.json, [{**row, "stamp": facts}], KEYS)
                 said = "; ".join(cells(row, options.workloads))
                 print(f"{time.perf_counter() - begin:5.0f} s: {drafts}, {engine}: {said}", flush=True)
     Console(width=200).print(table(rows, options.workloads))
