@@ -225,10 +225,10 @@ def merge_rows(before: list[dict], rows: list[dict], keys: tuple[str, ...]) -> l
     return list(by_key.values())
 
 
-def save_rows(path: Path, rows: list[dict], keys: tuple[str, ...]) -> None:
-    """Write `merge_rows` of the rows in a file, if it exists, and these."""
-    before = json.loads(path.read_text())["rows"] if path.exists() else []
-    write_json(path, {"rows": merge_rows(before, rows, keys)})
+def save_rows(path: Path, rows: list[dict], keys: tuple[str, ...], name: str = "rows") -> None:
+    """Write `merge_rows` of the rows in a file, if it exists, and these. name: of the list in the file."""
+    report = json.loads(path.read_text()) if path.exists() else {}
+    write_json(path, report | {name: merge_rows(report.get(name, []), rows, keys)})
 
 
 def floors(count: float, speeds: dict[str, float], ms: float) -> dict[str, float]:

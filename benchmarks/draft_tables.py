@@ -1,6 +1,7 @@
-"""Tables about drafts: the columns that others publish, other engines, and trees of many nodes; part of tables.py."""
+"""Tables about drafts: the columns that others publish, other engines, trees of many nodes, windows, and training; part
+of tables.py."""
 
-from figures import NONE, Results, table
+from figures import NONE, SHAPES, Results, table
 
 WORKLOADS = {
     "code_editing": "code editing (EditEval)",
@@ -11,6 +12,7 @@ WORKLOADS = {
     "docstrings": "docstrings",
     "random": "random tokens",
 }
+HEADS = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "dflash": "DFlash", "jetspec": "JetSpec"}
 
 
 def measured_sets(results: Results, file: str) -> list[str]:
@@ -38,7 +40,8 @@ def published(results: Results, file: str) -> str:
 
 
 def peers(results: Results) -> str:
-    """A row for each engine and way of drafting, a column for each set: accept length, tokens a second."""
+    """A row for each engine and way of drafting, a column for each set: accept length, tokens a second; and how many
+    answers of all sets are those of the same engine without drafts."""
     every = results.all("peers", "rows")
     names = list(dict.fromkeys(name for row in every for name in row.get("sets", {})))
     rows = []
@@ -47,8 +50,12 @@ def peers(results: Results) -> str:
             f"{figures['accept_length'] or 0:.2f}, {figures['tokens_per_second']:,.0f}" if figures else NONE
             for figures in (row["sets"].get(name) for name in names)
         ]  # fmt: skip
+        compared = [figures for figures in row.get("sets", {}).values() if "same" in figures]
+        same, of = (sum(figures[key] for figures in compared) for key in ("same", "of"))
+        cells.append(f"{same}/{of}" if compared else "")
         rows.append((row["model"], row["drafts"], f"{row['engine']} {row.get('version', '')}".strip(), *cells))
-    return table(("model", "drafts", "engine", *(name.replace("_", " ") for name in names)), rows)
+    sets = (name.replace("_", " ") for name in names)
+    return table(("model", "drafts", "engine", *sets, "answers equal to its plain steps"), rows)
 
 
 def wide_trees(results: Results) -> str:
@@ -61,3 +68,37 @@ def wide_trees(results: Results) -> str:
         )
     sizes = ("16 nodes", "32", "64", "128", "256")
     return table(("", "draft", *sizes, "128 over 64", "256 over 128"), rows)
+
+
+def draft_windows(results: Results) -> str:
+    """A row for each head and context of a real model: its accept length without a window and with each."""
+    return by_window(
+        [row for row in results.all("draft_windows", "rows") if not row["random"]], results, "accept_length"
+    )
+
+
+def draft_window_rounds(results: Results) -> str:
+    """A row for each head and context of a shape: milliseconds of a round without a window and with each."""
+    return by_window([row for row in results.all("draft_windows", "rows") if row["random"]], results, "ms")
+
+
+def by_window(rows: list[dict], results: Results, figure: str) -> str:
+    """A row for each model, head and context, a column for each window."""
+    windows = sorted({row["window"] or 0 for row in rows})
+    cells = {(row["model"], row["algo"], row["context"], row["window"] or 0): results.seen(row)[figure] for row in rows}
+    lines = []
+    for model, algo, context in dict.fromkeys(key[:3] for key in sorted(cells)):
+        of_windows = (cells.get((model, algo, context, window)) for window in windows)
+        names = SHAPES.get(model, model), HEADS[algo], f"{context:,}"
+        lines.append((*names, *("" if cell is None else f"{cell:.2f}" for cell in of_windows)))
+    titles = (f"the last {window:,}" if window else "all of the text" for window in windows)
+    return table(("target", "head", "context", *titles), lines)
+
+
+def training(results: Results) -> str:
+    """A row for each head."""
+    rows = []
+    for row in map(results.seen, results.all("training", "rows")):
+        figures = f"{row['tokens_per_second']:,}", f"{row['peak_gigabytes']:.1f} GB" if "peak_gigabytes" in row else ""
+        rows.append((row["model"], HEADS[row["algorithm"]], *figures))
+    return table(("target", "head", "tokens/s", "peak memory"), rows)

@@ -1,27 +1,36 @@
 """A draft's attention over the ends of the text alone (`draft_window_size`): acceptance and time by context.
 
-    python benchmarks/draft_windows.py --model MODEL --algo dflash --draft HEAD [--contexts 1024 8192] [--device cuda]
+    python benchmarks/draft_windows.py --model MODEL --algo eagle3 --draft HEAD [--contexts 1024 8192] [--device cuda]
     python benchmarks/draft_windows.py --shape qwen3-8b --algo dflash [--contexts 1024 8192 32768]
 
-With --shape weights are random, so that nothing is said about acceptance, and a round's time is that of a head at its
-published size. The text is that of benchmarks/prompts, end to end. "ms_a_round" is the time of an answer less that of
-its first token, by its rounds; "equal" says whether the answer is that of the draft that sees the whole text.
+With --model: the accept length of one answer, and tokens a second behind its first token. The prompt is the text of
+benchmarks/prompts, end to end; "equal" says whether the answer is that of the draft that sees the whole text.
+With --shape: milliseconds of a captured round, without the host, of a target and a head with random weights at
+published sizes, about which acceptance would say nothing.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
-from common import HERE, machine, read_prompts, synchronize
-from drafts import make
+from common import HERE, RESULTS, read_prompts, save_rows, stamp, synchronize
+from drafts import TREE, make
+from rounds import rounds
 from shapes import build, text_tokens
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import spec_compile
 
-TREES = {"dflash": {}, "eagle3": dict(num_steps=5, topk=4, num_draft_tokens=16)}
+TREES = {"eagle3": TREE}
+"""Options of the algorithms that draft a tree here; the others draft a chain."""
+ROOM = 1024
+"""Slots of the cache behind the longest context."""
+KEYS = ("model", "algo", "context", "window")
+"""What tells the rows of the results apart."""
 
 
 def own_text(name: str, count: int) -> torch.Tensor:
@@ -31,67 +40,79 @@ def own_text(name: str, count: int) -> torch.Tensor:
     return torch.tensor((ids * -(-count // len(ids)))[:count])
 
 
+def speculate(model: PreTrainedModel, draft, window: int | None, args: argparse.Namespace) -> PreTrainedModel:
+    """A speculative model whose draft sees this window of the text (None: all of it)."""
+    options = TREES.get(args.algo, {}) | ({} if window is None else dict(draft_window_size=window))
+    limit = model.config.max_position_embeddings
+    return spec_compile.speculate(
+        model, args.algo, draft=draft, max_cache_len=min(max(args.contexts) + ROOM, limit), check=False,
+        compile=not args.eager, **options,
+    )  # fmt: skip
+
+
 def seconds(fast: PreTrainedModel, ids: torch.Tensor, new: int) -> tuple[float, torch.Tensor]:
     """Seconds of one answer of `new` tokens, and its tokens."""
     synchronize(fast.device)
     begin = time.perf_counter()
     out = fast.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
     synchronize(fast.device)
-    return time.perf_counter() - begin, out
+    return time.perf_counter() - begin, out[0, ids.shape[1] :]
 
 
-def measure(model: PreTrainedModel, draft, text: torch.Tensor, window: int | None, args: argparse.Namespace) -> dict:
-    """One row: a context, which is the length of `text`, and a window."""
-    ids = text[None].to(model.device)
-    options = TREES.get(args.algo, {}) | ({} if window is None else dict(draft_window_size=window))
-    fast = spec_compile.speculate(
-        model, args.algo, draft=draft, max_cache_len=len(text) + args.new_tokens + 8, check=False,
-        compile=not args.eager, **options,
-    )  # fmt: skip
+def answered(fast: PreTrainedModel, text: torch.Tensor, answers: dict, args: argparse.Namespace) -> dict:
+    """Figures of the answer behind `text`. answers: tokens by context, of the first window that was measured."""
+    ids = text[None].to(fast.device)
     seconds(fast, ids, 8)  # warm-up
     first, _ = seconds(fast, ids, 1)
     fast.speculation.stats.reset()
-    whole, out = seconds(fast, ids, args.new_tokens)
-    stats = fast.speculation.stats
-    return {
-        "context": len(text), "window": window, "accept_length": round(stats.accept_length, 3),
-        "ms_a_round": round(1e3 * (whole - first) / max(1, stats.rounds), 3),
-        "tokens_per_second": round((args.new_tokens - 1) / (whole - first), 1), "answer": out[0, len(text) :].tolist(),
-    }  # fmt: skip
+    whole, answer = seconds(fast, ids, args.new_tokens)
+    equal = torch.equal(answer, answers.setdefault(len(text), answer))
+    length, rate = fast.speculation.stats.accept_length, (args.new_tokens - 1) / (whole - first)
+    return {"accept_length": round(length, 3), "tokens_per_second": round(rate, 1), "equal": equal}
+
+
+def replayed(fast: PreTrainedModel, text: torch.Tensor) -> dict:
+    """The time of a round behind `text`."""
+    nodes = fast.speculation.engine.runtime.algorithm.plan.nodes
+    return {"nodes": nodes, "ms": round(rounds(fast, len(text), 1, [nodes])[nodes], 3)}
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict]:
+    """A row for each window and each context that is longer."""
+    if args.shape:
+        model = build(args.shape, args.device)
+        draft = make(args.algo, model, AutoConfig.for_model("llama"))
+        text, figures = text_tokens(max(args.contexts), model.config.vocab_size), replayed
+    else:
+        dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device).eval()
+        draft, text = args.draft, own_text(args.model, max(args.contexts))
+        figures = partial(answered, answers={}, args=args)
+    for window in (None, *args.windows):
+        fast = speculate(model, draft, window, args)
+        for context in args.contexts:
+            if window is None or window < context:
+                row = {"model": args.shape or Path(args.model).name, "algo": args.algo, "random": bool(args.shape)}
+                yield row | {"context": context, "window": window, **figures(fast, text[:context])}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or a name on the hub")
     parser.add_argument("--draft", help="its head")
     parser.add_argument("--shape", help="random weights of this shape, in place of --model and --draft")
     parser.add_argument("--algo", default="dflash")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768])
-    parser.add_argument("--windows", type=int, nargs="+", default=[512, 2048], help="besides none")
+    parser.add_argument("--windows", type=int, nargs="*", default=[512, 2048], help="besides none")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--eager", action="store_true", help="compile=False")
-    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--json", type=Path, default=RESULTS / "draft_windows.json")
     args = parser.parse_args()
-    device, rows = torch.device(args.device), []
-    if args.shape:
-        model = build(args.shape, args.device)
-        draft = make(args.algo, model, AutoConfig.for_model("llama"))
-        text = text_tokens(max(args.contexts), model.config.vocab_size)
-    else:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
-        draft, text = args.draft, own_text(args.model, max(args.contexts))
-    for context in args.contexts:
-        answer = None
-        for window in (None, *(size for size in args.windows if size + 4 < context)):
-            row = measure(model, draft, text[:context], window, args)
-            answer = row["answer"] if answer is None else answer
-            rows.append(row | {"equal": row.pop("answer") == answer})
-            print(json.dumps(rows[-1]), flush=True)
-    if args.json:
-        about = machine(device) | {"date": time.strftime("%F"), **vars(args)}
-        Path(args.json).write_text(json.dumps({"machine": about, "rows": rows}, indent=1))
+    facts = stamp(torch.device(args.device))
+    for row in measured(args):
+        print(json.dumps(row), flush=True)
+        save_rows(args.json, [{**row, "stamp": facts}], KEYS)
 
 
 if __name__ == "__main__":

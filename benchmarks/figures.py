@@ -7,6 +7,27 @@ from pathlib import Path
 from common import RESULTS
 
 NONE = "not measured"
+SHAPES = {
+    "llama-8b": "Llama-3.1-8B",
+    "qwen3-8b": "Qwen3-8B",
+    "llama-1b": "Llama-3.2-1B",
+    "qwen3-0.6b": "Qwen3-0.6B",
+    "llama-70b": "Llama-3.1-70B",
+    "smollm2-135m": "SmolLM2-135M",
+    "llama-8b-fp8": "Llama-3.1-8B, FP8",
+    "llama-8b-int4": "Llama-3.1-8B, 4 bits",
+    "llama-8b-nf4": "Llama-3.1-8B, NF4",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "qwen3-30b-a3b-fp8": "Qwen3-30B-A3B, FP8",
+    "gpt-oss-20b-mxfp4": "gpt-oss-20b, MXFP4",
+    "mixtral-8x7b": "Mixtral-8x7B",
+    "nemotron-h-8b": "Nemotron-H-8B",
+    "qwen3.5-9b": "Qwen3.5-9B",
+    "qwen3-next-80b": "Qwen3-Next-80B-A3B, 32 of 48 layers",
+    "falcon-h1-7b": "Falcon-H1-7B",
+    "lfm2-1.2b": "LFM2-1.2B",
+}
+"""Shape -> its name in tables."""
 
 
 class Results:

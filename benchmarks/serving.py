@@ -17,7 +17,6 @@ simulated, and 1.0, which is plain steps. "model" is the shape of --model, with 
 """
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -30,13 +29,12 @@ from common import (
     DEMO_MODEL,
     HERE,
     RESULTS,
-    merge_rows,
     pin,
     prompts_of,
     read_bandwidth,
+    save_rows,
     stamp,
     synchronize,
-    write_json,
 )
 from rounds import rounds
 from shapes import DENSE, build, token_bytes, weight_bytes
@@ -300,13 +298,11 @@ def main(arguments: list[str] | None = None) -> None:
     print(*ratios(rows), sep="\n")
     stamped = stamp(model.device)
     facts = {"model": Path(options.model).name, "requests": len(prompts), "new_tokens": options.new_tokens}
-    report = json.loads(options.json.read_text()) if options.json.exists() else {}
     rows = [{**row, **facts, "stamp": stamped} for row in rows]
-    report["rows"] = merge_rows(report.get("rows", []), rows, ("model", "system", "in_flight"))
+    save_rows(options.json, rows, ("model", "system", "in_flight"))
     if options.shape:
         timed = [{**row, "stamp": stamped} for row in round_rows(options.shape, options, model)]
-        report["rounds"] = merge_rows(report.get("rounds", []), timed, ("shape", "rows", "nodes"))
-    write_json(options.json, report)
+        save_rows(options.json, timed, ("shape", "rows", "nodes"), "rounds")
 
 
 if __name__ == "__main__":

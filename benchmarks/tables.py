@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/benchmarks.md, from benchmarks/results/*.json alone.
+"""The tables of README.md and of the pages in docs (`FILES`), from benchmarks/results/*.json alone.
 
     python benchmarks/tables.py [--write]
 
@@ -13,32 +13,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common import HERE, LOOKUP, RESULTS
-from draft_tables import WORKLOADS, measured_sets, peers, published, wide_trees
-from figures import NONE, Results, floors, number, table
+from draft_tables import (
+    WORKLOADS,
+    draft_window_rounds,
+    draft_windows,
+    measured_sets,
+    peers,
+    published,
+    training,
+    wide_trees,
+)
+from figures import NONE, SHAPES, Results, floors, number, table
 from steps import EAGER, PLAIN, SPECULATIVE, STATIC
 
-FILES = (HERE.parent / "README.md", HERE.parent / "docs" / "benchmarks.md")
+FILES = [HERE.parent / name for name in ("README.md", "docs/benchmarks.md", "docs/drafts.md", "docs/training.md")]
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-SHAPES = {
-    "llama-8b": "Llama-3.1-8B",
-    "qwen3-8b": "Qwen3-8B",
-    "llama-1b": "Llama-3.2-1B",
-    "qwen3-0.6b": "Qwen3-0.6B",
-    "llama-70b": "Llama-3.1-70B",
-    "smollm2-135m": "SmolLM2-135M",
-    "llama-8b-fp8": "Llama-3.1-8B, FP8",
-    "llama-8b-int4": "Llama-3.1-8B, 4 bits",
-    "llama-8b-nf4": "Llama-3.1-8B, NF4",
-    "qwen3-30b-a3b": "Qwen3-30B-A3B",
-    "qwen3-30b-a3b-fp8": "Qwen3-30B-A3B, FP8",
-    "gpt-oss-20b-mxfp4": "gpt-oss-20b, MXFP4",
-    "mixtral-8x7b": "Mixtral-8x7B",
-    "nemotron-h-8b": "Nemotron-H-8B",
-    "qwen3.5-9b": "Qwen3.5-9B",
-    "qwen3-next-80b": "Qwen3-Next-80B-A3B, 32 of 48 layers",
-    "falcon-h1-7b": "Falcon-H1-7B",
-    "lfm2-1.2b": "LFM2-1.2B",
-}
 BEST = (LOOKUP, STATIC, EAGER, "HF greedy", "HF assistant")
 """Transformers' own ways."""
 
@@ -315,6 +304,9 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "gpu_rounds": gpu_rounds,
     "invariance": invariance,
     "gpu_drafts": gpu_drafts,
+    "draft_windows": draft_windows,
+    "draft_window_rounds": draft_window_rounds,
+    "training": training,
     "gpu_prompts": gpu_prompts,
     "gpu_acceptance": lambda results: acceptance(results, "acceptance_gpu"),
     "attention": attention,

@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from common import machine, synchronize
+from common import RESULTS, save_rows, stamp, synchronize
 from on_policy import build, make_prompts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -75,8 +75,10 @@ def train(model: PreTrainedModel, algo: str, texts: list[list[int]], args: argpa
             model, algo, data=texts, output=Path(folder) / algo, validation=0, steps=args.steps,
             batch_size=args.batch, sequence_length=args.length, learning_rate=1e-3, progress=lambda _: None, **options,
         )  # fmt: skip
-    row = {"algorithm": algo, "tokens_per_second": round(clock.tokens / clock.seconds), "tokens": int(clock.tokens)}
-    row |= {"seconds": round(clock.seconds, 2), "losses": [round(loss, 6) for loss in result.losses]}
+    name = Path(args.model).name if args.model else f"random, {args.layers} layers"
+    row = {"model": name, "algorithm": algo, "tokens_per_second": round(clock.tokens / clock.seconds)}
+    row |= {"tokens": int(clock.tokens), "seconds": round(clock.seconds, 2)}
+    row["losses"] = [round(loss, 6) for loss in result.losses]
     if model.device.type == "cuda":
         row["peak_gigabytes"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
         torch.cuda.reset_peak_memory_stats()
@@ -84,7 +86,7 @@ def train(model: PreTrainedModel, algo: str, texts: list[list[int]], args: argpa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", default=["eagle3", "dflash"], choices=list(SHAPES))
     parser.add_argument("--model", help="a folder or a name on the hub")
     parser.add_argument("--layers", type=int, default=30, help="of the target with random weights")
@@ -96,7 +98,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--options", type=json.loads, default={}, help="of train_draft, as JSON")
     parser.add_argument("--profile", action="store_true", help="print what the time of a step goes into")
-    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--json", type=Path, default=RESULTS / "training.json")
     args = parser.parse_args()
     device = torch.device(args.device)
     if args.model is None:
@@ -105,12 +107,11 @@ def main() -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
     texts = make_texts(args.texts, args.length, model.get_output_embeddings().weight.shape[0])
-    rows = [train(model, algo, texts, args) for algo in args.algorithms]
-    for row in rows:
-        print(json.dumps(row))
-    if args.json:
-        about = machine(device) | {"tree": spec_compile.__path__[0], "date": time.strftime("%F"), **vars(args)}
-        Path(args.json).write_text(json.dumps({"machine": about, "rows": rows}, indent=1))
+    facts = stamp(device)
+    for algo in args.algorithms:
+        row = train(model, algo, texts, args)
+        print(json.dumps(row), flush=True)
+        save_rows(args.json, [{**row, "stamp": facts}], ("model", "algorithm"))
 
 
 if __name__ == "__main__":

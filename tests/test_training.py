@@ -430,7 +430,7 @@ def test_features_are_the_models_own(rows, plain):
 def test_features_are_captured_once_a_shape(monkeypatch):
     """Ids of a shape that has come before are computed by what was captured of it; without it, as before."""
     features, seen = TargetFeatures(target(), (1, 2)), []
-    features._captures = True
+    features._graphs.captures = True
     batches = [torch.tensor(sequences(2, size, seed)) for seed, size in enumerate((9, 9, 7, 9, 7, 9))]
 
     class Captured:
@@ -446,7 +446,7 @@ def test_features_are_captured_once_a_shape(monkeypatch):
     found = [features(ids).states for ids in batches]
     assert seen == [(2, 9), "replayed", "replayed", (2, 7), "replayed", "replayed"]
     monkeypatch.setattr("spec_compile.training.features.Captured", mock.Mock(side_effect=RuntimeError("it waits")))
-    features._graphs.clear()
+    features._graphs.captured.clear()
     with pytest.warns(UserWarning, match="LlamaForCausalLM cannot be captured.*slower: it waits"):
         again = [features(ids).states for ids in batches]
     assert all(torch.equal(*pair) for states in zip(found, again) for pair in zip(*states))
@@ -1226,7 +1226,7 @@ def test_features_on_a_gpu(recwarn):
         for mine, theirs in zip(found.states, (*out.hidden_states[:2], out.hidden_states[2])):
             assert torch.allclose(mine, theirs, atol=1e-4)
         assert (found.choices == out.logits.argmax(-1)).float().mean() > 0.99
-    assert len(features._graphs) == 2 and None not in features._graphs.values()
+    assert len(features._graphs.captured) == 2 and None not in features._graphs.captured.values()
     assert not [w for w in recwarn if "captured" in str(w.message)]
 
 

@@ -81,7 +81,7 @@ def train(algo, device, dtype, captures):
     torch.manual_seed(0)
     model = models.ADMITTED["llama"]().to(device, dtype)
     trainer = TRAINERS[algo](Target.of(model), TrainingOptions(ttt_steps=4), torch.arange(models.VOCAB))
-    trainer._rows._captures = captures
+    trainer._rows._graphs.captures = captures
     features = TargetFeatures(model, trainer.taps, trainer.kept)
     parameters = trained_parameters(trainer.module)
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, fused=device == "cuda")
@@ -114,7 +114,7 @@ def test_a_captured_rollout_is_the_rollout(monkeypatch, algo, dtype):
     """Everything but CUDA's own part: a function stands for a graph, and runs anew on what the graphs share."""
     replays = []
 
-    def record(function, shared):
+    def record(function, pool, stream):
         function()
         replays.append(0)
         number = len(replays) - 1
@@ -124,11 +124,11 @@ def test_a_captured_rollout_is_the_rollout(monkeypatch, algo, dtype):
             with torch.enable_grad():
                 function()
 
-        return replay
+        return replay, None
 
     monkeypatch.setattr(capture, "record", record)
     captured, state = train(algo, "cpu", dtype, captures=True), torch.get_rng_state()
-    assert replays == [3, 3, 3, 3, 2, 2] and captured[2]._rows._captures
+    assert replays == [3, 3, 3, 3, 2, 2] and captured[2]._rows._graphs.captures
     compare_trainings(captured, train(algo, "cpu", dtype, captures=False), 0)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -136,11 +136,11 @@ def test_a_captured_rollout_is_the_rollout(monkeypatch, algo, dtype):
 def test_a_rollout_that_cannot_be_captured(monkeypatch):
     """It warns once, and goes on as if nothing had been tried; so it does if the backward alone fails."""
     plain = train("eagle3", "cpu", torch.float32, captures=False)
-    for works in ([], [lambda: None]):
+    for works in ([], [(lambda: None, None)]):
         monkeypatch.setattr(capture, "record", mock.Mock(side_effect=[*works, RuntimeError("it waits")]))
         with pytest.warns(UserWarning, match="Eagle3Head cannot be captured.*slower: it waits") as caught:
             failed = train("eagle3", "cpu", torch.float32, captures=True)
-        assert len(caught) == 1 and not failed[2]._rows._captures
+        assert len(caught) == 1 and not failed[2]._rows._graphs.captures
         compare_trainings(failed, plain, 0)
 
 
@@ -151,7 +151,8 @@ def test_a_rollout_that_cannot_be_captured(monkeypatch):
 def test_a_captured_rollout_on_a_gpu(recwarn, algo, dtype):
     """Losses and gradients of every step, with and without capture: shapes alternate, and weights change."""
     captured, plain = (train(algo, "cuda", dtype, captures) for captures in (True, False))
-    assert len(captured[2]._rows._graphs) == 3 and None not in captured[2]._rows._graphs.values()
+    graphs = captured[2]._rows._graphs.captured
+    assert len(graphs) == 3 and None not in graphs.values()
     assert not [warning for warning in recwarn if "captured" in str(warning.message)]
     compare_trainings(captured, plain, 5e-2)
     assert captured[0][0] == pytest.approx(plain[0][0], rel=1e-5)

@@ -20,7 +20,7 @@ from .hindsight import Hindsight
 from .request import Request
 from .runtime import Runtime
 from .state import State
-from .steps.capture import Captured, OutcomeRing
+from .steps.capture import Captured, CaptureError, OutcomeRing
 from .steps.pieces import Pieces
 
 SAMPLERS = 32
@@ -206,9 +206,12 @@ class Session:
     def _capture(self, step: Callable, arguments: tuple) -> Captured:
         try:
             return Captured(step, arguments, self.pool)
-        except RuntimeError:
-            self.pool = torch.cuda.graph_pool_handle()  # that of a failed capture cannot be used again
-            raise
+        except CaptureError as error:
+            self.pool = torch.cuda.graph_pool_handle()
+            raise RuntimeError(
+                "a step cannot be captured in a CUDA graph, for something in the model waits for the GPU or is not "
+                f"allowed there; pass cuda_graphs=False to speculate(). It was: {error}"
+            ) from error
 
     def _function(self, part: str, nodes: int) -> Callable:
         """The step as a function, compiled where it is to be, and not captured."""

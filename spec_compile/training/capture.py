@@ -1,16 +1,19 @@
 """The rollout of a head and its backward as CUDA graphs, because their launches take longer than their kernels."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..runtime.steps.capture import workspaces_of_the_pool
+from ..runtime.steps.capture import aside, record
+
+T = TypeVar("T")
 
 
 class Rows:
@@ -26,38 +29,58 @@ class Rows:
     """
 
     def __init__(self, parameters: Iterable[Tensor], name: str):
-        self.parameters, self.name = list(parameters), name
-        self._captures = self.parameters[0].device.type == "cuda" and not dist.is_initialized()
+        self.parameters = list(parameters)
         self._shared: Shared | None = None
-        self._graphs: dict[tuple[torch.Size, ...], Graphs | None] = {}
-        """For the shapes of inputs that have come: None when they came first, and then what computes them."""
+        self._graphs: ByShape[Graphs] = ByShape(name, self.parameters[0].device)
 
     def __call__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
         """Rows [R, H] of ``function(*inputs)``, which are outputs [..., H] whose rows are counted through.
 
         function: the same in every call. rows int64 [R], each at most once.
         """
-        graphs = self._find(function, inputs) if self._captures and torch.is_grad_enabled() else None
+        shapes, capture = tuple(values.shape for values in inputs), partial(self._capture, function, inputs)
+        graphs = self._graphs.find(shapes, capture) if torch.is_grad_enabled() else None
         if graphs is None:
             return torch.stack(function(*inputs)).flatten(0, -2).index_select(0, rows)
         return _Replay.apply(graphs, inputs, rows, *self.parameters)
 
-    def _find(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> "Graphs | None":
-        """The graphs for inputs of these shapes, which are captured if they come for the second time."""
-        shapes = tuple(values.shape for values in inputs)
-        if shapes in self._graphs and self._graphs[shapes] is None:
-            self._shared = self._shared or Shared(self.parameters)
+    def _capture(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> "Graphs":
+        """The graphs for inputs of these shapes."""
+        self._shared = self._shared or Shared(self.parameters)
+        try:
+            return Graphs(function, inputs, self._shared)
+        except RuntimeError:
+            self._shared = None  # nothing will be captured again
+            raise
+
+
+class ByShape(Generic[T]):
+    """What is captured for each shape of inputs when it comes for the second time, on one GPU; nothing elsewhere."""
+
+    def __init__(self, name: str, device: torch.device):
+        """name: of what is computed, for the warning when it cannot be captured, after which nothing is."""
+        self.name, self.captures = name, device.type == "cuda" and not dist.is_initialized()
+        self.captured: dict[Hashable, T | None] = {}
+        """For each shape that has come: None when it came first, and then what was captured."""
+
+    def find(self, shape: Hashable, capture: Callable[[], T]) -> T | None:
+        """What was captured for this shape, at once if it comes for the second time; None if there is nothing."""
+        if not self.captures:
+            return None
+        if shape not in self.captured:
+            self.captured[shape] = None
+        elif self.captured[shape] is None:
             try:
-                self._graphs[shapes] = Graphs(function, inputs, self._shared)
+                self.captured[shape] = capture()
             except RuntimeError as error:
-                self._captures = False
-                self._graphs, self._shared = {}, None
+                self.captures = False
+                self.captured.clear()
                 warnings.warn(
                     f"train_draft: {self.name} cannot be captured in a CUDA graph, so that its kernels are launched "
                     f"one by one, which is slower: {error}",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
-        return self._graphs.setdefault(shapes, None) if self._captures else None
+        return self.captured.get(shape)
 
 
 class Shared:
@@ -92,8 +115,8 @@ class Graphs:
         try:
             self._warm_up(function)
             torch.clear_autocast_cache()
-            self._replay_forward = record(partial(self._forward, function), shared)
-            self._replay_backward = record(self._backward, shared)
+            self._replay_forward, _ = record(partial(self._forward, function), shared.pool, shared.stream)
+            self._replay_backward, _ = record(self._backward, shared.pool, shared.stream)
         finally:
             torch.clear_autocast_cache()
             self._outputs = []  # and with them what they have saved: the pool may lend it to the next capture
@@ -164,22 +187,6 @@ class _Replay(torch.autograd.Function):
 
 
 @contextmanager
-def aside(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """On this stream, after what was launched before; what is launched afterwards waits for it. None: where it was."""
-    if stream is None:
-        yield
-        return
-    with torch.cuda.device(stream.device):
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(stream):
-                yield
-        finally:
-            current.wait_stream(stream)
-
-
-@contextmanager
 def waiting_refused(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """In it most of what waits for the GPU raises RuntimeError, unless there is no stream."""
     if stream is None:
@@ -193,18 +200,3 @@ def waiting_refused(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-def record(function: Callable[[], None], shared: Shared) -> Callable[[], None]:
-    """A function that launches again, as one CUDA graph, what `function` launches now. RuntimeError if it cannot."""
-    recorded = torch.cuda.CUDAGraph()
-    with torch.cuda.device(shared.stream.device):
-        try:
-            # The outer context returns to the stream even if the inner one cannot end its capture.
-            outer, inner = torch.cuda.current_stream(), dict(pool=shared.pool, stream=shared.stream)
-            with torch.cuda.stream(outer), workspaces_of_the_pool(), torch.cuda.graph(recorded, **inner):
-                function()
-        except Exception as error:
-            torch.cuda.synchronize()
-            raise RuntimeError(str(error.__context__ or error)) from error
-    return recorded.replay

@@ -1,13 +1,11 @@
 """The target's hidden states and logits, from which a draft learns, computed for each batch."""
 
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -16,6 +14,7 @@ from ..capture.taps import decoder_layers
 from ..parallel.slices import whole
 from ..passes.tap_hidden_states import FINAL
 from ..runtime.steps.capture import Captured
+from .capture import ByShape
 from .loss import likeliest
 
 TOKENS = 1 << 15
@@ -48,10 +47,8 @@ class TargetFeatures:
         states, logits = self._run(torch.arange(2, device=model.device)[None], with_logits=True)
         # Some models scale or bound their logits behind the output matrix. Those of the others are made where needed.
         self._plain = torch.equal(F.linear(states[FINAL], self._weight).float(), logits.float())
-        self._captures = model.device.type == "cuda" and not dist.is_initialized()
-        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
-        self._graphs: dict[torch.Size, Captured | None] = {}
-        """For each shape of ids that has come: None when it came first, and then what computes it."""
+        self._graphs: ByShape[Captured] = ByShape(type(model).__name__, model.device)
+        self._pool = torch.cuda.graph_pool_handle() if self._graphs.captures else None
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, choices: bool = True) -> Features:
@@ -76,21 +73,10 @@ class TargetFeatures:
     def _replay(self, ids: Tensor) -> tuple[dict[int, Tensor], Tensor]:
         """`_run` without logits. On a GPU it is captured when ids of a shape come for the second time, because the
         launches of a small model take as long as its kernels."""
-        if self._captures and ids.shape not in self._graphs:
-            self._graphs[ids.shape] = None
-        elif self._captures and self._graphs[ids.shape] is None:
-            try:
-                self._graphs[ids.shape] = Captured(partial(self._run, with_logits=False), (ids.clone(),), self._pool)
-            except RuntimeError as error:
-                self._captures = False
-                warnings.warn(
-                    f"train_draft: {type(self.model).__name__} cannot be captured in a CUDA graph, so that its kernels "
-                    f"are launched one by one, which is slower: {error.__cause__ or error}",
-                    stacklevel=2,
-                )
-        graph = self._graphs.get(ids.shape)
+        run = partial(self._run, with_logits=False)
+        graph = self._graphs.find(ids.shape, lambda: Captured(run, (ids.clone(),), self._pool))
         if graph is None:
-            return self._run(ids, with_logits=False)
+            return run(ids)
         states, logits = graph(ids)  # the next replay overwrites them
         return {tap: state.clone() for tap, state in states.items()}, logits
 

@@ -4,6 +4,8 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from ...compat import tensors_in
 
+T = TypeVar("T")
 WARM_UPS = 2
 SLOTS = 4
 """Rounds whose outcomes can be on their way at once."""
@@ -18,40 +21,68 @@ LOOKS = 10_000
 """After so many looks for an outcome, whether the GPU still runs is looked at, too: a failed kernel raises there."""
 
 
+class CaptureError(RuntimeError):
+    """Something cannot be in a CUDA graph; says what it was."""
+
+
 class Captured:
     """``function(*arguments)`` as one CUDA graph; every call of it is one launch.
 
     Tensors among the arguments (also in lists) are copied into those of the capture; everything else is as it was then.
-    What it returns is overwritten by the next call.
+    What it returns is overwritten by the next call. CaptureError as of `record`.
     """
 
     def __init__(self, function: Callable, arguments: tuple, pool):
         self._inputs = tensors_in(arguments)
-        self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with aside(stream):
             for _ in range(WARM_UPS):
                 function(*arguments)
-        torch.cuda.current_stream().wait_stream(stream)
-        try:
-            mode = "thread_local" if dist.is_initialized() else "global"  # NCCL has threads that look at the GPU
-            capture = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode=mode)
-            with workspaces_of_the_pool(), capture:
-                self.output = function(*arguments)
-        except Exception as error:
-            torch.cuda.synchronize()
-            raise RuntimeError(
-                "a step cannot be captured in a CUDA graph, for something in the model waits for the GPU or is not "
-                f"allowed there; pass cuda_graphs=False to speculate(). It was: {error}"
-            ) from error
+        self._replay, self.output = record(partial(function, *arguments), pool, stream)
 
     def __call__(self, *arguments):
         for held, given in zip(self._inputs, tensors_in(arguments)):
             if held is not given:
                 held.copy_(given, non_blocking=True)
-        self._graph.replay()
+        self._replay()
         return self.output
+
+
+def record(function: Callable[[], T], pool, stream: torch.cuda.Stream) -> tuple[Callable[[], None], T]:
+    """A function that launches again, as one CUDA graph, what `function` launches now; and what `function` returned,
+    which every replay overwrites. CaptureError if that cannot be; `pool` must not be used again then.
+
+    `function` must have run before, `aside` on this stream. pool: whose memory the graph takes.
+    """
+    graph = torch.cuda.CUDAGraph()
+    mode = "thread_local" if dist.is_initialized() else "global"  # NCCL has threads that look at the GPU
+    with torch.cuda.device(stream.device):
+        try:
+            # The outer context returns to its stream even if the inner one cannot end its capture.
+            outer = torch.cuda.stream(torch.cuda.current_stream())
+            capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode)
+            with outer, workspaces_of_the_pool(), capture:
+                output = function()
+        except Exception as error:
+            torch.cuda.synchronize()
+            raise CaptureError(str(error.__context__ or error)) from error
+    return graph.replay, output
+
+
+@contextmanager
+def aside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """On this stream, after what was launched before; what is launched afterwards waits for it. None: where it was."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.device(stream.device):
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            current.wait_stream(stream)
 
 
 @contextmanager
