@@ -4,6 +4,7 @@ import pytest
 import torch
 from places import INTERPRETER, ON_GPU
 
+from spec_compile.drafters.trees.block import BlockTree
 from spec_compile.drafters.trees.lattice import grow_table, lattice_tree
 from spec_compile.kernels.lattice import launch
 
@@ -26,6 +27,30 @@ def test_the_kernel_of_lattices(device, places, count, nodes):
     want = grow_table(root, tokens, table, nodes)
     for ours, plain in zip(got, want):
         assert torch.equal(ours.cpu(), plain)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU), pytest.param("cpu", marks=INTERPRETER)])
+def test_independent_places_by_the_kernel(device):
+    """What `BlockTree` gives by its tables: the same trees, and of those with ties the same scores."""
+    places, count, nodes = 4, 5, 17
+    logits = 3 * torch.randn(3, places, count, generator=torch.Generator().manual_seed(0))
+    scores = logits.log_softmax(dim=2).sort(dim=2, descending=True).values
+    scores[1] = scores[1].round()  # ties
+    scores[2, :, 2:] = -torch.inf
+    tokens, root = torch.arange(3 * places * count).view(3, places, count), torch.tensor([7, 98, 0])
+    table = scores[:, :, None].expand(-1, -1, count, -1)
+    ids, parents, totals = (x.cpu() for x in launch(*(x.to(device) for x in (root, tokens, table)), nodes))
+    want = BlockTree(places, count, nodes)(root, scores, tokens)
+    assert torch.equal(totals, want[2])
+    assert torch.equal(ids[0], want[0][0]) and torch.equal(parents[0], want[1][0])
+    for row in range(3):  # every node is a token of the place below its parent's, with the parent's score and its own
+        place = {-1: -2, 0: -1}
+        for node, above in enumerate(parents[row].tolist()):
+            place[node] = place[above] + 1
+            if node:
+                rank = tokens[row, place[node]].tolist().index(ids[row, node])
+                assert totals[row, node] == totals[row, above] + scores[row, place[node], rank]
+        assert len(set(zip(ids[row].tolist(), parents[row].tolist()))) == nodes
 
 
 def test_more_nodes_than_a_lattice_has_are_refused():

@@ -4,6 +4,7 @@ Import this module only where Triton is installed. A program takes a row, and ta
 best down: every node offers the best of its children that are left, and the best offer comes next.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,9 +14,11 @@ def launch(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> tuple[
     """See `lattice_tree`."""
     batch, places, count = tokens.shape
     ids, parents = (root.new_empty(batch, nodes) for _ in range(2))
-    scores = logprobs.new_empty(batch, nodes)
+    scores = torch.empty(batch, nodes, dtype=logprobs.dtype, device=logprobs.device)
+    logprobs = logprobs if logprobs.stride(3) == 1 else logprobs.contiguous()  # a table of equal rows may be one row
     lattice_kernel[(batch,)](
-        root.contiguous(), tokens.contiguous(), logprobs.contiguous(), ids, parents, scores, places, count, nodes,
+        root.contiguous(), tokens.contiguous(), logprobs, ids, parents, scores, places, count, nodes,
+        *logprobs.stride()[:3],
         BLOCK_N=max(triton.next_power_of_2(nodes), 2), BLOCK_K=max(triton.next_power_of_2(count), 2), num_warps=1,
     )  # fmt: skip
     return ids, parents, scores
@@ -29,14 +32,16 @@ def _order(score):
 
 
 @triton.jit
-def _offer(logprobs, place, candidate, score, taken, places, count, BLOCK_K: tl.constexpr):
+def _offer(
+    logprobs, place, candidate, score, taken, places, count, stride_place, stride_before, BLOCK_K: tl.constexpr
+):  # fmt: skip
     """Of a node's children that are not in the bits `taken` the best: its number and score, and whether there is one.
 
     The children stand at `place`; the node is this candidate of the place before, with this score.
     """
     k = tl.arange(0, BLOCK_K)
     free = (k < tl.where(place < places, count, 0)) & (((taken >> k) & 1) == 0)
-    below = score + tl.load(logprobs + (place * count + candidate) * count + k, mask=free, other=0.0)
+    below = score + tl.load(logprobs + place * stride_place + candidate * stride_before + k, mask=free, other=0.0)
     order = tl.where(free, _order(below), -2147483648)
     best = tl.min(tl.where(order == tl.max(order, 0), k, BLOCK_K), 0)
     return best, tl.sum(tl.where(k == best, below, 0.0), 0), tl.max(free.to(tl.int32), 0) != 0
@@ -50,12 +55,14 @@ def _of(values, number, index):
 
 @triton.jit(do_not_specialize=["places", "nodes"])
 def lattice_kernel(
-    root, tokens, logprobs, ids, parents, scores, places, count, nodes, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    root, tokens, logprobs, ids, parents, scores, places, count, nodes, stride_row, stride_place, stride_before,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """ids, parents, scores [B, nodes] of the trees below root [B]; tokens [B, P, K]; logprobs [B, P, K, K]. Grid (B)"""
+    """ids, parents, scores [B, nodes] of the trees below root [B]; tokens [B, P, K]; logprobs [B, P, K, K], of strides
+    stride_row, stride_place, stride_before and 1. Grid (B)"""
     row = tl.program_id(0).to(tl.int64)
     tokens += row * places * count
-    logprobs += row * places * count * count
+    logprobs += row * stride_row
     ids += row * nodes
     parents += row * nodes
     scores += row * nodes
@@ -68,7 +75,7 @@ def lattice_kernel(
     place, candidate = tl.zeros([BLOCK_N], tl.int32), tl.zeros([BLOCK_N], tl.int32)
     score, taken = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.int32)
     zero = tl.full([], 0, tl.int32)
-    first, value, _ = _offer(logprobs, zero, zero, 0.0, zero, places, count, BLOCK_K)
+    first, value, _ = _offer(logprobs, zero, zero, 0.0, zero, places, count, stride_place, stride_before, BLOCK_K)
     offer, order = tl.zeros([BLOCK_N], tl.int32), tl.full([BLOCK_N], -2147483648, tl.int32)
     offered = tl.zeros([BLOCK_N], tl.float32)
     offer = tl.where(number == 0, first, offer)
@@ -89,10 +96,13 @@ def lattice_kernel(
         score = tl.where(number == node, total, score)
         left = _of(taken, number, above)
         best, value, exists = _offer(
-            logprobs, at, _of(candidate, number, above), _of(score, number, above), left, places, count, BLOCK_K
-        )
+            logprobs, at, _of(candidate, number, above), _of(score, number, above), left, places, count,
+            stride_place, stride_before, BLOCK_K,
+        )  # fmt: skip
         offer, offered = tl.where(number == above, best, offer), tl.where(number == above, value, offered)
         order = tl.where(number == above, tl.where(exists, _order(value), -2147483648), order)
-        best, value, exists = _offer(logprobs, at + 1, chosen, total, zero, places, count, BLOCK_K)
+        best, value, exists = _offer(
+            logprobs, at + 1, chosen, total, zero, places, count, stride_place, stride_before, BLOCK_K
+        )
         offer, offered = tl.where(number == node, best, offer), tl.where(number == node, value, offered)
         order = tl.where(number == node, tl.where(exists, _order(value), -2147483648), order)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from .lattice import lattice_tree
+
 
 class BlockTree(nn.Module):
     """The best trees of `nodes` nodes, the root included, over the `topk` likeliest tokens of each of `places` places.
@@ -35,7 +37,13 @@ class BlockTree(nn.Module):
 
     def forward(self, root: Tensor, scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """root [B]; scores (none above 0) and tokens [B, places, topk], likeliest first -> tokens, parents [B, nodes]
-        int64 and scores [B, nodes] float32, from the best node down."""
+        int64 and scores [B, nodes] float32, from the best node down.
+
+        Of nodes with equal scores either may be in the tree, or come first.
+        """
+        if scores.is_cuda:  # one launch, where a sort of all that may be among the best takes many
+            after_any = scores[:, :, None].expand(-1, -1, self.topk, -1)
+            return lattice_tree(root, tokens, after_any, self.nodes)
         scores = torch.cat([scores, torch.zeros_like(scores[:, :, :1])], dim=2)
         totals = scores[:, 0].index_select(1, self.ranks[0])
         for place in range(1, len(self.ranks)):  # in this order no sum is above that of its parent
