@@ -63,6 +63,22 @@ def rate_cells(results: Results, file: str, workload: str, ours: str) -> tuple[s
     return *compared(systems, ours), hardware(stamped)
 
 
+def peer_cells(results: Results, workload: str) -> tuple[str, ...]:
+    """vLLM by its best drafts, ours by EAGLE-3 and n-grams, the ratio, and the hardware."""
+    rows = [row for row in results.all("peers", "rows") if workload in row.get("sets", {})]
+    joined = next((row for row in rows if (row["engine"], row["drafts"]) == ("ours", "EAGLE-3 + n-gram")), None)
+    theirs = [row for row in rows if row["engine"] == "vllm"]
+    if joined is None or not theirs:
+        return NONE, NONE, "", ""
+
+    def rate(row: dict) -> float:
+        return row["sets"][workload]["tokens_per_second"]
+
+    best = max(theirs, key=rate)
+    cells = f"{rate(best):,.0f} tokens/s (vLLM, {best['drafts']})", f"{rate(joined):,.0f} tokens/s"
+    return *cells, f"{rate(joined) / rate(best):.1f}×", hardware(results.seen(joined))
+
+
 def compared(speeds: dict[str, float], ours: str) -> tuple[str, str, str]:
     """The fastest of transformers' own ways, one of ours, and the ratio."""
     best = max((name for name in speeds if name in BEST), key=speeds.get)
@@ -82,19 +98,17 @@ def summary(results: Results) -> str:
     def completion(ours: str) -> tuple[str, ...]:
         return *rate_cells(results, "acceptance_gpu", "code_completion", ours), "`acceptance.py --device cuda`"
 
-    def union(workload: str) -> tuple[str, ...]:
-        cells = rate_cells(results, "acceptance_smollm2", workload, "EAGLE-3 and n-gram, tree of 16")
-        return *cells, "`acceptance.py --as-chat`"
-
+    union = rate_cells(results, "acceptance_smollm2", "editeval", "EAGLE-3 and n-gram, tree of 16")
     rows = [
         ("8B shape, without drafts: one token", *step_cells(results, "llama-8b"), "`gpu.py --baselines`"),
         ("0.6B shape, without drafts: one token", *step_cells(results, "qwen3-0.6b"), "`gpu.py --baselines`"),
         ("demo model, n-grams, code completion", *completion("n-gram, 16 nodes")),
         ("demo model, EAGLE-3 tree, code completion", *completion("EAGLE-3, tree of 16")),
-        ("SmolLM2-135M, EAGLE-3 and n-grams, code editing", *union("editeval")),
-        ("SmolLM2-135M, EAGLE-3 and n-grams, maths", *union("gsm8k_test")),
+        ("SmolLM2-135M, EAGLE-3 and n-grams, code editing", *union, "`acceptance.py --as-chat`"),
+        ("the same", *peer_cells(results, "editeval"), "`peers/compare.py`"),
+        ("the same, maths", *peer_cells(results, "gsm8k_test"), "`peers/compare.py`"),
     ]
-    return table(("", "transformers' best way", "here", "", "hardware", "`python benchmarks/`"), rows)
+    return table(("", "others' best way", "here", "", "hardware", "`python benchmarks/`"), rows)
 
 
 def cpu_workloads(results: Results) -> str:
