@@ -174,13 +174,13 @@ def test_experts_in_mxfp4(place):
 
 
 def test_programs_that_share_the_columns_of_mxfp4_change_no_bit(place):
-    mixture = mxfp4_mixture(place, 20, 2, 4, 992, 288)
-    mixture.ids[:] = torch.tensor([1, 3])  # 20 rows of an expert are two tiles
+    mixture = mxfp4_mixture(place, 18, 2, 4, 544, 288)
+    mixture.ids[:] = torch.tensor([1, 3])  # 18 rows of an expert are two tiles
     tile = plans.Tile(128, 256, 16, stages=2, parts=2)
     cut = mixture.kernel(tile=tile)
     assert mixture.error(tile=tile) < TOLERANCE[place[1]]
     shared = tile._replace(shared=True)
-    for rows in (slice(None), [19], [3, 4, 5]):
+    for rows in (slice(None), [3, 4, 17]):
         assert torch.equal(mixture.kernel(rows, shared), cut[rows])
         assert torch.equal(mixture.kernel(rows, tile), cut[rows])
 
