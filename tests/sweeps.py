@@ -63,7 +63,7 @@ OFTEN = {
         "test_stops_at_the_same_token": 3,
     },
     "test_errors": {"test_the_command_line": 2},
-    "test_hybrid_batches": {"test_rows_enter_and_leave": "qwen3_5 lfm2"},
+    "test_hybrid_batches": {"test_rows_enter_and_leave": "qwen3_5 lfm2 mamba2"},
     "test_hybrids": {
         "test_drafts_of_a_head_and_of_a_model": "qwen3_5-eagle3 lfm2-draft_model",
         "test_kernels_give_the_same_answer": "lfm2 qwen3_5",

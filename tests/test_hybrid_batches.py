@@ -11,7 +11,7 @@ from transformers import DynamicCache, GenerationConfig
 import spec_compile
 from spec_compile.batching.decoding import Decoder
 
-OFTEN = ["lfm2", "qwen3_5", "jamba"]
+OFTEN = ["lfm2", "qwen3_5", "jamba", "mamba2"]
 NAMES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in models.HYBRIDS]
 LENGTHS = [(1, 20), (2, 25), (70, 8), (131, 12), (5, 25), (40, 6), (33, 16)]
 """Tokens of a prompt, and of its answer."""

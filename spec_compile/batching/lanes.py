@@ -120,6 +120,8 @@ class Lanes:
         """Copy the states of a row and the first `slots` slots of its caches, and perhaps more, to row `to` of
         `target`."""
         _copy(self._states(row), target._states(to))
+        if not self._cache_tensors():
+            return  # a model of recurrences alone
         if self.runtime.on_gpu:
             if target not in self._row_copies:
                 from ..kernels.copy_row import RowCopies  # needs Triton
