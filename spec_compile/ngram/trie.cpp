@@ -178,7 +178,7 @@ private:
 
 NB_MODULE(_ngram_trie, m) {
     using Release = nb::call_guard<nb::gil_scoped_release>;
-    nb::class_<Core>(m, "Core", "The n-gram trie behind spec_compile.runtime.ngram.NgramTrie; pointers are addresses of int64 arrays.")
+    nb::class_<Core>(m, "Core", "The n-gram trie behind spec_compile.ngram.trie.NgramTrie; pointers are addresses of int64 arrays.")
         .def(nb::init<int, int, int, int, int, int64_t, bool, int64_t>(), nb::arg("branch_length"), nb::arg("min_w"),
              nb::arg("max_w"), nb::arg("min_b"), nb::arg("max_b"), nb::arg("capacity"), nb::arg("match_type_is_prob"),
              nb::arg("vocab_size") = int64_t(1) << 31)
