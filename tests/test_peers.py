@@ -209,7 +209,8 @@ def test_whether_more_nodes_pay(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_trees_over_what_the_demo_heads_propose(tmp_path):
+def test_trees_over_what_the_demo_heads_propose(tmp_path, monkeypatch):
+    monkeypatch.setattr(wide_trees, "pin", lambda threads: None)  # a child forked later cannot use two threads
     options = ["--workloads", "chat", "--prompts", "1", "--new-tokens", "8", "--json", str(tmp_path / "wide.json")]
     wide_trees.main(options)
     rows = json.loads((tmp_path / "wide.json").read_text())["rows"]
