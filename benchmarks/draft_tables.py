@@ -71,19 +71,18 @@ def wide_trees(results: Results) -> str:
 
 
 def draft_windows(results: Results) -> str:
-    """A row for each head and context of a real model: its accept length without a window and with each."""
-    return by_window(
-        [row for row in results.all("draft_windows", "rows") if not row["random"]], results, "accept_length"
-    )
+    """Accept lengths of a real model without a window and with each."""
+    return by_window(results, "accept_length")
 
 
 def draft_window_rounds(results: Results) -> str:
-    """A row for each head and context of a shape: milliseconds of a round without a window and with each."""
-    return by_window([row for row in results.all("draft_windows", "rows") if row["random"]], results, "ms")
+    """Milliseconds of a shape's round without a window and with each."""
+    return by_window(results, "ms")
 
 
-def by_window(rows: list[dict], results: Results, figure: str) -> str:
-    """A row for each model, head and context, a column for each window."""
+def by_window(results: Results, figure: str) -> str:
+    """A row for each model, head and context that have this figure, a column for each window."""
+    rows = [row for row in results.all("draft_windows", "rows") if figure in row]
     windows = sorted({row["window"] or 0 for row in rows})
     cells = {(row["model"], row["algo"], row["context"], row["window"] or 0): results.seen(row)[figure] for row in rows}
     lines = []

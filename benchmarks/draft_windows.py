@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import HERE, RESULTS, read_prompts, save_rows, stamp, synchronize
+from common import DEMO_MODEL, RESULTS, save_rows, stamp, synchronize
 from drafts import TREE, make
 from rounds import rounds
 from shapes import build, text_tokens
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import spec_compile
 
@@ -31,13 +31,6 @@ ROOM = 1024
 """Slots of the cache behind the longest context."""
 KEYS = ("model", "algo", "context", "window")
 """What tells the rows of the results apart."""
-
-
-def own_text(name: str, count: int) -> torch.Tensor:
-    """The benchmark's prompts by the model's own tokenizer, end to end."""
-    files = sorted((HERE / "prompts").glob("*.jsonl"))
-    ids = AutoTokenizer.from_pretrained(name)("\n".join(text for f in files for text in read_prompts(f, 100))).input_ids
-    return torch.tensor((ids * -(-count // len(ids)))[:count])
 
 
 def speculate(model: PreTrainedModel, draft, window: int | None, args: argparse.Namespace) -> PreTrainedModel:
@@ -82,17 +75,17 @@ def measured(args: argparse.Namespace) -> Iterator[dict]:
     if args.shape:
         model = build(args.shape, args.device)
         draft = make(args.algo, model, AutoConfig.for_model("llama"))
-        text, figures = text_tokens(max(args.contexts), model.config.vocab_size), replayed
+        figures, tokenizer = replayed, DEMO_MODEL
     else:
         dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device).eval()
-        draft, text = args.draft, own_text(args.model, max(args.contexts))
-        figures = partial(answered, answers={}, args=args)
+        draft, figures, tokenizer = args.draft, partial(answered, answers={}, args=args), args.model
+    text = text_tokens(max(args.contexts), model.config.vocab_size, tokenizer)
     for window in (None, *args.windows):
         fast = speculate(model, draft, window, args)
         for context in args.contexts:
             if window is None or window < context:
-                row = {"model": args.shape or Path(args.model).name, "algo": args.algo, "random": bool(args.shape)}
+                row = {"model": args.shape or Path(args.model).name, "algo": args.algo}
                 yield row | {"context": context, "window": window, **figures(fast, text[:context])}
 
 

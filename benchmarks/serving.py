@@ -25,17 +25,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from common import (
-    DEMO_MODEL,
-    HERE,
-    RESULTS,
-    pin,
-    prompts_of,
-    read_bandwidth,
-    save_rows,
-    stamp,
-    synchronize,
-)
+from common import DEMO_MODEL, HERE, RESULTS, pin, prompts_of, read_bandwidth, save_rows, stamp, synchronize
 from rounds import rounds
 from shapes import DENSE, build, token_bytes, weight_bytes
 from timers import bandwidth, median_ms

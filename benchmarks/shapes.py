@@ -1,6 +1,7 @@
 """Model shapes with random weights, and text for them."""
 
 import math
+from pathlib import Path
 
 import torch
 from common import DEMO_MODEL, HERE, read_prompts
@@ -67,9 +68,9 @@ def build(name: str, device: str = "cuda") -> PreTrainedModel:
     return model.eval()
 
 
-def text_tokens(count: int, vocab: int) -> torch.Tensor:
-    """Tokens of the benchmark's own prompts, by the demo model's tokenizer, end to end."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+def text_tokens(count: int, vocab: int, model: str | Path = DEMO_MODEL) -> torch.Tensor:
+    """Tokens of the benchmark's own prompts, by the tokenizer of `model`, end to end."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
     texts = "\n".join(text for file in sorted((HERE / "prompts").glob("*.jsonl")) for text in read_prompts(file, 100))
     ids = torch.tensor(tokenizer(texts, verbose=False).input_ids)
     return ids.repeat(-(-count // len(ids)))[:count] % vocab

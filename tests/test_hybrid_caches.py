@@ -41,6 +41,7 @@ def turns(model, lengths, cache, *, reference=None, **options):
 def test_a_cache_goes_from_one_call_to_the_next(name):
     """Rows of unequal length, with drafts that are mostly right. What is not served is equal, too."""
     model, fast = system(name)
+    bound = 2 * hybrids.NOISY[name] if name in hybrids.NOISY else 1e-5  # both caches are as far from a plain forward
     with warnings.catch_warnings():
         warnings.simplefilter("error" if name in NAMES else "ignore")
         for lengths in ((5, 33, 20), (40,)):
@@ -50,7 +51,7 @@ def test_a_cache_goes_from_one_call_to_the_next(name):
             for (text, states), (expected, theirs) in zip(got, wanted):
                 assert torch.equal(text, expected)
                 for one, other in zip(states, theirs, strict=True):
-                    assert (one - other).abs().max() <= hybrids.NOISY.get(name, 1e-5) * other.abs().max()
+                    assert (one - other).abs().max() <= bound * other.abs().max()
             assert name not in NAMES or 0 < fast.speculation.stats.rounds < 3 * NEW / 2
 
 

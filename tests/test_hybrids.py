@@ -23,7 +23,7 @@ from spec_compile.report.bits import _both
 NEW = 48
 OFTEN = ("lfm2", "qwen3_5", "falcon_h1", "nemotron_h", "jamba")
 NAMES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in models.HYBRIDS]
-NOISY = {"zamba": 1e-4}  # twice as far as its own generate() is from a plain forward
+NOISY = {"zamba": 5e-5}  # as far as its own generate() is from a plain forward
 PURE = ("mamba", "mamba2")
 """Without attention, their caches are not `past_key_values`."""
 

@@ -180,7 +180,7 @@ def test_programs_that_share_the_columns_of_mxfp4_change_no_bit(place):
     cut = mixture.kernel(tile=tile)
     assert mixture.error(tile=tile) < TOLERANCE[place[1]]
     shared = tile._replace(shared=True)
-    for rows in (slice(None), [3, 4, 17]):
+    for rows in (slice(None), [17], [3, 4, 5]):
         assert torch.equal(mixture.kernel(rows, shared), cut[rows])
         assert torch.equal(mixture.kernel(rows, tile), cut[rows])
 
