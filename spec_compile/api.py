@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from .capture import adapters
 from .capture.admit import admit
 from .capture.check_generation import check_generation
 from .capture.checks import check_capture, check_tree
+from .capture.compiled import underlying
 from .capture.ranks import facts, share_memory
 from .capture.trace import capture
 from .capture.watch import Watch, config_reads, describe
@@ -29,8 +29,7 @@ from .drafting import Algorithm
 from .errors import check_int
 from .ngram import NgramStore
 from .parallel.start import find_ranks
-from .report import html as report
-from .report.explain import explain
+from .report.accounts import Accounts
 from .runtime import past
 from .runtime.agreement import Agreement
 from .runtime.engine import Engine
@@ -40,14 +39,14 @@ from .runtime.request import Request
 from .runtime.runtime import max_positions
 from .runtime.session import Session
 from .runtime.turns import Turns
-from .stats import Stats
 
 
 def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> PreTrainedModel:
     """A model that generates faster, with the same answer.
 
     model: a causal language model of transformers, or peft's wrapper around one. It keeps working as before. Of a
-    result of `speculate` the original is used, with these options alone.
+    result of `speculate` the original is used, with these options alone. Of what ``torch.compile`` has made of a model,
+    or of its parts, the functions and modules that were compiled are used.
     algo: what proposes tokens, "ngram" unless told otherwise; `drafters.ALGORITHMS` has all, `ALIASES` their other
     names. options: those of `config.Options` and of the algorithm; ``draft=`` names the draft.
 
@@ -58,6 +57,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
     model in training mode) or UnsupportedModelError (the model cannot be rewritten exactly), before any change.
     """
+    model, options = underlying(model), {name: underlying(value) for name, value in options.items()}
     if isinstance(model, BatchingMixin):
         model = vars(model)["speculation"].original
     if adapters.is_wrapped(model):
@@ -78,7 +78,8 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         elif parsed.compile:
             check_compiler()
     share_memory(ranks, model.device)
-    with COMPILE_LOCK:  # because tracing and checking change settings of the whole process
+    # Tracing and checking change settings of the whole process. They run no code that the user had compiled.
+    with COMPILE_LOCK, torch.compiler.set_stance("force_eager"):
         with ranks.together("speculate()", {}):
             algorithm = build(name, model, parsed)
             fast = shadow(model)
@@ -89,7 +90,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     return fast
 
 
-class Speculation:
+class Speculation(Accounts):
     """The object at ``model.speculation``: statistics, reports and control of one speculative model."""
 
     fork_order = 2
@@ -154,39 +155,6 @@ class Speculation:
     def cache_layout(self) -> past.Layout | None:
         """Where transformers' cache of this model has the contents of ours (see `past.layout_of`)."""
         return past.layout_of(self._model, self.engine.captured)
-
-    @property
-    def stats(self) -> Stats:
-        """Counters since the start or ``stats.reset()``."""
-        return self.engine.runtime.stats
-
-    def explain(self) -> str:
-        """What each pass changed, and what a round does."""
-        return explain(self)
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """A context in which generate() records every tree that it verifies, until the next recording, for `report`."""
-        before, self.engine.records = self.engine.records, True
-        try:
-            yield
-        finally:
-            self.engine.records = before
-
-    def report(self, path: str | Path, tokenizer: Any = None) -> Path:
-        """Write an HTML page about the last generate() that was recorded, and return its path.
-
-        It shows text by rounds, accept lengths, times, and every tree with its accepted nodes. It needs no network.
-        With n-grams the trees show parts of other calls' texts, unless these ran with ``share_text=False``.
-
-        path: of the file. tokenizer: the model's, to show text in place of token ids.
-        Raises RuntimeError if nothing was recorded, and TypeError if `tokenizer` cannot decode.
-        """
-        if self.engine.recording is None:
-            raise RuntimeError(
-                "no generate() was recorded; run it inside `with model.speculation.recording():`, then call report()"
-            )
-        return report.write(self.engine.recording, path, tokenizer, type(self._model).__name__, self.algorithm)
 
     def warmup(
         self, batch_size: int = 1, progress: Callable[[str], None] | None = None, do_sample: bool = False

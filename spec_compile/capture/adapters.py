@@ -1,12 +1,14 @@
 """PEFT: adapters that are part of the captured model, and models wrapped by peft (which need not be installed)."""
 
 import copy
+from typing import Any
 
 from torch import nn
 
 from ..compat import held_tensors
 from ..errors import UnsupportedModelError
 from ..kernels.linear.quantised.one_layout import Restoring
+from .compiled import strip
 from .mxfp4 import library_tensors
 
 
@@ -55,11 +57,12 @@ class _Generates:
 
 def twin(model: nn.Module) -> nn.Module:
     """A copy of all modules and configurations over the same tensors: to be traced, or to have hooks, while other
-    threads run `model`."""
+    threads run `model`. It runs without ``torch.compile``."""
     shared = [*library_tensors(model), *held_tensors(model)]
     for part in model.modules():
         shared += [holder for holder in (part._parameters, part._buffers) if isinstance(holder, Restoring)]
-    return copy.deepcopy(model, {id(each): each for each in shared})
+    memo: dict[int, Any] = {id(each): each for each in shared}
+    return strip(copy.deepcopy(model, memo), model, memo)
 
 
 def shallow(module: nn.Module, cls: type | None = None) -> nn.Module:

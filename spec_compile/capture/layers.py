@@ -34,9 +34,11 @@ def check_layers(model: PreTrainedModel, gm: fx.GraphModule) -> None:
     attention, recurrence = (calls(gm, marker) for marker in MARKERS)
     if not recurrence:
         if len(attention) != config.num_hidden_layers:
+            own = next((path for path, part in model.named_modules() if "forward" in vars(part)), None)
             raise UnsupportedModelError(
                 f"model: {name} called attention through transformers' interface {len(attention)} times in "
                 f"{config.num_hidden_layers} layers; every layer must, or its own mask or state would be lost"
+                + ("" if own is None else f". A function was set as {f'{own}.forward'.lstrip('.')}; remove it")
             )
         chunks = sum(len(node.args) > 8 and node.args[8] is not None for node in attention)
         if chunks != layer_types(config).count("chunked_attention"):

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..compat import held_parameters
 from ..errors import UnsupportedModelError
+from .compiled import PREFIX
 
 Fake = tuple[PreTrainedModel, FakeTensorMode]
 
@@ -30,7 +31,7 @@ def fake_twin(model: PreTrainedModel) -> Fake:
         twin = type(model)(copy.deepcopy(model.config)).eval()
         fakes: dict[int, nn.Parameter] = {}
         for path, parameter in model.named_parameters(remove_duplicate=False):
-            owner, _, name = path.rpartition(".")
+            owner, _, name = path.replace(PREFIX, "").rpartition(".")
             if id(parameter) not in fakes:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                 fakes[id(parameter)] = nn.Parameter(empty, requires_grad=False)
@@ -45,6 +46,7 @@ def bind(gm: fx.GraphModule, model: PreTrainedModel) -> None:
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
+    tensors = {path.replace(PREFIX, ""): tensor for path, tensor in tensors.items()}
     for node in [node for node in gm.graph.nodes if node.op == "get_attr"]:
         path, _, name = node.target.rpartition(".")
         owner = gm.get_submodule(path)

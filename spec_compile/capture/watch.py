@@ -23,13 +23,14 @@ from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..compat import held_items
+from .compiled import underlying
 from .weights import AGAIN, Slot
 
 INTERNALS = set(vars(nn.Module())) - {"training"}
 BOOKKEEPING = {
-    "_compiled_call_impl", "_gradient_checkpointing_func", "_is_hf_initialized", "generation_config",
-    "gradient_checkpointing", "hf_device_map", "kernel_config", "loss_type", "name_or_path", "rope_deltas",
-    "warnings_issued",
+    "_compiled_call_impl", "_gradient_checkpointing_func", "_is_hf_initialized", "_is_torch_compile",
+    "generation_config", "gradient_checkpointing", "hf_device_map", "kernel_config", "loss_type", "name_or_path",
+    "rope_deltas", "warnings_issued",
 }  # fmt: skip
 """Attributes of modules on which no logits depend in evaluation mode (of `rope_deltas`: beside the position ids)."""
 CONFIG_BOOKKEEPING = {
@@ -218,7 +219,8 @@ def _facts(part: nn.Module) -> _Facts:
     values = {name: copy.deepcopy(value) if _is_plain(value) else value for name, value in _values(part).items()}
     empty = {name: tensor is None for owner in (part._parameters, part._buffers) for name, tensor in held_items(owner)}
     hooks = _hooks((part._forward_hooks, part._forward_pre_hooks))
-    return _Facts(type(part), _forward(part), values, empty, dict(part._modules), hooks)
+    modules = {name: underlying(module) for name, module in part._modules.items()}
+    return _Facts(type(part), _forward(part), values, empty, modules, hooks)
 
 
 def _values(part: nn.Module) -> dict[str, Any]:
@@ -237,8 +239,7 @@ def _values(part: nn.Module) -> dict[str, Any]:
 
 def _forward(part: nn.Module) -> Callable:
     """The function that a call of the module runs, without torch.compile around it."""
-    forward = vars(part).get("forward", type(part).forward)
-    forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    forward = underlying(vars(part).get("forward", type(part).forward))
     return forward.__func__ if getattr(forward, "__self__", None) is part else forward
 
 
@@ -288,9 +289,8 @@ def _hook_differences(label: str, was: list, now: list) -> Iterator[Change]:
 
 
 def _was_and_is(name: str, was: Any, now: Any) -> str:
-    if not (_is_plain(was) and _is_plain(now)):
-        return f"{name} was replaced after speculate()"
-    return f"{name} was {reprlib.repr(was)} at speculate() and is {reprlib.repr(now)} now"
+    values = f"was {reprlib.repr(was)} at speculate() and is {reprlib.repr(now)} now"
+    return f"{name} {values if _is_plain(was) and _is_plain(now) else 'was replaced after speculate()'}"
 
 
 def _same(was: Any, now: Any) -> bool:

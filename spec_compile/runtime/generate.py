@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..capture import hooks
+from ..capture.compiled import underlying
 from ..capture.pictures import placeholders
 from ..capture.watch import describe
 from . import own_prefill
@@ -44,8 +45,9 @@ class SpeculativeMixin:
             kwargs.pop("streamer", None)
         if kwargs.get("custom_generate") is not None:
             self.speculation.step_aside("custom_generate")
-        replaced = vars(self.speculation.original).get("generate")  # by a repository's custom_generate, or by a user
-        if replaced is not None:
+        replaced = underlying(vars(self.speculation.original).get("generate"))
+        if replaced not in (None, type(self.speculation.original).generate.__get__(self.speculation.original)):
+            # A repository's custom_generate, or a user, has set another function.
             self.speculation.step_aside(f"generate (set on the {type(self).__name__} object)")
             return replaced(*args, **kwargs)
         with self.speculation.generating(reference, share_text):
@@ -65,6 +67,11 @@ class SpeculativeMixin:
             if override is not None:
                 self.speculation.step_aside(f"{override}, with a loop of its own")
             return output
+
+    def extra_repr(self) -> str:
+        """Puts what speculates first in the model's repr."""
+        lines = [super().extra_repr(), f"speculation={vars(self).get('speculation')!r}"]
+        return "\n".join(filter(None, lines))
 
     def __reduce_ex__(self, protocol):
         """Copies and pickles are of the original, which becomes speculative again."""

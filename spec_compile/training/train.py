@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..capture import adapters
 from ..capture.admit import admit
+from ..capture.compiled import is_compiled, underlying
 from ..config import parse_options
 from ..drafters.checkpoints.files import load_pickled
 from ..drafters.checkpoints.target import Target
@@ -195,9 +196,11 @@ def _trainer_of(algo: str) -> type[Trainer]:
 
 
 def _plain(model: PreTrainedModel) -> PreTrainedModel:
-    """The model inside peft's wrapper, and behind `speculate`."""
+    """The model inside peft's wrapper, behind `speculate` and under ``torch.compile``."""
+    model = underlying(model)
     model = adapters.base_of(model) if adapters.is_wrapped(model) else model
-    return model.speculation.original if isinstance(model, SpeculativeMixin) else model
+    model = model.speculation.original if isinstance(model, SpeculativeMixin) else model
+    return adapters.twin(model) if isinstance(model, PreTrainedModel) and is_compiled(model) else model
 
 
 def _trainer_and_options(algo: str, options: dict) -> tuple[type[Trainer], TrainingOptions]:
