@@ -97,7 +97,7 @@ def test_each_request_has_its_own_settings(client, alone):
         ({"temperature": 0.8, "seed": 5}, {"do_sample": True, "temperature": 0.8, "seed": 5}),
         ({}, {"do_sample": False}),
         ({"max_tokens": 3}, {"do_sample": False, "max_new_tokens": 3}),
-        ({"frequency_penalty": 0.5}, {"do_sample": False, "repetition_penalty": 1.5}),
+        ({"generation_config": '{"repetition_penalty": 1.5}'}, {"do_sample": False, "repetition_penalty": 1.5}),
         ({"stop": ["1"]}, {"do_sample": False, "stop_strings": ["1"], "tokenizer": alone[1]}),
     ]
 
@@ -183,7 +183,7 @@ def test_the_models_are_the_one_that_is_served(client, folder):
         (400, "generation_config", {"prompt": "a", "generation_config": "{"}),
         (400, "speed", {"prompt": "a", "generation_config": '{"speed": 9}'}),
         (400, "beam", {"prompt": "a", "generation_config": '{"num_beams": 2}'}),
-        (400, "another", {"prompt": "a", "model": "another"}),
+        (404, "another", {"prompt": "a", "model": "another"}),
         (400, "at least one token", {"prompt": ""}),
         (400, "vocabulary", {"prompt": "<unknown>"}),
         (400, "max_new_tokens", {"prompt": "a", "max_tokens": 3000}),
@@ -261,7 +261,7 @@ def test_a_slow_client_loses_its_own_request_alone(client, alone, monkeypatch):
     monkeypatch.setattr(requests, "most_unread", 20)
 
     async def ask():
-        CURRENT.set(slow := Call(has_own_limit=True))
+        CURRENT.set(slow := Call(asyncio.get_running_loop(), limit_field="max_tokens"))
         config = GenerationConfig(do_sample=True, temperature=2.0, max_new_tokens=1500, eos_token_id=-1)
         ids = alone[1](PROMPT)["input_ids"]
         pieces, _ = requests.generate_streaming(None, alone[1], {"input_ids": ids}, config, "slow")
@@ -298,7 +298,7 @@ def test_an_error_of_a_request_is_its_own(client, alone):
     finally:
         manager.add_request = add
     assert response.status_code == 500 and 'no \\"more\\"' in response.text
-    assert 'no "more"' in chunks[-1]["error"] and "usage" not in chunks[-1]
+    assert 'no "more"' in chunks[-1]["error"]["message"] and "usage" not in chunks[-1]
     assert requests.ailment() is None
     assert complete(client)["choices"][0]["text"] == expected(alone, PROMPT, max_new_tokens=24, do_sample=False)
 
@@ -340,7 +340,7 @@ def test_a_dead_worker_is_told_to_all_and_ends_the_server(folder, monkeypatch):
     with running(folder, slots=2) as client:
         answer, received = asyncio.run(ask(client))
         assert answer.status_code == 503 and "the device is gone" in answer.text
-        assert "the device is gone" in json.loads(received[-1].removeprefix("data: "))["error"]
+        assert "the device is gone" in json.loads(received[-1].removeprefix("data: "))["error"]["message"]
         for path, body in (("/health", None), ("/v1/completions", {"prompt": "a"})):
             response = client.request("POST" if body else "GET", path, json=body)
             assert response.status_code == 503 and "the device is gone" in response.text
@@ -384,7 +384,7 @@ def test_a_signal_stops_admission_and_lets_requests_end(folder, grace):
 @contextmanager
 def command(folder, port, *more):
     """The process of the command, and a client of it, once it listens."""
-    flags = ["--device", "cpu", "--dtype", "float32", "--port", port, "--continuous-batching"]
+    flags = ["--device", "cpu", "--dtype", "float32", "--port", port]
     words = ["-m", "spec_compile", "serve", folder, "--algo", "ngram", "--options", '{"compile": false}', *flags, *more]
     process = subprocess.Popen([sys.executable, *map(str, words)], stderr=subprocess.PIPE, text=True)
     try:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 CURRENT: ContextVar["Call"] = ContextVar("CURRENT")
@@ -14,13 +14,20 @@ CURRENT: ContextVar["Call"] = ContextVar("CURRENT")
 class Call:
     """One HTTP request.
 
-    request_id: the manager's name of the request that was added for it, or None. output: the last that the manager
-    delivered. has_own_limit: whether the client said how many tokens it wants.
+    loop: the event loop that serves it. given: its checked fields. prompt_field, limit_field: the names of the fields
+    that have the prompt and the number of tokens that the client wants, or None. is_prepared: whether its prompt and
+    settings were made. request_id: the manager's name of the request that is added for it, or None. output: the last
+    that the manager delivered. is_gone: whether nobody waits for the answer any more.
     """
 
+    loop: asyncio.AbstractEventLoop
+    given: dict = field(default_factory=dict)
+    prompt_field: str = "prompt"
+    limit_field: str | None = None
+    is_prepared: bool = False
     request_id: str | None = None
     output: Any = None
-    has_own_limit: bool = False
+    is_gone: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -42,7 +49,7 @@ class CallMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        call = Call()
+        call = Call(asyncio.get_running_loop())
         CURRENT.set(call)
         client = _Client(receive, send)
         answering = asyncio.ensure_future(self.app(scope, client.receive, client.send))
@@ -53,6 +60,7 @@ class CallMiddleware:
             for task in (answering, leaving):
                 task.cancel()  # does nothing to one that is done
             await asyncio.gather(answering, leaving, return_exceptions=True)
+            call.is_gone = True  # before the look at `is_open`: a thread that adds its request looks at it after that
             if call.is_open:
                 self.cancel(call.request_id)
         if not answering.cancelled():

@@ -9,7 +9,7 @@ import typer
 from transformers.cli.serve import Serve
 
 from ..command_line import json_object
-from . import GRACE, MAX_QUEUE
+from . import FLAGS, GRACE, MAX_QUEUE
 
 PACKAGES = ("fastapi", "openai", "prometheus_client", "uvicorn")
 
@@ -40,10 +40,9 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def make_command() -> Any:
-    """typer's command: our own options, and behind them transformers' own."""
+    """typer's command: our own options, and after them those of transformers that do something here."""
     own = [each for each in inspect.signature(_serve).parameters.values() if each.kind is not each.VAR_KEYWORD]
-    fixed = {"self", "force_model", "non_blocking"}
-    theirs = [each for name, each in inspect.signature(Serve.__init__).parameters.items() if name not in fixed]
+    theirs = [each for name, each in inspect.signature(Serve.__init__).parameters.items() if name in FLAGS]
 
     def serve(**arguments: Any) -> None:
         _serve(**arguments)
@@ -63,6 +62,9 @@ def _serve(
     slots: Annotated[int | None, typer.Option(help="Requests that are answered at once.", min=1)] = None,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; others get 429.", min=1)] = MAX_QUEUE,
     tensor_parallel: Annotated[int, typer.Option(help="GPUs that share the model.", min=1)] = 1,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; by default as it is called here.")
+    ] = None,
     grace: Annotated[float, typer.Option(help="Seconds that requests have to end after SIGTERM.", min=0)] = GRACE,
     **flags: Any,
 ) -> None:
@@ -80,7 +82,7 @@ def _serve(
     if draft is not None:
         choices["draft"] = draft
     sizes = {"slots": slots, "max_queue": max_queue, "tensor_parallel": tensor_parallel}
-    runner = Runner(build(model, algo, choices, **sizes, **flags), grace)
+    runner = Runner(build(model, algo, choices, **sizes, served_model_name=served_model_name, **flags), grace)
     runner.run()
     if runner.has_failed:
         raise typer.Exit(1)

@@ -1,5 +1,6 @@
 """`Runner`, which runs a server until a signal, answers what it has admitted, and ends when its worker dies."""
 
+import asyncio
 import threading
 import time
 
@@ -30,6 +31,12 @@ class Runner(uvicorn.Server):
             super().run(sockets)
         finally:
             self.requests.stop()
+            self.requests.workers.close()
+
+    async def shutdown(self, sockets: list | None = None) -> None:
+        """End the requests that still run by an error, which their clients get, and close the connections."""
+        await asyncio.to_thread(self.requests.stop)
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """A signal: stop admitting, and end once nothing runs."""
@@ -51,5 +58,6 @@ class Runner(uvicorn.Server):
         while self.requests.is_alive():
             time.sleep(WATCH)
         self.has_failed = True
+        self.requests.end_all("the worker died")  # if one came in while it died
         time.sleep(FAREWELL)
         self.should_exit = True

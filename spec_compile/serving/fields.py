@@ -1,119 +1,214 @@
-"""Checks of the fields of a request's body, before anything is done for it.
+"""The fields of a request's body: those that are served, and those of OpenAI's that only a neutral value may have.
 
-transformers' server refuses fields that it does not know. A value of a wrong type would raise somewhere inside it, and
-fields that it knows but does not serve would be ignored, although they change the answer.
+Nothing that a client sends is dropped. A field is in the table of its endpoint, or the request is refused by its name.
 """
 
-import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import GenerationConfig
+from ..errors import did_you_mean
+from .errors import Refusal, refuse, shown
+
+MOST_STOPS, LONGEST_STOP = 16, 256
+"""Stop strings of a request, and characters of each."""
+MOST_BIASES = 1024
+"""Entries of `logit_bias`."""
+COLDEST, HOTTEST = 1e-5, 1e5
+"""Temperatures above 0 by which logits can be divided in float32."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """What a field may be. accepts: tells it of a value. expected: says it in words."""
+    """A value that a field may have.
+
+    accepts: tells it of a value. expected: says it in words.
+    """
 
     accepts: Callable[[Any], bool]
     expected: str
 
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value that the field `name` may not have."""
+        if not self.accepts(value):
+            raise refuse(name, f"expected {self.expected}, got {shown(value)}")
 
 
-def _number(low: float, high: float) -> Field:
-    return Field(lambda value: _is_number(value) and low <= value <= high, f"a number from {low} to {high}")
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return isinstance(value, int) or math.isfinite(value)
 
 
-def _is_texts(value: Any) -> bool:
+def number(low: float, high: float) -> Field:
+    """Numbers from `low` to `high`."""
+    return Field(lambda value: is_number(value) and low <= value <= high, f"a number from {low:g} to {high:g}")
+
+
+def whole(low: int, high: int = (1 << 63) - 1) -> Field:
+    """Ints from `low` to `high`."""
+    words = f"an int of {low} or more" if high == (1 << 63) - 1 else f"an int from {low} to {high}"
+    return Field(lambda value: type(value) is int and low <= value <= high, words)
+
+
+def only(*neutral: Any) -> Field:
+    """A field that would change the answer, but is not served: values that change nothing."""
+    words = " or ".join(shown(value) for value in neutral) or "no value"
+    accepts = [(type(value), value) for value in neutral]
+    return Field(lambda value: (type(value), value) in accepts, f"{words}, because nothing else is served")
+
+
+def _is_stops(value: Any) -> bool:
     texts = value if isinstance(value, list) else [value]
-    return bool(texts) and all(isinstance(text, str) and text for text in texts)
+    if not 0 < len(texts) <= MOST_STOPS:
+        return False
+    return all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in texts)
 
 
 def _is_biases(value: Any) -> bool:
-    return isinstance(value, dict) and all(key.isdecimal() and _is_number(bias) for key, bias in value.items())
+    if not isinstance(value, dict) or len(value) > MOST_BIASES:
+        return False
+    ids = all(key.isascii() and key.isdecimal() and key == str(int(key[:20])) for key in value)
+    return ids and all(is_number(bias) and -100 <= bias <= 100 for bias in value.values())
 
 
-def _only(*neutral: Any) -> Field:
-    """A field that would change the answer, but is not served."""
-    return Field(lambda value: value in neutral, f"{json.dumps(neutral[0])}, because nothing else is served")
+def _is_temperature(value: Any) -> bool:
+    return is_number(value) and (value == 0 or COLDEST <= value <= HOTTEST)
 
 
-COUNT = Field(lambda value: _is_int(value) and value >= 1, "an int of 1 or more")
+def object_of(**fields: Field) -> Callable[[Any], bool]:
+    """Tells whether a value is an object with no names but these; null counts as not given."""
+
+    def accepts(value: Any) -> bool:
+        return isinstance(value, dict) and all(
+            name in fields and (each is None or fields[name].accepts(each)) for name, each in value.items()
+        )
+
+    return accepts
+
+
+COUNT = whole(1)
 TEXT = Field(lambda value: isinstance(value, str), "a text")
+FLAG = Field(lambda value: isinstance(value, bool), "true or false")
 OBJECT = Field(lambda value: isinstance(value, dict), "an object")
 LIST = Field(lambda value: isinstance(value, list), "a list")
 MESSAGES = Field(lambda value: isinstance(value, list) and len(value) > 0, "a list of at least one message")
-FIELDS = {
+PLAIN = Field(object_of(type=only("text")), '{"type": "text"}, because nothing else is served')
+SAMPLING = {
     "model": TEXT,
+    "stream": FLAG,
+    "temperature": Field(_is_temperature, f"0, or a number from {COLDEST:g} to {HOTTEST:g}"),
+    "top_p": Field(lambda value: is_number(value) and 0 < value <= 1, "a number above 0, at most 1"),
+    "seed": whole(-(1 << 63), (1 << 64) - 1),
+    "generation_config": Field(lambda value: isinstance(value, str), "a text that is a JSON object"),
+}
+"""The fields of all endpoints that change the answer."""
+PENALTIES = {
+    "frequency_penalty": number(-2, 2),
+    "presence_penalty": number(-2, 2),
+    "stop": Field(
+        _is_stops, f"a text, or a list of at most {MOST_STOPS} texts, of 1 to {LONGEST_STOP} characters each"
+    ),
+    "logit_bias": Field(
+        _is_biases, f"an object of at most {MOST_BIASES} token ids, each with a number from -100 to 100"
+    ),
+    "max_tokens": COUNT,
+}
+TEMPLATE = {
+    "tools": LIST,
+    "tool_choice": only("auto", "none"),
+    "parallel_tool_calls": only(True),
+    "chat_template_kwargs": OBJECT,
+}
+"""The fields of endpoints with a chat template."""
+WITHOUT_EFFECT = {
+    "user": TEXT,
+    "metadata": OBJECT,
+    "store": FLAG,
+    "service_tier": TEXT,
+    "safety_identifier": TEXT,
+    "prompt_cache_key": TEXT,
+    "prompt_cache_retention": TEXT,
+    "prompt_cache_options": OBJECT,
+}
+"""Fields of OpenAI's that are accepted, because they cannot change an answer."""
+STREAM_OPTIONS = Field(
+    object_of(include_usage=FLAG, include_obfuscation=only(False)),
+    "an object with include_usage and nothing else; the last chunk has the usage in any case",
+)
+COMPLETION = SAMPLING | PENALTIES | {
     "prompt": TEXT,
     "suffix": TEXT,
+    "n": only(1),
+    "best_of": only(1),
+    "echo": only(False),
+    "logprobs": only(False),
+    "stream_options": STREAM_OPTIONS,
+    "user": TEXT,
+}  # fmt: skip
+CHAT = SAMPLING | PENALTIES | TEMPLATE | WITHOUT_EFFECT | {
     "messages": MESSAGES,
-    "input": Field(
-        lambda value: isinstance(value, (str, list)) and len(value) > 0, "a text, or a list that is not empty"
-    ),
-    "stream": Field(lambda value: isinstance(value, bool), "true or false"),
-    "max_tokens": COUNT,
     "max_completion_tokens": COUNT,
+    "n": only(1),
+    "logprobs": only(False),
+    "top_logprobs": only(0),
+    "response_format": PLAIN,
+    "modalities": only(["text"]),
+    "functions": only([]),
+    "function_call": only("none", "auto"),
+    "verbosity": only("medium"),
+    "stream_options": STREAM_OPTIONS,
+} | dict.fromkeys(("audio", "moderation", "prediction", "reasoning_effort", "web_search_options"), only())  # fmt: skip
+RESPONSE = SAMPLING | TEMPLATE | WITHOUT_EFFECT | {
+    "input": Field(lambda value: isinstance(value, (str, list)) and len(value) > 0, "a text or a list, not empty"),
+    "instructions": TEXT,
     "max_output_tokens": COUNT,
-    "temperature": Field(lambda value: _is_number(value) and value >= 0, "a number of 0 or more"),
-    "top_p": Field(lambda value: _is_number(value) and 0 < value <= 1, "a number above 0, at most 1"),
-    "frequency_penalty": _number(-2, 2),
-    "seed": Field(_is_int, "an int"),
-    "stop": Field(_is_texts, "a text, or a list of texts, none of them empty"),
-    "logit_bias": Field(_is_biases, "an object of token ids and numbers"),
-    "generation_config": TEXT,
-    "chat_template_kwargs": OBJECT,
-    "tools": LIST,
-    "n": _only(1),
-    "best_of": _only(1),
-    "echo": _only(False),
-    "logprobs": _only(False),
-    "top_logprobs": _only(0),
-    "presence_penalty": _only(0),
-    "response_format": _only({"type": "text"}),
-}
-"""The fields whose values are checked. Others are left to transformers' server."""
+    "background": only(False),
+    "include": only([]),
+    "reasoning": Field(
+        object_of(effort=only(), summary=only(), generate_summary=only()),
+        "an object without effort and summary, because nothing else is served",
+    ),
+    "text": Field(
+        object_of(format=PLAIN, verbosity=only("medium")),
+        '{"format": {"type": "text"}}, because nothing else is served',
+    ),
+    "top_logprobs": only(0),
+    "truncation": only("disabled"),
+    "stream_options": Field(object_of(include_obfuscation=only(False)), "an object without include_obfuscation"),
+} | dict.fromkeys(
+    ("access_programs", "background_options", "context_management", "conversation", "image", "max_tool_calls",
+     "moderation", "previous_response_id", "prompt"), only()
+)  # fmt: skip
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+"""The fields that say how many tokens are wanted; a request has at most one of them."""
 
 
-def check_fields(body: dict, required: str) -> None:
-    """Raise ValueError, which names the field, if a body cannot be served.
+def check_fields(body: dict, fields: dict[str, Field], required: str) -> dict:
+    """The fields of a body that are given. Refusal that names the field if the body cannot be served.
 
-    body: decoded JSON. required: the field that has the prompt. A field that is null counts as not given.
+    body: decoded JSON; a field that is null counts as not given. fields: what the endpoint knows. required: the field
+    that has the prompt.
     """
-    if body.get(required) is None:
-        raise ValueError(f"{required}: expected {FIELDS[required].expected}; the request has none")
-    for name, value in body.items():
-        field = FIELDS.get(name)
-        if field is not None and value is not None and not field.accepts(value):
-            raise ValueError(f"{name}: expected {field.expected}, got {json.dumps(value)[:80]}")
-    if body.get("generation_config") is not None:
-        generation_config(body["generation_config"])
+    for name in body:
+        if name not in fields:
+            near = did_you_mean(name[:80], fields)
+            raise Refusal(422, f"{name[:80]}: there is no such field.{near}", name[:80])
+    given = {name: value for name, value in body.items() if value is not None}
+    if required not in given:
+        raise refuse(required, f"expected {fields[required].expected}; the request has none")
+    for name, value in given.items():
+        fields[name].check(name, value)
+    if "stream_options" in given and not given.get("stream"):
+        raise refuse("stream_options", "only a stream has them; leave them out, or send stream: true")
+    limits = given_of(given, LIMITS)
+    if len({given[name] for name in limits}) > 1:
+        raise refuse(limits[0], f"{' and '.join(limits)} differ; give one of them")
+    return given
 
 
-def generation_config(text: str) -> dict:
-    """The object in the field `generation_config`, which is JSON. ValueError if it is none or has an unknown key."""
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"generation_config: not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"generation_config: expected a JSON object, got {text[:80]}")
-    unknown = sorted(set(values) - set(GenerationConfig().to_dict()))
-    if unknown:
-        raise ValueError(f"generation_config: unknown: {', '.join(unknown)}")
-    return values
-
-
-def has_own_limit(body: dict) -> bool:
-    """Whether a body says how many tokens it wants."""
-    config = generation_config(body["generation_config"]) if body.get("generation_config") is not None else {}
-    return any(body.get(name) is not None for name in LIMITS) or config.get("max_new_tokens") is not None
+def given_of(given: dict, names: Iterable[str]) -> list[str]:
+    """The names that are given."""
+    return [name for name in names if name in given]

@@ -1,14 +1,13 @@
 """Between transformers' request handlers and our manager: what goes in, what comes out, and what is refused."""
 
 import asyncio
-import json
 import queue
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
-from fastapi import HTTPException
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import (
@@ -19,32 +18,48 @@ from transformers.cli.serving.utils import (
     _StreamError,
     response_events_to_chunks,
 )
+from transformers.generation.continuous_batching.requests import RequestStatus
 
+from ..batching.output import Output
 from ..capture.pictures import reads_pictures
 from ..runtime.own_prefill import TOKEN_TYPES
-from .call import CURRENT
+from .call import CURRENT, Call
+from .errors import Refusal, refuse, shown
 from .followers import Followers
 from .metrics import Metrics
+from .penalties import CountPenalties
+from .stops import Pieces, StopTexts
+from .workers import Waiting, Workers
 
+FULL = "the queue is full; try again later"
 MOST_UNREAD = 4096
 """Pieces of text that may wait for a slow client; then its request is cancelled."""
-DEFAULT_LIMIT = 1024
-"""New tokens at most of a request that does not say, as in transformers' server."""
 LONGEST_ROUND = 30.0
 """Seconds without the end of a round, while rows are active, after which the server counts as unhealthy."""
-RETRY_SECONDS = 1
-"""What Retry-After says when the queue is full, or the server ends."""
+MOST_BYTES, BYTES_A_TOKEN, PICTURE_BYTES = 1 << 20, 32, 64 << 20
+"""Bytes that a body may have: in any case, besides for every token of a row, and besides for pictures."""
 
 
 class Streamer(CBStreamer):
     """transformers' streamer, which makes one piece of text of what a round has gained, not one of each token."""
+
+    def __init__(self, manager: Any, name: str, tokenizer: Any, call: Call, pieces: asyncio.Queue, parser: Any):
+        super().__init__(manager, name, tokenizer._tokenizer, call.loop, pieces, parser)
+        self._whole, self._is_partial = tokenizer, False
+        self._length = 0  # characters of the text so far
 
     def put(self, output: Any) -> None:
         """Take the new tokens of an output."""
         tokens = output.generated_tokens[self._prev_len :]
         self._prev_len = self.total_tokens = len(output.generated_tokens)
         pieces = [self._decode_stream.step(self._tokenizer, token) for token in tokens]
-        text = "".join(filter(None, pieces))  # None: the token does not end a character
+        if pieces:
+            self._is_partial = pieces[-1] is None  # the token does not end a character, or is not text
+        text = "".join(filter(None, pieces))
+        if output.is_finished() and self._is_partial:
+            whole = self._whole.decode(output.generated_tokens, skip_special_tokens=self._parser is None)
+            text += whole[self._length + len(text) :]
+        self._length += len(text)
         if text:
             items = [text] if self._parser is None else response_events_to_chunks(self._parser.feed(text))
             for item in items:
@@ -52,15 +67,24 @@ class Streamer(CBStreamer):
 
 
 class Requests(CBGenerateManager):
-    """Puts requests of handlers into the manager, each with its own settings, and takes out their answers."""
+    """Puts requests of handlers into the manager, each with its own settings, and takes out their answers.
 
-    def __init__(self, model: Any, config: ContinuousBatchingConfig):
+    processor: the model's processor or tokenizer. workers: the threads of handlers, in which requests are added.
+    """
+
+    def __init__(self, model: Any, processor: Any, config: ContinuousBatchingConfig):
         super().__init__(config)
         self.manager = model.init_continuous_batching(continuous_batching_config=config)
         self.num_spec_tokens: int = model.speculation.engine.runtime.sizes[-1] - 1
+        self.vocab_size: int = model.speculation.engine.runtime.verify.vocab_size
         self.metrics = Metrics(self.manager.metrics)
-        self.most_unread = MOST_UNREAD
+        self.row_tokens: int = self.manager.metrics()["slot_tokens"]
+        self.most_unread, self.max_queue = MOST_UNREAD, config.max_queue_size
         self._reads_pictures = reads_pictures(model.speculation.original)
+        self.most_bytes = MOST_BYTES + BYTES_A_TOKEN * self.row_tokens + PICTURE_BYTES * self._reads_pictures
+        tokenizer = getattr(processor, "tokenizer", processor)
+        self.pieces, self.workers = Pieces(tokenizer), Workers()
+        self.most_characters = self.row_tokens * max(map(len, tokenizer.get_vocab()))
         self.is_draining = False
         self.followers: Followers | None = None
         self.manager.warmup()
@@ -91,114 +115,169 @@ class Requests(CBGenerateManager):
             return f"requests are active, but no round has ended for {stalled:.0f} seconds"
         return None
 
+    def admit(self) -> None:
+        """Refuse another request if the server cannot answer, or as many requests are being prepared as may wait."""
+        if ailment := self.ailment():
+            raise Refusal(503, ailment, retries=True)
+        if self.workers.busy >= self.max_queue:
+            self.manager.metrics.reject("queue_full")
+            raise Refusal(429, FULL, code="queue_full", retries=True)
+
     def generate_streaming(
         self, model: Any, processor: Any, inputs: dict, gen_config: GenerationConfig, request_id: str,
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue, CBStreamer]:  # fmt: skip
-        """See transformers; HTTPException if the request cannot be taken."""
-        name, pieces = uuid.uuid4().hex, asyncio.Queue()
+        """See transformers; Refusal if the request cannot be taken."""
+        call, name, pieces = CURRENT.get(), uuid.uuid4().hex, asyncio.Queue()
         tokenizer = getattr(processor, "tokenizer", processor)
-        streamer = Streamer(
-            self.manager, name, tokenizer._tokenizer, asyncio.get_running_loop(), pieces, response_parser
-        )
+        streamer = Streamer(self.manager, name, tokenizer, call, pieces, response_parser)
 
         def take(output: Any) -> None:
             try:
                 streamer.put(output)
                 if output.finish_reason in ("error", "cancelled"):
-                    reason = output.error or "cancelled, because the client reads too slowly"
-                    pieces.put_nowait(_StreamError(json.dumps(reason)[1:-1]))  # transformers puts it between quotes
+                    pieces.put_nowait(_StreamError(output.error or "cancelled, because the client reads too slowly"))
                 elif output.is_finished():
                     streamer.end()
                 elif pieces.qsize() > self.most_unread:
                     self.manager.cancel_request(name)
             except Exception as error:  # of the parser: the request's own, which must not end the event loop
-                pieces.put_nowait(_StreamError(json.dumps(str(error))[1:-1]))
+                pieces.put_nowait(_StreamError(str(error)))
                 self.manager.cancel_request(name)
 
-        self._add(name, inputs, gen_config, tokenizer, take, streaming=True)
+        self._add(call, name, inputs, gen_config, take, streaming=True)
         return pieces, streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: dict, gen_config: GenerationConfig, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """See transformers; HTTPException if the request cannot be taken, RuntimeError if it fails."""
-        name, future = uuid.uuid4().hex, asyncio.get_running_loop().create_future()
+        """See transformers; Refusal if the request cannot be taken or fails. To be driven by `Workers`."""
+        call, name = CURRENT.get(), uuid.uuid4().hex
+        future = call.loop.create_future()
 
         def take(output: Any) -> None:
             if not future.done():  # it is, once the client has left
                 future.set_result(output)
 
-        tokenizer = getattr(processor, "tokenizer", processor)
-        self._add(name, inputs, gen_config, tokenizer, take, streaming=False)
-        output = await future
+        self._add(call, name, inputs, gen_config, take, streaming=False)
+        output = await Waiting(future)
         if not self.is_alive():
             raise CBWorkerDeadError(f"the worker died: {output.error}")
         if output.error is not None:
-            raise HTTPException(500, f"the request failed: {output.error}")
+            raise Refusal(500, f"the request failed: {output.error}")
         text = processor.decode(output.generated_tokens, skip_special_tokens=True)
         return text, len(inputs["input_ids"]), output.generated_tokens
 
     def _add(
-        self, name: str, inputs: dict, config: GenerationConfig, tokenizer: Any, take: Callable, streaming: bool
+        self, call: Call, name: str, inputs: dict, config: GenerationConfig, take: Callable, streaming: bool
     ) -> None:
-        """Add a request to the manager, whose outputs go to `take`. HTTPException if it cannot be taken.
+        """Add a request to the manager, whose outputs go to `take` on the event loop. Refusal if it cannot be taken.
 
         inputs: what the tokenizer or the processor returned. Its `input_ids` become one list, which handlers count.
         """
-        call, ids = CURRENT.get(), inputs["input_ids"]
+        ids = inputs["input_ids"]
         if len(ids) == 1 and isinstance(ids[0], list):  # of a processor
             (ids,) = ids
             inputs["input_ids"] = ids
+        call.is_prepared = True
+        handlers = self.manager.output_router.result_handlers
 
         def observe(output: Any) -> None:
             call.output = output
             if output.is_finished():
+                handlers.pop(name, None)
                 self.metrics.observe(output)
             take(output)
 
-        if ailment := self.ailment():
-            raise HTTPException(503, ailment, {"Retry-After": str(RETRY_SECONDS)})
-        if not call.has_own_limit:  # what is left of a row, if that is less than transformers' default
-            room = self.manager.metrics()["slot_tokens"] - len(ids)
-            config.max_new_tokens = max(1, min(config.max_new_tokens or DEFAULT_LIMIT, room))
-        seed = getattr(config, "seed", None)
-        self.manager.register_result_handler(name, observe)
+        self._check_room(call, ids, config)
+        options = self._options(call, ids, config) | self._pictures(inputs)
+        call.request_id, is_added = name, False
+        handlers[name] = (observe, call.loop)  # the manager's own method needs to be called on the event loop
         try:
+            if call.is_gone:
+                raise Refusal(400, "the client has left")
             self.manager.add_request(
-                ids, name, streaming=streaming, record_timestamps=True, generation_config=config, tokenizer=tokenizer,
-                seed=seed, **self._pictures(inputs),
+                ids, name, streaming=streaming, record_timestamps=True, generation_config=config,
+                seed=call.given.get("seed"), **options,
             )  # fmt: skip
-            call.request_id = name
+            is_added = True
         except queue.Full as error:
-            reason = "the queue is full; try again later"
-            raise HTTPException(429, reason, {"Retry-After": str(RETRY_SECONDS)}) from error
+            raise Refusal(429, FULL, code="queue_full", retries=True) from error
         except (ValueError, TypeError) as error:
-            raise HTTPException(400, str(error)) from error
+            raise Refusal(400, str(error)) from error
         except RuntimeError as error:
-            raise HTTPException(503, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
+            if ailment := self.ailment() or self.manager.background_thread_status.can_accept_new_requests():
+                raise Refusal(503, ailment, retries=True) from error
+            raise
         finally:
-            if call.request_id is None:
-                self.manager.output_router.result_handlers.pop(name, None)
+            if not is_added:
+                call.request_id = None
+                handlers.pop(name, None)
+        if call.is_gone:  # it left while the request was added, and found nothing to cancel
+            self.manager.cancel_request(name)
+
+    def _check_room(self, call: Call, ids: list[int], config: GenerationConfig) -> None:
+        """Set how many tokens the request may have; Refusal, before any memory is taken, if a row has no room."""
+        if not ids:
+            raise refuse(call.prompt_field, "expected at least one token, got none")
+        if max(ids) >= self.vocab_size:
+            reason = f"token id {max(ids)} is outside the vocabulary of {self.vocab_size} tokens"
+            raise refuse(call.prompt_field, reason)
+        room = self.row_tokens - len(ids)
+        if room < 1:
+            reason = f"{len(ids)} tokens leave no room for a new one (max_new_tokens) in a row of {self.row_tokens}"
+            raise refuse(call.prompt_field, f"{reason}; send a shorter one")
+        if call.limit_field is None:
+            config.max_new_tokens = min(config.max_new_tokens, room)
+        elif config.max_new_tokens is None:
+            config.max_new_tokens, config.max_length = config.max_length - len(ids), None
+            if config.max_new_tokens < 1:
+                raise refuse(call.limit_field, f"the prompt has {len(ids)} tokens already; ask for more")
+        if config.max_new_tokens > room:
+            reason = f"a prompt of {len(ids)} tokens and {shown(config.max_new_tokens)} new ones (max_new_tokens)"
+            reason = f"{reason} do not fit in a row of {self.row_tokens}; ask for at most {room}"
+            raise refuse(call.limit_field or call.prompt_field, reason)
+
+    def _options(self, call: Call, ids: list[int], config: GenerationConfig) -> dict[str, list]:
+        """What the request has besides a config: processors for penalties, and criteria for stop strings."""
+        options: dict[str, list] = {}
+        penalties = [call.given.get(name, 0) for name in ("frequency_penalty", "presence_penalty")]
+        if any(penalties):
+            options["logits_processor"] = [CountPenalties(len(ids), *penalties)]
+        if config.stop_strings:
+            texts = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings
+            options["stopping_criteria"] = [StopTexts(self.pieces, texts)]
+            config.stop_strings = None
+        return options
 
     def _pictures(self, inputs: dict) -> dict[str, Tensor]:
-        """What a processor returned besides ids; ValueError if it does not make tensors."""
+        """What a processor returned besides ids; Refusal if it does not make tensors."""
         others = inputs.keys() - {"input_ids", "attention_mask"} - (set() if self._reads_pictures else TOKEN_TYPES)
         try:
             return {name: _as_tensor(inputs[name]) for name in others}
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"{', '.join(sorted(others))}: expected tensors, got another form: {error}") from error
+        except (RuntimeError, TypeError, ValueError) as error:
+            reason = f"{', '.join(sorted(others))}: expected tensors, got another form: {error}"
+            raise Refusal(400, reason) from error
 
     def active(self) -> int:
         """Requests that wait or run."""
         return self.manager.active_requests
 
     def stop(self) -> None:
-        """End the manager; what still runs fails."""
+        """End the manager. Every request that it has not answered ends in an error."""
+        self.is_draining = True
         if self.manager.is_running():
             self.manager.stop(block=True, timeout=10, hard_stop=True)
+        self.end_all(self._death() or "the server was stopped")
         if self.followers is not None:
             self.followers.stop()
+
+    def end_all(self, reason: str) -> None:
+        """End the requests that nobody answers any more by an error."""
+        for name, (take, loop) in [*self.manager.output_router.result_handlers.items()]:
+            output = Output(name, error=reason, status=RequestStatus.FAILED, finish_reason="error")
+            with suppress(RuntimeError):  # its event loop is closed
+                loop.call_soon_threadsafe(take, output)
 
 
 def _as_tensor(values: Any) -> Tensor:
@@ -213,11 +292,11 @@ class State(GenerationState):
 
     requests: Requests
 
-    def open(self, model: Any, slots: int | None, max_queue: int) -> None:
+    def open(self, model: Any, processor: Any, slots: int | None, max_queue: int) -> None:
         """Make the manager, compile its rounds, and start it."""
         config = self._cb_config or ContinuousBatchingConfig()
         config.max_requests_per_batch, config.max_queue_size = slots, max_queue
-        self.requests = Requests(model, config)
+        self.requests = Requests(model, processor, config)
 
     def use_continuous_batching(self, model: Any, modality: Any) -> bool:
         """True, for every model."""

@@ -1,68 +1,142 @@
-"""transformers' request handlers, with checked fields, settings for each request, and what speculation did."""
+"""transformers' request handlers, with checked fields, settings for each request, and what speculation did.
 
+They run in the threads of `Workers`, as far as they do not wait.
+"""
+
+import inspect
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import jinja2
 from fastapi import HTTPException
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import BaseHandler
+from transformers.cli.serving.utils import BaseHandler, CBWorkerDeadError, Modality
 
+from .body import decode_body
 from .call import CURRENT
-from .fields import check_fields, has_own_limit
+from .errors import Refusal, error_object, failure, refuse
+from .fields import CHAT, COMPLETION, RESPONSE, Field, check_fields
+from .messages import check_input, check_messages, check_tools, count_characters
+from .settings import make_config
 from .speculation import speculation_fields
+
+PASSED = ("name", "reasoning_content")
+"""Fields of a message, besides the content of one with calls, that transformers does not hand to the chat template."""
+RENDERED = {"messages", "tools", "add_generation_prompt", "load_audio_from_video"}
+"""Arguments of a template's rendering that `chat_template_kwargs` may not have."""
+ERROR = 'data: {"error": "'
+"""How an event of transformers' streams begins that tells of an error. Inside of JSON its quotes are escaped."""
 
 
 class _Checked:
     """Put in front of a handler of transformers."""
 
+    fields: dict[str, Field]
+    """What the endpoint knows."""
     required: str
     """The field that has the prompt."""
     uses_template = True
     """Whether the prompt is made by the chat template."""
 
-    async def handle_request(self, body: dict, request_id: str) -> Any:
-        """Answer a request, as transformers does; HTTPException 400 that names the field if it cannot be served."""
-        self._validate_request(body)  # unknown fields: 422
+    async def answer(self, data: bytes, request_id: str) -> Any:
+        """The answer to a request; Refusal if it cannot be served.
+
+        data: the body. request_id: for the client, see transformers.
+        """
+        requests = self.generation_state.requests
+        requests.admit()
+        return await requests.workers.drive(self._answer(data, request_id))
+
+    async def _answer(self, data: bytes, request_id: str) -> Any:
+        call = CURRENT.get()
+        call.prompt_field = self.required
+        call.given = given = check_fields(decode_body(data), self.fields, self.required)
         try:
-            check_fields(body, self.required)
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from error
-        CURRENT.get().has_own_limit = has_own_limit(body)
-        try:
-            return await super().handle_request(body, request_id)
-        except jinja2.TemplateError as error:
-            raise HTTPException(400, f"{self.required}: the chat template refuses it: {error}") from error
+            response = await self.handle_request(self._check(dict(given)), request_id)
+        except (HTTPException, CBWorkerDeadError):
+            raise
+        except Exception as error:
+            if call.is_prepared:
+                return failure(error)
+            reason = f"it cannot be made a prompt of: {type(error).__name__}: {str(error)[:200]}"
+            raise refuse(self.required, reason) from error
+        if isinstance(response, StreamingResponse):
+            response.body_iterator = _with_error_objects(response.body_iterator)
+        return response
+
+    def _check(self, body: dict) -> dict:
+        """The body for transformers: what it serves, in its form. Refusal for what the model does not take."""
+        name, _, processor = self._resolve_model(body)
+        requested = body.get("model", name)
+        if requested != name:
+            reason = f"model: there is no model {requested[:200]!r} here, only {name!r}"
+            raise Refusal(404, reason, "model", "model_not_found")
+        body["stream"] = body.get("stream", False)
+        modality = self._modality()
+        if self.uses_template:
+            self._check_template(body, processor, modality)
+        prompt = [body.get(field) for field in (self.required, "instructions", "tools", "chat_template_kwargs")]
+        most = self.generation_state.requests.most_characters
+        if modality is Modality.LLM and count_characters(prompt) > most:
+            reason = f"expected at most {most} characters, because a row (max_new_tokens included) holds no more"
+            raise refuse(self.required, f"{reason}; send a shorter one")
+        return body
+
+    def _check_template(self, body: dict, processor: Any, modality: Modality) -> None:
+        """Check what goes into the chat template, and leave out tools that the client does not want to be called."""
+        template = getattr(processor, "chat_template", None)
+        if template is None:
+            raise refuse(self.required, "the model has no chat template; use /v1/completions")
+        template = str(template)
+        if self.required == "messages":
+            body["messages"] = check_messages(body["messages"], modality)
+        else:
+            body["input"] = check_input(body["input"], modality, "instructions" in body)
+        check_tools(body.get("tools", []))
+        if not body.get("tools") or body.get("tool_choice") == "none":
+            body.pop("tools", None)
+        elif "tools" not in template:
+            raise refuse("tools", "the model's chat template takes no tools; leave them out")
+        reserved = RENDERED | {*inspect.signature(processor.apply_chat_template).parameters}
+        for name in body.get("chat_template_kwargs", {}):
+            if name in reserved or (modality is Modality.LLM and name not in template):
+                raise refuse(f"chat_template_kwargs.{name[:80]}", "the model's chat template has no such variable")
+        body["parallel_tool_calls"] = True  # which /v1/responses repeats
+
+    def _modality(self) -> Modality:
+        _, model, processor = self._resolve_model({})
+        return self.model_manager.get_model_modality(model, processor=processor)
+
+    def _validate_request(self, body: dict) -> None:
+        """Nothing, because `check_fields` has done it."""
 
     def _resolve_model(self, body: dict) -> tuple:
-        name, model, processor = super()._resolve_model(body)
-        if self.uses_template and getattr(processor, "chat_template", None) is None:
-            raise HTTPException(400, f"{self.required}: the model has no chat template; use /v1/completions")
-        return name, model, processor
+        loaded = self.model_manager.the_one
+        return self.model_manager.served_name, loaded.model, loaded.processor
 
-    @staticmethod
-    def get_processor_inputs_from_messages(messages: list[dict], modality: Any) -> list[dict]:
-        """transformers' own; HTTPException 400 if a message has another form."""
-        try:
-            return BaseHandler.get_processor_inputs_from_messages(messages, modality)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            text = f"messages: expected objects with role and content, got another form: {type(error).__name__} {error}"
-            raise HTTPException(400, text) from error
+    def get_processor_inputs_from_messages(self, messages: list[dict], modality: Any) -> list[dict]:
+        """transformers' own, with the fields that it leaves out."""
+        made = BaseHandler.get_processor_inputs_from_messages(messages, modality)
+        _, _, processor = self._resolve_model({})
+        knows_developers = "developer" in str(processor.chat_template)
+        for message, inputs in zip(messages, made):
+            inputs.update({name: message[name] for name in PASSED if name in message})
+            if "tool_calls" in message and message.get("content"):
+                text = {"role": message["role"], "content": message["content"]}
+                (spoken,) = BaseHandler.get_processor_inputs_from_messages([text], modality)
+                inputs["content"] = spoken["content"]
+            if inputs["role"] == "developer" and not knows_developers:
+                inputs["role"] = "system"
+        return made
 
     def _build_generation_config(self, body: dict, defaults: GenerationConfig, use_cb: bool = False) -> Any:
-        """The settings of this request. A temperature asks for sampling; a seed holds for this request alone."""
-        body = dict(body)
-        seed = body.pop("seed", None)  # transformers would seed the process
-        config = super()._build_generation_config(body, defaults, use_cb=use_cb)
-        config.use_cache = True
-        if body.get("temperature"):
-            config.do_sample = True
-        config.seed = seed
+        """The settings of this request."""
+        call, vocab = CURRENT.get(), self.generation_state.requests.vocab_size
+        config, call.limit_field = make_config(call.given, defaults, vocab)
         return config
 
     async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
@@ -94,22 +168,32 @@ def _finish_reason(guess: str) -> str:
     return guess if guess == "tool_calls" else CURRENT.get().output.finish_reason
 
 
+async def _with_error_objects(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The events of a stream, with errors in OpenAI's form in place of texts."""
+    async for event in events:
+        before, mark, after = event.partition(ERROR)
+        if mark:
+            error = error_object(500, after.removesuffix('"}\n\n'))
+            event = f"{before}data: {json.dumps({'error': error})}\n\n"
+        yield event
+
+
 class Chat(_Chunked, ChatCompletionHandler):
     """POST /v1/chat/completions."""
 
-    required = "messages"
+    fields, required = CHAT, "messages"
 
 
 class Completion(_Chunked, CompletionHandler):
     """POST /v1/completions."""
 
-    required, uses_template = "prompt", False
+    fields, required, uses_template = COMPLETION, "prompt", False
 
 
 class Response(_Checked, ResponseHandler):
     """POST /v1/responses."""
 
-    required = "input"
+    fields, required = RESPONSE, "input"
 
 
 HANDLERS: dict[str, Callable] = {

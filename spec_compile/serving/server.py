@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 
 from ..api import speculate
-from ..errors import check_int
-from . import MAX_QUEUE
+from ..errors import check_int, did_you_mean
+from . import FLAGS, MAX_QUEUE
+from .body import read_body
 from .call import CallMiddleware
+from .errors import Refusal, add_handlers
 from .followers import Followers
 from .generation import Requests, State
 from .handlers import HANDLERS
@@ -32,14 +34,19 @@ MODULES = {
     "GenerationState": "utils",
 }
 """Where transformers' server, while it is built, imports the classes that ours replace."""
-REPLACED_ROUTES = {"/health", "/load_model", "/reset"}
-"""The last two would load other models beside this one, and drop it."""
+REPLACED_ROUTES = {"/health", "/v1/chat/completions", "/v1/completions", "/v1/responses"}
+REMOVED_ROUTES = {"/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone"}
+"""The first two would load other models beside this one, and drop it; the others need models that do other things."""
 
 
 class Models(ModelManager):
-    """transformers' manager of models, for the one model that is served, wrapped by `speculate`."""
+    """transformers' manager of models, for the one model that is served, wrapped by `speculate`.
 
-    def __init__(self, algo: str, options: dict, device: str = "auto", **settings: Any):
+    served_name: what clients call it.
+    """
+
+    def __init__(self, algo: str, options: dict, served_name: str, device: str = "auto", **settings: Any):
+        self.served_name = served_name
         self._speculate = partial(speculate, algo=algo, **options)
         self._since = int(time.time())
         if device == "auto":  # transformers would spread a model over all GPUs
@@ -51,9 +58,14 @@ class Models(ModelManager):
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:
         return self._speculate(super()._load_model(*args, **kwargs).eval())
 
+    @property
+    def the_one(self) -> Any:
+        """The model and its processor."""
+        return next(iter(self.loaded_models.values()))
+
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:
         """The one model, in OpenAI's form."""
-        return [{"id": self.force_model, "object": "model", "created": self._since, "owned_by": "spec_compile"}]
+        return [{"id": self.served_name, "object": "model", "created": self._since, "owned_by": "spec_compile"}]
 
 
 class _Unstarted(Serve):
@@ -79,6 +91,7 @@ def build(
     slots: int | None = None,
     max_queue: int = MAX_QUEUE,
     tensor_parallel: int = 1,
+    served_model_name: str | None = None,
     follows: bool = False,
     **flags: Any,
 ) -> Server:
@@ -86,36 +99,45 @@ def build(
 
     model: a directory, or a name on the model hub. options: those of `speculate`. slots: requests that are answered at
     once. max_queue: requests that may wait besides. tensor_parallel: GPUs of this process that share the model; a
-    process is started for each but the first. follows: whether this is one of these. flags: arguments of transformers'
-    `Serve`, such as port=8000.
+    process is started for each but the first. served_model_name: what clients call the model; None: `model`. follows:
+    whether this is one of these processes. flags: arguments of transformers' `Serve` that are in `FLAGS`, such as
+    port=8000.
 
     Raises what `speculate` raises, ValueError if the model cannot be loaded, and TypeError for an unknown flag.
     """
     check_int("tensor_parallel", tensor_parallel, 1, 8)
+    for name in flags:
+        if name not in FLAGS:
+            raise TypeError(f"{name}: expected one of {', '.join(FLAGS)}.{did_you_mean(name, FLAGS)}")
+    name = str(model) if served_model_name is None else served_model_name
     sizes, options = {"slots": slots, "max_queue": max_queue}, options or {}
     if tensor_parallel == 1 or follows:
-        return _build(model, algo, options, sizes, flags)
+        return _build(model, name, algo, options, sizes, flags)
     arguments = {"model": str(model), "algo": algo, "tensor_parallel": tensor_parallel}
     arguments["options"] = options = options | {"tensor_parallel": tensor_parallel}
     with Followers(tensor_parallel, arguments | sizes | flags) as followers:
-        server = _build(model, algo, options, sizes, flags)
+        server = _build(model, name, algo, options, sizes, flags)
     server.requests.followers = followers
     return server
 
 
-def _build(model: str | Path, algo: str, options: dict, sizes: dict, flags: dict) -> Server:
+def _build(model: str | Path, name: str, algo: str, options: dict, sizes: dict, flags: dict) -> Server:
     """A rank's server; see `build`."""
     parts: dict[str, Callable] = HANDLERS | {
-        "ModelManager": partial(Models, algo, options),
+        "ModelManager": partial(Models, algo, options, name),
         "GenerationState": State,
     }
     flags = flags | {"continuous_batching": True, "compile": False}  # as ever here; `speculate` compiles rounds
     with _replaced(parts):
         built = _Unstarted(str(model), non_blocking=True, **flags)
-    state = built._generation_state
-    loaded = next(iter(built._model_manager.loaded_models.values()))
-    state.open(loaded.model, **sizes)
-    _add_routes(built.server.config.app, state.requests)
+    state, models = built._generation_state, built._model_manager
+    state.open(models.the_one.model, models.the_one.processor, **sizes)
+    handlers = {
+        "/v1/chat/completions": built._chat_handler,
+        "/v1/completions": built._completion_handler,
+        "/v1/responses": built._response_handler,
+    }
+    _add_routes(built.server.config.app, state.requests, models, handlers)
     return Server(built, state.requests)
 
 
@@ -133,9 +155,22 @@ def _replaced(parts: dict[str, Callable]) -> Iterator[None]:
             setattr(module, name, originals[name])
 
 
-def _add_routes(app: FastAPI, requests: Requests) -> None:
-    """Add /health and /metrics, and what ends the requests of clients that leave."""
-    app.router.routes[:] = [route for route in app.router.routes if route.path not in REPLACED_ROUTES]
+def _add_routes(app: FastAPI, requests: Requests, models: Models, handlers: dict[str, Any]) -> None:
+    """Replace transformers' routes; add /metrics, errors in OpenAI's form, and the end of calls whose clients leave.
+
+    handlers: for each path of POST, what answers.
+    """
+    gone = REPLACED_ROUTES | REMOVED_ROUTES
+    app.router.routes[:] = [route for route in app.router.routes if route.path not in gone]
+    for path, handler in handlers.items():
+        app.post(path)(partial(_answer, handler, requests.most_bytes))
+
+    @app.get("/v1/models/{name:path}")
+    def model(name: str) -> JSONResponse:
+        for each in models.get_gen_models():
+            if each["id"] == name:
+                return JSONResponse(each)
+        raise Refusal(404, f"model: there is no model {name[:200]!r} here", "model", "model_not_found")
 
     @app.get("/health")
     def health() -> JSONResponse:
@@ -148,4 +183,10 @@ def _add_routes(app: FastAPI, requests: Requests) -> None:
     def metrics() -> Response:
         return Response(requests.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
+    add_handlers(app)
     app.add_middleware(CallMiddleware, cancel=requests.manager.cancel_request)
+
+
+async def _answer(handler: Any, most_bytes: int, request: Request) -> Any:
+    """The answer of a handler to a request."""
+    return await handler.answer(await read_body(request, most_bytes), request.state.request_id)

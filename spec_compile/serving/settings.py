@@ -1,0 +1,178 @@
+"""The settings of one request: the field `generation_config`, checked, and the fields of OpenAI's that go over it."""
+
+import copy
+import json
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ..errors import did_you_mean
+from .errors import refuse
+from .fields import COUNT, FLAG, LIMITS, SAMPLING, Field, given_of, is_number, number, object_of, only, whole
+from .fields import PENALTIES as OPENAI
+
+DEFAULT_LIMIT = 1024
+"""New tokens at most of a request that does not say, as in transformers' server."""
+MOST_WORDS, MOST_PHRASES = 1024, 64
+"""Entries of a list of words, and those of them that have more than one token: each costs time in every step."""
+NAME = "generation_config"
+SIZE = whole(0, (1 << 31) - 1)
+ID = whole(0, (1 << 31) - 1)
+SHARE = Field(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+POSITIVE = Field(lambda value: is_number(value) and 1e-5 <= value <= 1e5, "a number from 1e-05 to 100000")
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and 0 < len(value) <= MOST_WORDS and all(map(ID.accepts, value))
+
+
+def _is_words(value: Any) -> bool:
+    if not isinstance(value, list) or not 0 < len(value) <= MOST_WORDS or not all(map(_is_ids, value)):
+        return False
+    return sum(len(word) > 1 for word in value) <= MOST_PHRASES and sum(map(len, value)) <= 2 * MOST_WORDS
+
+
+def _is_sequence_bias(value: Any) -> bool:
+    pairs = isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value)
+    return pairs and _is_words([ids for ids, _ in value]) and all(is_number(bias) for _, bias in value)
+
+
+def _is_decay(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and SIZE.accepts(value[0]) and POSITIVE.accepts(value[1])
+
+
+WORDS = f"at most {MOST_WORDS} lists of token ids, of which at most {MOST_PHRASES} have more than one"
+IDS = Field(_is_ids, f"a list of at most {MOST_WORDS} token ids")
+ENDS = Field(
+    lambda value: whole(-1, (1 << 31) - 1).accepts(value) or _is_ids(value),
+    f"a token id, a list of at most {MOST_WORDS}, or -1, which ends nothing",
+)
+WATERMARK = object_of(
+    greenlist_ratio=SHARE, bias=number(-100, 100), hashing_key=SIZE, context_width=whole(1, 64),
+    seeding_scheme=Field(lambda value: value in ("lefthash", "selfhash"), "lefthash or selfhash"),
+)  # fmt: skip
+SERVED = {
+    "max_length": COUNT, "max_new_tokens": COUNT, "min_length": SIZE, "min_new_tokens": SIZE,
+    "max_time": Field(lambda value: is_number(value) and 0 < value <= 1e9, "seconds, a number above 0"),
+    "stop_strings": OPENAI["stop"],
+    "do_sample": FLAG, "temperature": POSITIVE, "top_k": SIZE, "top_p": SAMPLING["top_p"], "min_p": SHARE,
+    "top_h": Field(lambda value: is_number(value) and 0 < value <= 1, "a number above 0, at most 1"),
+    "typical_p": Field(lambda value: is_number(value) and 0 < value <= 1, "a number above 0, at most 1"),
+    "epsilon_cutoff": SHARE, "eta_cutoff": SHARE,
+    "repetition_penalty": POSITIVE, "encoder_repetition_penalty": POSITIVE,
+    "no_repeat_ngram_size": SIZE, "encoder_no_repeat_ngram_size": SIZE, "guidance_scale": number(-1e5, 1e5),
+    "renormalize_logits": FLAG, "remove_invalid_values": FLAG,
+    "exponential_decay_length_penalty": Field(_is_decay, "a list of an int and a factor above 0"),
+    "bad_words_ids": Field(_is_words, WORDS),
+    "sequence_bias": Field(_is_sequence_bias, f"a list of pairs of token ids and a number, {WORDS}"),
+    "suppress_tokens": IDS, "begin_suppress_tokens": IDS, "forced_bos_token_id": ID, "forced_eos_token_id": ENDS,
+    "pad_token_id": ID, "bos_token_id": ID, "eos_token_id": ENDS,
+    "watermarking_config": Field(WATERMARK, "an object of the settings of transformers' WatermarkingConfig"),
+}  # fmt: skip
+"""The settings that `generation_config` may have."""
+NEUTRAL = {
+    "num_beams": only(1), "num_beam_groups": only(1), "num_return_sequences": only(1), "use_cache": only(True),
+    "length_penalty": only(1.0, 1), "diversity_penalty": only(0.0, 0), "early_stopping": only(False),
+    "penalty_alpha": only(0.0, 0), "num_assistant_tokens_schedule": only("constant"),
+} | dict.fromkeys(
+    ("use_mtp", "token_healing", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+     "return_dict_in_generate", "low_memory", "is_assistant"), only(False)
+)  # fmt: skip
+"""Settings that are not served, with the values that change nothing."""
+OF_IDS = (
+    "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "pad_token_id",
+    "bos_token_id", "eos_token_id", "bad_words_ids", "sequence_bias",
+)  # fmt: skip
+"""Settings that are token ids."""
+ORIGIN = {"transformers_version", "_from_model_config", "_commit_hash"}
+"""Entries of a model's generation_config.json that say where it is from."""
+
+
+def read_config(text: str) -> dict:
+    """The settings in the field `generation_config`, which is JSON, without its nulls; a refusal names the setting."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise refuse(NAME, f"not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise refuse(NAME, "expected a text that is a JSON object")
+    known = set(GenerationConfig().to_dict()) - ORIGIN
+    given = {name: value for name, value in values.items() if value is not None and name not in ORIGIN}
+    for name, value in given.items():
+        if name not in known and name not in SERVED:
+            raise refuse(f"{NAME}.{name[:80]}", f"unknown; there is no such setting.{did_you_mean(name[:80], known)}")
+        (SERVED.get(name) or NEUTRAL.get(name) or only()).check(f"{NAME}.{name}", value)
+    return {name: value for name, value in given.items() if name in SERVED}
+
+
+def _of_fields(given: dict) -> dict[str, tuple[str, Any]]:
+    """For each setting of transformers that a field of OpenAI's stands for, the field and the value."""
+    settings: dict[str, tuple[str, Any]] = {}
+    if "temperature" in given:
+        settings["do_sample"] = ("temperature", given["temperature"] > 0)
+        if given["temperature"] > 0:
+            settings["temperature"] = ("temperature", float(given["temperature"]))
+    if "top_p" in given:
+        settings["top_p"] = ("top_p", float(given["top_p"]))
+    for name in given_of(given, LIMITS):
+        settings["max_new_tokens"] = (name, given[name])
+    if "stop" in given:
+        settings["stop_strings"] = ("stop", given["stop"])
+    if "logit_bias" in given:
+        settings["sequence_bias"] = ("logit_bias", [[[int(key)], bias] for key, bias in given["logit_bias"].items()])
+    return settings
+
+
+def make_config(given: dict, defaults: GenerationConfig, vocab: int) -> tuple[GenerationConfig, str | None]:
+    """The settings of a request, and the field that says how many tokens it wants.
+
+    given: checked fields. defaults: of the model. vocab: tokens of the model. Refusal, which names the field, for
+    settings that no field or `generation_config` may have, or that contradict each other.
+    """
+    values = read_config(given[NAME]) if NAME in given else {}
+    names = {setting: f"{NAME}.{setting}" for setting in values}
+    limits = [names[setting] for setting in given_of(values, ("max_new_tokens", "max_length"))]
+    for setting, (field, value) in _of_fields(given).items():
+        if setting in values and values[setting] != value:
+            raise refuse(field, f"{NAME}.{setting} says something else; give one of them")
+        values[setting], names[setting] = value, field
+        if field in LIMITS:
+            limits = [field, *given_of(names.values(), [f"{NAME}.max_length"])]
+    if len(limits) > 1:
+        raise refuse(limits[0], f"{limits[1]} is a limit, too; give one of them")
+    for setting in given_of(values, OF_IDS):
+        _check_ids(names[setting], setting, values[setting], vocab)
+    if "sequence_bias" in values:
+        pairs = values["sequence_bias"]
+        values["sequence_bias"] = {tuple(ids): float(bias) for ids, bias in pairs}
+        if len(values["sequence_bias"]) < len(pairs):
+            raise refuse(names["sequence_bias"], "the same ids are there twice")
+    return _completed(values, defaults, NAME in given), limits[0] if limits else None
+
+
+def _completed(values: dict, defaults: GenerationConfig, has_config: bool) -> GenerationConfig:
+    """A config of these values. Without the field `generation_config` it begins as the model's own."""
+    try:
+        if has_config:
+            config = GenerationConfig(**values)
+        else:
+            config = copy.deepcopy(defaults)
+            vars(config).update(values)
+    except (ValueError, TypeError) as error:
+        raise refuse(NAME, str(error)) from error
+    config.use_cache = True
+    if values.get("max_length") is not None:
+        config.max_new_tokens = None
+    elif config.max_new_tokens is None or "max_new_tokens" not in values:
+        config.max_new_tokens = max(DEFAULT_LIMIT, config.max_new_tokens or 0)
+    return config
+
+
+def _check_ids(field: str, setting: str, value: Any, vocab: int) -> None:
+    """Refuse ids that the model does not have."""
+    words = (
+        [ids for ids, _ in value] if setting == "sequence_bias" else value if setting == "bad_words_ids" else [value]
+    )
+    largest = max(max(word) if isinstance(word, list) else word for word in words)
+    if largest >= vocab:
+        raise refuse(field, f"token id {largest} is outside the vocabulary of {vocab} tokens")

@@ -1,0 +1,56 @@
+"""`Workers`: a few threads in which the handlers of requests run, so that the event loop only passes tokens on."""
+
+import asyncio
+from collections.abc import Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any
+
+WORKERS = 2
+"""Threads. More would take the interpreter from the rounds for longer, and tokenizers use all cores by themselves."""
+
+
+class Waiting:
+    """What a coroutine that `Workers` drives awaits: a future of the event loop."""
+
+    def __init__(self, future: asyncio.Future):
+        self.future = future
+
+    def __await__(self) -> Generator[asyncio.Future, Any, Any]:
+        return (yield self.future)
+
+
+class Workers:
+    """Runs coroutines in threads, and awaits on the event loop what they wait for.
+
+    busy: coroutines that have not reached their first `Waiting` or their end.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="spec_compile requests")
+        self.busy = 0
+
+    async def drive(self, coroutine: Coroutine) -> Any:
+        """The result of a coroutine that awaits nothing but `Waiting`; every step of it runs in one of the threads."""
+        loop, context, result = asyncio.get_running_loop(), copy_context(), None
+        self.busy += 1
+        try:
+            is_over, value = await loop.run_in_executor(self._pool, context.run, _step, coroutine, result)
+        finally:
+            self.busy -= 1
+        while not is_over:
+            result = await value
+            is_over, value = await loop.run_in_executor(self._pool, context.run, _step, coroutine, result)
+        return value
+
+    def close(self) -> None:
+        """End the threads once they are done."""
+        self._pool.shutdown(wait=False)
+
+
+def _step(coroutine: Coroutine, value: Any) -> tuple[bool, Any]:
+    """(whether it is over, its result or the future that it waits for)."""
+    try:
+        return False, coroutine.send(value)
+    except StopIteration as end:
+        return True, end.value
