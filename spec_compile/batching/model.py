@@ -1,12 +1,12 @@
 """The models that `speculate` makes: our ``generate()``, and continuous batching."""
 
-import copy
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from ..capture import adapters
+from ..capture.followed import FollowedConfig, follow
 from ..runtime.generate import SpeculativeMixin
 from .manager import Manager
 
@@ -40,6 +40,6 @@ def shadow(model: PreTrainedModel) -> PreTrainedModel:
     cls = type(model)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     shadow: Any = adapters.shallow(model, type(cls.__name__, (BatchingMixin, cls), names))
-    shadow.generation_config = copy.deepcopy(model.generation_config)
+    follow(shadow, FollowedConfig(model))
     shadow.__dict__.pop("generate", None)  # one set on the object is run by `SpeculativeMixin.generate`
     return shadow

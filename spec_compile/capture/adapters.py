@@ -1,6 +1,7 @@
 """PEFT: adapters that are part of the captured model, and models wrapped by peft (which need not be installed)."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from ..compat import held_tensors
 from ..errors import UnsupportedModelError
 from ..kernels.linear.quantised.one_layout import Restoring
 from .compiled import strip
+from .followed import FollowedConfig, FollowsGenerationConfig, follow, followed
 from .mxfp4 import library_tensors
 
 
@@ -35,14 +37,15 @@ def wrap_alike(wrapped: nn.Module, fast: nn.Module) -> nn.Module:
     tuner._modules["model"] = fast
     cls = type(wrapped)
     outer = shallow(wrapped, type(cls.__name__, (_Generates, cls), {"__module__": cls.__module__}))
+    following = FollowedConfig(wrapped)
     outer._modules["base_model"] = tuner
     outer.__dict__["_original"] = wrapped
-    if hasattr(wrapped, "generation_config"):
-        outer.generation_config = copy.deepcopy(wrapped.generation_config)
+    for each in (outer, fast):  # peft's generate() assigns the wrapper's config to the model inside
+        follow(each, following)
     return outer
 
 
-class _Generates:
+class _Generates(FollowsGenerationConfig):
     def generate(self, *args, **kwargs):
         if kwargs.get("adapter_names") is not None:
             raise NotImplementedError(
@@ -52,7 +55,15 @@ class _Generates:
         return super().generate(*args, **kwargs)
 
     def __reduce_ex__(self, protocol):
-        return self.speculation.rebuilds(self.__dict__["_original"])
+        make, original = self.speculation.rebuilds(self.__dict__["_original"])
+        return rebuild, (make, *original, followed(self).own())
+
+
+def rebuild(make: Callable, original: nn.Module, own: tuple) -> nn.Module:
+    """What ``make(original)`` gives, with the generation config that another such model had for its own."""
+    made = make(original)
+    followed(made).restore(*own)
+    return made
 
 
 def twin(model: nn.Module) -> nn.Module:

@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..capture import hooks
+from ..capture import adapters, hooks
 from ..capture.compiled import underlying
+from ..capture.followed import FollowsGenerationConfig, followed
 from ..capture.pictures import placeholders
 from ..capture.watch import describe
 from . import own_prefill
@@ -24,7 +25,7 @@ from .read_call import longest_width, make_answer, make_request, shortest_width,
 from .request import Request
 
 
-class SpeculativeMixin:
+class SpeculativeMixin(FollowsGenerationConfig):
     """Put in front of a model's own class, replaces the decoding loops of ``generate()`` and nothing before them."""
 
     def generate(self, *args, reference=None, share_text=None, **kwargs):
@@ -75,7 +76,8 @@ class SpeculativeMixin:
 
     def __reduce_ex__(self, protocol):
         """Copies and pickles are of the original, which becomes speculative again."""
-        return self.speculation.rebuilds(self.speculation.original)
+        make, original = self.speculation.rebuilds(self.speculation.original)
+        return adapters.rebuild, (make, *original, followed(self).own())
 
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config,
