@@ -246,7 +246,7 @@ def test_several_sequences_are_the_rows_of_one_call():
 def test_a_request_fills_its_row_if_nothing_says_otherwise():
     manager = running(max_requests_per_batch=1)
     try:
-        (job,) = manager._make_jobs(PROMPTS[0], "a", None, False, False, -1, None, None, None, {})
+        (job,) = manager._intake.jobs(PROMPTS[0], manager.generation_config, "a", eos_token_id=-1)
         assert job.prepared.longest == manager.scheduler.capacity
     finally:
         manager.destroy()
@@ -525,7 +525,7 @@ def test_prompts_share_lanes(monkeypatch):
     lanes = []
     with torch.no_grad():
         while scheduler.is_busy:
-            manager._deliver(scheduler.step())
+            manager._worker.deliver(scheduler.step())
             lanes.append({job.request_id: job.row for job in scheduler.prompts.active})
     outputs = {output.request_id: output for output in manager.output_router.output_queue.queue}
     for name, prompt in requests.items():
@@ -547,7 +547,7 @@ def test_rows_in_use_are_kept_at_the_front():
     rows = []
     with torch.no_grad():
         while scheduler.is_busy:
-            manager._deliver(scheduler.step())
+            manager._worker.deliver(scheduler.step())
             rows.append([job.row for job in scheduler.decoder.active])
     assert [0, 1] in rows and rows[-2] == [0]
     outputs = {o.request_id: o for o in manager.output_router.output_queue.queue}

@@ -82,17 +82,18 @@ class Decoder:
         self.jobs[job.row] = job
         self._settings = self._settings.merge(job.settings)
         self.lanes.state.finished[job.row].fill_(False)
-        self.texts.put(job.row, [] if job.has_pictures else job.prompt)
+        counts = job.weights == self.texts.weights and not job.has_pictures
+        self.texts.put(job.row, job.prompt if counts else None)
         self._hindsight("forget", job.row)
 
     def leave(self, job: Job) -> None:
         """A request is over. Its text stays for others that begin alike, until the row is used again."""
         state, row = self.lanes.state, job.row
+        self.jobs[row] = None
         state.finished[row].fill_(True)
-        self.lanes.all.drafter.leave(state, row, job.length, job.share_text)
         if job.is_whole and not self.runtime.verify.clamps_prompts:  # or an answer's states are not those of a prompt
             self.texts.end(row)
-        self.jobs[row] = None
+        self.lanes.all.drafter.leave(state, row, job.length, job.share_text)
 
     def compact(self) -> None:
         """Move the last rows to free ones, if rounds over fewer rows will do then."""
@@ -180,8 +181,7 @@ class Decoder:
             job.is_whole = outcome.finished and sum(job.speculation.per_step_tokens) == len(job.tokens)
         except Exception as error:  # of a criterion of its own; the others go on
             job.fail(error)
-        if not job.has_pictures:
-            self.texts.extend(job.row, job.tokens[before:])
+        self.texts.extend(job.row, job.tokens[before:])
 
     def _size(self, session: Session, part: str, riders: list[tuple[int, Job]]) -> int:
         """Nodes of the next round."""
@@ -232,6 +232,7 @@ class Decoder:
             own = Tree(*(part[row : row + 1] for part in (tree.tokens, tree.parents, tree.real)), probs)
             try:
                 result = job.acceptor(own, logits[row : row + 1])
+                check_tokens(result.tokens, logits.shape[-1])
             except Exception as error:  # of a logits processor or a criterion of its own; the others go on
                 job.failure = error
                 state.finished[row].fill_(True)
@@ -248,3 +249,9 @@ class Decoder:
         """As `Call` has it: slots that a step looks at on a CPU."""
         needed = slots + self.runtime.algorithm.plan.lookahead_slots
         return min(-(-needed // PAGE) * PAGE, self.lanes.state.capacity)
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """ValueError if a token is outside the vocabulary, which would end the rounds of all rows."""
+    if not bool(((tokens >= 0) & (tokens < vocab_size)).all()):
+        raise ValueError(f"logits_processor: its scores choose a token outside the vocabulary of {vocab_size} tokens")

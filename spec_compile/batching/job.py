@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from ..errors import check_int
 from ..runtime.accept import Route, make_acceptor
 from ..runtime.accept.draw_rows import RowSettings
 from ..runtime.accept.host import HostAcceptor
@@ -42,6 +43,8 @@ class Job:
     is_cancelled: bool = False
     is_whole: bool = False
     """Whether its row has ended by itself, with no tokens but those of the answer."""
+    weights: int = -1
+    """The number that `Texts.weights` had when its prompt was begun."""
     row: int = -1
     """Where it lies among the rows that decode, or before that among those of prompts."""
     count: int | None = None
@@ -146,6 +149,9 @@ class Job:
 
 
 def seed_of(seed: int | None) -> int:
-    """The seed that ``generate()`` has after ``torch.manual_seed(seed)``; None: as it would have now."""
+    """The seed that ``generate()`` has after ``torch.manual_seed(seed)``; None: as it would have now. TypeError or
+    ValueError if torch takes no such seed."""
+    if seed is not None:
+        check_int("seed", seed, -(1 << 63), (1 << 64) - 1)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     return int(torch.randint((1 << 63) - 1, (), generator=generator))

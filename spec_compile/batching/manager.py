@@ -1,13 +1,11 @@
 """`Manager`: transformers' continuous batching over our rounds."""
 
-import logging
-import queue
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -20,58 +18,67 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 
 from ..runtime.generate import refuse_changes
-from .job import Job, seed_of
-from .metrics import Metrics
+from .intake import Intake
 from .output import Output
-from .prepare import Preparer, without_end
+from .prepare import Preparer
+from .request_options import check_config
 from .slots import take_scheduler
-
-log = logging.getLogger("spec_compile")
-
-IDLE = 0.1
-"""Seconds after which an idle thread looks whether it is to stop."""
+from .worker import Worker
 
 
 class Manager(ContinuousBatchingManager):
     """Answers requests that come at any time, each as ``generate()`` alone would, with options of its own.
 
     It is made by ``init_continuous_batching()`` and has the methods of transformers' manager. A thread runs rounds over
-    the requests that are under way; other threads' ``generate()`` go between the rounds.
+    the requests that are under way; other threads' ``generate()`` go between the rounds. Every request that was handed
+    in delivers one last output, whatever happens.
 
-    metrics: see `Metrics`. observers: functions that are called with every last `Output`, in that thread.
+    generation_config: for requests that bring none; None: the model's, as it is when a request comes. metrics: see
+    `Metrics`. observers: functions that are called with every last `Output`, in that thread.
     """
 
     def __init__(
-        self, model, generation_config: GenerationConfig, continuous_batching_config: ContinuousBatchingConfig,
+        self, model, generation_config: GenerationConfig | None, continuous_batching_config: ContinuousBatchingConfig,
         workload_hints=None,
     ):  # fmt: skip
-        self.model, self.generation_config = model, generation_config
+        if generation_config is not None:
+            check_config("generation_config", generation_config)
+        self.model, self._config = model, generation_config
         self.continuous_batching_config = config = continuous_batching_config
-        self.num_return_sequences = generation_config.num_return_sequences or 1
         if config.scheduler_type != "fifo":
             raise ValueError(f"scheduler_type: expected 'fifo', got {config.scheduler_type!r}")
         if config.return_logprobs:
             raise ValueError("return_logprobs: log-probabilities are not computed; leave it out")
-        self._speculation = model.speculation
-        engine = self._speculation.engine
-        with self._speculation.turns.of_a_round():
-            self.scheduler = take_scheduler(engine, config.max_requests_per_batch, workload_hints)
-        self.scheduler.check = partial(refuse_changes, self._speculation)
+        self._speculation = speculation = model.speculation
+        with speculation.turns, torch.inference_mode(False), torch.no_grad():
+            self.scheduler = take_scheduler(speculation, config.max_requests_per_batch, workload_hints)
+        self.scheduler.check = partial(refuse_changes, speculation)
         self.prepare = Preparer(model, self.scheduler.capacity)
-        self.metrics = Metrics(self.scheduler)
-        self.observers: list[Callable[[Output], None]] = []
-        self._endless = without_end(generation_config), without_end(model.generation_config)
-        self._jobs: dict[str, Job] = {}
-        self._seeds = None if config.seed is None else count(config.seed)
-        self._last_round = time.perf_counter()
+        self._intake = Intake(model, self.prepare, config.seed)
+        self._process = os.getpid()
 
         # What transformers' methods that are inherited read:
         self.output_router, self.background_thread_status = OutputRouter(), BackgroundThreadStatus()
-        self.batch_processor = None
-        self.is_tp_driver, self.warmed_up, self._use_prefix_sharing = True, False, False
+        self.warmed_up = False
         self._generation_thread: threading.Thread | None = None
-        self._request_counter, self._request_lock = 0, threading.Lock()
-        self._wake_up_loop = threading.Event()
+
+        self._worker = Worker(speculation, self.scheduler, self.background_thread_status, self.output_router)
+        self.metrics, self.observers = self._worker.metrics, self._worker.observers
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """For requests that bring none."""
+        return self.model.generation_config if self._config is None else self._config
+
+    @property
+    def num_return_sequences(self) -> int:
+        """Sequences of a request that does not say how many."""
+        return self.generation_config.num_return_sequences or 1
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether it was made in this process, rather than in one that this was forked from."""
+        return os.getpid() == self._process
 
     # --- the life of the thread
 
@@ -80,16 +87,17 @@ class Manager(ContinuousBatchingManager):
 
     def warmup(self) -> None:
         """Compile and capture what rounds and prompts of all widths need."""
-        with self._speculation.turns.of_a_round():
+        with self._speculation.turns, torch.inference_mode(False), torch.no_grad():
             self.scheduler.warmup()
         self.warmed_up = True
 
     def start(self) -> None:
         """Start the thread."""
+        self._refuse_elsewhere("start()")
         if self.is_running():
             return
-        self.background_thread_status.clear()
-        self._generation_thread = threading.Thread(target=self._run, name="spec_compile batches", daemon=True)
+        self._worker.open()
+        self._generation_thread = threading.Thread(target=self._worker.run, name="spec_compile batches", daemon=True)
         self._generation_thread.start()
 
     def stop(
@@ -100,42 +108,55 @@ class Manager(ContinuousBatchingManager):
 
         block: whether to wait for it, at most `timeout` seconds. keep_for_next_session: whether the model's next
         ``init_continuous_batching()`` returns this manager again.
+        Raises RuntimeError if it would wait for itself: inside `pause`, in a processor, criterion or streamer.
         """
-        if self._generation_thread is None:
-            return
-        status = BackgroundThreadStatus.HARD_STOP if hard_stop else BackgroundThreadStatus.FLUSH_AND_STOP
-        self.background_thread_status.request_stop(status, 0)
-        self._wake_up_loop.set()
-        if block:
-            self.join(time.perf_counter(), timeout)
         if keep_for_next_session:
             self.model._cached_continuous_batching_manager = self
+        if self._generation_thread is None:
+            return
+        if block and timeout is None:
+            self._refuse_waiting("stop()", "or pass block=False")
+        status = BackgroundThreadStatus.HARD_STOP if hard_stop else BackgroundThreadStatus.FLUSH_AND_STOP
+        self.background_thread_status.request_stop(status, 0)
+        self._worker.wake_up.set()
+        if block:
+            self.join(time.perf_counter(), timeout)
 
     def destroy(self) -> None:
         """Stop at once. The next manager takes over the rows, with all that is compiled."""
         self.stop(hard_stop=True)
         if self.scheduler is not None and self.background_thread_status.fatal_error is None:
-            self._clear()
+            self._worker.clear()
             self._speculation.engine.idle_batch = self.scheduler
         self.scheduler = None
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context in which no round runs, so that weights can be changed; requests go on behind it."""
+        """A context in which no round runs, so that weights can be changed; requests go on after it."""
         with self._speculation.turns:
-            yield
+            try:
+                yield
+            finally:
+                if self.scheduler is not None:
+                    self.scheduler.distrusts_weights = True
 
     def stalled_seconds(self) -> float:
         """Seconds since a round last ended; 0.0 if no request is under way."""
         is_busy = self.scheduler is not None and self.scheduler.is_busy
-        return time.perf_counter() - self._last_round if is_busy else 0.0
+        return time.perf_counter() - self._worker.last_round if is_busy else 0.0
 
     # --- requests
 
     @property
     def active_requests(self) -> int:
         """Requests that wait or run. Unlike the gauges of `metrics` it counts those that change rows just now."""
-        return len(self._jobs)
+        return len(self._worker.jobs)
+
+    @property
+    def queue_room(self) -> int | None:
+        """Requests that may still be added to those that wait; None: any number."""
+        bound = self.continuous_batching_config.max_queue_size
+        return max(0, bound - len(self.scheduler.waiting)) if bound and self.scheduler is not None else None
 
     def add_request(
         self, input_ids, request_id: str | None = None, max_new_tokens: int | None = None, streaming: bool = False,
@@ -155,163 +176,80 @@ class Manager(ContinuousBatchingManager):
         `stopping_criteria`, and what a processor returns for pictures (`pixel_values` and the like).
 
         Raises, before anything is handed in: ValueError or TypeError, naming the argument, for what cannot be served;
-        queue.Full if as many requests wait as `max_queue_size` allows; RuntimeError if the thread stops or has died.
+        queue.Full if as many requests wait as `max_queue_size` allows; RuntimeError if the thread stops or has died, in
+        a forked process, and on other ranks than the first.
         """
-        denial = self.background_thread_status.can_accept_new_requests()
-        if denial or self.scheduler is None:
-            self.metrics.reject("stopping")
-            raise RuntimeError(denial or "the manager was destroyed; call init_continuous_batching() again")
+        (name,) = self.add_requests(
+            [input_ids], max_new_tokens, streaming, record_timestamps, request_ids=[request_id],
+            eos_token_id=eos_token_id, generation_config=generation_config, tokenizer=tokenizer, seed=seed, **options,
+        )  # fmt: skip
+        return name
+
+    def add_requests(
+        self, inputs: list, max_new_tokens: int | None = None, streaming: bool = False,
+        record_timestamps: bool = False, *, request_ids: list[str | None] | None = None,
+        generation_config: GenerationConfig | None = None, **options: Any,
+    ) -> list[str]:  # fmt: skip
+        """Hand in a request for each prompt, all or none; returns their ids. See `add_request`."""
+        self._refuse_elsewhere("add_request()")
+        self._require_open()
+        named = {name: options.pop(name, None) for name in ("eos_token_id", "tokenizer", "seed")}
         try:
-            jobs = self._make_jobs(
-                input_ids, request_id, max_new_tokens, streaming, record_timestamps, eos_token_id,
-                generation_config, tokenizer, seed, options,
-            )  # fmt: skip
+            jobs = [
+                self._intake.jobs(
+                    ids, self.generation_config if generation_config is None else generation_config, name,
+                    max_new_tokens, streaming, record_timestamps, **named, options=options,
+                )
+                for ids, name in zip(inputs, request_ids or [None] * len(inputs))
+            ]  # fmt: skip
+            bound = self.continuous_batching_config.max_queue_size
+            self._worker.hand_in([job for each in jobs for job in each], bound, self._require_open)
         except (TypeError, ValueError):
             self.metrics.reject("invalid")
             raise
-        self._hand_in(jobs)
-        return jobs[-1].request_id
+        return [each[-1].request_id for each in jobs]
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request; its row is free within two rounds, and it delivers one last output."""
-        with self._request_lock:
-            job = self._jobs.get(request_id)
-        if job is not None:
-            job.is_cancelled = True
-            self._wake_up_loop.set()
+        """End a request with all its sequences; its row is free within two rounds, and it delivers one last output."""
+        self._worker.cancel(request_id)
 
-    def _make_jobs(
-        self, input_ids, request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, generation_config,
-        tokenizer, seed, options,
-    ) -> list[Job]:  # fmt: skip
-        """The requests for one prompt: one for each of `num_return_sequences`, the one of this id last."""
-        prompt = self._read_prompt(input_ids)
-        config, defaults = generation_config or self.generation_config, self.model.generation_config
-        mask = options.pop("attention_mask", None)
-        if mask is not None and not torch.as_tensor(mask).all():
-            raise ValueError("attention_mask: a request has one prompt without padding; leave it out")
-        if max_new_tokens is not None:
-            options["max_new_tokens"] = max_new_tokens
-        ends = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
-        if ends is not None:
-            ends = [token for token in ends if token >= 0]
-            if ends:
-                options["eos_token_id"] = ends
-            else:
-                config, defaults = (
-                    self._endless if generation_config is None else (without_end(config), self._endless[1])
-                )
-        sequences = options.pop("num_return_sequences", None) or config.num_return_sequences or 1
-        prepared = self.prepare(prompt, config, defaults, tokenizer, options)
-        if seed is None and self._seeds is not None:
-            seed = next(self._seeds)
-        seed = seed_of(seed) if prepared.config.do_sample else 0
-        if request_id is None:
-            with self._request_lock:
-                request_id, self._request_counter = f"req_{self._request_counter}", self._request_counter + 1
-        names = [*(f"{request_id}__child#{number}" for number in range(sequences - 1)), request_id]
-        share_text = getattr(self._speculation.options, "share_text", True)
-        return [
-            Job(name, prompt, prepared, seed, number, streaming, record_timestamps, share_text)
-            for number, name in enumerate(names)
-        ]
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Output | None:
+        """The next output that no handler takes, or None after `timeout` seconds, or if none can come any more.
 
-    def _read_prompt(self, input_ids) -> list[int]:
-        ids = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else list(input_ids)
-        if len(ids) == 1 and isinstance(ids[0], list):  # as a processor gives them
-            (ids,) = ids
-        if not ids:
-            raise ValueError("input_ids: expected at least one token, got none")
-        vocab = self._speculation.engine.runtime.verify.vocab_size
-        for token in ids:
-            if type(token) is not int:
-                raise TypeError(f"input_ids: expected token ids, got {type(token).__name__}")
-            if not 0 <= token < vocab:
-                raise ValueError(f"input_ids: token id {token} is outside the vocabulary of {vocab} tokens")
-        return ids
+        Raises RuntimeError where it would wait for rounds that wait for this thread.
+        """
+        if timeout is None and self.output_router.output_queue.empty() and self.is_running():
+            self._refuse_waiting("get_result()", "or pass a timeout")
+        return super().get_result(request_id, timeout)
 
-    def _hand_in(self, jobs: list[Job]) -> None:
-        bound = self.continuous_batching_config.max_queue_size
-        with self._request_lock:
-            if bound and len(self.scheduler.waiting) + len(jobs) > bound:
-                self.metrics.reject("queue_full")
-                raise queue.Full(f"max_queue_size: {bound} requests wait already")
-            for job in jobs:
-                if job.request_id in self._jobs:
-                    raise ValueError(f"request_id: {job.request_id!r} is under way already")
-            self._jobs |= {job.request_id: job for job in jobs}
-            self.scheduler.waiting.extend(jobs)
-        self._wake_up_loop.set()
+    def _require_open(self) -> None:
+        """RuntimeError if no request is taken any more."""
+        denial = self.background_thread_status.can_accept_new_requests()
+        if denial is None and self.scheduler is None:
+            denial = "the manager was destroyed; call init_continuous_batching() again"
+        if denial is None and not self._worker.is_open:
+            denial = "the manager has stopped; call start() again"
+        if denial is not None:
+            self.metrics.reject("stopping")
+            raise RuntimeError(denial)
 
-    # --- the thread
+    def _refuse_elsewhere(self, method: str) -> None:
+        """RuntimeError in a process that does not have the thread, or that follows another rank."""
+        if not self.is_of_this_process:
+            raise RuntimeError(
+                f"{method}: this manager runs in process {self._process}, from which process {os.getpid()} was forked; "
+                "call init_continuous_batching() here for a manager of this process"
+            )
+        if method == "add_request()" and not self._speculation.options.ranks.leads:
+            raise RuntimeError(
+                "add_request(): only rank 0 takes requests, and the other ranks follow it; wait for their end with "
+                "manager.join(0.0), or call generate_batch() on all ranks alike"
+            )
 
-    def _run(self) -> None:
-        """Run rounds until somebody says that it is enough; on other ranks than the first, until that one says so."""
-        ranks, device = self._speculation.options.ranks, self._speculation.engine.runtime.device
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            with ranks.call():
-                self._run_rounds() if ranks.leads else self._follow_rounds()
-                self._clear()
-        except BaseException as error:  # of the device, or a bug: nobody can go on
-            log.exception("the thread of continuous batching died")
-            self.background_thread_status.record_fatal_error(error)
-            self._speculation.engine.batches.discard(self.scheduler)
-            self._fail_all(error)
-        finally:
-            self.background_thread_status.mark_as_stopped()
-
-    def _run_rounds(self) -> None:
-        status, ranks = self.background_thread_status, self._speculation.options.ranks
-        while status.local_status != BackgroundThreadStatus.HARD_STOP:
-            if self.scheduler.is_busy:
-                with self._speculation.turns.of_a_round():
-                    ranks.lead(lambda: [True])
-                    news = self.scheduler.step()
-                self._last_round = time.perf_counter()
-                self._deliver(news)
-            elif status.local_status == BackgroundThreadStatus.FLUSH_AND_STOP:
-                break
-            else:
-                self._wake_up_loop.wait(IDLE)
-                self._wake_up_loop.clear()
-                self._last_round = time.perf_counter()
-        ranks.lead(lambda: [False])
-
-    def _follow_rounds(self) -> None:
-        ranks = self._speculation.options.ranks
-        while any(ranks.lead(list)):  # another round
-            with self._speculation.turns.of_a_round():
-                self.scheduler.step()
-
-    def _clear(self) -> None:
-        """End all requests."""
-        error = RuntimeError("the manager was stopped")
-        with self._speculation.turns.of_a_round():
-            self.scheduler.clear(error)
-        self._fail_all(error)
-
-    def _fail_all(self, error: BaseException) -> None:
-        with self._request_lock:
-            jobs = [*self._jobs.values()]
-        for job in jobs:
-            job.fail(error)
-        self._deliver(jobs)
-
-    def _deliver(self, news: list[Job]) -> None:
-        """Hand out what there is of these requests."""
-        outputs = [job.output() for job in news if job.is_over or job.streaming]
-        for job in news:
-            if job.is_over:
-                with self._request_lock:
-                    self._jobs.pop(job.request_id, None)
-                self.metrics.finish(job)
-        for output in outputs:
-            try:
-                self.output_router.deliver(output)
-            except RuntimeError:  # the event loop of its reader is closed
-                log.warning("request %s: nobody reads its output any more", output.request_id)
-            if output.is_finished():
-                for observer in self.observers:
-                    observer(output)
+    def _refuse_waiting(self, method: str, otherwise: str) -> None:
+        """RuntimeError if rounds wait for the thread that calls `method`, which would wait for rounds."""
+        if self._speculation.turns.is_mine or threading.current_thread() is self._generation_thread:
+            raise RuntimeError(
+                f"{method}: inside pause(), or in a processor, criterion, streamer or observer, it would wait for "
+                f"rounds that wait for this thread; call it afterwards, {otherwise}"
+            )

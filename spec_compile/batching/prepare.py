@@ -2,32 +2,46 @@
 
 import copy
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from ..capture.adapters import shallow
 from ..capture.pictures import placeholders
-from ..errors import did_you_mean
 from ..runtime import own_prefill
 from ..runtime import past as pasts
 from ..runtime.accept import Route, choose_route
 from ..runtime.accept.grammars import check_grammars
+from ..runtime.accept.processors import ROWWISE, is_known
 from ..runtime.answer import Answer
 from ..runtime.own_prefill import PICTURES, TOKEN_TYPES
 from ..runtime.past import Past
-from ..runtime.prepared import Inputs, Plans, make_key
+from ..runtime.prepared import Inputs, Plan, Plans, make_key
 from ..runtime.prompt import Prompt
-from ..runtime.read_call import longest_width, make_answer, shortest_width, unserved
+from ..runtime.read_call import CRITERIA_IN_ROUND, longest_width, make_answer, shortest_width, unserved
+from .request_options import check_config, check_known, check_values, find_culprit
+from .stop_strings import StopStrings, check_stops
 
-ARGUMENTS = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
+CALLBACKS = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
 """Arguments of ``generate()`` that a request may have besides the fields of a GenerationConfig."""
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+ONLY_GENERATE = ("return_dict_in_generate", "token_healing")
+"""Settings that only ``generate()`` serves, besides those that `unserved` finds."""
+FORGETFUL_CRITERIA = CRITERIA_IN_ROUND | {"MaxTimeCriteria", "StopStringCriteria"}
+"""transformers' stopping criteria that remember nothing of the tokens that they have seen."""
 
 
 @dataclass
@@ -36,9 +50,11 @@ class Prepared:
 
     config: its generation config, completed. processors: transformers' logits processors. route: how tokens are
     accepted. shortest, longest: tokens of the row, prompt included, before which it may not end and at which it ends.
-    make_answer: gives the `Answer` that takes its tokens. has_criteria: whether something besides `longest` and
-    end-of-sequence tokens ends it. process: the model's own prefill, given the taps of the draft, of a prompt with
-    pictures: what came of it, and how far positions run ahead of slots behind it; None: the prompt is text.
+    make_answer: gives the `Answer` that takes its tokens, from now on if it has a time limit. remembers: whether a
+    processor or a criterion may remember what it has seen, so that it serves one sequence. has_criteria: whether
+    something besides `longest` and end-of-sequence tokens ends it. process: the model's own prefill, given the taps of
+    the draft, of a prompt with pictures: what came of it, and how far positions run ahead of slots after it; None: the
+    prompt is text.
     """
 
     config: GenerationConfig
@@ -47,12 +63,13 @@ class Prepared:
     shortest: int
     longest: int
     make_answer: Callable[[], Answer]
+    remembers: bool = False
     has_criteria: bool = False
     process: Callable[[tuple[int, ...]], tuple[Past, list[Tensor] | None, int]] | None = None
 
 
 class Preparer:
-    """Prepares requests for one model, in any thread. Requests alike are prepared once.
+    """Prepares requests for one model, in any number of threads at once. Requests alike are prepared once.
 
     fast: the model. room: tokens a row has room for.
     """
@@ -61,7 +78,7 @@ class Preparer:
         self._fast, self._speculation, self.room = fast, fast.speculation, room
         self._lock, self._plans = threading.Lock(), Plans()
         cls = type(fast.speculation.original)
-        self._shadow = shallow(fast, type(cls.__name__, (_StopsBeforeTheLoop, cls), {"__module__": cls.__module__}))
+        self._class = type(cls.__name__, (_StopsBeforeTheLoop, cls), {"__module__": cls.__module__})
         device = fast.speculation.engine.runtime.device
         self._alike = Inputs(torch.zeros(1, 1, dtype=torch.int64, device=device), None, None)
         """Stands for the ids of every prompt in the keys of `_plans`."""
@@ -72,26 +89,34 @@ class Preparer:
         """What a request asks for; TypeError or ValueError if it cannot be served.
 
         prompt: token ids. config: of the request. defaults: for what `config` leaves open. options: fields of a
-        GenerationConfig that go over `config`, `ARGUMENTS`, and `PICTURES` with their `TOKEN_TYPES`.
+        GenerationConfig that go over `config`, `CALLBACKS`, and `PICTURES` with their `TOKEN_TYPES`.
         """
-        config, arguments = copy.copy(config), {}
-        config.num_return_sequences = 1  # each sequence is a request
+        if len(prompt) >= self.room:
+            raise ValueError(
+                f"input_ids: a prompt of {len(prompt)} tokens leaves no room for an answer in a row of the batch, "
+                f"which holds {self.room}; shorten it, or pass a larger max_cache_len to speculate()"
+            )
+        check_config("generation_config", config)
+        config, defaults, arguments = copy.copy(config), copy.copy(defaults), {}
+        extras = CALLBACKS | PICTURES | TOKEN_TYPES
+        check_known(options, {*vars(config), *extras})
         for name, value in options.items():
-            if name in ARGUMENTS | PICTURES | TOKEN_TYPES:
+            if name in extras:
                 arguments[name] = value
-            elif name in vars(config):
+            else:
                 setattr(config, name, value)
-            elif name != "prompt_lookup_num_tokens":
-                known = sorted({*vars(config), *ARGUMENTS})
-                raise TypeError(f"unknown option {name!r} of a request.{did_you_mean(name, known)}")
+        config.num_return_sequences = 1  # each sequence is a request
         config.prompt_lookup_num_tokens = None  # asks for n-gram drafts, which speculate() decides
-        lengths = (getattr(each, name) for each in (config, defaults) for name in ("max_new_tokens", "max_length"))
-        has_limit = any(length is not None for length in lengths)
+        check_values(vars(config))
+        stops = config.stop_strings if config.stop_strings is not None else defaults.stop_strings
+        stops = [] if stops is None else check_stops(stops, tokenizer)
+        config.stop_strings = defaults.stop_strings = None
+        stop = StopStrings(tokenizer, stops) if stops else None
+        limits = [getattr(each, name) for each in (config, defaults) for name in ("max_new_tokens", "max_length")]
+        has_limit = any(limit is not None for limit in limits)
         if not has_limit:
             config.max_new_tokens = self.room
-        with self._lock:  # `Plans` are for one thread at a time, and so is the shadow's default config
-            self._shadow.generation_config = defaults
-            prepared = self._prepare(prompt, config, tokenizer, arguments)
+        prepared = self._prepare(prompt, config, defaults, tokenizer, arguments, stop)
         if not has_limit:
             prepared.longest = self.room
         if prepared.longest > self.room:
@@ -102,45 +127,85 @@ class Preparer:
             )
         return prepared
 
-    def _prepare(self, prompt: list[int], config: GenerationConfig, tokenizer, arguments: dict) -> Prepared:
-        key = None
-        if tokenizer is None and not arguments:
-            key = make_key(self._shadow, self._alike.ids.device, self._alike, {"generation_config": config})
-        plan = self._plans.find(key)
-        ids = torch.tensor([prompt])
+    def _prepare(
+        self, prompt: list[int], config: GenerationConfig, defaults: GenerationConfig, tokenizer, arguments: dict,
+        stop: StopStrings | None,
+    ) -> Prepared:  # fmt: skip
+        shadow: Any = shallow(self._fast, self._class)
+        shadow.generation_config = defaults
+        key, ids = None, torch.tensor([prompt])
+        if not arguments:
+            key = make_key(shadow, self._alike.ids.device, self._alike, {"generation_config": config})
+        with self._lock:
+            plan = self._plans.find(key)
         if plan is not None:
-            (least, most), width = plan.new_tokens, len(prompt)
-            return Prepared(
-                plan.config, plan.processors, plan.route, width + least if least else 0, width + most,
-                lambda: Answer(ids, width + most, plan.eos, plan.pad),
-            )  # fmt: skip
-        with self._plans.awaiting(key):
-            return self._prepare_anew(ids, config, tokenizer, arguments)
+            return self._by_plan(plan, ids, stop)
+        call = self._ask_transformers(shadow, ids, config, tokenizer, arguments)
+        read = Prompt.of(call.input_ids, call.config, call.model_kwargs, placeholders(self._speculation.original))
+        reason = unserved(self._speculation, read, call.config, call.model_kwargs)
+        reason = reason or next((name for name in ONLY_GENERATE if getattr(call.config, name, None)), None)
+        if reason is not None:
+            raise ValueError(f"{reason}: only generate() does this; leave it out")
+        check_grammars(call.processors, 1, self._speculation.engine.runtime.verify.vocab_size)
+        return self._by_transformers(shadow, key, call, read, arguments.get("stopping_criteria") or (), stop)
 
-    def _prepare_anew(self, ids: Tensor, config: GenerationConfig, tokenizer, arguments: dict) -> Prepared:
-        """By transformers, for a prompt `ids` [1, W]."""
+    def _ask_transformers(
+        self, shadow, ids: Tensor, config: GenerationConfig, tokenizer, arguments: dict
+    ) -> "_Call":  # fmt: skip
+        """What transformers gives to its decoding loop for a prompt `ids` [1, W]; ValueError, naming the option, if it
+        fails on one."""
         device, given = self._alike.ids.device, {} if tokenizer is None else {"tokenizer": tokenizer}
         arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
-        with self._speculation.turns:  # because a GPU allows nobody else to take memory while a graph is captured
-            call = self._shadow.generate(
-                ids.to(device), attention_mask=torch.ones_like(ids, device=device),
-                generation_config=copy.deepcopy(config), **given, **arguments,
-            )  # fmt: skip
-            prompt = Prompt.of(call.input_ids, call.config, call.model_kwargs, placeholders(self._speculation.original))
-            reason = unserved(self._speculation, prompt, call.config, call.model_kwargs)
-        if reason is not None or call.config.return_dict_in_generate:
-            raise ValueError(f"{reason or 'return_dict_in_generate'}: only generate() does this; leave it out")
-        check_grammars(call.processors, 1, self._speculation.engine.runtime.verify.vocab_size)
+        ids = ids.to(device)
+
+        def generate(config: GenerationConfig) -> _Call:
+            with torch.inference_mode(False), torch.no_grad():
+                mask = torch.ones_like(ids)
+                return shadow.generate(ids, attention_mask=mask, generation_config=config, **given, **arguments)
+
+        try:
+            return generate(copy.deepcopy(config))
+        except Exception as error:
+            names = [name for name in vars(config) if not name.startswith("_")]
+            if isinstance(error, (TypeError, ValueError)) and any(name in str(error) for name in names):
+                raise
+            name = find_culprit(config, generate)
+            raise ValueError(f"{name}: transformers cannot serve it: {type(error).__name__}: {error}") from error
+
+    def _by_plan(self, plan: Plan, ids: Tensor, stop: StopStrings | None) -> Prepared:
+        """For a prompt `ids` [1, W], by what was prepared for a request alike."""
+        (least, most), width = plan.new_tokens, ids.shape[1]
+        criteria = None
+        if stop is not None:
+            ends = [EosTokenCriteria(plan.eos)] if plan.eos else []
+            criteria = StoppingCriteriaList([MaxLengthCriteria(width + most), *ends, stop])
+        return Prepared(
+            plan.config, plan.processors, plan.route, width + least if least else 0, width + most,
+            lambda: Answer(ids, width + most, plan.eos, plan.pad, criteria), has_criteria=stop is not None,
+        )  # fmt: skip
+
+    def _by_transformers(
+        self, shadow, key, call: "_Call", prompt: Prompt, own: Sequence, stop: StopStrings | None
+    ) -> Prepared:  # fmt: skip
+        """By the `call` that transformers has prepared, which may be kept as the plan of this `key`. own: criteria that
+        came with the request."""
+        stops = [] if stop is None else [stop]
         longest = longest_width(call.input_ids, call.criteria, call.config)
 
-        def answer() -> Answer:
-            return make_answer(ids, prompt, longest, call.criteria, call.config, None)
+        def answer(stops: list) -> Answer:
+            criteria = [each if any(each is one for one in own) else _from_now(each) for each in call.criteria]
+            return make_answer(prompt.ids, prompt, longest, StoppingCriteriaList(criteria + stops), call.config, None)
 
-        first = answer()
+        first, device = answer([]), self._alike.ids.device
         route = choose_route(call.config, call.processors, device, first.keeps_scores, has_first_logits=False)
-        self._plans.keep(self._shadow, prompt, call.config, call.processors, call.criteria, first, route)
-        shortest, has_criteria = shortest_width(call.processors), first.criteria is not None
-        prepared = Prepared(call.config, call.processors, route, shortest, longest, answer, has_criteria)
+        with self._lock, self._plans.awaiting(key):
+            self._plans.keep(shadow, prompt, call.config, call.processors, call.criteria, first, route)
+        remembers = not all(is_known(processor, ROWWISE) for processor in call.processors)
+        remembers |= not all(is_known(criterion, FORGETFUL_CRITERIA) for criterion in call.criteria)
+        prepared = Prepared(
+            call.config, call.processors, route, shortest_width(call.processors), longest, partial(answer, stops),
+            remembers, has_criteria=first.criteria is not None or stop is not None,
+        )  # fmt: skip
         if prompt.has_pictures:
             self._check_pictures(prompt)
             prepared.process = partial(self._process, prompt, call)
@@ -149,7 +214,7 @@ class Preparer:
     def _check_pictures(self, prompt: Prompt) -> None:
         """ValueError if pictures are where a batch does not read them."""
         if prompt.tokens[0][-1] in placeholders(self._speculation.original):
-            raise ValueError("input_ids: a prompt that ends in a picture is served by generate(); put text behind it")
+            raise ValueError("input_ids: a prompt that ends in a picture is served by generate(); add text after it")
         if self._speculation.options.ranks.size > 1:
             raise ValueError("pixel_values: pictures are read in one process; leave out tensor_parallel")
 
@@ -162,6 +227,14 @@ class Preparer:
         own = own_prefill.run(self._fast, prompt, call.input_ids, call.config, kwargs, taps)
         past = pasts.read(own.cache, prompt.padding, self._speculation.cache_layout)
         return past, own.features, prompt.position_offsets[0]
+
+
+def _from_now(criterion: StoppingCriteria) -> StoppingCriteria:
+    """The criterion, with a time limit that begins now."""
+    if type(criterion).__name__ == "MaxTimeCriteria":
+        criterion = copy.copy(criterion)
+        criterion.initial_timestamp = time.time()
+    return criterion
 
 
 @dataclass

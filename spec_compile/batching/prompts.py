@@ -134,10 +134,10 @@ class Prompts:
         lanes.copy_row(job.row, to, min(slots, lanes.state.capacity), target)
         job.row = to
 
-    def drop(self, job: Job) -> None:
+    def leave(self, job: Job) -> None:
         """Give up a prompt."""
-        self.lanes.all.drafter.leave(self.lanes.state, job.row, 0, False)
         self.jobs[job.row] = None
+        self.lanes.all.drafter.leave(self.lanes.state, job.row, 0, False)
 
     def _max_kv_len(self, slots: int) -> int:
         needed = slots + self.runtime.algorithm.plan.lookahead_slots

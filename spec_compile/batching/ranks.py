@@ -11,8 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from ..parallel.ranks import Alone
 from ..runtime.accept.draw_rows import RowSettings
 from .job import Job
+
+MOST_NUMBERS = 1 << 16
+"""Of a message to the other ranks."""
 
 
 @dataclass
@@ -70,6 +74,18 @@ def pack(value: Any) -> list[int]:
     """An object as integers, for `Ranks.lead`."""
     data = pickle.dumps(value)
     return [len(data), *np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), dtype=np.int64).tolist()]
+
+
+def share(ranks: Alone, value: Any) -> Any:
+    """The object that the first rank has, on all ranks; the others' does not count."""
+    if ranks.size == 1:
+        return value
+    numbers = pack(value) if ranks.leads else []
+    (count,) = ranks.lead(lambda: [len(numbers)])
+    received = []
+    for begin in range(0, count, MOST_NUMBERS):
+        received += ranks.lead(lambda begin=begin: numbers[begin : begin + MOST_NUMBERS])
+    return unpack(received)
 
 
 def unpack(numbers: list[int]) -> Any:

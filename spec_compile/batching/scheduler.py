@@ -1,22 +1,31 @@
 """What happens between two rounds: requests leave, wait, have their prompts processed, and enter."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
+from ..capture.weight_values import WeightValues
 from ..runtime.runtime import Runtime
 from .decoding import Decoder
 from .job import Job
 from .prompts import Prompts
 from .ranks import Admission, Shadow, pack, unpack
 
+log = logging.getLogger("spec_compile")
+
 
 class Scheduler:
     """First come, first served. A request waits until a row is free for it; then its prompt is processed in chunks, at
-    most one between two rounds, and its row joins the next round."""
+    most one between two rounds, and its row joins the next round. An error while a request enters, decodes or leaves
+    ends that request only."""
 
-    def __init__(self, runtime: Runtime, slots: int, capacity: int, lanes: int):
-        """slots: requests that decode at once. capacity: tokens of each. lanes: prompts that are processed at once."""
+    def __init__(self, runtime: Runtime, slots: int, capacity: int, lanes: int, weights: WeightValues):
+        """slots: requests that decode at once. capacity: tokens of each. lanes: prompts that are processed at once.
+        weights: tell whether keys and values of earlier requests still hold."""
         self.slots, self.capacity = slots, capacity
+        self._weights = weights
+        self.distrusts_weights = False
+        """Whether somebody may have changed weights in a way that torch does not count, because no round ran."""
         self.waiting: deque[Job] = deque()
         """Any thread may append to it."""
         self.prompts = Prompts(runtime, lanes, capacity)
@@ -52,8 +61,11 @@ class Scheduler:
             decoding = len(self.decoder.active)
             waiting = min(len(self.waiting), self.slots - decoding - len(self.prompts.active))
             for job in self.prompts.step(waiting, decoding, self.decoder.round_seconds):
-                self.prompts.move(job, self.decoder.lanes, self.decoder.free_row())
-                self.decoder.enter(job)
+                try:
+                    self.prompts.move(job, self.decoder.lanes, self.decoder.free_row())
+                    self.decoder.enter(job)
+                except Exception as error:
+                    news += self.drop([job], error)
         else:
             self.decoder.compact()
         self.decoder.launch()
@@ -61,8 +73,8 @@ class Scheduler:
         if self.decoder.is_flying:
             news += self.decoder.collect()
         for job in news:
-            if job.is_over and job in self.decoder.jobs:
-                self.decoder.leave(job)
+            if job.is_over:
+                self._free(job)
         return news
 
     def forget(self) -> None:
@@ -93,12 +105,18 @@ class Scheduler:
         for job in jobs:
             if job in self.waiting:
                 self.waiting.remove(job)
-            elif job in self.prompts.jobs:
-                self.prompts.drop(job)
-            else:
-                self.decoder.leave(job)
+            self._free(job)
             job.finish("cancelled") if error is None else job.fail(error)
         return jobs
+
+    def _free(self, job: Job) -> None:
+        """Take the row of a request that is over, if it has one."""
+        for place in (self.prompts, self.decoder):
+            if job in place.jobs:
+                try:
+                    place.leave(job)
+                except Exception:  # of the drafter: the row is free, and the answer is what it is
+                    log.exception("request %s: its row was left with an error", job.request_id)
 
     def _check_model(self) -> None:
         """Let requests that have entered fail in their first round if the model has changed. A GPU computes in the
@@ -129,6 +147,7 @@ class Scheduler:
     def _admit(self, news: list[Job]) -> list[Admission]:
         """Begin with the prompts of those that wait, as far as there are rows for them. Those that fail are `news`."""
         entered: list[Admission] = []
+        self.distrusts_weights |= not (self.prompts.active or self.decoder.active)
         while self.waiting and self.prompts.has_room:
             if len(self.prompts.active) + len(self.decoder.active) == self.slots:
                 break
@@ -136,18 +155,28 @@ class Scheduler:
             try:
                 job.admit()
                 self._unchecked.append(job)
+                row, known = self._beginning(job)
+                job.weights = self.decoder.texts.weights
                 if job.has_pictures:
                     self.prompts.process(job, self.decoder.lanes, self.decoder.free_row())
                     self.decoder.enter(job)
-                    continue
+                else:
+                    self.prompts.enter(job, self.decoder.lanes, row, known)
+                    entered.append(Admission.of(job, row, known))
             except Exception as error:  # of a processor or a criterion of its own, or of its pictures
-                job.fail(error)
-                news.append(job)
-                continue
-            # The last token is the root of the first tree.
-            row, known = self.decoder.texts.longest_prefix(job.prompt[:-1])
-            if self._keeps_a_token_less:  # a drafter's slot may depend on the token behind it, as that of a head does
-                known = 0 if self._has_states else max(known - 1, 0)
-            self.prompts.enter(job, self.decoder.lanes, row, known)
-            entered.append(Admission.of(job, row, known))
+                news += self.drop([job], error)
         return entered
+
+    def _beginning(self, job: Job) -> tuple[int, int]:
+        """The row that has keys and values of the beginning of a prompt, and of how many of its tokens."""
+        texts = self.decoder.texts
+        # The last token is the root of the first tree.
+        row, known = (0, 0) if job.has_pictures else texts.longest_prefix(job.prompt[:-1])
+        is_sure = self.distrusts_weights and known > 0
+        if self._weights.have_changed(is_sure):
+            texts.forget()
+            row, known = 0, 0
+        self.distrusts_weights &= not is_sure
+        if self._keeps_a_token_less:  # a drafter's slot may depend on the token after it, as that of a head does
+            known = 0 if self._has_states else max(known - 1, 0)
+        return row, known

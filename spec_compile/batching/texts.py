@@ -16,18 +16,24 @@ class Texts:
         self._has_states = has_states
         self._has_ended = np.zeros(rows, dtype=bool)
         """Whether the states of each row are behind all of its text but the last token."""
+        self._counts = np.zeros(rows, dtype=bool)
+        """Whether the keys and values of each row are those of its text."""
+        self.weights = 0
+        """Counts how often the weights have changed."""
 
-    def put(self, row: int, tokens: list[int]) -> None:
-        """The row has this text from now on."""
-        self._lengths[row], self._has_ended[row] = 0, False
-        self.extend(row, tokens)
+    def put(self, row: int, tokens: list[int] | None) -> None:
+        """The row has this text from now on; None: one that no prompt begins with."""
+        self._lengths[row], self._has_ended[row], self._counts[row] = 0, False, tokens is not None
+        self.extend(row, tokens or [])
 
     def end(self, row: int) -> None:
         """The row's text is complete, and its states are behind all of it but the last token."""
         self._has_ended[row] = True
 
     def extend(self, row: int, tokens: list[int]) -> None:
-        """The row's text goes on with these."""
+        """The row's text goes on with these tokens."""
+        if not self._counts[row]:
+            return
         begin = self._lengths[row]
         self._tokens[row, begin : begin + len(tokens)] = tokens
         self._lengths[row] += len(tokens)
@@ -36,12 +42,14 @@ class Texts:
         """A row's text is in another row now, and no longer in this one."""
         length = self._lengths[row]
         self._tokens[to, :length], self._lengths[to] = self._tokens[row, :length], length
+        self._counts[to] = self._counts[row]
         self._lengths[row] = 0
         self._has_ended[to] = False
 
     def forget(self) -> None:
-        """No keys and values of any text count any more."""
-        self._lengths[:] = 0
+        """The weights have changed: no keys and values count any more, until another text is put into a row."""
+        self._lengths[:], self._counts[:] = 0, False
+        self.weights += 1
 
     def longest_prefix(self, prompt: list[int]) -> tuple[int, int]:
         """The row whose text begins with most of the prompt, and with how many of its tokens: 0 if they are few.

@@ -155,13 +155,13 @@ class Ranks(Alone):
         digests = {name: digest(value) for name, value in parts.items()}
         reason = f"{type(error).__name__}: {error}"[: WIDTH // 4] if error is not None else None
         heard = self._exchange({"error": reason, "parts": digests, "position": self._ring.position})
-        if not self.leads:
-            self._ring.skip_to(heard[0]["position"])
         if error is not None:
             return
         for rank, each in enumerate(heard):
             if each["error"] is not None:
                 raise ValueError(f"{what}: rank {rank} refused it: {each['error']}")
+        if not self.leads:  # only now: after an error, rounds of requests may go on that read the ring
+            self._ring.skip_to(heard[0]["position"])
         first = heard[0]["parts"]
         for name in dict.fromkeys([*first, *(name for each in heard for name in each["parts"])]):
             others = [rank for rank, each in enumerate(heard) if each["parts"].get(name) != first.get(name)]

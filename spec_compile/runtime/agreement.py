@@ -19,6 +19,17 @@ class Agreement:
         self.ranks = ranks
         self._parts: dict[str, Any] = {}
         self._is_awaited = False
+        self._batches = 0
+        """Managers of requests whose threads run here."""
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The context of a thread that runs rounds of requests, on all ranks at once."""
+        self._batches += 1
+        try:
+            yield
+        finally:
+            self._batches -= 1
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
@@ -31,6 +42,13 @@ class Agreement:
         if self.ranks.size == 1:
             yield
             return
+        if self._batches:
+            error = RuntimeError(
+                "generate(): with tensor_parallel it cannot run while a manager of requests does, because the ranks "
+                "follow one stream of rounds; stop the manager first, or add a request"
+            )
+            self.ranks.agree("generate()", {}, error)
+            raise error
         self._is_awaited = True
         try:
             yield

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+FIRST_COLUMNS = 1024
+"""New tokens of a row for which an answer has room at first."""
+
 
 class Answer:
     """Takes tokens as the rows of a batch gain them, and deals with them in the order of plain decoding.
@@ -30,8 +33,9 @@ class Answer:
         self.batch, self.prompt_width = input_ids.shape
         self.longest, self.eos, self.pad = longest, frozenset(eos), pad
         self.criteria, self.streamer = criteria, streamer
-        self.ids = torch.zeros(self.batch, max(longest, self.prompt_width + 1), dtype=torch.int64)
-        """[B, longest] on the CPU: each row's prompt and what it has gained so far."""
+        self._room = max(longest, self.prompt_width + 1)
+        self.ids = torch.zeros(self.batch, min(self._room, self.prompt_width + FIRST_COLUMNS), dtype=torch.int64)
+        """[B, L] on the CPU: each row's prompt and what it has gained so far. L grows up to `longest`."""
         self.ids[:, : self.prompt_width] = input_ids
         self._numbers = self.ids.numpy()  # the same memory, where writing a few numbers is quick
         self.rows: list[list[int]] = [[] for _ in range(self.batch)]
@@ -71,6 +75,7 @@ class Answer:
         for row, tokens in enumerate(gained):
             if tokens:
                 begin = self.prompt_width + len(self.rows[row])
+                self._make_room(begin + len(tokens))
                 self._numbers[row, begin : begin + len(tokens)] = tokens
                 self.rows[row].extend(tokens)
                 if self.keeps_scores:
@@ -87,6 +92,16 @@ class Answer:
     def gained(self, row: int) -> int:
         """Tokens that the row has gained and that are in the answer."""
         return min(len(self.rows[row]), self.columns)
+
+    def _make_room(self, width: int) -> None:
+        """Let `ids` hold so many tokens of each row."""
+        if width > self.ids.shape[1]:
+            before = self.ids.shape[1]
+            longer = torch.zeros(self.batch, min(self._room, max(width, 2 * before)), dtype=torch.int64)
+            longer[:, :before] = self.ids
+            if self.pad is not None:
+                longer[self.ended, before:] = self.pad
+            self.ids, self._numbers = longer, longer.numpy()
 
     def _add_column(self) -> None:
         """Deal with the next column, which all rows that need one have."""

@@ -1,6 +1,8 @@
 """`Turns`: who may use a model now."""
 
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,37 +10,85 @@ import torch
 
 
 class Turns:
-    """A lock around calls, which one thread may take several times. As a context manager it is that of a call.
+    """A lock around one model: one thread has it at a time, and may take it several times over.
 
-    A batch of requests never ends, so it takes a turn for every round, and lets all calls that wait go first.
+    As a context manager it is the turn of a call. Calls go in the order in which they came. A batch of requests takes a
+    turn for every round, between two calls or before the first. While both wait, each has half of the time: after a
+    call of t seconds, rounds of t seconds come before the next call. So a request waits for one call at most until its
+    next round, and a call waits, for each call before it, at most twice as long as that takes.
     """
 
     def __init__(self) -> None:
-        self._lock, self._count = threading.RLock(), threading.Lock()
-        self._calls, self._no_call = 0, threading.Event()
-        self._no_call.set()
+        self._changed = threading.Condition()
+        self._owner: int | None = None
+        self._depth = 0
+        self._calls: deque[object] = deque()
+        """A ticket for each call that waits, the first one first."""
+        self._rounds: deque[object] = deque()
+        self._batches = 0
+        """Batches that are inside `rounds`, which will take their next turn soon."""
+        self._owed = 0.0
+        """Seconds that rounds may run before the next call."""
 
     def __enter__(self) -> None:
-        with self._count:
-            self._calls += 1
-            self._no_call.clear()
-        self._lock.acquire()
+        self._take(self._calls, lambda: not (self._batches and self._owed > 0))
+        if self._depth == 1:
+            self._begin = time.perf_counter()
 
     def __exit__(self, *error) -> None:
-        self._lock.release()
-        with self._count:
-            self._calls -= 1
-            if not self._calls:
-                self._no_call.set()
+        with self._changed:
+            if self._depth == 1:
+                self._owed = self._owed + time.perf_counter() - self._begin if self._batches else 0.0
+            self._give_back()
+
+    @contextmanager
+    def rounds(self) -> Iterator[None]:
+        """A stretch of rounds, each of which takes a turn `of_a_round`; calls leave them their share of the time."""
+        with self._changed:
+            self._batches += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._batches -= 1
+                if not self._batches:
+                    self._owed = 0.0
+                self._changed.notify_all()
 
     @contextmanager
     def of_a_round(self) -> Iterator[None]:
         """The turn of a round."""
-        self._no_call.wait()
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            yield
+        self._take(self._rounds, lambda: self._owed > 0 or not self._calls)
+        begin = time.perf_counter()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+        finally:
+            with self._changed:
+                if self._depth == 1:
+                    self._owed = max(0.0, self._owed - (time.perf_counter() - begin))
+                self._give_back()
 
     @property
     def is_mine(self) -> bool:
         """Whether this thread has it."""
-        return self._lock._is_owned()  # type: ignore[attr-defined]
+        return self._owner == threading.get_ident()
+
+    def _take(self, queue: deque, may_go) -> None:
+        """Wait until nobody has it, this thread is the first of its `queue`, and `may_go` says so."""
+        with self._changed:
+            if not self.is_mine:
+                queue.append(ticket := object())
+                try:
+                    self._changed.wait_for(lambda: self._owner is None and queue[0] is ticket and may_go())
+                finally:
+                    queue.remove(ticket)
+                    self._changed.notify_all()  # after an interrupt, the next one may be the first now
+                self._owner = threading.get_ident()
+            self._depth += 1
+
+    def _give_back(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._changed.notify_all()

@@ -1,0 +1,132 @@
+"""`Intake`: the arguments of ``add_request()``, made into jobs."""
+
+import copy
+import threading
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from .job import Job, seed_of
+from .prepare import CALLBACKS, Preparer
+from .request_options import check_config, read_sequences
+
+
+class Intake:
+    """Reads requests for one speculative `model`, in any number of threads at once.
+
+    prepare: makes what a request asks for. seed: of the first request that has none of its own; the next one has the
+    next number. None: all have one that is drawn.
+    """
+
+    def __init__(self, model: nn.Module, prepare: Preparer, seed: int | None):
+        self._model, self.prepare = model, prepare
+        self._lock, self._numbers = threading.Lock(), count()
+        self._seeds: Iterator[int] | None = None if seed is None else count(seed)
+
+    def jobs(
+        self, input_ids: Any, config: GenerationConfig, request_id: str | None = None,
+        max_new_tokens: int | None = None, streaming: bool = False, record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None, tokenizer: Any = None, seed: int | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> list[Job]:  # fmt: skip
+        """The requests for one prompt: one for each of `num_return_sequences`, the one of `request_id` last.
+
+        config: of the request. The other arguments: see `Manager.add_request`, also for what is raised.
+        """
+        prompt, options = self._read_prompt(input_ids), dict(options or {})
+        check_config("generation_config", config)
+        defaults = self._model.generation_config
+        mask = options.pop("attention_mask", None)
+        if mask is not None and not torch.as_tensor(mask).all():
+            raise ValueError("attention_mask: a request has one prompt without padding; leave it out")
+        if max_new_tokens is not None:
+            options["max_new_tokens"] = max_new_tokens
+        if eos_token_id is not None:
+            ends = [token for token in _as_ends(eos_token_id) if token >= 0]
+            if ends:
+                options["eos_token_id"] = ends
+            else:
+                config, defaults = _without_end(config), _without_end(defaults)
+        number = options.pop("num_return_sequences", None)
+        sequences = read_sequences(number, config.num_return_sequences, defaults.num_return_sequences)
+        prepare = partial(self.prepare, prompt, config, defaults, tokenizer)
+        prepared = [prepare(options)]
+        for number in range(1, sequences):
+            prepared.append(prepare(self._renewed(options, number)) if prepared[0].remembers else prepared[0])
+        if seed is None and self._seeds is not None:
+            with self._lock:
+                seed = next(self._seeds)
+        seed = seed_of(seed) if prepared[0].config.do_sample else 0
+        name = self._name() if request_id is None else request_id
+        names = [*(child_name(name, number) for number in range(sequences - 1)), name]
+        share_text = getattr(self._model.speculation.options, "share_text", True)
+        return [
+            Job(name, prompt, each, seed, number, streaming, record_timestamps, share_text)
+            for number, (name, each) in enumerate(zip(names, prepared))
+        ]
+
+    def _name(self) -> str:
+        with self._lock:
+            return f"req_{next(self._numbers)}"
+
+    def _read_prompt(self, input_ids: Any) -> list[int]:
+        ids = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
+        if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
+            raise TypeError(f"input_ids: expected token ids, got {type(ids).__name__}; run the tokenizer first")
+        ids = list(ids)
+        if len(ids) == 1 and isinstance(ids[0], list):  # as a processor gives them
+            (ids,) = ids
+        if not ids:
+            raise ValueError("input_ids: expected at least one token, got none")
+        others = {*map(type, ids)} - {int}
+        if others:
+            raise TypeError(f"input_ids: expected token ids, got {min(each.__name__ for each in others)}")
+        vocab = self._model.speculation.engine.runtime.verify.vocab_size
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < vocab:
+                raise ValueError(f"input_ids: token id {token} is outside the vocabulary of {vocab} tokens")
+        return ids
+
+    def _renewed(self, options: dict[str, Any], number: int) -> dict[str, Any]:
+        """The options for sequence `number`, with copies of what remembers the tokens that it has seen.
+
+        ValueError if something cannot be copied.
+        """
+        memo = {id(model): model for model in (self._model, self._model.speculation.original)}
+        options = dict(options)
+        for name in CALLBACKS & options.keys():
+            try:
+                options[name] = copy.deepcopy(options[name], dict(memo))
+            except Exception as error:
+                raise ValueError(
+                    f"num_return_sequences: each sequence needs {name} for itself, and a copy of it fails "
+                    f"({type(error).__name__}: {error}); add one request for each sequence"
+                ) from error
+        if allowed := options.get("prefix_allowed_tokens_fn"):
+            options["prefix_allowed_tokens_fn"] = lambda row, ids: allowed(row + number, ids)
+        return options
+
+
+def child_name(request_id: str, number: int) -> str:
+    """The name of sequence `number` of a request, but for the last one, which has the request's own."""
+    return f"{request_id}__child#{number}"
+
+
+def _as_ends(value: Any) -> list[int]:
+    ends = [value] if isinstance(value, int) else value
+    ends = ends.tolist() if isinstance(ends, torch.Tensor) else ends
+    if not isinstance(ends, (list, tuple)) or not all(type(token) is int for token in ends):
+        raise TypeError(f"eos_token_id: expected a token id or a list of them, got {value!r:.80}")
+    return [*ends]
+
+
+def _without_end(config: GenerationConfig) -> GenerationConfig:
+    """A copy of `config` without end-of-sequence tokens."""
+    config = copy.copy(config)
+    config.eos_token_id = None
+    return config
