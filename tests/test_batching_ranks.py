@@ -69,3 +69,49 @@ def test_two_ranks_with_a_head_answer_as_one(algo, shape, tmp_path):
     assert second == "None", second
     torch.set_num_threads(1)
     assert first == answers(0, DEMO, 1, algo, **options)
+
+
+def uses(rank, folder):
+    """What other uses of a manager give on each rank: errors that name what to do, and answers that all ranks have."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    fast = speculate(model, "ngram", tensor_parallel=2, **OPTIONS)
+    prompts = [tokenizer(f"x = {number}\n{PROMPT}")["input_ids"] for number in range(5)]
+    manager = fast.init_continuous_batching(GenerationConfig(do_sample=False))
+    manager.start()
+    results = []
+    for attempt in (lambda: fast.generate(torch.tensor(prompts[:1]), max_new_tokens=4),):
+        try:
+            results.append(attempt())
+        except RuntimeError as error:
+            results.append(str(error))
+    if rank:
+        try:
+            manager.add_request(prompts[0])
+        except RuntimeError as error:
+            results.append(str(error))
+        manager.join(0.0)
+    else:
+        results.append(manager.add_request(prompts[0], max_new_tokens=3))
+        results.append(manager.get_result(timeout=50).generated_tokens)
+        manager.stop()
+    manager.destroy()
+    outputs = fast.generate_batch(prompts + [[]], max_new_tokens=6, warmup=False)
+    results.append([(output.generated_tokens, output.error) for output in outputs.values()])
+    try:
+        fast.generate_batch([[]], warmup=False)
+    except (RuntimeError, ValueError) as error:
+        results.append(str(error))
+    results.append(fast.generate(torch.tensor(prompts[:1]), max_new_tokens=6)[0, len(prompts[0]) :].tolist())
+    return results
+
+
+def test_ranks_are_told_the_same(folder, tmp_path):
+    first, second = run_ranks(2, uses, folder, rendezvous=tmp_path / "meet")
+    for results in (first, second):
+        assert "while a manager of requests does" in results[0], results
+    assert first[1:3] == ["req_0", first[2]] and len(first[2]) == 3
+    assert "only rank 0 takes requests" in second[1]
+    assert first[3] == second[2] and [bool(error) for _, error in first[3]] == [False] * 5 + [True]
+    assert "at least one token" in first[4] and "at least one token" in second[3]
+    assert first[5] == second[4] == first[3][0][0]

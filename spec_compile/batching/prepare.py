@@ -142,8 +142,8 @@ class Preparer:
             return self._by_plan(plan, ids, stop)
         call = self._ask_transformers(shadow, ids, config, tokenizer, arguments)
         read = Prompt.of(call.input_ids, call.config, call.model_kwargs, placeholders(self._speculation.original))
-        reason = unserved(self._speculation, read, call.config, call.model_kwargs)
-        reason = reason or next((name for name in ONLY_GENERATE if getattr(call.config, name, None)), None)
+        reason = next((name for name in ONLY_GENERATE if getattr(call.config, name, None)), None)
+        reason = reason or unserved(self._speculation, read, call.config, call.model_kwargs)
         if reason is not None:
             raise ValueError(f"{reason}: only generate() does this; leave it out")
         check_grammars(call.processors, 1, self._speculation.engine.runtime.verify.vocab_size)
