@@ -18,9 +18,10 @@ from .capture.admit import admit
 from .capture.check_generation import check_generation
 from .capture.checks import check_capture, check_tree
 from .capture.compiled import underlying
+from .capture.config_reads import config_reads
 from .capture.ranks import facts, share_memory
 from .capture.trace import capture
-from .capture.watch import Watch, config_reads, describe
+from .capture.watch import Watch, describe
 from .capture.weights import SharedWeights
 from .compat import COMPILE_LOCK, check_compiler
 from .config import Options, parse_options

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import types
 import weakref
 
 import models
@@ -71,6 +72,16 @@ def replace_layer(model, fast):
     model.model.layers[1] = model.model.layers[0]
 
 
+def method(name):
+    """A change of one method of generate(), as a function that is bound to the model."""
+
+    def make(model, fast):
+        own = getattr(model, name)
+        setattr(model, name, types.MethodType(lambda self, *args, **kwargs: own(*args, **kwargs), model))
+
+    return make
+
+
 def patch_class(model, fast):
     cls = type(layer(model).mlp)
     cls.forward = lambda self, x: 2 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -114,6 +125,10 @@ CHANGES = {
     "data": (move_weight, r"model\.layers\.1\.mlp\.up_proj\.weight was moved or replaced .*refresh\(\)"),
     "transposed": (transpose_weight, r"model\.layers\.1\.self_attn\.q_proj\.weight was moved"),
     "float64": (lambda m, f: m.double(), r"weight was float32 .* is float64 .*speculate\(\) again"),
+    "processors": (method("_get_logits_processor"), r"_get_logits_processor was replaced after speculate\(\)"),
+    "criteria": (method("_get_stopping_criteria"), r"_get_stopping_criteria was replaced after speculate\(\)"),
+    "inputs": (method("prepare_inputs_for_generation"), r"prepare_inputs_for_generation was replaced"),
+    "inputs of steps": (method("_update_model_kwargs_for_generation"), r"_update_model_kwargs_for_generation was rep"),
     "gone": (lambda m, f: delattr(layer(m).mlp.up_proj, "weight"), r"up_proj\.weight is"),
 }
 
@@ -238,6 +253,11 @@ def test_bookkeeping_is_no_change():
     def forward():
         model.forward = torch.compile(model.forward, backend="eager")
 
+    def methods():
+        for name in ("generate", "prepare_inputs_for_generation", "_get_logits_processor"):
+            setattr(model, name, getattr(model, name))
+        fast._get_logits_processor = fast._get_logits_processor
+
     def same_tensor():
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.data)
 
@@ -248,7 +268,7 @@ def test_bookkeeping_is_no_change():
         model.model.norm.weight.data.mul_(1.0)
 
     todo = (attentions, static, assisted, beams, modes, gradients, training, checkpointing, settings, compiled, forward,
-            same_tensor, same_value, in_place)  # fmt: skip
+            methods, same_tensor, same_value, in_place)  # fmt: skip
     with pytest.warns(UserWarning, match="only transformers"):
         for use in todo:
             use()

@@ -1,10 +1,18 @@
 """Methods that transformers' decoding loop calls and a round does not: a model with its own is left to that loop."""
 
 from collections.abc import Callable, Iterator
+from types import FunctionType
+
+from transformers import GenerationMixin
 
 HOOKS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 """What the loop consists of. transformers calls what prepares a request before the loop (``_prepare_*``,
 ``_get_logits_processor``, ``_expand_inputs_for_generation``), and beam search alone calls ``_reorder_cache``."""
+METHODS = [name for name, value in vars(GenerationMixin).items() if isinstance(value, FunctionType)]
+"""Methods of ``generate()`` and all that it calls."""
+OF_CLASSES = {"generate", "_sample", "_beam_search", "_assisted_decoding"}
+"""Those of `METHODS` that transformers looks up in a model's class alone, and ``generate()``, which is looked up at
+every call."""
 TRUSTED = ("transformers", "torch", "spec_compile")
 """Packages whose overrides stay served: `check_generation` compares what they do with the captured graph."""
 

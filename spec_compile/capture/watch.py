@@ -9,12 +9,11 @@ import reprlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from numbers import Number
 from operator import itemgetter
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..compat import held_items
 from .compiled import underlying
+from .hooks import METHODS, OF_CLASSES
 from .weights import AGAIN, Slot
 
 INTERNALS = set(vars(nn.Module())) - {"training"}
@@ -33,15 +33,10 @@ BOOKKEEPING = {
     "rope_deltas", "warnings_issued",
 }  # fmt: skip
 """Attributes of modules on which no logits depend in evaluation mode (of `rope_deltas`: beside the position ids)."""
-CONFIG_BOOKKEEPING = {
-    "dtype", "is_encoder_decoder", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
-    "torch_dtype", "use_cache", "use_return_dict",
-}  # fmt: skip
-"""Values of configs that select outputs. Logits do not depend on them."""
 HARMLESS_HOOKS = ("<locals>.make_inputs_require_grads", "<locals>.output_capturing_hook")
 """Hooks that transformers registers while a model is used; they change no value."""
 GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
-FUNCTIONS = (FunctionType, BuiltinFunctionType, partial)
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 ABSENT = "absent"
 
 
@@ -89,7 +84,7 @@ class Watch:
         self._paths = {part: path for path, part in model.named_modules()}
         self._fast = weakref.ref(fast)  # weak, because `fast` refers to this object
         self._expected = {part: _facts(part) for part in self._paths}
-        self._expected_fast, self._expected_global = _facts(fast), _hooks(GLOBAL_HOOKS)
+        self._expected_fast, self._expected_global = _facts(fast, followed=True), _hooks(GLOBAL_HOOKS)
         self._settings = [
             (config, name, copy.deepcopy(value))
             for config, names in reads
@@ -114,7 +109,7 @@ class Watch:
         """The differences of modules, hooks, config values and weights, examined one by one."""
         for part, path in self._paths.items():
             yield from _differences(path, self._expected[part], _facts(part), ignore_training=part is self._model)
-        yield from _differences("", self._expected_fast, _facts(self._fast()))
+        yield from _differences("", self._expected_fast, _facts(self._fast(), followed=True))
         yield from _hook_differences("all modules", self._expected_global, _hooks(GLOBAL_HOOKS))
         for config, name, was in self._settings:
             now = getattr(config, name, ABSENT)
@@ -148,7 +143,9 @@ class _Fingerprint:
         same += [(slot.holder, slot.name) for slot in slots if slot.storage is None]
         plain = [(slot.holder, slot.name) for slot in slots if slot.storage is not None]
         self._single = [(itemgetter(*names), attributes) for names, attributes in single.items() if names]
-        self._fast_values = itemgetter("training", *_values(fast), *(["forward"] * ("forward" in vars(fast))))
+        self._fast_values = itemgetter(
+            "training", *_values(fast, followed=True), *(["forward"] * ("forward" in vars(fast)))
+        )
         self._several, self._same, self._tensors = (_transposed(pairs) for pairs in (several, same, plain))
         # Additions to dictionaries show in their sizes.
         dicts = [holder for part in [*parts, fast] for holder in (part._parameters, part._buffers, part._modules)]
@@ -187,54 +184,36 @@ class _Fingerprint:
         )
 
 
-@contextmanager
-def config_reads(model: nn.Module) -> Iterator[list[tuple[Any, set[str]]]]:
-    """A context that collects which names are read of each config of `model`. The list that it yields fills up."""
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    reads = [(config, set()) for config in configs.values() if isinstance(config, PreTrainedConfig)]
-    classes = [type(config) for config, _ in reads]
-    try:
-        for config, names in reads:
-            object.__setattr__(config, "__class__", _recording(type(config), names))
-        yield reads
-    finally:
-        for (config, names), cls in zip(reads, classes):
-            object.__setattr__(config, "__class__", cls)
-            names -= CONFIG_BOOKKEEPING
-
-
-def _recording(cls: type, names: set[str]) -> type:
-    """A subclass of a config's class that adds the public names that are read to `names`."""
-
-    def read(self, name: str):
-        if not name.startswith("_"):
-            names.add(name)
-        return cls.__getattribute__(self, name)
-
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__getattribute__": read})
-
-
-def _facts(part: nn.Module) -> _Facts:
-    """A module as it is now. Values that may change in place are copied."""
-    values = {name: copy.deepcopy(value) if _is_plain(value) else value for name, value in _values(part).items()}
+def _facts(part: nn.Module, followed: bool = False) -> _Facts:
+    """A module as it is now. Values that may change in place are copied. followed: see `_values`."""
+    values = _values(part, followed)
+    values = {name: copy.deepcopy(value) if _is_plain(value) else value for name, value in values.items()}
     empty = {name: tensor is None for owner in (part._parameters, part._buffers) for name, tensor in held_items(owner)}
     hooks = _hooks((part._forward_hooks, part._forward_pre_hooks))
     modules = {name: underlying(module) for name, module in part._modules.items()}
     return _Facts(type(part), _forward(part), values, empty, modules, hooks)
 
 
-def _values(part: nn.Module) -> dict[str, Any]:
-    """The attributes that a forward may read: plain values, tensors that are no parameters, functions, the config."""
+def _values(part: nn.Module, followed: bool = False) -> dict[str, Any]:
+    """The attributes that a forward or a generate() may read: plain values, tensors that are no parameters, functions,
+    the config. followed: without methods of generate(), because a call goes by those that this object has."""
     private = isinstance(part, PreTrainedModel)  # transformers keeps notes in a model's private attributes
     return {
         name: value
         for name, value in vars(part).items()
         if name not in INTERNALS
         and name not in BOOKKEEPING
-        and not (private and name.startswith("_"))
-        and name != "forward"
+        and not (followed if name in METHODS else private and name.startswith("_"))
+        and name not in ("forward", *OF_CLASSES)
         and (_is_plain(value) or isinstance(value, (Tensor, PreTrainedConfig, *FUNCTIONS)))
+        and not _is_own_method(part, name, value)
     }
+
+
+def _is_own_method(part: nn.Module, name: str, value: Any) -> bool:
+    """Whether a value that was set on a module is its class's method of that name."""
+    is_bound = isinstance(value, MethodType) and value.__self__ is part
+    return is_bound and value.__func__ is getattr(type(part), name, None)
 
 
 def _forward(part: nn.Module) -> Callable:

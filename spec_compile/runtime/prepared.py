@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from types import FunctionType, NoneType
+from types import NoneType
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
 from transformers.generation import LogitsProcessorList
 
-from ..capture.hooks import HOOKS, is_trusted
+from ..capture.hooks import HOOKS, METHODS, is_trusted
 from .accept import Route
 from .accept.processors import MINIMA, OF_SCORES, is_known
 from .answer import Answer
@@ -38,7 +38,6 @@ PROCESSORS = OF_SCORES | {"RepetitionPenaltyLogitsProcessor"}
 CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
 PLANS = 32
 """Preparations that are kept, those used last."""
-METHODS = [name for name, value in vars(GenerationMixin).items() if isinstance(value, FunctionType)]
 LOOPS = {*HOOKS, "_beam_search", "_assisted_decoding", "_optimize_model_for_decode"}
 """Methods that prepare nothing. All others of `METHODS` must be transformers' own."""
 LOGGER = logging.getLogger("transformers")
