@@ -1,11 +1,15 @@
 """A server in a thread of the test's process, over a model of two layers with the demo model's tokenizer."""
 
+import json
 import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from spec_compile import speculate
 
 DEMO = Path(__file__).parent.parent / "examples" / "tiny_coder"
 TEMPLATE = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
@@ -22,6 +26,26 @@ def save_model(folder: Path) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def load_alone(folder: Path) -> tuple:
+    """The model of `save_model`, wrapped, and its tokenizer: for answers without a server."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    return speculate(model, **EAGER), AutoTokenizer.from_pretrained(folder)
+
+
+def expected(alone: tuple, prompt: str, seed: int = 0, **options) -> str:
+    """The answer of generate() to this request alone, as text."""
+    model, tokenizer = alone
+    torch.manual_seed(seed)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    output = model.generate(**inputs, **options, pad_token_id=0)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def events(response) -> list[dict]:
+    """The objects of a stream."""
+    return [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line.startswith("data: ")]
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
-import torch
 
 pytest.importorskip("fastapi", reason="needs the extra serve: fastapi")
 pytest.importorskip("uvicorn", reason="needs the extra serve: uvicorn")
@@ -18,10 +17,9 @@ pytest.importorskip("openai", reason="needs the extra serve: openai")
 pytest.importorskip("prometheus_client", reason="needs the extra serve: prometheus_client")
 httpx = pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests need, too")
 
-from server_fixtures import EAGER, PROMPT, running, save_model, wait_until
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from server_fixtures import PROMPT, events, expected, load_alone, running, save_model, wait_until
+from transformers import GenerationConfig
 
-from spec_compile import speculate
 from spec_compile.batching.lanes import Lanes
 from spec_compile.serving import drain, followers
 from spec_compile.serving.call import CURRENT, Call
@@ -45,17 +43,7 @@ def client(folder):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-    return speculate(model, **EAGER), AutoTokenizer.from_pretrained(folder)
-
-
-def expected(alone, prompt, seed=0, **options):
-    """The answer of generate() to this request alone, as text."""
-    model, tokenizer = alone
-    torch.manual_seed(seed)
-    inputs = tokenizer(prompt, return_tensors="pt")
-    output = model.generate(**inputs, **options, pad_token_id=0)
-    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return load_alone(folder)
 
 
 def complete(client, **body):
@@ -63,11 +51,6 @@ def complete(client, **body):
     response = client.post("/v1/completions", json=SHORT | body)
     assert response.status_code == 200, response.text
     return response.json()
-
-
-def events(response):
-    """The objects of a stream."""
-    return [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line.startswith("data: ")]
 
 
 def counts(client):

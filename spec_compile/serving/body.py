@@ -33,12 +33,18 @@ async def read_body(request: Request, most: int) -> bytes:
     return b"".join(parts)
 
 
-def decode_body(data: bytes) -> dict:
+def decode_body(data: bytes, most_containers: int) -> dict:
     """The object that a body is. Refusal with status 422 if it is not one.
+
+    most_containers: lists and objects that it may have; the decoder stops all threads while it makes them, so that
+    brackets are counted before, those of texts included.
 
     Names that occur twice in an object are refused, and so are NaN, Infinity, text that is not Unicode, and nesting
     deeper than `DEEPEST`.
     """
+    containers = data.count(b"[") + data.count(b"{")
+    if containers > most_containers:
+        raise Refusal(413, f"the body has {containers} brackets; this server reads at most {most_containers}")
     try:
         text = data.decode()
         body = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
@@ -50,7 +56,7 @@ def decode_body(data: bytes) -> dict:
         raise Refusal(422, f"body: not JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refusal(422, f"body: expected a JSON object, got {type(body).__name__}")
-    if data.count(b"[") + data.count(b"{") > DEEPEST:
+    if containers > DEEPEST:
         _check_depth(body)
     if b"\\ud" in data or b"\\uD" in data:
         _check_text(body)

@@ -38,6 +38,8 @@ LONGEST_ROUND = 30.0
 """Seconds without the end of a round, while rows are active, after which the server counts as unhealthy."""
 MOST_BYTES, BYTES_A_TOKEN, PICTURE_BYTES = 1 << 20, 32, 64 << 20
 """Bytes that a body may have: in any case, besides for every token of a row, and besides for pictures."""
+MOST_CONTAINERS = 50_000
+"""Lists and objects that a body may have, besides two for every token of a row."""
 
 
 class Streamer(CBStreamer):
@@ -82,6 +84,7 @@ class Requests(CBGenerateManager):
         self.most_unread, self.max_queue = MOST_UNREAD, config.max_queue_size
         self._reads_pictures = reads_pictures(model.speculation.original)
         self.most_bytes = MOST_BYTES + BYTES_A_TOKEN * self.row_tokens + PICTURE_BYTES * self._reads_pictures
+        self.most_containers = MOST_CONTAINERS + 2 * self.row_tokens
         tokenizer = getattr(processor, "tokenizer", processor)
         self.pieces, self.workers = Pieces(tokenizer), Workers()
         self.most_characters = self.row_tokens * max(map(len, tokenizer.get_vocab()))
@@ -237,6 +240,9 @@ class Requests(CBGenerateManager):
             reason = f"a prompt of {len(ids)} tokens and {shown(config.max_new_tokens)} new ones (max_new_tokens)"
             reason = f"{reason} do not fit in a row of {self.row_tokens}; ask for at most {room}"
             raise refuse(call.limit_field or call.prompt_field, reason)
+        least = max(config.min_new_tokens or 0, (config.min_length or 0) - len(ids))
+        if least > config.max_new_tokens:
+            raise refuse("generation_config", f"at least {least} new tokens are more than {config.max_new_tokens}")
 
     def _options(self, call: Call, ids: list[int], config: GenerationConfig) -> dict[str, list]:
         """What the request has besides a config: processors for penalties, and criteria for stop strings."""

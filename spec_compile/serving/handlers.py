@@ -54,7 +54,8 @@ class _Checked:
     async def _answer(self, data: bytes, request_id: str) -> Any:
         call = CURRENT.get()
         call.prompt_field = self.required
-        call.given = given = check_fields(decode_body(data), self.fields, self.required)
+        body = decode_body(data, self.generation_state.requests.most_containers)
+        call.given = given = check_fields(body, self.fields, self.required)
         try:
             response = await self.handle_request(self._check(dict(given)), request_id)
         except (HTTPException, CBWorkerDeadError):

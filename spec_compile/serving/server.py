@@ -34,7 +34,7 @@ MODULES = {
     "GenerationState": "utils",
 }
 """Where transformers' server, while it is built, imports the classes that ours replace."""
-REPLACED_ROUTES = {"/health", "/v1/chat/completions", "/v1/completions", "/v1/responses"}
+REPLACED_ROUTES = {"/health", "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses"}
 REMOVED_ROUTES = {"/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone"}
 """The first two would load other models beside this one, and drop it; the others need models that do other things."""
 
@@ -164,6 +164,10 @@ def _add_routes(app: FastAPI, requests: Requests, models: Models, handlers: dict
     app.router.routes[:] = [route for route in app.router.routes if route.path not in gone]
     for path, handler in handlers.items():
         app.post(path)(partial(_answer, handler, requests.most_bytes))
+
+    @app.api_route("/v1/models", methods=["GET", "OPTIONS"])
+    def list_models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": models.get_gen_models()})
 
     @app.get("/v1/models/{name:path}")
     def model(name: str) -> JSONResponse:
