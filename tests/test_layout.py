@@ -8,7 +8,7 @@ from mutation_list import MUTATIONS
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    "errors compat", "graph tree", "cache outcome forks parallel", "kernels", "ngram", "config", "passes", "capture",
+    "errors compat extensions", "graph tree", "cache outcome forks parallel", "kernels", "ngram", "config", "passes", "capture",
     "drafting stats recording", "runtime", "drafters", "report", "batching", "api",
     "audit backend command_line", "training serving tune_kernels",
 )  # fmt: skip

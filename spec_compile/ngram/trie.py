@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import forks
+from .. import extensions, forks
 from ..errors import check_int
 from ..tree import MAX_NODES
 from . import file as ngram_file
@@ -25,15 +25,11 @@ class Draft(NamedTuple):
 
 
 def _core_class() -> type:
-    """The compiled trie, which is imported when the first `NgramTrie` is made; ImportError if it was never built."""
+    """The compiled trie, which is imported when the first `NgramTrie` is made; ImportError if it cannot be."""
     try:
-        from ._ngram_trie import Core
+        return extensions.load("ngram._ngram_trie").Core
     except ImportError as error:
-        raise ImportError(
-            "spec_compile.ngram._ngram_trie, the compiled n-gram trie, cannot be imported: "
-            "(re)install spec_compile with a C++20 compiler at hand, e.g. `pip install .` in its repository"
-        ) from error
-    return Core
+        raise ImportError(f"the compiled n-gram trie cannot be imported: {error}") from error
 
 
 class NgramTrie:

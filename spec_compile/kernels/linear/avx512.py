@@ -1,11 +1,18 @@
 """Form "avx512": products of 2 to 16 rows of float32 on a CPU with AVX-512 (the kernel is C++, in avx512.cpp)."""
 
+import warnings
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import extensions
+
 try:
-    from . import _avx512
+    _avx512 = extensions.load("kernels.linear._avx512")
+except extensions.OtherSourcesError as error:
+    warnings.warn(f"products of float32 are slower: {error}", stacklevel=2)
+    _avx512 = None
 except ImportError:  # the package was not built
     _avx512 = None
 
