@@ -27,6 +27,7 @@ class Runner(uvicorn.Server):
         super().__init__(server.config)
         self.requests, self.grace = server.requests, grace
         self.has_failed = False
+        self._is_over = threading.Event()
 
     def run(self, sockets: list | None = None) -> None:
         """Serve until a signal, or until the worker dies."""
@@ -38,6 +39,7 @@ class Runner(uvicorn.Server):
         try:
             super().run(sockets)
         finally:
+            self._is_over.set()
             gc.unfreeze()
             sys.setswitchinterval(interval)
             self.requests.stop()
@@ -66,7 +68,8 @@ class Runner(uvicorn.Server):
     def _watch(self) -> None:
         """End the server if its worker dies."""
         while self.requests.is_alive():
-            time.sleep(WATCH)
+            if self._is_over.wait(WATCH):
+                return
         self.has_failed = True
         self.requests.end_all("the worker died")  # if one came in while it died
         time.sleep(FAREWELL)

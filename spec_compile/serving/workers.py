@@ -1,6 +1,7 @@
 """`Workers`: a few threads in which the handlers of requests run, so that the event loop only passes tokens on."""
 
 import asyncio
+import inspect
 from collections.abc import Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -38,6 +39,8 @@ class Workers:
             is_over, value = await loop.run_in_executor(self._pool, context.run, _step, coroutine, result)
         finally:
             self.busy -= 1
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()  # cancelled before a thread was free
         while not is_over:
             result = await value
             is_over, value = await loop.run_in_executor(self._pool, context.run, _step, coroutine, result)
