@@ -501,4 +501,203 @@ UNIONS = [
         "tests/test_draft_rounds.py -k test_a_union_learns",
     ),
 ]  # fmt: skip
-MUTATIONS: list[Mutation] = [*STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *OTHERS, *TOLERANCES]
+BATCHING, FAULTS = "spec_compile/batching/", "tests/test_request_faults.py"
+REQUESTS = [
+    Mutation(
+        "texts of earlier weights are reused", f"{BATCHING}scheduler.py",
+        "            texts.forget()\n            row, known = 0, 0\n", "            pass\n",
+        f"{FAULTS} -k 'between_requests and a_step'",
+    ),
+    Mutation(
+        "writes that torch does not count are never looked for", f"{BATCHING}scheduler.py",
+        "is_sure = self.distrusts_weights and known > 0", "is_sure = False",
+        f"{FAULTS} -k 'between_requests and of_data'",
+    ),
+    Mutation(
+        "a pause lets weights change unnoticed", f"{BATCHING}manager.py",
+        "self.scheduler.distrusts_weights = True", "pass",
+        f"{FAULTS} -k test_a_pause_is_distrusted",
+    ),
+    Mutation(
+        "a request over which weights change leaves its text", f"{BATCHING}texts.py",
+        "        if not self._counts[row]:\n            return\n", "",
+        "tests/test_batching.py -k test_texts",
+    ),
+    Mutation(
+        "a prompt may fill its row", f"{BATCHING}prepare.py",
+        "if len(prompt) >= self.room:", "if len(prompt) > self.room:",
+        f"{FAULTS} -k fills_a_row",
+    ),
+    Mutation(
+        "an error where a request moves ends all", f"{BATCHING}scheduler.py",
+        "                except Exception as error:\n                    news += self.drop([job], error)",
+        "                except ZeroDivisionError as error:\n                    news += self.drop([job], error)",
+        f"{FAULTS} -k 'changes_places and moved'",
+    ),
+    Mutation(
+        "tokens outside the vocabulary go on", f"{BATCHING}decoding.py",
+        "                check_tokens(result.tokens, logits.shape[-1])\n", "",
+        f"{FAULTS} -k 'choose_no_token and many'",
+    ),
+    Mutation(
+        "sequences share what remembers", f"{BATCHING}intake.py",
+        "if prepared[0].remembers else prepared[0]", "if False else prepared[0]",
+        f"{FAULTS} -k 'for_itself and guidance'",
+    ),
+    Mutation(
+        "sequences share processors of one's own", f"{BATCHING}intake.py",
+        "options[name] = copy.deepcopy(options[name], dict(memo))", "pass",
+        f"{FAULTS} -k 'for_itself and own'",
+    ),
+    Mutation(
+        "a refused prompt has no output", f"{BATCHING}generate_batch.py",
+        "    return {name: done[name] for number in sorted(names) for name in names[number]}",
+        "    return {name: each for name, each in done.items() if each.error is None}",
+        f"{FAULTS} -k refused_prompts",
+    ),
+    Mutation(
+        "more prompts than may wait are added", f"{BATCHING}generate_batch.py",
+        "(manager.queue_room is None or manager.queue_room >= sequences)", "True",
+        f"{FAULTS} -k more_prompts",
+    ),
+    Mutation(
+        "requests are taken after the last ones were ended", f"{BATCHING}worker.py",
+        "            require_open()\n", "",
+        f"{FAULTS} -k stops_while",
+    ),
+    Mutation(
+        "calls starve rounds", "spec_compile/runtime/turns.py",
+        "self._owed = self._owed + time.perf_counter() - self._begin if self._batches else 0.0",
+        "self._owed = 0.0",
+        f"{FAULTS} -k share_the_time",
+    ),
+    Mutation(
+        "stop() waits inside pause()", f"{BATCHING}manager.py",
+        """            self._refuse_waiting("stop()", "or pass block=False")""", "            pass",
+        f"{FAULTS} -k wait_for_itself",
+    ),
+    Mutation(
+        "a lock is held while transformers prepares", f"{BATCHING}prepare.py",
+        "        call = self._ask_transformers(shadow, ids, config, tokenizer, arguments)",
+        "        with self._speculation.turns, self._lock:\n"
+        "            call = self._ask_transformers(shadow, ids, config, tokenizer, arguments)",
+        f"{FAULTS} -k 'requests_are_added_inside'",
+    ),
+    Mutation(
+        "generate() runs beside a manager of ranks", "spec_compile/runtime/agreement.py",
+        "        if self._batches:\n", "        if False:\n",
+        "tests/test_batching_ranks.py -k told",
+    ),
+    Mutation(
+        "a stop string may end before the last token", f"{BATCHING}stop_strings.py",
+        "max(0, before - len(stop) + 1)", "max(0, before - len(stop))",
+        f"{FAULTS} -k stop_strings_end",
+    ),
+    Mutation(
+        "lists of any size are prepared", f"{BATCHING}request_options.py",
+        "if sum(sizes.values()) > MOST_NUMBERS:", "if False:",
+        f"{FAULTS} -k 'refused_by_name_at_once and bad'",
+    ),
+    Mutation(
+        "an answer is allocated to its limit", "spec_compile/runtime/answer.py",
+        "min(self._room, self.prompt_width + FIRST_COLUMNS)", "self._room",
+        f"{FAULTS} -k as_it_grows",
+    ),
+    Mutation(
+        "rows that have ended lose their padding as an answer grows", "spec_compile/runtime/answer.py",
+        "longer[self.ended, before:] = self.pad", "pass",
+        f"{FAULTS} -k as_it_grows",
+    ),
+    Mutation(
+        "one sequence of several is cancelled", f"{BATCHING}worker.py",
+        """if name == request_id or name.startswith(child_name(request_id, "")):""", "if name == request_id:",
+        f"{FAULTS} -k cancelling_a_request",
+    ),
+    Mutation(
+        "a forked process adds requests", f"{BATCHING}manager.py",
+        "        if not self.is_of_this_process:\n", "        if False:\n",
+        f"{FAULTS} -k forked",
+    ),
+    Mutation(
+        "max_time counts the wait for a row", f"{BATCHING}prepare.py",
+        "        criterion.initial_timestamp = time.time()\n", "",
+        f"{FAULTS} -k max_time",
+    ),
+]  # fmt: skip
+FIELDS, LOAD, HTTP = "tests/test_serving_fields.py", "tests/test_serving_load.py", "spec_compile/serving/"
+SERVING = [
+    Mutation(
+        "biases are dropped", f"{HTTP}settings.py", 'if "logit_bias" in given:', "if False:",
+        f"{FIELDS} -k biases_are_those",
+    ),
+    Mutation(
+        "a limit in max_length is dropped", f"{HTTP}settings.py",
+        '("max_new_tokens", "max_length"))]', '("max_new_tokens",))]', f"{FIELDS} -k limit_in_the_generation",
+    ),
+    Mutation(
+        "tools are dropped by a template without them", f"{HTTP}handlers.py",
+        'elif "tools" not in template:', "elif False:", f"{FIELDS} -k would_change",
+    ),
+    Mutation(
+        "a server ends before its requests", f"{HTTP}drain.py",
+        "await asyncio.to_thread(self.requests.stop)", "pass", f"{LOAD} -k stopped_hard",
+    ),
+    Mutation(
+        "a request that the manager has lost does not end", f"{HTTP}generation.py",
+        'self.end_all(self._death() or "the server was stopped")', "pass", f"{LOAD} -k stopped_hard",
+    ),
+    Mutation(
+        "requests are prepared on the event loop", f"{HTTP}handlers.py",
+        "return await requests.workers.drive(self._answer(data, request_id))",
+        "return await self._answer(data, request_id)", f"{LOAD} -k event_loop",
+    ),
+    Mutation(
+        "a client that leaves early leaves its request", f"{HTTP}generation.py",
+        "if call.is_gone:  # it left", "if False:  # it left", f"{LOAD} -k leaves_while",
+    ),
+    Mutation(
+        "64 stop strings are taken", f"{HTTP}fields.py",
+        "MOST_STOPS, LONGEST_STOP = 16, 256", "MOST_STOPS, LONGEST_STOP = 64, 256",
+        f"{FIELDS} -k 'bad_values and stop'",
+    ),
+    Mutation(
+        "a limit is checked by the manager", f"{HTTP}generation.py",
+        "if config.max_new_tokens > room:", "if False:", f"{LOAD} -k before_anything_of_its_size",
+    ),
+    Mutation(
+        "names that are there twice are taken", f"{HTTP}body.py",
+        "if len(values) < len(pairs):", "if False:", f"{FIELDS} -k no_json",
+    ),
+    Mutation(
+        "every seed is taken", f"{HTTP}fields.py",
+        '"seed": whole(-(1 << 63), (1 << 64) - 1),', '"seed": whole(-(1 << 99), 1 << 99),',
+        f"{FIELDS} -k 'bad_values and seed'",
+    ),
+    Mutation(
+        "a penalty does not count", f"{HTTP}penalties.py",
+        "self.frequency * counts.to(scores.dtype)", "self.frequency", f"{FIELDS} -k penalties_are",
+    ),
+    Mutation(
+        "a response is streamed to a client that does not ask", f"{HTTP}handlers.py",
+        'body["stream"] = body.get("stream", False)', "pass", f"{FIELDS} -k streamed_only",
+    ),
+    Mutation(
+        "a stream drops an incomplete character", f"{HTTP}generation.py",
+        "if output.is_finished() and self._is_partial:", "if False:", f"{FIELDS} -k incomplete",
+    ),
+    Mutation(
+        "a prompt that fills the row gets no token", f"{HTTP}generation.py",
+        "if room < 1:", "if room < 0:", f"{FIELDS} -k fills_the_row",
+    ),
+    Mutation(
+        "another model is served in place of one's own", f"{HTTP}handlers.py",
+        "if requested != name:", "if False:", f"{FIELDS} -k served_name",
+    ),
+    Mutation(
+        "a flag that does nothing is taken", f"{HTTP}__init__.py",
+        '"host", "port", "enable_cors"', '"compile", "host", "port", "enable_cors"', f"{FIELDS} -k only_flags",
+    ),
+]  # fmt: skip
+MUTATIONS: list[Mutation] = [
+    *REQUESTS, *STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *OTHERS, *SERVING, *TOLERANCES,
+]  # fmt: skip

@@ -569,4 +569,7 @@ def test_texts():
     texts.move(2, 0)
     assert texts.longest_prefix([3] * 40) == (0, 29) and texts.used == 60
     texts.forget()
+    texts.extend(0, [1] * 30)  # by a request over which the weights have changed
     assert texts.longest_prefix([1] * 30) == (0, 0) and texts.used == 0
+    texts.put(0, [1] * 30)
+    assert texts.longest_prefix([1] * 30) == (0, 29)

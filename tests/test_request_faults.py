@@ -123,6 +123,27 @@ def test_a_request_in_the_midst_of_which_weights_change_leaves_nothing(model, fa
         model.load_state_dict(before)
 
 
+def test_a_pause_is_distrusted(model, fast):
+    """Weights are written to, uncounted, while a request is under way."""
+    before = copy.deepcopy(model.state_dict())
+    try:
+        with running(fast) as manager:
+            answer(manager, LONG, max_new_tokens=2)
+            manager.add_request(PROMPTS[0], "long", max_new_tokens=900, eos_token_id=-1, streaming=True)
+            next(iter(manager))
+            manager.add_request(LONG, "before", max_new_tokens=4)
+            outputs = collect(manager, 1)
+            with manager.pause():
+                a_write_of_data(model)
+            manager.add_request(LONG, "other", max_new_tokens=4)
+            outputs |= collect(manager, 2)
+        assert outputs["before"].speculation.reused_prompt_tokens > 0
+        assert outputs["other"].speculation.reused_prompt_tokens == 0
+        assert outputs["other"].generated_tokens == generated(model, LONG, max_new_tokens=4)
+    finally:
+        model.load_state_dict(before)
+
+
 def test_values_of_weights_are_known_to_the_last_byte():
     class Slot:
         def __init__(self, tensor):
@@ -354,6 +375,22 @@ def test_every_request_that_was_taken_ends_although_the_manager_is_stopped_meanw
         while not manager.output_router.output_queue.empty():
             ended.append(manager.output_router.output_queue.get_nowait().request_id)
     assert len(taken) > 50 and sorted(ended) == sorted(taken)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_manager_that_stops_while_a_request_is_prepared_does_not_take_it(fast, monkeypatch, hard):
+    with running(fast) as manager:
+        prepare = manager._intake.jobs
+
+        def prepare_and_stop(*arguments, **options):
+            jobs = prepare(*arguments, **options)
+            manager.stop(hard_stop=hard)
+            return jobs
+
+        monkeypatch.setattr(manager._intake, "jobs", prepare_and_stop)
+        with pytest.raises(RuntimeError, match="stopp"):
+            manager.add_request(PROMPTS[0], max_new_tokens=2)
+        assert manager.active_requests == 0 and not manager.scheduler.is_busy
 
 
 def test_a_forked_process_is_refused_by_name(fast):
