@@ -8,7 +8,6 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...compat import tensors_in
@@ -55,12 +54,12 @@ def record(function: Callable[[], T], pool, stream: torch.cuda.Stream) -> tuple[
     `function` must have run before, `aside` on this stream. pool: whose memory the graph takes.
     """
     graph = torch.cuda.CUDAGraph()
-    mode = "thread_local" if dist.is_initialized() else "global"  # NCCL has threads that look at the GPU
     with torch.cuda.device(stream.device):
         try:
+            # Other threads may take memory meanwhile: NCCL's look at the GPU, and requests are prepared.
             # The outer context returns to its stream even if the inner one cannot end its capture.
             outer = torch.cuda.stream(torch.cuda.current_stream())
-            capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode)
+            capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
             with outer, workspaces_of_the_pool(), capture:
                 output = function()
         except Exception as error:
