@@ -7,15 +7,12 @@ docstring of its class, behind its name and a colon; several names may share one
 """
 
 import argparse
-import dataclasses
-import inspect
-import re
 import sys
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_type_hints
 
 from spec_compile.backend import BackendOptions
-from spec_compile.config import Options
+from spec_compile.config import Options, added, kind, meanings
 from spec_compile.drafters import ALGORITHMS, ALIASES
 from spec_compile.training.options import TrainingOptions
 
@@ -30,34 +27,13 @@ are raised before any work starts.
 """
 
 
-def meanings(cls: type) -> dict[str, str]:
-    """The text behind each field's name in the docstring of the class, where a line or a sentence begins with it."""
-    names = "|".join(field.name for field in dataclasses.fields(cls))
-    text = inspect.cleandoc(cls.__doc__ or "")
-    heads = list(re.finditer(rf"(?:^|(?<=\. ))((?:{names})(?:,\s(?:{names}))*):\s", text, re.MULTILINE))
-    ends = [head.start() for head in heads[1:]] + [len(text)]
-    pairs = [(head[1], " ".join(text[head.end() : end].split())) for head, end in zip(heads, ends)]
-    return {name: meaning for several, meaning in pairs for name in re.split(r",\s", several)}
-
-
-def kind(hint) -> str:
-    """A type as a reader knows it ("": any, which the meaning tells)."""
-    parts = [part for part in (get_args(hint) if type(None) in get_args(hint) else (hint,)) if part is not type(None)]
-    return " or ".join(getattr(part, "__name__", str(part)) for part in parts if part is not Any)
-
-
 def table(cls: type, without: type | None = None) -> list[str]:
     """A row for each option that `without` does not have with the same default. KeyError if one has no meaning."""
-    known = {} if without is None else {field.name: field.default for field in dataclasses.fields(without)}
-    said = {}
-    for base in reversed(cls.__mro__):
-        said |= meanings(base) if dataclasses.is_dataclass(base) else {}
-    hints, rows = get_type_hints(cls), ["| option | type | default | |", "|---|---|---|---|"]
-    for field in dataclasses.fields(cls):
-        if field.name not in known or known[field.name] != field.default:
-            default = "" if field.default is None else f"`{field.default!r}`"
-            meaning = said[field.name].replace("|", "\\|").rstrip(".")
-            rows.append(f"| `{field.name}` | {kind(hints[field.name])} | {default} | {meaning} |")
+    said, hints, rows = meanings(cls), get_type_hints(cls), ["| option | type | default | |", "|---|---|---|---|"]
+    for field in added(cls, without):
+        default = "" if field.default is None else f"`{field.default!r}`"
+        meaning = said[field.name].replace("|", "\\|").rstrip(".")
+        rows.append(f"| `{field.name}` | {kind(hints[field.name])} | {default} | {meaning} |")
     return rows
 
 

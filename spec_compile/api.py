@@ -1,6 +1,7 @@
 """`speculate`, the one call that users need, and `Speculation`, the object at ``model.speculation``."""
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from .capture.watch import Watch, describe
 from .capture.weights import SharedWeights
 from .compat import COMPILE_LOCK, check_compiler
 from .config import Options, parse_options
-from .drafters import ALGORITHMS, build, parse_algorithm
+from .drafters import ALGORITHMS, build, check_draft, describe_options, parse_algorithm
 from .drafting import Algorithm
 from .errors import check_int
 from .ngram import NgramStore
@@ -49,7 +50,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     result of `speculate` the original is used, with these options alone. Of what ``torch.compile`` has made of a model,
     or of its parts, the functions and modules that were compiled are used.
     algo: what proposes tokens, "ngram" unless told otherwise; `drafters.ALGORITHMS` has all, `ALIASES` their other
-    names. options: those of `config.Options` and of the algorithm; ``draft=`` names the draft.
+    names. options: those of every algorithm and of this one, which are listed below; ``draft=`` names the draft.
 
     Returns an object of the model's class that shares its weights, and whose ``generate()`` takes the same arguments.
     Its ``speculation`` has ``stats``, ``explain()``, ``report()``, ``ngram``, ``warmup()`` and ``refresh()``. It can be
@@ -69,6 +70,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     ranks = find_ranks(options.get("tensor_parallel"), model)
     with ranks.together("speculate()", parts := dict[str, Any]()):
         parsed = parse_options(ALGORITHMS[name].options, options)
+        check_draft(algo, parsed)
         admit(model, parsed.exact)
         if ranks.size > 1:
             parts |= facts(model, name, options)
@@ -89,6 +91,9 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
             speculation.check_rewritten()
         fast.__dict__["speculation"] = speculation
     return fast
+
+
+speculate.__doc__ = f"{inspect.cleandoc(speculate.__doc__ or '')}\n\n{describe_options()}\n"
 
 
 class Speculation(Accounts):

@@ -1,6 +1,9 @@
 """The options that every algorithm has. An algorithm's file adds others, and all are checked before any work starts."""
 
-from dataclasses import dataclass, fields
+import inspect
+import re
+import textwrap
+from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -85,6 +88,41 @@ class Options:
         cache = "auto" if role == "draft" else self.kv_cache_dtype
         fp8, scaled = cache != "auto", cache == "fp8_per_token_head"
         return attention.Use(self.attention_backends[role], role, captured, self.compile, fp8, scaled)
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """What each option of a dataclass means, by its name: the text after the name and a colon, where a line or a
+    sentence in the docstring of the class, or of one of its bases, begins with the name. Several names may share it."""
+    names, said = "|".join(field.name for field in fields(cls)), dict[str, str]()
+    for base in filter(is_dataclass, reversed(cls.__mro__)):
+        text = inspect.cleandoc(base.__doc__ or "")
+        heads = list(re.finditer(rf"(?:^|(?<=\. ))((?:{names})(?:,\s(?:{names}))*):\s", text, re.MULTILINE))
+        ends = [head.start() for head in heads[1:]] + [len(text)]
+        pairs = [(head[1], " ".join(text[head.end() : end].split())) for head, end in zip(heads, ends)]
+        said |= {name: meaning for several, meaning in pairs for name in re.split(r",\s", several)}
+    return said
+
+
+def kind(hint: Any) -> str:
+    """A type as a reader knows it ("": any, which the meaning tells)."""
+    parts = [part for part in (get_args(hint) if type(None) in get_args(hint) else (hint,)) if part is not type(None)]
+    return " or ".join(getattr(part, "__name__", str(part)) for part in parts if part is not Any)
+
+
+def added(cls: type, to: type | None = None) -> list[Field]:
+    """The fields of a dataclass that `to` does not have with the same default."""
+    known = {} if to is None else {field.name: field.default for field in fields(to)}
+    return [field for field in fields(cls) if field.name not in known or known[field.name] != field.default]
+
+
+def describe(cls: type, to: type | None = None) -> list[str]:
+    """Lines for help() about the options that are `added`."""
+    said, hints, lines = meanings(cls), get_type_hints(cls), list[str]()
+    for field in added(cls, to):
+        facts = [kind(hints[field.name]), "" if field.default is None else f"default {field.default!r}"]
+        about = f"{', '.join(filter(None, facts)) or 'default None'}; {said.get(field.name, '')}"
+        lines += textwrap.wrap(f"{field.name}: {about}", 112, initial_indent="    ", subsequent_indent=" " * 8)
+    return lines
 
 
 def parse_options(cls: type[Parsed], options: dict[str, Any]) -> Parsed:

@@ -250,7 +250,7 @@ def test_drafts_without_masks_are_refused():
         draft.config.pard_token = value
         with pytest.raises(ValueError, match=r"must have a pard_token or ptd_token_id below 96, .*algo='draft_model'"):
             models.speculate_captured(target(), "pard", draft=draft, compile=False)
-    with pytest.raises(ValueError, match="algo='pard' needs a draft model"):
+    with pytest.raises(ValueError, match="algo='pard' needs a smaller model"):
         models.speculate_captured(target(), "pard", compile=False)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from ..config import Options
+from ..config import Options, describe
 from ..drafting import Algorithm
 from ..errors import did_you_mean
 from . import dflash, draft_model, heads, ngram, p_eagle, pard, union
@@ -14,27 +14,45 @@ from .options import DraftOptions, ParallelOptions, UnionOptions
 
 
 class Entry(NamedTuple):
-    """What there is to know of an algorithm: the class of its options, and what makes it for a model."""
+    """What there is to know of an algorithm.
+
+    options: the class of its options. build: makes it for a model. needs: what ``draft=`` must name; empty if it can
+    be left out.
+    """
 
     options: type[Options]
     build: Callable[[PreTrainedModel, Options], Algorithm]
+    needs: str = ""
 
 
+SMALLER = "a smaller model of the same tokenizer"
 ALGORITHMS = {
     "ngram": Entry(ngram.NgramOptions, ngram.build),
-    "eagle": Entry(heads.HeadOptions, partial(heads.build, "eagle")),
-    "eagle3": Entry(heads.HeadOptions, partial(heads.build, "eagle3")),
+    "eagle": Entry(heads.HeadOptions, partial(heads.build, "eagle"), "an EAGLE head"),
+    "eagle3": Entry(heads.HeadOptions, partial(heads.build, "eagle3"), "an EAGLE-3 head"),
     "mtp": Entry(heads.NaiveOptions, partial(heads.build, "mtp")),
     "naive_eagle": Entry(heads.NaiveOptions, partial(heads.build, None)),
-    "p_eagle": Entry(p_eagle.ParallelHeadOptions, p_eagle.build),
-    "draft_model": Entry(DraftOptions, draft_model.build),
-    "pard": Entry(ParallelOptions, pard.build),
-    "dflash": Entry(dflash.DFlashOptions, dflash.build),
+    "p_eagle": Entry(p_eagle.ParallelHeadOptions, p_eagle.build, "a P-EAGLE head"),
+    "draft_model": Entry(DraftOptions, draft_model.build, SMALLER),
+    "pard": Entry(ParallelOptions, pard.build, f"{SMALLER} that was trained to draft in parallel"),
+    "dflash": Entry(dflash.DFlashOptions, dflash.build, "a DFlash draft"),
 }
 ALIASES = {
     "lookahead": "ngram", "nextn": "mtp", "standalone": "draft_model", "peagle": "p_eagle",
     **dict.fromkeys(("jetspec", "dflash2", "dspark", "domino"), "dflash"),
 }  # fmt: skip
+
+
+def describe_options() -> str:
+    """The options of `speculate` with their types, defaults and meanings: of every algorithm, and then of each."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, entry in ALGORITHMS.items():
+        groups.setdefault(tuple(describe(entry.options, Options)), []).append(name)
+    parts = [("Options of every algorithm:", describe(Options))]
+    parts += [
+        (f"Options of {', '.join(f'algo={name!r}' for name in names)}:", lines) for lines, names in groups.items()
+    ]
+    return "\n\n".join("\n".join([title, *lines]) for title, lines in parts)
 
 
 def build(name: str, model: PreTrainedModel, options: Options) -> Algorithm:
@@ -44,6 +62,17 @@ def build(name: str, model: PreTrainedModel, options: Options) -> Algorithm:
         return ALGORITHMS[name].build(model, options)
     ngrams = ngram.build(model, joined)  # first, because it takes no time to refuse
     return union.Union(ALGORITHMS[name].build(model, options), ngrams, options, model.device)
+
+
+def check_draft(algo: str, options: Options) -> None:
+    """ValueError, with an example, if `options` name no draft and the algorithm that a user named needs one."""
+    needs = ALGORITHMS[parse_algorithm(algo)].needs
+    if needs and getattr(options, "draft", None) is None:
+        raise ValueError(
+            f"draft: algo={algo!r} needs {needs}: pass its folder or its name on the hub, as in "
+            f"speculate(model, algo={algo!r}, draft='FOLDER'). `python -m spec_compile train` trains heads; "
+            "algo='ngram' needs no draft"
+        )
 
 
 def parse_algorithm(algo: str) -> str:

@@ -124,15 +124,13 @@ class ModelDrafter(Drafter):
 
 def build(model: PreTrainedModel, options: DraftOptions) -> DraftModel:
     """The algorithm for `options.draft`: a model, a path or a name on the hub."""
-    draft = open_draft(model, options, "draft_model")
+    draft = open_draft(model, options)
     return DraftModel(draft, capture_draft(model, draft, options), options, vocabulary(model))
 
 
-def open_draft(model: PreTrainedModel, options: DraftOptions, algorithm: str) -> PreTrainedModel:
-    """The model that `options.draft` names; ValueError if there is none."""
+def open_draft(model: PreTrainedModel, options: DraftOptions) -> PreTrainedModel:
+    """The model that `options.draft` names."""
     draft = options.draft
-    if draft is None:
-        raise ValueError(f"draft: algo={algorithm!r} needs a draft model: pass draft=, a model, a path or a hub name")
     if isinstance(draft, str):
         draft = AutoModelForCausalLM.from_pretrained(draft, dtype=model.dtype).to(model.device).eval()
     return draft

@@ -95,7 +95,7 @@ def read_mask(draft: PreTrainedModel) -> int:
 
 def build(model: PreTrainedModel, options: ParallelOptions) -> Pard:
     """The algorithm for `options.draft`: a model, a path or a name on the hub."""
-    draft = open_draft(model, options, "pard")
+    draft = open_draft(model, options)
     mask = read_mask(draft)
     algorithm = Pard(draft, capture_draft(model, draft, options), options, vocabulary(model), mask)
     if options.check:

@@ -1,5 +1,6 @@
 """`train_draft`: a draft head for a model of one's own, in one call."""
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from ..capture import adapters
 from ..capture.admit import admit
 from ..capture.compiled import is_compiled, underlying
-from ..config import parse_options
+from ..config import describe, parse_options
 from ..drafters.checkpoints.files import load_pickled
 from ..drafters.checkpoints.target import Target
 from ..errors import did_you_mean
@@ -94,7 +95,7 @@ def train_draft(
     on_policy: True, or options for ``generate()``, to train on what the model itself writes after the data's prompts;
     then the data may be prompts without answers. resume: whether to go on with the training in `output`, whose head is
     the same as without the interruption. progress: called with a `Progress` about every ten seconds (default: it is
-    shown on stderr). options: see `TrainingOptions`.
+    shown on stderr). options: those of `TrainingOptions`, which are listed below.
 
     Raises TypeError, ValueError or UnsupportedModelError, naming the argument, before any work starts, and
     FloatingPointError if the loss becomes infinite or NaN; the last checkpoint is kept.
@@ -130,6 +131,11 @@ def train_draft(
         with Printer() if progress is None else nullcontext(progress) as report:
             loop = Loop(trainer, features, batches, glance, measured, parsed, state, folder, publish, report)
             return _result(folder, state, loop.run())
+
+
+train_draft.__doc__ = "\n".join(
+    [inspect.cleandoc(train_draft.__doc__ or ""), "", "Options:", *describe(TrainingOptions)]
+)
 
 
 def _result(folder: Path, state: TrainingState, acceptance: list[float]) -> TrainingResult:

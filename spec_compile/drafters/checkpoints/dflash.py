@@ -41,8 +41,6 @@ def load_dflash(draft, model: PreTrainedModel, rope_theta: float | None = None) 
         rope_theta = check_rope_theta("rope_theta", rope_theta)
     if isinstance(draft, nn.Module):
         return _check_loaded(draft, target, rope_theta)
-    if draft is None:
-        raise ValueError("draft: algo='dflash' needs a draft: pass draft=, a folder or a repository of the hub")
     if not isinstance(draft, (str, Path)):
         raise TypeError(f"draft: expected a path, a repository of the hub or a DFlashDraft, got {type(draft).__name__}")
     source = Source(draft)

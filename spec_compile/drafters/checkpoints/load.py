@@ -44,7 +44,7 @@ def load_head(
     if isinstance(draft, nn.Module):
         head = _check_loaded(draft, target, overrides)
     else:
-        source = _own_checkpoint(target) if draft is None else _open(draft)
+        source = _own_checkpoint(target, algorithm) if draft is None else _open(draft)
         detected = _detect(source)
         if algorithm is not None and detected != algorithm:
             where = "the model's own checkpoint" if draft is None else draft
@@ -83,18 +83,21 @@ def _open(draft: str | Path) -> Source:
     return Source(draft)
 
 
-def _own_checkpoint(target: Target) -> Source:
+def _own_checkpoint(target: Target, algorithm: str | None) -> Source:
     """The target's own checkpoint, which holds a block of multi-token prediction; ValueError if it does not."""
     name = target.model.config.name_or_path or target.model.name_or_path
-    advice = "pass draft= the folder or repository that holds its weights, or use another algo"
+    advice = (
+        f"so pass draft= the folder or repository of a head, as in speculate(model, algo={algorithm or 'naive_eagle'!r}"
+        ", draft='FOLDER'), or use another algo"
+    )
     if not name:
         raise ValueError(
-            f"draft: {type(target.model).__name__} was not loaded from a checkpoint, so it has no multi-token "
-            f"prediction; {advice}"
+            f"draft: {type(target.model).__name__} was not loaded from a checkpoint with a block of multi-token "
+            f"prediction, {advice}"
         )
     source = Source(name, fetcher(name, getattr(target.model.config, "_commit_hash", None), local=True))
     if not mtp.detect(source):
-        raise ValueError(f"draft: {name} holds no block of multi-token prediction (MTP, NextN); {advice}")
+        raise ValueError(f"draft: {name} holds no block of multi-token prediction (MTP, NextN), {advice}")
     return source
 
 
