@@ -395,7 +395,8 @@ def test_a_manager_that_stops_while_a_request_is_prepared_does_not_take_it(fast,
 
 def test_a_forked_process_is_refused_by_name(fast):
     with running(fast) as manager:
-        assert answer(manager, PROMPTS[0], max_new_tokens=2).error is None
+        expected = generated(fast, PROMPTS[2], max_new_tokens=3)
+        manager.add_request(PROMPTS[0], "long", max_new_tokens=900, eos_token_id=-1)
         reader, writer = os.pipe()
         child = os.fork()
         if not child:
@@ -404,12 +405,15 @@ def test_a_forked_process_is_refused_by_name(fast):
                 text = "taken"
             except RuntimeError as error:
                 text = str(error)
-            os.write(writer, text.encode())
+            manager.destroy()
+            tokens = fast.generate_batch(PROMPTS, max_new_tokens=3, warmup=False).popitem()[1].generated_tokens
+            fast.speculation.refresh()
+            os.write(writer, f"{text} {tokens == expected}".encode())
             os._exit(0)
         os.waitpid(child, 0)
         text = os.read(reader, 4096).decode()
-        assert "was forked" in text and "init_continuous_batching()" in text
-        assert answer(manager, PROMPTS[1], max_new_tokens=2).error is None
+        assert "was forked" in text and "init_continuous_batching()" in text and text.endswith("True"), text
+        assert collect(manager, 1)["long"].error is None
 
 
 # Turns

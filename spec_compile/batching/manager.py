@@ -109,7 +109,10 @@ class Manager(ContinuousBatchingManager):
         block: whether to wait for it, at most `timeout` seconds. keep_for_next_session: whether the model's next
         ``init_continuous_batching()`` returns this manager again.
         Raises RuntimeError if it would wait for itself: inside `pause`, in a processor, criterion or streamer.
+        In a process that was forked from the manager's it does nothing.
         """
+        if not self.is_of_this_process:
+            return
         if keep_for_next_session:
             self.model._cached_continuous_batching_manager = self
         if self._generation_thread is None:
@@ -125,7 +128,8 @@ class Manager(ContinuousBatchingManager):
     def destroy(self) -> None:
         """Stop at once. The next manager takes over the rows, with all that is compiled."""
         self.stop(hard_stop=True)
-        if self.scheduler is not None and self.background_thread_status.fatal_error is None:
+        has_died = self.background_thread_status.fatal_error is not None
+        if self.scheduler is not None and self.is_of_this_process and not has_died:
             self._worker.clear()
             self._speculation.engine.idle_batch = self.scheduler
         self.scheduler = None
@@ -211,6 +215,7 @@ class Manager(ContinuousBatchingManager):
 
     def cancel_request(self, request_id: str) -> None:
         """End a request with all its sequences; its row is free within two rounds, and it delivers one last output."""
+        self._refuse_elsewhere("cancel_request()")
         self._worker.cancel(request_id)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Output | None:

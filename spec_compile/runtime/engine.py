@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import passes
+from ..compat import forget_shapes
 from ..config import Options
 from ..drafting import Algorithm
 from ..graph import ModelGraph
@@ -49,6 +50,7 @@ class Engine:
         sizes = (*(n for n in SIZES[device.type] if n < plan.nodes and plan.sizes != "fixed"), plan.nodes)
         self.runtime = Runtime(**graphs, algorithm=algorithm, options=options, device=device, sizes=sizes,
                                max_positions=max_positions)  # fmt: skip
+        forget_shapes(graph.gm, *(rewritten.gm for rewritten in graphs.values()))
         self.drafts = True
         """Whether rounds verify what was drafted. Otherwise they verify the root alone, which is plain decoding."""
         self.records = False
@@ -90,6 +92,7 @@ class Engine:
             session.drafter.finish([])
             session.texts = []
         self.running.clear()
+        self.batches = weakref.WeakSet(filter(None, [self.idle_batch]))  # those of managers have no thread here
 
     def refresh(self) -> None:
         """The weights have changed: compute anew what the drafter copied from them, and use no keys and values of

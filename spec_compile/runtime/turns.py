@@ -69,6 +69,15 @@ class Turns:
                     self._owed = max(0.0, self._owed - (time.perf_counter() - begin))
                 self._give_back()
 
+    def renew(self) -> None:
+        """In a forked process, which has this thread only: forget all others, and a lock that one of them had."""
+        if not self.is_mine:
+            self._owner, self._depth = None, 0
+        self._changed = threading.Condition()
+        self._calls.clear()
+        self._rounds.clear()
+        self._batches, self._owed = 0, 0.0
+
     @property
     def is_mine(self) -> bool:
         """Whether this thread has it."""
