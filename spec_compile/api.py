@@ -205,6 +205,7 @@ class Speculation(Accounts):
         Raises RuntimeError inside a generate() of this model. It waits for a generate() in another thread.
         """
         with self.turns, torch.inference_mode(False), torch.no_grad():
+            self.adopt()
             if self._calls or any(batch.is_busy for batch in self.engine.batches):
                 raise RuntimeError("refresh(): a generate() of this model is running; call refresh() when it is over")
             changes = [change for change in self.watch.changes() if change.remedy == "speculate"]
@@ -233,8 +234,7 @@ class Speculation(Accounts):
         if share_text is not None and not isinstance(share_text, bool):
             raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
         with self.turns, torch.inference_mode(False), torch.no_grad(), self.agreement.awaited():
-            if self._is_forked:
-                self._adopt()
+            self.adopt()
             before = self._references, self._share_text
             self._references = [] if reference is None else self.engine.runtime.algorithm.documents(reference)
             self._share_text = getattr(self.options, "share_text", True) if share_text is None else share_text
@@ -275,8 +275,10 @@ class Speculation(Accounts):
         request.eos = [token for token in request.eos if 0 <= token < self.engine.runtime.verify.vocab_size]
         return self.engine.run(request)
 
-    def _adopt(self) -> None:
-        """Make this object usable in a forked process, at the first call there. RuntimeError on a GPU."""
+    def adopt(self) -> None:
+        """Make this object usable in a forked process, at its first use there. RuntimeError on a GPU."""
+        if not self._is_forked:
+            return
         if self.engine.runtime.device.type == "cuda":
             raise RuntimeError(
                 "a process that was forked cannot use the GPU of its parent; start it by 'spawn', and call speculate() "
@@ -290,5 +292,6 @@ class Speculation(Accounts):
 
     def after_fork(self, in_child: bool) -> None:
         """See `forks`."""
-        if in_child and not self.turns.is_mine:
-            self.turns, self._is_forked = Turns(), True
+        if in_child:
+            self._is_forked |= not self.turns.is_mine
+            self.turns.renew()

@@ -393,6 +393,19 @@ def test_a_manager_that_stops_while_a_request_is_prepared_does_not_take_it(fast,
         assert manager.active_requests == 0 and not manager.scheduler.is_busy
 
 
+def use_in_a_child(fast, manager, expected):
+    """What the parent's manager says, and whether a batch of the process's own gives what is expected."""
+    try:
+        manager.add_request(PROMPTS[0], max_new_tokens=2)
+        text = "taken"
+    except RuntimeError as error:
+        text = str(error)
+    manager.destroy()
+    outputs = fast.generate_batch(PROMPTS, max_new_tokens=3, warmup=False)
+    fast.speculation.refresh()
+    return f"{text} {outputs.popitem()[1].generated_tokens == expected}"
+
+
 def test_a_forked_process_is_refused_by_name(fast):
     with running(fast) as manager:
         expected = generated(fast, PROMPTS[2], max_new_tokens=3)
@@ -401,15 +414,9 @@ def test_a_forked_process_is_refused_by_name(fast):
         child = os.fork()
         if not child:
             try:
-                manager.add_request(PROMPTS[0], max_new_tokens=2)
-                text = "taken"
-            except RuntimeError as error:
-                text = str(error)
-            manager.destroy()
-            tokens = fast.generate_batch(PROMPTS, max_new_tokens=3, warmup=False).popitem()[1].generated_tokens
-            fast.speculation.refresh()
-            os.write(writer, f"{text} {tokens == expected}".encode())
-            os._exit(0)
+                os.write(writer, use_in_a_child(fast, manager, expected).encode())
+            finally:
+                os._exit(0)
         os.waitpid(child, 0)
         text = os.read(reader, 4096).decode()
         assert "was forked" in text and "init_continuous_batching()" in text and text.endswith("True"), text

@@ -51,6 +51,7 @@ class Manager(ContinuousBatchingManager):
             raise ValueError("return_logprobs: log-probabilities are not computed; leave it out")
         self._speculation = speculation = model.speculation
         with speculation.turns, torch.inference_mode(False), torch.no_grad():
+            speculation.adopt()
             self.scheduler = take_scheduler(speculation, config.max_requests_per_batch, workload_hints)
         self.scheduler.check = partial(refuse_changes, speculation)
         self.prepare = Preparer(model, self.scheduler.capacity)
