@@ -34,6 +34,7 @@ from .parallel.start import find_ranks
 from .report.accounts import Accounts
 from .runtime import past
 from .runtime.agreement import Agreement
+from .runtime.check_options import LONGEST
 from .runtime.engine import Engine
 from .runtime.prepared import Plans
 from .runtime.prompt import Prompt
@@ -266,6 +267,8 @@ class Speculation(Accounts):
                 f"max_new_tokens: prompt and new tokens make {tokens} tokens, the model has learned positions for "
                 f"{positions}; ask for at most {positions - tokens + room}"
             )
+        if tokens > LONGEST:
+            raise ValueError(f"max_new_tokens: prompt and new tokens make {tokens} tokens; expected at most {LONGEST}")
         if tokens > self.engine.room(batch):  # then the cache will grow
             self.engine.runtime.check_memory(batch, tokens, "max_new_tokens")
 

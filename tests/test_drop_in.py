@@ -711,7 +711,6 @@ ERRORS = {
     "input_ids of floats": lambda: dict(input_ids=IDS.float()),
     "input_ids of a list": lambda: dict(input_ids=IDS.tolist()),
     "no rows": lambda: dict(input_ids=IDS[:0], attention_mask=None),
-    "generation_config of a dict": lambda: dict(generation_config=dict(max_new_tokens=3)),
     "processor without a list": lambda: dict(logits_processor=moved),
     "criterion without a list": lambda: dict(stopping_criteria=is_long),
     "processor of None": lambda: dict(logits_processor=[lambda ids, scores: None]),

@@ -19,6 +19,7 @@ from .accept import Route, choose_route
 from .accept.grammars import check_grammars
 from .agreement import asked
 from .answer import Answer
+from .check_options import check_options
 from .prepared import Inputs, Plan, make_key
 from .prompt import Prompt
 from .read_call import longest_width, make_answer, make_request, shortest_width, unserved
@@ -60,6 +61,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
                 prompt = None if plan is None else inputs.prompt(plan.padding)
                 if prompt is not None:
                     return self._generate_by_plan(plan, prompt, inputs)
+            check_options(self, kwargs)
             refuse_changes(self.speculation)
             self.speculation.looped = False
             with self.speculation.plans.awaiting(key):
