@@ -111,10 +111,10 @@ def test_no_body_is_prepared_on_the_event_loop(client, monkeypatch):
 def test_a_client_that_leaves_while_its_request_is_prepared_leaves_nothing(client, alone, monkeypatch, moment):
     """It leaves while a thread is about to add its request, or has added it and does not know yet."""
     manager, add = client.runner.requests.manager, client.runner.requests.manager.add_request
-    reached, left, names = threading.Event(), threading.Event(), []
+    reached, left = threading.Event(), threading.Event()
+    before = manager.metrics()["requests_finished_total"].get("cancelled", 0)
 
     def slow(ids, name, **options):
-        names.append(name)
         if moment == "after":
             add(ids, name, **options)
         reached.set()
@@ -130,6 +130,7 @@ def test_a_client_that_leaves_while_its_request_is_prepared_leaves_nothing(clien
     left.set()
     wait_until(lambda: manager.active_requests == 0 and manager.output_router.result_handlers == {})
     monkeypatch.undo()
+    assert manager.metrics()["requests_finished_total"]["cancelled"] == before + 1
     assert manager.output_router.output_queue.empty()
     text = client.post("/v1/completions", json=SHORT).json()["choices"][0]["text"]
     assert text == expected(alone, PROMPT, max_new_tokens=24, do_sample=False)
