@@ -41,6 +41,7 @@ from .runtime.prompt import Prompt
 from .runtime.request import Request
 from .runtime.runtime import max_positions
 from .runtime.session import Session
+from .runtime.steps.code import Code, shared_code
 from .runtime.turns import Turns
 
 
@@ -118,6 +119,7 @@ class Speculation(Accounts):
         limit = max_positions(model, graph.position_limit, options)
         self.engine = Engine(graph, algorithm, options, model.device, limit)
         """The loop that runs rounds, with its sessions and their steps."""
+        self.engine.runtime.code = shared_code(model, name, self.engine.runtime)
         self.serves_padding = True
         """Whether batches padded on the left are served: the model's own positions follow the padding."""
         self.weights = SharedWeights(model, algorithm.draft_module)
@@ -188,7 +190,8 @@ class Speculation(Accounts):
     def compile_anew(self) -> None:
         """Compile one round for a single sequence again, so that tools such as depyf can watch it."""
         with self.turns:
-            Session(self.engine.runtime, 1).step("round", self.engine.runtime.sizes[-1])
+            runtime = dataclasses.replace(self.engine.runtime, code=Code(), examples={})
+            Session(runtime, 1).step("round", runtime.sizes[-1])
 
     def refresh(self) -> None:
         """Take over new weights, without capturing or compiling anew.

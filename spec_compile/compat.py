@@ -3,11 +3,16 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import CodeType
+from typing import Any
 
 import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations import finegrained_fp8, moe
 
@@ -98,6 +103,50 @@ def check_compiler() -> None:
             f"compile: rounds on a CPU are compiled with a C++ compiler, and there is none ({error}); install one, "
             "such as g++, name it in the environment variable CXX, or pass compile=False, which runs them eagerly"
         ) from error
+
+
+_traced: list[ShapeEnv | None] = []
+"""Of compilations since `forget_shapes`."""
+
+
+def forget_code(code: CodeType) -> None:
+    """Free what Dynamo has compiled for a function's code.
+
+    Without this it is never freed: Dynamo keeps the code by that of the compiled function, which the code's own cache
+    holds, and the module in which the function was defined keeps Inductor's result under a name of its own.
+    """
+    torch._dynamo.eval_frame.remove_from_cache(code)
+
+
+def inductor(options: dict[str, Any]) -> Callable:
+    """The backend Inductor with these options, whose traces `forget_shapes` frees."""
+
+    def compile_graph(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        from torch._inductor.compile_fx import compile_fx
+
+        context = TracingContext.try_get()
+        if context is not None and context.fake_mode is not None:
+            _traced.append(context.fake_mode.shape_env)
+        return compile_fx(gm, inputs, config_patches=options)
+
+    return compile_graph
+
+
+def forget_shapes(*graphs: torch.fx.GraphModule) -> None:
+    """Free what symbolic shapes hold of compilations by `inductor` that are over, and of these exported graphs.
+
+    Else it is never freed: caches with no bound refer to every `ShapeEnv`, and each has tensors and a cache of its own
+    whose sizes, which are in C++, refer to it.
+    """
+    values = [node.meta.get("val") for gm in graphs for node in gm.graph.nodes]
+    modes = {id(value.fake_mode): value.fake_mode for value in values if isinstance(value, FakeTensor)}
+    for shapes in filter(None, [*_traced, *(mode.shape_env for mode in modes.values())]):
+        shapes.tracked_fakes = None
+        getattr(shapes, "fake_tensor_cache", {}).clear()
+    _traced.clear()
+    for method in vars(ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
 
 
 def has_amx() -> bool:

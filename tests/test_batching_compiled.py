@@ -10,10 +10,10 @@ from torch._dynamo.utils import counters
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from spec_compile import speculate
-from spec_compile.batching.lanes import EXAMPLES
 from spec_compile.batching.prompts import LANES
 from spec_compile.kernels import linear
 from spec_compile.runtime.steps import compile as compiling
+from spec_compile.runtime.steps.compile import SMALL_PRIMES
 from spec_compile.runtime.steps.regions import compile_regions
 from spec_compile.tree import ancestry
 
@@ -57,28 +57,30 @@ def test_rows_of_any_number_share_what_is_compiled(monkeypatch):
 @pytest.mark.parametrize("nodes", [1, 0])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_graphs_for_a_gpu_serve_any_number_of_rows(half_on_gpu, monkeypatch, name, nodes):  # noqa: F811
-    """What the passes make for a GPU is traced once, with rows that may vary; the ops' plain meanings run here."""
+    """What the passes make for a GPU is traced once, with rows and slots that may vary; the ops' plain meanings run
+    here."""
     monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
     monkeypatch.setattr(compiling, "compile_function", trace)
     graph = rewritten(half_on_gpu(name))
     static = {size for part in [*graph.gm.parameters(), *graph.gm.buffers()] for size in part.shape} | {128}
-    rows, example = next(prime for prime in EXAMPLES if all(size % prime for size in static)), nodes or 37
-    varying = (41, rows) if nodes else (41, rows, example)
-    compiler = compiling.PartCompiler(torch.device("cpu"), "test", varying, example, 41, bool(nodes), rows)
+    rows, pages = [prime for prime in SMALL_PRIMES if all(size % prime for size in static)][:2]
+    example = nodes or 37
+    varying = (41, rows, pages) if nodes else (41, rows, pages, example)
+    compiler = compiling.PartCompiler(torch.device("cpu"), "test", varying, example, 41, bool(nodes))
     compiled = compile_regions(graph, compiler, "verify")
 
-    def run(model, batch, nodes):
+    def run(model, batch, nodes, slots):
         generator = torch.Generator().manual_seed(batch)
         ids = torch.randint(3, graph.vocab_size, (batch, nodes), generator=generator)
         ancestors, depth = ancestry(torch.arange(-1, nodes - 1).expand(batch, -1))
-        shapes = [(layer.kv_heads, 128, size) for layer in graph.layers for size in (layer.key_dim, layer.value_dim)]
+        shapes = [(layer.kv_heads, slots, size) for layer in graph.layers for size in (layer.key_dim, layer.value_dim)]
         cache = [torch.randn(batch, *shape, generator=generator).to(graph.dtype) for shape in shapes]
         lengths = torch.arange(batch) + 3
         with torch.no_grad():
             return [*model(ids, lengths[:, None] + depth, lengths, ancestors, cache, 128), *cache]
 
-    for batch, count in ((rows, example), (2, nodes or 16), (64, nodes or 2)):
-        for want, got in zip(run(graph.gm, batch, count), run(compiled, batch, count), strict=True):
+    for batch, count, slots in ((rows, example, 128 * pages), (2, nodes or 16, 128), (64, nodes or 2, 256)):
+        for want, got in zip(run(graph.gm, batch, count, slots), run(compiled, batch, count, slots), strict=True):
             assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
 
 

@@ -17,9 +17,7 @@ from ..drafting import caches
 from ..runtime.draft_length import SizePolicy
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
-
-EXAMPLES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
-"""Numbers of rows to compile with."""
+from ..runtime.steps.example import rows_vary
 
 
 class Lanes:
@@ -33,13 +31,11 @@ class Lanes:
         for row in range(rows):
             self.all.drafter.vacate(row)
         self._choose_sizes(self.all)
-        self._example = self._make_example()
-        is_cheap = self._example is not None or not runtime.options.compile
+        is_cheap = rows_vary(runtime) or not runtime.options.compile
         growth = 2 if is_cheap and (are_dense or not runtime.options.compile) else 4
         self.widths = [*takewhile(lambda width: width < rows, (growth**power for power in count())), rows]
         """Numbers of rows for which there are rounds."""
         self._sessions = {rows: self.all}
-        self._share_code(self.all)
         self._small_views: dict[int, list[Tensor]] = {}
         self._large_views: dict[tuple[int, int], list[Tensor]] = {}
         self._row_copies: WeakKeyDictionary[Lanes, Callable[[int, int, int], None]] = WeakKeyDictionary()
@@ -72,23 +68,7 @@ class Lanes:
         if width not in self._sessions:
             self._sessions[width] = Session(self.runtime, width, self.all.capacity, self.all)
             self._choose_sizes(self._sessions[width])
-            self._share_code(self._sessions[width])
         return self._sessions[width]
-
-    def _make_example(self) -> Session | None:
-        """A session over some of these rows, as many as can be told from every size that stays: what is compiled for
-        it serves all numbers of rows above one. None if there is no such number, for models with recurrences, whose
-        states a commit sorts by their sizes, and for several ranks, whose sizes may differ."""
-        runtime, static = self.runtime, self.all.static_sizes() - {0}
-        if not runtime.options.compile or runtime.verify.recurrences or runtime.options.ranks.size > 1:
-            return None
-        numbers = (prime for prime in EXAMPLES if prime <= self.rows and all(size % prime for size in static))
-        number = next(numbers, None)
-        return None if number is None else Session(runtime, number, self.all.capacity, self.all)
-
-    def _share_code(self, session: Session) -> None:
-        if self._example is not None and session.batch > 1:
-            session.share_code(self._example)
 
     def prefill_seconds(self, width: int) -> dict[int, float]:
         """See `Session`; empty for a width that has not been used."""

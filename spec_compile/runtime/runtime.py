@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -16,6 +17,10 @@ from ..graph import ModelGraph
 from ..kernels.all_reduce_memory import EXCHANGES, WARM_UP_SECONDS, set_deadline
 from ..kernels.linear import MAX_ROWS
 from ..stats import Stats
+from .steps.code import Code, Form
+
+if TYPE_CHECKING:
+    from .steps.pieces import Pieces
 
 log = logging.getLogger("spec_compile")
 
@@ -31,7 +36,8 @@ class Runtime:
     """The rewritten graphs of a model, how it drafts, and where it runs.
 
     sizes: numbers of nodes that a round may verify, ascending. max_positions: tokens a sequence may have by the model.
-    say: is given a line when something begins or ends to compile.
+    say: is given a line when something begins or ends to compile. code: what is compiled. examples: what has compiled
+    it, by what the code serves.
     """
 
     verify: ModelGraph
@@ -43,6 +49,8 @@ class Runtime:
     max_positions: int
     stats: Stats = field(default_factory=Stats)
     say: Callable[[str], None] = log.info
+    code: Code = field(default_factory=Code)
+    examples: dict[Form, "Pieces"] = field(default_factory=dict)
 
     @property
     def on_gpu(self) -> bool:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from .runtime import Runtime
 from .state import State
 from .steps.capture import Captured, CaptureError, OutcomeRing
 from .steps.pieces import Pieces
+from .steps.untouched import untouched
 
 SAMPLERS = 32
 """Captured rounds that draw, kept for the settings used last."""
@@ -67,17 +68,6 @@ class Session:
         self.pool = larger.pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
         self.is_growing = False
         self._pieces = Pieces(runtime, self.state, self.drafter)
-        self._example: Session | None = None
-
-    def share_code(self, example: "Session") -> None:
-        """Run what is compiled for `example`, over some other rows than these, which any number above one may follow.
-        Its first step is compiled by the first of this one."""
-        example._pieces.rows_vary = True
-        self._example, self._pieces.example = example, example._pieces
-
-    def static_sizes(self) -> set[int]:
-        """See `Pieces`."""
-        return self._pieces.static_sizes()
 
     def _slots(self, tokens: int) -> int:
         """Slots for so many tokens and for what a step writes behind them."""
@@ -85,18 +75,18 @@ class Session:
 
     @contextmanager
     def growing(self, tokens: int, used: int) -> Iterator[None]:
-        """Make room for `tokens` tokens a sequence. Inside, steps may be built, all of them anew; then the first `used`
-        slots of every cache are taken over."""
+        """Make room for `tokens` tokens a sequence. Inside, steps may be built, on a GPU all of them anew; then the
+        first `used` slots of every cache are taken over."""
         slots = self._slots(tokens)
         self.runtime.check_memory(self.batch, slots, "max_new_tokens")
         if self.runtime.on_gpu:
             torch.cuda.synchronize(self.runtime.device)
-        self.steps.clear()
-        self._pieces.clear()
+            self.steps.clear()
         self.capacity, self.is_growing = tokens, True
         rows_of_keys = [self.state.kv, *caches(self.drafter)]
         before = [cache.resize(slots) for cache in rows_of_keys]
         self.state.resize(slots)
+        self._pieces.grow()
         if not used:
             self.texts = []
         yield
@@ -167,7 +157,7 @@ class Session:
         name = f"{part}_b{self.batch}" + (f"_n{nodes}" if nodes else "")
         runtime.say(f"compiling {name}")
         begin = time.perf_counter()
-        with torch.no_grad(), runtime.ranks_apart(), self._both_untouched():
+        with torch.no_grad(), runtime.ranks_apart(), self._untouched():
             step, arguments = self._function(part, nodes), self._arguments(part, nodes)
             step(*arguments)
             if captures:
@@ -185,7 +175,7 @@ class Session:
         """The round over `nodes` nodes that draws, a function of max_kv_len; on a GPU captured for these processors."""
         key = f"sampled {sampler.key}", nodes
         if key not in self.steps:
-            with torch.no_grad(), self._both_untouched():
+            with torch.no_grad(), self._untouched():
                 look, finish, state = self._function("look", nodes), self._function("finish", nodes), self.state
 
             def sampled(max_kv_len: int) -> Tensor:
@@ -254,25 +244,5 @@ class Session:
         del outcome
         return time.perf_counter() - tick
 
-    @contextmanager
-    def _both_untouched(self) -> Iterator[None]:
-        """`_untouched`, of the example, too."""
-        with self._untouched(), self._example._untouched() if self._example else nullcontext():
-            yield
-
-    @contextmanager
-    def _untouched(self) -> Iterator[None]:
-        """Steps run inside leave no trace: what they write to the cache and the text lies beyond what is committed."""
-        buffers = [*self.state.small_buffers(), *self.drafter.small_buffers()]
-        buffers += [self.ring.turn] if self.ring else []
-        held = {buffer: buffer.clone() for buffer in buffers}
-        try:
-            self.drafter.mute()
-            self.state.finished.fill_(True)  # so that no state is led over what these steps verify
-            self.state.prompt_lengths.zero_()
-            if self.ring:
-                self.ring.turn.fill_(-1)
-            yield
-        finally:
-            for buffer, value in held.items():
-                buffer.copy_(value)
+    def _untouched(self) -> AbstractContextManager[None]:
+        return untouched(self.state, self.drafter, self.ring)

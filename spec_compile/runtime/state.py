@@ -24,7 +24,7 @@ class State(nn.Module):
     def __init__(self, graph: ModelGraph, batch: int, capacity: int, device: torch.device, drawn: int = 0):
         """`drawn`: nodes at most of trees that the drafter draws, and gives the distributions of (0: it does not)."""
         super().__init__()
-        self.batch, self.capacity, self.dtype = batch, capacity, graph.dtype
+        self.batch, self.dtype = batch, graph.dtype
         self.position_limit = graph.position_limit
 
         def buffer(name, *shape, dtype=torch.int64):
@@ -61,6 +61,11 @@ class State(nn.Module):
         self.root()
 
     @property
+    def capacity(self) -> int:
+        """Slots of a row. As the size of a buffer it is no constant in compiled code."""
+        return self.tokens.shape[1]
+
+    @property
     def cache(self) -> list[Tensor]:
         """See `Cache.argument`."""
         return self.kv.argument
@@ -74,7 +79,6 @@ class State(nn.Module):
         for name, buffer in list(self.named_buffers(recurse=False)):
             setattr(self, name, getattr(other, name)[: len(buffer)])
         self.kv.share(other.kv)
-        self.capacity = other.capacity
 
     def enter(self, row: int, prompt: list[int], eos: list[int], **numbers: int | float) -> None:
         """Begin a new sequence in one row, while the others go on; it is finished until somebody says otherwise.
@@ -123,7 +127,7 @@ class State(nn.Module):
         """Make room for `slots` tokens a row. The texts stay; the cache is not touched."""
         longer = torch.zeros(self.batch, slots, dtype=torch.int64, device=self.tokens.device)
         longer[:, : self.capacity] = self.tokens
-        self.tokens, self.capacity = longer, slots
+        self.tokens = longer
 
     def reset(
         self, prompts: list[list[int]], min_lengths: list[int], max_lengths: list[int], eos: list[int],

@@ -2,56 +2,79 @@
 
 Layers alike share one compiled function, so that a deep model compiles nearly as fast as a shallow one. On a GPU one
 compilation serves every number of nodes above one, because nodes cost little there. On a CPU, where they cost
-arithmetic, every number of nodes has its own.
+arithmetic, every number of nodes has its own. One compilation serves every number of slots, and a second one, beside
+that for single rows, every number of rows.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import torch
+
+from ...compat import COMPILE_LOCK
 from ...drafting import Drafter
 from ...tree import MAX_NODES
 from ..round import Prefill, Round
 from ..runtime import Runtime
 from ..state import State
+from .code import Form
 from .compile import PartCompiler, example_size
+from .example import example_sizes, form_of, slots_vary
 from .regions import compile_regions
+from .untouched import untouched
 
 
 class Pieces:
-    """The rounds and the prefill of one batch size, made on first use. Those that need the same code share it."""
+    """The rounds and the prefill over some buffers, made on first use.
 
-    def __init__(self, runtime: Runtime, state: State, drafter: Drafter):
+    Their parts are compiled by an example, which runs them over buffers of its own, once and before anybody else: its
+    sizes say which dimensions may vary.
+    """
+
+    def __init__(self, runtime: Runtime, state: State, drafter: Drafter, form: Form | None = None):
+        """form: of an example: what its code is to serve. None: these are the pieces of a session."""
         self.runtime, self.state, self.drafter = runtime, state, drafter
-        self._rounds: dict[int, tuple[Round, PartCompiler | None]] = {}
-        """By number of nodes, where 2 stands for every number above one on a GPU: the round, and what compiled it."""
-        self._finishes: set[Round] = set()
-        """Rounds whose second half has run, and so is compiled, too."""
+        self._example_form = form
+        self._rounds: dict[int, Round] = {}
+        """By number of nodes, where 2 stands for every number above one on a GPU."""
         self._prefill: Prefill | None = None
-        self._compilers: dict[str, PartCompiler] = {}
-        self.example: Pieces | None = None
-        """Those of another number of rows, which what they compile does not depend on: it serves here, too."""
-        self.rows_vary = False
-        """Whether what is compiled here is to serve any number of rows above one."""
 
-    def clear(self) -> None:
-        """Forget everything: the buffers have other sizes now."""
-        self._rounds.clear()
-        self._finishes.clear()
-        self._compilers.clear()
-        self._prefill = None
+    @property
+    def form(self) -> Form:
+        """What the code serves that runs here."""
+        if self._example_form is not None:
+            return self._example_form
+        return form_of(self.runtime, self.state.batch, self.state.capacity)
+
+    def grow(self) -> None:
+        """The buffers have more slots now: forget what does not serve any number of them."""
+        if not slots_vary(self.runtime):
+            self._rounds.clear()
+            self._prefill = None
 
     def round(self, nodes: int) -> Round:
         """The round over `nodes` nodes: its `forward` and `look` take the number again."""
-        return self._round(nodes)[0]
+        on_gpu = self.runtime.on_gpu
+        key = min(nodes, 2) if on_gpu else nodes
+        if key not in self._rounds:
+            tag = _tag(nodes, on_gpu)
+            self._complete(tag, lambda example: example.round(nodes))
+            # A drafter that knows one size alone is not run for a round that verifies nothing.
+            plan = self.runtime.algorithm.plan
+            proposes = nodes > 1 or plan.sizes != "fixed" or plan.draws
+            round_ = Round(self.runtime.verify, self.drafter, self.state, None if on_gpu else nodes, proposes)
+            if self.runtime.options.compile:
+                self._compile_round(round_, self._compiler(nodes, tag))
+            self._rounds[key] = round_
+        return self._rounds[key]
 
     def finish(self, nodes: int) -> Round:
         """The same round, whose `finish` is compiled as well."""
-        if self.example is not None:
-            self.example.finish(nodes)
-        round_, compiler = self._round(nodes)
-        if compiler is not None and round_ not in self._finishes:
+        round_, tag = self.round(nodes), _tag(nodes, self.runtime.on_gpu)
+        self._complete(f"finish {tag}", lambda example: example.finish(nodes))
+        if self._example_form is not None:
+            compiler = self._compiler(nodes, tag)
             round_.finish(*self.accepted(round_, compiler.nodes, compiler.slots))
-            self._finishes.add(round_)
         return round_
 
     def accepted(self, round_: Round, nodes: int, slots: int) -> tuple:
@@ -63,8 +86,7 @@ class Pieces:
     def prefill(self) -> Prefill:
         """The prefill, for chunks of any size above one."""
         if self._prefill is None:
-            if self.example is not None:
-                self.example.prefill()
+            self._complete("prefill", lambda example: example.prefill())
             self._prefill = prefill = Prefill(self.runtime.prefill, self.drafter, self.state)
             if self.runtime.options.compile:
                 compiler = self._compiler(None, "prefill")
@@ -72,54 +94,64 @@ class Pieces:
                 prefill.model = compile_regions(self.runtime.prefill, compiler, "model")
                 if self.drafter.fuses and not self.runtime.on_gpu:
                     prefill.conclude = compiler(prefill.conclude, "conclude")
-                prefill.forward(compiler.nodes, compiler.slots)
+                if self._example_form is not None:
+                    prefill.forward(compiler.nodes, compiler.slots)
         return self._prefill
 
-    def _round(self, nodes: int) -> tuple[Round, PartCompiler | None]:
-        """The round over `nodes` nodes, and what compiled it (None: it runs eagerly)."""
-        on_gpu = self.runtime.on_gpu
-        key = min(nodes, 2) if on_gpu else nodes
-        if key not in self._rounds:
-            if self.example is not None:
-                self.example.round(nodes)
-            # A drafter that knows one size alone is not run for a round that verifies nothing.
-            plan = self.runtime.algorithm.plan
-            proposes = nodes > 1 or plan.sizes != "fixed" or plan.draws
-            round_ = Round(self.runtime.verify, self.drafter, self.state, None if on_gpu else nodes, proposes)
-            compiler = self._compile_round(round_, nodes) if self.runtime.options.compile else None
-            self._rounds[key] = round_, compiler
-        return self._rounds[key]
-
-    def _compile_round(self, round_: Round, nodes: int) -> PartCompiler:
-        compiler = self._compiler(nodes, f"n{nodes}" if nodes == 1 or not self.runtime.on_gpu else "any")
+    def _compile_round(self, round_: Round, compiler: PartCompiler) -> None:
         round_.prepare = compiler(round_.prepare, "prepare")
         round_.verify = compile_regions(self.runtime.verify, compiler, "verify")
         for name in ("conclude", "finish") if self.drafter.fuses else ("accept", "settle", "outcome"):
             setattr(round_, name, compiler(getattr(round_, name), name))
-        self.drafter.compile(compiler)
-        round_.forward(compiler.slots, compiler.nodes)
-        return compiler
+        self.drafter.compile(self._compiler(self.runtime.algorithm.plan.nodes, "draft"))
+        if self._example_form is not None:
+            round_.forward(compiler.slots, compiler.nodes)
+            if not (round_.proposes or self.drafter.fuses):
+                self.drafter.propose(self.state, compiler.slots)
+
+    def _complete(self, name: str, build: Callable[["Pieces"], object]) -> None:
+        """Let an example compile what `build` makes of it, unless that was done for this code before."""
+        code, key = self.runtime.code, (self.form, name)
+        if self._example_form is not None or not self.runtime.options.compile or key in code.complete:
+            return
+        with COMPILE_LOCK:
+            if key not in code.complete:
+                with self._example() as example:
+                    build(example)
+                code.complete.add(key)
+
+    @contextmanager
+    def _example(self) -> Iterator["Pieces"]:
+        """The pieces of an example of this form. Inside, parts may be compiled, and what they run leaves no trace."""
+        runtime, form = self.runtime, self.form
+        if form not in runtime.examples:
+            sizes, plan = example_sizes(runtime, form), runtime.algorithm.plan
+            state = State(runtime.verify, sizes.rows, sizes.slots, runtime.device, plan.nodes if plan.draws else 0)
+            drafter = runtime.algorithm.drafter(sizes.rows, sizes.slots)
+            runtime.examples[form] = Pieces(runtime, state, drafter, form)
+        example = runtime.examples[form]
+        runtime.code.open(form)
+        try:
+            with untouched(example.state, example.drafter):
+                yield example
+        finally:
+            runtime.code.close()
 
     def _compiler(self, nodes: int | None, tag: str) -> PartCompiler:
         """For parts over `nodes` nodes, or (None) over chunks of a prompt."""
-        if self.example is not None:
-            return self.example._compilers[tag]
-        static, rows = self.static_sizes(), self.state.batch
-        exact = nodes == 1 or (nodes is not None and not self.runtime.on_gpu)
-        example = nodes if exact else example_size(static, MAX_NODES)
-        slots = example_size({*static, *(example * size for size in static)})
-        varying = [slots, *([] if exact else [example]), *([rows] if self.rows_vary else [])]
-        name = f"{'any' if self.rows_vary else f'b{rows}'}_{tag}"
-        self._compilers[tag] = PartCompiler(
-            self.runtime.device, name, tuple(varying), example, slots, exact, rows if self.rows_vary else 0
-        )
-        return self._compilers[tag]
+        code, form = self.runtime.code, self.form
+        if (form, tag) not in code.compilers:
+            sizes = example_sizes(self.runtime, form)
+            exact = nodes == 1 or (nodes is not None and not self.runtime.on_gpu)
+            static = {*sizes.static, sizes.rows}
+            example = nodes if exact else example_size(static, MAX_NODES)
+            slots = example_size({*static, *(example * size for size in static)})
+            varying = (slots, *(() if exact else (example,)), *sizes.varying)
+            name = f"{f'b{form.rows}' if form.rows else 'any'}_{tag}"
+            code.compilers[form, tag] = PartCompiler(self.runtime.device, name, varying, example, slots, exact)
+        return code.compilers[form, tag]
 
-    def static_sizes(self) -> set[int]:
-        """Every size of a tensor that two parts hand each other, but the numbers of nodes and of slots."""
-        graphs = [self.runtime.verify, self.runtime.prefill, self.runtime.algorithm.graph]
-        modules = [graph.gm for graph in graphs if graph is not None] + [self.state, self.drafter]
-        tensors: list[Tensor] = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        sizes = {size for tensor in tensors for size in tensor.shape}
-        groups = {layer.heads // layer.kv_heads for graph in graphs if graph is not None for layer in graph.layers}
-        return {*sizes, *groups, self.state.batch, self.runtime.algorithm.plan.lookahead_slots}
+
+def _tag(nodes: int, on_gpu: bool) -> str:
+    """The name of the parts that serve a round over `nodes` nodes."""
+    return f"n{nodes}" if nodes == 1 or not on_gpu else "any"

@@ -84,7 +84,7 @@ def compile_regions(graph: ModelGraph, compiler: PartCompiler, name: str) -> Reg
     """`graph` in regions, of which those alike share one compiled function; `name` begins the functions' names."""
     regions = cut(graph, LEAST_BYTES[graph.device.type])
     for number, (alike, body) in enumerate(regions.bodies.items()):
-        regions.bodies[alike] = compiler(body, f"{name}_{number}")
+        regions.bodies[alike] = compiler(body, f"{name}_{number}", alike)
     return regions
 
 
@@ -155,10 +155,7 @@ def _sizes_for(nodes: list[fx.Node]) -> list[fx.Node]:
 
 def _region(gm: fx.GraphModule, nodes: list[fx.Node]) -> Region:
     nodes = _sizes_for(nodes)
-    inside = set(nodes)
-    inputs = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
-    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
-    outputs = [node for node in outputs if not isinstance(node.meta.get("val"), torch.SymInt)]
+    inputs, outputs = _ends(nodes)
     body = fx.Graph()
     copies = {}
     for number, node in enumerate(inputs):
@@ -168,20 +165,40 @@ def _region(gm: fx.GraphModule, nodes: list[fx.Node]) -> Region:
         copies[node] = body.node_copy(node, copies.__getitem__)
         copies[node].name = f"n{number}"
     body.output(tuple(copies[node] for node in outputs))
+    return Region(inputs, outputs, _text(gm, nodes), fx.GraphModule(nn.Module(), body))
+
+
+def describe(graph: ModelGraph) -> str:
+    """A text that is equal for graphs that compute the same of parameters of equal layouts."""
+    return _text(graph.gm, [node for node in graph.gm.graph.nodes if not _is_given(node) and node.op != "output"])
+
+
+def _ends(nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What a stretch of nodes reads from outside, and what it gives to others."""
+    inside = set(nodes)
+    inputs = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    return inputs, [node for node in outputs if not isinstance(node.meta.get("val"), torch.SymInt)]
+
+
+def _text(gm: fx.GraphModule, nodes: list[fx.Node]) -> str:
+    """What a stretch of nodes computes: equal for those that compute the same of parameters of equal layouts."""
+    inputs, outputs = _ends(nodes)
+    names = {node: f"v{number}" for number, node in enumerate(inputs)}
+    names |= {node: f"n{number}" for number, node in enumerate(nodes)}
     shapes = [
         (tuple(t.shape), t.stride(), t.dtype)
         for t in (attribute(gm, node.target) for node in inputs if node.op == "get_attr")
         if isinstance(t, Tensor)
     ]
     kinds = [node.op if _is_given(node) else "value" for node in inputs]
-    text = [(node.target, _plain(node.args, copies), _plain(node.kwargs, copies)) for node in nodes]
-    alike = repr((kinds, shapes, [copies[node].name for node in outputs], text))
-    return Region(inputs, outputs, alike, fx.GraphModule(nn.Module(), body))
+    text = [(node.target, _plain(node.args, names), _plain(node.kwargs, names)) for node in nodes]
+    return repr((kinds, shapes, [names[node] for node in outputs], text))
 
 
-def _plain(value, copies: dict):
+def _plain(value, names: dict[fx.Node, str]):
     """Arguments with the names that nodes have inside their region."""
-    return torch.fx.node.map_arg(value, lambda node: _Name(copies[node].name))
+    return torch.fx.node.map_arg(value, lambda node: _Name(names[node]))
 
 
 class _Name(str):

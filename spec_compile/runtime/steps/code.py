@@ -1,0 +1,117 @@
+"""Code: what is compiled, apart from the buffers that it runs over, so that sessions and engines share it.
+
+Compiled parts take tensors and modules as arguments. Code that was compiled for one engine serves each that computes
+the same, and refers to none of them.
+"""
+
+import dataclasses
+import hashlib
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ...compat import COMPILE_LOCK, held_items
+from ...graph import ModelGraph
+from .compile import PartCompiler
+from .regions import describe
+
+if TYPE_CHECKING:
+    from ..runtime import Runtime
+
+KEPT = 2
+"""Codes kept for a model, of different options. Those of wrappers that live are kept by these."""
+
+BESIDE = ("draft", "check", "max_cache_len")
+"""Options that code does not depend on. The draft is looked at itself."""
+
+
+class Form(NamedTuple):
+    """What code is compiled for: a number of rows (0: any above one) and of slots of the cache (0: any)."""
+
+    rows: int
+    slots: int
+
+
+class Code:
+    """Compiled parts, and what is known of their completeness.
+
+    compilers: by the form and the tag of the parts. complete: the forms and names of steps all of whose parts are
+    compiled. static: see `example.static_sizes`; None before anybody asked.
+    """
+
+    def __init__(self) -> None:
+        self.compilers: dict[tuple[Form, str], PartCompiler] = {}
+        self.complete: set[tuple[Form, str]] = set()
+        self.static: frozenset[int] | None = None
+
+    def open(self, form: Form) -> None:
+        """Let parts of this form be compiled."""
+        for (other, _), compiler in self.compilers.items():
+            compiler.is_open = other == form
+
+    def close(self) -> None:
+        """Let no part be compiled any more."""
+        for compiler in self.compilers.values():
+            compiler.is_open = False
+
+
+_codes: "WeakKeyDictionary[nn.Module, OrderedDict[str, Code]]" = WeakKeyDictionary()
+"""By model. Nothing in a code refers to the model, so that both are freed together."""
+
+
+def shared_code(model: nn.Module, algorithm: str, runtime: "Runtime") -> Code:
+    """The code of engines of `model` that compute what `runtime` computes.
+
+    algorithm: its name. runtime: of a new engine.
+    """
+    if runtime.options.ranks.size > 1:
+        return Code()
+    with COMPILE_LOCK:
+        codes, key = _codes.setdefault(model, OrderedDict()), _key(algorithm, runtime)
+        code = codes.setdefault(key, Code())
+        codes.move_to_end(key)
+        while len(codes) > KEPT:
+            codes.popitem(last=False)
+    return code
+
+
+def _key(algorithm: str, runtime: "Runtime") -> str:
+    """Equal for runtimes whose parts are compiled to the same code: of the same graphs, options and draft."""
+    options, draft = runtime.options, runtime.algorithm.draft_module
+    names = [field.name for field in dataclasses.fields(options) if field.name not in BESIDE]
+    graphs = [graph for graph in (runtime.verify, runtime.prefill, runtime.algorithm.graph) if graph is not None]
+    facts = [
+        algorithm,
+        type(options).__name__,
+        [(name, getattr(options, name)) for name in names],
+        runtime.algorithm.plan,
+        [runtime.device, runtime.sizes, torch.get_num_threads()],
+        [_graph_facts(graph) for graph in graphs],
+        [] if draft is None else _module_facts(draft),
+    ]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _graph_facts(graph: ModelGraph) -> list:
+    fields = [field.name for field in dataclasses.fields(graph) if field.name not in ("gm", "log")]
+    return [describe(graph), *((name, getattr(graph, name)) for name in fields)]
+
+
+def _module_facts(module: nn.Module) -> list:
+    """Classes, attributes and the layouts of tensors of a module and its parts. An attribute whose text has an address
+    equals no other's."""
+    machinery, facts = set(vars(nn.Module())), []
+    for path, part in module.named_modules():
+        values = [(name, _layout(value)) for name, value in vars(part).items() if name not in machinery]
+        held = [*held_items(part._parameters), *held_items(part._buffers)]
+        tensors = [(name, _layout(value)) for name, value in held]
+        facts.append((path, type(part).__qualname__, values, tensors))
+    return facts
+
+
+def _layout(value: Any) -> Any:
+    """Of a tensor what code depends on; anything else as it is."""
+    return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value

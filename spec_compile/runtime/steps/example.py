@@ -1,0 +1,73 @@
+"""Examples: the sizes to compile with, so that code serves as many rows and slots as it can."""
+
+from typing import NamedTuple
+
+from ...cache import PAGE
+from ..runtime import Runtime
+from ..state import State
+from .code import Form
+from .compile import SMALL_PRIMES, example_size
+
+STATIC_BACKENDS = {"flex"}
+"""Attention backends whose code is made for one number of slots."""
+
+
+class ExampleSizes(NamedTuple):
+    """Sizes of the buffers of an example. static: sizes of tensors that never vary, see `static_sizes`. varying: primes
+    that divide rows and slots, where these vary, and nothing that stays."""
+
+    rows: int
+    slots: int
+    static: frozenset[int]
+    varying: tuple[int, ...]
+
+
+def form_of(runtime: Runtime, rows: int, slots: int) -> Form:
+    """What the code of a session of so many rows and slots serves besides."""
+    return Form(0 if rows > 1 and rows_vary(runtime) else rows, 0 if slots_vary(runtime) else slots)
+
+
+def example_sizes(runtime: Runtime, form: Form) -> ExampleSizes:
+    """The sizes of the example that compiles code of this form."""
+    static, varying = static_sizes(runtime), []
+    rows, slots = form
+    if not rows:
+        rows = example_size(static, primes=SMALL_PRIMES)
+        varying.append(rows)
+    if not slots:
+        pages = example_size({*static, rows}, primes=SMALL_PRIMES)
+        varying.append(pages)
+        slots = pages * PAGE
+    return ExampleSizes(rows, slots, static, tuple(varying))
+
+
+def rows_vary(runtime: Runtime) -> bool:
+    """Whether one code serves all numbers of rows above one. Not for models with recurrences, whose states a commit
+    sorts by their sizes, nor for several ranks, whose sizes may differ, nor where no number of rows can be told from
+    every size that stays."""
+    if not runtime.options.compile or runtime.verify.recurrences or runtime.options.ranks.size > 1:
+        return False
+    return any(all(size % prime for size in static_sizes(runtime)) for prime in SMALL_PRIMES)
+
+
+def slots_vary(runtime: Runtime) -> bool:
+    """Whether one code serves all numbers of slots."""
+    return all(graph.backend not in STATIC_BACKENDS for graph in _graphs(runtime))
+
+
+def static_sizes(runtime: Runtime) -> frozenset[int]:
+    """Every size of a tensor that two parts hand each other, but the numbers of rows and slots."""
+    code, plan, graphs = runtime.code, runtime.algorithm.plan, _graphs(runtime)
+    if code.static is None:
+        state = State(runtime.verify, 1, PAGE, runtime.device, plan.nodes if plan.draws else 0)
+        modules = [graph.gm for graph in graphs] + [state, runtime.algorithm.drafter(1, PAGE)]
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        sizes = {size for tensor in tensors for size in tensor.shape}
+        groups = {layer.heads // layer.kv_heads for graph in graphs for layer in graph.layers}
+        code.static = frozenset({*sizes, *groups, *runtime.sizes, plan.lookahead_slots} - {0})
+    return code.static
+
+
+def _graphs(runtime: Runtime) -> list:
+    graphs = [runtime.verify, runtime.prefill, runtime.algorithm.graph]
+    return [graph for graph in graphs if graph is not None]
