@@ -141,7 +141,7 @@ CACHES = [
     ),
     Mutation(
         "a text with pictures is its ids", "spec_compile/batching/decoding.py",
-        "[] if job.has_pictures else job.prompt", "job.prompt",
+        "job.weights == self.texts.weights and not job.has_pictures", "job.weights == self.texts.weights",
         "tests/test_picture_batches.py -k test_ids_without",
     ),
     Mutation(
@@ -590,7 +590,7 @@ REQUESTS = [
     ),
     Mutation(
         "a stop string may end before the last token", f"{BATCHING}stop_strings.py",
-        "max(0, before - len(stop) + 1)", "max(0, before - len(stop))",
+        "max(0, len(before) + 1 - len(stop))", "max(0, len(before) - len(stop))",
         f"{FAULTS} -k stop_strings_end",
     ),
     Mutation(
@@ -615,7 +615,7 @@ REQUESTS = [
     ),
     Mutation(
         "a forked process adds requests", f"{BATCHING}manager.py",
-        "        if not self.is_of_this_process:\n", "        if False:\n",
+        "        if not self.is_of_this_process:\n            raise", "        if False:\n            raise",
         f"{FAULTS} -k forked",
     ),
     Mutation(

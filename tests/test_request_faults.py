@@ -4,6 +4,7 @@ import copy
 import functools
 import os
 import queue
+import random
 import threading
 import time
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from spec_compile import speculate
-from spec_compile.batching import stop_strings
 from spec_compile.batching.request_options import MOST_NUMBERS
 from spec_compile.batching.stop_strings import StopStrings
 from spec_compile.capture.weight_values import WeightValues
@@ -571,7 +571,20 @@ def test_stop_strings_end_where_transformers_ends(stops, tokens):
         assert ours(ids, None).tolist() == theirs(ids, None).tolist()
 
 
-def test_texts_of_tokens_are_read_once(fast, monkeypatch):
+def test_stop_strings_of_random_texts_end_where_transformers_ends():
+    rng, vocabulary = random.Random(0), [*tokenizer().get_vocab().values()]
+    texts = ["def mean(values):\n    return é + 1\n", "x = [a, b]\n\nclass é:\n    a = 1\n"]
+    rows = [tokenizer()(text)["input_ids"] for text in texts] + [rng.choices(vocabulary, k=30) for _ in range(20)]
+    for stops in (["\n"], ["def "], ["a", " = "], [")\n"], ["é"], ["    re"]):
+        ours, theirs = StopStrings(tokenizer(), stops), StopStringCriteria(tokenizer(), stops)
+        for row in rows:
+            for length in range(1, len(row) + 1):
+                ids = torch.tensor([row[:length]])
+                assert ours(ids, None).tolist() == theirs(ids, None).tolist(), (stops, row[:length])
+
+
+def test_stop_strings_of_requests_are_those_of_generate(fast, monkeypatch):
+    """transformers goes through the vocabulary for every new string; requests do not."""
     clean, calls = StopStringCriteria.clean_tokenizer_vocab, []
 
     @functools.wraps(clean)
@@ -580,12 +593,11 @@ def test_texts_of_tokens_are_read_once(fast, monkeypatch):
         return clean(*arguments, **options)
 
     monkeypatch.setattr(StopStringCriteria, "clean_tokenizer_vocab", staticmethod(counted))
-    stop_strings._texts.pop(tokenizer(), None)
     with running(fast) as manager:
         for stop in ("\n\n", "return", "(", "import"):
             options = {"stop_strings": [stop, "never" * 9], "tokenizer": tokenizer(), "max_new_tokens": 40}
             assert answer(manager, PROMPTS[0], **options).generated_tokens == generated(fast, PROMPTS[0], **options)
-    assert len(calls) == 1 + 4  # transformers' generate() reads them for every new string
+    assert len(calls) == 4
 
 
 BAD = {

@@ -11,13 +11,10 @@ for package in ("fastapi", "uvicorn", "prometheus_client"):
 openai = pytest.importorskip("openai", reason="needs the extra serve: openai")
 httpx = pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests need, too")
 
-import torch
 from server_fixtures import PROMPT, events, expected, load_alone, running, save_model
-from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor
-from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers import GenerationConfig, LogitsProcessor
 
 from spec_compile.serving.fields import CHAT, COMPLETION, RESPONSE, WITHOUT_EFFECT
-from spec_compile.serving.stops import Pieces, StopTexts
 
 CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES = {
@@ -105,22 +102,6 @@ def test_penalties_are_openais(client, alone, frequency, presence, temperature):
     fields = {"frequency_penalty": frequency, "presence_penalty": presence, "temperature": temperature, "seed": 3}
     answer = ask(client, COMPLETIONS, prompt=PROMPT, max_tokens=40, **fields).json()
     assert answer["choices"][0]["text"] == wanted
-
-
-def test_stop_texts_end_where_transformers_ends():
-    tokenizer = AutoTokenizer.from_pretrained(save_model.__globals__["DEMO"])
-    pieces, draws = Pieces(tokenizer), random.Random(0)
-    vocabulary = [*tokenizer.get_vocab().values()]
-    stops = [["\n"], ["def "], ["a", " = "], [")\n"], ["é"], ["    re"]]
-    texts = ["def mean(values):\n    return é + 1\n", "x = [a, b]\n\nclass é:\n    a = 1\n"]
-    for stop in stops:
-        ours, theirs = StopTexts(pieces, stop), StopStringCriteria(tokenizer, stop)
-        rows = [tokenizer(text)["input_ids"] for text in texts]
-        rows += [draws.choices(vocabulary, k=30) for _ in range(20)]
-        for row in rows:
-            for length in range(1, len(row) + 1):
-                ids = torch.tensor([row[:length]])
-                assert ours(ids, None).tolist() == theirs(ids, None).tolist(), (stop, row[:length])
 
 
 def test_a_limit_in_the_generation_config_is_a_limit(client, alone):

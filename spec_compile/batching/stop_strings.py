@@ -1,12 +1,11 @@
 """Stop strings of requests: transformers' rule, without its tables for every new string.
 
 transformers' criterion compares every token of the vocabulary with every stop string before it starts, which takes a
-second for one string of a large vocabulary. Here the texts of tokens are read once for a tokenizer.
+second for one string of a large vocabulary. Here the bytes of a token are found when it is first seen.
 """
 
-import inspect
-import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,10 +16,30 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 LONGEST, MOST = 1024, 64
 """Characters of a stop string, and stop strings of a request, at most."""
+PREFIX = "abcdef"
+"""A text before a token, because some tokenizers decode the first token of a text otherwise."""
 
-Text = str | bytes
-_texts: "WeakKeyDictionary[Any, tuple[str | None, dict[int, Text]]]" = WeakKeyDictionary()
-_lock = threading.Lock()
+
+class TokenBytes:
+    """The bytes that each token of a tokenizer stands for, as `StopStringCriteria` reads them."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._mode = StopStringCriteria._get_stop_string_matching_mode(tokenizer)
+        self._letters = StopStringCriteria._byte_level_decoder() if self._mode == "byte_level" else None
+        ids = tokenizer(PREFIX, add_special_tokens=False)["input_ids"]
+        self._base = tokenizer.convert_ids_to_tokens(ids)
+        self.of = lru_cache(maxsize=1 << 16)(self._of)
+
+    def _of(self, token: int) -> bytes:
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if name is None:  # an id that the tokenizer does not know
+            return b""
+        known = StopStringCriteria._token_to_bytes(name, self._mode, self._letters)
+        if known is not None:
+            return known
+        text = self._tokenizer.convert_tokens_to_string([*self._base, name])
+        return text[text.index(PREFIX) + len(PREFIX) :].encode()
 
 
 class StopStrings(StoppingCriteria):
@@ -30,21 +49,23 @@ class StopStrings(StoppingCriteria):
     "s " and the stop string "turn", a row ends at its second token, and for "returns" at its third.
     """
 
+    _tables: "WeakKeyDictionary[Any, TokenBytes]" = WeakKeyDictionary()
+
     def __init__(self, tokenizer: Any, stops: Sequence[str]):
-        mode, self._texts = token_texts(tokenizer)
-        self._stops = [stop if mode is None else stop.encode() for stop in stops]
+        self._bytes_of = self._tables.setdefault(tokenizer, TokenBytes(tokenizer)).of
+        self._stops = [stop.encode() for stop in stops]
         self._longest = max(map(len, self._stops))
-        self._empty = self._stops[0][:0]
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Whether each row [B] of `input_ids` [B, W] ends."""
+        """Whether each row [B] of `input_ids` [B, W] ends, on the CPU."""
         return torch.tensor([self._ends(row) for row in input_ids[:, -self._longest :].tolist()])
 
     def _ends(self, tokens: list[int]) -> bool:
-        texts = [self._texts.get(token, self._empty) for token in tokens]
-        text, last = self._empty.join(texts), len(texts[-1])
-        before = len(text) - last
-        return any(text.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self._stops) if last else False
+        *others, last = map(self._bytes_of, tokens)
+        before = b"".join(others)
+        # A match that ends in the last token begins at most the stop's length before it.
+        begins = [max(0, len(before) + 1 - len(stop)) for stop in self._stops]
+        return bool(last) and any((before + last).find(stop, begin) >= 0 for stop, begin in zip(self._stops, begins))
 
 
 def check_stops(stops: Any, tokenizer: Any) -> list[str]:
@@ -63,15 +84,3 @@ def check_stops(stops: Any, tokenizer: Any) -> list[str]:
     if stops and tokenizer is None:
         raise ValueError("stop_strings: pass tokenizer= as well, whose tokens make up the strings")
     return [*stops]
-
-
-def token_texts(tokenizer: Any) -> tuple[str | None, dict[int, Text]]:
-    """How transformers matches stop strings (a mode of its own, or None), and the text of each token, by id."""
-    with _lock:
-        if tokenizer not in _texts:
-            find_mode = getattr(StopStringCriteria, "_get_stop_string_matching_mode", lambda tokenizer: None)
-            mode, clean = find_mode(tokenizer), StopStringCriteria.clean_tokenizer_vocab
-            has_modes = "stop_string_matching_mode" in inspect.signature(clean).parameters
-            texts, ids = clean(tokenizer, stop_string_matching_mode=mode) if has_modes else clean(tokenizer)
-            _texts[tokenizer] = mode, dict(zip(ids, texts))
-        return _texts[tokenizer]

@@ -28,7 +28,6 @@ from .errors import Refusal, refuse, shown
 from .followers import Followers
 from .metrics import Metrics
 from .penalties import CountPenalties
-from .stops import Pieces, StopTexts
 from .workers import Waiting, Workers
 
 FULL = "the queue is full; try again later"
@@ -85,9 +84,8 @@ class Requests(CBGenerateManager):
         self._reads_pictures = reads_pictures(model.speculation.original)
         self.most_bytes = MOST_BYTES + BYTES_A_TOKEN * self.row_tokens + PICTURE_BYTES * self._reads_pictures
         self.most_containers = MOST_CONTAINERS + 2 * self.row_tokens
-        tokenizer = getattr(processor, "tokenizer", processor)
-        self.pieces, self.workers = Pieces(tokenizer), Workers()
-        self.most_characters = self.row_tokens * max(map(len, tokenizer.get_vocab()))
+        self.tokenizer, self.workers = getattr(processor, "tokenizer", processor), Workers()
+        self.most_characters = self.row_tokens * max(map(len, self.tokenizer.get_vocab()))
         self.is_draining = False
         self.followers: Followers | None = None
         self.manager.warmup()
@@ -193,7 +191,7 @@ class Requests(CBGenerateManager):
             take(output)
 
         self._check_room(call, ids, config)
-        options = self._options(call, ids, config) | self._pictures(inputs)
+        options = self._options(call, ids) | self._pictures(inputs)
         call.request_id, is_added = name, False
         handlers[name] = (observe, call.loop)  # the manager's own method needs to be called on the event loop
         try:
@@ -201,7 +199,7 @@ class Requests(CBGenerateManager):
                 raise Refusal(400, "the client has left")
             self.manager.add_request(
                 ids, name, streaming=streaming, record_timestamps=True, generation_config=config,
-                seed=call.given.get("seed"), **options,
+                tokenizer=self.tokenizer, seed=call.given.get("seed"), **options,
             )  # fmt: skip
             is_added = True
         except queue.Full as error:
@@ -244,16 +242,12 @@ class Requests(CBGenerateManager):
         if least > config.max_new_tokens:
             raise refuse("generation_config", f"at least {least} new tokens are more than {config.max_new_tokens}")
 
-    def _options(self, call: Call, ids: list[int], config: GenerationConfig) -> dict[str, list]:
-        """What the request has besides a config: processors for penalties, and criteria for stop strings."""
+    def _options(self, call: Call, ids: list[int]) -> dict[str, list]:
+        """What the request has besides a config: processors for penalties."""
         options: dict[str, list] = {}
         penalties = [call.given.get(name, 0) for name in ("frequency_penalty", "presence_penalty")]
         if any(penalties):
             options["logits_processor"] = [CountPenalties(len(ids), *penalties)]
-        if config.stop_strings:
-            texts = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings
-            options["stopping_criteria"] = [StopTexts(self.pieces, texts)]
-            config.stop_strings = None
         return options
 
     def _pictures(self, inputs: dict) -> dict[str, Tensor]:
