@@ -110,13 +110,14 @@ def test_the_server_passes_on_what_a_processor_returns():
 
     arguments = inputs("Gemma3", (2,))
     listed = {name: list(x.numpy()) if x.dim() == 4 else x.tolist() for name, x in arguments.items()}
-    processor = types.SimpleNamespace(decode=lambda tokens, **options: f"{tokens}")
-    requests = Requests(fast("Gemma3"), config(max_requests_per_batch=2))
+    processor = types.SimpleNamespace(decode=lambda tokens, **options: f"{tokens}", get_vocab=lambda: {"a": 0})
+    requests = Requests(fast("Gemma3"), processor, config(max_requests_per_batch=2, max_queue_size=4))
 
     async def ask():
-        CURRENT.set(Call(has_own_limit=True))
+        CURRENT.set(Call(asyncio.get_running_loop(), limit_field="max_tokens"))
         settings = GenerationConfig(pad_token_id=0, max_new_tokens=NEW)
-        return await requests.generate_non_streaming(None, processor, listed, settings, "")
+        answer = requests.generate_non_streaming(None, processor, listed, settings, "")
+        return await requests.workers.drive(answer)
 
     try:
         text, count, tokens = asyncio.run(ask())
