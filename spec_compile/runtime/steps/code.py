@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from ...cache import PAGE
 from ...compat import COMPILE_LOCK, held_items
 from ...graph import ModelGraph
 from .compile import PartCompiler
@@ -58,7 +59,7 @@ class Code:
             compiler.is_open = False
 
 
-_codes: "WeakKeyDictionary[nn.Module, OrderedDict[str, Code]]" = WeakKeyDictionary()
+_codes: "WeakKeyDictionary[nn.Module, OrderedDict[tuple, Code]]" = WeakKeyDictionary()
 """By model. Nothing in a code refers to the model, so that both are freed together."""
 
 
@@ -67,10 +68,10 @@ def shared_code(model: nn.Module, algorithm: str, runtime: "Runtime") -> Code:
 
     algorithm: its name. runtime: of a new engine.
     """
-    if runtime.options.ranks.size > 1:
+    if runtime.options.ranks.size > 1 or not runtime.options.compile:
         return Code()
     with COMPILE_LOCK:
-        codes, key = _codes.setdefault(model, OrderedDict()), _key(algorithm, runtime)
+        codes, key = _codes.setdefault(model, OrderedDict()), (_digest(algorithm, runtime), _classes(runtime))
         code = codes.setdefault(key, Code())
         codes.move_to_end(key)
         while len(codes) > KEPT:
@@ -78,7 +79,14 @@ def shared_code(model: nn.Module, algorithm: str, runtime: "Runtime") -> Code:
     return code
 
 
-def _key(algorithm: str, runtime: "Runtime") -> str:
+def _classes(runtime: "Runtime") -> tuple[type, ...]:
+    """Those whose methods are compiled. A notebook's cell that ran again has defined them anew."""
+    draft, drafter = runtime.algorithm.draft_module, runtime.algorithm.drafter(1, PAGE)
+    modules = [*drafter.modules(), *(() if draft is None else draft.modules())]
+    return (type(runtime.algorithm), *(type(part) for part in modules if not isinstance(part, fx.GraphModule)))
+
+
+def _digest(algorithm: str, runtime: "Runtime") -> str:
     """Equal for runtimes whose parts are compiled to the same code: of the same graphs, options and draft."""
     options, draft = runtime.options, runtime.algorithm.draft_module
     names = [field.name for field in dataclasses.fields(options) if field.name not in BESIDE]
