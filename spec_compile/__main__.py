@@ -18,7 +18,7 @@ from .training import cli
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command. Returns its exit status, or 2 after a line on stderr if the user made an error."""
+    """Run a command. Returns its exit status; after a line on stderr 2 if the user made an error, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m spec_compile")
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error was raised")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -34,6 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"{parser.prog} {parsed.command}: error: {one_line(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as stop:
+        if parsed.traceback:
+            raise
+        print(f"{parser.prog} {parsed.command}: {stop.args[0] if stop.args else 'stopped'}", file=sys.stderr)
+        return 130
 
 
 def _add_audit(commands) -> None:

@@ -632,7 +632,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
         train(folder, **options)
     assert torch.load(folder / save.STATE, weights_only=True)["step"] == 2
     assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md", "config.json", "model.safetensors", save.STATE,
+        "README.md", "config.json", save.CURVE, "model.safetensors", save.STATE,
     ]  # fmt: skip
     assert load_head(folder, target(), "eagle3").hidden_size == 64
     assert train(folder, **options).losses == whole.losses
@@ -677,8 +677,10 @@ def test_it_says_how_it_goes(tmp_path, capsys):
     assert seen[0].acceptance is not None and all(p.loss > 0 and p.tokens_per_second > 0 for p in seen)
     assert seen[-1].seconds_left == 0 < seen[0].seconds_left
     train(tmp_path / "b", steps=5, validation=0, progress=None)
-    line = capsys.readouterr().err
-    assert line.startswith("100%  step 5  loss ") and "first drafts accepted -  " in line and "0:00 left" in line
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "reading the text for LlamaForCausalLM" and told[1].startswith("training on ")
+    assert told[2].startswith(" 20%  step 1  loss ") and told[-1].startswith("100%  step 5  loss ")
+    assert "first drafts accepted -  " in told[-1] and "0:00 left" in told[-1]
     with Printer() as printer:
         for step in range(1, 1001):
             printer(Progress(step, step / 1000, 1.0, None, 1.0, 1.0, 1.0))
@@ -1042,8 +1044,8 @@ def test_training_on_prompts_alone(tmp_path, capsys):
     )  # fmt: skip
     assert result.steps == 2 and result.acceptance is not None
     assert all(p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in model.named_parameters())
-    lines = capsys.readouterr().err.splitlines()
-    assert "writes 6 answers, 6 at a time" in lines[0] and lines[1].startswith("6 answers of ") and len(lines) == 3
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert "writes 6 answers, 6 at a time" in lines[0] and lines[1].startswith("6 answers of ") and len(lines) == 5
     for options, message in (
         (dict(sequence_length=9, validation=0), "data: no prompt leaves room for an answer in the 9 tokens"),
         (dict(sequence_length=3), "sequence_length: a draft of this depth needs at least"),
@@ -1191,7 +1193,7 @@ def test_the_command_line(tmp_path, capsys):
     assert status == 0
     said = capsys.readouterr()
     assert "2 steps" in said.out
-    assert "Loading" not in said.err and len(said.err.splitlines()) == 1  # no bar where there is no terminal
+    assert "Loading" not in said.err and len(said.err.splitlines()) == 5  # no bar where there is no terminal
     assert transformers.utils.logging.is_progress_bar_enabled()
     assert (tmp_path / "head" / "model.safetensors").is_file()
 

@@ -1,9 +1,11 @@
 """The command line of training: ``python -m spec_compile train --model MODEL --data FILE --output FOLDER``."""
 
 import argparse
+from pathlib import Path
 
 from ..command_line import add_model, json_object, load_model
-from .progress import bars_on_terminals
+from .progress import bars_on_terminals, tell
+from .save import STATE
 from .train import TRAINERS, train_draft
 
 
@@ -28,13 +30,22 @@ def add_command(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command ``train``. Returns the exit status."""
-    with bars_on_terminals():
-        model, tokenizer = load_model(arguments)
-    result = train_draft(
-        model, arguments.algo, data=arguments.data, output=arguments.output, tokenizer=tokenizer,
-        validation=_share_or_file(arguments.validation), on_policy=arguments.on_policy,
-        steps=arguments.steps, minutes=arguments.minutes, **arguments.options,
-    )  # fmt: skip
+    tell(f"loading {arguments.model}")
+    try:
+        with bars_on_terminals():
+            model, tokenizer = load_model(arguments)
+        result = train_draft(
+            model, arguments.algo, data=arguments.data, output=arguments.output, tokenizer=tokenizer,
+            validation=_share_or_file(arguments.validation), on_policy=arguments.on_policy,
+            steps=arguments.steps, minutes=arguments.minutes, **arguments.options,
+        )  # fmt: skip
+    except KeyboardInterrupt as stop:
+        folder = Path(arguments.output).expanduser()
+        is_kept = (folder / STATE).is_file()
+        how = stop.args[0] if stop.args else f"stopped; {folder} keeps {'a' if is_kept else 'no'} checkpoint"
+        raise KeyboardInterrupt(
+            f"{how}; the same command {'goes on from there' if is_kept else 'begins anew'}"
+        ) from None
     print(result)
     return 0
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,15 +11,22 @@ from torch import Tensor
 
 from .data import Batch, Batches, move
 from .features import TargetFeatures
+from .interrupts import Interrupts
 from .options import TrainingOptions
 from .progress import Progress
-from .save import TrainingState, save_state
+from .save import TrainingState, save_curve, save_state
 from .trainer import Trainer, trained_parameters
 
 BETAS = (0.9, 0.95)
 """Of AdamW."""
 REPORT_SECONDS = 10.0
-"""Between two reports of progress."""
+"""Between two reports of progress; at first less."""
+FIRST_SECONDS = 1.0
+"""Between the report of the first step and the next one."""
+ENOUGH = 100
+"""Steps below which a training by the clock is too short to be of use."""
+CLEAR = 0.1
+"""The share of a training after which its number of steps can be told."""
 UNREAD = 32
 """Losses that may stay on a GPU before they are read, because reading waits for the GPU."""
 EVALUATIONS = 10
@@ -76,28 +84,51 @@ class Loop:
 
     def run(self) -> list[float]:
         """Train to the end and save. Returns the acceptance by depth on the held-out text, empty without such text."""
-        saved = reported = time.perf_counter()
-        known = self.state.step, self.state.tokens, reported
+        with Interrupts() as interrupts:
+            self._train(interrupts)
+            acceptance = self.evaluate(self.held_out, self.trainer.steps) if self.held_out else []
+        if acceptance and (not self.state.evaluations or self.state.evaluations[-1][0] < self.state.step):
+            self.state.evaluations.append((self.state.step, acceptance[0]))
+        self.save(acceptance)
+        return acceptance
+
+    def _train(self, interrupts: Interrupts) -> None:
+        """Make all steps. KeyboardInterrupt, behind a checkpoint, if the user asks to stop."""
+        begin = saved = reported = time.perf_counter()
+        known, waits, is_clear = (self.state.step, self.state.tokens, begin), 0.0, False
         while (share := self.share) < 1:
             self._step(share)
             # On the way: acceptance after each part, progress every few seconds, a checkpoint every few minutes.
             if self.held_out and int(share * EVALUATIONS) < int(self.share * EVALUATIONS) < EVALUATIONS:
                 self.state.evaluations.append((self.state.step, self.evaluate(self.glance, 1)[0]))
             now = time.perf_counter()
-            if len(self._unread) >= UNREAD or now - reported >= REPORT_SECONDS:
+            if len(self._unread) >= UNREAD or now - reported >= waits:
                 self._read_losses()
-            if now - reported >= REPORT_SECONDS or self.share >= 1:
+            if now - reported >= waits or self.share >= 1:
                 self._read_losses()
                 self._tell(*known)
                 reported, known = now, (self.state.step, self.state.tokens, now)
-            if now - saved >= self.options.checkpoint_minutes * 60 and self.share < 1:
+                waits = min(REPORT_SECONDS, max(FIRST_SECONDS, now - begin))
+            if self.share >= CLEAR and not is_clear:
+                is_clear = True
+                self._warn_of_few_steps()
+            is_asked = interrupts.asked and self.share < 1
+            if is_asked or (now - saved >= self.options.checkpoint_minutes * 60 and self.share < 1):
                 self.save([share for _, share in self.state.evaluations[-1:]])
                 saved = now
-        acceptance = self.evaluate(self.held_out, self.trainer.steps) if self.held_out else []
-        if acceptance and (not self.state.evaluations or self.state.evaluations[-1][0] < self.state.step):
-            self.state.evaluations.append((self.state.step, acceptance[0]))
-        self.save(acceptance)
-        return acceptance
+            if is_asked:
+                raise KeyboardInterrupt(f"stopped after step {self.state.step}, which {self.folder} keeps")
+
+    def _warn_of_few_steps(self) -> None:
+        """Warn if the minutes are enough for a few steps only."""
+        steps = round(self.state.step / min(1.0, self.share))
+        if self.options.minutes is not None and steps < ENOUGH:
+            warnings.warn(
+                f"minutes: {self.options.minutes:g} are too few: enough for about {steps} steps of "
+                f"{self.options.batch_size} sequences here, and a head needs hundreds. Give more minutes, a GPU, or a "
+                "smaller batch_size or sequence_length",
+                stacklevel=5,
+            )
 
     def evaluate(self, batches: list[Batch], steps: int) -> list[float]:
         """The share of drafts that equal the target's choices down to depth 1, 2, ... `steps`."""
@@ -115,6 +146,7 @@ class Loop:
         state.weights = {name: value.detach().cpu() for name, value in self._parameters.items()}
         state.optimizer = self._optimizer.state_dict()
         save_state(self.folder, state)
+        save_curve(self.folder, state)
         facts = {
             "steps": state.step,
             "minutes": f"{state.seconds / 60:.1f}",

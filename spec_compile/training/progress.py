@@ -52,8 +52,9 @@ class Printer:
 
             columns = (TextColumn("{task.description}"), BarColumn())
             self._bar = Bars(*columns, console=Console(stderr=True), auto_refresh=False)
-            self._task = self._bar.add_task("", total=1.0)
+            self._task = self._bar.add_task("  0%  the first step", total=1.0)
             self._bar.start()
+            self._bar.refresh()
         return self
 
     def __call__(self, progress: Progress) -> None:

@@ -21,6 +21,8 @@ STATE = "training.pt"
 """File of the state."""
 TEXTS = "continuations.pt"
 """File of the target's answers, if it trains on them."""
+CURVE = "curve.csv"
+"""File of losses and acceptance."""
 VERSION = 1
 """Of the state's format. Another version's is refused."""
 
@@ -55,7 +57,9 @@ def open_folder(output: str | Path, identity: dict, resume: bool) -> TrainingSta
     path = folder / STATE
     if not path.is_file():
         # A training that was stopped before its first checkpoint leaves the answers, and perhaps a partial file.
-        names = [] if not folder.exists() else [item.name for item in folder.iterdir() if item.name != TEXTS]
+        names = (
+            [] if not folder.exists() else [item.name for item in folder.iterdir() if item.name not in (TEXTS, CURVE)]
+        )
         names = [name for name in names if not name.endswith(".partial")]
         if names:
             raise ValueError(f"output: {folder} exists and holds {', '.join(sorted(names)[:4])}; choose another folder")
@@ -79,6 +83,14 @@ def open_folder(output: str | Path, identity: dict, resume: bool) -> TrainingSta
 def save_state(folder: Path, state: TrainingState) -> None:
     """Write the state from which `open_folder` goes on."""
     replace(folder / STATE, lambda path: torch.save({"version": VERSION, **vars(state)}, path))
+
+
+def save_curve(folder: Path, state: TrainingState) -> None:
+    """Write a row for each step: its loss, and the share of first drafts accepted where that was measured after it."""
+    accepted = dict(state.evaluations)
+    rows = [(step, f"{loss:.6g}", accepted.get(step, "")) for step, loss in enumerate(state.losses, 1)]
+    lines = ["step,loss,acceptance", *(",".join(map(str, row)) for row in rows)]
+    replace(folder / CURVE, lambda path: path.write_text("\n".join(lines) + "\n"))
 
 
 def save_head(folder: Path, config: dict, tensors: dict[str, Tensor], dtype: torch.dtype, card: str) -> None:
@@ -143,5 +155,5 @@ fast = spec_compile.speculate(model, algo="{algorithm}", draft="{folder}")
 | accepted down to depth 1, 2, ... | {" ".join(f"{share:.3f}" for share in acceptance) or "not measured"} |
 
 Accepted means: the draft is the token that the target finds likeliest. Trained by `spec_compile.train_draft`; the
-training goes on from `{STATE}`, which drafting does not need.
+training goes on from `{STATE}`, which drafting does not need. `{CURVE}` has the loss of every step.
 """

@@ -88,23 +88,24 @@ def train_draft(
 
     model: a causal language model of transformers (or peft's wrapper around one) in eval mode. It does not change. The
     head is trained on its device, in mixed precision on a GPU or if the model has 16 bits. algo: "eagle3", "eagle",
-    "mtp", "dflash" or "jetspec".
-    data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`read`).
-    output: a new folder, or that of a training to go on with. tokenizer: the model's, if the data is text.
+    "mtp", "dflash" or "jetspec". data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them
+    (`read`). output: a new folder, or that of a training to go on with. tokenizer: the model's, if the data is text.
     validation: the share of documents that is held out, or texts as in `data`, or 0.
     on_policy: True, or options for ``generate()``, to train on what the model itself writes after the data's prompts;
     then the data may be prompts without answers. resume: whether to go on with the training in `output`, whose head is
-    the same as without the interruption. progress: called with a `Progress` about every ten seconds (default: it is
-    shown on stderr). options: those of `TrainingOptions`, which are listed below.
+    the same as without the interruption. progress: called with a `Progress` about every ten seconds, at first more
+    often (default: it is shown on stderr). options: those of `TrainingOptions`, which are listed below.
 
     Raises TypeError, ValueError or UnsupportedModelError, naming the argument, before any work starts, and
-    FloatingPointError if the loss becomes infinite or NaN; the last checkpoint is kept.
+    FloatingPointError if the loss becomes infinite or NaN; the last checkpoint is kept. After Ctrl-C the step that runs
+    is finished and kept, and KeyboardInterrupt is raised.
     """
     model = _plain(model)
     _check_types(output, on_policy, resume, progress)
     trainer_class, parsed = _trainer_and_options(algo, options)
     admit(model)
-    target = Target.of(model)
+    target, line = Target.of(model), say_nothing if progress else tell
+    line(f"reading the text for {type(model).__name__}")
     documents, held_out = _read(data, validation, tokenizer, target, parsed.seed, on_policy is not False)
     length, folder = _length(parsed, target), Path(output).expanduser()
     with torch.inference_mode(False), torch.enable_grad():
@@ -117,7 +118,6 @@ def train_draft(
         identity = _identity(trainer_class, model, parsed, documents + held_out, on_policy)
         state = open_folder(folder, identity, resume)
         if on_policy is not False:
-            line = say_nothing if progress else tell
             documents, held_out = _continued(folder, identity, model, documents, held_out, length, on_policy, line)
             # The answers have other counts of tokens, which decide what the head can draft.
             trainer = trainer_class(target, parsed, texts.count_tokens(documents, target.vocab_size))
@@ -125,12 +125,12 @@ def train_draft(
         # Acceptance is measured on a part of the held-out text on the way, and on more of it in the end.
         glance, measured = (texts.sample(reserve, parsed.batch_size, n) for n in (GLANCE_TOKENS, HELD_OUT_TOKENS))
         about = _about(pieces, measured, length, model.device, parsed, on_policy is not False)
+        line(f"training on {about['sequences']}, {about['text']}; held out: {about['held-out text']}")
         publish = partial(_publish, model, trainer, about, folder)
         features = TargetFeatures(model, trainer.taps, trainer.kept)
-        batches = Batches(pieces, parsed.batch_size, parsed.seed)
+        parts = trainer, features, Batches(pieces, parsed.batch_size, parsed.seed), glance, measured
         with Printer() if progress is None else nullcontext(progress) as report:
-            loop = Loop(trainer, features, batches, glance, measured, parsed, state, folder, publish, report)
-            return _result(folder, state, loop.run())
+            return _result(folder, state, Loop(*parts, parsed, state, folder, publish, report).run())
 
 
 train_draft.__doc__ = "\n".join(
