@@ -698,6 +698,92 @@ SERVING = [
         '"host", "port", "enable_cors"', '"compile", "host", "port", "enable_cors"', f"{FIELDS} -k only_flags",
     ),
 ]  # fmt: skip
+CAPTURE, FOLLOWED = "spec_compile/capture/", "tests/test_generation_config.py"
+WATCHED = "tests/test_training_watched.py"
+NEWCOMERS = [
+    Mutation(
+        "a compiled forward of a copy runs the original", f"{CAPTURE}compiled.py",
+        'vars(memo[id(part)])["forward"] = copy.deepcopy(inner, memo)', "pass",
+        "tests/test_compiled_models.py -k 'test_compiled_before and forward'",
+    ),
+    Mutation(
+        "a layer that is compiled counts as replaced", f"{CAPTURE}watch.py",
+        "{name: underlying(module) for name, module in part._modules.items()}", "dict(part._modules)",
+        "tests/test_compiled_models.py -k 'test_compiled_afterwards and layers'",
+    ),
+    Mutation(
+        "the checks compile what the user had compiled", "spec_compile/api.py",
+        'COMPILE_LOCK, torch.compiler.set_stance("force_eager"):', "COMPILE_LOCK:",
+        "tests/test_compiled_models.py -k 'test_compiled_before'",
+    ),
+    Mutation(
+        "changes of the original's generation config are not seen", f"{CAPTURE}followed.py",
+        "if self._is_new(source):", "if source is not self._source:", f"{FOLLOWED} -k in_place",
+    ),
+    Mutation(
+        "what was changed in the copy of a generation config is lost", f"{CAPTURE}followed.py",
+        "(self._seen.keys() | now.keys()) - self._own:", "self._seen.keys() | now.keys():",
+        f"{FOLLOWED} -k test_what_is_changed_here",
+    ),
+    Mutation(
+        "copies lose what was changed in their generation config", f"{CAPTURE}adapters.py",
+        "    followed(made).restore(*own)\n", "", f"{FOLLOWED} -k test_copies",
+    ),
+    Mutation(
+        "methods of generate() that are set later are left out", f"{CAPTURE}watch.py",
+        "not (followed if name in METHODS else private", "not (private",
+        "tests/test_watch.py -k 'processors or criteria'",
+    ),
+    Mutation(
+        "what is compiled from other C++ is taken", "spec_compile/extensions.py",
+        "if ours != theirs or version", "if version", "tests/test_extensions.py -k 'installed_is_taken'",
+    ),
+    Mutation(
+        "what is installed of another version is taken", "spec_compile/extensions.py",
+        "or version != distribution.version:", "or None is distribution.version:",
+        "tests/test_extensions.py -k 'installed_is_taken'",
+    ),
+    Mutation(
+        "an algorithm without its draft speaks of something else", "spec_compile/drafters/__init__.py",
+        'if needs and getattr(options, "draft", None) is None:', "if False:",
+        "tests/test_accounts.py -k test_an_algorithm_without",
+    ),
+    Mutation(
+        "a repr leaves options out", "spec_compile/report/accounts.py",
+        "or value != field.default):", "and value != field.default):",
+        "tests/test_accounts.py -k test_a_repr_tells_algo",
+    ),
+    Mutation(
+        "help lists the first options only", "spec_compile/config.py",
+        "    for field in added(cls, to):\n        facts", "    for field in added(cls, to)[:2]:\n        facts",
+        "tests/test_accounts.py -k test_help",
+    ),
+    Mutation(
+        "a length beyond all bounds is taken", f"{RUNTIME}check_options.py",
+        "if most is not None and not value <= most:", "if most is not None and value != value:",
+        "tests/test_generate_errors.py -k test_a_wrong_option",
+    ),
+    Mutation(
+        "a criterion may ask for a text beyond all bounds", "spec_compile/api.py",
+        "if tokens > LONGEST:", "if tokens < 0:", "tests/test_generate_errors.py -k test_a_criterion",
+    ),
+    Mutation(
+        "a step that ran at Ctrl-C is lost", "spec_compile/training/loop.py",
+        "if is_asked or (now - saved", "if (now - saved", f"{WATCHED} -k 'test_ctrl_c_ends'",
+    ),
+    Mutation(
+        "the first step of a training is not reported", "spec_compile/training/loop.py",
+        "begin), 0.0, False", "begin), 99.0, False", f"{WATCHED} -k test_the_first_step",
+    ),
+    Mutation(
+        "a curve ends a step early", "spec_compile/training/save.py",
+        "enumerate(state.losses, 1)]", "enumerate(state.losses[:-1], 1)]", f"{WATCHED} -k test_a_curve",
+    ),
+    Mutation(
+        "too few minutes are not said to be too few", "spec_compile/training/loop.py",
+        "if self.options.minutes is not None and steps < ENOUGH:", "if steps < 0:", f"{WATCHED} -k test_too_few",
+    ),
+]  # fmt: skip
 MUTATIONS: list[Mutation] = [
-    *REQUESTS, *STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *OTHERS, *SERVING, *TOLERANCES,
+    *REQUESTS, *STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *NEWCOMERS, *OTHERS, *SERVING, *TOLERANCES,
 ]  # fmt: skip
