@@ -72,6 +72,7 @@ def test_compiled_and_captured_batches(name, dtype):
         manager = fast.init_continuous_batching(
             GenerationConfig(pad_token_id=0), batching.config(max_requests_per_batch=8)
         )
+        manager.warmup()
         manager.start()
         try:
             names = [
