@@ -17,7 +17,7 @@ class Mutation:
 RUNTIME = "spec_compile/runtime/"
 ROUND, TREE, SAMPLING = "tests/test_round.py", "tests/test_tree.py", "tests/test_sampling.py"
 GENERATE, REPORT, TRAINING = "tests/test_generate.py", "tests/test_report.py", "tests/test_training.py"
-DROP_IN = "tests/test_drop_in.py"
+DROP_IN, SHARED_CODE = "tests/test_drop_in.py", "tests/test_shared_code.py"
 
 STATE = [
     Mutation(
@@ -784,6 +784,64 @@ NEWCOMERS = [
         "if self.options.minutes is not None and steps < ENOUGH:", "if steps < 0:", f"{WATCHED} -k test_too_few",
     ),
 ]  # fmt: skip
+COMPILED = [
+    Mutation(
+        "every number of rows has code of its own", f"{RUNTIME}steps/example.py",
+        "return Form(0 if rows > 1 and rows_vary(runtime)", "return Form(0 if rows > 99 and rows_vary(runtime)",
+        f"{SHARED_CODE} -k test_recurrences_and_single_rows",
+    ),
+    Mutation(
+        "every number of slots has code of its own", f"{RUNTIME}steps/example.py",
+        "else rows, 0 if slots_vary(runtime)", "else rows, 0 if not slots_vary(runtime)",
+        f"{SHARED_CODE} -k test_recurrences_and_single_rows",
+    ),
+    Mutation(
+        "recurrences share code between numbers of rows", f"{RUNTIME}steps/example.py",
+        "or runtime.verify.recurrences or", "or",
+        f"{SHARED_CODE} -k test_recurrences_and_single_rows",
+    ),
+    Mutation(
+        "rows of a session are a constant in the code", f"{RUNTIME}steps/pieces.py",
+        "(() if exact else (example,)), *sizes.varying)", "(() if exact else (example,)))",
+        f"{SHARED_CODE} -k test_one_code_for_all",
+    ),
+    Mutation(
+        "a part may be compiled for the sizes of a session", f"{RUNTIME}steps/compile.py",
+        "assert self.is_open, f", "assert True, f",
+        f"{SHARED_CODE} -k test_a_part_is_not_compiled",
+    ),
+    Mutation(
+        "regions of one number share code whatever they compute", f"{RUNTIME}steps/compile.py",
+        "part, owner = self._parts[name, alike]", "part, owner = next(iter(self._parts.values()))",
+        f"{SHARED_CODE} -k test_parts_alike",
+    ),
+    Mutation(
+        "every wrapping compiles anew", f"{RUNTIME}steps/code.py",
+        "code = codes.setdefault(key, Code())", "code = codes[key] = Code()",
+        f"{SHARED_CODE} -k test_code_is_shared_between_equals",
+    ),
+    Mutation(
+        "wrappings share code whatever their model computes", f"{RUNTIME}steps/code.py",
+        "[_graph_facts(graph) for graph in graphs],", "[],",
+        f"{SHARED_CODE} -k test_code_is_shared_between_equals",
+    ),
+    Mutation(
+        "a draft that was defined anew runs the old one's code", f"{RUNTIME}steps/code.py",
+        "*(type(part) for part in modules if not isinstance(part, fx.GraphModule))", "*()",
+        f"{SHARED_CODE} -k test_code_is_shared_between_drafts",
+    ),
+    Mutation(
+        "a deleted wrapper's code stays in memory", f"{RUNTIME}steps/compile.py",
+        "weakref.finalize(own, forget_code, code)", "weakref.finalize(own, id, code)",
+        "tests/test_regions.py -k test_compiled_code_is_freed",
+    ),
+    Mutation(
+        "what was traced stays in memory", f"{RUNTIME}steps/compile.py",
+        "                forget_shapes()\n", "",
+        "tests/test_regions.py -k test_a_compilation_leaves",
+    ),
+]  # fmt: skip
 MUTATIONS: list[Mutation] = [
+    *COMPILED,
     *REQUESTS, *STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *NEWCOMERS, *OTHERS, *SERVING, *TOLERANCES,
 ]  # fmt: skip

@@ -1,14 +1,17 @@
 """Regions: a graph cut behind its layers computes the same, and layers alike share one body."""
 
+import gc
+
 import models
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_compile import passes
 from spec_compile.capture.trace import capture
 from spec_compile.runtime.state import State
-from spec_compile.runtime.steps.compile import PRIMES, PartCompiler, example_size
+from spec_compile.runtime.steps.compile import PRIMES, PartCompiler, compile_function, example_size
 from spec_compile.runtime.steps.regions import cut
 
 
@@ -66,3 +69,29 @@ def test_dimensions_of_an_example_size_vary_and_others_do_not():
         x, y = torch.randn(batch, size, 8), torch.randn(batch, 2 * size)
         got, total = double(x, y)
         assert torch.equal(got, x * 2) and torch.allclose(total, y.sum())
+
+
+def installed():
+    """What Dynamo has put into the module, in which the functions to compile are defined."""
+    return {name for name in globals() if name.startswith("__compiled_fn")}
+
+
+def test_compiled_code_is_freed_with_its_function():
+    gc.collect()
+    before = installed()
+    compiled = compile_function(lambda x: x * 2 + 1, "freed", "cpu")
+    compiled(torch.ones(3))
+    assert installed() > before
+    del compiled
+    gc.collect()
+    assert installed() == before
+
+
+def test_a_compilation_leaves_no_shapes_behind():
+    before = {id(each) for each in gc.get_objects() if type(each) is ShapeEnv}
+    compiler = PartCompiler(torch.device("cpu"), "test", (37,), 37, 1, exact=False)
+    compiler(lambda x: (x.T @ x).relu(), "product")(torch.ones(37, 37))
+    made = [each for each in gc.get_objects() if type(each) is ShapeEnv and id(each) not in before]
+    assert all(not each.tracked_fakes and not each.fake_tensor_cache for each in made)
+    cached = [each for each in vars(ShapeEnv).values() if hasattr(each, "cache_info")]
+    assert all(each.cache_info().currsize == 0 for each in cached)
