@@ -88,8 +88,8 @@ STATE = [
         "tests/test_hybrids.py -k test_the_answer_and_the_states",
     ),
     Mutation(
-        "steps that are tried change states", f"{RUNTIME}session.py",
-        "self.state.finished.fill_(True)", "self.state.finished.any()",
+        "steps that are tried change states", f"{RUNTIME}steps/untouched.py",
+        "state.finished.fill_(True)", "state.finished.any()",
         "tests/test_hybrids.py -k test_building_steps",
     ),
     Mutation(
