@@ -92,10 +92,21 @@ def test_nothing_is_allocated_for_what_is_refused(fast, options):
     assert fast.generate(IDS, **OPTIONS, max_new_tokens=3).shape == (1, 27)
 
 
+class Begun:
+    """A streamer that ends a call which has begun."""
+
+    def put(self, value):
+        assert value.dim() == 2, "work has begun"
+
+    def end(self):
+        pass
+
+
 def test_a_criterion_bounds_the_length_of_a_model_whose_texts_take_no_memory():
     fast = speculate(HYBRIDS["mamba"](), compile=False, check=False)
     with pytest.raises(ValueError, match=r"max_new_tokens: prompt and new tokens make .* at most 2147483647"):
-        fast.generate(IDS, **OPTIONS, max_new_tokens=3, stopping_criteria=[MaxLengthCriteria(2**62)])
+        limit = MaxLengthCriteria(2**62)
+        fast.generate(IDS, **OPTIONS, max_new_tokens=3, stopping_criteria=[limit], streamer=Begun())
 
 
 GIVEN = [
