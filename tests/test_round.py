@@ -62,10 +62,12 @@ class Oracle(Drafter):
 class Replay(Drafter):
     """Proposes recorded trees one after the other, in operations that a compiled round can hold."""
 
-    def __init__(self, trees):
+    def __init__(self, trees, rows):
+        """rows: as many as trees were recorded of, or, where an example of other sizes is compiled, any number."""
         super().__init__()
         for number, name in enumerate(("tokens", "parents", "count")):
-            self.register_buffer(name, torch.stack([tree[number] for tree in trees]))
+            recorded = torch.stack([tree[number] for tree in trees])
+            self.register_buffer(name, recorded[:, torch.arange(rows) % recorded.shape[1]])
         self.register_buffer("turn", torch.zeros(1, dtype=torch.int64))
 
     def propose(self, state, max_kv_len):
@@ -381,7 +383,7 @@ def llama():
         run.round(4)
     trees = run.session.drafter.proposed
     trees += trees[-1:] * 100  # rounds over one node need more of them
-    return graph, prompts, texts, make_engine(graph, lambda rows: Replay(trees), 4, compile=True), trees
+    return graph, prompts, texts, make_engine(graph, lambda rows: Replay(trees, rows), 4, compile=True), trees
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
@@ -389,7 +391,7 @@ def llama():
 def test_a_compiled_round_equals_the_eager_one(nodes, llama):
     """Outcome, text, keys and values after each round, while lengths grow across several kv_lens."""
     graph, prompts, texts, compiled, trees = llama
-    eager = make_engine(graph, lambda rows: Replay(trees), 4)
+    eager = make_engine(graph, lambda rows: Replay(trees, rows), 4)
     for engine in (compiled, eager):
         engine.session(2).drafter.turn.zero_()
     limits = [len(text) for text in texts]
@@ -410,7 +412,7 @@ def test_a_compiled_round_equals_the_eager_one(nodes, llama):
 
 def test_prompts_of_all_lengths_share_one_prefill(llama):
     graph, _, _, compiled, trees = llama
-    eager = make_engine(graph, lambda rows: Replay(trees), 4)
+    eager = make_engine(graph, lambda rows: Replay(trees, rows), 4)
     compiled.session(2).step("prefill")
     compiled.session(2).step("round", 4)
     compiled.session(2).step("round", 1)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from spec_compile import speculate
 from spec_compile.runtime.steps import code
 from spec_compile.runtime.steps.compile import PartCompiler
-from spec_compile.runtime.steps.example import example_sizes, form_of, rows_vary
+from spec_compile.runtime.steps.example import example_sizes, form_of, rows_vary, static_sizes
 
 OPTIONS = dict(num_draft_tokens=4, adaptive=False, max_cache_len=128, check=False)
 NEW = 20
@@ -152,6 +152,18 @@ def test_recurrences_and_single_rows_have_code_of_their_own():
         sizes = example_sizes(runtime, form)
         assert not any(size % prime == 0 for size in sizes.static for prime in sizes.varying)
         assert sizes.rows == 1 or sizes.rows in sizes.varying
+
+
+@pytest.mark.parametrize("steps", [4, 6, 10])
+def test_sizes_of_trees_do_not_vary(steps):
+    """Nodes of a head's chain under a union are in no buffer, and in no size of a round."""
+    draft = rounds.head("eagle3", "llama")
+    runtime = speculate(
+        rounds.target("llama"), "eagle3", draft=draft, num_steps=steps, ngram=True, num_draft_tokens=16, check=False
+    ).speculation.engine.runtime
+    assert steps + 1 in static_sizes(runtime)
+    for form in ((0, 0), (1, 0)):
+        assert all((steps + 1) % prime for prime in example_sizes(runtime, form).varying)
 
 
 def test_a_part_is_not_compiled_for_the_sizes_of_a_session():

@@ -1,5 +1,7 @@
 """Examples: the sizes to compile with, so that code serves as many rows and slots as it can."""
 
+import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...cache import PAGE
@@ -10,6 +12,8 @@ from .compile import SMALL_PRIMES, example_size
 
 STATIC_BACKENDS = {"flex"}
 """Attention backends whose code is made for one number of slots."""
+MOST = 4096
+"""Larger numbers are no sizes of what a drafter proposes."""
 
 
 class ExampleSizes(NamedTuple):
@@ -60,12 +64,23 @@ def static_sizes(runtime: Runtime) -> frozenset[int]:
     code, plan, graphs = runtime.code, runtime.algorithm.plan, _graphs(runtime)
     if code.static is None:
         state = State(runtime.verify, 1, PAGE, runtime.device, plan.nodes if plan.draws else 0)
-        modules = [graph.gm for graph in graphs] + [state, runtime.algorithm.drafter(1, PAGE)]
+        drafter = runtime.algorithm.drafter(1, PAGE)
+        modules = [*(graph.gm for graph in graphs), state, drafter]
         tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         sizes = {size for tensor in tensors for size in tensor.shape}
         groups = {layer.heads // layer.kv_heads for graph in graphs for layer in graph.layers}
-        code.static = frozenset({*sizes, *groups, *runtime.sizes, plan.lookahead_slots} - {0})
+        numbers = {number for part in drafter.modules() for number in _numbers(part)}
+        numbers |= {*runtime.sizes, plan.lookahead_slots, *_numbers(runtime.options)}
+        code.static = frozenset({*sizes, *groups, *numbers} - {0})
     return code.static
+
+
+def _numbers(owner: object) -> Iterator[int]:
+    """Numbers among its attributes and among theirs. Sizes of trees and blocks are such."""
+    values = [*vars(owner).values()]
+    for value in values + [x for each in values if dataclasses.is_dataclass(each) for x in vars(each).values()]:
+        if type(value) is int and 0 < value <= MOST:
+            yield value
 
 
 def _graphs(runtime: Runtime) -> list:
