@@ -96,7 +96,7 @@ def uses(rank, folder):
         results.append(manager.get_result(timeout=50).generated_tokens)
         manager.stop()
     manager.destroy()
-    outputs = fast.generate_batch(prompts + [[]], max_new_tokens=6, warmup=False)
+    outputs = fast.generate_batch([*prompts, []], max_new_tokens=6, warmup=False)
     results.append([(output.generated_tokens, output.error) for output in outputs.values()])
     try:
         fast.generate_batch([[]], warmup=False)

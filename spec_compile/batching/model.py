@@ -8,7 +8,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from ..capture import adapters
 from ..capture.followed import FollowedConfig, follow
 from ..runtime.generate import SpeculativeMixin
+from .generate_batch import generate_batch
 from .manager import Manager
+from .output import Output
 
 
 class BatchingMixin(SpeculativeMixin):
@@ -24,10 +26,28 @@ class BatchingMixin(SpeculativeMixin):
         graphs are not what our cache has.
         """
         kept = vars(self).get("_cached_continuous_batching_manager")
-        if isinstance(kept, Manager):
+        if isinstance(kept, Manager) and kept.is_of_this_process:
             return kept
-        config = generation_config or self.generation_config
-        return Manager(self, config, continuous_batching_config or ContinuousBatchingConfig(), workload_hints)
+        config = continuous_batching_config or ContinuousBatchingConfig()
+        return Manager(self, generation_config, config, workload_hints)
+
+    def generate_batch(
+        self, inputs: list[list[int]], generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None, record_timestamps: bool = False,
+        progress_bar: bool = False, persistent_manager: bool = False, warmup: bool = True, **options: Any,
+    ) -> dict[str, Output]:  # fmt: skip
+        """transformers' ``generate_batch()``: answers all prompts, and returns the last output of each request by its
+        name, in the order of the prompts.
+
+        inputs: token ids of each prompt. options: those of `Manager.add_request`, for all prompts. The other arguments
+        are transformers'. A prompt that is refused has an output with `status` FAILED and the reason in `error`; the
+        others are answered. On several ranks all of them call this alike, and all return the same.
+        Raises what `Manager.add_request` raises if every prompt is refused, and RuntimeError if the thread dies.
+        """
+        return generate_batch(
+            self, inputs, generation_config, continuous_batching_config, record_timestamps, progress_bar,
+            persistent_manager, warmup, options,
+        )  # fmt: skip
 
     def destroy_cached_continuous_batching_manager(self) -> None:
         """Give back the memory of a manager that was kept, and of the rows that an earlier one has left."""
