@@ -82,7 +82,8 @@ def test_an_algorithm_without_its_draft_says_so(model, algo, options):
 
 
 def test_all_others_draft_without_one(model):
-    assert {"ngram", "mtp", "nextn", "naive_eagle", "lookahead"} == {*ALGORITHMS, *ALIASES} - {*NEEDY}
+    medusa = {"medusa"}  # of an example that another test may have registered
+    assert {"ngram", "mtp", "nextn", "naive_eagle", "lookahead"} == {*ALGORITHMS, *ALIASES} - {*NEEDY} - medusa
     for algo in ("mtp", "naive_eagle"):
         with pytest.raises(ValueError, match=rf"multi-token prediction, so pass draft=.*algo='{algo}'"):
             speculate(model, algo, compile=False)

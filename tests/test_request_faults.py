@@ -128,9 +128,9 @@ def test_a_pause_is_distrusted(model, fast):
     before = copy.deepcopy(model.state_dict())
     try:
         with running(fast) as manager:
-            answer(manager, LONG, max_new_tokens=2)
             manager.add_request(PROMPTS[0], "long", max_new_tokens=900, eos_token_id=-1, streaming=True)
             next(iter(manager))
+            answer(manager, LONG, max_new_tokens=2)  # in another row than "long"
             manager.add_request(LONG, "before", max_new_tokens=4)
             outputs = collect(manager, 1)
             with manager.pause():
