@@ -29,8 +29,8 @@ from spec_compile.capture.watch import Watch
 from spec_compile.runtime import generate
 from spec_compile.runtime.call import Call
 from spec_compile.runtime.prepared import Inputs
-from spec_compile.runtime.session import Session
 from spec_compile.runtime.state import State
+from spec_compile.runtime.steps.build import Steps
 
 DEMO = "demo"
 PARTS = {
@@ -38,8 +38,8 @@ PARTS = {
     "preparation": (generate, "make_key"),
     "prompt": (Inputs, "prompt"),
     "reset": (State, "reset"),
-    "prefill": (Session, "prefill"),
-    "first trees": (Session, "propose"),
+    "prefill": (Steps, "prefill"),
+    "first trees": (Steps, "propose"),
     "first round": (Call, "launch"),
 }
 """Part -> the function whose time it is."""
@@ -108,7 +108,7 @@ def operations(call: Callable) -> tuple[int, int]:
     """Operations of torch before a call launches its first round, the prefill's left out, and how often the host waits
     for a GPU."""
     on_gpu = torch.cuda.is_available()
-    prefill = patch.object(Session, "prefill", lambda *_: None)
+    prefill = patch.object(Steps, "prefill", lambda *_: None)
     with prefill, Operations() as counted, warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
         if on_gpu:

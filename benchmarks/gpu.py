@@ -81,7 +81,7 @@ def loop(fast, ids: torch.Tensor, new: int) -> dict[str, float]:
         generate()
     names = [event.name for event in seen.events()]
     session = fast.speculation.engine.session(1)
-    steps = chunks(ids.shape[1] - 1, session.prefill_sizes, FIXED["cuda"])
+    steps = chunks(ids.shape[1] - 1, session.steps.prefill_sizes, FIXED["cuda"])
     prompt = sum(session._prefill_key(size) > 0 for size in steps)  # those that are captured
     return {
         "gap_us": statistics.median(gap) * 1e6,

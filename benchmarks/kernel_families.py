@@ -6,6 +6,8 @@ import torch
 from rounds import filling
 from torch.profiler import ProfilerActivity, profile
 
+from spec_compile.runtime.steps.build import Step
+
 FAMILIES = {
     "norms": ("rsqrt", "rms_norm", "l2_norms"),
     "recurrences": ("linear_tree", "linear_commit", "convolution_", "selective", "walk_kernel"),
@@ -26,7 +28,7 @@ def families(fast, nodes: int, repeats: int = 5) -> tuple[dict[str, float], int]
     Kernels may begin before the last one ends and wait there, so each counts from the end of the one before to its own.
     """
     session = fast.speculation.engine.session(1)
-    step, fill = session.step("round", nodes), filling(fast, session.state)
+    step, fill = session.steps.get(Step.ROUND, nodes), filling(fast, session.state)
     spent, kernels = defaultdict(float), 0
     for _ in range(repeats):
         fill(nodes)

@@ -10,6 +10,7 @@ from timers import alone, median_ms
 
 from spec_compile.graph import calls
 from spec_compile.kernels import experts
+from spec_compile.runtime.steps.build import Step
 
 
 def filling(fast, state) -> Callable[[int], None]:
@@ -54,7 +55,7 @@ def _rounds(
     fill, out = filling(fast, state), {}
     for nodes in sizes:
         with torch.no_grad():
-            step = session.step("round", nodes)
+            step = session.steps.get(Step.ROUND, nodes)
             state.reset([ids] * batch, [0] * batch, [state.capacity - 1000] * batch, [])
             session.drafter.start(state, [ids] * batch, [])
             state.lengths.copy_(state.prompt_lengths - 1)

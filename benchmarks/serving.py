@@ -113,7 +113,7 @@ class Times:
     def _timed(self, name: str, function):
         def timed(*args, **kwargs):
             if name == "collect":
-                flight = self._decoder._flying[0]
+                flight = self._decoder.flights._flying[0]
                 flight.read = self._timed("wait", flight.read)
             begin = time.perf_counter()
             try:

@@ -41,6 +41,7 @@ from .runtime.prompt import Prompt
 from .runtime.request import Request
 from .runtime.runtime import max_positions
 from .runtime.session import Session
+from .runtime.steps.build import Step
 from .runtime.steps.code import Code, shared_code
 from .runtime.turns import Turns
 
@@ -180,18 +181,18 @@ class Speculation(Accounts):
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be a function of a line, not {type(progress).__name__}")
         with self.turns, torch.inference_mode(False), torch.no_grad(), self.reporting(progress):
-            session = self.engine.session(batch_size)
-            session.build_prefill()
+            steps = self.engine.session(batch_size).steps
+            steps.build_prefill()
             for nodes in self.engine.runtime.sizes:
-                for part in ("round", "look", "finish") if do_sample else ("round",):
-                    session.step(part, nodes)
-            session.build_proposal()
+                for kind in (Step.ROUND, Step.LOOK, Step.FINISH) if do_sample else (Step.ROUND,):
+                    steps.get(kind, nodes)
+            steps.build_proposal()
 
     def compile_anew(self) -> None:
         """Compile one round for a single sequence again, so that tools such as depyf can watch it."""
         with self.turns:
             runtime = dataclasses.replace(self.engine.runtime, code=Code(), examples={})
-            Session(runtime, 1).step("round", runtime.sizes[-1])
+            Session(runtime, 1).steps.get(Step.ROUND, runtime.sizes[-1])
 
     def refresh(self) -> None:
         """Take over new weights, without capturing or compiling anew.

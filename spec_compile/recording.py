@@ -41,8 +41,8 @@ class Recording:
     rounds: list[RecordedRound] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def add(self, nodes: int, seconds: float, counts: dict[int, int], outcomes: list[Outcome]) -> None:
-        """Add a round over `nodes` nodes. counts: real nodes of each unfinished row. outcomes: of all rows."""
+    def add(self, nodes: int, seconds: float, counts: dict[int, int], outcomes: dict[int, Outcome]) -> None:
+        """Add a round over `nodes` nodes. counts: real nodes of each unfinished row. outcomes: of these rows."""
         rows: list[Verified | None] = [None] * len(self.prompts)
         for row, count in counts.items():
             outcome = outcomes[row]

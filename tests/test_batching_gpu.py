@@ -41,7 +41,7 @@ def test_a_warm_manager_builds_nothing_and_waits_for_nothing():
     manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), batching.config(max_requests_per_batch=8))
     manager.warmup()
     sessions = manager.scheduler.decoder.lanes._sessions.values()
-    steps = {key for session in sessions for key in session.steps}
+    steps = {key for session in sessions for key in session.steps.made}
     seconds = fast.speculation.stats.seconds["compile"]
     manager.start()
     try:
@@ -50,7 +50,7 @@ def test_a_warm_manager_builds_nothing_and_waits_for_nothing():
         outputs = batching.collect(manager, 30)
     finally:
         manager.destroy()
-    assert {key for session in sessions for key in session.steps} == steps
+    assert {key for session in sessions for key in session.steps.made} == steps
     assert fast.speculation.stats.seconds["compile"] == seconds
     assert all(output.error is None for output in outputs.values())
 

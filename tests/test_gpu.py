@@ -17,7 +17,7 @@ from spec_compile.drafters.modules.eagle import Eagle3Head
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.kernels.attention import BACKENDS, measure
 from spec_compile.kernels.experts import launch
-from spec_compile.runtime.call import AHEAD
+from spec_compile.runtime.flights import AHEAD
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -434,7 +434,7 @@ def test_refresh_under_captured_graphs(algorithm):
     system = speculate(target, algorithm, max_cache_len=200, **draft, **more)
     on_cpu, ids = copy.deepcopy(drafts.target("llama")), drafts.prompts(2)
     assert torch.equal(generated(system, ids), drafts.generated(on_cpu, ids, NEW))
-    captured = [step for session in system.speculation.engine.sessions.values() for step in session.steps.values()]
+    captured = [step for session in system.speculation.engine.sessions.values() for step in session.steps.made.values()]
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
         new = {
@@ -457,7 +457,7 @@ def test_refresh_under_captured_graphs(algorithm):
     target.cuda()
     system.speculation.refresh()
     assert torch.equal(generated(system, ids), drafts.generated(on_cpu, ids, NEW))
-    steps = [step for session in system.speculation.engine.sessions.values() for step in session.steps.values()]
+    steps = [step for session in system.speculation.engine.sessions.values() for step in session.steps.made.values()]
     assert all(step is before for step, before in zip(steps, captured))
 
 

@@ -19,6 +19,7 @@ from spec_compile.kernels import recurrence as recurrences
 from spec_compile.passes.row_invariance import require_same_bits, variant_parts
 from spec_compile.passes.tap_hidden_states import FINAL
 from spec_compile.report.bits import _both
+from spec_compile.runtime.steps.build import Step
 
 NEW = 48
 OFTEN = ("lfm2", "qwen3_5", "falcon_h1", "nemotron_h", "jamba")
@@ -166,8 +167,8 @@ def test_building_steps_leaves_states_alone():
     before = [session.state.kv.states[number][0].clone() for number in range(2)]
     flags = session.state.finished.clone(), session.state.prompt_lengths.clone()
     with torch.no_grad(), session._untouched():
-        session.step("round", 4)(128)
-        session.step("prefill")(32, 128)
+        session.steps.get(Step.ROUND, 4)(128)
+        session.steps.get(Step.PREFILL)(32, 128)
     for number, state in enumerate(before):
         assert torch.equal(session.state.kv.states[number][0], state)
     assert torch.equal(session.state.finished, flags[0]) and torch.equal(session.state.prompt_lengths, flags[1])

@@ -23,7 +23,7 @@ from spec_compile.capture.trace import capture
 from spec_compile.graph import calls
 from spec_compile.parallel.slices import Cut, Slices
 from spec_compile.parallel.start import find_ranks
-from spec_compile.runtime.call import Call
+from spec_compile.runtime.flights import Flights
 
 pytestmark = pytest.mark.xdist_group("tensor_parallel")
 FIVE = ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
@@ -296,9 +296,8 @@ def test_rank_0_decides(on_ranks):
         sampled = fast.generate(prompt, **GREEDY | dict(do_sample=True))
         if rank == 1:
             fast.speculation.ngram.add([5] * 50)
-        policies = [
-            policy for session in fast.speculation.engine.sessions.values() for policy in session.policies.values()
-        ]
+        sessions = fast.speculation.engine.sessions.values()
+        policies = [policy for session in sessions for policy in session.steps.policies.values()]
         for policy in policies:
             policy.cost.update({nodes: (1 + rank * nodes) * 1e-3 for nodes in policy.sizes})
         again = [fast.generate(prompt, **GREEDY) for _ in range(3)]
@@ -435,9 +434,9 @@ def test_results_that_part_are_noticed(on_ranks, tmp_path):
     def on_a_rank(rank):
         fast = shared(model)
         if rank == 1:
-            learn = Call.learn
-            Call.learn = lambda self, nodes, outcomes, seconds: learn(
-                self, nodes, [outcome._replace(tokens=[0] * nodes) for outcome in outcomes], seconds
+            learn = Flights.learn
+            Flights.learn = lambda self, flight, outcomes: learn(
+                self, flight, [(row, outcome._replace(tokens=[0] * flight.nodes)) for row, outcome in outcomes]
             )
         error = raised(lambda: fast.generate(prompt, **GREEDY))
         if rank == 1:

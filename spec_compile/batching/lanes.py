@@ -17,6 +17,7 @@ from ..drafting import caches
 from ..runtime.draft_length import SizePolicy
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
+from ..runtime.steps.build import Step
 from ..runtime.steps.example import rows_vary
 
 
@@ -71,16 +72,17 @@ class Lanes:
         return self._sessions[width]
 
     def prefill_seconds(self, width: int) -> dict[int, float]:
-        """See `Session`; empty for a width that has not been used."""
-        return self._sessions[width].prefill_seconds if width in self._sessions else {}
+        """See `Steps`; empty for a width that has not been used."""
+        return self._sessions[width].steps.prefill_seconds if width in self._sessions else {}
 
     def _choose_sizes(self, session: Session) -> None:
         """Let all sessions share what they learn of gains. A drafter that has one size may verify nothing, too."""
+        steps = session.steps
         if self.has_one_size:
             sizes = (1, self.runtime.sizes[-1])
-            session.policies = {part: SizePolicy(sizes, batch=session.batch) for part in session.policies}
-        for policy in session.policies.values():
-            policy.share(self.all.policies["round"])
+            steps.policies = {kind: SizePolicy(sizes, batch=session.batch) for kind in steps.policies}
+        for policy in steps.policies.values():
+            policy.share(self.all.steps.policies[Step.ROUND])
 
     def copy_row(self, row: int, to: int, slots: int, target: "Lanes | None" = None) -> None:
         """Copy a row with its pending tree, its states and the first `slots` slots of its caches to row `to` of

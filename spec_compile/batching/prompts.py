@@ -5,40 +5,31 @@ A prompt never touches the rows that decode. When it is done, its row is copied 
 
 from functools import cached_property, partial
 
-from ..cache import PAGE
 from ..runtime.own_prefill import prefill_draft
 from ..runtime.prefill_chunks import FIXED, chunks
 from ..runtime.runtime import Runtime
 from .chunk_size import choose_size
 from .job import Job
 from .lanes import Lanes
+from .rows import Rows
 
 LANES = {"cpu": 1, "cuda": 16}
 """Prompts that are processed together at most: on a CPU their cost adds up, on a GPU the weights are read once for
 all."""
 
 
-class Prompts:
+class Prompts(Rows):
     """The requests whose prompts are under way."""
 
     def __init__(self, runtime: Runtime, rows: int, capacity: int):
+        super().__init__(Lanes(runtime, rows, capacity, are_dense=True))
         self.runtime = runtime
-        self.lanes = Lanes(runtime, rows, capacity, are_dense=True)
-        self.jobs: list[Job | None] = [None] * rows
         self._done = [0] * rows
         """Tokens of each row whose keys and values are known."""
 
-    @property
-    def active(self) -> list[Job]:
-        return [job for job in self.jobs if job is not None]
-
-    @property
-    def has_room(self) -> bool:
-        return None in self.jobs
-
     def enter(self, job: Job, source: Lanes, row: int, known: int) -> None:
         """Begin with a prompt. Row `row` of `source` has keys and values of its first `known` tokens."""
-        job.row = to = self.jobs.index(None)
+        job.row = to = self.free_row()
         self.jobs[to], self._done[to] = job, known
         self._begin(job, self.lanes, to, lengths=known)
         if known:
@@ -59,8 +50,8 @@ class Prompts:
         state, session = lanes.state, lanes.all
         self._begin(job, lanes, 0, **({} if state.position_offsets is None else {"position_offsets": offset}))
         if features is not None and self.runtime.algorithm.remembers:
-            sizes = [*chunks(done, session.prefill_sizes, FIXED[self.runtime.device.type])]
-            prefill_draft(session, features, past.padding, [done], sizes, self._max_kv_len)
+            sizes = [*chunks(done, session.steps.prefill_sizes, FIXED[self.runtime.device.type])]
+            prefill_draft(session, features, past.padding, [done], sizes)
         state.fill(past, [done])
         job.row = 0
         self._propose(session, [job])
@@ -76,12 +67,12 @@ class Prompts:
 
         waiting, decoding: see `choose_size`. round_seconds: what rounds cost now; None if nobody has measured it.
         """
-        self._compact()
+        self.compact()
         session = self.lanes.session(max(job.row for job in self.active) + 1)
         missing = [len(job.prompt) - 1 - self._done[job.row] for job in self.active]
         if any(missing):
             size = self._chunk_size([tokens for tokens in missing if tokens], waiting, decoding, round_seconds)
-            session.prefill(size, self._max_kv_len(max(self._done[job.row] for job in self.active) + size))
+            session.steps.prefill(size, session.max_kv_len(max(self._done[job.row] for job in self.active) + size))
             for job in self.active:
                 self._done[job.row] = min(self._done[job.row] + size, len(job.prompt) - 1)
         ready = [job for job in self.active if self._done[job.row] == len(job.prompt) - 1]
@@ -102,23 +93,18 @@ class Prompts:
             largest = max(measured)  # of the steps that are captured; a larger one computes more of the same
             return measured.get(size) or measured[largest] * size / largest
 
-        sizes, round_cost = lanes.all.prefill_sizes, round_seconds if is_measured else fixed
+        sizes, round_cost = lanes.all.steps.prefill_sizes, round_seconds if is_measured else fixed
         decide = partial(choose_size, missing, waiting, decoding, sizes, cost, round_cost)
         return self.runtime.options.ranks.lead(lambda: [decide()])[0]
 
-    def _compact(self) -> None:
-        """Move the last lanes to free ones, if a chunk over fewer lanes will do then."""
-        width = self.lanes.width(len(self.active))
-        for job in self.active[::-1]:
-            row, to = job.row, self.jobs.index(None) if None in self.jobs else len(self.jobs)
-            if row < width or to > row:
-                return
-            slots = self._done[row] + self.runtime.algorithm.plan.lookahead_slots
-            self.lanes.copy_row(row, to, min(max(slots, 1), self.lanes.state.capacity))
-            self.jobs[row], self.jobs[to], self._done[to], job.row = None, job, self._done[row], to
+    def used_slots(self, job: Job) -> int:
+        return self._done[job.row] + self.runtime.algorithm.plan.lookahead_slots
+
+    def moved(self, row: int, to: int) -> None:
+        self._done[to] = self._done[row]
 
     def _propose(self, session, ready: list[Job]) -> None:
-        session.propose(self._max_kv_len(max(len(job.prompt) for job in (*self.active, *ready))))
+        session.steps.propose(session.max_kv_len(max(len(job.prompt) for job in (*self.active, *ready))))
         if not self.runtime.on_gpu:
             state = session.state
             for job in ready:
@@ -138,7 +124,3 @@ class Prompts:
         """Give up a prompt."""
         self.jobs[job.row] = None
         self.lanes.all.drafter.leave(self.lanes.state, job.row, 0, False)
-
-    def _max_kv_len(self, slots: int) -> int:
-        needed = slots + self.runtime.algorithm.plan.lookahead_slots
-        return min(-(-needed // PAGE) * PAGE, self.lanes.state.capacity)

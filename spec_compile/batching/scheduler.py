@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..capture.weight_values import WeightValues
 from ..runtime.runtime import Runtime
+from ..runtime.steps.build import Step
 from .decoding import Decoder
 from .job import Job
 from .prompts import Prompts
@@ -84,15 +85,15 @@ class Scheduler:
     def warmup(self) -> None:
         """Compile and capture what rounds and prompts of all widths need."""
         for width in self.prompts.lanes.widths:
-            session = self.prompts.lanes.session(width)
-            session.build_prefill()
-            session.build_proposal()
+            steps = self.prompts.lanes.session(width).steps
+            steps.build_prefill()
+            steps.build_proposal()
         for width in self.decoder.lanes.widths:
-            session = self.decoder.lanes.session(width)
-            for nodes in session.policies["round"].sizes:
-                session.step("round", nodes)
+            steps = self.decoder.lanes.session(width).steps
+            for nodes in steps.policies[Step.ROUND].sizes:
+                steps.get(Step.ROUND, nodes)
             if self.decoder.lanes.has_one_size:
-                session.build_proposal()
+                steps.build_proposal()
 
     def clear(self, error: BaseException) -> None:
         """End all requests by an error, and every round."""

@@ -133,12 +133,12 @@ class Engine:
             while not call.is_over:
                 drafting = session.drafter.seconds
                 call.launch()
-                nodes, outcomes = call.collect()
+                flight, outcomes = call.collect()
                 seconds = clock.spend("verify")
                 stats.move("verify", "draft", session.drafter.seconds - drafting)
                 if recording:
-                    recording.add(nodes, seconds, call.counts, outcomes)
-                yield call.learn(nodes, outcomes, seconds)
+                    recording.add(flight.nodes, seconds, call.counts, {row.row: outcome for row, outcome in outcomes})
+                yield call.learn(flight, outcomes)
                 call.stop_rows()
                 clock.spend("host")
         finally:

@@ -1,6 +1,5 @@
 """Prompts that the model's own forward processes: embeddings, and texts with pictures."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from ..capture.pictures import placeholders
 from ..capture.taps import tapped
 from ..passes.tap_hidden_states import FINAL
 from .prompt import Prompt
+from .steps.build import Step
 
 PICTURES = {
     "pixel_values", "pixel_values_videos", "image_sizes", "image_grid_thw", "video_grid_thw", "second_per_grid_ts",
@@ -64,13 +64,12 @@ def run(
 
 
 def prefill_draft(
-    session, features: list[Tensor], padding: list[int], begins: list[int], sizes: list[int],
-    max_kv_len: Callable[[int], int],
+    session, features: list[Tensor], padding: list[int], begins: list[int], sizes: list[int]
 ) -> None:  # fmt: skip
     """Let the draft alone process the first `begins` [B] tokens of each prompt, which the target has processed.
 
     session: the `Session` of B rows that have the prompts. features: see `OwnPrefill`. padding: positions on the left
-    of each row [B]. sizes: tokens of each step. max_kv_len: gives the slots to look at, of those that are needed.
+    of each row [B]. sizes: tokens of each step.
     """
     rows = [
         nn.utils.rnn.pad_sequence(
@@ -83,5 +82,5 @@ def prefill_draft(
     done = 0
     for size in sizes:
         chunk = [row[:, done : done + size].contiguous() for row in rows]
-        session.step("prefill")(size, max_kv_len(done + size), chunk)
+        session.steps.get(Step.PREFILL)(size, session.max_kv_len(done + size), chunk)
         done += size

@@ -47,7 +47,7 @@ class Pieces:
         return form_of(self.runtime, self.state.batch, self.state.capacity)
 
     def grow(self) -> None:
-        """The buffers have more slots now: forget what does not serve any number of them."""
+        """The buffers will have more slots: forget rounds that do not serve any number of them."""
         if not slots_vary(self.runtime):
             self._rounds.clear()
             self._prefill = None

@@ -1,0 +1,133 @@
+"""`Flights`: rounds under way, launched ahead of their outcomes, over any rows of a session."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..outcome import Outcome, unpack
+from .draft_length import SizePolicy
+from .runtime import Runtime
+from .session import Session
+from .steps.build import Step
+
+AHEAD = 2
+"""Rounds in flight on a GPU."""
+
+
+class Rider(Protocol):
+    """A row that rounds are launched for, as the host knows it.
+
+    row: its number. length: tokens that it has for sure, less one, as `State.lengths` counts. room: tokens that it may
+    still gain. is_over: True if its outcomes are for nobody any more. count, hint: real nodes of its pending tree and
+    the drafter's confidence in it; None if only the GPU knows them yet.
+    """
+
+    row: int
+    count: int | None
+    hint: int | None
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def room(self) -> int: ...
+    @property
+    def is_over(self) -> bool: ...
+
+
+@dataclass
+class Flight:
+    """A round that was launched over `nodes` nodes of each of `riders`, at the rows that they had then.
+
+    kind: of its step, whose policy learns from it. read: waits for the outcomes and gives them by row.
+    seconds: when it began, and once it was collected how long it took, without the time spent compiling.
+    """
+
+    session: Session
+    kind: Step
+    nodes: int
+    riders: list[tuple[int, Rider]]
+    read: Callable[[], list[list[int]]]
+    seconds: float
+
+
+class Flights:
+    """Launches rounds, and takes in what came of them: what the sizes of trees have paid, and the statistics.
+
+    tree_size: real nodes of every tree if the drafter's trees have one size; None if each outcome tells.
+    trace: takes the tokens that each row gained in each round, for `Stats.trace`; None keeps none.
+    """
+
+    def __init__(self, runtime: Runtime, tree_size: int | None = None, trace: list[list[int]] | None = None):
+        self.runtime, self.tree_size, self.trace = runtime, tree_size, trace
+        self._flying: deque[Flight] = deque()
+        self._digest = 0
+        """A hash of all outcomes so far, which every rank must have alike."""
+
+    def __len__(self) -> int:
+        return len(self._flying)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of all rounds under way."""
+        return sum(flight.nodes for flight in self._flying)
+
+    def may_launch(self, riders: list[Rider], on_host: bool) -> bool:
+        """True if one more round may begin. on_host: True if the host chooses its tokens, so that it has to wait."""
+        ahead = AHEAD if self.runtime.on_gpu and not on_host else 1
+        return len(self._flying) < min(ahead, max(rider.room for rider in riders))
+
+    def launch(
+        self, session: Session, kind: Step, riders: list[Rider], longest: int,
+        begin: Callable[[int, int], Callable[[], list[list[int]]]], nodes: int | None = None,
+    ) -> None:  # fmt: skip
+        """Begin a round.
+
+        longest: the largest `Rider.length` of any row of the session. begin: launches a round of (nodes, max_kv_len);
+        what it returns waits for the outcomes. nodes: None chooses by what sizes have paid.
+        """
+        now = self._now()
+        choose = (lambda: [nodes]) if nodes else lambda: [self._choose_nodes(session.steps.policies[kind], riders)]
+        (nodes,) = self.runtime.options.ranks.lead(choose, check=self._digest)
+        read = begin(nodes, session.max_kv_len(longest + nodes))
+        self._flying.append(Flight(session, kind, nodes, [(rider.row, rider) for rider in riders], read, now))
+
+    def collect(self) -> tuple[Flight, list[tuple[Rider, Outcome]]]:
+        """Wait for the round that was launched first. Returns it with the outcomes of the riders that go on."""
+        flight = self._flying.popleft()
+        rows = flight.read()
+        flight.seconds = self._now() - flight.seconds
+        return flight, [(rider, unpack(rows[row])) for row, rider in flight.riders if not rider.is_over]
+
+    def learn(self, flight: Flight, outcomes: list[tuple[Rider, Outcome]]) -> None:
+        """Take in what came of a round."""
+        # The trees that were verified are those that `count` and `hint` have told of until now.
+        known = [(rider, outcome) for rider, outcome in outcomes if rider.count is not None]
+        flight.session.steps.policies[flight.kind].learn(
+            flight.nodes, [self.tree_size or rider.count for rider, _ in known], [rider.hint for rider, _ in known],
+            [outcome.path[1:] for _, outcome in known], None if self.runtime.on_gpu else flight.seconds,
+        )  # fmt: skip
+        stats, gained = self.runtime.stats, [0] * flight.session.batch
+        depths: Counter[tuple[int, int]] = Counter()
+        for rider, outcome in outcomes:
+            rider.count, rider.hint = outcome.next_count, outcome.next_hint
+            gained[rider.row] = len(outcome.gained)
+            depths[outcome.depth, max(len(outcome.path) - 1, 0)] += 1
+            if self.runtime.options.ranks.size > 1:
+                told = outcome.finished, *outcome.gained, *outcome.tokens, *outcome.parents
+                self._digest = hash((self._digest, *told))
+        for (offered, accepted), count in depths.items():
+            stats.count_depths(offered, accepted, count)
+        stats.trace = [] if self.trace is None else self.trace  # another call may have put its own there
+        stats.count_round(flight.nodes, gained, len(outcomes))
+
+    def _choose_nodes(self, policy: SizePolicy, riders: list[Rider]) -> int:
+        """Nodes of the next round: by the trees themselves, unless only the GPU knows them."""
+        if self._flying or self.tree_size or any(rider.count is None for rider in riders):
+            return policy.choose_ahead()
+        return policy.choose([rider.count for rider in riders], [rider.hint for rider in riders])
+
+    def _now(self) -> float:
+        """Seconds, of which those spent compiling do not count."""
+        return time.perf_counter() - self.runtime.stats.seconds["compile"]

@@ -1,0 +1,263 @@
+"""`Steps`: the steps of a session as functions, made, tried, measured and captured on first use."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...cache import PAGE
+from ...drafting import Drafter
+from ...kernels.attention import BACKENDS
+from ...outcome import WIDEST
+from ...tree import Accepted, Tree, ancestry
+from .. import prefill_chunks
+from ..accept.draw import DrawInRound
+from ..draft_length import SizePolicy
+from ..hindsight import Hindsight
+from ..runtime import Runtime
+from ..state import State
+from .capture import Captured, CaptureError, OutcomeRing
+from .pieces import Pieces
+from .untouched import untouched
+
+SAMPLERS = 32
+"""Captured rounds that draw, kept for the settings used last."""
+TRIALS = 5
+"""Runs of a step, of which the shortest says what it costs."""
+CAPTURED_TOKENS = 2048
+"""A step with a prompt is captured up to so many tokens of all rows; that of more takes longer than launching it."""
+
+
+class Step(Enum):
+    """The kinds of steps.
+
+    PREFILL: a chunk of the prompts, a function of (size, max_kv_len). ROUND: a greedy round, of max_kv_len.
+    LOOK, FINISH: the halves of a round whose tokens are accepted in between, see `Round.look` and `Round.finish`.
+    PROPOSE: the first trees of a call, of max_kv_len.
+    """
+
+    PREFILL = "prefill"
+    ROUND = "round"
+    LOOK = "look"
+    FINISH = "finish"
+    PROPOSE = "propose"
+
+
+Key = tuple[Step | tuple, int]
+"""A kind of step, or for rounds that draw the settings they draw with, and a number of nodes."""
+
+
+class Steps:
+    """The steps over the buffers of one session.
+
+    policies: for rounds that are greedy (ROUND) and for those that are not (LOOK), chooses their sizes.
+    prefill_seconds: seconds that a captured step with a prompt takes, by its size.
+    """
+
+    def __init__(self, runtime: Runtime, state: State, drafter: Drafter, larger: "Steps | None" = None):
+        """larger: the steps over more rows of the same buffers."""
+        self.runtime, self.state, self.drafter, plan = runtime, state, drafter, runtime.algorithm.plan
+        self.prefill_sizes = prefill_chunks.SIZES[runtime.device.type]
+        self.prefill_seconds: dict[int, float] = {}
+        hindsight = None if runtime.on_gpu else Hindsight(state)
+        self.policies = {
+            kind: SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch)
+            for kind in (Step.ROUND, Step.LOOK)
+        }
+        if larger is not None:
+            for policy in self.policies.values():
+                policy.share(larger.policies[Step.ROUND])
+        check_peers = runtime.options.ranks.check_peers
+        self.ring = OutcomeRing(state.batch * WIDEST, runtime.device, check_peers) if runtime.on_gpu else None
+        self.captures = runtime.on_gpu and runtime.options.cuda_graphs
+        # Rounds of one session at a time are under way, so that those of the larger one may use the same memory.
+        self.pool = larger.pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
+        self.made: dict[Key, Callable] = {}
+        """The steps so far, in the order in which they were made."""
+        self._pieces = Pieces(runtime, state, drafter)
+
+    def grow(self) -> None:
+        """The buffers will have more slots. On a GPU all steps are made anew."""
+        if self.runtime.on_gpu:
+            self.made.clear()
+        self._pieces.grow()
+
+    def get(self, kind: Step, nodes: int = 0) -> Callable:
+        """A step as a function, made on first use. On a GPU it is a captured graph, except a PREFILL of any size.
+
+        nodes: of a round; of a PREFILL the one size that it serves, or 0 for all sizes.
+        """
+        if (kind, nodes) not in self.made:
+            self.made[kind, nodes] = self._make(kind, nodes)
+        return self.made[kind, nodes]
+
+    def prefill(self, size: int, max_kv_len: int) -> None:
+        """Process the next `size` tokens of every row's prompt."""
+        self.get(Step.PREFILL, self._prefill_key(size))(size, max_kv_len)
+
+    def build_prefill(self) -> None:
+        """Make all that `prefill` needs."""
+        for size in self.prefill_sizes:
+            self.get(Step.PREFILL, self._prefill_key(size))
+
+    def propose(self, max_kv_len: int) -> None:
+        """Propose the first trees of a call; the rounds propose all others."""
+        (self.get(Step.PROPOSE) if self.captures else self._propose)(max_kv_len)
+
+    def build_proposal(self) -> None:
+        """Make all that `propose` needs."""
+        if self.captures:
+            self.get(Step.PROPOSE)
+
+    def _propose(self, max_kv_len: int) -> None:
+        self.state.root()
+        self.drafter.propose(self.state, max_kv_len)
+
+    def _prefill_key(self, size: int) -> int:
+        captured = self.captures and size * self.state.batch <= CAPTURED_TOKENS
+        backend = BACKENDS.get(self.runtime.prefill.backend)  # None: no layer attends
+        return size if captured and (backend is None or backend.prompts_captured) else 0
+
+    def build(self, nodes: int, sampler: DrawInRound | None, on_host: bool) -> None:
+        """Make the steps of rounds over `nodes` nodes, whose tokens are taken on the host, drawn by `sampler` or (None)
+        the likeliest."""
+        if not on_host:
+            self._round(nodes, sampler)
+        else:
+            for half in (Step.LOOK, Step.FINISH):
+                self.get(half, nodes)
+
+    def _round(self, nodes: int, sampler: DrawInRound | None) -> Callable:
+        return self.get(Step.ROUND, nodes) if sampler is None else self._sampled(sampler, nodes)
+
+    def launch(self, sampler: DrawInRound | None, nodes: int, max_kv_len: int) -> Callable[[], list[list[int]]]:
+        """Begin a round, greedy or drawing; what is returned waits for it and gives its outcome. On a GPU nothing here
+        waits."""
+        outcome = self._round(nodes, sampler)(max_kv_len)
+        return outcome.tolist if self.ring is None else self.ring.expect(outcome.shape)
+
+    def launch_on_host(
+        self, accept: Callable[[Tree, Tensor], Accepted], nodes: int, max_kv_len: int, logits: Tensor | None = None
+    ) -> Callable[[], list[list[int]]]:
+        """Begin a round in two halves, between which the host accepts tokens; returns what `launch` returns.
+
+        accept: given the trees and the target's logits [B, N, V] after every node. logits: [B, V] of the root if they
+        are known; the first half is left out then.
+        """
+        look, finish = self.get(Step.LOOK, nodes), self.get(Step.FINISH, nodes)  # building them runs them
+        if logits is None:
+            logits, *features = look(max_kv_len)
+            states: AbstractContextManager = nullcontext()
+        else:
+            target, logits, taps = self.runtime.verify, logits[:, None], self.runtime.algorithm.plan.taps
+            features = [logits.new_zeros(*logits.shape[:2], target.hidden_size, dtype=target.dtype) for _ in taps]
+            states = self.state.kv.states.kept()  # they are those after the root already
+        accepted = accept(self.state.tree(nodes), logits)
+        parts = [part.to(logits.device) for part in (accepted.path, accepted.tokens, accepted.count)]
+        with states:
+            return finish(*parts, features, max_kv_len).tolist
+
+    def _make(self, kind: Step, nodes: int) -> Callable:
+        """The step, tried once; it leaves no trace."""
+        runtime, captures = self.runtime, self.captures and (kind is not Step.PREFILL or nodes > 0)
+        if not (runtime.options.compile or captures):
+            return self._function(kind, nodes)
+        name = f"{kind.value}_b{self.state.batch}" + (f"_n{nodes}" if nodes else "")
+        runtime.say(f"compiling {name}")
+        begin = time.perf_counter()
+        with torch.no_grad(), runtime.ranks_apart(), self._untouched():
+            step, arguments = self._function(kind, nodes), self._arguments(kind, nodes)
+            step(*arguments)
+            if captures:
+                step = self._capture(step, arguments)
+            if kind in self.policies:
+                self._measure(kind, {nodes: step})
+            elif kind is Step.PREFILL and captures:
+                self.prefill_seconds[nodes] = min(self._seconds(step, arguments) for _ in range(TRIALS))
+        seconds = time.perf_counter() - begin
+        runtime.stats.seconds["compile"] += seconds
+        runtime.say(f"compiled {name} in {seconds:.1f} s")
+        return step
+
+    def _sampled(self, sampler: DrawInRound, nodes: int) -> Callable:
+        """The round over `nodes` nodes that draws, a function of max_kv_len; on a GPU captured for these processors."""
+        key = sampler.key, nodes
+        if key not in self.made:
+            with torch.no_grad(), self._untouched():
+                look, finish, state = self._function(Step.LOOK, nodes), self._function(Step.FINISH, nodes), self.state
+
+            def sampled(max_kv_len: int) -> Tensor:
+                tree = state.tree(nodes)
+                logits, *features = look(max_kv_len)
+                accepted = sampler(state, tree, *ancestry(tree.parents), logits)
+                return finish(accepted.path, accepted.tokens, accepted.count, features, max_kv_len)
+
+            sampled = self.ring.publishing(sampled) if self.runtime.on_gpu else sampled
+            with torch.no_grad(), self.runtime.ranks_apart(), self._untouched():
+                self.made[key] = self._capture(sampled, (PAGE,)) if self.captures else sampled
+                seconds = min(self._seconds(self.made[key], (PAGE,)) for _ in range(TRIALS))
+                self.policies[Step.LOOK].cost[nodes] = seconds
+            for old in [key for key in self.made if not isinstance(key[0], Step)][:-SAMPLERS]:
+                del self.made[old]
+        return self.made[key]
+
+    def _capture(self, step: Callable, arguments: tuple) -> Captured:
+        try:
+            return Captured(step, arguments, self.pool)
+        except CaptureError as error:
+            self.pool = torch.cuda.graph_pool_handle()
+            raise RuntimeError(
+                "a step cannot be captured in a CUDA graph, for something in the model waits for the GPU or is not "
+                f"allowed there; pass cuda_graphs=False to speculate(). It was: {error}"
+            ) from error
+
+    def _function(self, kind: Step, nodes: int) -> Callable:
+        """The step as a function, compiled where it is to be, and not captured."""
+        match kind:
+            case Step.PREFILL:
+                return self._pieces.prefill()
+            case Step.FINISH:
+                return self._pieces.finish(nodes).finish
+            case Step.PROPOSE:
+                return self._propose
+            case Step.LOOK:
+                return partial(self._pieces.round(nodes).look, nodes=nodes)
+            case Step.ROUND:
+                function = partial(self._pieces.round(nodes).forward, nodes=nodes)
+                return function if self.ring is None else self.ring.publishing(function)
+
+    def _arguments(self, kind: Step, nodes: int) -> tuple:
+        """Arguments to try a step with."""
+        if kind is Step.FINISH:
+            return self._pieces.accepted(self._pieces.round(nodes), nodes, PAGE)
+        return (nodes or self.prefill_sizes[-1], PAGE) if kind is Step.PREFILL else (PAGE,)
+
+    def _measure(self, kind: Step, new: dict[int, Callable]) -> None:
+        """Tell the policy what the rounds of every size cost, the `new` ones included. They run in turn, several times
+        over, so that other processes slow all of them alike."""
+        steps = {nodes: step for (other, nodes), step in self.made.items() if other is kind} | new
+        times = [
+            {nodes: self._seconds(step, self._arguments(kind, nodes)) for nodes, step in steps.items()}
+            for _ in range(TRIALS)
+        ]
+        self.policies[kind].cost.update({nodes: min(trial[nodes] for trial in times) for nodes in steps})
+
+    def _seconds(self, step: Callable, arguments: tuple) -> float:
+        """How long a step takes that has run before, over tokens that differ: equal ones would go to the same experts
+        of a mixture, and any number of them would cost what one does."""
+        self.state.draw_tree()
+        if self.runtime.on_gpu:
+            torch.cuda.synchronize()
+        tick = time.perf_counter()
+        outcome = step(*arguments)
+        if self.runtime.on_gpu:
+            torch.cuda.synchronize()
+        del outcome
+        return time.perf_counter() - tick
+
+    def _untouched(self) -> AbstractContextManager[None]:
+        return untouched(self.state, self.drafter, self.ring)
