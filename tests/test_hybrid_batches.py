@@ -9,7 +9,7 @@ from test_batching import AtLength, collect, config
 from transformers import DynamicCache, GenerationConfig
 
 import spec_compile
-from spec_compile.batching.decoding import Decoder
+from spec_compile.runtime.flights import Flights
 
 OFTEN = ["lfm2", "qwen3_5", "jamba", "mamba2"]
 NAMES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in models.HYBRIDS]
@@ -89,7 +89,7 @@ def test_a_prompt_that_goes_on_with_a_whole_answer_starts_behind_it(name):
 
 def test_an_answer_that_was_cut_is_not_gone_on_with(monkeypatch):
     """Its row has tokens behind the end that a criterion has set."""
-    monkeypatch.setattr(Decoder, "_size", lambda self, session, part, riders: self.runtime.sizes[-1])
+    monkeypatch.setattr(Flights, "_choose_nodes", lambda self, policy, riders: self.runtime.sizes[-1])
     model, fast = hybrids.system("lfm2")
     manager, prompt = manager_of(fast, 2), prompts()[5]
     whole = generated(model, prompt, 20)
