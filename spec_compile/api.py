@@ -36,7 +36,7 @@ from .runtime import past
 from .runtime.agreement import Agreement
 from .runtime.check_options import LONGEST
 from .runtime.engine import Engine
-from .runtime.prepared import Plans
+from .runtime.prepared import Remembered
 from .runtime.prompt import Prompt
 from .runtime.request import Request
 from .runtime.runtime import max_positions
@@ -129,7 +129,7 @@ class Speculation(Accounts):
         """The model as it was captured, compared with what it is at every call."""
         self.agreement = Agreement(options.ranks)
         """What the ranks of tensor parallelism agree on in each generate()."""
-        self.plans = Plans()
+        self.remembered = Remembered()
         """What transformers has prepared for calls before."""
         self._calls, self._is_forked = 0, False
         forks.register(self)

@@ -145,8 +145,8 @@ CACHES = [
         "tests/test_picture_batches.py -k test_ids_without",
     ),
     Mutation(
-        "a root that a state is behind is committed again", f"{RUNTIME}call.py",
-        "session.state.kv.states.kept() if is_known", "nullcontext() if is_known",
+        "a root that a state is behind is committed again", f"{RUNTIME}steps/build.py",
+        "states = self.state.kv.states.kept()", "states = nullcontext()",
         "tests/test_hybrid_caches.py -k test_embeddings",
     ),
     Mutation(
@@ -166,8 +166,8 @@ CACHES = [
         f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and returned'",
     ),
     Mutation(
-        "attention looks at too few slots", f"{RUNTIME}call.py",
-        "max_kv_len = self._max_kv_len(max(self.lengths) + nodes)", "max_kv_len = self._max_kv_len(min(self.lengths))",
+        "attention looks at too few slots", f"{RUNTIME}flights.py",
+        "session.max_kv_len(longest + nodes)", "session.max_kv_len(min(rider.length for rider in riders))",
         f"{DROP_IN} -k 'test_each_row_of_a_batch_is_its_own_run and llama'",
     ),
     Mutation(
@@ -340,8 +340,8 @@ ANSWERS = [
         f"{GENERATE} -k 'every_row_ends'",
     ),
     Mutation(
-        "the minimum of new tokens is one too small", f"{RUNTIME}read_call.py",
-        "max(0, shortest + difference)", "max(0, shortest + difference - 1)",
+        "the minimum of new tokens is one too small", f"{RUNTIME}ask.py",
+        "max(0, self.shortest + difference)", "max(0, self.shortest + difference - 1)",
         f"{GENERATE} -k 'test_a_minimum_of_new_tokens'",
     ),
     Mutation(
@@ -620,7 +620,7 @@ REQUESTS = [
     ),
     Mutation(
         "max_time counts the wait for a row", f"{BATCHING}prepare.py",
-        "        criterion.initial_timestamp = time.time()\n", "",
+        "                criterion.initial_timestamp = None\n", "                pass\n",
         f"{FAULTS} -k max_time",
     ),
 ]  # fmt: skip

@@ -121,7 +121,7 @@ def is_near_tie(fast, manager, prompt, options, tokens, expected):
     ids = torch.tensor([prompt + tokens[:begin]], device=fast.device)
     prepared = manager.prepare(prompt, GenerationConfig(pad_token_id=0), fast.generation_config, None, options)
     logits = fast.speculation.original(ids).logits[:, -1].detach().double()
-    scores = prepared.processors(ids, logits)[0]
+    scores = prepared.ask.processors(ids, logits)[0]
     if not options.get("do_sample"):
         best = scores.topk(2).values
         return bool(best[0] - best[1] < 1e-4)
@@ -247,7 +247,7 @@ def test_a_request_fills_its_row_if_nothing_says_otherwise():
     manager = running(max_requests_per_batch=1)
     try:
         (job,) = manager._intake.jobs(PROMPTS[0], manager.generation_config, "a", eos_token_id=-1)
-        assert job.prepared.longest == manager.scheduler.capacity
+        assert job.prepared.ask.longest == manager.scheduler.capacity
     finally:
         manager.destroy()
 

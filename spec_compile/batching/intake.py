@@ -61,7 +61,7 @@ class Intake:
         if seed is None and self._seeds is not None:
             with self._lock:
                 seed = next(self._seeds)
-        seed = seed_of(seed) if prepared[0].config.do_sample else 0
+        seed = seed_of(seed) if prepared[0].ask.config.do_sample else 0
         name = self._name() if request_id is None else request_id
         names = [*(child_name(name, number) for number in range(sequences - 1)), name]
         share_text = getattr(self._model.speculation.options, "share_text", True)

@@ -10,7 +10,6 @@ from ..errors import check_int
 from ..runtime.accept import Route, make_acceptor
 from ..runtime.accept.draw_rows import RowSettings
 from ..runtime.accept.host import HostAcceptor
-from ..runtime.answer import Answer
 from .output import Output, RequestSpeculation
 from .prepare import Prepared
 
@@ -59,16 +58,17 @@ class Job:
 
     def admit(self) -> None:
         """Make what is needed once the request has a row."""
-        prepared, route = self.prepared, self.prepared.route
+        ask = self.prepared.ask.from_now()
+        route = ask.route
         self._set_status(RequestStatus.PREFILLING)
-        self._answer: Answer = prepared.make_answer()
-        self.eos = sorted(self._answer.eos)
+        self.eos, self._has_criteria = ask.eos, ask.criteria is not None
+        self._answer = ask.answer(torch.tensor([self.prompt]))
         if route is Route.DRAW_IN_ROUND:
-            self.settings = RowSettings.of(prepared.processors)
+            self.settings = RowSettings.of(ask.processors)
             route = route if self.settings else Route.ON_HOST
         if route is Route.ON_HOST:
-            seed = self.seed if prepared.config.do_sample else None
-            self.acceptor = make_acceptor(route, self._answer, prepared.processors, seed)
+            seed = self.seed if ask.config.do_sample else None
+            self.acceptor = make_acceptor(route, self._answer, ask.processors, seed)
             self.acceptor.first_row = self.number
 
     @property
@@ -84,7 +84,7 @@ class Job:
     @property
     def room(self) -> int:
         """Tokens that it may still gain."""
-        return self.prepared.longest - self.length - 1
+        return self.prepared.ask.longest - self.length - 1
 
     @property
     def is_over(self) -> bool:
@@ -92,9 +92,9 @@ class Job:
 
     def numbers(self) -> dict[str, int | float]:
         """For the buffers of a `State`."""
-        prepared, config = self.prepared, self.prepared.config
+        ask, config = self.prepared.ask, self.prepared.ask.config
         numbers = {
-            "min_lengths": prepared.shortest, "max_lengths": prepared.longest, "seed": self.seed,
+            "min_lengths": ask.shortest, "max_lengths": ask.longest, "seed": self.seed,
             "numbers": self.number, "temperature": (config.temperature or 1.0) if config.do_sample else 0.0,
         }  # fmt: skip
         return numbers | (self.settings or RowSettings()).numbers()
@@ -105,7 +105,7 @@ class Job:
         before = len(self.tokens)
         if self.acceptor is not None:  # it has given them to the answer
             self.tokens = self._answer.rows[0][: self._answer.columns]
-        elif self.prepared.has_criteria:
+        elif self._has_criteria:
             self._answer.take([tokens])
             self.tokens = self._answer.rows[0][: self._answer.columns]
         else:
@@ -114,7 +114,7 @@ class Job:
             self.timestamps += [time.perf_counter()] * (len(self.tokens) - before)
         if self.first_token_time is None and self.tokens:
             self.first_token_time = time.perf_counter()
-        is_full = len(self.tokens) + len(self.prompt) >= self.prepared.longest
+        is_full = len(self.tokens) + len(self.prompt) >= self.prepared.ask.longest
         if self.tokens and self.tokens[-1] in self._answer.eos:
             self.finish("stop")
         elif is_full or self._answer.done:

@@ -2,7 +2,6 @@
 
 import copy
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
@@ -23,15 +21,13 @@ from ..capture.adapters import shallow
 from ..capture.pictures import placeholders
 from ..runtime import own_prefill
 from ..runtime import past as pasts
-from ..runtime.accept import Route, choose_route
 from ..runtime.accept.grammars import check_grammars
 from ..runtime.accept.processors import ROWWISE, is_known
-from ..runtime.answer import Answer
+from ..runtime.ask import CRITERIA_IN_ROUND, Ask, unserved
 from ..runtime.own_prefill import PICTURES, TOKEN_TYPES
 from ..runtime.past import Past
-from ..runtime.prepared import Inputs, Plan, Plans, make_key
+from ..runtime.prepared import Inputs, Remembered, make_key
 from ..runtime.prompt import Prompt
-from ..runtime.read_call import CRITERIA_IN_ROUND, longest_width, make_answer, shortest_width, unserved
 from .request_options import check_config, check_known, check_values, find_culprit
 from .stop_strings import StopStrings, check_stops
 
@@ -46,25 +42,16 @@ FORGETFUL_CRITERIA = CRITERIA_IN_ROUND | {"MaxTimeCriteria", "StopStringCriteria
 
 @dataclass
 class Prepared:
-    """What a request asks for.
+    """A request for one prompt, ready to wait for a row.
 
-    config: its generation config, completed. processors: transformers' logits processors. route: how tokens are
-    accepted. shortest, longest: tokens of the row, prompt included, before which it may not end and at which it ends.
-    make_answer: gives the `Answer` that takes its tokens, from now on if it has a time limit. remembers: whether a
-    processor or a criterion may remember what it has seen, so that it serves one sequence. has_criteria: whether
-    something besides `longest` and end-of-sequence tokens ends it. process: the model's own prefill, given the taps of
-    the draft, of a prompt with pictures: what came of it, and how far positions run ahead of slots after it; None: the
-    prompt is text.
+    ask: all that it asks for; a time limit begins with `Ask.from_now`. remembers: True if a processor or a criterion
+    may remember what it has seen, so that it serves one sequence. process: the model's own prefill of a prompt with
+    pictures, a function of the draft's taps; it returns keys and values, hidden states, and how far positions run ahead
+    of slots after it. None: the prompt is text.
     """
 
-    config: GenerationConfig
-    processors: LogitsProcessorList
-    route: Route
-    shortest: int
-    longest: int
-    make_answer: Callable[[], Answer]
+    ask: Ask
     remembers: bool = False
-    has_criteria: bool = False
     process: Callable[[tuple[int, ...]], tuple[Past, list[Tensor] | None, int]] | None = None
 
 
@@ -76,12 +63,12 @@ class Preparer:
 
     def __init__(self, fast, room: int):
         self._fast, self._speculation, self.room = fast, fast.speculation, room
-        self._lock, self._plans = threading.Lock(), Plans()
+        self._lock, self._remembered = threading.Lock(), Remembered()
         cls = type(fast.speculation.original)
         self._class = type(cls.__name__, (_StopsBeforeTheLoop, cls), {"__module__": cls.__module__})
         device = fast.speculation.engine.runtime.device
         self._alike = Inputs(torch.zeros(1, 1, dtype=torch.int64, device=device), None, None)
-        """Stands for the ids of every prompt in the keys of `_plans`."""
+        """Stands for the ids of every prompt in the keys of `_remembered`."""
 
     def __call__(
         self, prompt: list[int], config: GenerationConfig, defaults: GenerationConfig, tokenizer, options: dict
@@ -117,12 +104,13 @@ class Preparer:
         if not has_limit:
             config.max_new_tokens = self.room
         prepared = self._prepare(prompt, config, defaults, tokenizer, arguments, stop)
+        ask = prepared.ask
         if not has_limit:
-            prepared.longest = self.room
-        if prepared.longest > self.room:
+            ask.longest = self.room
+        if ask.longest > self.room:
             raise ValueError(
-                f"max_new_tokens: a prompt of {len(prompt)} tokens and {prepared.longest - len(prompt)} new ones make "
-                f"{prepared.longest}, and a row of the batch holds {self.room}; ask for fewer, or pass a larger "
+                f"max_new_tokens: a prompt of {len(prompt)} tokens and {ask.longest - len(prompt)} new ones make "
+                f"{ask.longest}, and a row of the batch holds {self.room}; ask for fewer, or pass a larger "
                 "max_cache_len to speculate()"
             )
         return prepared
@@ -137,9 +125,9 @@ class Preparer:
         if not arguments:
             key = make_key(shadow, self._alike.ids.device, self._alike, {"generation_config": config})
         with self._lock:
-            plan = self._plans.find(key)
-        if plan is not None:
-            return self._by_plan(plan, ids, stop)
+            preparation = self._remembered.find(key)
+        if preparation is not None:
+            return Prepared(_stopped(preparation.ask.after(len(prompt)), len(prompt), stop))
         call = self._ask_transformers(shadow, ids, config, tokenizer, arguments)
         read = Prompt.of(call.input_ids, call.config, call.model_kwargs, placeholders(self._speculation.original))
         reason = next((name for name in ONLY_GENERATE if getattr(call.config, name, None)), None)
@@ -172,40 +160,20 @@ class Preparer:
             name = find_culprit(config, generate)
             raise ValueError(f"{name}: transformers cannot serve it: {type(error).__name__}: {error}") from error
 
-    def _by_plan(self, plan: Plan, ids: Tensor, stop: StopStrings | None) -> Prepared:
-        """For a prompt `ids` [1, W], by what was prepared for a request alike."""
-        (least, most), width = plan.new_tokens, ids.shape[1]
-        criteria = None
-        if stop is not None:
-            ends = [EosTokenCriteria(plan.eos)] if plan.eos else []
-            criteria = StoppingCriteriaList([MaxLengthCriteria(width + most), *ends, stop])
-        return Prepared(
-            plan.config, plan.processors, plan.route, width + least if least else 0, width + most,
-            lambda: Answer(ids, width + most, plan.eos, plan.pad, criteria), has_criteria=stop is not None,
-        )  # fmt: skip
-
     def _by_transformers(
         self, shadow, key, call: "_Call", prompt: Prompt, own: Sequence, stop: StopStrings | None
     ) -> Prepared:  # fmt: skip
-        """By the `call` that transformers has prepared, which may be kept as the plan of this `key`. own: criteria that
-        came with the request."""
-        stops = [] if stop is None else [stop]
-        longest = longest_width(call.input_ids, call.criteria, call.config)
-
-        def answer(stops: list) -> Answer:
-            criteria = [each if any(each is one for one in own) else _from_now(each) for each in call.criteria]
-            return make_answer(prompt.ids, prompt, longest, StoppingCriteriaList(criteria + stops), call.config, None)
-
-        first, device = answer([]), self._alike.ids.device
-        route = choose_route(call.config, call.processors, device, first.keeps_scores, has_first_logits=False)
-        with self._lock, self._plans.awaiting(key):
-            self._plans.keep(shadow, prompt, call.config, call.processors, call.criteria, first, route)
+        """By the `call` that transformers has prepared, which may be remembered for this `key`. own: criteria that came
+        with the request, whose time limits have begun."""
+        ask = Ask.of(call.input_ids, call.config, call.processors, call.criteria, self._alike.ids.device)
+        with self._lock, self._remembered.awaiting(key):
+            self._remembered.keep(shadow, prompt, ask)
         remembers = not all(is_known(processor, ROWWISE) for processor in call.processors)
         remembers |= not all(is_known(criterion, FORGETFUL_CRITERIA) for criterion in call.criteria)
-        prepared = Prepared(
-            call.config, call.processors, route, shortest_width(call.processors), longest, partial(answer, stops),
-            remembers, has_criteria=first.criteria is not None or stop is not None,
-        )  # fmt: skip
+        for criterion in call.criteria:
+            if type(criterion).__name__ == "MaxTimeCriteria" and not any(criterion is one for one in own):
+                criterion.initial_timestamp = None
+        prepared = Prepared(_stopped(ask, call.input_ids.shape[1], stop), remembers)
         if prompt.has_pictures:
             self._check_pictures(prompt)
             prepared.process = partial(self._process, prompt, call)
@@ -229,12 +197,15 @@ class Preparer:
         return past, own.features, prompt.position_offsets[0]
 
 
-def _from_now(criterion: StoppingCriteria) -> StoppingCriteria:
-    """The criterion, with a time limit that begins now."""
-    if type(criterion).__name__ == "MaxTimeCriteria":
-        criterion = copy.copy(criterion)
-        criterion.initial_timestamp = time.time()
-    return criterion
+def _stopped(ask: Ask, width: int, stop: StopStrings | None) -> Ask:
+    """The same for a prompt of `width` columns, which also ends at its stop strings."""
+    if stop is not None:
+        criteria = ask.criteria
+        if criteria is None:
+            ends = [EosTokenCriteria(ask.eos)] if ask.eos else []
+            criteria = StoppingCriteriaList([MaxLengthCriteria(ask.longest), *ends])
+        ask.criteria = StoppingCriteriaList([*criteria, stop])
+    return ask
 
 
 @dataclass

@@ -42,7 +42,7 @@ class Admission:
     def of(cls, job: Job, row: int, known: int) -> "Admission":
         """What is to be known of `job` on its way into the batch."""
         return cls(
-            job.request_id, job.prompt, job.eos, job.numbers(), job.prepared.longest, job.settings,
+            job.request_id, job.prompt, job.eos, job.numbers(), job.prepared.ask.longest, job.settings,
             job.acceptor is not None, job.share_text, row, known,
         )  # fmt: skip
 

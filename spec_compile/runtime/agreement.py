@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..parallel.ranks import Alone
-from .prepared import is_plain
 from .prompt import Prompt
+
+SCALARS = {NoneType, bool, int, float, str}
 
 
 class Agreement:
@@ -91,3 +93,11 @@ def led(criteria: Callable[[Tensor, Any], Tensor], ranks: Alone) -> Callable[[Te
     if ranks.size == 1:
         return criteria
     return lambda ids, scores: torch.tensor(ranks.lead(lambda: criteria(ids, scores).tolist()))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, None, or lists, tuples and dictionaries of such."""
+    cls = type(value)
+    if cls in (list, tuple):
+        return all(map(is_plain, value))
+    return cls in SCALARS or (cls is dict and all(map(is_plain, (*value, *value.values()))))

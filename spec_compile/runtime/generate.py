@@ -15,14 +15,14 @@ from ..capture.pictures import placeholders
 from ..capture.watch import describe
 from . import own_prefill
 from . import past as pasts
-from .accept import Route, choose_route
+from .accept import Route
 from .accept.grammars import check_grammars
 from .agreement import asked
 from .answer import Answer
+from .ask import Ask, unserved
 from .check_options import check_options
-from .prepared import Inputs, Plan, make_key
+from .prepared import Inputs, make_key
 from .prompt import Prompt
-from .read_call import longest_width, make_answer, make_request, shortest_width, unserved
 from .request import Request
 
 
@@ -57,14 +57,14 @@ class SpeculativeMixin(FollowsGenerationConfig):
             if common is not None:
                 inputs, options = common
                 key = make_key(self, self.speculation.engine.runtime.device, inputs, options)
-                plan = self.speculation.plans.find(key)
-                prompt = None if plan is None else inputs.prompt(plan.padding)
+                preparation = self.speculation.remembered.find(key)
+                prompt = None if preparation is None else inputs.prompt(preparation.padding)
                 if prompt is not None:
-                    return self._generate_by_plan(plan, prompt, inputs)
+                    return self._generate_as_before(preparation.ask, prompt, inputs)
             check_options(self, kwargs)
             refuse_changes(self.speculation)
             self.speculation.looped = False
-            with self.speculation.plans.awaiting(key):
+            with self.speculation.remembered.awaiting(key):
                 output = super().generate(*args, **kwargs)
             override = None if self.speculation.looped else hooks.overridden(self, ("generate",))
             if override is not None:
@@ -101,28 +101,25 @@ class SpeculativeMixin(FollowsGenerationConfig):
         if config.prefill_chunk_size is not None and config.prefill_chunk_size < 1:
             raise RuntimeError(f"prefill_chunk_size: expected at least 1, got {config.prefill_chunk_size}")
         check_grammars(logits_processor, len(input_ids), speculation.engine.runtime.verify.vocab_size)
-        longest = longest_width(input_ids, stopping_criteria, config)
-        speculation.admit_request(prompt, longest - input_ids.shape[1])
+        ask = Ask.of(input_ids, config, logits_processor, stopping_criteria, self.device)
+        speculation.admit_request(prompt, ask.longest - input_ids.shape[1])
         ranks = speculation.options.ranks
-        answer = make_answer(input_ids, prompt, longest, stopping_criteria, config, streamer, ranks)
+        answer = ask.answer(prompt.ids, streamer, input_ids.device, ranks)
         cache, own = model_kwargs.get("past_key_values"), None
         if prompt.is_embedded or prompt.has_pictures:
             taps = speculation.engine.runtime.algorithm.plan.taps
             own = own_prefill.run(self, prompt, input_ids, config, model_kwargs, taps)
             cache = own.cache
 
-        # Choose how tokens are accepted, and run rounds until every row has ended.
-        route = choose_route(
-            config, logits_processor, self.device, answer.keeps_scores,
-            has_first_logits=own is not None and own.first_logits is not None,
-        )  # fmt: skip
-        shortest = shortest_width(logits_processor)
+        # Run rounds until every row has ended.
+        if own is not None and own.first_logits is not None:
+            ask.route = Route.ON_HOST
         speculation.agreement.reach(asked(prompt, config, logits_processor, stopping_criteria))
         is_filled = cache is not None and cache.get_seq_length() > 0
         past = pasts.read(cache, prompt.padding, speculation.cache_layout) if is_filled else None
-        request = make_request(prompt, answer, route, logits_processor, config, shortest, own, past, ranks=ranks)
-        speculation.plans.keep(self, prompt, config, logits_processor, stopping_criteria, answer, route)
-        self._run(request, answer, route)
+        request = ask.request(prompt, answer, own, past, ranks)
+        speculation.remembered.keep(self, prompt, ask)
+        self._run(request, answer, ask.route)
 
         # Return what transformers returns.
         if cache is not None and (config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)):
@@ -133,22 +130,20 @@ class SpeculativeMixin(FollowsGenerationConfig):
             sequences=answer.sequences(), scores=answer.scores, logits=answer.logits, past_key_values=cache
         )
 
-    def _generate_by_plan(self, plan: Plan, prompt: Prompt, inputs: Inputs) -> Tensor:
-        """What `generate` returns, without transformers' preparation."""
-        speculation, (least, most) = self.speculation, plan.new_tokens
+    def _generate_as_before(self, ask: Ask, prompt: Prompt, inputs: Inputs) -> Tensor:
+        """`generate` without transformers' preparation. ask: of an earlier call; see `Preparation`."""
+        speculation = self.speculation
         on_gpu = speculation.engine.runtime.on_gpu
         if not on_gpu:
             refuse_changes(speculation)
         if inputs.streamer is not None:
             inputs.streamer.put(inputs.ids.cpu())
-        speculation.admit_request(prompt, most)
-        answer = Answer(
-            prompt.ids, prompt.width + most, plan.eos, plan.pad, streamer=inputs.streamer, device=inputs.ids.device
-        )
-        shortest = prompt.width + least if least else 0
-        request = make_request(prompt, answer, plan.route, plan.processors, plan.config, shortest)
+        speculation.admit_request(prompt, ask.longest)
+        ask = ask.after(prompt.width)
+        answer = ask.answer(prompt.ids, inputs.streamer, inputs.ids.device)
+        request = ask.request(prompt, answer)
         request.check = partial(refuse_changes, speculation) if on_gpu else None
-        self._run(request, answer, plan.route)
+        self._run(request, answer, ask.route)
         return answer.sequences()
 
     def _run(self, request: Request, answer: Answer, route: Route) -> None:

@@ -10,20 +10,19 @@ import marshal
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
-from transformers.generation import LogitsProcessorList
+from transformers import GenerationConfig, GenerationMixin
 
 from ..capture.hooks import HOOKS, METHODS, is_trusted
 from .accept import Route
 from .accept.processors import MINIMA, OF_SCORES, is_known
-from .answer import Answer
+from .agreement import SCALARS, is_plain
+from .ask import Ask
 from .prompt import Prompt
 
 OPTIONS = {
@@ -35,14 +34,12 @@ UNUSED = {"transformers_version", "max_length", "min_length"}
 """Values of a prepared config that may differ from the default: the options decide them, or nothing reads them."""
 PROCESSORS = OF_SCORES | {"RepetitionPenaltyLogitsProcessor"}
 """Logits processors that remember nothing and do not depend on the width of the prompt."""
-CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
-PLANS = 32
+MOST = 32
 """Preparations that are kept, those used last."""
 LOOPS = {*HOOKS, "_beam_search", "_assisted_decoding", "_optimize_model_for_decode"}
 """Methods that prepare nothing. All others of `METHODS` must be transformers' own."""
 LOGGER = logging.getLogger("transformers")
 """At some levels transformers warns in other words."""
-SCALARS = {NoneType, bool, int, float, str}
 
 _methods = attrgetter(*METHODS)
 _own_methods = dict(zip(METHODS, _methods(GenerationMixin)))
@@ -87,42 +84,31 @@ class Inputs:
         return Prompt(ids, ids.tolist(), none, ids.shape[1], True, False, False, False, none)
 
 
-@dataclass
-class Plan:
+class Preparation(NamedTuple):
     """What transformers prepared for the calls of one `Key`.
 
-    config, processors: what it gave to the loop, without the processors that set a minimum length.
-    route: how tokens are accepted. eos, pad: see `Answer`.
+    ask: counts columns from the end of the prompt, and has no processors that set a minimum length.
     padding: the token from which transformers infers a mask if there is none; None if it infers none.
     """
 
-    config: GenerationConfig
-    processors: LogitsProcessorList
-    route: Route
-    eos: list[int]
-    pad: int | None
+    ask: Ask
     padding: int | None
 
-    @property
-    def new_tokens(self) -> tuple[int, int]:
-        """The least and the most of them. transformers ignores the least if nothing ends a row."""
-        return self.config.min_new_tokens or 0 if self.eos else 0, self.config.max_new_tokens
 
-
-class Plans:
-    """The plans of one model."""
+class Remembered:
+    """The preparations of calls of one model."""
 
     def __init__(self) -> None:
         self.awaited: Key | None = None
         """The key of the call that transformers is preparing, until `keep` has its outcome."""
-        self._plans: OrderedDict[Key, Plan] = OrderedDict()
+        self._preparations: OrderedDict[Key, Preparation] = OrderedDict()
 
-    def find(self, key: Key | None) -> Plan | None:
-        """The plan for a key, if there is one."""
-        plan = self._plans.get(key)
-        if plan is not None:
-            self._plans.move_to_end(key)
-        return plan
+    def find(self, key: Key | None) -> Preparation | None:
+        """The preparation for a key, if there is one."""
+        preparation = self._preparations.get(key)
+        if preparation is not None:
+            self._preparations.move_to_end(key)
+        return preparation
 
     @contextmanager
     def awaiting(self, key: Key | None) -> Iterator[None]:
@@ -133,29 +119,29 @@ class Plans:
         finally:
             self.awaited = before
 
-    def keep(
-        self, model, prompt: Prompt, config: GenerationConfig, processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList, answer: Answer, route: Route,
-    ) -> None:  # fmt: skip
+    def keep(self, model, prompt: Prompt, ask: Ask) -> None:
         """Keep what transformers has prepared for the key that is `awaited`, if the next call may take it over."""
         key, self.awaited = self.awaited, None
+        config, processors = ask.config, ask.processors
         if key is None or any(prompt.padding) or not _prepares_as_transformers(type(model).__bases__[1]):
             return
         if not all(is_known(each, PROCESSORS | MINIMA) for each in processors):
             return
-        if {type(criterion).__name__ for criterion in criteria} - CRITERIA or not _has_options_alone(config):
+        if ask.criteria is not None or not _has_options_alone(config):
             return
         least, most = config.min_new_tokens or 0, config.max_new_tokens
-        if type(most) is not int or least > most or (least and route is Route.ON_HOST):
+        if type(most) is not int or least > most or (least and ask.route is Route.ON_HOST):
             return
         pad = config._pad_token_tensor
-        if any(token < 0 for token in answer.eos) or (pad is not None and pad.numel() != 1):
+        if any(token < 0 for token in ask.eos) or (pad is not None and pad.numel() != 1):
             return
-        padding = None if pad is None or int(pad) in answer.eos else int(pad)
+        padding = None if pad is None or int(pad) in ask.eos else int(pad)
         others = type(processors)(each for each in processors if not is_known(each, MINIMA))
-        self._plans[key] = Plan(config, others, route, sorted(answer.eos), answer.pad, padding)
-        if len(self._plans) > PLANS:
-            self._plans.popitem(last=False)
+        # transformers ignores the least number of new tokens if nothing ends a row.
+        kept = replace(ask, processors=others, shortest=least if ask.eos else 0, longest=most)
+        self._preparations[key] = Preparation(kept, padding)
+        if len(self._preparations) > MOST:
+            self._preparations.popitem(last=False)
 
 
 def make_key(model, device: torch.device, inputs: Inputs, options: dict) -> Key | None:
@@ -206,11 +192,3 @@ def _has_options_alone(config: GenerationConfig) -> bool:
 
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, None, or lists, tuples and dictionaries of such."""
-    cls = type(value)
-    if cls in (list, tuple):
-        return all(map(is_plain, value))
-    return cls in SCALARS or (cls is dict and all(map(is_plain, (*value, *value.values()))))
