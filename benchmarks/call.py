@@ -153,7 +153,7 @@ def measure(model, fast, width: int, options) -> dict:
     calls = {"ours": lambda: fast.generate(ids, **asked), "HF": lambda: model.generate(ids, **asked)}
 
     def prepared() -> None:
-        with patch.object(fast.speculation.remembered, "find", lambda key: None):
+        with patch.object(fast.speculation.engine.remembered, "find", lambda key: None):
             fast.generate(ids, **asked)
 
     calls["ours, prepared by transformers"] = prepared

@@ -60,7 +60,7 @@ def look(repeats: int) -> dict[str, float]:
         vocab_size=64,
     )  # fmt: skip
     fast = spec_compile.speculate(LlamaForCausalLM(config).eval(), compile=False, check=False)
-    seconds = timeit.repeat(fast.speculation.watch.changes, number=20, repeat=10 * repeats)
+    seconds = timeit.repeat(fast.speculation.engine.watch.changes, number=20, repeat=10 * repeats)
     return {"look": round(statistics.median(seconds) / 20 * 1e3, 3)}
 
 

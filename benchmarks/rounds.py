@@ -19,7 +19,7 @@ def filling(fast, state) -> Callable[[int], None]:
     N-grams propose nothing behind random tokens, so that their trees get the form of one in real text. Tokens are
     unlike each other there, and in mixtures.
     """
-    is_ngram = fast.speculation.algorithm == "ngram"
+    is_ngram = fast.speculation.engine.name == "ngram"
     takes_tokens = is_ngram or bool(calls(fast.speculation.engine.runtime.verify.gm, experts.UP))
     tokens, parents = unlike_tokens(state), torch.tensor(TEXT_TREE, device=state.tokens.device)
 

@@ -134,7 +134,7 @@ class Times:
 def forget(fast) -> None:
     """No text of a request so far helps later ones."""
     fast.speculation.refresh()
-    if fast.speculation.algorithm == "ngram":
+    if fast.speculation.engine.name == "ngram":
         fast.speculation.ngram.reset()
 
 

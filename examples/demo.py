@@ -131,7 +131,7 @@ def ask_transformers(model, inputs, options: dict) -> Answer:
 
 def ask(fast, inputs, options: dict) -> Answer:
     """An answer of ours, with nothing known but the prompt."""
-    if fast.speculation.algorithm == "ngram":
+    if fast.speculation.engine.name == "ngram":
         fast.speculation.ngram.reset()
     begin = time.perf_counter()
     ids = fast.generate(**inputs, **options)[0, inputs.input_ids.shape[1] :].tolist()

@@ -399,7 +399,7 @@ OTHERS = [
     ),
     Mutation(
         "weights are never compared", "spec_compile/runtime/generate.py",
-        "if changes := speculation.watch.changes():", "if changes := []:",
+        "if changes := self.watch.changes():", "if changes := []:",
         "tests/test_watch.py -k test_generate_raises",
     ),
     Mutation(
@@ -413,9 +413,8 @@ OTHERS = [
         "tests/test_prepared.py -k test_uncommon_calls",
     ),
     Mutation(
-        "calls of several threads do not wait for each other", "spec_compile/api.py",
-        "self._model, self.turns = model, Turns()",
-        "self._model, self.turns = model, __import__('contextlib').nullcontext()",
+        "calls of several threads do not wait for each other", f"{RUNTIME}served.py",
+        "self.remembered = Turns(), Agreement", "self.remembered = __import__('contextlib').nullcontext(), Agreement",
         "tests/test_reentry.py -k another_thread_waits",
     ),
     Mutation(
@@ -432,7 +431,7 @@ OTHERS = [
     ),
     Mutation(
         "the tree attention is never checked", "spec_compile/api.py",
-        "check_tree(type(self._model).__name__, self._runnable, self.engine.runtime.verify)",
+        "check_tree(type(model).__name__, self._runnable, self.engine.runtime.verify)",
         "self.engine.runtime.verify",
         f"{GENERATE} -k test_every_check_is_run",
     ),
@@ -579,7 +578,7 @@ REQUESTS = [
     Mutation(
         "a lock is held while transformers prepares", f"{BATCHING}prepare.py",
         "        call = self._ask_transformers(shadow, ids, config, tokenizer, arguments)",
-        "        with self._speculation.turns, self._lock:\n"
+        "        with self._engine.turns, self._lock:\n"
         "            call = self._ask_transformers(shadow, ids, config, tokenizer, arguments)",
         f"{FAULTS} -k 'requests_are_added_inside'",
     ),
@@ -764,7 +763,7 @@ NEWCOMERS = [
         "tests/test_generate_errors.py -k test_a_wrong_option",
     ),
     Mutation(
-        "a criterion may ask for a text beyond all bounds", "spec_compile/api.py",
+        "a criterion may ask for a text beyond all bounds", f"{RUNTIME}served.py",
         "if tokens > LONGEST:", "if tokens < 0:", "tests/test_generate_errors.py -k test_a_criterion",
     ),
     Mutation(

@@ -108,7 +108,7 @@ def generate(system, positional=(), **arguments):
 def observe(system, **arguments):
     """What a call of generate() gives, and the texts of its UserWarnings."""
     if hasattr(system, "speculation"):
-        system.speculation._announced.clear()  # each says it again
+        system.speculation.engine._announced.clear()  # each says it again
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         output = generate(system, **arguments)

@@ -349,7 +349,7 @@ def test_copies_have_weights_of_their_own(copied, algorithm):
     fast = speculate(model, algorithm, compile=False, max_cache_len=200, **draft)
     want = answer(fast, OUTER_IDS)
     other = copied(fast)
-    assert type(other).__name__ == "LlamaForCausalLM" and other.speculation.algorithm == algorithm
+    assert type(other).__name__ == "LlamaForCausalLM" and other.speculation.engine.name == algorithm
     assert other.speculation.options.num_draft_tokens == fast.speculation.options.num_draft_tokens
     assert answer(other, OUTER_IDS) == want
     with torch.no_grad():

@@ -80,7 +80,7 @@ def test_training_and_loading_between_answers(name):
         optimizer.step()
         assert_same(model, fast)  # steps are in place
     assert not torch.equal(model.generate(IDS, **OPTIONS), before)
-    memory = [slot.storage.data_ptr() for slot in fast.speculation.weights.slots]
+    memory = [slot.storage.data_ptr() for slot in fast.speculation.engine.weights.slots]
     if draft is not None:
         own = {path: value for path, value in state(draft).items() if path not in ("embedding", "head_weight")}
         draft.load_state_dict(own, assign=True, strict=False)
@@ -91,7 +91,7 @@ def test_training_and_loading_between_answers(name):
         fast.generate(IDS, **OPTIONS)
     fast.speculation.refresh()
     assert_same(model, fast)
-    assert memory == [slot.current.data_ptr() for slot in fast.speculation.weights.slots]
+    assert memory == [slot.current.data_ptr() for slot in fast.speculation.engine.weights.slots]
     if draft is not None:
         assert_as_if_anew(model, draft, fast, name)
     torch.optim.SGD(model.parameters(), lr=0.1).step()  # without gradients: nothing
@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_copied(problem, shared)
     fast.speculation.refresh()
     weights = model.model.embed_tokens.weight, model.lm_head.weight
     embedding = model.model.embed_tokens.weight.detach().clone()
-    memory = fast.speculation.weights.slots[0].storage
+    memory = fast.speculation.engine.weights.slots[0].storage
     make, message = REFUSED[problem]
     model.model.embed_tokens.weight = nn.Parameter(torch.zeros(96, 64))  # this one would fit
     model.lm_head.weight = nn.Parameter(make(model.lm_head.weight.detach()))

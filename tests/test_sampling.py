@@ -729,7 +729,7 @@ def ran(processors, sampler, eos=(), least=0):
         answer = Answer(inputs, inputs.shape[1] + 20, list(eos), PAD)
         request.acceptor = HostAcceptor(answer, LogitsProcessorList(processors), seed=9)
     rows = [[] for _ in PROMPTS]
-    for gained in speculative(**TREES[8]).speculation.run(request):
+    for gained in speculative(**TREES[8]).speculation.engine.answer(request):
         for row, tokens in zip(rows, gained):
             row += tokens
     return rows

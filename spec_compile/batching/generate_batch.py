@@ -21,7 +21,7 @@ def generate_batch(
     record_timestamps: bool, progress_bar: bool, persistent_manager: bool, warmup: bool, options: dict[str, Any],
 ) -> dict[str, Output]:  # fmt: skip
     """See `BatchingMixin.generate_batch`."""
-    turns, ranks = model.speculation.turns, model.speculation.options.ranks
+    turns, ranks = model.speculation.engine.turns, model.speculation.options.ranks
     if turns.is_mine:
         raise RuntimeError(
             "generate_batch(): inside pause(), or in a processor, criterion or streamer of a generate(), it would wait "

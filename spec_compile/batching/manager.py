@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from transformers.generation.continuous_batching.continuous_api import (
     OutputRouter,
 )
 
-from ..runtime.generate import refuse_changes
 from .intake import Intake
 from .output import Output
 from .prepare import Preparer
@@ -49,11 +47,11 @@ class Manager(ContinuousBatchingManager):
             raise ValueError(f"scheduler_type: expected 'fifo', got {config.scheduler_type!r}")
         if config.return_logprobs:
             raise ValueError("return_logprobs: log-probabilities are not computed; leave it out")
-        self._speculation = speculation = model.speculation
-        with speculation.turns, torch.inference_mode(False), torch.no_grad():
-            speculation.adopt()
-            self.scheduler = take_scheduler(speculation, config.max_requests_per_batch, workload_hints)
-        self.scheduler.check = partial(refuse_changes, speculation)
+        self._engine = engine = model.speculation.engine
+        with engine.turns, torch.inference_mode(False), torch.no_grad():
+            engine.adopt()
+            self.scheduler = take_scheduler(engine, config.max_requests_per_batch, workload_hints)
+        self.scheduler.check = engine.refuse_changes
         self.prepare = Preparer(model, self.scheduler.capacity)
         self._intake = Intake(model, self.prepare, config.seed)
         self._process = os.getpid()
@@ -63,7 +61,7 @@ class Manager(ContinuousBatchingManager):
         self.warmed_up = False
         self._generation_thread: threading.Thread | None = None
 
-        self._worker = Worker(speculation, self.scheduler, self.background_thread_status, self.output_router)
+        self._worker = Worker(engine, self.scheduler, self.background_thread_status, self.output_router)
         self.metrics, self.observers = self._worker.metrics, self._worker.observers
 
     @property
@@ -88,7 +86,7 @@ class Manager(ContinuousBatchingManager):
 
     def warmup(self) -> None:
         """Compile and capture what rounds and prompts of all widths need."""
-        with self._speculation.turns, torch.inference_mode(False), torch.no_grad():
+        with self._engine.turns, torch.inference_mode(False), torch.no_grad():
             self.scheduler.warmup()
         self.warmed_up = True
 
@@ -132,13 +130,13 @@ class Manager(ContinuousBatchingManager):
         has_died = self.background_thread_status.fatal_error is not None
         if self.scheduler is not None and self.is_of_this_process and not has_died:
             self._worker.clear()
-            self._speculation.engine.idle_batch = self.scheduler
+            self._engine.idle_batch = self.scheduler
         self.scheduler = None
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """A context in which no round runs, so that weights can be changed; requests go on after it."""
-        with self._speculation.turns:
+        with self._engine.turns:
             try:
                 yield
             finally:
@@ -246,7 +244,7 @@ class Manager(ContinuousBatchingManager):
                 f"{method}: this manager runs in process {self._process}, from which process {os.getpid()} was forked; "
                 "call init_continuous_batching() here for a manager of this process"
             )
-        if method == "add_request()" and not self._speculation.options.ranks.leads:
+        if method == "add_request()" and not self._engine.options.ranks.leads:
             raise RuntimeError(
                 "add_request(): only rank 0 takes requests, and the other ranks follow it; wait for their end with "
                 "manager.join(0.0), or call generate_batch() on all ranks alike"
@@ -254,7 +252,7 @@ class Manager(ContinuousBatchingManager):
 
     def _refuse_waiting(self, method: str, otherwise: str) -> None:
         """RuntimeError if rounds wait for the thread that calls `method`, which would wait for rounds."""
-        if self._speculation.turns.is_mine or threading.current_thread() is self._generation_thread:
+        if self._engine.turns.is_mine or threading.current_thread() is self._generation_thread:
             raise RuntimeError(
                 f"{method}: inside pause(), or in a processor, criterion, streamer or observer, it would wait for "
                 f"rounds that wait for this thread; call it afterwards, {otherwise}"

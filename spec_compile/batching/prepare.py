@@ -62,11 +62,11 @@ class Preparer:
     """
 
     def __init__(self, fast, room: int):
-        self._fast, self._speculation, self.room = fast, fast.speculation, room
+        self._fast, self._engine, self.room = fast, fast.speculation.engine, room
         self._lock, self._remembered = threading.Lock(), Remembered()
-        cls = type(fast.speculation.original)
+        cls = type(self._engine.original)
         self._class = type(cls.__name__, (_StopsBeforeTheLoop, cls), {"__module__": cls.__module__})
-        device = fast.speculation.engine.runtime.device
+        device = self._engine.runtime.device
         self._alike = Inputs(torch.zeros(1, 1, dtype=torch.int64, device=device), None, None)
         """Stands for the ids of every prompt in the keys of `_remembered`."""
 
@@ -129,12 +129,12 @@ class Preparer:
         if preparation is not None:
             return Prepared(_stopped(preparation.ask.after(len(prompt)), len(prompt), stop))
         call = self._ask_transformers(shadow, ids, config, tokenizer, arguments)
-        read = Prompt.of(call.input_ids, call.config, call.model_kwargs, placeholders(self._speculation.original))
+        read = Prompt.of(call.input_ids, call.config, call.model_kwargs, placeholders(self._engine.original))
         reason = next((name for name in ONLY_GENERATE if getattr(call.config, name, None)), None)
-        reason = reason or unserved(self._speculation, read, call.config, call.model_kwargs)
+        reason = reason or unserved(self._engine, read, call.config, call.model_kwargs)
         if reason is not None:
             raise ValueError(f"{reason}: only generate() does this; leave it out")
-        check_grammars(call.processors, 1, self._speculation.engine.runtime.verify.vocab_size)
+        check_grammars(call.processors, 1, self._engine.runtime.verify.vocab_size)
         return self._by_transformers(shadow, key, call, read, arguments.get("stopping_criteria") or (), stop)
 
     def _ask_transformers(
@@ -181,9 +181,9 @@ class Preparer:
 
     def _check_pictures(self, prompt: Prompt) -> None:
         """ValueError if pictures are where a batch does not read them."""
-        if prompt.tokens[0][-1] in placeholders(self._speculation.original):
+        if prompt.tokens[0][-1] in placeholders(self._engine.original):
             raise ValueError("input_ids: a prompt that ends in a picture is served by generate(); add text after it")
-        if self._speculation.options.ranks.size > 1:
+        if self._engine.options.ranks.size > 1:
             raise ValueError("pixel_values: pictures are read in one process; leave out tensor_parallel")
 
     def _process(
@@ -193,7 +193,7 @@ class Preparer:
         kwargs = copy.copy(call.model_kwargs)
         kwargs["past_key_values"] = copy.deepcopy(kwargs["past_key_values"])  # empty; another sequence may need it, too
         own = own_prefill.run(self._fast, prompt, call.input_ids, call.config, kwargs, taps)
-        past = pasts.read(own.cache, prompt.padding, self._speculation.cache_layout)
+        past = pasts.read(own.cache, prompt.padding, self._engine.cache_layout)
         return past, own.features, prompt.position_offsets[0]
 
 

@@ -18,19 +18,18 @@ prompts keep the GPU busy."""
 FEWEST_LANES = 4
 
 
-def take_scheduler(speculation, requested: int | None, hints=None) -> Scheduler:
+def take_scheduler(engine, requested: int | None, hints=None) -> Scheduler:
     """The scheduler that an earlier manager has left, if it has enough slots, or a new one.
 
-    speculation: of the model. requested, hints: see `choose_slots`.
+    engine: of the model. requested, hints: see `choose_slots`.
     """
-    engine = speculation.engine
     ranks = engine.runtime.options.ranks
     slots, capacity, lanes = ranks.lead(lambda: choose_slots(engine.runtime, requested, hints))
     idle, engine.idle_batch = engine.idle_batch, None
     if idle is not None and (idle.slots == slots or (requested is None and idle.slots > slots)):
         return idle
     del idle  # its memory first
-    scheduler = Scheduler(engine.runtime, slots, capacity, lanes, WeightValues(speculation.weights.slots))
+    scheduler = Scheduler(engine.runtime, slots, capacity, lanes, WeightValues(engine.weights.slots))
     engine.batches.add(scheduler)
     return scheduler
 

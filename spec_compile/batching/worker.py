@@ -30,8 +30,8 @@ class Worker:
     to be done, in perf_counter seconds. wake_up: set when something is to be done.
     """
 
-    def __init__(self, speculation: Any, scheduler: Scheduler, status: BackgroundThreadStatus, router: OutputRouter):
-        self._speculation, self._scheduler, self._status, self._router = speculation, scheduler, status, router
+    def __init__(self, engine: Any, scheduler: Scheduler, status: BackgroundThreadStatus, router: OutputRouter):
+        self._engine, self._scheduler, self._status, self._router = engine, scheduler, status, router
         self.metrics = Metrics(scheduler)
         self.jobs: dict[str, Job] = {}
         self.observers: list[Callable[[Output], None]] = []
@@ -81,23 +81,23 @@ class Worker:
 
     def run(self) -> None:
         """Run rounds until somebody says that it is enough; on other ranks than the first, until that one says so."""
-        ranks, device = self._speculation.options.ranks, self._speculation.engine.runtime.device
+        ranks, device = self._engine.options.ranks, self._engine.runtime.device
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            with self._speculation.agreement.serving(), ranks.call():
+            with self._engine.agreement.serving(), ranks.call():
                 self._run_rounds() if ranks.leads else self._follow_rounds()
                 self.clear()
         except BaseException as error:  # of the device, or a bug: nobody can go on
             log.exception("the thread of continuous batching died")
             self._status.record_fatal_error(error)
-            self._speculation.engine.batches.discard(self._scheduler)
+            self._engine.batches.discard(self._scheduler)
             self._fail_all(error)
         finally:
             self._status.mark_as_stopped()
 
     def _run_rounds(self) -> None:
-        status, ranks, turns = self._status, self._speculation.options.ranks, self._speculation.turns
+        status, ranks, turns = self._status, self._engine.options.ranks, self._engine.turns
         while status.local_status != BackgroundThreadStatus.HARD_STOP:
             if self._scheduler.is_busy:
                 with turns.rounds():
@@ -116,9 +116,9 @@ class Worker:
         ranks.lead(lambda: [False])
 
     def _follow_rounds(self) -> None:
-        ranks = self._speculation.options.ranks
+        ranks = self._engine.options.ranks
         while any(ranks.lead(list)):  # another round
-            with self._speculation.turns.of_a_round():
+            with self._engine.turns.of_a_round():
                 self._scheduler.step()
 
     def _close(self, if_idle: bool = False) -> bool:
@@ -131,7 +131,7 @@ class Worker:
         """End all requests."""
         self._close()
         error = RuntimeError("the manager was stopped")
-        with self._speculation.turns.of_a_round():
+        with self._engine.turns.of_a_round():
             self._scheduler.clear(error)
         self._fail_all(error)
 

@@ -55,8 +55,7 @@ class _Generates(FollowsGenerationConfig):
         return super().generate(*args, **kwargs)
 
     def __reduce_ex__(self, protocol):
-        make, original = self.speculation.rebuilds(self.__dict__["_original"])
-        return rebuild, (make, *original, followed(self).own())
+        return rebuild, (self.speculation.engine.rebuild, self.__dict__["_original"], followed(self).own())
 
 
 def rebuild(make: Callable, original: nn.Module, own: tuple) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..config import Options
-from ..runtime.engine import Engine
+from ..runtime.served import ServedEngine
 from ..stats import Stats
 from . import html
 from .explain import explain
@@ -19,14 +19,13 @@ from .explain import explain
 class Accounts:
     """The methods of `Speculation` that change nothing."""
 
-    engine: Engine
-    algorithm: str
+    engine: ServedEngine
     options: Options
-    _model: PreTrainedModel
+    original: PreTrainedModel
 
     def __repr__(self) -> str:
         """The algorithm, the options that are not at their default, a draft among them, the device and the dtype."""
-        parts = [f"algo={self.algorithm!r}"]
+        parts = [f"algo={self.engine.name!r}"]
         for field in dataclasses.fields(self.options):
             value = getattr(self.options, field.name)
             if value is not field.default and (type(value) is not type(field.default) or value != field.default):
@@ -65,7 +64,7 @@ class Accounts:
             raise RuntimeError(
                 "no generate() was recorded; run it inside `with model.speculation.recording():`, then call report()"
             )
-        return html.write(self.engine.recording, path, tokenizer, type(self._model).__name__, self.algorithm)
+        return html.write(self.engine.recording, path, tokenizer, type(self.original).__name__, self.engine.name)
 
 
 def _short(value: Any) -> str:

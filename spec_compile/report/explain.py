@@ -19,7 +19,7 @@ def explain(speculation) -> str:
     lines = [
         f"{type(speculation.original).__name__}: {_layers(graph)}, vocabulary {graph.vocab_size}, "
         f"{graph.dtype}".replace("torch.", ""),
-        f"algorithm {speculation.algorithm}, rounds over {', '.join(map(str, engine.runtime.sizes))} nodes",
+        f"algorithm {engine.name}, rounds over {', '.join(map(str, engine.runtime.sizes))} nodes",
         f"attention: {_backends(engine)}",
         *speculation.options.ranks.notes,
         *_bits(variant_parts(graph)),
@@ -86,6 +86,6 @@ def dump(model, directory) -> list[Path]:
         import depyf  # loaded only here, because it patches private parts of torch
 
         with depyf.prepare_debug(str(directory / "depyf")), torch.no_grad():
-            speculation.compile_anew()
+            speculation.engine.compile_anew()
         files += sorted(path for path in (directory / "depyf").rglob("*") if path.is_file())
     return files

@@ -147,8 +147,8 @@ def _from_now(criterion: Callable) -> Callable:
     return criterion
 
 
-def unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict) -> str | None:
-    """The first thing asked for that only transformers' own loop does, if there is one."""
+def unserved(engine, prompt: Prompt, generation_config, model_kwargs: dict) -> str | None:
+    """The first thing asked for that only transformers' own loop does, if there is one. engine: a `ServedEngine`."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "torch.autocast"
     if generation_config.return_dict_in_generate:
@@ -157,23 +157,23 @@ def unserved(speculation, prompt: Prompt, generation_config, model_kwargs: dict)
                 return name
     if not prompt.is_left_padded:
         return "attention_mask / position_ids (anything but padding on the left)"
-    if any(prompt.position_offsets) and not speculation.engine.captured.shifts_positions:
+    if any(prompt.position_offsets) and not engine.captured.shifts_positions:
         return "position_ids (of several axes)"
-    is_reader = reads_pictures(speculation.original)
+    is_reader = reads_pictures(engine.original)
     if prompt.has_pictures and not is_reader:
         return "pixel_values (of a model that is not among those whose pictures are served)"
-    if any(prompt.padding) and not speculation.serves_padding:
+    if any(prompt.padding) and not engine.serves_padding:
         return "attention_mask (padding on the left, which the model's own positions do not follow)"
     cache = model_kwargs.get("past_key_values")
     if cache is not None and not pasts.is_plain(cache):
         return f"past_key_values / cache_implementation ({type(cache).__name__})"
     is_filled = cache is not None and cache.get_seq_length() > 0
     is_own = prompt.is_embedded or prompt.has_pictures
-    if (is_filled or is_own) and speculation.cache_layout is None:
+    if (is_filled or is_own) and engine.cache_layout is None:
         name = "past_key_values" if is_filled else "inputs_embeds" if prompt.is_embedded else "pixel_values"
         return f"{name} (the model's own cache holds something else than the keys and values of each layer)"
     is_asked_for = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-    captured = speculation.engine.captured
+    captured = engine.captured
     if cache is not None and is_asked_for and captured.clamps_prompts:
         return "past_key_values (the model's forward over several tokens leaves other states than single steps)"
     if any(spec.kind == "selective" for spec in captured.recurrences) and (is_filled or (is_own and is_asked_for)):

@@ -1,7 +1,6 @@
 """The drop-in: Hugging Face's ``generate()`` with our loop beneath its preparation."""
 
 from contextlib import closing
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from ..capture import adapters, hooks
 from ..capture.compiled import underlying
 from ..capture.followed import FollowsGenerationConfig, followed
 from ..capture.pictures import placeholders
-from ..capture.watch import describe
 from . import own_prefill
 from . import past as pasts
 from .accept import Route
@@ -24,10 +22,15 @@ from .check_options import check_options
 from .prepared import Inputs, make_key
 from .prompt import Prompt
 from .request import Request
+from .served import ServedEngine
 
 
 class SpeculativeMixin(FollowsGenerationConfig):
     """Put in front of a model's own class, replaces the decoding loops of ``generate()`` and nothing before them."""
+
+    @property
+    def _engine(self) -> ServedEngine:
+        return vars(self)["speculation"].engine
 
     def generate(self, *args, reference=None, share_text=None, **kwargs):
         """transformers' ``generate()`` with the same arguments and the same answer, in fewer steps.
@@ -43,32 +46,32 @@ class SpeculativeMixin(FollowsGenerationConfig):
         model and the like) they do, unaccelerated, with one warning that names it.
         """
         kwargs.pop("prompt_lookup_num_tokens", None)  # asks for n-gram drafts, which it gets anyway
-        if not self.speculation.options.ranks.leads:  # the first rank alone streams
+        if not self._engine.options.ranks.leads:  # the first rank alone streams
             kwargs.pop("streamer", None)
         if kwargs.get("custom_generate") is not None:
-            self.speculation.step_aside("custom_generate")
-        replaced = underlying(vars(self.speculation.original).get("generate"))
-        if replaced not in (None, type(self.speculation.original).generate.__get__(self.speculation.original)):
+            self._engine.step_aside("custom_generate")
+        replaced = underlying(vars(self._engine.original).get("generate"))
+        if replaced not in (None, type(self._engine.original).generate.__get__(self._engine.original)):
             # A repository's custom_generate, or a user, has set another function.
-            self.speculation.step_aside(f"generate (set on the {type(self).__name__} object)")
+            self._engine.step_aside(f"generate (set on the {type(self).__name__} object)")
             return replaced(*args, **kwargs)
-        with self.speculation.generating(reference, share_text):
+        with self._engine.generating(reference, share_text):
             common, key = Inputs.of(args, kwargs), None
             if common is not None:
                 inputs, options = common
-                key = make_key(self, self.speculation.engine.runtime.device, inputs, options)
-                preparation = self.speculation.remembered.find(key)
+                key = make_key(self, self._engine.runtime.device, inputs, options)
+                preparation = self._engine.remembered.find(key)
                 prompt = None if preparation is None else inputs.prompt(preparation.padding)
                 if prompt is not None:
                     return self._generate_as_before(preparation.ask, prompt, inputs)
             check_options(self, kwargs)
-            refuse_changes(self.speculation)
-            self.speculation.looped = False
-            with self.speculation.remembered.awaiting(key):
+            self._engine.refuse_changes()
+            self._engine.looped = False
+            with self._engine.remembered.awaiting(key):
                 output = super().generate(*args, **kwargs)
-            override = None if self.speculation.looped else hooks.overridden(self, ("generate",))
+            override = None if self._engine.looped else hooks.overridden(self, ("generate",))
             if override is not None:
-                self.speculation.step_aside(f"{override}, with a loop of its own")
+                self._engine.step_aside(f"{override}, with a loop of its own")
             return output
 
     def extra_repr(self) -> str:
@@ -78,20 +81,19 @@ class SpeculativeMixin(FollowsGenerationConfig):
 
     def __reduce_ex__(self, protocol):
         """Copies and pickles are of the original, which becomes speculative again."""
-        make, original = self.speculation.rebuilds(self.speculation.original)
-        return adapters.rebuild, (make, *original, followed(self).own())
+        return adapters.rebuild, (self._engine.rebuild, self._engine.original, followed(self).own())
 
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config,
         synced_gpus=False, streamer=None, **model_kwargs,
     ):  # fmt: skip
         """transformers' loop for greedy decoding and sampling: its arguments, and what it returns."""
-        speculation, config = self.speculation, generation_config
-        speculation.looped = True
-        prompt = Prompt.of(input_ids, config, model_kwargs, placeholders(speculation.original))
-        reason = unserved(speculation, prompt, config, model_kwargs) or hooks.overridden(self)
+        engine, config = self._engine, generation_config
+        engine.looped = True
+        prompt = Prompt.of(input_ids, config, model_kwargs, placeholders(engine.original))
+        reason = unserved(engine, prompt, config, model_kwargs) or hooks.overridden(self)
         if reason or synced_gpus:
-            speculation.step_aside(reason or "synced_gpus")
+            engine.step_aside(reason or "synced_gpus")
             return super()._sample(
                 input_ids, logits_processor, stopping_criteria, config,
                 synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
@@ -100,25 +102,25 @@ class SpeculativeMixin(FollowsGenerationConfig):
         # Read what is asked for.
         if config.prefill_chunk_size is not None and config.prefill_chunk_size < 1:
             raise RuntimeError(f"prefill_chunk_size: expected at least 1, got {config.prefill_chunk_size}")
-        check_grammars(logits_processor, len(input_ids), speculation.engine.runtime.verify.vocab_size)
+        check_grammars(logits_processor, len(input_ids), engine.runtime.verify.vocab_size)
         ask = Ask.of(input_ids, config, logits_processor, stopping_criteria, self.device)
-        speculation.admit_request(prompt, ask.longest - input_ids.shape[1])
-        ranks = speculation.options.ranks
+        engine.admit_request(prompt, ask.longest - input_ids.shape[1])
+        ranks = engine.options.ranks
         answer = ask.answer(prompt.ids, streamer, input_ids.device, ranks)
         cache, own = model_kwargs.get("past_key_values"), None
         if prompt.is_embedded or prompt.has_pictures:
-            taps = speculation.engine.runtime.algorithm.plan.taps
+            taps = engine.runtime.algorithm.plan.taps
             own = own_prefill.run(self, prompt, input_ids, config, model_kwargs, taps)
             cache = own.cache
 
         # Run rounds until every row has ended.
         if own is not None and own.first_logits is not None:
             ask.route = Route.ON_HOST
-        speculation.agreement.reach(asked(prompt, config, logits_processor, stopping_criteria))
+        engine.agreement.reach(asked(prompt, config, logits_processor, stopping_criteria))
         is_filled = cache is not None and cache.get_seq_length() > 0
-        past = pasts.read(cache, prompt.padding, speculation.cache_layout) if is_filled else None
+        past = pasts.read(cache, prompt.padding, engine.cache_layout) if is_filled else None
         request = ask.request(prompt, answer, own, past, ranks)
-        speculation.remembered.keep(self, prompt, ask)
+        engine.remembered.keep(self, prompt, ask)
         self._run(request, answer, ask.route)
 
         # Return what transformers returns.
@@ -132,24 +134,24 @@ class SpeculativeMixin(FollowsGenerationConfig):
 
     def _generate_as_before(self, ask: Ask, prompt: Prompt, inputs: Inputs) -> Tensor:
         """`generate` without transformers' preparation. ask: of an earlier call; see `Preparation`."""
-        speculation = self.speculation
-        on_gpu = speculation.engine.runtime.on_gpu
+        engine = self._engine
+        on_gpu = engine.runtime.on_gpu
         if not on_gpu:
-            refuse_changes(speculation)
+            engine.refuse_changes()
         if inputs.streamer is not None:
             inputs.streamer.put(inputs.ids.cpu())
-        speculation.admit_request(prompt, ask.longest)
+        engine.admit_request(prompt, ask.longest)
         ask = ask.after(prompt.width)
         answer = ask.answer(prompt.ids, inputs.streamer, inputs.ids.device)
         request = ask.request(prompt, answer)
-        request.check = partial(refuse_changes, speculation) if on_gpu else None
+        request.check = engine.refuse_changes if on_gpu else None
         self._run(request, answer, ask.route)
         return answer.sequences()
 
     def _run(self, request: Request, answer: Answer, route: Route) -> None:
         """Run rounds until every row of the answer has ended."""
-        ranks = self.speculation.options.ranks
-        with ranks.call(), closing(self.speculation.run(request)) as rounds:
+        ranks = self._engine.options.ranks
+        with ranks.call(), closing(self._engine.answer(request)) as rounds:
             for gained in rounds:
                 if route is not Route.ON_HOST:  # there the acceptor has given them to the answer
                     answer.take(gained)
@@ -161,7 +163,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
         """Bring a cache to where plain decoding leaves it, which is all positions but the last."""
         length = prompt.width + answer.columns - 1
         filled = prompt.width + min(answer.gained(row) for row in range(answer.batch)) - 1  # that every row has
-        layout = self.speculation.cache_layout
+        layout = self._engine.cache_layout
         if layout is not None and pasts.are_states_behind(request.state, prompt.padding, filled):
             pasts.extend(cache, request.state, prompt.padding, filled, layout)
         else:
@@ -179,8 +181,8 @@ class SpeculativeMixin(FollowsGenerationConfig):
 
     def _beam_search(self, *args, **kwargs):
         """transformers' own."""
-        self.speculation.looped = True
-        self.speculation.step_aside("num_beams")
+        self._engine.looped = True
+        self._engine.step_aside("num_beams")
         return super()._beam_search(*args, **kwargs)
 
     def _assisted_decoding(self, *args, assistant_model=None, **kwargs):
@@ -194,12 +196,6 @@ class SpeculativeMixin(FollowsGenerationConfig):
             for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
                 kwargs.pop(name, None)
             return self._sample(*args, **kwargs)
-        self.speculation.looped = True
-        self.speculation.step_aside(requested)
+        self._engine.looped = True
+        self._engine.step_aside(requested)
         return super()._assisted_decoding(*args, assistant_model=assistant_model, **kwargs)
-
-
-def refuse_changes(speculation) -> None:
-    """Raise RuntimeError if the model has changed since it was captured."""
-    if changes := speculation.watch.changes():
-        raise RuntimeError(describe(changes))

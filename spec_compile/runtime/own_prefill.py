@@ -43,7 +43,7 @@ def run(
 
     A round can process the last token, and so accept what follows it, unless it is an embedding or a picture's.
     """
-    kwargs, original = model_kwargs | {"use_cache": True}, model.speculation.original
+    kwargs, original = model_kwargs | {"use_cache": True}, model.speculation.engine.original
     cache = kwargs.get("past_key_values")
     is_first = cache is None or cache.get_seq_length() == 0
     pictures = placeholders(original)

@@ -1,0 +1,172 @@
+"""`ServedEngine`: the engine of a model that users call, with all that a call needs beside rounds."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .. import forks
+from ..capture.watch import Watch, describe
+from ..capture.weights import SharedWeights
+from ..config import Options
+from ..drafting import Algorithm
+from ..graph import ModelGraph
+from . import past
+from .agreement import Agreement
+from .check_options import LONGEST
+from .engine import Engine
+from .prepared import Remembered
+from .prompt import Prompt
+from .request import Request
+from .runtime import max_positions
+from .session import Session
+from .steps.build import Step
+from .steps.code import Code
+from .turns import Turns
+
+
+class ServedEngine(Engine):
+    """Whose turn it is, which texts a call refers to, what has changed in the model, and what ranks agree on.
+
+    original: the model that was captured. name: of the algorithm. watch: compares the model with what it was.
+    weights: the memory that the graphs read. rebuild: makes a speculative model alike of a copy of `original`.
+    """
+
+    fork_order = 2
+    watch: Watch
+    weights: SharedWeights
+    rebuild: Callable[[PreTrainedModel], PreTrainedModel]
+
+    def __init__(
+        self, original: PreTrainedModel, name: str, graph: ModelGraph, algorithm: Algorithm, options: Options
+    ):  # fmt: skip
+        limit = max_positions(original, graph.position_limit, options)
+        super().__init__(graph, algorithm, options, original.device, limit)
+        self.original, self.name, self.options = original, name, options
+        self.turns, self.agreement, self.remembered = Turns(), Agreement(options.ranks), Remembered()
+        self.serves_padding = True
+        """True if batches padded on the left are served: the model's own positions follow the padding."""
+        self.looped = False
+        """True if a decoding loop of transformers, or ours, ran in the last generate()."""
+        self._references: list[torch.Tensor] = []
+        self._share_text = True
+        self._announced: set[str] = set()
+        self._calls, self._is_forked = 0, False
+        forks.register(self)
+
+    @cached_property
+    def cache_layout(self) -> past.Layout | None:
+        """Where transformers' cache of this model has the contents of ours (see `past.layout_of`)."""
+        return past.layout_of(self.original, self.captured)
+
+    def refuse_changes(self) -> None:
+        """RuntimeError if the model has changed since it was captured."""
+        if changes := self.watch.changes():
+            raise RuntimeError(describe(changes))
+
+    @contextmanager
+    def generating(self, reference: Any, share_text: bool | None = None) -> Iterator[None]:
+        """The context of one generate(), whose arguments these are; TypeError if they are of another type.
+
+        Other threads' calls wait until it ends.
+        """
+        if share_text is not None and not isinstance(share_text, bool):
+            raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
+        with self.turns, torch.inference_mode(False), torch.no_grad(), self.agreement.awaited():
+            self.adopt()
+            before = self._references, self._share_text
+            self._references = [] if reference is None else self.runtime.algorithm.documents(reference)
+            self._share_text = getattr(self.options, "share_text", True) if share_text is None else share_text
+            self.agreement.add("the references", [reference.tolist() for reference in self._references])
+            stored = self.runtime.algorithm.stored
+            self.agreement.add("share_text or the n-gram store", (self._share_text, stored))
+            self._calls += 1
+            try:
+                yield
+            finally:
+                self._references, self._share_text = before
+                self._calls -= 1
+
+    def step_aside(self, argument: str) -> None:
+        """Warn, once for each `argument`, that transformers' own loop runs because of it."""
+        if argument not in self._announced:
+            self._announced.add(argument)
+            warnings.warn(
+                f"{argument}: only transformers' own generate() does this; it runs, without speculation", stacklevel=4
+            )
+
+    def admit_request(self, prompt: Prompt, room: int) -> None:
+        """Raise ValueError if the model or the memory cannot take `prompt` and `room` more tokens a row."""
+        vocab, positions = self.runtime.verify.vocab_size, self.runtime.verify.position_limit
+        prompt.check_tokens(vocab)
+        batch, tokens = len(prompt.tokens), max(map(len, prompt.tokens)) + room
+        if positions is not None and tokens > positions:
+            raise ValueError(
+                f"max_new_tokens: prompt and new tokens make {tokens} tokens, the model has learned positions for "
+                f"{positions}; ask for at most {positions - tokens + room}"
+            )
+        if tokens > LONGEST:
+            raise ValueError(f"max_new_tokens: prompt and new tokens make {tokens} tokens; expected at most {LONGEST}")
+        if tokens > self.room(batch):  # then the cache will grow
+            self.runtime.check_memory(batch, tokens, "max_new_tokens")
+
+    def answer(self, request: Request) -> Iterator[list[list[int]]]:
+        """Run a request with the references and options of this call; see `Engine.run`."""
+        request.references, request.share_text = self._references, self._share_text
+        request.eos = [token for token in request.eos if 0 <= token < self.runtime.verify.vocab_size]
+        return self.run(request)
+
+    def compile_anew(self) -> None:
+        """Compile one round for a single sequence again, so that tools such as depyf can watch it."""
+        with self.turns:
+            runtime = dataclasses.replace(self.runtime, code=Code(), examples={})
+            Session(runtime, 1).steps.get(Step.ROUND, runtime.sizes[-1])
+
+    def take_over(self) -> None:
+        """See `Speculation.refresh`."""
+        with self.turns, torch.inference_mode(False), torch.no_grad():
+            self.adopt()
+            if self._calls or any(batch.is_busy for batch in self.batches):
+                raise RuntimeError("refresh(): a generate() of this model is running; call refresh() when it is over")
+            changes = [change for change in self.watch.changes() if change.remedy == "speculate"]
+            if changes:
+                raise ValueError(describe(changes))
+            self.weights.take_over()
+            self.refresh()
+            self.options.ranks.refresh()
+
+    @contextmanager
+    def reporting(self, progress: Callable[[str], None] | None) -> Iterator[None]:
+        """A context in which `progress` is called with a line when a step begins or ends to compile."""
+        before = self.runtime.say
+        self.runtime.say = progress or before
+        try:
+            yield
+        finally:
+            self.runtime.say = before
+
+    def adopt(self) -> None:
+        """Make this object usable in a forked process, at its first use there. RuntimeError on a GPU."""
+        if not self._is_forked:
+            return
+        if self.runtime.device.type == "cuda":
+            raise RuntimeError(
+                "a process that was forked cannot use the GPU of its parent; start it by 'spawn', and call speculate() "
+                "there"
+            )
+        self.forget_running()
+        self._calls, self._is_forked = 0, False
+
+    def before_fork(self) -> None:
+        """See `forks`. Nothing waits for a generate() in another thread, because the child uses none of its state."""
+
+    def after_fork(self, in_child: bool) -> None:
+        """See `forks`."""
+        if in_child:
+            self._is_forked |= not self.turns.is_mine
+            self.turns.renew()
