@@ -52,7 +52,7 @@ results = {}
 
 ATTENTION = """
 from spec_compile.kernels.attention import tree_attention
-from spec_compile.kernels.attention.call import Call
+from spec_compile.kernels.attention.call import AttentionCall
 from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 
 tree_attention._device = lambda index: (132, memory)
@@ -71,7 +71,7 @@ for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1,
                 turning = [*torch.zeros(2, 1, nodes, size, dtype=torch.bfloat16), *torch.ones(2, size).bfloat16()]
             found = []
             inputs = q, k, v, *caches, lengths, None if causal else places, places
-            call = Call(*inputs, None, 0.1, None, window, None, *turning, 1e-6)
+            call = AttentionCall(*inputs, None, 0.1, None, window, None, *turning, 1e-6)
             tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
             tree_attention.launch(call._replace(tiles=tiles, slopes=slopes))
             if turned:
