@@ -546,7 +546,7 @@ def test_auto_measures_prompts_once(on_gpu, monkeypatch, ready, right):
     measured = []
     less = dataclasses.replace(BACKENDS["flashinfer"], ready=lambda layer, dtype: ready)
     monkeypatch.setitem(BACKENDS, "flashinfer", less)
-    monkeypatch.setattr(measure, "FOUND", {})
+    monkeypatch.setattr(measure, "FASTEST", {})
     monkeypatch.setattr(measure, "_timed", timed)
     monkeypatch.setattr(measure, "chunk", lambda *_: [])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")

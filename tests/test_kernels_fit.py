@@ -166,7 +166,7 @@ print(json.dumps(results))
 """
 
 EXPERTS = """
-from spec_compile.kernels.experts import Kind, launch
+from spec_compile.kernels.experts import ExpertFormat, launch
 from spec_compile.kernels.linear import activations
 
 
@@ -187,7 +187,8 @@ SHAPES = {
 }
 for name, (count, top, size, inner, layout) in SHAPES.items():
     clamped = dict(gate="clamped", interleaved=True, alpha=1.7, limit=7.0)
-    first, second = Kind(**(clamped if layout.get("biased") else dict(gate="silu")), **layout), Kind(**layout)
+    gate = clamped if layout.get("biased") else dict(gate="silu")
+    first, second = ExpertFormat(**gate, **layout), ExpertFormat(**layout)
 
     def parts(outputs, inputs):
         sizes = (inputs, outputs) if second.transposed else (outputs, inputs)
@@ -240,9 +241,9 @@ print(json.dumps(results))
 """
 
 RECURRENCES = """
-from spec_compile.kernels.recurrence import initial_state, launch, stash_shapes, walk, walk_kernel
+from spec_compile.kernels.recurrence import initial_state, launch, stash_shapes, walk
 
-found, walk_kernel.walk_kernel = [], Compiled(walk_kernel.walk_kernel)
+found, walk.walk_kernel = [], Compiled(walk.walk_kernel)
 walk.launch(torch.ones(1, 64, dtype=torch.int64))
 results["a walk"] = found[0].metadata.shared
 KERNELS = "linear_tree", "linear_commit", "convolution_tree", "convolution_commit", "selective", "selective_commit"
