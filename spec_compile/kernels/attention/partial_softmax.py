@@ -24,7 +24,7 @@ def power_of_2(exponent):
 
 @triton.jit
 def with_alibi(scores, slope, key_position, position, outer):
-    """Scores [M, C] plus `ops.alibi` / outer, because the caller multiplies all by `outer` later.
+    """Scores [M, C] plus `ops.alibi` in base 2 over `outer`, because the caller multiplies all by `outer` later.
 
     slope, position [M]; key_position [C]. The product and the sum are an explicit fma, because a compiler could fuse
     them in one kernel and not in another.

@@ -2,7 +2,7 @@
 
 Import this module only where Triton is installed. The bounds of spans are a function of the token's position, so a
 token's keys are added up in the same order whatever tree it is in. Without a window a token at position p has at most
-MOST spans below it, all of 2 ** log2 positions; log2 is FIRST, and grows by one where there would be more spans.
+MOST spans below it, all of 2 ** log2 positions; log2 is FIRST, and one more each time that there would be more spans.
 
     FIRST = 7, MOST = 32:   p in 0 .. 4095 has spans of 128 positions, p in 4096 .. 8191 has 16 to 32 spans of 256
 
@@ -110,8 +110,8 @@ def merge_spans_kernel(
     if EARLY:
         gdc_wait()
 
-    # Load the part below `edge` of the span in which `edge` lies, and the chunks of the tail. They are added last, but
-    # loaded first, so that nothing waits for them.
+    # Load the part below `edge` of the span that contains `edge`, and the chunks of the tail. They are added last, but
+    # loaded first, so nothing waits for them.
     dv = tl.arange(0, BLOCK_DV)
     number = tl.where((tail_span == last) & (first <= last), newest, -1)
     span_acc, span_peak, span_total = _load(parts_ptr, sums_ptr, number, rows, dv, DV)
@@ -138,7 +138,7 @@ def merge_spans_kernel(
             acc += parts[step][0] * share
             total += parts[step][2] * share
 
-    # Add the chunks of the tail to the span in which `edge` lies. The first chunk of the next span begins a new sum.
+    # Add the chunks of the tail to the span that contains `edge`. The first chunk of the next span begins a new sum.
     for tail in tl.static_range(PARTS):
         if tail > 0:
             if (edge + tail * CHUNK) >> log2 != (edge + (tail - 1) * CHUNK) >> log2:

@@ -128,10 +128,9 @@ if triton is not None:
         reach = tl.sum(sees.to(tl.int32), 1)
         is_seen = tl.max((sees & (leaf > node)).to(tl.int32), 0)
 
-        # Each node belongs to the smallest leaf that sees it. A leaf is seen by no later node.
-        is_leaf = (
-            tl.sum(tl.where((leaf == node) & (is_seen == 0)[None, :], 1, 0), 1) != 0
-        )  # the same along the other axis
+        # Each node belongs to the smallest leaf that sees it. A leaf is seen by no later node; `is_seen` has the nodes
+        # along the second axis, and the sum moves them to the first.
+        is_leaf = tl.sum(tl.where((leaf == node) & (is_seen == 0)[None, :], 1, 0), 1) != 0
         owner = tl.min(tl.where(sees & is_leaf[:, None], leaf, nodes), 0)
         owned = sees & (owner[None, :] == leaf)
         count = tl.sum(owned.to(tl.int32), 1)

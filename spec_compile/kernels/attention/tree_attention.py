@@ -63,7 +63,7 @@ def tree_attention(call: AttentionCall) -> Tensor:
 
 
 class Tuning(NamedTuple):
-    """How `launch` divides the work. All sizes are powers of two, except `splits`.
+    """How `launch` divides the work. All but warps, stages and splits are powers of two.
 
     block_m: rows of a program.
     block_n: keys that a program reads at a time.
@@ -242,6 +242,8 @@ def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
     kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
     block_m, chunk, least, warps, stages, _, most, together = config
     group = heads // kv_heads
+
+    # The tail tiles, the spans, and memory for their partial softmaxes (see `spans`).
     per_tile, columns = nodes_per_tile(group), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
     tiles = tail_tiles(ancestors, per_tile) if call.tiles is None else call.tiles
     tails = (triton.cdiv(nodes, per_tile) if tiles is None else nodes) * triton.cdiv(per_tile * group, block_m)
@@ -254,6 +256,8 @@ def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
     early = dependent_launch.available(q) and tiles is call.tiles  # a table made here may not be read early
     shared = {"WINDOW": call.window, "GROUP": group, "CHUNK": chunk, "FIRST": first, "MOST": most}
     shared |= {"PARTS": tail_parts, "EARLY": early, **({"launch_pdl": True} if early else {})}
+
+    # The three launches.
     programs = triton.cdiv(spans, together) * triton.cdiv(nodes * group, block_m) + tails
     rotated = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early)
     tree_kernel[(batch * kv_heads, programs, triton.cdiv(value_dim, columns))](

@@ -142,7 +142,7 @@ def _attend_to_spans(
     begin, end = tl.maximum(newest - (TOGETHER - 1), 0) << log2, tl.minimum((newest + 1) << log2, edge)
     if WINDOW is not None:
         begin = tl.maximum(begin, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // CHUNK * CHUNK)
-    # Attend, unless a window hides the group or there is none of this number.
+    # Attend, unless a window hides the group or no group has this number.
     if begin < end:
         if EARLY:
             _prefetch_slots(key_cache_ptr, begin, end, DK, BLOCK_DK, 2 * CHUNK)
@@ -311,7 +311,7 @@ def tree_kernel(
     """
     TILE_PARTS: tl.constexpr = (PER_TILE * GROUP + BLOCK_M - 1) // BLOCK_M
     if EARLY:
-        gdc_launch_dependents()  # the merge may take its place on the GPU, and wait there
+        gdc_launch_dependents()  # the merge may begin on the GPU and wait there
 
     # How many of the programs are tails, and this program's path if it is one.
     pair = tl.program_id(0).to(tl.int64)

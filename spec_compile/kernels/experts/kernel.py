@@ -5,7 +5,7 @@ A pair is a token and one of its experts: pair p is expert e(p) = ids[p // k, p 
     first product:   pairs[p] = gate(x[p // k] @ W[e(p)]^T + bias[e(p)])
     second product:  pairs[p] = x[p] @ W[e(p)]^T + bias[e(p)],   out[t] = sum over r of routing[t, r] * pairs[t * k + r]
 
-A program has a slot, finds the expert and the pairs of that slot (`slots`), and multiplies them in tiles. The last
+Each program has a slot, finds the expert and the pairs of that slot (`slots`), and multiplies them in tiles. The last
 program to arrive at a stretch of outputs adds up what a token's experts have computed, in the router's order. With few
 rows in MXFP4, PARTS programs share the columns of the weights, and the last one to arrive adds up their sums.
 
