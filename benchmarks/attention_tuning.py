@@ -30,7 +30,7 @@ from common import write_json
 from triton.runtime.errors import OutOfResources
 
 from spec_compile.kernels.attention import tree_attention as attention
-from spec_compile.kernels.attention.call import Call
+from spec_compile.kernels.attention.call import AttentionCall
 from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 from spec_compile.tree import ancestry
 
@@ -87,7 +87,7 @@ def tunings(bits: dict, rows: int, pairs: int, every: bool, small: bool) -> list
     return out
 
 
-def calls(shape: Shape, case: Case, layers: int, context: int) -> list[Call]:
+def calls(shape: Shape, case: Case, layers: int, context: int) -> list[AttentionCall]:
     """A call for each of `layers` layers, whose block is in the cache already, with `context` tokens committed."""
     made = dict(device=shape.device, dtype=shape.dtype)
     q = torch.randn(case.batch, shape.heads, case.nodes, shape.size, **made)
@@ -97,7 +97,7 @@ def calls(shape: Shape, case: Case, layers: int, context: int) -> list[Call]:
     tiles = tail_tiles(ancestors, nodes_per_tile(shape.heads // shape.kv_heads))
     cache = case.batch, shape.kv_heads, context + case.spare, shape.size
     return [
-        Call(
+        AttentionCall(
             q, None, None, torch.randn(cache, **made), torch.randn(cache, **made), lengths,
             ancestors if case.nodes > 1 else None, lengths[:, None] + depth, None, shape.size**-0.5, None, None,
             tiles=tiles,
@@ -180,7 +180,7 @@ class Search:
                     print(f"{case}: tunings with {bits} give DIFFERENT bits", flush=True)
 
     @staticmethod
-    def _run(layers: list[Call], tuning: attention.Tuning) -> None:
+    def _run(layers: list[AttentionCall], tuning: attention.Tuning) -> None:
         for call in layers:
             attention.launch(call, tuning)
 

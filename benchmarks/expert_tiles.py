@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from spec_compile.kernels.experts import Kind, launch, mxfp4, plans
-from spec_compile.kernels.experts.plans import Tile
+from spec_compile.kernels.experts import ExpertFormat, launch, mxfp4, plans
+from spec_compile.kernels.experts.plans import ExpertTile as Tile
 from spec_compile.kernels.linear import tune
 from spec_compile.kernels.linear.quantised.fp8_block import FP8
 
@@ -24,20 +24,20 @@ class Shape(NamedTuple):
     top: int
     size: int
     inner: int
-    first: Kind
+    first: ExpertFormat
 
 
-CLAMPED = Kind("clamped", True, alpha=1.702, limit=7.0, biased=True)
+CLAMPED = ExpertFormat("clamped", True, alpha=1.702, limit=7.0, biased=True)
 SHAPES = {
     "mxfp4": Shape(32, 4, 2880, 2880, CLAMPED),
-    "experts-bf16": Shape(128, 8, 2048, 768, Kind("silu")),
-    "experts-fp8": Shape(128, 8, 2048, 768, Kind("silu", block=128)),
+    "experts-bf16": Shape(128, 8, 2048, 768, ExpertFormat("silu")),
+    "experts-fp8": Shape(128, 8, 2048, 768, ExpertFormat("silu", block=128)),
 }
 """Of gpt-oss-20b with MXFP4, and of Qwen3-30B-A3B."""
 SMALL = {
     "mxfp4": Shape(4, 2, 512, 64, CLAMPED),
-    "experts-bf16": Shape(4, 2, 256, 64, Kind("silu")),
-    "experts-fp8": Shape(4, 2, 256, 128, Kind("silu", block=128)),
+    "experts-bf16": Shape(4, 2, 256, 64, ExpertFormat("silu")),
+    "experts-fp8": Shape(4, 2, 256, 128, ExpertFormat("silu", block=128)),
 }
 """For Triton's interpreter."""
 TILES = {
@@ -59,7 +59,7 @@ class Mixture:
 
     def __init__(self, name: str, shape: Shape, device: str = DEVICE):
         self.name, self.shape, self.device = name, shape, device
-        self.kinds = [shape.first, Kind(biased=shape.first.biased, block=shape.first.block)]
+        self.kinds = [shape.first, ExpertFormat(biased=shape.first.biased, block=shape.first.block)]
         if name == "mxfp4":
             self.kinds = [replace(kind, mxfp4=inputs) for kind, inputs in zip(self.kinds, (shape.size, shape.inner))]
         self.sizes = [(2 * shape.inner, shape.size), (shape.size, shape.inner)]

@@ -121,7 +121,7 @@ class Cache(nn.Module):
     @property
     def tensors(self) -> list[Tensor]:
         """Keys and values of each layer in turn, each [B, Hkv, slots, D], and behind them their scales, if they have
-        any, [B, Hkv, slots, 2], as `attention.call.Call` takes them."""
+        any, [B, Hkv, slots, 2], as `attention.call.AttentionCall` takes them."""
         return list(self.buffers(recurse=False))
 
     def layer(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:

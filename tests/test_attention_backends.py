@@ -28,7 +28,7 @@ from spec_compile.graph import LayerSpec, ModelGraph, calls
 from spec_compile.kernels import attention, ops
 from spec_compile.kernels.attention import BACKENDS, Use, flex, measure, xqa
 from spec_compile.kernels.attention import tree_attention as kernels
-from spec_compile.kernels.attention.call import Call, attention_calls
+from spec_compile.kernels.attention.call import AttentionCall, attention_calls
 from spec_compile.kernels.attention.merge import add_sinks, merge
 from spec_compile.runtime.steps.regions import cut
 
@@ -105,7 +105,7 @@ def installed(monkeypatch, version):
 def op_of(name, device, captured=False):
     """The backend's op, of one signature; on a CPU Triton's kernel in its interpreter. Skips what is not installed."""
     if name == "triton" and device == "cpu":
-        return lambda *inputs: kernels.launch(Call(*inputs), SMALL._replace(block_m=64, block_n=64, splits=2))
+        return lambda *inputs: kernels.launch(AttentionCall(*inputs), SMALL._replace(block_m=64, block_n=64, splits=2))
     try:
         return BACKENDS[name].load(Use(name, captured=captured))
     except ImportError as error:
@@ -546,7 +546,7 @@ def test_auto_measures_prompts_once(on_gpu, monkeypatch, ready, right):
     measured = []
     less = dataclasses.replace(BACKENDS["flashinfer"], ready=lambda layer, dtype: ready)
     monkeypatch.setitem(BACKENDS, "flashinfer", less)
-    monkeypatch.setattr(measure, "FOUND", {})
+    monkeypatch.setattr(measure, "FASTEST", {})
     monkeypatch.setattr(measure, "_timed", timed)
     monkeypatch.setattr(measure, "chunk", lambda *_: [])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")

@@ -191,7 +191,7 @@ def test_auto_measures_prompts_once(monkeypatch):
     graph = in_16_bits("ngram", 128, attention_backend={"verify": "triton"}).speculation.engine.runtime.prefill
     if not BACKENDS["flashinfer"].ready(graph.layers[0], graph.dtype):
         pytest.skip("FlashInfer's kernels are not compiled")
-    (found,) = measure.FOUND.values()
+    (found,) = measure.FASTEST.values()
     monkeypatch.setattr(measure, "_timed", None)  # it remembers
     fast = in_16_bits("ngram", 128)
     assert f"prefill by {found.name}, verify by triton" in fast.speculation.explain()

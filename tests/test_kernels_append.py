@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from spec_compile.kernels import counters
 from spec_compile.kernels.attention import tree_attention as attention
-from spec_compile.kernels.attention.call import Call
+from spec_compile.kernels.attention.call import AttentionCall
 from spec_compile.kernels.linear import append, small_m
 from spec_compile.kernels.linear.plans import Tile, appending, plan, squared_columns
 from spec_compile.kernels.linear.stream import normed_matmul
@@ -172,7 +172,7 @@ def apart(case):
     caches = [torch.full_like(cache, torch.nan) for cache in case.caches]
     positions = ends.lengths[:, None] + torch.arange(case.nodes, device=case.x.device)
     rest = ends.lengths, None, positions, None, 1.0, None, None
-    call = Call(q, k, v, *caches, *rest, None, ends.cos, ends.sin, ends.q_norm, ends.k_norm, EPS, ends.offset)
+    call = AttentionCall(q, k, v, *caches, *rest, None, ends.cos, ends.sin, ends.q_norm, ends.k_norm, EPS, ends.offset)
     return attention._append(call, 4, 1, early=False).transpose(1, 2), *caches
 
 

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from spec_compile.kernels import compact as compaction
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention import tree_attention as attention
-from spec_compile.kernels.attention.call import CACHES, Call
+from spec_compile.kernels.attention.call import CACHES, AttentionCall
 from spec_compile.tree import ancestry
 
 PLACES = places(torch.float32, torch.bfloat16)
@@ -144,7 +144,7 @@ class Case:
         tensors = self.q, self.k, self.v, *self.caches, self.lengths, self.ancestors, self.positions, self.sinks
         turning = (move(x, self.device) for x in (*self.angles, *self.norms))
         rest = *self.rest, None, *turning, EPS, self.offset
-        return Call(*(move(x, self.device) for x in tensors), *rest, slopes=move(self.slopes, self.device))
+        return AttentionCall(*(move(x, self.device) for x in tensors), *rest, slopes=move(self.slopes, self.device))
 
     def check(self, config=SMALL):
         inputs = self.inputs()
@@ -181,7 +181,7 @@ def test_the_tolerance_notices_a_wrong_scale(dtype, factor):
 
 
 @pytest.mark.parametrize("nodes, causal", [(1, False), (7, False), (70, True)])
-@pytest.mark.parametrize("run", [attention.tree_attention, lambda *call: attention.launch(Call(*call), SMALL)])
+@pytest.mark.parametrize("run", [attention.tree_attention, lambda *call: attention.launch(AttentionCall(*call), SMALL)])
 def test_a_block_that_lies_in_the_cache_already(place, nodes, causal, run):
     case = Case(place, [40] if causal else [40, 7], nodes, random_tree(nodes), heads=(4, 2), causal=causal)
     call = case.inputs()

@@ -16,14 +16,14 @@ from spec_compile.capture.trace import capture
 from spec_compile.compat import EXPERTS_INTERFACES
 from spec_compile.graph import calls
 from spec_compile.kernels import counters, experts
-from spec_compile.kernels.experts import Kind, launch, mxfp4, plans
+from spec_compile.kernels.experts import ExpertFormat, launch, mxfp4, plans
 
 route = pytest.importorskip("spec_compile.kernels.experts.route", exc_type=ImportError)
 
 PLACES = places(torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-TILE = plans.Tile(32, 32, 16, stages=2)
-SILU, CLAMPED = Kind("silu"), Kind("clamped", True, True, True, 1.702, 7.0)
+TILE = plans.ExpertTile(32, 32, 16, stages=2)
+SILU, CLAMPED = ExpertFormat("silu"), ExpertFormat("clamped", True, True, True, 1.702, 7.0)
 
 
 @pytest.fixture(params=PLACES)
@@ -42,7 +42,7 @@ class Mixture:
 
     def __init__(self, place, tokens, top, count, size, inner, first):
         self.first = first
-        self.second = Kind(transposed=first.transposed, biased=first.biased, block=first.block)
+        self.second = ExpertFormat(transposed=first.transposed, biased=first.biased, block=first.block)
         outputs = inner * (1 if first.gate == "none" else 2)
         self.up, self.down = self.parts(place, count, outputs, size), self.parts(place, count, size, inner)
         self.x = torch.randn(tokens, size).to(*place)
@@ -80,11 +80,11 @@ class Mixture:
     "tokens, top, count, size, inner, kind",
     [
         (1, 2, 4, 48, 20, SILU),
-        (3, 1, 9, 64, 40, Kind("none")),
+        (3, 1, 9, 64, 40, ExpertFormat("none")),
         (17, 3, 5, 33, 34, SILU),  # more pairs than experts, and odd sizes
         (5, 2, 12, 64, 33, CLAMPED),
         (70, 2, 5, 32, 16, SILU),  # pairs that do not fit into one look
-        (6, 2, 3, 80, 48, Kind("silu", biased=True)),
+        (6, 2, 3, 80, 48, ExpertFormat("silu", biased=True)),
     ],
 )
 def test_experts(place, tokens, top, count, size, inner, kind):
@@ -103,7 +103,7 @@ def test_all_tokens_at_the_same_experts_and_at_none_alike(place, count):
 def test_a_row_has_the_same_bits_beside_any_others(place):
     mixture = Mixture(place, 40, 3, 7, 64, 32, SILU)
     mixture.ids[20:] = mixture.ids[20]
-    wide = plans.Tile(32, 32, 64, stages=2)
+    wide = plans.ExpertTile(32, 32, 64, stages=2)
     everything = mixture.kernel()
     for rows in ([0], [39, 20], [7, 3, 21, 22, 5]):
         for tile in (TILE, wide) if GPU else (TILE,):  # numpy adds up by the size of a tile
@@ -113,10 +113,10 @@ def test_a_row_has_the_same_bits_beside_any_others(place):
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_experts_in_fp8(tokens):
     place = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
-    mixture = Mixture(place, tokens, 2, 8, 256, 384, Kind("silu", block=128))
+    mixture = Mixture(place, tokens, 2, 8, 256, 384, ExpertFormat("silu", block=128))
     up, down = ([each.cpu() for each in parts] for parts in (mixture.up, mixture.down))
     x, ids, weights = mixture.x.cpu(), mixture.ids.cpu(), mixture.weights.cpu()
-    tile = plans.Tile(32, 128, 16, stages=2)
+    tile = plans.ExpertTile(32, 128, 16, stages=2)
     got = launch.up(mixture.x, mixture.ids, mixture.up, mixture.first, tile)
     expected = experts.experts_up(x, ids, up, mixture.first.text)
     assert (got.cpu() - expected).norm() < TOLERANCE[place[1]] * expected.norm()
@@ -155,7 +155,8 @@ def test_mxfp4_that_has_no_place_in_the_order_of_the_kernel():
 
 def mxfp4_mixture(place, tokens, top, count, size, inner):
     """A mixture as that of gpt-oss, with random codes."""
-    mixture, sides = Mixture(place, tokens, top, count, size, inner, Kind("clamped", True, False, True, 1.702, 7.0)), []
+    clamped, sides = ExpertFormat("clamped", True, False, True, 1.702, 7.0), []
+    mixture = Mixture(place, tokens, top, count, size, inner, clamped)
     for weight, bias in (mixture.up, mixture.down):
         blocks, scales = published(*weight.shape)
         words, units = mxfp4.pack(blocks, scales % 8 + 118)
@@ -167,7 +168,7 @@ def mxfp4_mixture(place, tokens, top, count, size, inner):
 
 def test_experts_in_mxfp4(place):
     """With sizes that are no multiples of a tile's, and more rows than one tile has."""
-    mixture, tile = mxfp4_mixture(place, 18, 1, 2, 288, 32), plans.Tile(128, 256, 16, stages=2)
+    mixture, tile = mxfp4_mixture(place, 18, 1, 2, 288, 32), plans.ExpertTile(128, 256, 16, stages=2)
     mixture.ids[2:] = 1
     assert mixture.error(tile=tile) < TOLERANCE[place[1]]
     assert torch.equal(mixture.kernel([17], tile), mixture.kernel(tile=tile)[17:])
@@ -176,7 +177,7 @@ def test_experts_in_mxfp4(place):
 def test_programs_that_share_the_columns_of_mxfp4_change_no_bit(place):
     mixture = mxfp4_mixture(place, 18, 2, 4, 544, 288)
     mixture.ids[:] = torch.tensor([1, 3])  # 18 rows of an expert are two tiles
-    tile = plans.Tile(128, 256, 16, stages=2, parts=2)
+    tile = plans.ExpertTile(128, 256, 16, stages=2, parts=2)
     cut = mixture.kernel(tile=tile)
     assert mixture.error(tile=tile) < TOLERANCE[place[1]]
     shared = tile._replace(shared=True)
@@ -200,7 +201,8 @@ def test_all_values_of_mxfp4(place):
     scales = torch.arange(512).view(1, 32, 16).remainder(129).to(torch.uint8)
     parts = [part.to(place[0]) for part in mxfp4.pack(blocks, scales)]
     ids = torch.zeros(512, 1, dtype=torch.int64, device=place[0])
-    got = launch.up(torch.eye(512).to(*place), ids, parts, Kind(mxfp4=512), plans.Tile(32, 256, 64, stages=2))
+    tile = plans.ExpertTile(32, 256, 64, stages=2)
+    got = launch.up(torch.eye(512).to(*place), ids, parts, ExpertFormat(mxfp4=512), tile)
     normal = scales[0].repeat_interleave(32, 1) > 1  # PyTorch's sums lose numbers below the smallest normal one
     expected = convert_moe_packed_tensors(blocks, scales, dtype=place[1])[0].T
     assert torch.equal(got.cpu()[:, 0].T[normal], expected[normal])

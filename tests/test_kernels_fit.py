@@ -52,7 +52,7 @@ results = {}
 
 ATTENTION = """
 from spec_compile.kernels.attention import tree_attention
-from spec_compile.kernels.attention.call import Call
+from spec_compile.kernels.attention.call import AttentionCall
 from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
 
 tree_attention._device = lambda index: (132, memory)
@@ -71,7 +71,7 @@ for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1,
                 turning = [*torch.zeros(2, 1, nodes, size, dtype=torch.bfloat16), *torch.ones(2, size).bfloat16()]
             found = []
             inputs = q, k, v, *caches, lengths, None if causal else places, places
-            call = Call(*inputs, None, 0.1, None, window, None, *turning, 1e-6)
+            call = AttentionCall(*inputs, None, 0.1, None, window, None, *turning, 1e-6)
             tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
             tree_attention.launch(call._replace(tiles=tiles, slopes=slopes))
             if turned:
@@ -166,7 +166,7 @@ print(json.dumps(results))
 """
 
 EXPERTS = """
-from spec_compile.kernels.experts import Kind, launch
+from spec_compile.kernels.experts import ExpertFormat, launch
 from spec_compile.kernels.linear import activations
 
 
@@ -187,7 +187,8 @@ SHAPES = {
 }
 for name, (count, top, size, inner, layout) in SHAPES.items():
     clamped = dict(gate="clamped", interleaved=True, alpha=1.7, limit=7.0)
-    first, second = Kind(**(clamped if layout.get("biased") else dict(gate="silu")), **layout), Kind(**layout)
+    gate = clamped if layout.get("biased") else dict(gate="silu")
+    first, second = ExpertFormat(**gate, **layout), ExpertFormat(**layout)
 
     def parts(outputs, inputs):
         sizes = (inputs, outputs) if second.transposed else (outputs, inputs)
@@ -240,9 +241,9 @@ print(json.dumps(results))
 """
 
 RECURRENCES = """
-from spec_compile.kernels.recurrence import initial_state, launch, stash_shapes, walk, walk_kernel
+from spec_compile.kernels.recurrence import initial_state, launch, stash_shapes, walk
 
-found, walk_kernel.walk_kernel = [], Compiled(walk_kernel.walk_kernel)
+found, walk.walk_kernel = [], Compiled(walk.walk_kernel)
 walk.launch(torch.ones(1, 64, dtype=torch.int64))
 results["a walk"] = found[0].metadata.shared
 KERNELS = "linear_tree", "linear_commit", "convolution_tree", "convolution_commit", "selective", "selective_commit"

@@ -499,7 +499,7 @@ def test_experts_that_stay_in_mxfp4(gpt_oss, tmp_path):
     fast = speculate(model, compile=False, check=False)
     graph = fast.speculation.engine.captured
     markers = calls(graph.gm, experts.UP) + calls(graph.gm, experts.DOWN)
-    assert {experts.kind_of(node.args[-1]).mxfp4 for node in markers} == {64}
+    assert {experts.format_of(node.args[-1]).mxfp4 for node in markers} == {64}
     assert torch.equal(fast.generate(IDS, **GREEDY), wanted)
     assert torch.equal(model.generate(IDS, **GREEDY), wanted)
 
@@ -605,7 +605,7 @@ def test_experts_in_fp8(fp8_mixture):
     ids = IDS % models.VOCAB
     graph = capture(fp8_mixture)
     markers = calls(graph.gm, experts.UP) + calls(graph.gm, experts.DOWN)
-    assert {experts.kind_of(node.args[-1]).block for node in markers} == {128}
+    assert {experts.format_of(node.args[-1]).block for node in markers} == {128}
     with torch.no_grad():
         expected = fp8_mixture(input_ids=ids).logits
         got = graph.gm(ids, torch.arange(ids.shape[1])[None])[0]

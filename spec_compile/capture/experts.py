@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from ..compat import EXPERTS_INTERFACES, default_gate, experts_implementation
-from ..kernels.experts import DOWN, UP, Kind
+from ..kernels.experts import DOWN, UP, ExpertFormat
 from ..kernels.linear.quantised.fp8_block import FP8
 from ..kernels.linear.quantised.layout import class_path, require, require_scale
 
@@ -32,11 +32,11 @@ def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_
     layout = dict(transposed=getattr(module, "is_transposed", False), biased=module.has_bias)
     layout["block"] = _block(module)
     gate = _gate(module)
-    x = UP(hidden_states, top_k_index, _parts(module, first), Kind(**gate, **layout).text)
+    x = UP(hidden_states, top_k_index, _parts(module, first), ExpertFormat(**gate, **layout).text)
     if gate["gate"] == "none":
         apply = module._apply_gate if module.has_gate else module.act_fn
         x = apply(x.flatten(0, 1)).unflatten(0, top_k_index.shape)
-    return DOWN(x, top_k_index, top_k_weights, _parts(module, second), Kind(**layout).text)
+    return DOWN(x, top_k_index, top_k_weights, _parts(module, second), ExpertFormat(**layout).text)
 
 
 for _interface in EXPERTS_INTERFACES:
@@ -44,13 +44,13 @@ for _interface in EXPERTS_INTERFACES:
 
 
 def _parts(module: nn.Module, name: str) -> list[Tensor]:
-    """The tensors of a product in the order of `Kind`."""
+    """The tensors of a product in the order of `ExpertFormat`."""
     names = name, *([f"{name}_scale_inv"] if _block(module) else ()), *([f"{name}_bias"] if module.has_bias else ())
     return [getattr(module, each) for each in names]
 
 
 def _gate(module: nn.Module) -> dict:
-    """The fields of a `Kind` for the gate between the products; "none": it stays in the graph."""
+    """The fields of an `ExpertFormat` for the gate between the products; "none": it stays in the graph."""
     method = type(module)._apply_gate
     is_default = method is default_gate or _is_plain_fp8(module)
     if module.has_gate and is_default and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
@@ -67,7 +67,7 @@ def _is_plain_fp8(module: nn.Module) -> bool:
 
 
 def are_packed(module: nn.Module) -> bool:
-    """Whether a module is a mixture's experts in FP8; UnreadError if they are laid out otherwise than `Kind` says."""
+    """True if a module is a mixture's experts in FP8; UnreadError if their layout is none of `ExpertFormat`'s."""
     if class_path(module) != "transformers.integrations.finegrained_fp8.FP8Experts":
         return False
     size = module.block_size

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-from ..kernels.experts import DOWN, UP, Kind, mxfp4
+from ..kernels.experts import DOWN, UP, ExpertFormat, mxfp4
 from ..kernels.linear.quantised.layout import class_path, require
 
 PRODUCTS = "gate_up_proj", "down_proj"
@@ -44,7 +44,8 @@ class Mxfp4Experts(nn.Module):
         up, down = ([getattr(self, f"{name}_{part}") for part in ("words", "units", "bias")] for name in PRODUCTS)
         gate = dict(gate="clamped", interleaved=True, alpha=self.alpha, limit=self.limit)
         kinds = [
-            Kind(biased=True, mxfp4=self._inputs[name], **(gate if name == PRODUCTS[0] else {})) for name in PRODUCTS
+            ExpertFormat(biased=True, mxfp4=self._inputs[name], **(gate if name == PRODUCTS[0] else {}))
+            for name in PRODUCTS
         ]
         x = UP(hidden_states, router_indices, up, kinds[0].text)
         return DOWN(x, router_indices, routing_weights, down, kinds[1].text)

@@ -1,6 +1,7 @@
-"""Kernels: what an op means in plain PyTorch (ops.py), and beside it, a file each, the Triton kernels for GPUs.
+"""Kernels: ops in plain PyTorch (`ops`), and Triton kernels for GPUs, a file for each.
 
-Whose attention runs is a choice: attention/ has the backends.
+`attention` has the backends of attention, `linear` the matrix products, `experts` those of mixtures, and `recurrence`
+the layers with states.
 """
 
 import torch
@@ -9,7 +10,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def load(device: torch.device) -> None:
-    """Register the ops that have kernels, and make ready what they share on a GPU; needs triton."""
+    """Register the ops that have kernels, and allocate the counters that they share on a GPU. Needs Triton."""
     from . import compact, counters, gated_norm, l2_norm, linear, norm, row_scan  # noqa: F401
     from .attention import tree_attention  # noqa: F401
     from .experts import route  # noqa: F401

@@ -1,4 +1,8 @@
-"""Move the accepted path's keys and values into place, every layer in one launch.
+"""Move the accepted path's keys and values into place, all layers in one launch.
+
+    cache[b, :, lengths[b] + i] = cache[b, :, lengths[b] + path[b, i]]    for i < count[b]
+
+With 300 committed slots, the path [0, 1, 3] and count 3, slot 303 goes to slot 302; slots 300 and 301 are in place.
 
 Import this module only where Triton is installed.
 """
@@ -13,10 +17,12 @@ from torch import Tensor
 
 @torch.library.custom_op("spec_compile::compact", mutates_args=("caches",), device_types="cpu")
 def compact(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) -> None:
-    """Move slot lengths[b] + path[b, i] of every cache to slot lengths[b] + i, for all i < count[b].
+    """Move the accepted nodes' slots of every cache, in plain PyTorch, which the op runs on a CPU.
 
-    caches: each [B, Hkv, S, D] contiguous, Hkv, D and dtype its own; lengths, count [B], path [B, N] int64, path
-    ascending with path[b, i] >= i, N <= 64. What runs on a CPU, and what it means anywhere.
+    caches: [B, Hkv, S, D] each, contiguous; Hkv, S, D and dtype may differ.
+    lengths: [B] int64; committed slots.
+    path: [B, N] int64, N <= 64; accepted nodes, ascending, so that path[b, i] >= i.
+    count: [B] int64; how many nodes of the path are accepted.
     """
     row, index = torch.nonzero(torch.arange(path.shape[1], device=path.device) < count[:, None], as_tuple=True)
     target, source = lengths[row] + index, lengths[row] + path[row, index]
@@ -30,7 +36,7 @@ def _(caches, lengths, path, count):
 
 
 _tables: dict[tuple, Tensor] = {}
-"""Address, heads, slots and units a slot of each cache of a list, on the device. Kept: captured graphs read them."""
+"""Tables [caches, 4] on the device: address, heads, slots, units of a slot. Kept, because captured graphs read them."""
 
 
 def _table(caches: list[Tensor], sizes: list[int]) -> Tensor:
@@ -48,7 +54,7 @@ def launch(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) -
     batch, nodes = path.shape
     if nodes == 1 or not caches:
         return
-    unit = min(cache.itemsize for cache in caches)  # in which all of them are moved
+    unit = min(cache.itemsize for cache in caches)  # bytes that are moved as one number
     sizes = [cache.shape[3] * cache.itemsize // unit for cache in caches]
     widest = max(sizes)
     block_d = min(triton.next_power_of_2(widest), 128)
@@ -63,19 +69,24 @@ def launch(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) -
 
 @triton.jit(do_not_specialize=["nodes", "batch"])
 def _compact(
-    table, lengths, path, count, nodes, batch,
-    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_NODES: tl.constexpr,
+    table,  # [caches, 4] int64, see `_tables`
+    lengths, path, count,  # [B], [B, nodes], [B] int64
+    nodes, batch, DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_NODES: tl.constexpr,
 ):  # fmt: skip
-    """One program for a cache, a batch row, a KV head and BLOCK_D columns."""
+    """One program for a cache, a row of the batch, a KV head and BLOCK_D columns. Grid (caches, B * Hkv, columns)."""
     table += tl.program_id(0) * 4
     heads, slots, size = tl.load(table + 1), tl.load(table + 2), tl.multiple_of(tl.load(table + 3), ALIGN)
     if tl.program_id(1) >= batch * heads:
         return
+
+    # The nodes that are not in place yet.
     row = tl.program_id(1) // heads
     number = tl.arange(0, BLOCK_NODES)
     accepted = number < tl.minimum(tl.load(count + row), nodes)
     source = tl.load(path + row * nodes + number, mask=accepted, other=0)
     moved = accepted & (source != number)
+
+    # Move them.
     cache = tl.multiple_of(tl.load(table).to(tl.pointer_type(DTYPE)), ALIGN)
     cache += (tl.program_id(1) * slots + tl.load(lengths + row)) * size
     column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -1,4 +1,6 @@
-"""Copy the first slots of a row of every cache to a row of other caches, all of them in one launch.
+"""Copy the first slots of a row of every cache to a row of other caches, all caches in one launch.
+
+    targets[c][to, :, :slots] = sources[c][row, :, :slots]    for every cache c
 
 Import this module only where Triton is installed.
 """
@@ -11,12 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Units that a program copies."""
+"""Units that a program copies; a unit is 1 to 8 bytes."""
 
 
 class RowCopies:
-    """Copies rows of `sources`, each [B, Hkv, S, D] contiguous, to rows of `targets`, which may have other numbers of
-    rows and slots. Their addresses must stay."""
+    """Copies rows of `sources` to rows of `targets`.
+
+    sources: [B, Hkv, S, D] each, contiguous.
+    targets: likewise; B and S may differ from the source's. The addresses of both must not change.
+    """
 
     def __init__(self, sources: list[Tensor], targets: list[Tensor]):
         slot_bytes = [source.shape[3] * source.itemsize for source in sources]
@@ -37,8 +42,11 @@ class RowCopies:
 
 
 @triton.jit(do_not_specialize=["row", "to", "slots"])
-def _copy_row(table, row, to, slots, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program for a cache, a KV head and BLOCK units of its slots, which lie one behind the other."""
+def _copy_row(
+    table,  # [caches, 6] int64: addresses of source and target, heads, slots of source and target, units of a slot
+    row, to, slots, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for a cache, a KV head and BLOCK units of its contiguous slots. Grid (caches, Hkv, units / BLOCK)."""
     table += tl.program_id(0) * 6
     heads, size = tl.load(table + 2), tl.load(table + 5)
     head, unit = tl.program_id(1), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

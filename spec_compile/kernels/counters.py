@@ -1,4 +1,4 @@
-"""Counters in device memory by which the programs of a launch learn who arrives last; zero between launches."""
+"""Counters in device memory that tell a program if it is the last of its launch to arrive; zero between launches."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ _next: dict[torch.device, int] = {}
 
 
 def prepare(device: torch.device) -> None:
-    """Allocate what launches on a device share. Else the first launch does, or while a graph is captured each one."""
+    """Allocate the counters of a device. Otherwise the first launch does, and during a capture every launch."""
     if device not in _counters:
         _counters[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         _next[device] = 0
@@ -18,7 +18,7 @@ def prepare(device: torch.device) -> None:
 
 
 def zero_counters(device: torch.device, count: int) -> Tensor:
-    """Counters [>= count] int32 that a launch may use and leaves zero; launches of the same time get others."""
+    """Counters [>= count] int32 of value 0, which a launch must leave at 0; concurrent launches get other ones."""
     count = -(-count // 32) * 32  # aligned, so that every launch has the same specialisation
     if device not in _counters:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -30,5 +30,5 @@ def zero_counters(device: torch.device, count: int) -> Tensor:
 
 
 def all_zero() -> bool:
-    """Whether every launch so far left its counters zero."""
+    """True if every launch so far left its counters at 0."""
     return not any(counters.any() for counters in _counters.values())

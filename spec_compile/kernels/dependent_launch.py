@@ -1,10 +1,13 @@
-"""Programmatic dependent launch: a kernel begins while the one before it still runs, and waits for it where it must.
+"""Programmatic dependent launch: a kernel begins while the one before it still runs, and waits for it when it must.
 
-Kernels that let the next one begin early keep two rules. At least one program waits before it ends, and so do all that
-read or write what other kernels write: then a kernel that is done means that all before it are. Before its wait a
-program writes nothing, and reads only what no kernel of this kind writes: weights, lengths, positions. (CUDA C++
-Programming Guide, "Programmatic Dependent Launch and Synchronization".)
-`all_reduce_kernel` says why it need not keep the second rule behind a product.
+Kernels that let the next one begin early keep two rules:
+
+1. At least one program waits before it ends, and so does every program that reads or writes memory which other kernels
+   write. So when a kernel is done, all kernels before it are done.
+2. Before its wait a program writes nothing, and reads only memory that no such kernel writes: weights, lengths,
+   positions. `all_reduce_kernel` explains why it may break this rule after a product.
+
+Reference: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
 import functools
@@ -14,7 +17,7 @@ from torch import Tensor
 
 
 def available(x: Tensor) -> bool:
-    """Whether kernels on x's device can be launched so: on Hopper and later."""
+    """True if kernels on x's device can be launched early: on Hopper and later."""
     return x.is_cuda and _capable(x.device)
 
 

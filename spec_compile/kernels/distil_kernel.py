@@ -1,7 +1,10 @@
 """`training.loss.distil` in one kernel, which reads logits twice and writes their gradient over them.
 
+    loss = row_weight * (logsumexp(student) - sum over tokens of softmax(teacher) * student)
+    gradient = row_weight * (softmax(student) - softmax(teacher))
+
 Import this module only where Triton is installed. PyTorch's own operations pass over a block of logits a dozen times,
-most of them in float32, which takes as long as the matrix products that make the logits.
+mostly in float32, which takes as long as the matrix products that make the logits.
 """
 
 import torch
@@ -10,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 2048, 8
-"""Logits that a program reads at a time, and its warps. They have not been tuned."""
+"""Logits that a program reads at a time, and its warps; not tuned."""
 LEAST = tl.constexpr(-1e30)
-"""In place of minus infinity, whose difference with itself is no number."""
+"""Stands for minus infinity, because minus infinity minus itself is NaN."""
 
 
 def launch(logits: Tensor, teacher: Tensor, shared: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """As `training.loss.distil`, which says what the arguments are. The gradient is written over `logits`."""
+    """`training.loss.distil` with the same arguments; the gradient is written over `logits`."""
     logits, teacher = (values if values.stride(1) == 1 else values.contiguous() for values in (logits, teacher))
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
@@ -29,18 +32,20 @@ def launch(logits: Tensor, teacher: Tensor, shared: Tensor, row_weights: Tensor)
 
 @triton.jit
 def _distil(
-    logits_ptr, teacher_ptr, shared_ptr, weights_ptr, losses_ptr, size, stride_logits, stride_teacher,
-    BLOCK: tl.constexpr,
+    logits_ptr, teacher_ptr,  # [R, size], [P, size], by their strides; the gradient replaces the logits
+    shared_ptr, weights_ptr,  # [R]: the teacher's row of each row, and the row's weight
+    losses_ptr,  # [R] float32, written
+    size, stride_logits, stride_teacher, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program a row: logits [R, size] -> their gradient in place, and losses [R] float32."""
+    """The loss and gradient of one row a program. Grid (R)."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     teacher_ptr += tl.load(shared_ptr + row) * stride_teacher
     row_weight = tl.load(weights_ptr + row).to(tl.float32)
     lanes = tl.arange(0, BLOCK)
 
-    # Pass 1. Of the logits that it reads, each lane keeps the maximum m and the sum z of exp(logit - m), once for the
-    # student and once for the teacher; and the teacher's sum of exp(logit - m) * the student's logit.
+    # Pass 1. Each lane keeps, for the logits that it reads, the maximum m and the sum z of exp(logit - m), of student
+    # and teacher each, and the sum of exp(teacher - m) * student.
     student_m = tl.full([BLOCK], LEAST, tl.float32)
     teacher_m = tl.full([BLOCK], LEAST, tl.float32)
     student_z = tl.zeros([BLOCK], tl.float32)
@@ -59,7 +64,7 @@ def _distil(
         product = product * shrink + tl.where(inside, share * student, 0.0)
         teacher_m = larger
 
-    # The lanes become one. A lane that has read nothing has m = LEAST, so that its sums are scaled by 0.
+    # Join the lanes. A lane that has read nothing has m = LEAST, so its sums are scaled by 0.
     student_max, teacher_max = tl.max(student_m, axis=0), tl.max(teacher_m, axis=0)
     student_log = student_max + tl.log(tl.sum(student_z * tl.exp(student_m - student_max), axis=0))
     scale = tl.exp(teacher_m - teacher_max)

@@ -1,7 +1,9 @@
 """L2 norms of the queries and keys of the delta rule, in one small kernel.
 
-Import this module only where Triton is installed. A program takes one head of one token, so that a row has the same
-bits beside any others; like that of `gated_norm`, the kernel knows nothing of strides and alignment.
+    q_out = scale * q / sqrt(sum(q^2) + eps)        k_out = k / sqrt(sum(k^2) + eps)
+
+Import this module only where Triton is installed. A program has one head of one token, so a row has the same bits
+whatever other rows there are. Like that of `gated_norm`, the kernel is compiled for no strides and alignments.
 """
 
 import torch
@@ -14,7 +16,7 @@ from .ops import as_groups
 
 @torch.library.custom_op("spec_compile::l2_norms", mutates_args=(), device_types="cpu")
 def l2_norms(q: Tensor, k: Tensor, eps: float, scale: float) -> tuple[Tensor, Tensor]:
-    """q and k [..., H, D], each over the root of the sum of its squares and `eps`; q times `scale` -> both float32.
+    """The L2 norms of q and k [..., H, D], q times `scale` -> both float32.
 
     Source: flash-linear-attention's ``use_qk_l2norm_in_kernel`` (Gated DeltaNet, Kimi Delta Attention). ValueError for
     q and k of different shapes.
@@ -52,7 +54,7 @@ def launch(q, k, eps, scale) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _normed(x, row, head, stride, stride_h, size, eps, BLOCK: tl.constexpr):
-    """x [row, head] over its length."""
+    """The normed head x[row, head], [BLOCK]."""
     column = tl.arange(0, BLOCK)
     value = tl.load(x + row * stride + head * stride_h + column, mask=column < size, other=0.0).to(tl.float32)
     return value * tl.rsqrt(tl.sum(value * value) + eps)
@@ -63,9 +65,11 @@ def _normed(x, row, head, stride, stride_h, size, eps, BLOCK: tl.constexpr):
     do_not_specialize_on_alignment=["q", "k", "q_out", "k_out"],
 )
 def l2_norms_kernel(
-    q, k, q_out, k_out, stride_q, stride_qh, stride_k, stride_kh, heads, size, eps, scale, BLOCK: tl.constexpr
+    q, k,  # [rows, heads, size] by their strides
+    q_out, k_out,  # [rows * heads, size] float32, written
+    stride_q, stride_qh, stride_k, stride_kh, heads, size, eps, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q_out, k_out [rows * heads, size]. Grid (rows * heads)."""
+    """One head of one row a program. Grid (rows * heads)."""
     row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     column = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * size + column

@@ -1,7 +1,11 @@
 """The kernel of `drafters.trees.lattice.lattice_tree`: the best tree over a table of log-probabilities, in one launch.
 
-Import this module only where Triton is installed. A program takes a row, and takes up nodes from the
-best down: every node offers the best of its children that are left, and the best offer comes next.
+Import this module only where Triton is installed. A program has a row, and takes nodes from the best down: every node
+offers the best of its children that are not in the tree yet, and the best offer of all nodes becomes the next node.
+
+    candidates at place 0: a (-0.1), b (-2.5); below a at place 1: c (-0.3), d (-1.6)
+    the root offers a: node 1 = a, score -0.1. The root offers b (-2.5) and a offers c (-0.4): node 2 = c.
+    c offers a child, a offers d (-1.7), the root b (-2.5), and so on.
 """
 
 import torch
@@ -26,7 +30,7 @@ def launch(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> tuple[
 
 @triton.jit
 def _order(score):
-    """int32 that orders as the scores do; 0 and -0 alike."""
+    """An int32 for each score, in the same order; 0.0 and -0.0 have the same one."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -35,9 +39,9 @@ def _order(score):
 def _offer(
     logprobs, place, candidate, score, taken, places, count, stride_place, stride_before, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Of a node's children that are not in the bits `taken` the best: its number and score, and whether there is one.
+    """The best child of a node that is not in the bits `taken`: its number, its score, and True if there is one.
 
-    The children stand at `place`; the node is this candidate of the place before, with this score.
+    place: of the children. candidate: the node's number among the candidates of the place before. score: the node's.
     """
     k = tl.arange(0, BLOCK_K)
     free = (k < tl.where(place < places, count, 0)) & (((taken >> k) & 1) == 0)
@@ -49,17 +53,18 @@ def _offer(
 
 @triton.jit
 def _of(values, number, index):
-    """The entry of values [BLOCK_N] at an index."""
+    """values[index] of values [BLOCK_N]."""
     return tl.sum(tl.where(number == index, values, 0), 0)
 
 
 @triton.jit(do_not_specialize=["places", "nodes"])
 def lattice_kernel(
-    root, tokens, logprobs, ids, parents, scores, places, count, nodes, stride_row, stride_place, stride_before,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    root, tokens,  # [B], [B, P, K] int64
+    logprobs,  # [B, P, K, K] by its strides: of each candidate after each candidate of the place before
+    ids, parents, scores,  # [B, nodes], written
+    places, count, nodes, stride_row, stride_place, stride_before, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """ids, parents, scores [B, nodes] of the trees below root [B]; tokens [B, P, K]; logprobs [B, P, K, K], of strides
-    stride_row, stride_place, stride_before and 1. Grid (B)"""
+    """The tree of one row a program. Grid (B)."""
     row = tl.program_id(0).to(tl.int64)
     tokens += row * places * count
     logprobs += row * stride_row
@@ -70,7 +75,8 @@ def lattice_kernel(
     tl.store(parents, tl.full([], -1, tl.int64))
     tl.store(scores, tl.full([], 0.0, tl.float32))
 
-    # By node: the place of its children, which candidate it is, its score, the children that are nodes, and its offer.
+    # For each node: the place of its children, its number as a candidate, its score, the bits of its children in the
+    # tree, and its offer: the child's number, score and order.
     number = tl.arange(0, BLOCK_N)
     place, candidate = tl.zeros([BLOCK_N], tl.int32), tl.zeros([BLOCK_N], tl.int32)
     score, taken = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.int32)
@@ -82,7 +88,7 @@ def lattice_kernel(
     offered = tl.where(number == 0, value, offered)
     order = tl.where(number == 0, _order(value), order)
     for node in range(1, nodes):
-        # Of equal offers the one at the first place, and then that of the lowest parent, as in the plain form's sort.
+        # Take the best offer. Ties go to the first place, and then to the lowest parent, as in the plain form.
         tie = tl.where(order == tl.max(order, 0), place * BLOCK_N + number, 2147483647)
         above = tl.min(tie, 0) % BLOCK_N
         at, chosen, total = _of(place, number, above), _of(offer, number, above), _of(offered, number, above)
@@ -90,7 +96,7 @@ def lattice_kernel(
         tl.store(parents + node, above.to(tl.int64))
         tl.store(scores + node, total)
 
-        # The parent offers its next child, and the node its first.
+        # The parent offers its next child, and the new node its first one.
         taken = tl.where(number == above, taken | (1 << chosen), taken)
         place, candidate = tl.where(number == node, at + 1, place), tl.where(number == node, chosen, candidate)
         score = tl.where(number == node, total, score)

@@ -1,8 +1,9 @@
-"""Sums whose order of additions depends on no layout of the numbers over threads: neighbours first, pair by pair.
+"""Sums in pairs, whose order of additions does not depend on how numbers are distributed over threads.
+
+    [a, b, c, d] -> [a + b, c + d] -> (a + b) + (c + d)
 
 Import this module only where Triton is installed. Sizes are powers of two up to 4096. A sum of squares of 16-bit
-numbers is the same whether or not the compiler fuses products with additions, because such squares are exact in
-float32.
+numbers is the same with and without fused multiply-adds, because such squares are exact in float32.
 """
 
 import triton
@@ -20,7 +21,7 @@ def sum_in_pairs(x, R: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def sum_rows_in_pairs(x, GROUPS: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr):
-    """x [GROUPS * SIZE, N] -> [GROUPS, N], the sums of SIZE rows each."""
+    """x [GROUPS * SIZE, N] -> [GROUPS, N], sums of SIZE rows each."""
     for halving in tl.static_range(1, 13):
         if SIZE >> halving > 0:
             x = tl.sum(tl.reshape(x, [GROUPS * (SIZE >> halving), 2, N]), 1)

@@ -1,4 +1,4 @@
-"""Instructions of Hopper that Triton has no words for. Import this module only where Triton is installed."""
+"""Instructions of Hopper that Triton does not have. Import this module only where Triton is installed."""
 
 import triton
 import triton.language as tl

@@ -9,10 +9,14 @@ from torch import Tensor
 
 
 def publish(outcome: Tensor, slots: Tensor, turn: Tensor) -> None:
-    """Write `outcome`, any shape int64, to slots[turn % S, 1:], then set slots[.., 0] to turn + 1, and add 1 to `turn`.
+    """Write `outcome` to slots[turn % S, 1:], then set slots[turn % S, 0] to turn + 1, then add 1 to `turn`.
 
-    slots [S + 1, 1 + width] int64, pinned host memory; turn [1] int64 on the device. Whoever sees the number in column
-    0 sees what was written before it. While `turn` is negative everything goes to the last slot and it stays.
+    A host that reads turn + 1 in column 0 also reads the outcome after it. With S = 2, turns 0, 1 and 2 write slots 0,
+    1 and 0 with the numbers 1, 2 and 3. A negative turn writes slot S and stays.
+
+    outcome: int64, any shape.
+    slots: [S + 1, 1 + width] int64, pinned host memory.
+    turn: [1] int64 on the device.
     """
     _publish[(1,)](
         outcome.contiguous(), slots, turn, outcome.numel(), slots.stride(0),
@@ -22,7 +26,7 @@ def publish(outcome: Tensor, slots: Tensor, turn: Tensor) -> None:
 
 @triton.jit
 def _store_release(address, value):
-    """Store where the host looks, after all that this warp has stored. (GPUs have no atomics in a host's memory.)"""
+    """Store to the host's memory after all earlier stores of this warp. (GPUs have no atomics in a host's memory.)"""
     tl.inline_asm_elementwise(
         "st.release.sys.global.b64 [$1], $2; mov.u32 $0, 0;",
         "=r,l,l",
@@ -35,8 +39,10 @@ def _store_release(address, value):
 
 @triton.jit(do_not_specialize=["size", "width"])
 def _publish(
-    outcome, slots, turn, size, width, SLOTS: tl.constexpr, BLOCK: tl.constexpr, RELEASE: tl.constexpr
+    outcome, slots, turn,  # [size], [SLOTS + 1, width], [1]; int64
+    size, width, SLOTS: tl.constexpr, BLOCK: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
+    """`publish` by one program."""
     number = tl.load(turn)
     slot = slots + tl.where(number < 0, SLOTS, number % SLOTS) * width
     for start in range(0, size, BLOCK):

@@ -1,7 +1,10 @@
-"""The keys that each slot has drafted itself, joined to causal attention: one kernel for each direction.
+"""Keys that each slot has drafted itself, joined to causal attention: a kernel for the forward, one for the backward.
 
-Import this module only where Triton is installed. `training.attention.join` and `join_backward` say what is computed;
-PyTorch's own operations pass over the drafted keys and values several times, in products that are as large as they.
+    score_i = scale * q . key_i                        joint = log(e^total + sum_i e^score_i)
+    out = e^(total - joint) * causal + sum_i e^(score_i - joint) * value_i
+
+`training.attention.join` and `join_backward` are the plain forms; their operations pass over the drafted keys and
+values several times, in products as large as these. Import this module only where Triton is installed.
 
 Shapes: B rows, H heads, T slots, D head size, i drafted steps. A kernel sees a head of a slot as one of B * T * H rows.
 """
@@ -12,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS, WARPS = 2048, 4
-"""Elements of a query that a program reads at a time, and its warps. They have not been tuned."""
+"""Elements of queries that a program reads at a time, and its warps; not tuned."""
 
 
 def join(q: Tensor, keys: Tensor, values: Tensor, causal: Tensor, total: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As `training.attention.join`, for 16 or 32 bits; total is float32. The output lies as [B, T, H, D] in memory."""
+    """`training.attention.join` for 16 or 32 bits; total is float32. The output is [B, T, H, D] in memory."""
     batch, heads, slots, size = q.shape
     q, causal, total = _rows(q), _rows(causal), total.contiguous()
     out, joint = torch.empty_like(q), torch.empty_like(total)
@@ -33,7 +36,7 @@ def join(q: Tensor, keys: Tensor, values: Tensor, causal: Tensor, total: Tensor,
 def join_backward(
     grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, joint: Tensor, dq: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `training.attention.join_backward`, for 16 or 32 bits; joint is float32."""
+    """`training.attention.join_backward` for 16 or 32 bits; joint is float32."""
     batch, heads, slots, size = q.shape
     grad, q, out, dq, joint = _rows(grad), _rows(q), _rows(out), _rows(dq), joint.contiguous()
     joint_dq, dkeys, dvalues = torch.empty_like(q), torch.empty_like(keys), torch.empty_like(values)
@@ -48,7 +51,7 @@ def join_backward(
 
 
 def _rows(heads: Tensor) -> Tensor:
-    """[B, H, T, D] -> [B, T, H, D], contiguous: no copy of what a projection or a flash kernel has written."""
+    """[B, H, T, D] -> [B, T, H, D], contiguous. The results of projections and flash kernels need no copy."""
     return heads.transpose(1, 2).contiguous()
 
 
@@ -60,7 +63,7 @@ def _block(size: int) -> tuple[int, int]:
 
 @triton.jit
 def _rows_of_program(rows, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """The program's rows and which of them there are, [ROWS]; the lanes of a row [WIDTH]; and the mask of both."""
+    """The program's rows [ROWS], True for those that exist [ROWS], the lanes of a row [WIDTH], and the mask of both."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, WIDTH)
     inside = row < rows
@@ -69,28 +72,30 @@ def _rows_of_program(rows, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _cell_of_sum(row, heads, slots):
-    """Where the sums of exponentials [B, H, T] have a row of [B, T, H]."""
+    """The index in [B, H, T], the order of log-sum-exps, of a row of [B, T, H]."""
     head, slot = row % heads, row // heads
     return (slot // slots * heads + head) * slots + slot % slots
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "slots", "steps"])
 def _join(
-    q_ptr, keys_ptr, values_ptr, causal_ptr, total_ptr, out_ptr, joint_ptr, scale, rows, heads, slots, steps,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr,  # [rows, SIZE], [steps, rows, SIZE] (keys and values)
+    causal_ptr, total_ptr,  # [rows, SIZE], [B, H, T] float32: causal attention and its log-sum-exp
+    out_ptr, joint_ptr,  # [rows, SIZE], [B, H, T] float32, written
+    scale, rows, heads, slots, steps, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A program for ROWS rows of q, causal, out [rows, SIZE], keys, values [steps, rows, SIZE], and of total, joint."""
+    """ROWS rows a program. Grid (rows / ROWS)."""
     row, inside, lanes, mask = _rows_of_program(rows, SIZE, WIDTH, ROWS)
     cell = row[:, None] * SIZE + lanes[None, :]
 
-    # The causal part begins: its maximum stands for its log-sum-exp, so that its sum of exponentials is 1.
+    # Begin with the causal part: its log-sum-exp is taken for its maximum, so its sum of exponentials is 1.
     q = tl.load(q_ptr + cell, mask=mask, other=0.0).to(tl.float32) * scale
     mixed = tl.load(causal_ptr + cell, mask=mask, other=0.0).to(tl.float32)
     sum_cell = _cell_of_sum(row, heads, slots)
     largest = tl.load(total_ptr + sum_cell, mask=inside, other=0.0)
     z = tl.full([ROWS], 1.0, tl.float32)
 
-    # Each drafted step adds one key, as in any softmax that is computed on the way.
+    # Each drafted step adds one key to a running softmax.
     drafted = row
     for _step in range(steps):
         cell_of_step = drafted[:, None] * SIZE + lanes[None, :]
@@ -104,21 +109,23 @@ def _join(
         largest = larger
         drafted += rows
 
-    # All become shares of the joint sum.
+    # Divide by the joint sum.
     tl.store(out_ptr + cell, (mixed / z[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(joint_ptr + sum_cell, largest + tl.log(z), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "slots", "steps"])
 def _join_backward(
-    grad_ptr, q_ptr, keys_ptr, values_ptr, out_ptr, joint_ptr, dq_ptr, joint_dq_ptr, dkeys_ptr, dvalues_ptr, scale,
-    rows, heads, slots, steps, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    grad_ptr, q_ptr, keys_ptr, values_ptr, out_ptr, joint_ptr,  # the gradient of out; others as in `_join`
+    dq_ptr,  # [rows, SIZE]: the causal part's gradient of q
+    joint_dq_ptr, dkeys_ptr, dvalues_ptr,  # [rows, SIZE], [steps, rows, SIZE] (keys and values), written
+    scale, rows, heads, slots, steps, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A program for ROWS rows, with shapes as in `_join`; dq [rows, SIZE] is the causal part's, joint_dq is whole."""
+    """ROWS rows a program: joint_dq = dq + the drafted keys' gradient of q. Grid (rows / ROWS)."""
     row, inside, lanes, mask = _rows_of_program(rows, SIZE, WIDTH, ROWS)
     cell = row[:, None] * SIZE + lanes[None, :]
 
-    # The mean of the values' pulls under all shares, the causal ones too, is the pull of the output.
+    # The mean of grad . value over all keys, causal ones too, weighted by their shares, is grad . out.
     grad = tl.load(grad_ptr + cell, mask=mask, other=0.0).to(tl.float32)
     out = tl.load(out_ptr + cell, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(grad * out, axis=1)
@@ -126,7 +133,7 @@ def _join_backward(
     joint_dq = tl.load(dq_ptr + cell, mask=mask, other=0.0).to(tl.float32)
     joint = tl.load(joint_ptr + _cell_of_sum(row, heads, slots), mask=inside, other=0.0)
 
-    # The softmax's derivative: share * (pull of the value - mean). Each drafted key has one query alone.
+    # The softmax's derivative is share * (grad . value - mean). Each drafted key has only one query.
     drafted = row
     for _step in range(steps):
         cell_of_step = drafted[:, None] * SIZE + lanes[None, :]

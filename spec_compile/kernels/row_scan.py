@@ -1,4 +1,4 @@
-"""Sums, running sums and softmax of rows, with the same bits for a row whatever the number of rows beside it.
+"""Sums, running sums and softmax of rows, with the same bits for a row whatever other rows there are.
 
 torch's own kernels choose the order of a sum by the number of rows, and some by the address of a row. Here a row is cut
 into parts of `BLOCK` entries, one a program, and the parts are added in one order. Every sum is formed in float64.
@@ -19,22 +19,22 @@ WARPS = 8
 
 @torch.library.custom_op("spec_compile::row_sum", mutates_args=(), device_types="cpu")
 def row_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The sums [...] over the last dimension of floating x [..., V], which is not empty; `dtype` (None: x's) is theirs.
+    """The sums [...] of floating x [..., V], V > 0, over the last dimension. On a CPU the op runs this.
 
-    What runs on a CPU, and what it means anywhere.
+    dtype: of the sums; None: that of x.
     """
     return x.sum(-1, dtype=dtype)
 
 
 @torch.library.custom_op("spec_compile::row_cumsum", mutates_args=(), device_types="cpu")
 def row_cumsum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The running sums [..., V] over the last dimension; the arguments are those of `row_sum`."""
+    """The running sums [..., V] over the last dimension; x, dtype: see `row_sum`."""
     return x.cumsum(-1, dtype=dtype)
 
 
 @torch.library.custom_op("spec_compile::row_softmax", mutates_args=(), device_types="cpu")
 def row_softmax(x: Tensor, dtype: torch.dtype | None = None, log: bool = False) -> Tensor:
-    """softmax [..., V] over the last dimension, or if `log` log_softmax; x and dtype are those of `row_sum`."""
+    """softmax [..., V] over the last dimension, or log_softmax if `log`; x, dtype: see `row_sum`."""
     return x.log_softmax(-1, dtype=dtype) if log else x.softmax(-1, dtype=dtype)
 
 
@@ -89,7 +89,7 @@ def launch_softmax(x: Tensor, dtype: torch.dtype | None = None, log: bool = Fals
 
 
 def _part_sums(x: Tensor) -> Tensor:
-    """The sums of the parts of contiguous x [..., V], float64 [R, parts]."""
+    """The sums of the parts of contiguous x [..., V]: float64 [R, parts]."""
     size = x.shape[-1]
     rows, parts = x.numel() // size, triton.cdiv(size, BLOCK)
     sums = x.new_empty((rows, parts), dtype=torch.float64)
@@ -99,9 +99,10 @@ def _part_sums(x: Tensor) -> Tensor:
 
 @triton.jit
 def _part(x, size, other, BLOCK: tl.constexpr):
-    """The entries [BLOCK] float64 of a program's part, its row and number, and the columns [BLOCK] of the entries.
+    """The entries [BLOCK] float64 of a program's part, its row, its number, and the columns [BLOCK] of the entries.
 
-    `other` stands for entries beyond the end of the row.
+    V = 10,000: row 0 has the parts 0 .. 4095, 4096 .. 8191 and 8192 .. 9999, and program 4 has part 1 of row 1. Entries
+    beyond the end of the row are `other`.
     """
     parts = tl.cdiv(size, BLOCK)
     row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
@@ -111,14 +112,14 @@ def _part(x, size, other, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["x", "sums"])
 def _sum_parts(x, sums, size, BLOCK: tl.constexpr):
-    """sums [R, parts]: of each part."""
+    """sums [R, parts]: the sum of each part. x [R, size]."""
     value = _part(x, size, 0.0, BLOCK)[0]
     tl.store(sums + tl.program_id(0), tl.sum(value, 0).to(sums.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize_on_alignment=["sums", "out"])
 def _add_parts(sums, out, parts, BLOCK_PARTS: tl.constexpr):
-    """out [R]: the sums of the parts of each row, added."""
+    """out [R]: the sum of the parts of each row. sums [R, parts]."""
     number = tl.arange(0, BLOCK_PARTS)
     row = tl.program_id(0).to(tl.int64)
     value = tl.load(sums + row * parts + number, mask=number < parts, other=0.0)
@@ -127,7 +128,7 @@ def _add_parts(sums, out, parts, BLOCK_PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["x", "sums", "out"])
 def _scan(x, sums, out, size, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr):
-    """out [R, V]: the running sum inside each part, on top of the sum of the parts before it."""
+    """out [R, V] = the sum of the parts before + the running sum in the part. x [R, V], sums [R, parts]."""
     value, row, part, column = _part(x, size, 0.0, BLOCK)
     number = tl.arange(0, BLOCK_PARTS)
     before = tl.load(sums + row * tl.cdiv(size, BLOCK) + number, mask=number < part, other=0.0)
@@ -137,17 +138,17 @@ def _scan(x, sums, out, size, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["x", "peaks", "sums"])
 def _sum_powers(x, peaks, sums, size, BLOCK: tl.constexpr):
-    """peaks, sums [R, parts]: the largest entry of each part, and the sum of exp(entry - largest)."""
+    """peaks, sums [R, parts]: the largest entry of each part, and its sum of exp(entry - largest). x [R, V]."""
     value = _part(x, size, float("-inf"), BLOCK)[0]
     peak = tl.max(value, 0)
-    shift = tl.where(peak == float("-inf"), 0.0, peak)  # a part of nothing but -inf adds 0
+    shift = tl.where(peak == float("-inf"), 0.0, peak)  # a part of only -inf adds 0
     tl.store(peaks + tl.program_id(0), peak)
     tl.store(sums + tl.program_id(0), tl.sum(tl.exp(value - shift), 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["x", "peaks", "sums", "out"])
 def _softmax(x, peaks, sums, out, size, LOG: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr):
-    """out [R, V]: softmax of each row from the peaks and sums of its parts, or its logarithm."""
+    """out [R, V]: softmax or log_softmax of each row, from the peaks and sums of its parts."""
     value, row, _, column = _part(x, size, float("-inf"), BLOCK)
 
     # Every program of a row merges all of its parts, in the same order.
@@ -156,7 +157,7 @@ def _softmax(x, peaks, sums, out, size, LOG: tl.constexpr, BLOCK: tl.constexpr, 
     peaks_of = tl.load(peaks + row * parts + number, mask=number < parts, other=float("-inf"))
     sums_of = tl.load(sums + row * parts + number, mask=number < parts, other=0.0)
     peak = tl.max(peaks_of, 0)
-    total = tl.sum(sums_of * tl.exp(peaks_of - peak), 0)  # NaN for a row of nothing but -inf, as in torch
+    total = tl.sum(sums_of * tl.exp(peaks_of - peak), 0)  # NaN for a row of only -inf, as in torch
 
     if LOG:
         value = value - peak - tl.log(total)

@@ -1,8 +1,11 @@
 """The likeliest tokens of each row of logits, with their log-probabilities: one pass over the logits, one launch.
 
-A row is cut into parts, one a program. A part gives its k best entries and its share of the softmax's sum; the last
-program of a row to arrive merges the parts in their order, so that results never differ between runs. An entry is one
-int64 that orders as (logit, lower id): ties need no care, and entries are distinct.
+A row is cut into parts, one a program. A program stores its k best entries and its part of the softmax's sum; the last
+program of a row to arrive merges the parts in ascending order, so results never differ between runs.
+
+An entry is one int64 that orders as (logit, lower id), so entries are distinct and ties need no care:
+
+    entry = order(logit) << 32 | (2 ** 31 - 1 - id)        logits [1.0, 3.0, 3.0]: the entry of id 1 is the largest
 """
 
 import math
@@ -24,16 +27,18 @@ BLOCK = 2048
 """Logits of a part."""
 LARGEST = torch.finfo(torch.float32).max
 MASK = (1 << 31) - 1
-"""The bits of an entry that hold its id."""
+"""The bits of an entry that hold MASK - id."""
 
 
 @torch.library.custom_op("spec_compile::top_logits", mutates_args=())
 def top_logits(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
     """``log_softmax(logits / temperature)`` at the k largest logits of each row, largest first.
 
-    logits [R, V], any floating dtype and strides, computed in float32; 1 <= k <= min(16, V); temperature > 0.
-    -> logprobs [R, k] float32, none above 0; ids [R, k] int64, distinct; of equal logits the lower id comes first. NaN
-    counts as -inf, and so does the log-probability of every -inf. ValueError, TypeError for arguments that are not so.
+    logits: [R, V], any floating dtype and strides; computed in float32. NaN counts as -inf.
+    k: 1 to min(16, V).
+    temperature: positive and finite.
+    -> logprobs [R, k] float32, at most 0, -inf for logits of -inf; ids [R, k] int64, distinct, the lower one first for
+    equal logits. Raises ValueError or TypeError for other arguments.
     """
     _check(logits, k, temperature)
     if triton is not None and logits.is_cuda and logits.numel() > 0:
@@ -49,7 +54,7 @@ def _(logits, k, temperature):
 
 
 def best_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """`top_logits`; on a CPU in operations that a compiler joins with those around them."""
+    """`top_logits`; on a CPU in operations that a compiler can fuse with those around them."""
     if logits.is_cuda:
         return top_logits(logits, k, temperature)
     _check(logits, k, temperature)
@@ -105,7 +110,7 @@ if triton is not None:
 
     @triton.jit
     def _entry(logit, column):
-        """See `_entries`."""
+        """The entry of a logit, see `_entries`."""
         bits = logit.to(tl.int32, bitcast=True)
         return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
 
@@ -122,16 +127,20 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["parts"])
     def _top_logits(
-        logits, logprobs, ids, best, sums, arrived, stride_row, stride, vocab, parts, inverse, scale,
+        logits,  # [R, vocab] by its strides
+        logprobs, ids,  # [R, K], written
+        best, sums,  # [R, parts, K]: entries; [R, parts, 2]: largest logit and sum of each part
+        arrived,  # [R]: parts that are done; zero before and after
+        stride_row, stride, vocab, parts, inverse, scale,
         K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_BEST: tl.constexpr,
     ):  # fmt: skip
-        """best [R, parts, K]: entries; sums [R, parts, 2]: largest logit and sum of each part. `arrived`, zeros, counts
-        the parts done of a row; it is zeros again at the end."""
+        """One part of one row a program. Grid (R * parts). inverse, scale: 1 and log2 e over the temperature."""
         LEAST: tl.constexpr = -(1 << 63)  # below every entry
         row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
         best += row * parts * K
         sums += row * parts * 2
 
+        # Load the part, clean it as `_clean` does, and store its sum and its K best entries.
         column = part * BLOCK + tl.arange(0, BLOCK)
         inside = column < vocab
         at = logits + row.to(tl.int64) * stride_row + column.to(tl.int64) * stride
@@ -146,6 +155,7 @@ if triton is not None:
             tl.store(best + part * K + place, largest)
             entry = tl.where(entry == largest, LEAST, entry)
 
+        # The last program of the row merges the parts.
         tl.debug_barrier()  # every thread's stores come before the release by one of them
         if tl.atomic_add(arrived + row, 1, sem="acq_rel") == parts - 1:
             tl.store(arrived + row, 0)

@@ -30,7 +30,7 @@ def product_of(node: fx.Node) -> Product | None:
     if node.target is aten.linear.default and node.args[1].op == "get_attr":
         return Product(node, node.args[1], node.args[2] if len(node.args) > 2 else None, (1, 0))
     if node.target in (experts.UP, experts.DOWN):
-        kind, parts = experts.kind_of(node.args[-1]), experts.parts_of(node)
+        kind, parts = experts.format_of(node.args[-1]), experts.parts_of(node)
         blocks = 1 if kind.gate == "none" or kind.interleaved else 2
         return Product(node, parts[0], kind.bias(parts), (1, 2) if kind.transposed else (2, 1), blocks)
     return None

@@ -101,7 +101,7 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
         return lack and f"product {weight.shape[1]} -> {weight.shape[0]} ({lack})"
     if node.target in (experts.UP, experts.DOWN):
         weights = [attribute(graph.gm, part.target) for part in experts.parts_of(node)]
-        lack = experts.lack(weights, experts.kind_of(node.args[-1]))
+        lack = experts.lack(weights, experts.format_of(node.args[-1]))
         return lack and f"experts ({lack})"
     space, name = _name(node)
     if f"{space}::{name}" in KERNELS or torch.Tag.pointwise in getattr(node.target, "tags", ()):

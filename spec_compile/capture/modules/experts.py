@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...kernels.experts import DOWN, UP, Kind
+from ...kernels.experts import DOWN, UP, ExpertFormat
 from .attention import Attend
 
 
@@ -18,8 +18,8 @@ def aria(module: nn.Module, attend: Attend) -> None:
     def forward(hidden_states: Tensor) -> Tensor:
         rows = hidden_states.flatten(0, 1)
         logits, ids = F.linear(rows, top.weight).topk(count, dim=-1)
-        x = UP(rows, ids, [first], Kind(gate="silu", transposed=True).text)
-        routed = DOWN(x, ids, logits.softmax(dim=-1), [second], Kind(transposed=True).text)
+        x = UP(rows, ids, [first], ExpertFormat(gate="silu", transposed=True).text)
+        routed = DOWN(x, ids, logits.softmax(dim=-1), [second], ExpertFormat(transposed=True).text)
         return routed.view_as(hidden_states) + module.shared_experts(hidden_states)
 
     module.forward = forward
@@ -33,9 +33,10 @@ def dbrx(module: nn.Module, attend: Attend) -> None:
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         rows = hidden_states.flatten(0, 1)
-        gate, up = (UP(rows, top_k_index, [weight], Kind().text) for weight in (module.w1, module.v1))
+        gate, up = (UP(rows, top_k_index, [weight], ExpertFormat().text) for weight in (module.w1, module.v1))
         x = module.mlp.activation_fn(gate) * up
-        return DOWN(x, top_k_index, top_k_weights, [module.w2], Kind(transposed=True).text).view_as(hidden_states)
+        down = ExpertFormat(transposed=True).text
+        return DOWN(x, top_k_index, top_k_weights, [module.w2], down).view_as(hidden_states)
 
     module.forward = forward
 
@@ -48,8 +49,8 @@ def longcat_flash(module: nn.Module, attend: Attend) -> None:
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         is_routed = top_k_index < module.num_routed_experts
         ids, weights = torch.where(is_routed, top_k_index, 0), torch.where(is_routed, top_k_weights, 0)
-        x = UP(hidden_states, ids, [module.gate_up_proj], Kind(gate="silu").text)
+        x = UP(hidden_states, ids, [module.gate_up_proj], ExpertFormat(gate="silu").text)
         kept = hidden_states * (top_k_weights - weights).sum(dim=-1, keepdim=True)
-        return DOWN(x, ids, weights, [module.down_proj], Kind().text) + kept.to(hidden_states.dtype)
+        return DOWN(x, ids, weights, [module.down_proj], ExpertFormat().text) + kept.to(hidden_states.dtype)
 
     module.forward = forward

@@ -1,6 +1,8 @@
-"""Attention backends: what runs the attention layers of a graph, one file each. A new one is one entry in `BACKENDS`.
+"""Attention backends: ways to run the attention layers of a graph. A new one is a file and an entry in `BACKENDS`.
 
-All write the same cache, so that prefill, verification and drafts may each have their own.
+All write the same cache, so prefill, verification and drafts may each use another. Our own is read in this order:
+`call` (the arguments), `tree_attention` (meaning and launch), `append_kernel`, `tail_tiles`, `partial_softmax`,
+`spans`, `tree_kernel`, and for prompts `prompt_kernel`.
 """
 
 from ...errors import UnsupportedModelError, did_you_mean
@@ -16,9 +18,9 @@ __all__ = ["BACKENDS", "ROLES", "Backend", "Use", "attention_calls", "choose", "
 
 
 def parse(option) -> dict[str, str]:
-    """The option ``attention_backend`` as the name of a backend for each of `ROLES`, whatever the case.
+    """The name of a backend, in lower case, for each of `ROLES`, from the option ``attention_backend``.
 
-    option: "auto", a name, or a dict of names by role ("auto" where it has none). Raises TypeError or ValueError.
+    option: "auto", a name, or a dict of names by role, where a missing role is "auto". Raises TypeError or ValueError.
     """
     if isinstance(option, str):
         option = dict.fromkeys(ROLES, option)
@@ -43,13 +45,14 @@ def parse(option) -> dict[str, str]:
 
 
 def choose(use: Use, graph: ModelGraph) -> Backend:
-    """The backend that `graph` is to be used with.
+    """The backend of `graph` for this use.
 
-    "auto" is the first of `BACKENDS` that is able: on a GPU ours, which was the fastest with trees wherever it was
-    measured (benchmarks/attention_kernel.py), on a CPU sdpa. For prompts on a GPU it is the fastest of those whose
-    kernels are compiled already, ours and FlashInfer's, measured once (`measure.fastest`).
+    "auto" is the first of `BACKENDS` that can run every layer: ours on a GPU, which was the fastest with trees in every
+    measurement (benchmarks/attention_kernel.py), and sdpa on a CPU. For prompts on a GPU it is the faster one of ours
+    and FlashInfer's, if the kernels of the latter are compiled already; this is measured once (`measure.fastest`).
 
-    Raises ValueError if it does not run on the graph's device, UnsupportedModelError if a layer needs what it lacks.
+    Raises ValueError if the backend does not run on the graph's device, and UnsupportedModelError if it lacks a feature
+    that a layer needs.
     """
     device = graph.device.type
     able = _able(use, graph)
@@ -74,13 +77,13 @@ def choose(use: Use, graph: ModelGraph) -> Backend:
 
 
 def prepare(graph: ModelGraph) -> str:
-    """Compute once what the attention calls of `graph` share, after they were edited; what to say of it."""
+    """Compute once what the attention calls of `graph` share, after they were edited. -> a text for the report."""
     backend = BACKENDS.get(graph.backend)
     return backend.prepare(graph) if backend and backend.prepare else ""
 
 
 def _able(use: Use, graph: ModelGraph) -> list[Backend]:
-    """The backends that `graph` could be used with."""
+    """The backends that can run every layer of `graph` for this use."""
     return [
         backend
         for backend in BACKENDS.values()

@@ -1,4 +1,4 @@
-"""What an attention backend is: the op it puts into a graph, and what that op can do."""
+"""`Backend`: the op that a way to run attention puts into a graph, and what that op can do."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,17 +15,23 @@ FEATURES = {
     "chunk": "attention within chunks of positions",
     "slopes": "ALiBi, biases that grow with the distance",
 }
-"""What attention may do besides softmax(q k^T) v, and how to say it."""
+"""Features of attention besides softmax(q k^T) v, with their names in error texts."""
 ALL = frozenset(FEATURES)
 USUAL = ALL - {"chunk", "slopes"}
-"""Those that a backend has unless it says otherwise."""
+"""The features of a backend that lists none."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a graph wants of a backend. name: that of one, or "auto". role: "prefill" (causal chunks only), "verify" or
-    "draft" (trees and chunks). captured: the graph runs inside a CUDA graph. compiled: Inductor has made code of it.
-    fp8: the cache is of float8_e4m3fn; scaled: with a scale for each token and KV head."""
+    """How a graph uses a backend.
+
+    name: of a backend, or "auto".
+    role: "prefill" (causal chunks only), "verify" or "draft" (trees and chunks).
+    captured: the graph runs inside a CUDA graph.
+    compiled: Inductor compiles the graph.
+    fp8: the cache is of float8_e4m3fn.
+    scaled: the cache is of float8_e4m3fn with a scale for each token and KV head.
+    """
 
     name: str = "auto"
     role: str = "verify"
@@ -37,16 +43,24 @@ class Use:
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to run attention. ``load(use)`` gives its op, which takes the arguments of `call.Call` and means what they
-    mean, or raises ImportError that says what to install.
+    """A way to run attention.
 
-    devices, dtypes: of the tensors. causal, trees, captured: the `FEATURES` it has with causal chunks, with trees, and
-    with trees inside a CUDA graph, where it reads lengths on the device alone. uncompiled: whether a CUDA graph can
-    hold it as it is, without Inductor. sizes: the head sizes it has (None: all). ready: whether "auto" may measure it
-    with a layer (None: it may not), for its kernels need no long compilation. fp8: it takes caches of float8_e4m3fn;
-    scaled: and those with scales. prompts_captured: inside a CUDA graph it takes chunks of any size, too, as fast as
-    outside. rotates: it takes the arguments `call.ROTATION`, too. prepare: computes once what several calls of a graph
-    share, each time that they were edited, and returns what to say of it.
+    load: ``load(use)`` returns the op of `AttentionCall`, or raises ImportError that says what to install.
+    devices: types of the devices that it runs on.
+    dtypes: of queries, keys and values.
+    causal: the `FEATURES` that it has with causal chunks.
+    trees: the `FEATURES` that it has with trees.
+    captured: the `FEATURES` that it has with trees inside a CUDA graph, where it reads lengths only on the device.
+    uncompiled: a CUDA graph can hold it without Inductor.
+    rotates: it takes the arguments `call.ROTATION`.
+    sizes: its head sizes; None: all.
+    ready: ``ready(layer, dtype)`` is True if its kernels for a layer need no long compilation, so that "auto" may
+        measure it; None: never.
+    fp8: it takes caches of float8_e4m3fn.
+    scaled: it takes caches of float8_e4m3fn with scales.
+    prompts_captured: inside a CUDA graph it takes chunks of any size as fast as outside.
+    prepare: ``prepare(graph)`` computes once what the attention calls of a graph share, each time the calls were
+        edited, and returns a text for the report.
     """
 
     name: str
@@ -66,7 +80,7 @@ class Backend:
     prepare: Callable[[ModelGraph], str] | None = None
 
     def lack(self, layer: LayerSpec, dtype: torch.dtype, use: Use) -> str | None:
-        """What the layer needs, used so, and the backend does not have; None if it has all."""
+        """A noun for what the backend lacks for this use of a layer, for an error text; None if it lacks nothing."""
         if dtype not in self.dtypes:
             return str(dtype).removeprefix("torch.")
         if use.scaled and not self.scaled:

@@ -13,31 +13,39 @@ from ...graph import ModelGraph, calls
 CACHES = ("key_cache", "value_cache")
 """The arguments that a call writes to."""
 ROTATION = ("cos", "sin", "q_norm", "k_norm", "eps", "offset", "tiles")
-"""The arguments that only a backend which `rotates` takes: ours. Of custom ops, these alone take "scales", too."""
+"""The arguments that only a backend which `rotates` takes. Its custom op is also the only one with "scales"."""
 
 
-class Call(NamedTuple):
-    """Append a block of keys and values to the cache, attend from its queries to the cache and to the block itself.
+class AttentionCall(NamedTuple):
+    """Append a block of N keys and values to the cache, attend from its queries to the cache and to the block itself.
 
-    q [B, H, N, Dk], k [B, Hkv, N, Dk], v [B, Hkv, N, Dv]: the block, of any strides. k and v are None if the block
-    lies in the cache already, and q is rotated; only a backend that `rotates` takes this.
-    key_cache, value_cache [B, Hkv, S, D*]: contiguous, written at the slots lengths[b] .. lengths[b] + N; of q's dtype,
-    or of float8_e4m3fn, to which keys and values are then rounded before any query sees them (`ops.stored`).
-    lengths [B] int64: committed slots of each row; every node sees all of them but for the window.
-    ancestors [B, N] int64: bit j of node i says that i sees node j, and with it all that j sees, N <= 64. They are
-    those of a tree, parents first, the node itself included, or all ones. None is a causal chunk of any N.
-    positions [B, N] int64: of the block's tokens, none below lengths[b]; they ascend in a causal chunk.
-    sinks [H]: a logit a head that takes probability and gives no value (gpt-oss).
-    scale: positive, of the scores. softcap: c in c * tanh(score / c). window: how many positions back a token sees,
-    itself included.
-    cos, sin [B, N, Dk] of q's dtype: q and k are `ops.rotated` by them first.
-    q_norm, k_norm [Dk]: weights of an `rms_norm` of every query and key head before the rotation, which they need;
+    A tree of N = 5 nodes with parents [-1, 0, 0, 1, 1] has ancestors [0b00001, 0b00011, 0b00101, 0b01011, 0b10011]: bit
+    j of node i is set if i sees j. With lengths = [300] its keys go to the slots 300 .. 304, its positions are
+    [300, 301, 301, 302, 302], and node 3 sees the slots 0 .. 299 and those of nodes 0, 1 and 3: 300, 301 and 303.
+
+    q: [B, H, N, Dk], any strides; queries.
+    k: [B, Hkv, N, Dk], any strides; keys. None (with v): the block is in the cache already and q is rotated; only a
+        backend that `rotates` takes this.
+    v: [B, Hkv, N, Dv], any strides; values.
+    key_cache: [B, Hkv, S, Dk], contiguous; written at the slots lengths[b] .. lengths[b] + N. It has q's dtype, or
+        float8_e4m3fn, to which keys and values are rounded before any query sees them (`ops.stored`).
+    value_cache: [B, Hkv, S, Dv]; likewise.
+    lengths: [B] int64; committed slots of each row, all of which a node sees that has no window.
+    ancestors: [B, N] int64, N <= 64; bit j of node i: i sees node j, and all nodes that j sees. Parents first, the node
+        itself included; or all bits of all nodes. None: a causal chunk of any N.
+    positions: [B, N] int64; at least lengths[b], ascending in a causal chunk.
+    sinks: [H]; a logit for each head that takes probability and gives no value (gpt-oss).
+    scale: positive factor of the scores.
+    softcap: c in c * tanh(score / c).
+    window: how many positions a token sees, its own included.
+    scales: [B, Hkv, S, 2] float32; factors of a slot's keys and of its values when they are read; written with the
+        slots (`ops.over_scale`).
+    cos, sin: [B, N, Dk] of q's dtype; q and k are first rotated by them (`ops.rotated`).
+    q_norm, k_norm: [Dk]; weights of the `rms_norm` of every query and key head before the rotation; they need cos.
     eps, offset: of these norms.
-    scales [B, Hkv, S, 2] float32: by which the keys and the values in a slot are multiplied when they are read. They
-    are written with these, see `ops.over_scale`.
-    tiles [B, N, 5 + N] int32: the `tail_tiles.tail_tiles` of `ancestors`, if they were computed before.
-    chunk: a token sees only those with the same position // chunk (Llama 4).
-    slopes [H]: `ops.alibi` by these is added to the scores.
+    tiles: [B, N, 5 + N] int32; the `tail_tiles.tail_tiles` of `ancestors`, if they were computed before.
+    chunk: a token sees only tokens with the same position // chunk (Llama 4).
+    slopes: [H]; `ops.alibi` by these is added to the scores.
     """
 
     q: Tensor
@@ -64,34 +72,36 @@ class Call(NamedTuple):
     slopes: Tensor | None = None
 
     def empty_output(self) -> Tensor:
-        """Memory for what the call returns [B, N, H, Dv], of q's dtype."""
+        """Memory for the result [B, N, H, Dv], of q's dtype."""
         return self.q.new_empty(self.q.shape[0], self.q.shape[2], self.q.shape[1], self.value_cache.shape[3])
 
 
 TARGETS: set[Callable] = set()
-"""What an attention call of a graph may call."""
+"""The functions and ops that are attention calls in a graph."""
 
 
-def from_arguments(function: Callable[[Call], Tensor]) -> Callable[..., Tensor]:
+def from_arguments(function: Callable[[AttentionCall], Tensor]) -> Callable[..., Tensor]:
     """``function(call)`` as a function of the call's arguments."""
 
     @functools.wraps(function)
     def attention(*arguments, **named):
-        return function(Call(*arguments, **named))
+        return function(AttentionCall(*arguments, **named))
 
     return attention
 
 
 def attention_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``function(call)`` as a plain function of the call's arguments but for `ROTATION`, through which Dynamo traces.
-    Other arguments by name, which the backend's `prepare` has hoisted out of the calls, go to `function` as they are.
+    """``function(call)`` as a plain function of the call's arguments, through which Dynamo traces.
+
+    It refuses the arguments `ROTATION`. Keywords that are no field of the call, which the backend's `prepare` has
+    computed before, are passed on to `function`.
     """
 
     @torch.fx.node.has_side_effect
     @functools.wraps(function)
     def attention(*arguments, **named):
-        hoisted = {name: named.pop(name) for name in list(named) if name not in Call._fields}
-        call = Call(*arguments, **named)
+        hoisted = {name: named.pop(name) for name in list(named) if name not in AttentionCall._fields}
+        call = AttentionCall(*arguments, **named)
         if call.cos is not None or call.k is None:
             raise TypeError(f"{function.__module__} does not rotate: expected cos=None, and k and v")
         return function(call, **hoisted)
@@ -101,33 +111,35 @@ def attention_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def attention_op(name: str, rotates: bool = False, **options) -> Callable:
-    """Make ``function(call)`` the custom op `name` of the call's arguments (those of `ROTATION` only if it `rotates`),
-    with their schema and fake. options: of `torch.library.custom_op`.
+    """Decorate ``function(call)``: it becomes the custom op `name` of the call's arguments, with its schema and fake.
 
-    The op has no default of "scales": PyTorch 2.11 looks for each argument that an op writes to among those that the
-    dispatcher hands over, and that leaves out the last ones that equal their defaults.
+    rotates: the op has the arguments `ROTATION` and "scales".
+    options: of `torch.library.custom_op`.
+
+    "scales" has no default in the op: PyTorch 2.11 looks up every argument that an op writes among those that the
+    dispatcher hands over, and the dispatcher leaves out last arguments that equal their defaults.
     """
 
     def prototype() -> Tensor: ...
 
-    defaults = {field: value for field, value in Call._field_defaults.items() if field != "scales"}
+    defaults = {field: value for field, value in AttentionCall._field_defaults.items() if field != "scales"}
     prototype.__signature__ = inspect.Signature(
         [
             inspect.Parameter(
                 field, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation,
                 default=defaults.get(field, inspect.Parameter.empty),
             )
-            for field, annotation in Call.__annotations__.items()
+            for field, annotation in AttentionCall.__annotations__.items()
             if rotates or field not in (*ROTATION, "scales")
         ],
         return_annotation=Tensor,
     )  # fmt: skip
 
-    def define(function: Callable[[Call], Tensor]) -> torch.library.CustomOpDef:
+    def define(function: Callable[[AttentionCall], Tensor]) -> torch.library.CustomOpDef:
         mutated = (*CACHES, "scales") if rotates else CACHES
         schema = torch.library.infer_schema(prototype, mutates_args=mutated)
         op = torch.library.custom_op(name, from_arguments(function), mutates_args=mutated, schema=schema, **options)
-        op.register_fake(from_arguments(Call.empty_output))
+        op.register_fake(from_arguments(AttentionCall.empty_output))
         TARGETS.add(getattr(torch.ops.spec_compile, name.removeprefix("spec_compile::")).default)
         return op
 
@@ -135,6 +147,5 @@ def attention_op(name: str, rotates: bool = False, **options) -> Callable:
 
 
 def attention_calls(graph: ModelGraph) -> list[fx.Node]:
-    """The attention calls of a graph over a static cache, in the order of its layers; ``node.kwargs`` has the arguments
-    of `Call` by name."""
+    """The attention calls of a graph, in the order of its layers; ``node.kwargs`` has the fields of `AttentionCall`."""
     return [node for node in calls(graph.gm) if node.target in TARGETS]

@@ -1,8 +1,8 @@
 """Backend "flashinfer": FlashInfer's kernels over our static cache.
 
-Inside a CUDA graph trees go to kernels that read lengths on the device (`xqa`). All else has its lengths from the host:
-prompts, and with ``cuda_graphs=False`` trees, which a kernel that knows none serves in two parts, the committed slots
-and the block itself (`merge`).
+Inside a CUDA graph, trees go to kernels that read lengths on the device (`xqa`). Prompts, and trees with
+``cuda_graphs=False``, go to a kernel that takes lengths from the host and knows no trees: it attends to the committed
+slots, PyTorch attends to the tree itself, and `merge` adds both.
 """
 
 import importlib.metadata
@@ -19,20 +19,20 @@ from .. import HALF
 from ..ops import append
 from . import xqa
 from .base import Backend, Use
-from .call import Call, attention_op
+from .call import AttentionCall, attention_op
 from .merge import add_sinks, merge
 
-OLDEST = "0.6.1"
+MIN_VERSION = "0.6.1"
 """The first version whose XQA takes trees."""
 
 
 @attention_op("spec_compile::flashinfer_attention")
-def attention(call: Call) -> Tensor:
-    """The call, with the lengths read on the host. -> [B, N, H, Dv]."""
+def attention(call: AttentionCall) -> Tensor:
+    """The call, which reads the lengths on the host. -> [B, N, H, Dv]."""
     return _with_lengths_on_host(call)
 
 
-def _with_lengths_on_host(call: Call) -> Tensor:
+def _with_lengths_on_host(call: AttentionCall) -> Tensor:
     q, k, v, key_cache, value_cache, lengths, ancestors, _, sinks, scale, softcap, window, *_ = call
     append(key_cache, k, lengths)
     append(value_cache, v, lengths)
@@ -51,8 +51,8 @@ def _with_lengths_on_host(call: Call) -> Tensor:
 
 
 @attention_op("spec_compile::flashinfer_tree_attention")
-def tree_attention(call: Call) -> Tensor:
-    """The call, with nothing read on the host but for chunks of more than 64. -> [B, N, H, D]."""
+def tree_attention(call: AttentionCall) -> Tensor:
+    """The call, which reads the lengths on the host only for chunks of more than 64 tokens. -> [B, N, H, D]."""
     if call.q.shape[2] > MAX_NODES:
         return _with_lengths_on_host(call)
     append(call.key_cache, call.k, call.lengths)
@@ -63,7 +63,7 @@ def tree_attention(call: Call) -> Tensor:
 def part(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, window: int | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [N, H, D] to k, v [Hkv, S, D], of which a causal chunk is the last N.
+    """Attention of q [N, H, D] to k, v [Hkv, S, D]; causal: the queries are those of the last N slots.
 
     -> out [N, H, D], natural log-sum-exp [N, H].
     """
@@ -91,22 +91,22 @@ def block(
 
 def load(use: Use) -> Callable:
     try:
-        found = importlib.metadata.version("flashinfer-python")
+        installed = importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
         raise ImportError(
-            f"attention_backend: 'flashinfer' needs FlashInfer: pip install \"flashinfer-python>={OLDEST}\""
+            f"attention_backend: 'flashinfer' needs FlashInfer: pip install \"flashinfer-python>={MIN_VERSION}\""
         ) from None
-    if Version(found) < Version(OLDEST):
+    if Version(installed) < Version(MIN_VERSION):
         raise ImportError(
-            f"attention_backend: 'flashinfer' needs FlashInfer {OLDEST} or later, {found} is installed: "
-            f'pip install -U "flashinfer-python>={OLDEST}"'
+            f"attention_backend: 'flashinfer' needs FlashInfer {MIN_VERSION} or later, {installed} is installed: "
+            f'pip install -U "flashinfer-python>={MIN_VERSION}"'
         )
     ops = torch.ops.spec_compile
     return (ops.flashinfer_tree_attention if use.captured else ops.flashinfer_attention).default
 
 
 def ready(layer: LayerSpec, dtype: torch.dtype) -> bool:
-    """Whether the kernel of prompts is compiled for such a layer; that takes minutes."""
+    """True if the kernel of prompts is already compiled for a layer. To compile it takes minutes."""
     try:
         from flashinfer.jit.attention import gen_single_prefill_module
         from flashinfer.utils import determine_attention_backend
@@ -116,7 +116,7 @@ def ready(layer: LayerSpec, dtype: torch.dtype) -> bool:
             determine_attention_backend(device, 0, False, False, dtype, dtype), dtype, dtype, dtype, layer.key_dim,
             layer.value_dim, 0, layer.window is not None, layer.softcap is not None, False,
         ).is_compiled  # fmt: skip
-    except (ImportError, AttributeError, TypeError):  # a version that names these otherwise
+    except (ImportError, AttributeError, TypeError):  # a version with other names
         return False
 
 

@@ -1,7 +1,7 @@
-"""Backend "flex": PyTorch's FlexAttention, with block masks made of the lengths on the device.
+"""Backend "flex": PyTorch's FlexAttention, with block masks that are computed from the lengths on the device.
 
-Inside a compiled region Inductor makes one kernel of it. Where rounds are not compiled it runs unfused: slow, and with
-all scores in memory.
+Inductor makes one kernel of it inside a compiled region. If rounds are not compiled it runs unfused, which is slow and
+holds all scores in memory.
 """
 
 import torch
@@ -11,20 +11,20 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from .. import HALF
 from ..ops import append
 from .base import Backend
-from .call import Call, attention_function
+from .call import AttentionCall, attention_function
 from .merge import add_sinks
 
 BLOCK = 128
-"""Slots of the cache that are skipped or computed together."""
+"""Slots of a block; a block of the cache is skipped or computed as a unit."""
 QUERIES = 1 << 15
-"""Queries that share a list of such blocks: all, so that no shape depends on how many there are."""
+"""Queries that share a list of blocks: all of them, so that no shape depends on their number."""
 OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
-"""One kernel for all numbers of queries: that for few is chosen for the number at compilation."""
+"""One kernel for any number of queries; the decoding kernel would be chosen by the number at compilation."""
 
 
 @attention_function
-def attention(call: Call) -> Tensor:
-    """The call. What lies in unseen slots of a block that is computed must be finite. -> [B, N, H, Dv]."""
+def attention(call: AttentionCall) -> Tensor:
+    """The call. -> [B, N, H, Dv]. Values in unseen slots of a computed block must be finite."""
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *_ = call
     append(key_cache, k, lengths)
     append(value_cache, v, lengths)
@@ -46,16 +46,19 @@ def attention(call: Call) -> Tensor:
 def block_mask(
     slots: int, lengths: Tensor, ancestors: Tensor | None, positions: Tensor, window: int | None
 ) -> BlockMask:
-    """What `ops.tree_mask` means, as FlexAttention takes it: a function of places, the blocks of the cache where it is
-    true without exception (none with a window), and those where it may be. They are counted on the device, and nothing
-    waits for them."""
+    """`ops.tree_mask` as FlexAttention takes it, computed on the device without waiting for it.
+
+    It has a function `seen` of indices, the blocks of the cache that are seen completely (none with a window), and the
+    blocks where a slot may be seen. 300 committed slots and 5 nodes with BLOCK = 128: blocks 0 and 1 are seen
+    completely, and block 2 (slots 256 .. 383) in part.
+    """
     nodes, device = positions.shape[1], positions.device
     places = torch.arange(slots, device=device).expand(len(lengths), -1)
     own = lengths[:, None] + torch.arange(nodes, device=device)
-    there = places.scatter(1, own, positions)  # the position of what lies in each slot
+    there = places.scatter(1, own, positions)  # the position of the token in each slot
 
     def seen(batch, head, node, slot):
-        index = slot - lengths[batch]  # the slot's place in the block; negative: committed
+        index = slot - lengths[batch]  # the slot's node; negative: a committed slot
         if ancestors is None:
             visible = index <= node
         else:
@@ -87,8 +90,10 @@ def block_mask(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x [B] or [B, L] as [B, 1, 1] or [B, 1, 1, L] with the strides of a contiguous tensor, which FlexAttention's
-    kernels rely on: for dimensions of one torch 2.11's Inductor would choose others."""
+    """x [B] or [B, L] as [B, 1, 1] or [B, 1, 1, L] with the strides of a contiguous tensor.
+
+    FlexAttention's kernels rely on these strides; torch 2.11's Inductor would choose others for dimensions of size 1.
+    """
     row = x.stride(0)
     return x.as_strided((x.shape[0], 1, 1, *x.shape[1:]), (row, row, row, *x.stride()[1:]))
 

@@ -1,4 +1,4 @@
-"""What "auto" is for prompts on a GPU: backends are measured once for the shapes at hand, and the process remembers."""
+"""The choice of "auto" for prompts on a GPU: each process measures the backends once for a graph's shapes."""
 
 from collections import Counter
 
@@ -9,25 +9,25 @@ from ...graph import LayerSpec, ModelGraph
 from .base import Backend, Use
 
 CHUNK, COMMITTED, REPEATS = 2048, 6144, 3
-"""What is measured: a chunk of a prompt behind so many tokens, so many times."""
+"""Tokens of the chunk that is measured, tokens committed before it, and how many times it is timed."""
 TOLERANCE = 3e-2, 3e-2
-"""Relative and absolute, of answers in 16 bits."""
-FOUND: dict[tuple, Backend] = {}
-"""The fastest backend of each device, dtype and set of layers."""
+"""Relative and absolute, of results in 16 bits."""
+FASTEST: dict[tuple, Backend] = {}
+"""The fastest backend by device, dtype, layers and measured backends."""
 
 
 def fastest(backends: list[Backend], graph: ModelGraph) -> Backend:
-    """The one of `backends` that attends to prompts fastest, of those that are `ready`; else the first.
+    """The backend that attends to prompts fastest, of those that are `ready`; the first one if fewer than two are.
 
-    One that does not give the first's answer is left out. Takes some milliseconds a backend and kind of layer, and the
-    compilation of our kernel, which is needed anyway.
+    A backend whose result differs from the first one's is left out. This takes some milliseconds for each backend and
+    sort of layer, and the compilation of our kernel, which is needed anyway.
     """
     layers = Counter(graph.layers)
     rivals = [each for each in backends if each.ready and all(each.ready(layer, graph.dtype) for layer in layers)]
     if len(rivals) < 2:
         return (rivals or backends)[0]
     key = torch.cuda.get_device_name(graph.device), graph.dtype, frozenset(layers.items()), *(b.name for b in rivals)
-    if key not in FOUND:
+    if key not in FASTEST:
         chunks = {layer: chunk(layer, graph.dtype, graph.device) for layer in layers}
         answers: dict[LayerSpec, Tensor] = {}
         times = {}
@@ -39,13 +39,13 @@ def fastest(backends: list[Backend], graph: ModelGraph) -> Backend:
                 total += layers[layer] * milliseconds
             if agrees:
                 times[total] = rival
-        FOUND[key] = times[min(times)]
-    return FOUND[key]
+        FASTEST[key] = times[min(times)]
+    return FASTEST[key]
 
 
 @torch.no_grad()
 def _timed(backend: Backend, inputs: list) -> tuple[float, Tensor]:
-    """Time of a chunk, and what comes out."""
+    """The shortest time of a chunk in milliseconds, and the result."""
     op = backend.load(Use(backend.name, "prefill", captured=False))
     times = []
     for _ in range(1 + REPEATS):
@@ -59,7 +59,7 @@ def _timed(backend: Backend, inputs: list) -> tuple[float, Tensor]:
 
 
 def chunk(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> list:
-    """An op's arguments, as in `call.Call`, for a chunk of a prompt."""
+    """The first arguments of `AttentionCall` for a chunk of a prompt."""
     kv, made = layer.kv_heads, dict(dtype=dtype, device=device)
     block = [torch.randn(1, CHUNK, heads, size, **made).transpose(1, 2)
              for heads, size in ((layer.heads, layer.key_dim), (kv, layer.key_dim), (kv, layer.value_dim))]  # fmt: skip

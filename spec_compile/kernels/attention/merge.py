@@ -1,14 +1,17 @@
-"""Attention in parts: softmax over a union of keys from softmaxes over its parts."""
+"""Attention to a union of keys, from the results and log-sum-exps of attention to its parts."""
 
 import torch
 from torch import Tensor
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from that over each (online softmax; Milakov & Gimelshein 2018, eq. 4).
+    """Attention to two disjoint sets of keys (online softmax; Milakov & Gimelshein 2018, eq. 4):
 
-    out, other [..., D]: weighted means of values; lse, other_lse [...]: natural logarithms of the sums of exponentials
-    of scores, minus infinity where a part sees nothing (not both). -> out [..., D] of the first's dtype, lse [...].
+        total = log(e^lse + e^other_lse)        result = e^(lse - total) * out + e^(other_lse - total) * other
+
+    out, other: [..., D]; weighted means of values.
+    lse, other_lse: [...]; natural log-sum-exps of scores; minus infinity where a set has no visible key, but not both.
+    -> result [..., D] of out's dtype, total [...].
     """
     total = torch.logaddexp(lse, other_lse)
     shares = (lse - total).exp(), (other_lse - total).exp()
@@ -16,7 +19,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Attention that also gives probability to sinks without a value (gpt-oss), from that without: `merge` with zeros.
+    """Attention with sinks (gpt-oss) from attention without: `merge` with a key of score sinks[h] and a value of zeros.
 
     out [..., H, D], lse [..., H], sinks [H] -> [..., H, D].
     """

@@ -1,4 +1,4 @@
-"""Backend "sdpa": plain PyTorch, the reference. On a GPU it looks at the whole capacity of the cache."""
+"""Backend "sdpa": plain PyTorch, the reference. On a GPU it reads the whole capacity of the cache."""
 
 import torch
 from torch import Tensor, fx
@@ -6,15 +6,16 @@ from torch import Tensor, fx
 from ...graph import ModelGraph
 from .. import HALF, ops
 from .base import ALL, Backend
-from .call import Call, attention_calls, attention_function
+from .call import AttentionCall, attention_calls, attention_function
 
 
 @attention_function
-def attention(call: Call, mask: Tensor | None = None) -> Tensor:
-    """The call. Shapes depend on no value, so that a CUDA graph can hold it; what lies in unseen slots is multiplied by
-    0 and must be finite.
+def attention(call: AttentionCall, mask: Tensor | None = None) -> Tensor:
+    """The call. -> [B, N, H, Dv]. Shapes depend on no value, so a CUDA graph can hold it.
 
-    mask: an `ops.tree_mask` of the slots to look at; None: the call makes one of all slots. -> [B, N, H, Dv].
+    Values in unseen slots are multiplied by 0, so they must be finite.
+
+    mask: an `ops.tree_mask` of the first slots; None: the call makes one of all slots.
     """
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *_ = call
     if mask is None:
@@ -25,9 +26,9 @@ def attention(call: Call, mask: Tensor | None = None) -> Tensor:
 
 
 def prepare(graph: ModelGraph) -> str:
-    """On a CPU, hoist the masks: one `ops.tree_mask` of `max_kv_len` slots for all layers that see the same.
+    """On a CPU, compute masks once: one `ops.tree_mask` of `max_kv_len` slots for all layers that see the same keys.
 
-    On a GPU every call makes its own of all slots, because no shape may depend on a value there.
+    On a GPU every call makes its own mask of all slots, because no shape may depend on a value there.
     """
     if graph.device.type != "cpu":
         return ""

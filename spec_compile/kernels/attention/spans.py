@@ -1,13 +1,31 @@
-"""Spans: the stretches into which tree attention cuts a cache, at bounds that depend on the token's position alone.
+"""Spans: the stretches into which tree attention cuts a cache, and the kernel that adds up their partial softmaxes.
 
-Import this module only where Triton is installed. Without a window a token has at most MOST spans below it, a power of
-two, all of one size, which doubles where there would be more. A tree in which that happens, at the position `turn`, has
-spans of both sizes: those of its tokens before `turn`, and behind them in number those of its tokens from `turn` on.
-With a window (MOST is 0) all spans have 2 ** FIRST positions.
+Import this module only where Triton is installed. The bounds of spans are a function of the token's position, so a
+token's keys are added up in the same order whatever tree it is in. Without a window a token at position p has at most
+MOST spans below it, all of 2 ** log2 positions; log2 is FIRST, and one more each time that there would be more spans.
+
+    FIRST = 7, MOST = 32:   p in 0 .. 4095 has spans of 128 positions, p in 4096 .. 8191 has 16 to 32 spans of 256
+
+A tree may reach the position where spans double; that position is `turn`. Then the nodes before `turn` have the smaller
+spans and those from `turn` on the larger ones, and both sizes are computed: with 4,090 committed tokens and 16 nodes in
+a chain, nodes 0 to 5 have spans of 128 and nodes 6 to 15 have spans of 256. With a window all spans have 2 ** FIRST
+positions, and MOST is 0.
+
+The parts of a row of the batch and a KV head, in the memory that `tree_kernel` fills: the chunks of the tail from the
+first to the last (PARTS of them), then the smaller spans from the last to the first, then the larger ones likewise.
+
+    CHUNK = 64, 300 committed, 16 nodes: edge = 256, PARTS = 2
+    part 0: positions 256 .. 315, part 1: no key, part 2: span 1 (128 .. 255), part 3: span 0 (0 .. 127)
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .partial_softmax import fold_row, power_of_2
+
+LOADED = tl.constexpr(8)
+"""Spans that the merge loads at a time."""
 
 
 def first_log2(least: int, window: int | None) -> int:
@@ -16,7 +34,7 @@ def first_log2(least: int, window: int | None) -> int:
 
 
 def most_spans(capacity: int, first: int, most: int, window: int | None) -> int:
-    """How many spans may lie below `capacity` and in sight of a tree. first, most: FIRST, MOST."""
+    """How many spans may lie below `capacity` and be seen by a tree. first, most: FIRST, MOST."""
     smallest = triton.cdiv(capacity, 1 << first)
     if window is not None:
         return min(smallest, triton.cdiv(window, 1 << first) + 1)
@@ -25,7 +43,10 @@ def most_spans(capacity: int, first: int, most: int, window: int | None) -> int:
 
 @triton.jit
 def span_log2(length, FIRST: tl.constexpr, MOST: tl.constexpr):
-    """The size of the spans of a token at position `length`, as a power of two, and `turn`."""
+    """log2 of the positions in a span for a token at position `length`, and `turn`.
+
+    FIRST = 7, MOST = 32: length 4,000 gives 7 and 4,096; length 4,096 gives 8 and 8,192.
+    """
     doublings = tl.zeros_like(length)
     if MOST > 0:
         spans = length // (MOST // 2) >> FIRST
@@ -35,5 +56,101 @@ def span_log2(length, FIRST: tl.constexpr, MOST: tl.constexpr):
 
 @triton.jit
 def turns(position, turn, length, nodes, MOST: tl.constexpr):
-    """Whether a node at `position` of a tree has the larger spans."""
+    """True if a node at `position` of a tree has the larger spans."""
     return (position >= turn) & (length + nodes > turn) & (MOST > 0)
+
+
+@triton.jit
+def _load(parts_ptr, sums_ptr, number, rows, dv, DV: tl.constexpr):
+    """The partial softmax of one row at `number`: acc [BLOCK_DV], peak and total.
+
+    A negative number gives one that saw no key. A stored one that saw no key may lack its acc, which is not read.
+    """
+    exists = number >= 0
+    acc = tl.load(parts_ptr + number * rows * DV + dv, mask=dv < tl.where(exists, DV, 0), other=0.0)
+    peak = tl.load(sums_ptr + number * 2 * rows, mask=exists, other=float("-inf"))
+    acc = tl.where(peak == float("-inf"), 0.0, acc)
+    return acc, peak, tl.load(sums_ptr + (number * 2 + 1) * rows, mask=exists, other=0.0)
+
+
+@triton.jit(do_not_specialize=["nodes", "spans"])
+def merge_spans_kernel(
+    lengths_ptr, positions_ptr, sinks_ptr, out_ptr,  # [B], [B, N] by its stride, [H] or None, [B, N, H, Dv]
+    parts_ptr, sums_ptr,  # float32 [B * Hkv, PARTS + spans, N * GROUP, Dv] and [B * Hkv, PARTS + spans, 2, N * GROUP]
+    stride_p, nodes, spans,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr,
+    MOST: tl.constexpr, PARTS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out = acc / total of the sum of the row's parts; one row a program. Grid (N * H, B).
+
+    Spans are added from the first to the last, and so are the chunks of a span. The chunks below `edge` of a span are
+    a part already; those from `edge` on are parts of the tail.
+    """
+    # The row, and the numbers first .. last of the spans that it sees below `edge`.
+    if EARLY:
+        gdc_launch_dependents()
+    batch = tl.program_id(1).to(tl.int64)
+    node, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    rows, row = nodes * GROUP, node * GROUP + head % GROUP
+    length = tl.load(lengths_ptr + batch).to(tl.int32)
+    position = tl.load(positions_ptr + batch * stride_p + node).to(tl.int32)
+    edge = length // CHUNK * CHUNK
+    log2, turn = span_log2(length, FIRST, MOST)
+    late = turns(position, turn, length, nodes, MOST)
+    newest = tl.where(late, PARTS + tl.cdiv(edge, 1 << log2), PARTS)  # the part of the last span
+    log2 += late.to(tl.int32)
+    last, tail_span = (edge - 1) >> log2, edge >> log2
+    first = tl.zeros_like(length)
+    if WINDOW is not None:
+        lowest = tl.maximum(position - WINDOW + 1, 0)
+        first = tl.where(lowest < edge, lowest >> log2, last + 1)
+    part = (batch * (HEADS // GROUP) + head // GROUP) * (PARTS + spans)
+    parts_ptr += (part * rows + row) * DV
+    sums_ptr += part * 2 * rows + row
+    if EARLY:
+        gdc_wait()
+
+    # Load the part below `edge` of the span that contains `edge`, and the chunks of the tail. They are added last, but
+    # loaded first, so nothing waits for them.
+    dv = tl.arange(0, BLOCK_DV)
+    number = tl.where((tail_span == last) & (first <= last), newest, -1)
+    span_acc, span_peak, span_total = _load(parts_ptr, sums_ptr, number, rows, dv, DV)
+    tails, tail_parts = (), tl.cdiv(length + nodes - edge, CHUNK)
+    for tail in tl.static_range(PARTS):
+        number = tl.where(tail_parts > tail, tail_parts * 0 + tail, -1)
+        tails += (_load(parts_ptr, sums_ptr, number, rows, dv, DV),)
+
+    # Add the spans that end at `edge` or below it. LOADED of them are scaled to one peak before they are added.
+    acc, peak, total = tl.zeros([BLOCK_DV], tl.float32), float("-inf"), 0.0
+    for start in range(first, tail_span, LOADED):
+        parts = ()
+        higher = peak
+        for step in tl.static_range(LOADED):
+            number = tl.where(start + step < tail_span, newest + last - start - step, -1)
+            loaded = _load(parts_ptr, sums_ptr, number, rows, dv, DV)
+            parts += (loaded,)
+            higher = tl.maximum(higher, loaded[1])
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        keep = power_of_2(peak - base)
+        acc, total, peak = acc * keep, total * keep, higher
+        for step in tl.static_range(LOADED):
+            share = power_of_2(parts[step][1] - base)
+            acc += parts[step][0] * share
+            total += parts[step][2] * share
+
+    # Add the chunks of the tail to the span that contains `edge`. The first chunk of the next span begins a new sum.
+    for tail in tl.static_range(PARTS):
+        if tail > 0:
+            if (edge + tail * CHUNK) >> log2 != (edge + (tail - 1) * CHUNK) >> log2:
+                acc, peak, total = fold_row(acc, peak, total, span_acc, span_peak, span_total)
+                span_acc, span_peak, span_total = acc * 0.0, peak * 0 + float("-inf"), total * 0.0
+        next_acc, next_peak, next_total = tails[tail]
+        span_acc, span_peak, span_total = fold_row(span_acc, span_peak, span_total, next_acc, next_peak, next_total)
+    acc, peak, total = fold_row(acc, peak, total, span_acc, span_peak, span_total)
+
+    # A sink is a key without a value.
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        acc, peak, total = fold_row(acc, peak, total, acc * 0.0, tl.ceil(sink), 0.0)
+        total += tl.exp2(sink - peak)
+    tl.store(out_ptr + ((batch * nodes + node) * HEADS + head) * DV + dv, acc / total, mask=dv < DV)

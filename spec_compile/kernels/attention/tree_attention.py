@@ -1,13 +1,19 @@
 """Tree attention on a GPU: append a block of keys and values to the cache, attend to the cache and to the block itself.
 
-Import this module only where Triton is installed. A row is one query head of one node: all nodes and all query heads of
-a KV head share what is read of the cache. The grid is fixed and every program finds its part from the lengths on the
-device, so that a captured graph stays right as they grow. A second kernel adds up the parts.
+Import this module only where Triton is installed. A tree takes three launches:
 
-In 16 bits a token has one output, bit for bit, whether it is a root alone or a node of any tree, and whatever else is
-in the batch: keys are summed in chunks and spans whose bounds depend on positions alone, wherever the keys come from
-(`tree_kernels`, `merge_spans`). A causal chunk larger than any tree is appended by a kernel of its own; then it is
-committed slots like all before it (`prompt_kernels`), and is summed as fits its size.
+1. `append_kernel` norms and rotates queries and keys, and appends keys and values to the cache.
+2. `tree_kernel` computes partial softmaxes over spans of the cache, and over the tail with the tree itself. A row is
+   one query head of one node, so that all nodes and query heads of a KV head share what is read of the cache.
+3. `merge_spans_kernel` adds up the parts of each row.
+
+The grids are fixed and every program finds its work from the lengths on the device, so a captured graph stays right as
+lengths grow. In 16 bits the output of a token has the same bits whether the token is a single root or a node of any
+tree, and whatever else is in the batch, because the bounds of chunks and spans, in which keys are summed, are functions
+of positions.
+
+A causal chunk larger than any tree is appended, too, and then attends to the cache only (`prompt_kernel`). Its sums are
+cut as is fastest for its size.
 """
 
 import functools
@@ -21,27 +27,27 @@ from torch import Tensor
 from ...tree import MAX_NODES
 from .. import dependent_launch, ops
 from ..norm import rms_norm
-from .block_kernels import append_kernel
-from .call import Call, attention_op, from_arguments
-from .merge_spans import merge_spans_kernel
-from .prompt_kernels import merge_parts_kernel, prompt_kernel
-from .spans import first_log2, most_spans
+from .append_kernel import append_kernel
+from .call import AttentionCall, attention_op, from_arguments
+from .prompt_kernel import merge_parts_kernel, prompt_kernel
+from .spans import first_log2, merge_spans_kernel, most_spans
 from .tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
-from .tree_kernels import tree_kernel
+from .tree_kernel import tree_kernel
 
 LOG2E = math.log2(math.e)
 MOST_COLUMNS = 128
-"""Columns of values that a program of a tree takes; two sums of them must fit into registers."""
-FEW, MANY = 16, 128
-"""Tiles of rows up to which a multiprocessor computes one program that reads further ahead, rather than two, and from
-which programs take several spans of a short cache."""
+"""Columns of values in a program of a tree; two sums of them must fit into registers."""
+FEW = 16
+"""Up to this many tiles of rows, a multiprocessor runs one program that reads further ahead, rather than two."""
+MANY = 128
+"""From this many tiles of rows on, programs take several spans if the cache is short."""
 SHORT = 4096
-"""Slots of such a cache."""
+"""The most slots of a short cache."""
 
 
 @attention_op("spec_compile::tree_attention", rotates=True, device_types="cpu")
-def tree_attention(call: Call) -> Tensor:
-    """The call in plain PyTorch, which is what the op does on a CPU. -> [B, N, H, Dv]."""
+def tree_attention(call: AttentionCall) -> Tensor:
+    """The call in plain PyTorch, which the op runs on a CPU. -> [B, N, H, Dv]."""
     q, k, v, key_cache, value_cache, lengths, ancestors, positions, sinks, scale, softcap, window, *_ = call
     if call.q_norm is not None:
         q, k = (rms_norm(x, w, call.eps, call.offset) for x, w in ((q, call.q_norm), (k, call.k_norm)))
@@ -57,9 +63,16 @@ def tree_attention(call: Call) -> Tensor:
 
 
 class Tuning(NamedTuple):
-    """How `launch` divides the work. block_m: rows of a program; block_n: keys it takes at a time; least: slots of a
-    part of the cache, or of a span, at least; splits: parts of the cache at most, for a chunk larger than any tree;
-    for a tree, most: spans of a token at most; together: spans of a program, fewer than those; powers of two."""
+    """How `launch` divides the work. All but warps, stages and splits are powers of two.
+
+    block_m: rows of a program.
+    block_n: keys that a program reads at a time.
+    least: the fewest slots of a part of the cache, or of a span.
+    warps, stages: of Triton's pipeline.
+    splits: the most parts of the cache, for a chunk larger than any tree.
+    most: the most spans of a token, for a tree.
+    together: spans of a program, for a tree; fewer than `most`.
+    """
 
     block_m: int
     block_n: int
@@ -73,14 +86,14 @@ class Tuning(NamedTuple):
 
 @functools.cache
 def _device(index: int) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory a program may take."""
+    """Multiprocessors, and the most bytes of shared memory of a program."""
     facts = torch.cuda.get_device_properties(index)
     return facts.multi_processor_count, facts.shared_memory_per_block_optin
 
 
 @functools.cache
 def prompt_tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize: int, device: int) -> Tuning:
-    """For a chunk larger than any tree, of `rows` rows a KV head and `groups` = B * Hkv."""
+    """The tuning for a chunk larger than any tree, with `rows` rows for each of `groups` = B * Hkv."""
     processors, memory = _device(device)
     wide = key_dim + value_dim > 256
     block_m, most, warps = (64, 128, 4) if wide else (128, 128, 8)
@@ -100,11 +113,12 @@ def prompt_tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize
 def tree_tuning(
     rows: int, pairs: int, capacity: int, key_dim: int, value_dim: int, itemsize: int, device: int
 ) -> Tuning:
-    """For a tree with `rows` rows for each of `pairs` = B * Hkv. block_n, least and most, which decide its bits, depend
-    on the sizes of heads alone.
+    """The tuning for a tree with `rows` rows for each of `pairs` = B * Hkv, from ``benchmarks/attention_tuning.py`` on
+    an H200.
 
-    Where there are many programs, what each takes before its first keys are there is saved by fewer of several spans;
-    two stages leave memory for their sums. Found by ``benchmarks/attention_tuning.py`` on an H200.
+    block_n, least and most decide the bits of results, so they depend only on the sizes of heads. Each program waits
+    for its first keys; where many programs would, fewer programs with several spans each are faster. Two stages leave
+    memory for the sums of these.
     """
     _, memory = _device(device)
     key_dim, value_dim = triton.next_power_of_2(key_dim), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
@@ -121,8 +135,8 @@ def tree_tuning(
     return Tuning(block_m, block_n, 128, warps, stages, together=together)
 
 
-def _check(call: Call) -> None:
-    """ValueError for arguments that the kernels would misread."""
+def _check(call: AttentionCall) -> None:
+    """Raise ValueError for arguments that the kernels would misread."""
     batch, _, nodes, key_dim = call.q.shape
     if call.k is None and call.cos is not None:
         raise ValueError("k: expected keys to rotate, got None with cos and sin")
@@ -136,8 +150,8 @@ def _check(call: Call) -> None:
         raise ValueError(f"q_norm, k_norm: expected weights [{key_dim}], with cos and sin, got {shapes}")
 
 
-def launch(call: Call, config: Tuning | None = None) -> Tensor:
-    """`tree_attention` by the kernels, as `config` says (None: as `prompt_tuning` or `tree_tuning` does)."""
+def launch(call: AttentionCall, config: Tuning | None = None) -> Tensor:
+    """`tree_attention` by the kernels. config: None: that of `prompt_tuning` or `tree_tuning`."""
     _check(call)
     batch, heads, nodes, key_dim = call.q.shape
     kv_heads, value_dim = call.key_cache.shape[1], call.value_cache.shape[3]
@@ -152,8 +166,8 @@ def launch(call: Call, config: Tuning | None = None) -> Tensor:
     return _launch_tree(call, config or tree_tuning(rows, batch * kv_heads, call.key_cache.shape[2], *facts))
 
 
-def _constants(call: Call, value_columns: int) -> dict:
-    """What the kernels are compiled for, whatever the form of the block."""
+def _constants(call: AttentionCall, value_columns: int) -> dict:
+    """The constants that all kernels have."""
     key_dim, value_dim = call.q.shape[3], call.value_cache.shape[3]
     return {
         "KV_HEADS": call.key_cache.shape[1], "DK": key_dim, "BLOCK_DK": triton.next_power_of_2(key_dim),
@@ -161,16 +175,19 @@ def _constants(call: Call, value_columns: int) -> dict:
     }  # fmt: skip
 
 
-def _factors(call: Call) -> tuple[float, float]:
-    """Factors of the scores in and behind tanh."""
+def _factors(call: AttentionCall) -> tuple[float, float]:
+    """The factors `inner` and `outer` of q . k that give a score in base 2.
+
+    Without softcap c the score is q . k * outer, outer = scale * log2 e. With it the score is tanh(q . k * scale / c)
+    * outer, outer = c * log2 e; kernels compute tanh(x) as 1 - 2 / (2 ** (q . k * inner) + 1).
+    """
     outer = call.scale if call.softcap is None else call.softcap
     inner = 0.0 if call.softcap is None else call.scale / call.softcap * 2 * LOG2E
     return inner, outer * LOG2E
 
 
-def _append(call: Call, block: int, warps: int, early: bool) -> Tensor:
-    """Append the block to the cache, `block` tokens a program, unless it is there -> the queries, rotated if the call
-    says so."""
+def _append(call: AttentionCall, block: int, warps: int, early: bool) -> Tensor:
+    """Append the block to the cache, `block` tokens a program, unless it is there. -> the queries, rotated if asked."""
     if call.k is None:
         return call.q
     q, k, v, key_cache, value_cache, lengths, *_ = call
@@ -188,8 +205,8 @@ def _append(call: Call, block: int, warps: int, early: bool) -> Tensor:
     return rotated
 
 
-def _launch_prompt(call: Call, config: Tuning) -> Tensor:
-    """Append a causal chunk, then attend to the cache alone."""
+def _launch_prompt(call: AttentionCall, config: Tuning) -> Tensor:
+    """Append a causal chunk, then attend to the cache only."""
     q, _, _, key_cache, value_cache, lengths, _, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
@@ -197,7 +214,7 @@ def _launch_prompt(call: Call, config: Tuning) -> Tensor:
     group = heads // kv_heads
     tiles, columns = triton.cdiv(nodes * group, block_m), triton.next_power_of_2(value_dim)
     out = call.empty_output()
-    parts, sums = out, lengths  # never touched where there is one split
+    parts, sums = out, lengths  # unused by one split
     if splits > 1:
         parts = q.new_empty(batch * kv_heads * tiles, splits, block_m, value_dim, dtype=torch.float32)
         sums = q.new_empty(batch * kv_heads * tiles, splits, 2, block_m, dtype=torch.float32)
@@ -206,7 +223,7 @@ def _launch_prompt(call: Call, config: Tuning) -> Tensor:
     prompt_kernel[(tiles * splits, batch * kv_heads)](
         rotated, key_cache, value_cache, call.scales, lengths, positions, call.sinks, call.slopes, out, parts, sums,
         *rotated.stride()[:3], positions.stride(0), nodes, splits, least, capacity, *_factors(call),
-        SOFTCAP=call.softcap is not None, ALONE=splits == 1, PRECISION=_precision(q),
+        SOFTCAP=call.softcap is not None, ONE_SPLIT=splits == 1, PRECISION=_precision(q),
         **shared, **_constants(call, columns), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
@@ -218,14 +235,15 @@ def _launch_prompt(call: Call, config: Tuning) -> Tensor:
     return out
 
 
-def _launch_tree(call: Call, config: Tuning) -> Tensor:
-    """Append the tree to the cache, then attend to it there. The kernels are launched early if they can be (see
-    `dependent_launch`)."""
+def _launch_tree(call: AttentionCall, config: Tuning) -> Tensor:
+    """Append the tree to the cache, then attend to the cache. Kernels begin early if they can (`dependent_launch`)."""
     q, _, _, key_cache, value_cache, lengths, ancestors, positions, *_ = call
     batch, heads, nodes, _ = q.shape
     kv_heads, capacity, value_dim = *key_cache.shape[1:3], value_cache.shape[3]
     block_m, chunk, least, warps, stages, _, most, together = config
     group = heads // kv_heads
+
+    # The tail tiles, the spans, and memory for their partial softmaxes (see `spans`).
     per_tile, columns = nodes_per_tile(group), min(triton.next_power_of_2(value_dim), MOST_COLUMNS)
     tiles = tail_tiles(ancestors, per_tile) if call.tiles is None else call.tiles
     tails = (triton.cdiv(nodes, per_tile) if tiles is None else nodes) * triton.cdiv(per_tile * group, block_m)
@@ -238,6 +256,8 @@ def _launch_tree(call: Call, config: Tuning) -> Tensor:
     early = dependent_launch.available(q) and tiles is call.tiles  # a table made here may not be read early
     shared = {"WINDOW": call.window, "GROUP": group, "CHUNK": chunk, "FIRST": first, "MOST": most}
     shared |= {"PARTS": tail_parts, "EARLY": early, **({"launch_pdl": True} if early else {})}
+
+    # The three launches.
     programs = triton.cdiv(spans, together) * triton.cdiv(nodes * group, block_m) + tails
     rotated = _append(call, min(triton.next_power_of_2(nodes), 4), 1, early)
     tree_kernel[(batch * kv_heads, programs, triton.cdiv(value_dim, columns))](
@@ -255,7 +275,7 @@ def _launch_tree(call: Call, config: Tuning) -> Tensor:
 
 
 def _precision(q: Tensor) -> str:
-    """Of products of float32."""
+    """The precision of products of float32."""
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
 

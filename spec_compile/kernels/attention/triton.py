@@ -1,5 +1,4 @@
-"""Backend "triton": the kernels of our own (`kernels.tree_attention`), which have all features but chunks of positions,
-and rotate."""
+"""Backend "triton": our own kernels (`tree_attention`). It rotates, and has all features but chunks of positions."""
 
 from collections.abc import Callable
 
@@ -27,9 +26,9 @@ def load(use: Use) -> Callable:
 
 
 def prepare(graph: ModelGraph) -> str:
-    """Hoist the tables of tail tiles: one `tail_tiles` for all layers with the same ancestors and heads a group."""
+    """Compute tail tiles once: one `tail_tiles` for all layers with the same ancestors and query heads a KV head."""
     tables: dict[tuple, fx.Node] = {}
-    first = calls(graph.gm)[0]  # there the kernel of a table stands between no two that are launched early
+    first = calls(graph.gm)[0]  # here its kernel is not between two kernels that are launched early
     for node, layer in zip(attention_calls(graph), graph.layers):
         ancestors, size = node.kwargs["ancestors"], nodes_per_tile(layer.heads // layer.kv_heads)
         if ancestors is not None and (ancestors, size) not in tables:

@@ -1,5 +1,9 @@
-"""FlashInfer's XQA kernels: attention of a token tree to a paged cache. They plan nothing on the host and read the
-lengths on the device, so that a CUDA graph can hold them."""
+"""FlashInfer's XQA kernels: attention of a token tree to a paged cache.
+
+They plan nothing on the host and read lengths on the device, so a CUDA graph can hold them. Our cache [B, Hkv, S, D] is
+read as pages [P, Hkv, size, D] that overlap: S = 256, Hkv = 2 and pages of 128 slots give row 0 the pages 0 and 1, and
+row 1 the pages 4 and 5, because a row has 2 * 256 slots.
+"""
 
 import functools
 import math
@@ -8,9 +12,9 @@ import torch
 from torch import Tensor
 
 PAGES = (128, 64, 32, 16)
-"""Slots of a page, as the kernels have them."""
+"""Slots of a page that the kernels support, the largest first."""
 SEMAPHORES, SCRATCH = 8 << 20, 128 << 20
-"""Bytes that a launch works with."""
+"""Bytes of the two buffers that a launch works with."""
 
 
 def attention(
@@ -22,10 +26,10 @@ def attention(
     sinks: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Attention of a block that the caches already hold, at the slots lengths[b] onwards.
+    """Attention of a block that is already in the caches, from slot lengths[b] on. -> [B, N, H, D]
 
-    q [B, H, N, D], caches [B, Hkv, S, D], lengths [B], ancestors [B, N] (None: a chain), N <= 64 -> [B, N, H, D].
-    The first call for a shape, or for an N, compiles a kernel. ValueError if no page size divides S.
+    q [B, H, N, D], caches [B, Hkv, S, D], lengths [B], ancestors [B, N] (None: a chain), N <= 64. The first call for a
+    shape and an N compiles a kernel. Raises ValueError if no page size divides S.
     """
     from flashinfer.xqa import xqa
 
@@ -55,7 +59,7 @@ def attention(
 
 
 def page_size(slots: int) -> int:
-    """The largest page that divides a cache of so many slots."""
+    """The largest page size that divides `slots`."""
     for size in PAGES:
         if slots % size == 0:
             return size
@@ -63,9 +67,9 @@ def page_size(slots: int) -> int:
 
 
 def paged(cache: Tensor, size: int) -> Tensor:
-    """A cache [B, Hkv, S, D], contiguous, as pages [P, Hkv, size, D], those of row b from b * Hkv * S / size on.
+    """A contiguous cache [B, Hkv, S, D] as pages [P, Hkv, size, D]; row b has S / size of them from b * Hkv * S / size.
 
-    Pages of other numbers are there, too, and straddle rows; `_table` names none of them.
+    The pages between would mix heads and rows; `_table` names none of them.
     """
     batch, heads, slots, dim = cache.shape
     pages = ((batch - 1) * heads + 1) * (slots // size)
@@ -74,14 +78,16 @@ def paged(cache: Tensor, size: int) -> Tensor:
 
 @functools.cache
 def _table(batch: int, heads: int, slots: int, size: int, device: torch.device) -> Tensor:
-    """The pages of each row in their order [B, S / size] int32."""
+    """The numbers of the pages of each row, [B, S / size] int32."""
     first = torch.arange(batch, device=device)[:, None] * (heads * slots // size)
     return (first + torch.arange(slots // size, device=device)).int()
 
 
 def packed(ancestors: Tensor | None, batch: int, nodes: int, device: torch.device) -> Tensor:
-    """What each node sees of the block, as XQA takes it: bits in words of 32, as pairs [B, N, 2 * ceil(N / 32)] of
-    uint16."""
+    """The ancestors' bits as XQA takes them: uint16 [B, N, 2 * ceil(N / 32)], the lowest bits first.
+
+    N = 5: each node has two numbers; node 3 with ancestors 0b01011 has [11, 0]. ancestors: None: a chain.
+    """
     if ancestors is None:
         own = torch.ones(nodes, dtype=torch.int64, device=device) << torch.arange(nodes, device=device)
         ancestors = own.cumsum(0).expand(batch, -1)

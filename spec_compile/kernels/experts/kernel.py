@@ -1,13 +1,17 @@
 """The kernel of routed experts: both products of a mixture, each of which reads an expert's weights once.
 
-**A row's result has the same bits whatever other rows there are.** A program finds the rows of its expert, gathers them
-into tiles, in which a row's sums are formed by the same instructions wherever it stands, and adds a product up along
-the columns of the weights, in chains that their format and shape alone cut. Of MXFP4, programs share the columns of few
-rows; the last one to arrive adds up their parts as a program alone would. What a token's experts give is added up by
-the last program to arrive at a stretch of outputs, in the router's order.
+A pair is a token and one of its experts: pair p is expert e(p) = ids[p // k, p % k] of token p // k.
 
-A **pair** is a token and one of its experts; pair p is expert p % k of token p // k. Programs have a slot each, see
-`slots`.
+    first product:   pairs[p] = gate(x[p // k] @ W[e(p)]^T + bias[e(p)])
+    second product:  pairs[p] = x[p] @ W[e(p)]^T + bias[e(p)],   out[t] = sum over r of routing[t, r] * pairs[t * k + r]
+
+Each program has a slot, finds the expert and the pairs of that slot (`slots`), and multiplies them in tiles. The last
+program to arrive at a stretch of outputs adds up what a token's experts have computed, in the router's order. With few
+rows in MXFP4, PARTS programs share the columns of the weights, and the last one to arrive adds up their sums.
+
+**A row's result has the same bits whatever other rows there are**: every row of a tile is computed by the same
+instructions, sums run along the columns of the weights in chains that only the format and shape of the weights cut, and
+parts are added in the same order by one program as by several.
 
 Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
 [BLOCK_N, BLOCK_K], sums [BLOCK_O, BLOCK_N].
@@ -24,8 +28,11 @@ from .slots import expert_of, pairs_of
 
 @triton.jit
 def _weight_rows(tile, outputs, SPLIT: tl.constexpr, BLOCK_O: tl.constexpr):
-    """Outputs in a tile [BLOCK_O], the last may lie behind the end. SPLIT: the first half are gates, the second half
-    what they gate; in the tile they alternate."""
+    """The outputs [BLOCK_O] of a tile; numbers from `outputs` on do not exist.
+
+    SPLIT: the first half of the outputs are gates, the second half what they gate, and they alternate in the tile:
+    outputs = 8, BLOCK_O = 4 give tile 0 the outputs 0, 4, 1, 5 and tile 1 the outputs 2, 6, 3, 7.
+    """
     r = tl.arange(0, BLOCK_O)
     if SPLIT:
         pair = tile * (BLOCK_O // 2) + r // 2
@@ -40,7 +47,9 @@ def _multiply(
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """The sums [BLOCK_O, BLOCK_N] of an expert's outputs o [BLOCK_O] for the rows x_row [BLOCK_N], in one chain.
-    EVEN: no tile reaches beyond the inputs."""
+
+    valid [BLOCK_N]: True for rows that exist. EVEN: the inputs are a multiple of BLOCK_K.
+    """
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + k[None, :]
     if TRANSPOSED:
@@ -67,8 +76,11 @@ def _multiply_scaled(
     weight_ptr, scale_ptr, x_ptr, unit_ptr, o, x_row, valid, x_rows, outputs, inputs, stride_w, stride_x,
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr, DECODES: tl.constexpr,
 ):  # fmt: skip
-    """`_multiply` of weights in FP8, with a scale for SIZE outputs and inputs, and x as `activations.rounded_blocks`
-    has it, x_rows rows. DECODES: the tensor cores have no FP8."""
+    """`_multiply` of weights in FP8 with a scale for each SIZE x SIZE block; one chain a block, scaled, then added up.
+
+    x_ptr, unit_ptr: x_rows rows and their scales, from `activations.rounded_blocks`. DECODES: the tensor cores have no
+    FP8.
+    """
     k = tl.arange(0, SIZE)
     o = tl.minimum(o, outputs - 1)
     w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + k[None, :]
@@ -81,7 +93,7 @@ def _multiply_scaled(
         inside = (k < (SIZE if EVEN else inputs - start))[None, :]
         a = tl.load(w_at + start, mask=inside, other=0.0, eviction_policy="evict_first")
         b = tl.load(x_at + start, mask=valid[:, None] & inside, other=0.0)
-        # The scales of the next tile are on their way while this one is multiplied.
+        # Load the scales of the next tile while this one is multiplied.
         block = tl.minimum(start + SIZE, inputs - 1) // SIZE
         following, following_unit = tl.load(scale_at + block), tl.load(unit_ptr + block * stride_u + x_row)
         if DECODES:
@@ -95,7 +107,7 @@ def _multiply_scaled(
 
 @triton.jit
 def _gated(acc, alpha, limit, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, CLAMPED: tl.constexpr):
-    """acc [BLOCK_O, BLOCK_N], in which gate and up alternate -> [BLOCK_O / 2, BLOCK_N]."""
+    """The gate of acc [BLOCK_O, BLOCK_N], in which rows g0, u0, g1, u1 ... alternate -> [BLOCK_O / 2, BLOCK_N]."""
     gate, up = acc.reshape(BLOCK_O // 2, 2, BLOCK_N).permute(0, 2, 1).split()
     if CLAMPED:
         gate = tl.minimum(gate, limit)
@@ -112,7 +124,7 @@ def _product(
     TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, CUT: tl.constexpr, PTX: tl.constexpr,
     DECODES: tl.constexpr,
 ):  # fmt: skip
-    """The sums [BLOCK_O, BLOCK_N] by the weights' format, of all columns, or in MXFP4 of those from begin to end."""
+    """The sums [BLOCK_O, BLOCK_N] by the function for the weights' format; MXFP4: only of the columns begin .. end."""
     if SCALED > 0:
         acc = _multiply_scaled(
             weight_ptr, scale_ptr, x_ptr, unit_ptr, o, x_row, valid, x_rows, outputs, inputs, stride_w, stride_x,
@@ -133,7 +145,7 @@ def _product(
 
 @triton.jit
 def _sum_of_parts(parts_ptr, at, mask, size, PARTS: tl.constexpr):
-    """The sum of PARTS parts of `size` numbers each, in their order, of the numbers at `at`."""
+    """The numbers at `at`, added up over PARTS parts of `size` numbers each, in ascending order."""
     total = tl.load(parts_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
     for part in tl.static_range(1, PARTS):
         total += tl.load(parts_ptr + at + part * size, mask=mask, other=0.0, cache_modifier=".cg")
@@ -142,7 +154,7 @@ def _sum_of_parts(parts_ptr, at, mask, size, PARTS: tl.constexpr):
 
 @triton.jit
 def _is_last(arrived_ptr, count):
-    """Whether this program is the last of `count` to arrive. The counter is zero before and after."""
+    """True if this program is the last of `count` to arrive. The counter is zero before and after."""
     tl.debug_barrier()  # every thread's stores come before the release by one of them
     is_last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == count - 1
     if is_last:
@@ -155,7 +167,7 @@ def _finish(
     acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATED: tl.constexpr,
     CLAMPED: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store sums [BLOCK_O, BLOCK_N] with the expert's bias, behind the gate, to pairs_ptr [pairs, height]."""
+    """Add the expert's bias to sums [BLOCK_O, BLOCK_N], apply the gate, and store them to pairs_ptr [pairs, height]."""
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
     mask = (column < height)[:, None] & valid[None, :]
@@ -168,13 +180,13 @@ def _finish(
 @triton.jit
 def _add_parts(
     parts_ptr, bias_ptr, pairs_ptr, ids_ptr, slot, expert, count, pairs, o, column, outputs, height, alpha, limit,
-    GATED: tl.constexpr, CLAMPED: tl.constexpr, ALONE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_O: tl.constexpr,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, ONE_TOKEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`_finish` the sums of the parts [PARTS, pairs, outputs] of an expert's rows."""
+    """Add up the parts [PARTS, pairs, outputs] of an expert's rows, and `_finish` them."""
     for begin in range(0, count, BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
-        pair = pairs_of(ids_ptr, slot, expert, n, pairs, ALONE, CHUNK, BLOCK_N)
+        pair = pairs_of(ids_ptr, slot, expert, n, pairs, ONE_TOKEN, CHUNK, BLOCK_N)
         at = pair.to(tl.int64)[None, :] * outputs + o[:, None]
         mask = (n < count)[None, :] & (o < outputs)[:, None]
         acc = _sum_of_parts(parts_ptr, at, mask, pairs.to(tl.int64) * outputs, PARTS)
@@ -189,9 +201,13 @@ def _combine(
     pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, column, rows, height, TOP: tl.constexpr,
     BLOCK_R: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """What experts give, at pairs_ptr [rows * TOP, height], times the router's weights [rows, TOP], added up in the
-    router's order, to out [rows, height]. parts_ptr: None, or in its place the parts of it [PARTS, rows * TOP, height],
-    without the experts' bias."""
+    """out[n] = sum over r of routing[n, r] * pairs[n * TOP + r], in ascending order of r.
+
+    pairs_ptr: [rows * TOP, height]; the experts' results.
+    parts_ptr: [PARTS, rows * TOP, height]; replaces pairs_ptr: their parts, without the experts' bias; or None.
+    routing_ptr: [rows, TOP].
+    out_ptr: [rows, height], written.
+    """
     for begin in range(0, rows, BLOCK_R):
         n = begin + tl.arange(0, BLOCK_R)
         mask = (n < rows)[:, None] & (column < height)[None, :]
@@ -217,7 +233,7 @@ def _combine(
 @triton.jit
 def _fetch_first_tiles(weight_ptr, o, stride_w, prefetch, BLOCK_K: tl.constexpr):
     """Fetch the first `prefetch` tiles of a program's weights to the L2 cache."""
-    line = tl.arange(0, BLOCK_K // 64 if BLOCK_K > 64 else 1) * 64  # of 128 bytes, or of half a line of FP8
+    line = tl.arange(0, BLOCK_K // 64 if BLOCK_K > 64 else 1) * 64  # 128 bytes of 16-bit weights, 64 of FP8
     for step in range(0, prefetch):
         at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + step * BLOCK_K + line[None, :]
         prefetch_l2(at.to(tl.int64))
@@ -225,17 +241,18 @@ def _fetch_first_tiles(weight_ptr, o, stride_w, prefetch, BLOCK_K: tl.constexpr)
 
 @triton.jit(do_not_specialize=["pairs", "prefetch"])
 def experts_kernel(
-    x_ptr, unit_ptr, ids_ptr, weight_ptr, scale_ptr, bias_ptr, parts_ptr, pairs_ptr, routing_ptr, out_ptr, arrived_ptr,
-    pairs, outputs, inputs, stride_e, stride_w, stride_x, scale_stride, prefetch, alpha, limit, TOP: tl.constexpr,
-    BY_PAIR: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, PTX: tl.constexpr, DECODES: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, unit_ptr,  # [T, inputs], second product [T * k, inputs]; scales of x in FP8, or None
+    ids_ptr,  # [T, k] int64
+    weight_ptr, scale_ptr, bias_ptr,  # [E, outputs, inputs] or TRANSPOSED; see `ExpertFormat`; [E, outputs] or None
+    parts_ptr,  # float32 [PARTS, pairs, outputs] if programs share columns, or None
+    pairs_ptr, routing_ptr, out_ptr,  # [pairs, height]; second product [T, k] and [T, height], first None
+    arrived_ptr, pairs, outputs, inputs, stride_e, stride_w, stride_x, scale_stride, prefetch, alpha, limit,
+    TOP: tl.constexpr, BY_PAIR: tl.constexpr, ONE_TOKEN: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, PTX: tl.constexpr,
+    DECODES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of outputs, slots), or with parts_ptr, float32 [PARTS, pairs, outputs], (tiles * PARTS, slots). The
-    first product of a mixture has rows of x for tokens, and its results go to pairs_ptr [pairs, height]; the second,
-    with a router's weights, has a row for each pair, and adds up to out. SCALED: outputs and inputs that share a scale
-    of FP8; 0: it is not FP8. ALONE: there is one token."""
+    """Grid (tiles of outputs, times PARTS if they share columns, slots). SCALED: inputs of an FP8 scale, or 0."""
     DOWN: tl.constexpr = routing_ptr is not None
     SHARES: tl.constexpr = 1 if parts_ptr is None else PARTS
     tile, part, slot = tl.program_id(0) // SHARES, tl.program_id(0) % SHARES, tl.program_id(1)
@@ -246,11 +263,11 @@ def experts_kernel(
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
     o = _weight_rows(tile, outputs, GATED and not INTERLEAVED, BLOCK_O)
 
-    # The experts are known before the first product, so the second need not wait to find its own, and its rows.
+    # Find the expert. `ids` are ready before the first product, so the second one need not wait for them.
     if PDL and not DOWN:
         wait_for_kernel_before()
         let_next_kernel_begin(0, 0)
-    expert, count = expert_of(ids_ptr, slot, pairs, BY_PAIR, ALONE, CHUNK)
+    expert, count = expert_of(ids_ptr, slot, pairs, BY_PAIR, ONE_TOKEN, CHUNK)
     weight_ptr += expert.to(tl.int64) * stride_e
     if PDL and DOWN and not TRANSPOSED:
         _fetch_first_tiles(
@@ -263,10 +280,10 @@ def experts_kernel(
     if bias_ptr is not None:
         expert_bias_ptr += expert.to(tl.int64) * outputs
 
-    # The expert's rows, BLOCK_N at a time. More than one tile of them finds the weights in the L2 cache.
+    # Multiply the expert's rows, BLOCK_N at a time. After the first tile the weights are in the L2 cache.
     for begin in range(0, count, BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
-        pair = pairs_of(ids_ptr, slot, expert, n, pairs, ALONE, CHUNK, BLOCK_N)
+        pair = pairs_of(ids_ptr, slot, expert, n, pairs, ONE_TOKEN, CHUNK, BLOCK_N)
         valid = n < count
         if PDL and DOWN:
             wait_for_kernel_before()
@@ -286,19 +303,18 @@ def experts_kernel(
             at = parts_ptr + (part * pairs + pair).to(tl.int64)[None, :] * outputs + o[:, None]
             tl.store(at, acc, mask=valid[None, :] & (o < outputs)[:, None])
 
-    # Of the first product, the last program to arrive adds up the parts of these outputs; of the second, the last of
-    # all slots adds up all pairs of each token.
+    # The last program to arrive adds up: in the second product all pairs of each token, in the first one the parts.
     if DOWN:
         if PDL:
             wait_for_kernel_before()
         if _is_last(arrived_ptr + tile, tl.num_programs(1) * SHARES):
             _combine(
                 pairs_ptr, parts_ptr, ids_ptr, bias_ptr, routing_ptr, out_ptr, column, pairs // TOP, height, TOP,
-                1 if ALONE else 16, HEIGHT, PARTS,
+                1 if ONE_TOKEN else 16, HEIGHT, PARTS,
             )  # fmt: skip
     elif parts_ptr is not None:
         if _is_last(arrived_ptr + tile * tl.num_programs(1) + slot, PARTS):
             _add_parts(
                 parts_ptr, expert_bias_ptr, pairs_ptr, ids_ptr, slot, expert, count, pairs, o, column, outputs, height,
-                alpha, limit, GATED, CLAMPED, ALONE, CHUNK, BLOCK_O, BLOCK_N, PARTS,
+                alpha, limit, GATED, CLAMPED, ONE_TOKEN, CHUNK, BLOCK_O, BLOCK_N, PARTS,
             )  # fmt: skip

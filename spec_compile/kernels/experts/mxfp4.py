@@ -4,11 +4,15 @@ A code is a sign, two bits of exponent and one of mantissa (e2m1); a scale is an
 Reference: OCP Microscaling Formats specification 1.0, sections 5.3 and 5.4. There are E experts of O outputs and I
 inputs, and W is I / 256 rounded up.
 
-Files have blocks [E, O, I / 32, 16] uint8, in each byte the first of two codes in the low bits, and scales
-[E, O, I / 32] uint8. The kernel reads words [E, O, W * 32] int32 and units [E, W * 2, O] int32. Word w of each 16 has
-the codes of the columns 32 * j + 2 * w and 32 * j + 2 * w + 1 of their 128, j = 0 .. 3. Byte i of unit u belongs to the
-columns from 32 * (4 * u + i) on: it is the scale plus 126, because the bits of a code, taken for those of a bfloat16,
-are a number that is 2 ** 126 too small.
+Files have blocks [E, O, I / 32, 16] uint8 and scales [E, O, I / 32] uint8. Byte n of a block has the codes of columns
+2 * n (low bits) and 2 * n + 1 (high bits).
+
+The kernel reads words [E, O, W * 32] int32 and units [E, W * 2, O] int32. 16 words have the codes of 128 columns: word
+w has those of the columns 32 * j + 2 * w and 32 * j + 2 * w + 1 for j = 0 .. 3. Example: word 3 has columns 6 and 7, 38
+and 39, 70 and 71, 102 and 103.
+
+Unit u has the scales of the four groups 4 * u .. 4 * u + 3, in bytes from the lowest one. A byte is the scale plus 126,
+because the bits of a code, read as bits of a bfloat16, are a number that is 2 ** 126 too small.
 """
 
 import torch
@@ -16,21 +20,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 WIDTH, GROUP = 256, 32
-"""Columns whose words lie side by side, and columns that share a scale."""
+"""Columns of 32 words, which a tile reads at once, and columns that share a scale."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of the codes."""
 LARGEST_SCALE = 128
-"""The scale 2, above which a byte of a unit has no room."""
+"""The scale 2 = 2 ** (128 - 127). A larger one plus 126 does not fit into a byte of a unit."""
 PLACES = ((0, 1, 2, 9), (4, 5, 6, 13), (10, 11, 12, 19), (14, 7, 8, 15))
-"""Where the four bits of each of four codes stand in a word, of the first of two columns; those of the second stand 16
-bits further on, behind the last bit at the first. One turn brings those of each of the first three to where a bfloat16
-has its sign, the end of its exponent and the begin of its mantissa; of the last all but one stand there."""
+"""PLACES[j][b]: the bit of a word where bit b of code j stands, for the first of its two columns. For the second column
+it is 16 bits higher, modulo 32.
+
+Bits 6, 7, 8 and 15 of a bfloat16 are the top of its mantissa, the two lowest bits of its exponent and its sign. One
+rotation brings a code there: code 0 to the right by 26 (0 -> 6, 1 -> 7, 2 -> 8, 9 -> 15), code 1 by 30, code 2 by 4.
+Code 3 needs none, except that its bit 14 must be shifted to 6. Example: -1.5 is code 0b1011; as code 0 it sets bits 0,
+1 and 9 of the word, 0x203, which rotates to 0x80C0, the bfloat16 -1.5 * 2 ** -126."""
 
 
 def pack(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """The words and units of blocks and scales.
 
-    Raises ValueError, whose text ends a sentence about the weights, if they are of another form or have scales above 2.
+    Raises ValueError if their shapes or dtypes are others or scales are above 2; its text ends a sentence about the
+    weights.
     """
     experts, outputs, groups, size = blocks.shape
     is_uint8 = {blocks.dtype, scales.dtype} == {torch.uint8}
@@ -59,7 +68,7 @@ def unpack(words: Tensor, units: Tensor, inputs: int) -> tuple[Tensor, Tensor]:
 
 
 def weight(words: Tensor, units: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
-    """The weight [O, I] of one expert: words [O, W * 32], units [W * 2, O]. bfloat16 has all of its numbers."""
+    """The weight [O, I] of one expert: words [O, W * 32], units [W * 2, O]. It is exact in bfloat16."""
     values = torch.tensor(VALUES, device=words.device)[_codes(words, inputs).int()].unflatten(1, (-1, GROUP))
     return torch.ldexp(values, (_scales(units, inputs).int() - 127)[:, :, None]).flatten(1).to(dtype)
 
@@ -78,7 +87,7 @@ def _scales(units: Tensor, inputs: int) -> Tensor:
 
 
 def _table(device: torch.device) -> Tensor:
-    """[4, 2, 16] int32: the bits in a word of code c of the columns 32 * j + 2 * w, and of those behind them."""
+    """[4, 2, 16] int32: number [j, half, code] has the bits of a word that `code` sets as code j of column `half`."""
     code = torch.arange(16, dtype=torch.int64, device=device)
     first = torch.stack([sum((code >> at & 1) << bit for at, bit in enumerate(places)) for places in PLACES])
     return torch.stack([first, first << 16 | first >> 16], dim=1).to(torch.int32)

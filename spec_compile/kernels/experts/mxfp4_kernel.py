@@ -1,7 +1,10 @@
-"""The kernel of routed experts with weights in MXFP4: how a tile is decoded between shared memory and the tensor cores.
+"""Products of routed experts with weights in MXFP4: a tile is decoded between shared memory and the tensor cores.
 
-It is done as `nibbles_kernel` does it. Import this module only where Triton is installed. Shapes of a step: weights
-[BLOCK_O, 32] in half-words as many, activations [BLOCK_N, 32], sums [BLOCK_O, BLOCK_N].
+    sums[o, n] = sum over columns c of number(code[o, c]) * 2 ** (scale[o, c // 32] - 127) * x[n, c]
+
+The method is that of `nibbles_kernel`; `mxfp4` has the order of codes. Import this module only where Triton is
+installed. Shapes of a step over 32 columns: weights [BLOCK_O, 32], each from a half-word of 16 bits, activations
+[BLOCK_N, 32], sums [BLOCK_O, BLOCK_N].
 """
 
 import triton
@@ -15,9 +18,14 @@ def multiply_mxfp4(
     weight_ptr, unit_ptr, x_ptr, o, x_row, valid, begin, end, share, outputs, inputs, stride_w, stride_x,
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr, CUT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The sums [BLOCK_O, BLOCK_N] of an expert's outputs o [BLOCK_O] for the rows x_row [BLOCK_N], over the columns
-    begin .. end: in a chain for each 256, which are added up in a chain for each `share`. CUT: there is more than one
-    share. weight_ptr, unit_ptr: of `mxfp4.pack`. EVEN: the inputs are a multiple of 256. PTX: see `_numbers`."""
+    """Sums [BLOCK_O, BLOCK_N] over columns begin .. end, for an expert's outputs o [BLOCK_O] and rows x_row [BLOCK_N].
+
+    256 columns are one chain of the tensor cores, `acc` adds up the chains of `share` columns, and `total` adds up the
+    shares. 1024 columns with share = 512 give (c0 + c1) + (c2 + c3), where c is a chain.
+
+    weight_ptr, unit_ptr: an expert's words and units, see `mxfp4`. valid [BLOCK_N]: True for rows that exist.
+    EVEN: the inputs are a multiple of 256. CUT: there is more than one share. PTX: see `_numbers`.
+    """
     column = tl.arange(0, 32)
     o = tl.minimum(o, outputs - 1)
     if PTX:
@@ -28,10 +36,12 @@ def multiply_mxfp4(
     total = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     for start in tl.range(begin, end, 256):
+        # A new share begins.
         if CUT:
             if start % share == 0:
                 total += acc
                 acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+        # Eight steps of 32 columns; four of them share words and units.
         for step in tl.static_range(8):
             at = start + 32 * step
             if step % 4 == 0:
@@ -40,7 +50,7 @@ def multiply_mxfp4(
             inside = (column < (32 if EVEN else inputs - at))[None, :]
             b = tl.load(x_at + at, mask=valid[:, None] & inside, other=0.0)
             a = _numbers(words, unit + tl.zeros([BLOCK_O, 32], tl.int32), step % 4, PTX)
-            # A chain across turns of the loop would be waited for behind each instruction of the tensor cores.
+            # A chain across iterations of the loop would wait after each instruction of the tensor cores.
             if step == 0:
                 part = tl.dot(a.to(b.dtype), b.T, input_precision="ieee")
             else:
@@ -51,9 +61,12 @@ def multiply_mxfp4(
 
 @triton.jit
 def _numbers(words, unit, J: tl.constexpr, PTX: tl.constexpr):
-    """Code J of each half-word [BLOCK_O, 32] as a number: its bits, see `mxfp4.PLACES`, are those of a bfloat16, which
-    times the unit's byte J, the exponent of another, is exact. With PTX, two at a time; else each of `words` is a whole
-    one, and the same is done in float32."""
+    """Code J of each half-word as a number [BLOCK_O, 32].
+
+    The code's bits are moved to their place in a bfloat16 (`mxfp4.PLACES`), which is multiplied by a bfloat16 with byte
+    J of the unit as its exponent; the product is exact. With PTX, `words` are half-words and two are decoded at a time;
+    without it they are whole words and the numbers are float32.
+    """
     TURN: tl.constexpr = 26 if J == 0 else 30 if J == 1 else 4 if J == 2 else 0  # to the right
     if not PTX:
         turned = half_words(words, TURN)

@@ -1,21 +1,25 @@
-"""How the products of experts are cut: the tuned constants."""
+"""`ExpertTile`: how the products of experts are cut, with the tuned constants."""
 
 from typing import NamedTuple
 
 from .mxfp4 import GROUP, WIDTH
 
 MAX_ROWS = 512
-"""Tokens that the kernel takes in 16 bits; the experts of more are PyTorch's grouped products."""
+"""The most tokens that the kernel takes in 16 bits; for more, PyTorch's grouped products are used."""
 
 
-class Tile(NamedTuple):
-    """What a program multiplies at a time, of one expert: block_o outputs by block_k inputs, and block_n rows.
+class ExpertTile(NamedTuple):
+    """The tile that a program multiplies at a time: block_o outputs by block_k inputs of one expert, and block_n rows.
 
-    Two things decide the bits of a result, so that all tiles of a shape have them in common: block_o, because from 64
-    on the tensor cores take instructions of whole groups of warps, and parts, into which the columns of MXFP4 are cut,
-    and whose sums are added up in their order. shared: whether each part has a program of its own. warps, stages: of
-    Triton's pipeline. registers: those that a thread may have, None: as many as the compiler finds best. prefetch: the
-    tiles that the second product fetches before it waits.
+    All tiles of a shape agree in two things, because they decide the bits of a result: in `parts`, and in whether
+    block_o is at least 64, from where on a group of warps shares an instruction of the tensor cores.
+
+    block_o, block_k, block_n: sizes of the tile.
+    warps, stages: of Triton's pipeline.
+    registers: the most registers of a thread; None: as the compiler chooses.
+    prefetch: tiles of weights that the second product fetches to the L2 cache before it waits for the first.
+    parts: stretches into which the columns of MXFP4 are cut; their sums are added in ascending order.
+    shared: each part has a program of its own.
     """
 
     block_o: int
@@ -29,35 +33,48 @@ class Tile(NamedTuple):
     shared: bool = False
 
 
-TILES = Tile(64, 128, 16), Tile(64, 128, 32), Tile(64, 64, 64)
-"""Of 16 bits, in ascending order of rows."""
-SCALED = Tile(64, 128, 16, stages=5), Tile(64, 128, 32), Tile(64, 128, 64, stages=3)
-"""Of FP8, whose inputs have scales in blocks of 128."""
-MXFP4 = Tile(128, 256, 16, stages=3, registers=168), Tile(128, 256, 32, stages=3), Tile(64, 256, 64, stages=3)
-"""Of MXFP4, whose words have the codes of 256 inputs. Instructions bound it, not memory: a warp that decodes 32 rows of
-the weights takes three quarters of those of one that decodes 16 (counted), and waits half as often for the tensor
-cores."""
+HALF_TILES = ExpertTile(64, 128, 16), ExpertTile(64, 128, 32), ExpertTile(64, 64, 64)
+"""Tiles for weights in 16 bits; these and the others in ascending order of rows."""
+FP8_TILES = ExpertTile(64, 128, 16, stages=5), ExpertTile(64, 128, 32), ExpertTile(64, 128, 64, stages=3)
+"""Tiles for weights in FP8 with scales for blocks of 128."""
+MXFP4_TILES = (
+    ExpertTile(128, 256, 16, stages=3, registers=168), ExpertTile(128, 256, 32, stages=3),
+    ExpertTile(64, 256, 64, stages=3),
+)  # fmt: skip
+"""Tiles for weights in MXFP4, whose words have the codes of 256 inputs. Instructions bound these products, not memory:
+per row of weights, a warp that decodes 32 rows needs three quarters of the instructions of one that decodes 16, and it
+waits half as often for the tensor cores."""
 AT_ONCE = 3 * 132
-"""Programs with the first of these tiles that an H200 runs at once: so many registers a thread leave room for three on
-each multiprocessor."""
-WIDE = (Tile(64, 32, 16, stages=2),)
-"""Of float32, which is not tuned."""
+"""Programs with the first tile of MXFP4 that an H200 runs at once: with 168 registers a thread, a multiprocessor has
+room for three."""
+FLOAT32_TILES = (ExpertTile(64, 32, 16, stages=2),)
+"""The tile for float32; not tuned."""
 
 
 def parts(outputs: int, inputs: int, top: int) -> int:
-    """Parts into which the columns of MXFP4 are cut: as many as run at once for one token, of as many words each."""
-    tiles, cuts = -(-outputs // MXFP4[0].block_o), -(-inputs // WIDTH)
+    """Parts into which the columns of MXFP4 are cut: for one token all programs run at once, and parts are equal.
+
+    gpt-oss, 5760 outputs, 2880 inputs, top = 4: 45 tiles of outputs, 12 words of 256 columns; 396 // (45 * 4) = 2 parts
+    of 6 words.
+    """
+    tiles, cuts = -(-outputs // MXFP4_TILES[0].block_o), -(-inputs // WIDTH)
     most = max(1, AT_ONCE // (tiles * top))
     return next(count for count in range(min(most, cuts), 0, -1) if cuts % count == 0)
 
 
-def tile(tokens: int, top: int, experts: int, shape: tuple[int, int], scale_size: int, size: int) -> Tile:
-    """The tile for so many tokens, of which each has `top` of the experts. shape: outputs and inputs. scale_size: of
-    the `Kind`. size: bytes of a number of the activations.
+def tile(tokens: int, top: int, experts: int, shape: tuple[int, int], scale_size: int, size: int) -> ExpertTile:
+    """The tile for `tokens` tokens that go to `top` of `experts` experts each.
 
-    Rows of a tile are those that an expert has on average, twice over, so that few experts need a second tile.
+    A tile has twice the rows of an average expert, so that few experts need a second tile.
+
+    shape: outputs and inputs.
+    scale_size: `ExpertFormat.scale_size`.
+    size: bytes of a number of the activations.
     """
-    tiles = MXFP4 if scale_size == GROUP else SCALED if scale_size else WIDE if size == 4 else TILES
+    if scale_size:
+        tiles = MXFP4_TILES if scale_size == GROUP else FP8_TILES
+    else:
+        tiles = FLOAT32_TILES if size == 4 else HALF_TILES
     rows = min(tokens, -(-2 * tokens * top // experts))
     tile = next((each for each in tiles if rows <= each.block_n), tiles[-1])
     if scale_size != GROUP:

@@ -1,7 +1,11 @@
 """The choice of experts by a softmax of the router's logits, in one small kernel.
 
-Import this module only where Triton is installed. A program takes a row, so that its weights have the same bits beside
-any others. Of equal experts the first is chosen.
+    value = logits, or softmax(logits)
+    ids = the TOP largest values, ties to the lower id
+    weights = value[ids], or value[ids] / sum(value[ids]), or softmax(logits[ids])
+
+Import this module only where Triton is installed. A program takes a row, so a row's weights have the same bits whatever
+other rows there are.
 """
 
 import torch
@@ -20,8 +24,8 @@ AMONG = ("all", "all, to a sum of 1", "chosen")
 def route(logits: Tensor, top: int, among: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The `top` experts of each row of logits [T, E], the largest first -> weights [T, top] of `dtype`, ids int64.
 
-    The weights are a softmax in float32, by `among`: of "all" experts; of all, divided by their sum ("all, to a sum of
-    1"); or of the "chosen" alone.
+    The weights are a softmax in float32. among: "all": over all experts; "all, to a sum of 1": the same, divided by
+    the sum of the `top`; "chosen": over the `top` only.
     """
     wide = logits.float()
     values, ids = (wide if among == "chosen" else wide.softmax(dim=-1)).topk(top)
@@ -55,10 +59,12 @@ def launch(logits, top, among, dtype) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def route_kernel(
-    logits_ptr, weights_ptr, ids_ptr, stride, experts, TOP: tl.constexpr, AMONG: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr, EARLY: tl.constexpr,
+    logits_ptr,  # [rows, experts] by its stride
+    weights_ptr, ids_ptr,  # [rows, TOP], written
+    stride, experts, TOP: tl.constexpr, AMONG: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows)."""
+    """`route` of one row a program. AMONG: an index of the tuple `AMONG`. Grid (rows)."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -69,8 +75,8 @@ def route_kernel(
         value = tl.exp(value - tl.max(value, 0))
         value = tl.where(expert < experts, value / tl.sum(value, 0), -1.0)
 
-    # The largest that is left, TOP times over, among integers in the order of the values: a warp finds the largest
-    # integer by one instruction. Adding 0 makes the zeros equal.
+    # Take the largest that is left, TOP times. Values become integers of the same order, because a warp finds the
+    # largest integer in one instruction; adding 0.0 makes 0.0 and -0.0 equal.
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = tl.zeros([BLOCK_T], tl.int32)
@@ -84,6 +90,7 @@ def route_kernel(
     chosen = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     chosen = tl.where(rank < TOP, chosen, -float("inf"))
 
+    # The weights.
     if AMONG == 2:
         chosen = tl.exp(chosen - tl.max(chosen, 0))
     if AMONG > 0:

@@ -1,26 +1,33 @@
-"""Which expert a program of the kernel of routed experts serves, and which rows.
+"""The expert that a program of the kernel of routed experts serves, and the rows of that expert.
 
-Where there are fewer pairs of a token and an expert than experts, slot s serves the expert of pair s, unless a pair
-before it has the same; else slot s is expert s. So no list of experts has to be made first, and slots with nothing to
-do end at once. Import this module only where Triton is installed.
+Every program has a slot, and finds its expert in `ids` by itself, so no list of experts has to be made first. A pair is
+a token and one of its experts. With at most as many pairs as experts (BY_PAIR), slot s serves the expert of pair s,
+unless an earlier pair has the same expert; with more pairs, slot s serves expert s. Slots without work end at once.
+
+    ids = [[5, 2], [2, 7]]: pairs 0 .. 3 of experts 5, 2, 2, 7
+    8 experts: slot 0 serves expert 5 (pair 0), slot 1 expert 2 (pairs 1 and 2), slot 2 none, slot 3 expert 7 (pair 3)
+
+Import this module only where Triton is installed.
 """
 
 import triton
 import triton.language as tl
 
 FEW, MANY = 32, 128
-"""Pairs that a program looks through at a time: a warp looks through few by itself, many need all of a program."""
+"""Pairs that a program looks through at a time (CHUNK): one warp looks through FEW, a whole program through MANY."""
 
 
 @triton.jit
-def expert_of(ids_ptr, slot, pairs, BY_PAIR: tl.constexpr, ALONE: tl.constexpr, CHUNK: tl.constexpr):
-    """The expert that a slot serves, and its number of pairs, 0 if another slot serves it. ALONE: there is one token,
-    each of whose pairs has a slot, so that there is nothing to look through."""
+def expert_of(ids_ptr, slot, pairs, BY_PAIR: tl.constexpr, ONE_TOKEN: tl.constexpr, CHUNK: tl.constexpr):
+    """The expert that a slot serves, and how many pairs it has; 0 if another slot serves it.
+
+    ids_ptr: [pairs]. ONE_TOKEN: each pair has another expert, so there is nothing to look through.
+    """
     pair = tl.arange(0, CHUNK)
     expert, count = slot, slot * 0
-    if BY_PAIR or ALONE:
+    if BY_PAIR or ONE_TOKEN:
         expert = tl.load(ids_ptr + slot).to(tl.int32)
-    if ALONE:
+    if ONE_TOKEN:
         count += 1
     else:
         first = slot * 0 + pairs
@@ -35,13 +42,15 @@ def expert_of(ids_ptr, slot, pairs, BY_PAIR: tl.constexpr, ALONE: tl.constexpr, 
 
 @triton.jit
 def pairs_of(
-    ids_ptr, slot, expert, n, pairs, ALONE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr
+    ids_ptr, slot, expert, n, pairs, ONE_TOKEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """The pairs of a slot's expert with the numbers n [BLOCK_N] among its own; 0 behind the last. ALONE: see
-    `expert_of`."""
+    """Pair number n [BLOCK_N] of the slot's expert, counted among the pairs of that expert; 0 after the last.
+
+    In the example above, slot 1 and n = [0, 1, 2] give [1, 2, 0]. ONE_TOKEN: see `expert_of`.
+    """
     pair = tl.arange(0, CHUNK)
     of_n = tl.zeros([BLOCK_N], tl.int32)
-    if ALONE:
+    if ONE_TOKEN:
         of_n += tl.where(n == 0, slot, 0)
     else:
         before = expert * 0

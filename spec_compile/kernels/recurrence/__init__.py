@@ -1,8 +1,9 @@
 """Recurrences: layers that read a state of fixed size in place of keys and values. A kind is a file and an entry here.
 
 Capture sees the op `recurrence`, a function of a whole sequence. The graphs of the runtime call `advance_or_look`: it
-leads a state over a chunk of a prompt, or looks at the nodes of a tree behind a state, which `commit` leads over the
-accepted path. A state is read and written at these places alone.
+updates a state by a chunk of a prompt, or computes the nodes of a tree after a state without updating it. `commit`
+updates the state by the accepted path. A state is read and written only there. In reading order: `base`, a kind's plain
+form (`linear`, `selective`, `convolution`), `walk`, the kind's kernels, `launch`.
 """
 
 import torch
@@ -10,17 +11,17 @@ from torch import Tensor
 
 from ...tree import MAX_NODES
 from . import convolution, launch, linear, selective
-from .base import Kind
+from .base import RecurrenceKind
 from .walk import tree_walk
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, RecurrenceKind] = {
     kind.name: kind for kind in (convolution.KIND, linear.DECAY, linear.DELTA, selective.KIND)
 }  # fmt: skip
 
 
 @torch.library.custom_op("spec_compile::recurrence", mutates_args=())
 def recurrence(kind: str, inputs: list[Tensor]) -> Tensor:
-    """A recurrence over a whole sequence, from a state of zeros; what capture sees in place of a model's own.
+    """A recurrence over a whole sequence, from a state of zeros; capture puts it in place of a model's own.
 
     kind, inputs: see `KINDS` and the files of the kinds. -> [B, T, ...] float32, contiguous.
     """
@@ -36,8 +37,10 @@ def _(kind, inputs):
 
 @torch.library.custom_op("spec_compile::clamp_prompt", mutates_args=())
 def clamp_prompt(x: Tensor, low: float, high: float) -> Tensor:
-    """x [B, T, ...] clamped. Of tokens that are generated it is left alone: transformers' forward over one token has no
-    clamp (Nemotron-H, Zamba2)."""
+    """x [B, T, ...] clamped; the marker of `clamp_in_prompt`.
+
+    Only prompts are clamped: transformers' forward over one generated token has no clamp (Nemotron-H, Zamba2).
+    """
     return x.clamp(low, high)
 
 
@@ -58,7 +61,7 @@ def initial_state(kind: str, inputs: list[Tensor], batch: int) -> Tensor:
 
 
 def stash_shapes(kind: str, inputs: list[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:
-    """Of each input that is kept: the shape without the batch, the dtype, and whether it is one for all rows."""
+    """For each input that is kept: the shape without the batch, the dtype, and True if all rows share it."""
     shapes = []
     for number in KINDS[kind].kept:
         x, is_constant = inputs[number], number in KINDS[kind].constants
@@ -67,7 +70,7 @@ def stash_shapes(kind: str, inputs: list[Tensor]) -> list[tuple[tuple[int, ...],
 
 
 def _lead(kind: str, inputs: list[Tensor], state: Tensor, valid: Tensor) -> Tensor:
-    """Outputs of a chunk, over whose first valid[b] tokens the state is led in place."""
+    """Outputs of a chunk, whose first valid[b] tokens update the state in place."""
     if kind == "selective" and launch.serves(kind, state):
         return launch.selective_chunk(inputs, state, valid)
     out, after = KINDS[kind].chunk(inputs, state, valid)
@@ -85,10 +88,13 @@ def advance_or_look(
     kind: str, inputs: list[Tensor], state: Tensor, stash: list[Tensor], valid: Tensor, ancestors: Tensor | None,
     walk: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """A recurrence over a block of tokens behind `state` [B, ...]. -> [B, N, ...] float32.
+    """A recurrence over a block of N tokens after `state`. -> [B, N, ...] float32.
 
-    ancestors: None for a chunk of a prompt, whose first valid[b] tokens lead the state on. Otherwise [B, N] int64, the
-    bits of a tree as attention has them: the state stays, and the inputs that `commit` needs are put into the `stash`.
+    kind, inputs: see `KINDS` and the files of the kinds.
+    state: [B, ...]; updated by a chunk of a prompt, only read by a tree.
+    stash: tensors of `stash_shapes`; a tree writes the inputs that `commit` needs.
+    valid: [B]; how many tokens of a chunk update the state.
+    ancestors: [B, N] int64, the bits of a tree as `AttentionCall` has them; None: a chunk of a prompt.
     walk: the `tree_walk` of `ancestors`, if it was computed before.
     """
     if ancestors is None:
@@ -106,7 +112,7 @@ def advance_or_look(
 
 @torch.library.custom_op("spec_compile::recurrence_advance", mutates_args=("state",))
 def recurrence_advance(kind: str, inputs: list[Tensor], state: Tensor, valid: Tensor) -> Tensor:
-    """Lead a state over the first valid[b] of a chunk's tokens. An op, because the number of blocks is not fixed."""
+    """Update a state by the first valid[b] tokens of a chunk. An op, because the number of blocks is not fixed."""
     return _lead(kind, inputs, state, valid)
 
 
@@ -128,8 +134,10 @@ def _(kind, inputs, state, stash, walk):
 
 @torch.library.custom_op("spec_compile::recurrence_commit", mutates_args=("states",))
 def commit(kind: str, states: list[Tensor], stashes: list[Tensor], path: Tensor, gained: Tensor) -> None:
-    """Lead states of one shape over the first gained[b] nodes of the path [B, N] int64. A row that gained none keeps
-    its bits. stashes: of each state in turn."""
+    """Update states of one shape by the first gained[b] nodes of the path [B, N] int64.
+
+    A row that gained none keeps the bits of its state. stashes: the stash of the first state, then of the second, ...
+    """
     if launch.serves(kind, states[0]):
         return launch.commit(kind, states, stashes, path, gained)
     parts, rows = len(stashes) // len(states), torch.arange(len(path), device=path.device)[:, None]

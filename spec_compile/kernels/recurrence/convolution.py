@@ -1,12 +1,15 @@
 """Short depthwise convolution over a token and its predecessors, with the last w - 1 committed inputs as its state.
 
-Inputs: x [B, T, C]; weight [C, w], whose last column is of the token itself. State [B, w - 1, C] of x's dtype.
+    out_i = weight[:, w - 1] * x_i + weight[:, w - 2] * x_parent(i) + ...    (w terms)
+
+Inputs: x [B, T, C]; weight [C, w]. State [B, w - 1, C] of x's dtype, the oldest input first. With w = 4 and the state
+[r, s, t], a root a with children b and c has the windows [r, s, t, a], [s, t, a, b] and [s, t, a, c].
 """
 
 import torch
 from torch import Tensor
 
-from .base import Inputs, Kind, parents_of
+from .base import Inputs, RecurrenceKind, parents_of
 
 
 def _state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
@@ -26,13 +29,17 @@ def _chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None,
 
 
 def _tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
-    """The predecessor of the root is the last committed input, whose predecessors are those before it."""
+    """`known` has the state and then the nodes; each of its entries has a predecessor among them.
+
+    w = 4, parents [-1, 0, 0]: known = [r, s, t, a, b, c], predecessor = [0, 0, 1, 2, 3, 3]; the first entry has none,
+    and no window reaches beyond it.
+    """
     x, weight = inputs
     history, nodes = state.shape[1], x.shape[1]
     known = torch.cat([state, x.to(state.dtype)], dim=1)
     parents = parents_of(ancestors)
     before = torch.arange(-1, history - 1, device=x.device).expand(len(x), -1)
-    predecessor = torch.cat([before, parents + history], dim=1).clamp(min=0)  # of each entry of `known`
+    predecessor = torch.cat([before, parents + history], dim=1).clamp(min=0)
     entry = torch.arange(history, history + nodes, device=x.device).expand(len(x), -1)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for column in reversed(weight.float().unbind(1)):
@@ -41,4 +48,4 @@ def _tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
     return out
 
 
-KIND = Kind("convolution", kept=(0,), constants=(1,), output=0, state=_state, chunk=_chunk, tree=_tree)
+KIND = RecurrenceKind("convolution", kept=(0,), constants=(1,), output=0, state=_state, chunk=_chunk, tree=_tree)

@@ -1,7 +1,9 @@
 """Kernels of short convolutions: the windows of a tree's nodes, and the commit of a path.
 
-Import this module only where Triton is installed. A window is summed from its node upwards, so that a node has the same
-bits in any tree.
+    out_i = weight[:, w - 1] * x_i + weight[:, w - 2] * x_parent(i) + ...    (w terms, see `convolution`)
+
+Import this module only where Triton is installed. A window is summed from its node upwards, so a node has the same bits
+in any tree.
 """
 
 import triton
@@ -11,10 +13,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit(do_not_specialize=["nodes"])
 def convolution_tree_kernel(
-    x_ptr, weight_ptr, state_ptr, walk_ptr, stash_ptr, out_ptr, stride_xb, stride_xn, nodes, CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, MAX_NODES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, weight_ptr,  # [B, nodes, CHANNELS] by its strides, [CHANNELS, WIDTH]
+    state_ptr,  # [B, WIDTH - 1, CHANNELS]
+    walk_ptr,  # [B, COLUMNS, nodes]; only the last column is read, the parents
+    stash_ptr, out_ptr,  # [B, MAX_NODES, CHANNELS] and float32 [B, nodes, CHANNELS], written
+    stride_xb, stride_xn, nodes, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    MAX_NODES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out [B, nodes, CHANNELS] float32, and the stash of x. Grid (blocks of channels, nodes, B)."""
+    """One node and BLOCK channels a program. Grid (blocks of channels, nodes, B)."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -25,16 +31,18 @@ def convolution_tree_kernel(
     state_ptr += row * (WIDTH - 1) * CHANNELS
     walk_ptr += (row * COLUMNS + COLUMNS - 1) * nodes
 
+    # The node's own input, which is also stashed.
     x = tl.load(x_ptr + node * stride_xn + channel, mask=mask, other=0.0)
     tl.store(stash_ptr + (row * MAX_NODES + node) * CHANNELS + channel, x, mask=mask)
     total = x.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
-    # The node before the root is the last committed input; `before` counts how far behind that the window has come.
+
+    # Its predecessors: first ancestors, then the state from its end on; `before` counts the inputs read of the state.
     before = 0
     for tap in tl.static_range(1, WIDTH):
         parent = tl.load(walk_ptr + tl.maximum(node, 0))
         before += tl.where(node < 0, 1, 0)
         node = tl.where(node < 0, -1, parent)
-        above, old = tl.where(node < 0, 0, CHANNELS), tl.where(node < 0, CHANNELS, 0)  # one of two loads is of nothing
+        above, old = tl.where(node < 0, 0, CHANNELS), tl.where(node < 0, CHANNELS, 0)  # one load is masked out
         value = tl.load(x_ptr + node * stride_xn + channel, mask=channel < above, other=0.0)
         value += tl.load(state_ptr + (WIDTH - 2 - before) * CHANNELS + channel, mask=channel < old, other=0.0)
         factor = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - tap, mask=mask, other=0.0).to(tl.float32)
@@ -44,12 +52,15 @@ def convolution_tree_kernel(
 
 @triton.jit(do_not_specialize=["nodes", "batch"])
 def convolution_commit_kernel(
-    table_ptr, path_ptr, gained_ptr, nodes, batch, DTYPE: tl.constexpr, CHANNELS: tl.constexpr, HISTORY: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, MAX_NODES: tl.constexpr,
+    table_ptr,  # [layers, 2] int64: addresses of a state [B, HISTORY, CHANNELS] and of its stash
+    path_ptr, gained_ptr,  # [B, nodes] int64, [B] int64
+    nodes, batch, DTYPE: tl.constexpr, CHANNELS: tl.constexpr, HISTORY: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr, MAX_NODES: tl.constexpr,
 ):  # fmt: skip
     """Move the path's inputs into the states of all layers. Grid (blocks of channels, B, layers).
 
-    table [layers, 2] int64: addresses of a state and of its stash; DTYPE: an integer of their elements' size.
+    HISTORY = 3, state [r, s, t], a path with inputs [a, b] and gained = 2 give the state [t, a, b]. DTYPE: an integer
+    of the size of the states' elements.
     """
     row = tl.program_id(1).to(tl.int64)
     table_ptr += tl.program_id(2) * 2
@@ -61,7 +72,7 @@ def convolution_commit_kernel(
     entry = tl.arange(0, BLOCK_H)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = (entry < HISTORY)[:, None] & (channel < CHANNELS)[None, :]
-    # Entry e becomes entry e + gained of the history and the path behind it.
+    # Entry e of the new state is entry e + gained of the old state followed by the path.
     source = entry + gained
     is_old = source < HISTORY
     node = tl.load(path_ptr + row * nodes + tl.maximum(source - HISTORY, 0), mask=(entry < HISTORY) & ~is_old, other=0)

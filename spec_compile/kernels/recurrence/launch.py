@@ -1,4 +1,4 @@
-"""Where the kernels of recurrences run, and their launches. They mean what the forms of a `Kind` mean."""
+"""Launches of the kernels of recurrences, which compute what `chunk` and `tree` of a `RecurrenceKind` compute."""
 
 from collections.abc import Sequence
 
@@ -20,42 +20,43 @@ except ImportError:  # no GPU
     triton = None
 
 COLUMNS = 8
-"""Columns of a head's state in a program of linear attention: 32 bytes, the least that a GPU reads at once."""
+"""Columns of a head's state in a program of linear attention: 32 bytes, the unit in which a GPU reads memory."""
 CHANNELS = 256
 """Channels in a program of a convolution."""
 NUMBERS = 512
-"""Numbers of a state in a program of the selective scan."""
+"""Numbers of a state in a program of the selective scan: channels times entries."""
 
 
 def has_kernels(kind: str) -> bool:
-    """Whether kernels compute this kind of recurrence on a GPU."""
+    """True if kernels compute this kind of recurrence on a GPU."""
     return triton is not None and kind in TREES
 
 
 def serves(kind: str, state: Tensor) -> bool:
-    """Whether the kernels run over this state."""
+    """True if kernels compute this kind of recurrence over this state."""
     return state.is_cuda and has_kernels(kind) and state.dtype != torch.float64
 
 
 def tree(kind: str, inputs: Sequence[Tensor], state: Tensor, stash: Sequence[Tensor], walk: Tensor) -> Tensor:
-    """Outputs [B, N, ...] float32 of the nodes of trees behind `state`; what a commit needs is put into the stash.
+    """Outputs [B, N, ...] float32 of the nodes of trees after `state`; the inputs that a commit needs go to the stash.
 
-    inputs, state, stash: as of `advance_or_look`. walk [B, 5, N] int32: see `walk.tree_walk`.
+    inputs, state, stash: see `advance_or_look`.
+    walk: [B, 5, N] int32; see `walk.tree_walk`.
     """
     return TREES[kind](inputs, state, stash, walk)
 
 
 def commit(kind: str, states: Sequence[Tensor], stashes: Sequence[Tensor], path: Tensor, gained: Tensor) -> None:
-    """Lead the states of all layers alike over their paths, in one launch."""
+    """Update the states of all layers of one shape by their paths, in one launch."""
     COMMITS[kind](states, stashes, path.contiguous(), gained)
 
 
 _tables: dict[tuple[int, ...], Tensor] = {}
-"""Addresses of states and their stashes, on the device. Kept: captured graphs read them."""
+"""Tables of the addresses of states and stashes, on the device. They are kept because captured graphs read them."""
 
 
 def _table(states: Sequence[Tensor], stashes: Sequence[Tensor]) -> Tensor:
-    """[layers, 1 + parts] int64."""
+    """The addresses of each layer's state and stash, [layers, 1 + parts] int64."""
     parts, device = len(stashes) // len(states), states[0].device
     rows = [[state, *stashes[n * parts : (n + 1) * parts]] for n, state in enumerate(states)]
     key = tuple(tensor.data_ptr() for row in rows for tensor in row)
@@ -67,7 +68,7 @@ def _table(states: Sequence[Tensor], stashes: Sequence[Tensor]) -> Tensor:
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """x [B, N, ...], whose numbers of a token lie side by side."""
+    """x [B, N, ...], copied if the numbers of a token are not contiguous."""
     return x if x[:1, :1].is_contiguous() else x.contiguous()
 
 
@@ -99,7 +100,7 @@ def _linear_commit(states, stashes, path, gained) -> None:
 
 
 def _linear(state: Tensor, stash: Sequence[Tensor]) -> dict:
-    """What both kernels of linear attention are compiled for. Neither the batch nor the tree is part of it."""
+    """The constants of both kernels of linear attention. They depend neither on the batch nor on the tree."""
     (_, heads, dk, dv), key_heads = state.shape, stash[0].shape[2]
     return {
         "HEADS": heads, "GROUP": heads // key_heads, "DK": dk, "DV": dv, "BLOCK_DK": triton.next_power_of_2(dk),
@@ -138,7 +139,7 @@ def _selective_tree(inputs: Sequence[Tensor], state: Tensor, stash: Sequence[Ten
 
 
 def selective_chunk(inputs: Sequence[Tensor], state: Tensor, valid: Tensor) -> Tensor:
-    """Outputs [B, T, d] of a chunk of a prompt, over whose first valid[b] tokens the state is led in place."""
+    """Outputs [B, T, d] of a chunk of a prompt, whose first valid[b] tokens update the state in place."""
     return _selective(inputs, state, [None] * 3, None, valid)
 
 

@@ -6,16 +6,16 @@ for the delta rule beta [B, T, H]. Head h reads the key head h // (H / Hk). Stat
     decay:  S_i = e^g_i S + k_i v_i^T                                    o_i = S_i^T q_i
     delta:  S_i = e^g_i S + k_i beta_i (v_i - e^g_i S^T k_i)^T
 
-Along a path both are S_i = e^G_i S_0 + the sum over ancestors j of e^T_ij k_j d_j^T, where G and T sum g along the
-path, and d_j is v_j, or solves a triangular system (the UT form of Yang et al. 2024, "Gated Delta Networks", section
-3.3, with the causal mask replaced by ancestry). The system is solved by substitution, because an inverse by repeated
-squaring fails in float32.
+Along a path both are S_i = e^G_i S_0 + the sum over ancestors j of e^T_ij k_j d_j^T. G_i sums g from the root to i, and
+T_ij from the node after j to i. For decay d_j is v_j. For delta it solves a triangular system (the UT form of Yang et
+al. 2024, "Gated Delta Networks", section 3.3, with ancestry in place of the causal mask). The system is solved by
+substitution, because an inverse by repeated squaring fails in float32.
 """
 
 import torch
 from torch import Tensor
 
-from .base import Inputs, Kind, is_ancestor
+from .base import Inputs, RecurrenceKind, is_ancestor
 
 BLOCK = 64
 """Tokens of a chain that are computed at once."""
@@ -27,7 +27,7 @@ def _state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def _attend(inputs: Inputs, state: Tensor, sees: Tensor) -> tuple[Tensor | None, Tensor]:
-    """sees [B, N, N] bool: `is_ancestor`. -> outputs [B, N, H, Dv], and the state behind the last node."""
+    """Outputs [B, N, H, Dv] of the nodes of trees, and the state after the last node. sees [B, N, N]: `is_ancestor`."""
     q, k, v, g, *beta = inputs
     group = v.shape[2] // k.shape[2]
     # Heads first: q, k [B, H, N, Dk], v [B, H, N, Dv], g [B, H, 1 or Dk, N].
@@ -35,8 +35,8 @@ def _attend(inputs: Inputs, state: Tensor, sees: Tensor) -> tuple[Tensor | None,
     v = v.transpose(1, 2)
     g = (g[..., None] if g.dim() == 3 else g).permute(0, 2, 3, 1)
 
-    # Decays between a node and each of its ancestors are sums of g along the path. They have one sign, so nothing
-    # cancels, as it would between two sums from the root.
+    # Decays between a node and each of its ancestors are sums of g along the path. All terms have one sign, so nothing
+    # cancels; the difference of two sums from the root would cancel.
     path = sees[:, None, None].to(v.dtype)  # [B, 1, 1, N, N]
     strict = path - torch.eye(v.shape[2], dtype=v.dtype, device=v.device)
     between = (path * g[..., None, :]) @ strict  # [B, H, 1 or Dk, N, N]
@@ -58,14 +58,14 @@ def _attend(inputs: Inputs, state: Tensor, sees: Tensor) -> tuple[Tensor | None,
 
 
 def _products(x: Tensor, k: Tensor, decay: Tensor) -> Tensor:
-    """x_i . k_j with decay, for each ancestor j of each node i; else 0. -> [B, H, N, N]."""
+    """x_i . k_j with decay for each ancestor j of each node i, and 0 for other nodes j. -> [B, H, N, N]."""
     if decay.shape[2] == 1:
         return x @ k.transpose(2, 3) * decay[:, :, 0]
     return torch.einsum("bhic,bhjc,bhcij->bhij", x, k, decay)
 
 
 def _chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Tokens behind `valid` have neither decay nor weight."""
+    """`RecurrenceKind.chunk` by blocks of BLOCK tokens. Tokens from valid[b] on have no decay and write nothing."""
     tokens, outputs = inputs[1].shape[1], []
     counts = torch.arange(tokens, device=state.device) < valid[:, None]
     q, k, v, g, *beta = inputs
@@ -87,5 +87,5 @@ def _tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
     return _attend(inputs, state, is_ancestor(ancestors))[0].contiguous()
 
 
-DECAY = Kind("decay", kept=(1, 2, 3), constants=(), output=2, state=_state, chunk=_chunk, tree=_tree)
-DELTA = Kind("delta", kept=(1, 2, 3, 4), constants=(), output=2, state=_state, chunk=_chunk, tree=_tree)
+DECAY = RecurrenceKind("decay", kept=(1, 2, 3), constants=(), output=2, state=_state, chunk=_chunk, tree=_tree)
+DELTA = RecurrenceKind("delta", kept=(1, 2, 3, 4), constants=(), output=2, state=_state, chunk=_chunk, tree=_tree)

@@ -1,13 +1,17 @@
-"""Kernels of linear attention with decay: a walk over a tree behind a state, and the commit of a path.
+"""Kernels of linear attention with decay: a walk over a tree from a state, and the commit of a path.
 
-Import this module only where Triton is installed. Both lead a state over one token after the other by the same code
-(`read`, `lead`), so a node has the bits that single steps would give it, in whatever tree it stands.
+    written = v                               (decay)
+    written = beta * (v - e^g S^T k)          (delta)
+    out = e^g S^T q + (q . k) * written       S' = e^g S + k written^T
 
-A program takes a head and BLOCK_DV columns of its state, [BLOCK_DK, BLOCK_DV] in the registers of one warp: a sum over
-BLOCK_DK needs no barrier, and 32 heads of 128 x 128 are 512 programs. For each node it multiplies its tile by k and q
-at once, and if the node has children, leads it on. Cost: the state is read once (a commit writes it, too). A node takes
-2 instructions for each number of the state, or 4 if it has children, and k and q are read by each of the programs of a
-head, from the L1 cache or the L2 cache. Steps follow each other, a fraction of a microsecond each.
+Import this module only where Triton is installed. Both kernels update a state token by token with the same code
+(`read`, `lead`), so a node has the bits that single steps would give it, in any tree.
+
+A program has a head and BLOCK_DV columns of its state, a tile [BLOCK_DK, BLOCK_DV] in the registers of one warp. So a
+sum over BLOCK_DK needs no barrier, and 32 heads of 128 x 128 are 512 programs. For each node it multiplies its tile by
+k and q at once, and if the node has children, updates the tile. Cost: the state is read once, and written once by a
+commit. A node takes 2 instructions for each number of the state, or 4 if it has children, and each program of a head
+reads k and q from the L1 or L2 cache. Nodes are computed one after the other, a fraction of a microsecond each.
 """
 
 import triton
@@ -17,8 +21,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def read(tile, k, q, v, decay, beta, DELTA: tl.constexpr):
-    """What a token writes and what it reads, both [BLOCK_DV]: tile [BLOCK_DK, BLOCK_DV] is the state before it; k, q
-    [BLOCK_DK]; v [BLOCK_DV]; decay a factor, or one for each channel [BLOCK_DK]."""
+    """`written` and `out` of a token, both [BLOCK_DV].
+
+    tile [BLOCK_DK, BLOCK_DV]: the state before it. k, q [BLOCK_DK]; v [BLOCK_DV]; decay [BLOCK_DK]: e^g.
+    """
     written = v
     if DELTA:
         written = beta * (v - tl.sum(tile * (k * decay)[:, None], 0))
@@ -27,7 +33,7 @@ def read(tile, k, q, v, decay, beta, DELTA: tl.constexpr):
 
 @triton.jit
 def lead(tile, k, written, decay):
-    """The state behind a token; decay [BLOCK_DK]."""
+    """The state after a token; decay [BLOCK_DK]."""
     return tl.fma(k[:, None], written[None, :], tile * decay[:, None])
 
 
@@ -36,7 +42,7 @@ def load_token(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stride_q, stride_k, stride_v, stride_g, stride_beta, token, dk, dv,
     DK: tl.constexpr, DV: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """q, k [BLOCK_DK], v [BLOCK_DV], g [BLOCK_DK] or a number, beta: of a token, from pointers to those of a head."""
+    """The q, k [BLOCK_DK], v [BLOCK_DV], g [BLOCK_DK] or a number, and beta of a token. Pointers point to a head."""
     q = tl.load(q_ptr + token * stride_q + dk, mask=dk < DK, other=0.0)
     k = tl.load(k_ptr + token * stride_k + dk, mask=dk < DK, other=0.0)
     v = tl.load(v_ptr + token * stride_v + dv, mask=dv < DV, other=0.0)
@@ -50,20 +56,23 @@ def load_token(
 
 @triton.jit(do_not_specialize=["nodes"])
 def linear_tree_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, kept_ptr, walk_ptr, k_stash_ptr, v_stash_ptr, g_stash_ptr,
-    beta_stash_ptr, out_ptr, stride_qb, stride_qn, stride_kb, stride_kn, stride_vb, stride_vn, stride_gb, stride_gn,
-    stride_bb, stride_bn, nodes, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
-    SLOTS: tl.constexpr, MAX_NODES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    q_ptr, k_ptr, v_ptr,  # [B, N, HEADS / GROUP, DK] (q and k), [B, N, HEADS, DV]
+    g_ptr, beta_ptr,  # [B, N, HEADS] or with CHANNELS [B, N, HEADS, DK], [B, N, HEADS]
+    state_ptr, kept_ptr, walk_ptr,  # [B, HEADS, DK, DV], [programs, SLOTS, BLOCK_DK, BLOCK_DV], [B, COLUMNS, N]
+    k_stash_ptr, v_stash_ptr, g_stash_ptr, beta_stash_ptr, out_ptr,  # as the inputs, of MAX_NODES; [B, N, HEADS, DV]
+    stride_qb, stride_qn, stride_kb, stride_kn, stride_vb, stride_vn, stride_gb, stride_gn, stride_bb, stride_bn,
+    nodes, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr, SLOTS: tl.constexpr,
+    MAX_NODES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out [B, nodes, HEADS, DV] of all nodes, and their stash. Grid (blocks of DV, HEADS, B)."""
+    """Outputs of all nodes in the order of the `walk`, and their stash. Grid (blocks of DV, HEADS, B)."""
     if EARLY:
         gdc_launch_dependents()
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_head, program = head // GROUP, (row * HEADS + head) * tl.num_programs(0) + tl.program_id(0)
     dk, dv = tl.arange(0, BLOCK_DK), tl.program_id(0) * BLOCK_DV + tl.arange(0, BLOCK_DV)
 
-    # The state behind the root, which commits and prompts alone write: they are done long before this launch.
+    # The committed state. Only commits and prompts write it, and they are done long before this launch.
     state_ptr += (row * HEADS + head) * DK * DV
     inside = (dk < DK)[:, None] & (dv < DV)[None, :]
     tile = tl.load(state_ptr + dk[:, None] * DV + dv[None, :], mask=inside, other=0.0)
@@ -84,18 +93,21 @@ def linear_tree_kernel(
     out_ptr += row * nodes * HEADS * DV + head * DV
     walk_ptr += row * COLUMNS * nodes
 
+    # Walk over the nodes.
     node = tl.load(walk_ptr)
     q, k, v, g, beta = load_token(
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stride_qn, stride_kn, stride_vn, stride_gn, stride_bn, node, dk, dv,
         DK, DV, CHANNELS,
     )  # fmt: skip
     for step in range(nodes):
-        # The inputs of the next node are on their way while this one is computed.
+        # Load the inputs of the next node while this one is computed.
         next_node = tl.load(walk_ptr + tl.minimum(step + 1, nodes - 1))
         next_q, next_k, next_v, next_g, next_beta = load_token(
             q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stride_qn, stride_kn, stride_vn, stride_gn, stride_bn, next_node,
             dk, dv, DK, DV, CHANNELS,
         )  # fmt: skip
+
+        # Resume the parent's state if the program does not hold it. Read it, and update it if the node has children.
         resumed, kept = tl.load(walk_ptr + nodes + step), tl.load(walk_ptr + 3 * nodes + step)
         if resumed >= 0:
             tile = tl.load(kept_ptr + resumed * BLOCK_DK * BLOCK_DV + kept_at)
@@ -108,7 +120,7 @@ def linear_tree_kernel(
                 tl.store(kept_ptr + kept * BLOCK_DK * BLOCK_DV + kept_at, tile)
                 tl.debug_barrier()  # a lane may read what another has stored
 
-        # What a commit reads of this node. Programs share heads and keys, so one of them stores those.
+        # Stash the inputs for a commit. Several programs share g, beta and k, so one of them stores these.
         tl.store(v_stash_ptr + node * HEADS * DV + dv, v, mask=dv < DV)
         if tl.program_id(0) == 0:
             if CHANNELS:
@@ -124,19 +136,20 @@ def linear_tree_kernel(
 
 @triton.jit(do_not_specialize=["nodes", "batch"])
 def linear_commit_kernel(
-    table_ptr, path_ptr, gained_ptr, nodes, batch, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
+    table_ptr,  # [layers, PARTS] int64: addresses of a state, and of its stash k, v, g and with DELTA beta
+    path_ptr, gained_ptr,  # [B, nodes] int64, [B] int64
+    nodes, batch, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
     MAX_NODES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Lead the states of all layers over the path. Grid (blocks of DV, HEADS, layers * B).
-
-    table [layers, PARTS] int64: addresses of a state, and of its stash k, v, g and with DELTA beta.
-    """
+    """Update the states of all layers by gained[b] nodes of the path. Grid (blocks of DV, HEADS, layers * B)."""
     head, row = tl.program_id(1), (tl.program_id(2) % batch).to(tl.int64)
     table_ptr += tl.program_id(2) // batch * PARTS
     gained = tl.load(gained_ptr + row).to(tl.int32)
     if gained == 0:
         return
+
+    # This head's part of the state and of the stash.
     GATES: tl.constexpr = DK if CHANNELS else 1
     FLOATS: tl.constexpr = tl.pointer_type(tl.float32)
     state_ptr = tl.multiple_of(tl.load(table_ptr).to(FLOATS), 16) + (row * HEADS + head) * DK * DV
@@ -151,6 +164,8 @@ def linear_commit_kernel(
     inside = (dk < DK)[:, None] & (dv < DV)[None, :]
     at = dk[:, None] * DV + dv[None, :]
     tile = tl.load(state_ptr + at, mask=inside, other=0.0)
+
+    # One step for each accepted node.
     for step in range(gained):
         node = tl.load(path_ptr + step).to(tl.int32)
         _, k, v, g, beta = load_token(

@@ -1,14 +1,15 @@
 """Selective scan (Mamba-1), whose decay differs between channels and entries of the state.
 
-Inputs, all float32: c, b [B, T, n], x, dt [B, T, d]; a [d, n], negative. State h [B, d, n] float32:
-h_i = e^(dt_i a) h + dt_i x_i b_i^T, and y_i = h_i c_i. So nodes of a tree share no decays, and each starts at the state
-behind its parent.
+    h_i = e^(dt_i a) h_parent(i) + (dt_i x_i) b_i^T        y_i = h_i c_i
+
+Inputs, all float32: c, b [B, T, n]; x, dt [B, T, d]; a [d, n], negative. State h [B, d, n] float32. Nodes of a tree
+share no decays, so each is computed from the state after its parent.
 """
 
 import torch
 from torch import Tensor
 
-from .base import Inputs, Kind, parents_of
+from .base import Inputs, RecurrenceKind, parents_of
 
 
 def _state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
@@ -16,7 +17,7 @@ def _state(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def _step(state: Tensor, b: Tensor, x: Tensor, dt: Tensor, a: Tensor) -> Tensor:
-    """The state [B, d, n] behind one token: b [B, n], x, dt [B, d]."""
+    """The state [B, d, n] after one token: b [B, n], x, dt [B, d]."""
     return (dt[:, :, None] * a).exp() * state + (dt * x)[:, :, None] * b[:, None]
 
 
@@ -36,7 +37,7 @@ def _chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None,
 def selective_tree(
     c: Tensor, b: Tensor, x: Tensor, dt: Tensor, a: Tensor, state: Tensor, ancestors: Tensor
 ) -> Tensor:  # fmt: skip
-    """Outputs [B, N, d] of the nodes of a tree. An op, because a loop over nodes would be compiled for one number."""
+    """Outputs [B, N, d] of the nodes of a tree. An op, because a compiled loop would have a fixed number of nodes."""
     rows = torch.arange(len(x), device=x.device)
     before = parents_of(ancestors) + 1
     states = state.new_empty(len(x), x.shape[1] + 1, *state.shape[1:])
@@ -55,4 +56,4 @@ def _tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
     return torch.ops.spec_compile.selective_tree(*inputs, state, ancestors)
 
 
-KIND = Kind("selective", kept=(1, 2, 3, 4), constants=(4,), output=2, state=_state, chunk=_chunk, tree=_tree)
+KIND = RecurrenceKind("selective", kept=(1, 2, 3, 4), constants=(4,), output=2, state=_state, chunk=_chunk, tree=_tree)

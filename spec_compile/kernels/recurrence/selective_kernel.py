@@ -1,7 +1,9 @@
-"""Kernels of the selective scan: a walk over a tree behind a state, a chunk of a prompt, and the commit of a path.
+"""Kernels of the selective scan: a walk over a tree from a state, a chunk of a prompt, and the commit of a path.
 
-Import this module only where Triton is installed. All lead a state over one token after the other by the same code
-(`lead`). A program takes BLOCK_D channels and all entries of their states.
+    h' = e^(dt a) h + (dt x) b^T        y = h' c
+
+Import this module only where Triton is installed. All update a state token by token with the same code (`lead`), so a
+node has the same bits in any tree. A program has BLOCK_D channels and all BLOCK_N entries of their states.
 """
 
 import triton
@@ -10,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def lead(tile, b, x, dt, a):
-    """The state [BLOCK_D, BLOCK_N] behind a token: b [BLOCK_N], x, dt [BLOCK_D], a [BLOCK_D, BLOCK_N]."""
+    """The state [BLOCK_D, BLOCK_N] after a token: b [BLOCK_N], x, dt [BLOCK_D], a [BLOCK_D, BLOCK_N]."""
     return tl.fma((dt * x)[:, None], b[None, :], tl.exp(dt[:, None] * a) * tile)
 
 
@@ -19,7 +21,7 @@ def load_token(
     c_ptr, b_ptr, x_ptr, dt_ptr, stride_c, stride_b, stride_x, stride_dt, token, channel, entry,
     D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """c, b [BLOCK_N], x, dt [BLOCK_D] of a token, from pointers to those of a row."""
+    """The c, b [BLOCK_N], x, dt [BLOCK_D] of a token. Pointers point to a row of the batch."""
     c = tl.load(c_ptr + token * stride_c + entry, mask=entry < N, other=0.0)
     b = tl.load(b_ptr + token * stride_b + entry, mask=entry < N, other=0.0)
     x = tl.load(x_ptr + token * stride_x + channel, mask=channel < D, other=0.0)
@@ -29,13 +31,17 @@ def load_token(
 
 @triton.jit(do_not_specialize=["tokens"])
 def selective_kernel(
-    c_ptr, b_ptr, x_ptr, dt_ptr, a_ptr, state_ptr, kept_ptr, walk_ptr, valid_ptr, b_stash_ptr, x_stash_ptr,
-    dt_stash_ptr, out_ptr, stride_cb, stride_cn, stride_bb, stride_bn, stride_xb, stride_xn, stride_db, stride_dn,
+    c_ptr, b_ptr, x_ptr, dt_ptr, a_ptr,  # [B, tokens, N] (c and b), [B, tokens, D] (x and dt), [D, N]
+    state_ptr, kept_ptr,  # [B, D, N], written by a chunk; [programs, SLOTS, BLOCK_D, BLOCK_N]
+    walk_ptr, valid_ptr,  # [B, COLUMNS, tokens] of trees, [B] of a chunk
+    b_stash_ptr, x_stash_ptr, dt_stash_ptr, out_ptr,  # as the inputs, of MAX_NODES; [B, tokens, D]; written
+    stride_cb, stride_cn, stride_bb, stride_bn, stride_xb, stride_xn, stride_db, stride_dn,
     tokens, D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     MAX_NODES: tl.constexpr, COLUMNS: tl.constexpr, IS_TREE: tl.constexpr,
 ):  # fmt: skip
-    """out [B, tokens, D] of the nodes of a tree, and their stash; or of a chunk of a prompt, over whose first
-    valid[row] tokens the state is led. Grid (blocks of D, B)."""
+    """Outputs of the nodes of a tree in the order of the `walk`, and their stash; or outputs of a chunk of a prompt,
+    whose first valid[b] tokens update the state. Grid (blocks of D, B)."""
+    # This program's part of the state, of the inputs, of the stash and of the output.
     row = tl.program_id(1).to(tl.int64)
     program = row * tl.num_programs(0) + tl.program_id(0)
     channel, entry = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
@@ -57,13 +63,13 @@ def selective_kernel(
     else:
         valid = tl.load(valid_ptr + row).to(tl.int32)
 
-    # The root of a tree is node 0, as a chunk's first token.
+    # Begin with the root of a tree, or a chunk's first token: node 0.
     node = tokens - tokens
     c, b, x, dt = load_token(
         c_ptr, b_ptr, x_ptr, dt_ptr, stride_cn, stride_bn, stride_xn, stride_dn, node, channel, entry, D, N
     )
     for step in range(tokens):
-        # The inputs of the next token are on their way while this one is computed.
+        # Load the inputs of the next token while this one is computed; resume the parent's state if a slot keeps it.
         next_node = tl.minimum(step + 1, tokens - 1)
         if IS_TREE:
             next_node = tl.load(walk_ptr + next_node)
@@ -73,6 +79,8 @@ def selective_kernel(
         next_c, next_b, next_x, next_dt = load_token(
             c_ptr, b_ptr, x_ptr, dt_ptr, stride_cn, stride_bn, stride_xn, stride_dn, next_node, channel, entry, D, N
         )
+
+        # The state after this token becomes the program's if the node has children, or if the token counts.
         after = lead(tile, b, x, dt, a)
         tl.store(out_ptr + node.to(tl.int64) * D + channel, tl.sum(after * c[None, :], 1), mask=channel < D)
         if IS_TREE:
@@ -81,6 +89,8 @@ def selective_kernel(
             leads = valid > step
         if leads:
             tile = after
+
+        # Keep the state for a later child, and stash the inputs for a commit.
         if IS_TREE:
             kept = tl.load(walk_ptr + 3 * tokens + step)
             if kept >= 0:
@@ -97,13 +107,11 @@ def selective_kernel(
 
 @triton.jit(do_not_specialize=["nodes"])
 def selective_commit_kernel(
-    table_ptr, path_ptr, gained_ptr, nodes, D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, MAX_NODES: tl.constexpr,
+    table_ptr,  # [layers, 5] int64: addresses of a state, and of its stash b, x, dt and a
+    path_ptr, gained_ptr,  # [B, nodes] int64, [B] int64
+    nodes, D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MAX_NODES: tl.constexpr,
 ):  # fmt: skip
-    """Lead the states of all layers over the path. Grid (blocks of D, B, layers).
-
-    table [layers, 5] int64: addresses of a state, and of its stash b, x, dt and a.
-    """
+    """Update the states of all layers by the first gained[b] nodes of the path. Grid (blocks of D, B, layers)."""
     row = tl.program_id(1).to(tl.int64)
     table_ptr += tl.program_id(2) * 5
     gained = tl.load(gained_ptr + row).to(tl.int32)

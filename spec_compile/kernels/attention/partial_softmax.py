@@ -1,10 +1,15 @@
 """Attention to one chunk of keys by itself, and the exact sum of such partial results.
 
 Import this module only where Triton is installed. Shapes: M rows of a tile, C keys of a chunk, D* a head size. A
-partial softmax (base 2; Milakov & Gimelshein 2018) is acc [M, Dv], the sum of weighted values, peak [M], an integer at
-or above the largest score, and total [M], the sum of the weights 2 ** (score - peak). Because peaks are integers, every
-factor between two of them is a power of two, and scaling by it rounds nothing. So partial results may be scaled at any
-time, and only the order in which they are added counts.
+partial softmax (base 2; Milakov & Gimelshein 2018) over keys j is
+
+    peak [M]       an integer, ceil(max_j score_j)
+    total [M]      sum_j 2 ** (score_j - peak)
+    acc [M, Dv]    sum_j 2 ** (score_j - peak) * value_j
+
+so that acc / total is the attention to these keys. Because peaks are integers, every factor between two of them is a
+power of two, and to scale by it rounds nothing. So a partial result may be scaled at any time, and only the order in
+which partial results are added decides the bits of their sum. Example: peaks 5 and 3 give acc + next_acc * 2 ** -2.
 """
 
 import triton
@@ -19,8 +24,11 @@ def power_of_2(exponent):
 
 @triton.jit
 def with_alibi(scores, slope, key_position, position, outer):
-    """Scores [M, C] and what `ops.alibi` adds to them, which `outer` multiplies, too. slope, position [M], key_position
-    [C]. The product and the sum are named, because a compiler could fuse them in one place alone."""
+    """Scores [M, C] plus `ops.alibi` in base 2 over `outer`, because the caller multiplies all by `outer` later.
+
+    slope, position [M]; key_position [C]. The product and the sum are an explicit fma, because a compiler could fuse
+    them in one kernel and not in another.
+    """
     rounded = key_position.to(tl.float32).to(slope.dtype).to(tl.float32)
     distance = rounded[None, :] - position.to(tl.float32)[:, None]
     return tl.fma((slope.to(tl.float32) * (1.4426950408889634 / outer))[:, None], distance, scores)
@@ -37,10 +45,11 @@ def attend_to_chunk(
     scores, values, seen, slope, key_position, position, inner, outer,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The partial softmax acc, peak, total of what `score` has of keys [C], over values [C, Dv].
+    """The partial softmax acc, peak, total of products from `score` [M, C] over values [C, Dv].
 
-    seen [M, C]: which scores count; None: all. slope [M]: of the rows, see `with_alibi`; None: they
-    have none. inner, outer: factors of the scores in and behind tanh.
+    The score is outer * products, or with SOFTCAP outer * tanh(inner * products / (2 log2 e)); see
+    `tree_attention._factors`. seen [M, C]: True where a row sees a key; None: everywhere. slope, position [M],
+    key_position [C]: see `with_alibi`; slope None: no biases.
     """
     if SOFTCAP:
         scores = 1 - 2 * (1 / (tl.exp2(scores * inner) + 1))  # tanh
@@ -57,8 +66,17 @@ def attend_to_chunk(
 
 @triton.jit
 def fold(acc, peak, total, next_acc, next_peak, next_total):
-    """The sum of two partial softmaxes. One that saw nothing (peak: minus infinity) changes no bit of the other."""
+    """The sum of two partial softmaxes. One that saw no key (peak: minus infinity) changes no bit of the other."""
     higher = tl.maximum(peak, next_peak)
     base = tl.where(higher == float("-inf"), 0.0, higher)
     keep, take = power_of_2(peak - base), power_of_2(next_peak - base)
     return acc * keep[:, None] + next_acc * take[:, None], higher, total * keep + next_total * take
+
+
+@triton.jit
+def fold_row(acc, peak, total, next_acc, next_peak, next_total):
+    """`fold` of one row: acc [Dv], peak and total numbers."""
+    higher = tl.maximum(peak, next_peak)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    keep, take = power_of_2(peak - base), power_of_2(next_peak - base)
+    return acc * keep + next_acc * take, higher, total * keep + next_total * take

@@ -1,4 +1,4 @@
-"""`Kind`: how the weights of a mixture's experts lie in memory, and what stands behind their first product."""
+"""`ExpertFormat`: how the weights of a mixture's experts lie in memory, and the gate after their first product."""
 
 import functools
 from collections.abc import Sequence
@@ -14,15 +14,20 @@ from . import mxfp4
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Of one product of all experts, whose parts are the weight, the scales if it is quantised, and the bias.
+class ExpertFormat:
+    """The format of one product of all experts: E experts, O outputs, I inputs.
 
-    E experts, O outputs, I inputs. gate: of the outputs, "silu": ``silu(gate) * up``; "clamped": gpt-oss's, of gate and
-    up within `limit`, ``gate * sigmoid(alpha * gate) * (up + 1)``; "none": there is none. interleaved: gate and up
-    alternate, else the first half is the gate. transposed: the weight is [E, I, O], else [E, O, I]. biased: the bias is
-    the last part, [E, O]. block: the weight is float8_e4m3fn with a scale for so many outputs and inputs, float32
-    [E, O / block, I / block], and inputs are rounded to FP8, too, unless `rounds` says that they are not; 0: it is not.
-    mxfp4: I of a weight in MXFP4, whose parts are those of `mxfp4.pack`; 0: it is not.
+    Its parts are a list of tensors: the weight, the scales if it is quantised, the bias if it is biased.
+
+    gate: applied to the outputs: "silu": ``silu(gate) * up``; "clamped" (gpt-oss): ``gate * sigmoid(alpha * gate) *
+        (up + 1)`` of gate and up within `limit`; "none": no gate.
+    interleaved: gates and ups alternate: columns [g0, u0, g1, u1]; else [g0, g1, u0, u1].
+    transposed: the weight is [E, I, O]; else [E, O, I].
+    biased: the last part is the bias [E, O].
+    alpha, limit: of the gate "clamped".
+    block: the weight is float8_e4m3fn with scales float32 [E, O / block, I / block]; 0: it is not.
+    rounds: with a block, inputs are rounded to FP8, too.
+    mxfp4: I, if the weight is in MXFP4 with the parts of `mxfp4.pack`; 0: it is not.
     """
 
     gate: str = "none"
@@ -37,18 +42,18 @@ class Kind:
 
     @property
     def text(self) -> str:
-        """The constant of a graph from which `kind_of` makes this kind again."""
+        """The constant in a graph that `format_of` reads."""
         return " ".join(map(str, astuple(self)))
 
     def sizes(self, parts: Sequence[Tensor]) -> tuple[int, int]:
-        """Outputs before the gate, and inputs."""
+        """Outputs O, before the gate, and inputs I."""
         outputs, inputs = parts[0].shape[1:]
         if self.mxfp4:
             return outputs, self.mxfp4
         return (inputs, outputs) if self.transposed else (outputs, inputs)
 
     def columns(self, parts: Sequence[Tensor]) -> int:
-        """Outputs behind the gate."""
+        """Outputs after the gate."""
         return self.sizes(parts)[0] // (1 if self.gate == "none" else 2)
 
     def bias(self, parts: Sequence[Tensor]) -> Tensor | None:
@@ -82,7 +87,7 @@ class Kind:
         return exact_linear(wide, self.weight(parts, expert, torch.float32), bias).to(x.dtype)
 
     def gated(self, y: Tensor) -> Tensor:
-        """y [..., O] behind the gate."""
+        """The gate of y [..., O] -> [..., columns]."""
         if self.gate == "none":
             return y
         gate, up = (y[..., ::2], y[..., 1::2]) if self.interleaved else y.chunk(2, -1)
@@ -93,13 +98,15 @@ class Kind:
 
 
 def unrounded(text: str) -> str:
-    """The text of a kind whose inputs are not rounded."""
-    return replace(kind_of(text), rounds=False).text
+    """The text of the same format with inputs that are not rounded."""
+    return replace(format_of(text), rounds=False).text
 
 
 @functools.cache
-def kind_of(text: str) -> Kind:
-    """The kind of which `text` is the text."""
+def format_of(text: str) -> ExpertFormat:
+    """The format that has this `text`."""
     gate, interleaved, transposed, biased, alpha, limit, block, rounds, inputs = text.split()
     interleaved, transposed, biased, rounds = (flag == "True" for flag in (interleaved, transposed, biased, rounds))
-    return Kind(gate, interleaved, transposed, biased, float(alpha), float(limit), int(block), rounds, int(inputs))
+    return ExpertFormat(
+        gate, interleaved, transposed, biased, float(alpha), float(limit), int(block), rounds, int(inputs)
+    )

@@ -1,0 +1,350 @@
+"""The kernel of tree attention: a tile of rows attends to some spans of the cache, or to one tail.
+
+Import this module only where Triton is installed. A row is one query head of one node: row = node * GROUP + head of the
+group. The kernel forms the partial softmax (`partial_softmax`) of one chunk of CHUNK keys at a time, at positions that
+are multiples of CHUNK:
+
+- Below `edge`, the last multiple of CHUNK that is not above the committed length, keys are slots of the cache, and a
+  program adds up the chunks of a span, or of several (`spans`).
+- From `edge` on, the keys are the last committed slots and then the nodes of a path from the root. A program gathers
+  them for the nodes of a tail tile (`tail_tiles`), and each chunk stays a part of its own.
+
+    CHUNK = 64, 300 committed, a path of nodes 0, 1, 3: edge = 256
+    the only chunk of the tail has slots 256 .. 299 and then 300, 301 and 303, at positions 300, 301 and 302
+
+So both parts sum the same keys in the same order as they would if the path were committed. `spans.merge_spans_kernel`
+adds up the parts. Shapes: M = BLOCK_M rows of a tile, C = CHUNK keys, BLOCK_D* a head size or, of values, a part of it.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..ptx import prefetch_l2
+from ..rounding import as_read
+from .partial_softmax import attend_to_chunk, fold, score
+from .spans import span_log2, turns
+
+
+@triton.jit
+def _prefetch_slots(cache_ptr, begin, end, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr):
+    """Fetch the first COUNT of the slots begin .. end to the L2 cache, by lines of 128 bytes. cache_ptr: [S, D]."""
+    LINE: tl.constexpr = 1024 // cache_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = BLOCK_D // LINE if BLOCK_D > LINE else 1
+    slot = tl.maximum(tl.minimum(begin + tl.arange(0, COUNT), end - 1), 0)
+    column = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
+    prefetch_l2((cache_ptr + slot[:, None] * D + column[None, :]).to(tl.int64))
+
+
+@triton.jit
+def _store_part(parts_ptr, sums_ptr, part, rows, row, real, column, acc, peak, total, DV: tl.constexpr):
+    """Store a partial softmax acc [M, BLOCK_DV], peak, total [M] into parts [P, rows, Dv] and sums [P, 2, rows].
+
+    part: its number in P. row [M]: the rows. real [M]: True where the row exists and has this part.
+    """
+    dv = column + tl.arange(0, acc.shape[1])
+    at = part * rows + row[:, None]
+    tl.store(parts_ptr + at * DV + dv[None, :], acc, mask=real[:, None] & (dv < DV)[None, :])
+    sums_ptr += part * (2 * rows) + row
+    tl.store(sums_ptr, peak, mask=real)
+    tl.store(sums_ptr + rows, total, mask=real)
+
+
+@triton.jit
+def _store_nothing(sums_ptr, part, rows, row, real):
+    """Store the sums of a partial softmax that saw no key; its acc is never read."""
+    sums_ptr += part * (2 * rows) + row
+    tl.store(sums_ptr, tl.full(row.shape, float("-inf"), tl.float32), mask=real)
+    tl.store(sums_ptr + rows, tl.zeros(row.shape, tl.float32), mask=real)
+
+
+@triton.jit
+def _load_queries(row_ptr, real, DK: tl.constexpr, BLOCK_DK: tl.constexpr):
+    """The queries [M, BLOCK_DK] at row_ptr [M]."""
+    dk = tl.arange(0, BLOCK_DK)[None, :]
+    return tl.load(row_ptr[:, None] + dk, mask=real[:, None] & (dk < DK), other=0.0)
+
+
+@triton.jit
+def _attend_to_slots(
+    query, key_cache_ptr, value_cache_ptr, scales_ptr, parts_ptr, sums_ptr, begin, end, log2, part, rows, row, real,
+    position, slope, column, inner, outer,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Add up the chunks of committed slots begin .. end by spans of 2 ** log2 positions; store a part for each span.
+
+    Span s is stored at number part - s: part = 5 and begin .. end over spans 2 and 3 gives parts 3 and 2.
+    query [M, BLOCK_DK]; position, slope, row, real [M]. TOGETHER: the most spans between begin and end.
+    """
+    dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
+    peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([query.shape[0]], tl.float32)
+    acc = tl.zeros([query.shape[0], BLOCK_DV], tl.float32)
+    for start in range(begin, end, CHUNK):
+        slot = start + tl.arange(0, CHUNK)
+        keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=(dk < DK)[None, :], other=0.0)
+        values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
+        keys = as_read(keys, scales_ptr, slot, None, 0, query.dtype)
+        values = as_read(values, scales_ptr, slot, None, 1, query.dtype)
+        scores = score(query, keys, PRECISION)
+        seen = None
+        if WINDOW is not None:
+            seen = position[:, None] - slot[None, :] < WINDOW
+        next_acc, next_peak, next_total = attend_to_chunk(
+            scores, values, seen, slope, slot, position, inner, outer, SOFTCAP, PRECISION
+        )
+        acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
+        if TOGETHER > 1:
+            # Store the span if the next chunk lies in another span, or if there is no next chunk.
+            if ((start + CHUNK) >> log2 != start >> log2) | (start + CHUNK >= end):
+                number = part - (start >> log2)
+                _store_part(parts_ptr, sums_ptr, number, rows, row, real, column, acc, peak, total, DV)
+                acc, total = tl.zeros([query.shape[0], BLOCK_DV], tl.float32), tl.zeros([query.shape[0]], tl.float32)
+                peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
+    if TOGETHER == 1:
+        number = part - (begin >> log2)
+        _store_part(parts_ptr, sums_ptr, number, rows, row, real, column, acc, peak, total, DV)
+
+
+@triton.jit
+def _attend_to_spans(
+    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr, stride_qh,
+    stride_qn, nodes, length, edge, part, number, tile, column, inner, outer,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    FIRST: tl.constexpr, MOST: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows attends to TOGETHER spans: group `number` of the spans, counted from the last span back, first all
+    groups of the smaller spans and then those of the larger ones.
+
+    FIRST = 7, MOST = 8, TOGETHER = 4, edge = 960: group 0 has spans 4 to 7 of 128 positions, group 1 has 0 to 3. If the
+    tree reaches turn = 1024, group 2 has spans 0 to 3 of 256 positions.
+
+    part: the number of the last span's part. Pointers point to this row of the batch and KV head.
+    """
+    index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    node, head = index // GROUP, index % GROUP
+    real, row = node < nodes, index
+    position, slope = tl.load(positions_ptr + node, mask=real, other=1 << 30).to(tl.int32), None
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head, mask=real, other=0.0)
+
+    # The slots begin .. end of the group, and `late`: True if its spans are the larger ones.
+    log2, turn = span_log2(length, FIRST, MOST)
+    smaller = tl.cdiv(edge, 1 << log2)
+    late = (number >= tl.cdiv(smaller, TOGETHER)) & (length + nodes > turn) & (MOST > 0)
+    number -= tl.where(late, tl.cdiv(smaller, TOGETHER), 0)
+    part += tl.where(late, smaller, 0)
+    log2 += late.to(tl.int32)
+    last = (edge - 1) >> log2
+    newest = last - number * TOGETHER
+    begin, end = tl.maximum(newest - (TOGETHER - 1), 0) << log2, tl.minimum((newest + 1) << log2, edge)
+    if WINDOW is not None:
+        begin = tl.maximum(begin, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // CHUNK * CHUNK)
+    # Attend, unless a window hides the group or no group has this number.
+    if begin < end:
+        if EARLY:
+            _prefetch_slots(key_cache_ptr, begin, end, DK, BLOCK_DK, 2 * CHUNK)
+            _prefetch_slots(value_cache_ptr + column, begin, end, DV, BLOCK_DV, 2 * CHUNK)
+            gdc_wait()
+        _attend_to_slots(
+            _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK), key_cache_ptr,
+            value_cache_ptr, scales_ptr, parts_ptr, sums_ptr, begin, end, log2, part + last, nodes * GROUP, row,
+            real & (turns(position, turn, length, nodes, MOST) == late), position, slope, column, inner, outer,
+            SOFTCAP, WINDOW, CHUNK, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, TOGETHER,
+        )  # fmt: skip
+
+
+@triton.jit
+def _path_nodes(path_ptr, nodes, reach, step):
+    """The node at each step [C] of a path; N where there is none.
+
+    path_ptr: the path [N] int32, padded with N, so that this load need not wait for `reach`, the length of the path.
+    None: the path is nodes 0 .. reach. The path 0, 1, 3 of N = 5 nodes and steps -1 .. 3 give 5, 0, 1, 3, 5.
+    """
+    if path_ptr is None:
+        node = tl.where((step >= 0) & (step < reach), step, nodes)
+    else:
+        node = tl.load(path_ptr + step, mask=(step >= 0) & (step < nodes), other=nodes)
+    return node
+
+
+@triton.jit
+def _load_path(
+    key_cache_ptr, value_cache_ptr, node, nodes, length, capacity, start, column,
+    CHUNK: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The keys [C, BLOCK_DK], values [C, BLOCK_DV] and slots [C] of the positions start .. start + C.
+
+    A position below `length` is committed and its slot is the position; from there on the slot is length + node [C].
+    """
+    dk, dv = tl.arange(0, BLOCK_DK), column + tl.arange(0, BLOCK_DV)
+    position = start + tl.arange(0, CHUNK)
+    committed = position < length
+    slot = tl.where(committed, position, length + node)
+    stored = (committed | (node < nodes)) & (slot < capacity)
+    mask = stored[:, None] & (dk < DK)[None, :]
+    keys = tl.load(key_cache_ptr + slot[:, None] * DK + dk[None, :], mask=mask, other=0.0)
+    mask = stored[:, None] & (dv < DV)[None, :]
+    values = tl.load(value_cache_ptr + slot[:, None] * DV + dv[None, :], mask=mask, other=0.0)
+    return keys, values, slot
+
+
+@triton.jit
+def _attend_to_path(
+    query, keys, values, node, slot, scales_ptr, positions_ptr, nodes, length, capacity, start, last, position, slope,
+    inner, outer,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The partial softmax of a chunk from `_load_path`. last [M]: the last step of the path that a row sees."""
+    key_position = start + tl.arange(0, CHUNK)
+    step = key_position - length
+    committed, new = step < 0, node < nodes
+    seen = step[None, :] <= last[:, None]
+    if WINDOW is not None or slope is not None:
+        new_position = tl.load(positions_ptr + node, mask=new, other=0).to(tl.int32)
+        key_position = tl.where(committed, key_position, new_position)
+    if WINDOW is not None:
+        seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
+    stored = ((committed | new) & (slot < capacity))[:, None]
+    keys = as_read(keys, scales_ptr, slot, stored, 0, query.dtype)
+    values = as_read(values, scales_ptr, slot, stored, 1, query.dtype)
+    scores = score(query, keys, PRECISION)
+    return attend_to_chunk(scores, values, seen, slope, key_position, position, inner, outer, SOFTCAP, PRECISION)
+
+
+@triton.jit
+def _attend_to_tail(
+    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
+    stride_qh, stride_qn, nodes, length, capacity, edge, part, tail, column, inner, outer,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr, PER_TILE: tl.constexpr, COLUMNS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of a tail tile attend to the chunks from `edge` on; each chunk is stored as a part, from `part` on.
+
+    Chunks beyond the end of this path are stored as such that saw no key, because longer paths of the tree may have
+    them. Everything is loaded as early as possible, because the time of a tail is a sum of latencies.
+
+    path_ptr: the path in the tile's row of `tail_tiles`, after the first COLUMNS numbers, which are read at negative
+    offsets; None: a chain, so the path is all nodes. Other pointers point to this row of the batch and KV head.
+    """
+    # The rows' nodes and heads. The tile has `count` nodes, at the steps from `first` on; its path has `reach` nodes.
+    TILE_PARTS: tl.constexpr = (PER_TILE * GROUP + BLOCK_M - 1) // BLOCK_M
+    index = tail % TILE_PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
+    member, head = index // GROUP, index % GROUP
+    first = tail // TILE_PARTS * PER_TILE
+    count = tl.minimum(PER_TILE, nodes - first)
+    reach = first + count
+    if path_ptr is not None:
+        reach = tl.load(path_ptr - COLUMNS)
+        first = tl.load(path_ptr - COLUMNS + 1)
+        count = tl.load(path_ptr - COLUMNS + 2)
+    if count * GROUP <= tail % TILE_PARTS * BLOCK_M:
+        return
+
+    # The nodes of each chunk, and each row's node and the last step that it sees.
+    path, loaded = (), ()
+    for number in tl.static_range(PARTS):
+        step = edge + number * CHUNK - length + tl.arange(0, CHUNK)
+        path += (_path_nodes(path_ptr, nodes, reach, step),)
+    real, rank = member < count, first + member
+    node, last = rank, rank
+    if path_ptr is not None:
+        node = tl.load(path_ptr + rank, mask=real, other=0)
+        last = rank + tl.load(path_ptr - COLUMNS + 4)
+    last = tl.minimum(last, reach - 1)
+    position, slope = node, None
+    if WINDOW is not None or slopes_ptr is not None:
+        position = tl.load(positions_ptr + node, mask=real, other=1 << 30).to(tl.int32)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head, mask=real, other=0.0)
+    if EARLY:
+        _prefetch_slots(key_cache_ptr, edge, length, DK, BLOCK_DK, CHUNK)
+        _prefetch_slots(value_cache_ptr + column, edge, length, DV, BLOCK_DV, CHUNK)
+        gdc_wait()
+
+    # Load the keys and values of all chunks, then attend to one after the other.
+    for number in tl.static_range(PARTS):
+        chunk = _load_path(
+            key_cache_ptr, value_cache_ptr, path[number], nodes, length, capacity, edge + number * CHUNK, column,
+            CHUNK, DK, BLOCK_DK, DV, BLOCK_DV,
+        )  # fmt: skip
+        loaded += (chunk,)
+    query = _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
+    for number in tl.static_range(PARTS):
+        start = edge + number * CHUNK
+        if start < length + reach:
+            keys, values, slot = loaded[number]
+            acc, peak, total = _attend_to_path(
+                query, keys, values, path[number], slot, scales_ptr, positions_ptr, nodes, length, capacity, start,
+                last, position, slope, inner, outer, SOFTCAP, WINDOW, CHUNK, PRECISION,
+            )  # fmt: skip
+            _store_part(
+                parts_ptr, sums_ptr, part + number, nodes * GROUP, node * GROUP + head, real, column, acc, peak, total,
+                DV,
+            )  # fmt: skip
+        elif start < length + nodes:
+            _store_nothing(sums_ptr, part + number, nodes * GROUP, node * GROUP + head, real)
+
+
+@triton.jit(do_not_specialize=["nodes", "spans"])
+def tree_kernel(
+    q_ptr,  # [B, H, N, Dk] by its strides
+    key_cache_ptr, value_cache_ptr, scales_ptr,  # [B, Hkv, S, Dk], [B, Hkv, S, Dv], [B, Hkv, S, 2] or None
+    lengths_ptr,  # [B]
+    tiles_ptr,  # [B, N, COLUMNS + N], see `tail_tiles`; None: the nodes are a chain
+    positions_ptr, slopes_ptr,  # [B, N] by its stride, [H] or None
+    parts_ptr, sums_ptr,  # float32 [B * Hkv, PARTS + spans, N * GROUP, Dv] and [B * Hkv, PARTS + spans, 2, N * GROUP]
+    stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity, spans,
+    inner, outer,  # factors of the scores inside and outside tanh
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr, PER_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Partial softmaxes of tail tiles into the first PARTS parts, and of spans into the others, the last span first.
+
+    Grid (B * Hkv, tail tiles + groups of TOGETHER spans * tiles of rows, blocks of Dv). Tail tiles begin first, because
+    they take longest; programs without work come last.
+    """
+    TILE_PARTS: tl.constexpr = (PER_TILE * GROUP + BLOCK_M - 1) // BLOCK_M
+    if EARLY:
+        gdc_launch_dependents()  # the merge may begin on the GPU and wait there
+
+    # How many of the programs are tails, and this program's path if it is one.
+    pair = tl.program_id(0).to(tl.int64)
+    batch, kv_head = pair // KV_HEADS, pair % KV_HEADS
+    program, column = tl.program_id(1), tl.program_id(2) * BLOCK_DV
+    length = tl.load(lengths_ptr + batch).to(tl.int32)
+    tails, path_ptr = tl.cdiv(nodes, PER_TILE) * TILE_PARTS, tiles_ptr
+    if tiles_ptr is not None:
+        path_ptr += (batch * nodes + tl.minimum(program // TILE_PARTS, nodes - 1)) * (COLUMNS + nodes) + COLUMNS
+        tails = tl.load(path_ptr - COLUMNS + 3) * TILE_PARTS
+
+    # The row of the batch and KV head.
+    edge = length // CHUNK * CHUNK
+    q_ptr += batch * stride_qb + kv_head * GROUP * stride_qh
+    key_cache_ptr += pair * capacity * DK
+    value_cache_ptr += pair * capacity * DV
+    positions_ptr += batch * stride_p
+    if scales_ptr is not None:
+        scales_ptr += pair * capacity * 2
+    if slopes_ptr is not None:
+        slopes_ptr += kv_head * GROUP
+    part, row_tiles = pair * (PARTS + spans), tl.cdiv(nodes * GROUP, BLOCK_M)
+    if program < tails:
+        _attend_to_tail(
+            q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, path_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
+            stride_qh, stride_qn, nodes, length, capacity, edge, part, program, column, inner, outer, SOFTCAP, WINDOW,
+            GROUP, BLOCK_M, CHUNK, PARTS, PER_TILE, COLUMNS, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
+        )  # fmt: skip
+    else:
+        program -= tails
+        _attend_to_spans(
+            q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
+            stride_qh, stride_qn, nodes, length, edge, part + PARTS, program // row_tiles, program % row_tiles, column,
+            inner, outer, SOFTCAP, WINDOW, GROUP, BLOCK_M, CHUNK, FIRST, MOST, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION,
+            EARLY, TOGETHER,
+        )  # fmt: skip
