@@ -398,7 +398,7 @@ OTHERS = [
         "tests/test_passes.py -k fused_residuals_of_ranks",
     ),
     Mutation(
-        "weights are never compared", "spec_compile/runtime/generate.py",
+        "weights are never compared", "spec_compile/runtime/served.py",
         "if changes := self.watch.changes():", "if changes := []:",
         "tests/test_watch.py -k test_generate_raises",
     ),
