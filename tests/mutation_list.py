@@ -299,17 +299,17 @@ DRAWS = [
         f"{DROP_IN} -k 'test_features and encoder_repetition and llama'",
     ),
     Mutation(
-        "a likeliest token is taken though the grammar forbids it", f"{RUNTIME}accept/greedy_grammars.py",
+        "a likeliest token is taken though the grammar forbids it", f"{RUNTIME}accept/grammar_acceptors.py",
         "                return True\n            walk", "                pass\n            walk",
         "tests/test_grammars.py -k greedy_tokens",
     ),
     Mutation(
-        "a matcher keeps guesses that were not drawn", f"{RUNTIME}accept/drawn_grammars.py",
+        "a matcher keeps guesses that were not drawn", f"{RUNTIME}accept/grammar_acceptors.py",
         "            self.grammars.rewind(row, len(walk.gained) - index)\n", "",
         "tests/test_grammars.py -k way_of_a_gpu",
     ),
     Mutation(
-        "guesses that a mask changes are kept", f"{RUNTIME}accept/drawn_grammars.py",
+        "guesses that a mask changes are kept", f"{RUNTIME}accept/grammar_acceptors.py",
         "if walk.gained[index : index + 1] == [token]:", "if index < len(walk.gained):",
         "tests/test_grammars.py -k way_of_a_gpu",
     ),

@@ -15,8 +15,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from spec_compile.runtime.accept.draw import DrawInRound
-from spec_compile.runtime.accept.draw_rows import DrawRows, RowSettings
+from spec_compile.runtime.accept.draw import DrawInRound, DrawRows, RowSettings
 from spec_compile.runtime.state import State
 from spec_compile.tree import Tree, ancestry
 

@@ -9,8 +9,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
 from spec_compile.runtime.accept import Route, make_acceptor
-from spec_compile.runtime.accept.drawn_grammars import DrawnGrammars
-from spec_compile.runtime.accept.greedy_grammars import GreedyGrammars
+from spec_compile.runtime.accept.grammar_acceptors import DrawnGrammars, GreedyGrammars
 from spec_compile.runtime.accept.host import HostAcceptor
 from spec_compile.runtime.answer import Answer
 from spec_compile.tree import Tree

@@ -7,8 +7,7 @@ import test_grammars as grammars
 import torch
 
 from spec_compile import speculate
-from spec_compile.runtime.accept.drawn_grammars import DrawnGrammars
-from spec_compile.runtime.accept.greedy_grammars import GreedyGrammars
+from spec_compile.runtime.accept.grammar_acceptors import DrawnGrammars, GreedyGrammars
 from spec_compile.runtime.accept.host import HostAcceptor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

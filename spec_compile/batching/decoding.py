@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..outcome import Outcome
-from ..runtime.accept.draw_rows import DrawRows, RowSettings
+from ..runtime.accept.draw import DrawRows, RowSettings
 from ..runtime.accept.greedy import accept_greedy
 from ..runtime.accept.random_numbers import NO_PROBABILITIES
 from ..runtime.flights import Flights

@@ -8,7 +8,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..errors import check_int
 from ..runtime.accept import Route, make_acceptor
-from ..runtime.accept.draw_rows import RowSettings
+from ..runtime.accept.draw import RowSettings
 from ..runtime.accept.host import HostAcceptor
 from .output import Output, RequestSpeculation
 from .prepare import Prepared

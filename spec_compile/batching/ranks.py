@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..parallel.ranks import Alone
-from ..runtime.accept.draw_rows import RowSettings
+from ..runtime.accept.draw import RowSettings
 from .job import Job
 
 MOST_NUMBERS = 1 << 16

@@ -44,7 +44,7 @@ class State(nn.Module):
         buffer("tree_count", batch)
         buffer("tree_hint", batch)
         buffer("temperature", batch, dtype=torch.float32)  # at which drafts are drawn
-        buffer("top_k", batch)  # these three: see `accept.draw_rows.RowSettings`
+        buffer("top_k", batch)  # these three: see `accept.draw.RowSettings`
         buffer("excluded_p", batch, dtype=torch.float32)
         buffer("min_p", batch, dtype=torch.float32)
         if drawn:

@@ -7,9 +7,8 @@ import torch
 from ...parallel.ranks import ALONE, Alone
 from ..answer import Answer
 from .draw import DrawInRound
-from .drawn_grammars import DrawnGrammars
+from .grammar_acceptors import DrawnGrammars, GreedyGrammars
 from .grammars import Grammars, is_grammar
-from .greedy_grammars import GreedyGrammars
 from .host import HostAcceptor
 from .processors import MINIMA, ROWWISE, is_known
 

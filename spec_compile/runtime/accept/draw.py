@@ -1,8 +1,11 @@
 """Drawing a token after every node at once, as a part of a captured round."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from ...compat import argmax
 from ...tree import Accepted, Tree
 from ..state import State
 from .chain import accept_chain, chain_numbers
@@ -10,6 +13,9 @@ from .greedy import follow
 from .processors import MINIMA, OF_SCORES, WAITING, is_known
 from .random_numbers import draw, uniform
 from .row_invariant import row_invariant
+
+BY_ROW = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
+"""What a row may have, in the order in which transformers applies them."""
 
 
 class DrawInRound:
@@ -57,6 +63,90 @@ class DrawInRound:
         choice = draw(weights, uniform(seed, row, gained[:, None] + depth).reshape(-1))
         choice = torch.where(weights.sum(dim=-1).isfinite(), choice.clamp(max=vocab - 1), -1)
         return follow(tree, ancestors, depth, choice.view(batch, nodes))
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """How the tokens of one row are drawn. The defaults exclude none.
+
+    top_k: tokens that are kept; 0 keeps all. excluded_p: the probability of the tail that top_p excludes, 1 - top_p; -1
+    excludes none. min_p: share of the largest probability below which tokens are excluded.
+    """
+
+    top_k: int = 0
+    excluded_p: float = -1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, processors: list) -> "RowSettings | None":
+        """What these processors do besides dividing by the temperature; None if they do something else."""
+        drawing = [each for each in processors if not is_known(each, MINIMA)]
+        names = [type(each).__name__ for each in drawing]
+        if not all(is_known(each, {*BY_ROW}) for each in drawing) or names != sorted(names, key=BY_ROW.index):
+            return None
+        if len({*names}) < len(names) or any(getattr(each, "min_tokens_to_keep", 1) > 1 for each in drawing):
+            return None
+        settings = {}
+        for each in drawing:
+            if getattr(each, "filter_value", -torch.inf) != -torch.inf:
+                return None
+            settings |= {"top_k": each.top_k} if hasattr(each, "top_k") else {}
+            settings |= {"excluded_p": 1 - each.top_p} if hasattr(each, "top_p") else {}
+            settings |= {"min_p": each.min_p} if hasattr(each, "min_p") else {}
+        return cls(**settings)
+
+    def merge(self, other: "RowSettings | None") -> "RowSettings":
+        """Settings that exclude something by each of the ways by which either does."""
+        if other is None:
+            return self
+        names = ("top_k", "excluded_p", "min_p")
+        return RowSettings(*(max(getattr(self, name), getattr(other, name)) for name in names))
+
+    def numbers(self) -> dict[str, int | float]:
+        """For the buffers of a `State`."""
+        return {"top_k": self.top_k, "excluded_p": self.excluded_p, "min_p": self.min_p}
+
+
+class DrawRows(DrawInRound):
+    """Draws after every node of the trees with the settings of the node's row, which lie in the `State`; rows of
+    temperature 0 take the likeliest token.
+
+    settings: of the rows, merged. A captured round depends on which of them any row has, not on their values.
+
+    The tokens are those of `DrawInRound` with one row's processors, because every operation on a row is the same.
+    """
+
+    def __init__(self, settings: RowSettings):
+        super().__init__([])
+        self.has_top_k, self.has_top_p = settings.top_k > 0, settings.excluded_p >= 0
+        self.has_min_p = settings.min_p > 0
+        self.key = ("rows", self.has_top_k, self.has_top_p, self.has_min_p)
+
+    def process(self, state: State, scores: Tensor) -> Tensor:
+        """The processed scores of [B, N, V], as transformers' processors do it."""
+        vocab, drawn = scores.shape[2], state.temperature > 0
+
+        def of_rows(values: Tensor) -> Tensor:
+            return values[:, None, None]
+
+        # Division by a number is multiplication by its reciprocal on a GPU, which rounds otherwise than division.
+        tokens = torch.arange(vocab, device=scores.device)
+        likeliest = torch.where(tokens == argmax(scores)[..., None], 0.0, -torch.inf)
+        warm = scores * of_rows(1.0 / torch.where(drawn, state.temperature, 1.0))
+        if self.has_top_k:
+            rank = torch.where(state.top_k > 0, state.top_k, vocab).clamp(max=vocab) - 1
+            ordered = warm.sort(dim=-1, descending=True).values
+            least = ordered.gather(2, of_rows(rank).expand(-1, warm.shape[1], 1))
+            warm = warm.masked_fill(warm < least, -torch.inf)
+        if self.has_top_p:
+            ordered, tokens = warm.sort(dim=-1, descending=False)
+            excluded = ordered.softmax(dim=-1).cumsum(dim=-1) <= of_rows(state.excluded_p)
+            excluded[..., -1:] = False
+            warm = warm.masked_fill(excluded.scatter(2, tokens, excluded), -torch.inf)
+        if self.has_min_p:
+            weights = warm.softmax(dim=-1)
+            warm = warm.masked_fill(weights < of_rows(state.min_p) * weights.amax(dim=-1, keepdim=True), -torch.inf)
+        return torch.where(of_rows(drawn), warm, likeliest)
 
 
 def _settings(processor) -> list[tuple[str, str]]:
