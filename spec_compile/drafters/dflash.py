@@ -24,7 +24,7 @@ from ..runtime.state import State
 from ..runtime.steps.compile import PartCompiler
 from ..runtime.steps.regions import compile_regions
 from ..tree import MAX_NODES, Accepted
-from .checkpoints.dflash import load_dflash
+from .checkpoints.load import load_head
 from .hidden_states import tapped_states
 from .modules.dflash import Context, DFlashDraft
 from .options import UnionOptions, check_sample_method
@@ -209,7 +209,8 @@ def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[flo
 
 def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:
     """The algorithm with the draft that `options` names."""
-    algorithm = DFlash(load_dflash(options.draft, model, options.rope_theta), options)
+    overrides = {} if options.rope_theta is None else {"rope_theta": options.rope_theta}
+    algorithm = DFlash(load_head(options.draft, model, "dflash", **overrides), options)
     options.check_window(algorithm.graph, model)
     if options.check:
         accepted, of = accepted_of_own_text(model, algorithm)
