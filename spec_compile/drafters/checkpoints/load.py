@@ -55,12 +55,13 @@ def load_head(
     algorithm: a name in FORMATS, which the head must be for (None: any but "dflash").
     token_map: the only tokens that the head may draft (FR-Spec, arXiv:2502.14856): ids, or a file of ``torch.save``,
     local or on the hub.
-    overrides: see `DraftFormat`.
+    overrides: see `DraftFormat`; None: as the files say.
 
     ValueError or TypeError if the head is for another algorithm or target, or if a tensor is missing, unknown or of
     another shape, all before weights are read; and then if one holds NaN or infinity.
     """
     target = Target.of(model)
+    overrides = {name: value for name, value in overrides.items() if value is not None}
     if "rope_theta" in overrides:
         overrides["rope_theta"] = check_rope_theta("rope_theta", overrides["rope_theta"])
     ids = None if token_map is None else read_token_map(token_map, target.vocab_size)

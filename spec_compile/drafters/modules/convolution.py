@@ -1,6 +1,6 @@
-"""DFlash 2's layers: short convolutions over the slots of a block, before and behind attention and the MLP.
+"""DFlash 2's layers: short convolutions over the slots of a block, before and after attention and the MLP.
 
-Attention inside a block fades over the layers; a slot's neighbour before it is what its draft depends on most.
+Attention inside a block fades over the layers, and a slot's draft depends most on the slot before it.
 """
 
 from functools import partial
@@ -16,8 +16,9 @@ from .layers import Layer, LayerKnobs
 class BlockConvolution(nn.Module):
     """Two causal convolutions of few taps, whose coefficients are learned and also computed from each slot.
 
-    size: channels. taps: slots that are read, the slot itself and those before it in its block. group: neighbouring
-    channels that share the computed part of a coefficient.
+    size: channels.
+    taps: slots that are read, the slot itself and those before it in its block.
+    group: neighbouring channels that share the computed part of a coefficient.
     """
 
     def __init__(self, size: int, taps: int, group: int):
@@ -27,10 +28,10 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
 
     def around(self, x: Tensor, sublayer) -> Tensor:
-        """x [B, T, H] -> the second convolution of `sublayer` of the first one; both coefficients come from x."""
+        """x [B, T, H] -> convolve(sublayer(convolve(x))); the coefficients of both convolutions come from x."""
         computed = self.kernel_projection(x).unflatten(2, (2, self.taps, -1)).repeat_interleave(self.group, dim=4)
-        before, behind = (self.base_kernel + computed).unbind(dim=2)  # [B, T, taps, H]
-        return self._convolve(sublayer(self._convolve(x, before)), behind)
+        before, after = (self.base_kernel + computed).unbind(dim=2)  # [B, T, taps, H]
+        return self._convolve(sublayer(self._convolve(x, before)), after)
 
     def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
         out = kernel[:, :, 0] * x

@@ -20,11 +20,13 @@ from ...kernels import ops
 
 @dataclass(frozen=True)
 class LayerKnobs:
-    """What draft layers differ in, besides the sizes, activation and RoPE of their config.
+    """The differences of draft layers besides the sizes, activation and RoPE of their config.
 
-    num_layers. qkv_bias, output_bias: of the attention's projections. qk_norm: an RMSNorm over each query and key head
-    (Qwen3). windows: the sliding window of each layer, itself included (None: full attention). conv_taps, conv_group:
-    of `convolution.BlockConvolution` (0: layers have none).
+    num_layers: number of layers.
+    qkv_bias, output_bias: biases of the attention's projections.
+    qk_norm: an RMSNorm over each query and key head (Qwen3).
+    windows: the sliding window of each layer, the token itself included (None: full attention).
+    conv_taps, conv_group: of `convolution.BlockConvolution` (0: layers have none).
     """
 
     num_layers: int = 1
