@@ -1,4 +1,4 @@
-"""DFlash: blocks of drafts in one forward, by a draft whose cache holds what its layers make of the target's states.
+"""DFlash: blocks of drafts in one forward, by a draft whose cache is made of the target's states.
 
 Its cache has the target's slots: slot t holds keys and values made of the target's states at token t. A block lies
 after the committed slots, from the root's on, and is overwritten by the next commit.
@@ -6,7 +6,6 @@ after the committed slots, from the root's on, and is overwritten by the next co
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from ..tree import MAX_NODES, Accepted
 from .checkpoints.load import load_head
 from .hidden_states import tapped_states
 from .modules.dflash import ContextProjection, DFlashDraft
-from .options import UnionOptions, check_sample_method
+from .options import ModuleOptions
 from .self_check import LOOKED_AT, mean_accepted, own_text
 from .shared_draft import choose_ranks
 from .trees.linked import LinkedBlockProposer
@@ -36,26 +35,18 @@ from .window import WindowOptions
 
 
 @dataclass(frozen=True)
-class DFlashOptions(UnionOptions, WindowOptions):
+class DFlashOptions(ModuleOptions, WindowOptions):
     """Options of DFlash, with the engines' names and meaning.
 
     draft: the draft: a folder, a name on the hub, or a `DFlashDraft`.
     block_size: slots of a block, the root's included (default: as many as the draft was trained with; fewer work, too).
     topk: tokens of each place that are looked at (1: a chain; DFlash 2 looks at as many as it was trained with).
     num_draft_tokens: nodes verified, the root included (default: as many as a chain of all drafts has).
-    score_temperature: of the draft's probabilities by which the nodes of a tree are chosen.
-    draft_sample_method: see `DraftOptions`.
-    draft_tensor_parallel_size: as there; the output matrix stays whole.
+    draft_tensor_parallel_size: as with draft models; the output matrix stays whole.
     rope_theta: base of the draft's RoPE, if its config is known to be wrong.
     """
 
-    draft: Any = None
-    num_draft_tokens: int | None = None
     block_size: int | None = None
-    topk: int = 1
-    score_temperature: float = 1.0
-    draft_sample_method: str = "greedy"
-    draft_tensor_parallel_size: int | None = None
     rope_theta: float | None = None
 
     def __post_init__(self):
@@ -67,12 +58,6 @@ class DFlashOptions(UnionOptions, WindowOptions):
             check_int("num_draft_tokens", self.num_draft_tokens, 2, MAX_NODES, "nodes verified, the root included")
         if not 0 < self.score_temperature < math.inf:
             raise ValueError(f"score_temperature must be positive and finite, not {self.score_temperature}")
-        check_sample_method(self.draft_sample_method, self.topk)
-
-    @property
-    def draws(self) -> bool:
-        """See `DraftPlan.draws`."""
-        return self.draft_sample_method == "probabilistic"
 
     def fit(self, draft: DFlashDraft) -> tuple[int, int]:
         """The slots of a block and the nodes of a tree that `draft` is used with; ValueError if it cannot be."""

@@ -97,8 +97,8 @@ class ModelDrafter(Drafter):
         begin = (state.lengths - self.refill).clamp(min=0)
         places = begin[:, None] + torch.arange(self.refill + 1, device=begin.device)
         ids = state.tokens.gather(1, places)
-        rows = (state.lengths - begin)[:, None].expand(-1, self.wanted)  # as many as `_step` wants, all alike
-        chain = (torch.ones_like(places) << torch.arange(1, self.refill + 2, device=begin.device)) - 1
+        rows = (state.lengths - begin)[:, None].expand(-1, self.wanted)  # the root's, as often as `_step` wants rows
+        chain = (torch.ones_like(places) << torch.arange(1, self.refill + 2, device=begin.device)) - 1  # 0b1, 0b11, ...
         logits = self._run(ids, places, begin, chain, max_kv_len, rows)[:, 0]
         step = partial(self._step, state.lengths.clone(), max_kv_len)
         propose_grown(state, self.schedule, self.draws, logits, logits[:, :1], step)

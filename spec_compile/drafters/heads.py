@@ -112,7 +112,7 @@ class HeadDrafter(Drafter):
         following = state.tokens.gather(1, ahead)
         states = self.head.project(features)
         out = self.block(following, positions, states, state.lengths, None, self.cache.tensors, max_kv_len)
-        last = state.prompt_lengths - 2 - state.lengths  # the slot that predicts what follows the prompt
+        last = state.prompt_lengths - 2 - state.lengths  # the slot that predicts the token after the prompt
         self._keep(out, last, (last >= 0) & (last < size))
 
     def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, max_kv_len: int) -> None:

@@ -15,7 +15,6 @@ from .trees.propose import BlockProposer
 from .trees.schedule import Schedule
 from .trees.static import StaticTree
 
-SAMPLE_METHODS = ("greedy", "probabilistic")
 COMMON = [field.name for field in fields(Options)]
 MAX_PARALLEL = 31
 """Tokens drafted in one forward at most. As many tokens of the text may be fed again before them."""
@@ -34,8 +33,8 @@ class UnionOptions(Options):
     def __post_init__(self):
         super().__post_init__()
         if not isinstance(self.ngram, bool | dict):
-            kind = type(self.ngram).__name__
-            raise TypeError(f"ngram: expected True, False or a dict of options of algo='ngram', got {kind}")
+            got = type(self.ngram).__name__
+            raise TypeError(f"ngram: expected True, False or a dict of options of algo='ngram', got {got}")
         for name in self.ngram if isinstance(self.ngram, dict) else ():
             if name == "adaptive":
                 raise ValueError("ngram: 'adaptive' has no effect, because every round verifies num_draft_tokens nodes")
@@ -86,11 +85,10 @@ class UnionOptions(Options):
 
 
 @dataclass(frozen=True)
-class DraftOptions(UnionOptions):
-    """Options of the algorithms that grow trees.
+class ModuleOptions(UnionOptions):
+    """Options of the algorithms that have a draft module.
 
     draft: a path, a name on the hub, or a module.
-    num_steps: levels of the tree.
     topk: children of a node (1: a chain).
     num_draft_tokens: see `Options` (default: that of `Schedule`; num_steps + 1 for a chain).
     score_temperature: of the draft's probabilities by which the nodes of a tree are ranked.
@@ -102,7 +100,6 @@ class DraftOptions(UnionOptions):
 
     draft: Any = None
     num_draft_tokens: int | None = None
-    num_steps: int = 3
     topk: int = 1
     score_temperature: float = 1.0
     draft_sample_method: str = "greedy"
@@ -110,13 +107,30 @@ class DraftOptions(UnionOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        check_sample_method(self.draft_sample_method, self.topk)
-        _ = self.schedule  # raises if the options contradict each other
+        method = self.draft_sample_method
+        if method not in ("greedy", "probabilistic"):
+            raise ValueError(f"draft_sample_method: expected 'greedy' or 'probabilistic', got {method!r}")
+        if self.draws and self.topk != 1:
+            raise ValueError(f"topk: drafts that are drawn ('probabilistic') are chains: it must be 1, not {self.topk}")
 
     @property
     def draws(self) -> bool:
         """See `DraftPlan.draws`."""
         return self.draft_sample_method == "probabilistic"
+
+
+@dataclass(frozen=True)
+class DraftOptions(ModuleOptions):
+    """Options of the algorithms that grow trees.
+
+    num_steps: levels of the tree.
+    """
+
+    num_steps: int = 3
+
+    def __post_init__(self):
+        super().__post_init__()
+        _ = self.schedule  # raises if the options contradict each other
 
     @property
     def schedule(self) -> Schedule | StaticTree:
@@ -165,11 +179,3 @@ class ParallelOptions(DraftOptions):
     def proposer(self, device: torch.device) -> BlockProposer:
         """Proposes trees of the tokens; ValueError if there are not as many nodes."""
         return BlockProposer(self.num_steps, self.topk, self.nodes, self.draws, self.score_temperature).to(device)
-
-
-def check_sample_method(method: str, topk: int) -> None:
-    """ValueError unless `method` is one of `SAMPLE_METHODS`, and trees are chains (topk 1) if drafts are drawn."""
-    if method not in SAMPLE_METHODS:
-        raise ValueError(f"draft_sample_method: expected 'greedy' or 'probabilistic', got {method!r}")
-    if method == "probabilistic" and topk != 1:
-        raise ValueError(f"topk: drafts that are drawn ('probabilistic') are chains: it must be 1, not {topk}")

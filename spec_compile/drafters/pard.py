@@ -53,7 +53,10 @@ class PardDrafter(ModelDrafter):
         self.proposer.propose(state, self.output(state.tokens, state.lengths.clone(), max_kv_len))
 
     def output(self, tokens: Tensor, lengths: Tensor, max_kv_len: int) -> Tensor:
-        """Logits [B, num_steps, V] of the drafts after the roots, which stand at `lengths` [B] in tokens [B, T]."""
+        """Logits [B, num_steps, V] of the drafts after the roots, which stand at `lengths` [B] in tokens [B, T].
+
+        refill = 2, num_steps = 3 and a root r at slot 5 give the rows [t3, t4, r, mask, mask]; the last 3 draft.
+        """
         begin = (lengths - self.refill).clamp(min=0)
         slots = begin[:, None] + torch.arange(self.refill + self.wanted, device=begin.device)
         ids = tokens.gather(1, slots.clamp(max=tokens.shape[1] - 1)).clamp(max=self.graph.vocab_size - 1)

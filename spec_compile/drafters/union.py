@@ -22,7 +22,7 @@ from .trees.merge import Drafts, SourceTrees, merge_drafts
 
 
 class Union(Algorithm):
-    """A head's drafts, whatever the head is, and n-grams'."""
+    """Drafts of any head and of n-grams."""
 
     def __init__(self, head: Algorithm, ngram: Ngram, options: UnionOptions, device: torch.device):
         """head, ngram: made with `options`, and with `options.joined`."""
@@ -34,16 +34,8 @@ class Union(Algorithm):
         """See `trees.calibrate`. All drafters share them, so every call goes on with what earlier calls have shown."""
 
     @property
-    def remembers(self) -> bool:
-        return self.head.remembers
-
-    @property
     def stored(self) -> int:
         return self.ngram.stored
-
-    @property
-    def token_bytes(self) -> int:
-        return self.head.token_bytes
 
     def refresh(self) -> None:
         self.head.refresh()

@@ -58,11 +58,11 @@ class WindowOptions(Options):
             return
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._check_room(positions, f"the tokens that {type(model).__name__} holds")
-        own = sorted({layer.window for layer in graph.layers if layer.window is not None})
-        if own:
+        windows = sorted({layer.window for layer in graph.layers if layer.window is not None})
+        if windows:
             raise ValueError(
                 f"draft_window_size: this draft's checkpoint has layers with windows of their own, of "
-                f"{', '.join(map(str, own))} tokens; leave the option out"
+                f"{', '.join(map(str, windows))} tokens; leave the option out"
             )
 
     def _check_room(self, tokens: int | None, name: str) -> None:

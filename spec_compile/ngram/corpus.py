@@ -1,4 +1,4 @@
-"""The n-gram store of a GPU: texts in device memory, which `match.propose` reads there."""
+"""The n-gram store of a GPU: texts in device memory, which `match.propose` reads in place."""
 
 import os
 

@@ -87,7 +87,7 @@ class DraftConfig:
             or any(f"blocks.0.self_attn.{part}_proj.bias" in names for part in "qkv"),
             output_bias="blocks.0.self_attn.o_proj.bias" in names,
             qk_norm=qwen3 or any(f"blocks.0.self_attn.{part}_norm.weight" in names for part in "qk"),
-            windows=tuple(window if kind == "sliding_attention" else None for kind in types[:count]),
+            windows=tuple(window if layer_type == "sliding_attention" else None for layer_type in types[:count]),
         )
 
 
@@ -135,10 +135,7 @@ def find_taps(config: DraftConfig, num_layers: int, count: int) -> Taps:
             reading = Taps(outputs, f"{listed}, which starts with 1, as outputs of layers: one more", [inputs])
         else:
             reading = Taps(inputs, f"{listed}, which does not start with 1, as inputs of layers", [outputs])
-    if len(reading.taps) != count:
-        raise ValueError(f"draft: its fc reads {count} states of the target, its config names {len(reading.taps)}")
-    if not _has(reading.taps, num_layers):
-        raise _foreign(reading.taps, num_layers)
+    check_taps(reading.taps, count, num_layers, "head")
     return Taps(reading.taps, reading.why, [other for other in reading.others if _has(other, num_layers)])
 
 
@@ -148,18 +145,26 @@ def override_taps(overrides: dict, default: tuple[int, ...], num_layers: int) ->
     if len(taps) != len(default):
         raise ValueError(f"taps: this head reads {len(default)} state(s), got {len(taps)}")
     if not _has([tap for tap in taps if tap != FINAL], num_layers):
-        raise _foreign(taps, num_layers)
+        raise _foreign(taps, num_layers, "head")
     return taps
+
+
+def check_taps(taps: tuple[int, ...], count: int, num_layers: int, noun: str) -> None:
+    """ValueError unless these are the `count` states that fc joins, of a target with `num_layers` layers."""
+    if len(taps) != count:
+        raise ValueError(f"draft: its fc reads {count} states of the target, its config names {len(taps)}")
+    if not _has(taps, num_layers):
+        raise _foreign(taps, num_layers, noun)
 
 
 def _has(taps: Iterable[int], num_layers: int) -> bool:
     return all(0 <= tap <= num_layers for tap in taps)
 
 
-def _foreign(taps: tuple[int, ...], num_layers: int) -> ValueError:
+def _foreign(taps: tuple[int, ...], num_layers: int, noun: str) -> ValueError:
     return ValueError(
         f"draft: it reads states {comma_separated(taps)} of its target (0: the embeddings), this model has "
-        f"{num_layers} layers; take the head of this model"
+        f"{num_layers} layers; take the {noun} of this model"
     )
 
 

@@ -1,4 +1,4 @@
-"""The keys of published draft configs: those that are read here, and those that cannot change what a draft computes.
+"""The keys of published draft configs: those that are read here, and those that cannot change a draft's output.
 
 Every other key with a value that switches something on is an error that names it. Tensors are read as strictly (see
 `Checkpoint.fill`), so a key that only asks for further tensors needs no entry of its own meaning here.
@@ -75,7 +75,7 @@ VARIANTS = {
     "attention_mode": ("gqa", "mha"),
     "use_aux_hidden_state": (True,),
 }
-"""Keys of which any other value asks for a variant of DFlash that is not built here."""
+"""Keys with their known values; any other value asks for a variant of DFlash that is not built here."""
 INNER = ("eagle_config", "dflash_config", "transformer_layer_config", "model")
 """Objects within a config whose keys are looked at, too."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..modules.dflash import DFlashDraft
-from .config import comma_separated, describe_layers, with_rope_theta
+from .config import check_taps, comma_separated, describe_layers, with_rope_theta
 from .config_keys import SPECULATORS
 from .dflash_config import DFlashConfig
 from .draft_files import DraftFiles
@@ -113,13 +113,7 @@ def _taps(config: DFlashConfig, target: Target, count: int) -> tuple[tuple[int, 
         raise ValueError(f"draft: its config must have a list of layers as {name}, it has {ids!r}")
     inputs = name == "aux_hidden_state_layer_ids"
     taps = tuple(i if inputs else i + 1 for i in ids)
-    if len(taps) != count:
-        raise ValueError(f"draft: its fc reads {count} states of the target, its config names {len(taps)}")
-    if not all(0 <= tap <= layers for tap in taps):
-        raise ValueError(
-            f"draft: it reads states {comma_separated(taps)} of its target (0: the embeddings), this model has "
-            f"{layers} layers; take the draft of this model"
-        )
+    check_taps(taps, count, layers, "draft")
     said = config.get("eagle_aux_hidden_state_layer_ids", list(taps))
     if said != list(taps):
         raise ValueError(

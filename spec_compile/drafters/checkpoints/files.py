@@ -20,9 +20,9 @@ Fetch = Callable[[str], Path | None]
 
 
 def fetcher(source: str | Path, revision: str | None = None, local: bool = False) -> Fetch:
-    """A function: name of a file -> where it is, or None if `source` has no such file.
+    """A function: name of a file -> its path, or None if `source` has no such file.
 
-    source: a folder, or a repository of the hub, of which only the files asked for are downloaded.
+    source: a folder, or a repository of the hub; only files that are asked for are downloaded.
     local: download nothing, look into the cache only.
     Raises ValueError if `source` is neither.
     """
@@ -70,7 +70,7 @@ def load_pickled(path: Path):
 
 @dataclass(frozen=True)
 class Part:
-    """Where one parameter comes from: tensors of `shape`, put together by `join`."""
+    """The tensors of `shape` that a parameter is made of, by `join`."""
 
     names: list[str]
     shape: tuple[int, ...]
@@ -126,7 +126,7 @@ class Checkpoint:
     def fill(self, draft: nn.Module, part_of: Callable[[str, tuple[int, ...]], Part], like: Tensor) -> None:
         """Give `draft` the parameters and buffers that it has on the meta device.
 
-        part_of: name and shape of a parameter -> where it comes from.
+        part_of: name and shape of a parameter -> its tensors.
         like: the target's embedding, whose device all take; parameters take its dtype, too, and buffers keep theirs.
 
         Raises ValueError, before anything is read, that names every tensor that is missing, has another shape, or is

@@ -168,7 +168,7 @@ def read_mtp(files: DraftFiles, target: Target, overrides: dict) -> MtpHead:
 
 
 def _part(ours: str, shape: tuple[int, ...], names: dict[str, str], block: MtpBlock) -> Part:
-    """Where a parameter comes from: experts are stored one by one, and joined in transformers' layers."""
+    """The tensors of a parameter: experts are stored one by one, and joined in transformers' layers."""
     stem, _, projection = ours.rpartition(".")
     if ours in names or not stem.endswith(".experts"):
         return Part([names.get(ours) or block.theirs(ours)], shape)

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
-from .convolution import ConvolvedLayer
-from .layers import Layer, LayerKnobs, rotary
+from .layers import ConvolvedLayer, Layer, LayerKnobs, rotary
 from .transitions import Transition
 
 

@@ -118,7 +118,7 @@ class Eagle3Head(Head):
 class ParallelEagle3Head(Eagle3Head):
     """P-EAGLE (arXiv:2602.01469): EAGLE-3 that also reads masks, in place of tokens that are not drafted yet.
 
-    mask_hidden [1, 1, taps * h] stands for the target's states at a mask, the token `mask_token_id`.
+    mask_hidden [1, 1, taps * h] replaces the target's states at a mask, the token `mask_token_id`.
     """
 
     flavour = "P-EAGLE"

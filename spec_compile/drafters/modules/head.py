@@ -33,7 +33,7 @@ class Head(nn.Module):
     all_rows: tuple[Tensor, ...] = ()
     """The output matrix that the rows of `head_weight` were taken from, if `restrict` was called."""
     report: list[str]
-    """Lines on what was loaded, how it was read, and what was left out."""
+    """Lines on the tensors that were loaded, how they were read, and those that were left out."""
 
     def __init__(self, embedding: Tensor, head_weight: Tensor, hidden_size: int, taps: tuple[int, ...], layers: int):
         super().__init__()
@@ -57,13 +57,14 @@ class Head(nn.Module):
             self.head_weight.data.copy_(weight.detach()[self.draft_to_target])
 
     def project(self, features: list[Tensor]) -> Tensor:
-        """The tapped states, each [B, T, h], in the order of `taps` -> what `forward` takes as its state [B, T, H]."""
+        """The tapped states, each [B, T, h], in the order of `taps` -> the state [B, T, H] of `forward`."""
         return features[0]
 
     def forward(self, input_ids: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """input_ids, positions [B, T] int64, state [B, T, H] -> (recycled, normed), each [B, T, H].
 
-        recycled: the state for the next draft token. normed: what ``head_weight`` multiplies.
+        recycled: the state for the next draft token.
+        normed: the factor of ``head_weight``.
         """
         raise NotImplementedError
 

@@ -1,7 +1,7 @@
 """Multi-token prediction: one decoder layer of the target's own class, which reads [norm(embedding); norm(state)].
 
 DeepSeek-V3 (arXiv:2412.19437, section 2.2), and after it GLM-4.5, MiMo and Qwen3-Next: u = fc [norm_e(embedding);
-norm_h(state)], y = layer(u), and norm(y) is what the target's output head multiplies.
+norm_h(state)], y = layer(u), and the target's output head multiplies norm(y).
 """
 
 import copy

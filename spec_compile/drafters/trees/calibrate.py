@@ -34,6 +34,9 @@ def head_cells(logprobs: Tensor, depth: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
     logprobs [B, H]: the head's, of each draft after its parent.
     depth [B, H] int64.
+
+    A bin is ``floor(log(p / (1 - p))) - LOWEST``, a cell ``(depth - 1) * BINS + bin``: p = 0.5 at depth 2 is bin 6 of
+    cell 17.
     """
     priors = logprobs.float().exp().clamp(LEAST, MOST)
     bins = ((priors / (1 - priors)).log().floor().to(torch.int64) - LOWEST).clamp(0, BINS - 1)
@@ -48,7 +51,9 @@ def trie_cells(match: Tensor, rank: Tensor, is_main: Tensor, depth: Tensor) -> t
     is_main [B, T] bool: True if it continues the most recent of the longest matches.
     depth [B, T] int64.
 
-    Four ranks are told apart: main drafts, other first children, second children, and later ones.
+    Four ranks are told apart: main drafts, other first children, second children, and later ones. A cell is
+    ``FIRST_OF_TRIE + (match's bucket * RANKS + rank) * (len(STAGES) + 1) + depth's bucket``: a main draft at depth 2
+    after a match of 3 tokens has the buckets 2 and 1, and the cell FIRST_OF_TRIE + 33.
     """
     group = torch.where(is_main, 0, (rank + 1).clamp(max=RANKS - 1))
     length = (match[:, None] + depth - 1).clamp(min=1).float()  # a draft that is accepted makes the match longer

@@ -62,7 +62,7 @@ def draw_chain(
 
 
 def _distribution(logits: Tensor, temperature: Tensor) -> Tensor:
-    """softmax(logits [B, Vd] / temperature [B]) in float32; at 0, or if there is none, 1 for the likeliest."""
+    """softmax(logits [B, Vd] / temperature [B]) in float32; at 0, or if that is not finite, 1 for the likeliest."""
     logits = logits.float().nan_to_num(-math.inf, torch.finfo(torch.float32).max, -math.inf)
     likeliest = torch.arange(logits.shape[1], device=logits.device) == argmax(logits)[:, None]
     peak = logits.amax(dim=1, keepdim=True)

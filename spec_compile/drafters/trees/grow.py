@@ -74,7 +74,12 @@ def _grow_chain(
 def _grow_tree(
     schedule: Schedule, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, draft_to_target: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Candidates are numbered level by level, the root being 0; the best of all are kept."""
+    """Candidates are numbered level by level, the root being 0; the best of all are kept.
+
+    Each level's `topk` best candidates are fed to the draft, in rows after those of the levels before. With topk = 2,
+    rows [0, 1 | 2, 3] have the depths [1, 1 | 2, 2]; if rows 2 and 3 are children of row 1, their ancestors are
+    [0b0110, 0b1010].
+    """
     batch, topk, device = root.shape[0], schedule.topk, root.device
     number = torch.arange(MAX_NODES, device=device)
     tokens, scores = [root[:, None]], [torch.zeros(batch, 1, device=device)]

@@ -76,7 +76,8 @@ def merge(
     priors = torch.cat([torch.where(is_doubled, both, head_priors), trie_priors], dim=1)
     cells = torch.cat([torch.where(is_doubled, cells_of_both(match, bins), cells), trie_numbers], dim=1)
 
-    # One numbering of all nodes, in which a node of both sources is the head's.
+    # One numbering of all nodes: the head's from 0, n-grams' from `size`; a node of both sources is the head's. With
+    # size = 4, a child of n-grams' node 2 has the parent 6, or 1 if that node is also the head's node 1.
     trie_above = trie.parents.clamp(min=0)
     moved = torch.where(has_twin.gather(1, trie_above), twin.gather(1, trie_above), size + trie_above)
     parents = torch.cat([above, moved], dim=1)

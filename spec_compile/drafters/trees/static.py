@@ -1,4 +1,4 @@
-"""`StaticTree`: a token tree of one shape, whatever the draft says (EAGLE-1, arXiv:2401.15077)."""
+"""`StaticTree`: a token tree of one shape, which does not depend on the draft (EAGLE-1, arXiv:2401.15077)."""
 
 from collections.abc import Collection, Sequence
 
@@ -41,7 +41,11 @@ def _sorted_paths(choices: Collection[Sequence[int]]) -> list[tuple[int, ...]]:
 class StaticTree(nn.Module):
     """A tree of one shape, as EAGLE-1 grows it: a node's children are its likeliest tokens, by the ranks in `choices`.
 
-    Move it to the draft's device: its tables are buffers.
+    Its tables are buffers, so move it to the draft's device. A level's candidates are the `ranks` likeliest tokens of
+    each node of the level before that has children. picked: the candidates that are nodes. inner: the nodes that have
+    children. above: the parents of those, among the nodes before that have children. The choices (0,), (1,), (1, 0) and
+    (1, 2) give the parents [-1, 0, 0, 2, 2], at level 1 picked [0, 1] of 2 ranks and inner [1], at level 2 picked
+    [0, 2] of 3 ranks.
     """
 
     def __init__(self, choices: Collection[Sequence[int]] = tuple(EAGLE1_CHOICES)):
