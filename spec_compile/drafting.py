@@ -34,27 +34,65 @@ class DraftPlan:
     sizes: Literal["fixed", "tree", "adaptive"] = "fixed"
 
 
-class Drafter(nn.Module):
-    """Proposes the trees of one batch. Each generate() calls `start`, `prefill` for each chunk of the prompts, then
-    `propose` and, after each verification, `observe` and `propose`; and `finish`.
-
-    The methods marked [graph] run inside the compiled round. Small tensors that they change are buffers registered on
-    the drafter itself, which are put back after a round of warm-up; keys and values are in a `cache.Cache`.
-    max_kv_len: slots of a cache to look at on a CPU, which hold everything when the round ends.
-    """
+class RoundParts(nn.Module):
+    """How rounds with a drafter are compiled, warmed up and timed. The defaults are for one whose `propose` is a few
+    operators and changes nothing but its own buffers."""
 
     fuses: bool = True
-    """Whether `propose` is compiled in one part with what comes before it in the round. Otherwise `compile` does it."""
+    """True if `propose` is compiled in one part with what comes before it in the round; else `compile` does it."""
 
     seconds: float = 0.0
-    """Time spent proposing on the host since the drafter was made (0 where it is part of the graph)."""
+    """Time spent proposing on the host since the drafter was made (0 if it is part of the graph)."""
 
     def compile(self, compiler: "PartCompiler") -> None:
         """Compile the parts of `propose` by `compiler`. It is called for each kind of round, and again when the caches
         have grown."""
 
     def mute(self) -> None:
-        """The rounds until the buffers are put back are warm-up, so leave no trace outside them."""
+        """Warm-up begins: until the buffers are put back, rounds must leave no trace outside them."""
+
+    def small_buffers(self) -> list[Tensor]:
+        """The buffers that are put back after warm-up: those on the drafter, and on the drafters that it is made of."""
+        return list(self.buffers(recurse=False))
+
+
+class RowBookkeeping(RoundParts):
+    """Rows of a drafter that requests enter and leave while the others go on. The defaults are for one that keeps all
+    it knows of a row in its caches and in buffers [B, ...]."""
+
+    def row_buffers(self) -> list[Tensor]:
+        """The `small_buffers` that have an entry for each row [B, ...], which moves with the row."""
+        return self.small_buffers()
+
+    def share(self, other: "RowBookkeeping") -> None:
+        """Use the first rows of `other`, a drafter of the same algorithm for more rows, in place of rows of its own.
+        From then on `enter` and `leave` of `other` are about this one's rows, too."""
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            setattr(self, name, getattr(other, name)[: len(buffer)])
+        for cache, larger in zip(caches(self), caches(other)):
+            cache.share(larger)
+
+    def enter(self, row: int, share_text: bool) -> None:
+        """A text begins in one row, while the others go on. share_text: see `Drafter.start`."""
+        for buffer in self.row_buffers():
+            buffer[row].zero_()
+
+    def vacate(self, row: int) -> None:
+        """The text of a row goes on in another row, or in another drafter of the same algorithm, with all that was
+        known of it."""
+
+    def leave(self, state: "State", row: int, length: int, share_text: bool) -> None:
+        """The text of one row is over. length: tokens of the row less one."""
+
+
+class Drafter(RowBookkeeping):
+    """Proposes the trees of one batch. Each generate() calls `start`, `prefill` for each chunk of the prompts, then
+    `propose` and, after each verification, `observe` and `propose`; and `finish`. Only `propose` has no default.
+
+    The methods marked [graph] run inside the compiled round. Small tensors that they change are buffers registered on
+    the drafter itself, which are put back after a round of warm-up; keys and values are in a `cache.Cache`.
+    max_kv_len: slots of a cache to look at on a CPU, which hold everything when the round ends.
+    """
 
     def start(
         self, state: "State", prompts: list[list[int]], references: list[Tensor], share_text: bool = True
@@ -85,39 +123,12 @@ class Drafter(nn.Module):
         """[graph] Call ``state.propose`` with the trees to verify next: siblings distinct, parents first."""
         raise NotImplementedError
 
-    def share(self, other: "Drafter") -> None:
-        """Take the first rows of `other`, a drafter of the same algorithm for more rows, in place of rows of its own.
-        What `enter` and `leave` do to `other` is then true of this one, too."""
-        for name, buffer in list(self.named_buffers(recurse=False)):
-            setattr(self, name, getattr(other, name)[: len(buffer)])
-        for cache, larger in zip(caches(self), caches(other)):
-            cache.share(larger)
-
-    def small_buffers(self) -> list[Tensor]:
-        """The buffers on the drafter itself, and on those that it is made of."""
-        return list(self.buffers(recurse=False))
-
-    def row_buffers(self) -> list[Tensor]:
-        """Those of `small_buffers` that have an entry for each row [B, ...], which move with a row."""
-        return self.small_buffers()
-
-    def enter(self, row: int, share_text: bool) -> None:
-        """A text begins in one row, while the others go on. share_text: see `start`."""
-        for buffer in self.row_buffers():
-            buffer[row].zero_()
-
-    def vacate(self, row: int) -> None:
-        """The text of a row goes on in a row of another drafter of the same algorithm, which has what the row had."""
-
-    def leave(self, state: "State", row: int, length: int, share_text: bool) -> None:
-        """The text of one row is over. length: tokens of the row less one."""
-
     def finish(self, lengths: list[int]) -> None:
         """The call of generate() is over, by an error, too. lengths: tokens of each row less one; empty if no round
         had begun."""
 
 
-def caches(drafter: Drafter) -> list[Cache]:
+def caches(drafter: nn.Module) -> list[Cache]:
     """The drafter's own caches."""
     return [module for module in drafter.modules() if isinstance(module, Cache)]
 

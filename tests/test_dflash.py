@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from spec_compile import speculate
-from spec_compile.drafters.checkpoints.dflash import load_dflash, spread_layers
+from spec_compile.drafters.checkpoints.dflash import spread_layers
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.dflash import DFlash, DFlashOptions, accepted_of_own_text
 from spec_compile.drafters.hidden_states import tapped_states
@@ -161,7 +161,7 @@ def load(tmp_path_factory):
     """A function: name of a flavour -> what was written, its draft, and what `our_logits` makes of it."""
 
     def read(written):
-        draft = load_dflash(written.folder, written.target)
+        draft = load_head(written.folder, written.target, "dflash")
         return draft, our_logits(draft)
 
     return drafts.loader(tmp_path_factory.mktemp("dflash"), read)
@@ -271,11 +271,11 @@ def test_shorter_blocks(load, name, size):
 def test_windows_shorter_than_a_block(tmp_path):
     """See less of it if they are causal, and are refused if not."""
     written = drafts.write("dflash_sliding", tmp_path / "dflash_sliding", sliding_window=3)
-    logits, _ = our_logits(load_dflash(written.folder, written.target))
+    logits, _ = our_logits(load_head(written.folder, written.target, "dflash"))
     assert difference(logits, right_logits(written, meaning=dict(windows=(3, None)))) < 1e-5
     written = drafts.write("dflash_bidirectional", tmp_path / "dflash_bidirectional", sliding_window=5)
     with pytest.raises(ValueError, match="its window of 5 is shorter than its blocks of 6"):
-        load_dflash(written.folder, written.target)
+        load_head(written.folder, written.target, "dflash")
 
 
 @pytest.mark.parametrize(("name", "sinks", "size"), [("dflash", 2, 5), ("jetspec", 0, 4), ("dflash", 4, 1)])
@@ -309,7 +309,7 @@ def write(tmp_path):
 
 
 def read(written, target=None, **kwargs):
-    return load_dflash(written.folder, target or written.target, **kwargs)
+    return load_head(written.folder, target or written.target, "dflash", **kwargs)
 
 
 @pytest.mark.parametrize("name", drafts.DFLASH)
@@ -497,9 +497,9 @@ def test_what_is_no_dflash_draft(write, tmp_path):
         with pytest.raises(ValueError, match="use algo='dflash'"):
             load_head(write(name).folder, drafts.llama())
     with pytest.raises(TypeError, match="got NoneType"):
-        load_dflash(None, drafts.llama())
+        load_head(None, drafts.llama(), "dflash")
     with pytest.raises(TypeError, match="got int"):
-        load_dflash(3, drafts.llama())
+        load_head(3, drafts.llama(), "dflash")
 
 
 def test_output_matrices(write):
@@ -543,17 +543,17 @@ def test_mask_embeddings_in_a_file_of_their_own(write):
 
 def test_drafts_made_elsewhere(load):
     written, draft, _ = load("dflash")
-    assert load_dflash(draft, written.target) is draft
+    assert load_head(draft, written.target, "dflash") is draft
     with pytest.raises(TypeError, match="rope_theta: a draft that is already loaded"):
-        load_dflash(draft, written.target, rope_theta=1e4)
+        load_head(draft, written.target, "dflash", rope_theta=1e4)
     with pytest.raises(TypeError, match="got Embedding"):
-        load_dflash(written.target.get_input_embeddings(), written.target)
+        load_head(written.target.get_input_embeddings(), written.target, "dflash")
     with pytest.raises(ValueError, match=r"in torch.float32, the model on cpu in torch.bfloat16"):
-        load_dflash(draft, drafts.llama().to(torch.bfloat16))
+        load_head(draft, drafts.llama().to(torch.bfloat16), "dflash")
     with pytest.raises(ValueError, match="vocab_size 96, LlamaForCausalLM has 80"):
         small = drafts.llama()
         small.resize_token_embeddings(80)
-        load_dflash(draft, small)
+        load_head(draft, small, "dflash")
 
 
 @pytest.mark.parametrize("value", [0, -1e4, float("nan"), float("inf")])

@@ -17,7 +17,7 @@ import torch
 from test_dflash import BLOCK, CONTEXTS, MASK, Meaning
 from transformers import LlamaConfig
 
-from spec_compile.drafters.checkpoints.dflash import load_dflash
+from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.drafters.modules.transitions import Markov
@@ -138,7 +138,7 @@ def load(tmp_path_factory):
     """A function: name of a flavour -> what was written, its draft, and what it says by the formulas."""
     return drafts.loader(
         tmp_path_factory.mktemp("linked"),
-        lambda written: (load_dflash(written.folder, written.target), Right(written, written.folder.name)),
+        lambda written: (load_head(written.folder, written.target, "dflash"), Right(written, written.folder.name)),
     )
 
 
@@ -226,7 +226,7 @@ def read(folder, written, tensors=(), **config):
     flags = {**written.config["dflash_config"], **config} if "dflash_config" in written.config else None
     config = {**written.config, **({"dflash_config": flags} if flags else config)}
     drafts.save(folder, config, {name: value for name, value in changed.items() if value is not None})
-    return load_dflash(folder, written.target)
+    return load_head(folder, written.target, "dflash")
 
 
 @ALL

@@ -55,7 +55,7 @@ def our_logits(head, ids, features):
     """Logits [B, DRAFTS, Vd] below a prompt, through cache and passes."""
     drafter = ParallelHeads(head, ParallelHeadOptions(num_steps=DRAFTS)).drafter(len(ids), 64)
     given, zeros = [], torch.zeros_like(ids[:, 0])
-    drafter.places.propose = lambda state, logits, first, draft_to_target: given.append(logits)
+    drafter.proposer.propose = lambda state, logits, first, draft_to_target: given.append(logits)
     state = SimpleNamespace(tokens=ids, capacity=LENGTH, prompt_lengths=zeros + LENGTH, lengths=zeros)
     drafter.prefill(state, ids, torch.arange(LENGTH).expand(len(ids), -1), features, 64)
     state.lengths = zeros + LENGTH - 1
@@ -289,5 +289,5 @@ def test_options_are_checked():
         with pytest.raises(ValueError, match=message):
             ParallelOptions(**options)
     with pytest.raises(ValueError, match="num_draft_tokens must be at most 7"):
-        ParallelOptions(num_steps=2, topk=2, num_draft_tokens=8).places(torch.device("cpu"))
-    assert isinstance(ParallelOptions(topk=2, num_draft_tokens=30).places(torch.device("cpu")), nn.Module)
+        ParallelOptions(num_steps=2, topk=2, num_draft_tokens=8).proposer(torch.device("cpu"))
+    assert isinstance(ParallelOptions(topk=2, num_draft_tokens=30).proposer(torch.device("cpu")), nn.Module)

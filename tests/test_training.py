@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_compile import speculate, train_draft
 from spec_compile.__main__ import main
-from spec_compile.drafters.checkpoints.dflash import load_dflash
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.checkpoints.target import Target
 from spec_compile.errors import UnsupportedModelError
@@ -508,7 +507,7 @@ def test_a_head_loads_as_it_was_trained(algo):
 
 def test_a_dflash_draft_loads_as_it_was_trained():
     result = overfitted("dflash")
-    draft = load_dflash(result.path, target())
+    draft = load_head(result.path, target(), "dflash")
     saved = torch.load(result.path / save.STATE, weights_only=True)["weights"]
     assert saved.keys() == dict(draft.named_parameters()).keys() - {"embedding", "head_weight"}
     assert all(torch.equal(saved[name], dict(draft.named_parameters())[name]) for name in saved)
@@ -733,8 +732,7 @@ def test_other_architectures(tmp_path, algo, name):
         return
     result = train(tmp_path / "head", algo, model=model, steps=8, learning_rate=5e-3)
     assert result.losses[-1] < result.losses[0]
-    load = load_dflash if algo == "dflash" else load_head
-    assert load(tmp_path / "head", model).hidden_size == 64
+    assert load_head(tmp_path / "head", model, algo).hidden_size == 64
 
 
 # What is written
@@ -1264,8 +1262,7 @@ def test_training_on_a_gpu(tmp_path, algo, dtype):
     assert train(tmp_path / "head", algo, model=model, **options | {"steps": 50}).steps == 50
     result = train(tmp_path / "head", algo, model=model, **options)
     assert result.acceptance > 0.9 and result.steps == options["steps"]
-    load = load_dflash if algo in SMALL else load_head
-    assert load(tmp_path / "head", model).embedding.device.type == "cuda"
+    assert load_head(tmp_path / "head", model, "dflash" if algo in SMALL else algo).embedding.device.type == "cuda"
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from spec_compile.drafters.heads import HeadOptions
 from spec_compile.drafters.options import DraftOptions, ParallelOptions
 from spec_compile.drafters.trees import calibrate
 from spec_compile.drafters.trees.calibrate import CELLS, KEPT, LEAST, MOST, WEIGHT, followed, learnt
-from spec_compile.drafters.trees.merge import Source, merge
+from spec_compile.drafters.trees.merge import SourceTrees, merge
 from spec_compile.tree import ancestry
 
 # --- the merge
@@ -92,14 +92,14 @@ def trees(draw, most=9):
 
 
 def tensors(tree, size):
-    """A `Source` of one row of `size` slots."""
+    """A `SourceTrees` of one row of `size` slots."""
     rows = [*tree, *[(0, 0)] * (size - len(tree))]
     tokens, parents = (torch.tensor([column]) for column in zip(*rows))
-    return Source(tokens, parents, torch.tensor([len(tree)]))
+    return SourceTrees(tokens, parents, torch.tensor([len(tree)]))
 
 
 def joined(sources):
-    return Source(*(torch.cat(parts) for parts in zip(*sources)))
+    return SourceTrees(*(torch.cat(parts) for parts in zip(*sources)))
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Drafters: what proposes trees. A new one is one file here and one entry in `ALGORITHMS`."""
+"""Drafters, which propose trees. A new one is one file here and one entry in `ALGORITHMS`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,10 +14,11 @@ from .options import DraftOptions, ParallelOptions, UnionOptions
 
 
 class Entry(NamedTuple):
-    """What there is to know of an algorithm.
+    """An algorithm that ``algo=`` can name.
 
-    options: the class of its options. build: makes it for a model. needs: what ``draft=`` must name; empty if it can
-    be left out.
+    options: the class of its options.
+    build: makes it for a model.
+    needs: describes the module that ``draft=`` must name; empty if it can be left out.
     """
 
     options: type[Options]
@@ -44,7 +45,7 @@ ALIASES = {
 
 
 def describe_options() -> str:
-    """The options of `speculate` with their types, defaults and meanings: of every algorithm, and then of each."""
+    """The options of `speculate` with types, defaults and meanings: the common ones, then those of each algorithm."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, entry in ALGORITHMS.items():
         groups.setdefault(tuple(describe(entry.options, Options)), []).append(name)
@@ -76,7 +77,7 @@ def check_draft(algo: str, options: Options) -> None:
 
 
 def parse_algorithm(algo: str) -> str:
-    """The algorithm a user named, whatever the case or alias; ValueError if there is none."""
+    """The algorithm that a user named, in any case or by an alias; ValueError if there is none."""
     if not isinstance(algo, str):
         raise TypeError(f"algo: expected a string, got {type(algo).__name__}")
     name = algo.lower()

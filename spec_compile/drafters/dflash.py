@@ -1,12 +1,11 @@
-"""DFlash: blocks of drafts in one forward, by a draft whose cache holds what its layers make of the target's states.
+"""DFlash: blocks of drafts in one forward, by a draft whose cache is made of the target's states.
 
 Its cache has the target's slots: slot t holds keys and values made of the target's states at token t. A block lies
-behind the committed slots, from the root's on, and is overwritten by what is committed next.
+after the committed slots, from the root's on, and is overwritten by the next commit.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,36 +23,30 @@ from ..runtime.state import State
 from ..runtime.steps.compile import PartCompiler
 from ..runtime.steps.regions import compile_regions
 from ..tree import MAX_NODES, Accepted
-from .checkpoints.dflash import load_dflash
+from .checkpoints.load import load_head
 from .hidden_states import tapped_states
-from .modules.dflash import Context, DFlashDraft
-from .options import UnionOptions, check_sample_method
+from .modules.dflash import ContextProjection, DFlashDraft
+from .options import ModuleOptions
 from .self_check import LOOKED_AT, mean_accepted, own_text
 from .shared_draft import choose_ranks
-from .trees.linked import LinkedPlaces
-from .trees.places import Places, likeliest
+from .trees.linked import LinkedBlockProposer
+from .trees.propose import BlockProposer, likeliest
 from .window import WindowOptions
 
 
 @dataclass(frozen=True)
-class DFlashOptions(UnionOptions, WindowOptions):
+class DFlashOptions(ModuleOptions, WindowOptions):
     """Options of DFlash, with the engines' names and meaning.
 
-    draft: the draft: a folder, a name on the hub, or a `DFlashDraft`. block_size: slots of a block, the root's included
-    (default: as many as the draft was trained with; fewer work, too). topk: tokens of each place that are looked at (1:
-    a chain; DFlash 2 looks at as many as it was trained with). num_draft_tokens: nodes verified, the root included
-    (default: as many as a chain of all drafts has). score_temperature: of the draft's probabilities by which the nodes
-    of a tree are chosen. draft_sample_method: see `DraftOptions`. draft_tensor_parallel_size: as there; the output
-    matrix stays whole. rope_theta: base of the draft's RoPE, where its config is known to be wrong.
+    draft: the draft: a folder, a name on the hub, or a `DFlashDraft`.
+    block_size: slots of a block, the root's included (default: as many as the draft was trained with; fewer work, too).
+    topk: tokens of each place that are looked at (1: a chain; DFlash 2 looks at as many as it was trained with).
+    num_draft_tokens: nodes verified, the root included (default: as many as a chain of all drafts has).
+    draft_tensor_parallel_size: as with draft models; the output matrix stays whole.
+    rope_theta: base of the draft's RoPE, if its config is known to be wrong.
     """
 
-    draft: Any = None
-    num_draft_tokens: int | None = None
     block_size: int | None = None
-    topk: int = 1
-    score_temperature: float = 1.0
-    draft_sample_method: str = "greedy"
-    draft_tensor_parallel_size: int | None = None
     rope_theta: float | None = None
 
     def __post_init__(self):
@@ -65,12 +58,6 @@ class DFlashOptions(UnionOptions, WindowOptions):
             check_int("num_draft_tokens", self.num_draft_tokens, 2, MAX_NODES, "nodes verified, the root included")
         if not 0 < self.score_temperature < math.inf:
             raise ValueError(f"score_temperature must be positive and finite, not {self.score_temperature}")
-        check_sample_method(self.draft_sample_method, self.topk)
-
-    @property
-    def draws(self) -> bool:
-        """See `DraftPlan.draws`."""
-        return self.draft_sample_method == "probabilistic"
 
     def fit(self, draft: DFlashDraft) -> tuple[int, int]:
         """The slots of a block and the nodes of a tree that `draft` is used with; ValueError if it cannot be."""
@@ -82,7 +69,7 @@ class DFlashOptions(UnionOptions, WindowOptions):
         if places == 0:
             raise ValueError("block_size: the first slot of this draft's blocks drafts nothing; it must be at least 2")
         chain = min(places + 1, MAX_NODES)
-        nodes = self.own_nodes(chain if self.topk == 1 else MAX_NODES) or chain
+        nodes = self.draft_nodes(chain if self.topk == 1 else MAX_NODES) or chain
         if self.topk == 1 and nodes > chain:
             raise ValueError(
                 f"num_draft_tokens must be at most {chain}, the drafts of a block of {slots} and the root, not "
@@ -101,9 +88,10 @@ class DFlash(Algorithm):
         self.plan = DraftPlan(nodes, draft.taps, self.block_size, options.draws)
         self.longest = options.longest(min(nodes, self.block_size - draft.first + 1))
         how = self.block_size - draft.first, options.topk, nodes, options.draws, options.score_temperature
-        is_linked = draft.transition is not None
-        self.places: LinkedPlaces | Places = (
-            LinkedPlaces(draft, *how) if is_linked else Places(*how).to(draft.embedding.device)
+        self.proposer: LinkedBlockProposer | BlockProposer = (
+            BlockProposer(*how).to(draft.embedding.device)
+            if draft.transition is None
+            else LinkedBlockProposer(draft, *how)
         )
 
         def causal_layers(graph: ModelGraph, settings: passes.Settings) -> str:
@@ -115,7 +103,7 @@ class DFlash(Algorithm):
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"), ranks=ranks)
         self.graph = passes.run(captured, settings, pipeline)
         parts = captured.layers[0].kv_heads // self.graph.layers[0].kv_heads
-        self.context, self.checked = Context(draft, parts, ranks.rank * parts // ranks.size), []
+        self.context, self.checked = ContextProjection(draft, parts, ranks.rank * parts // ranks.size), []
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return DFlashDrafter(self, batch, slots)
@@ -129,8 +117,8 @@ class DFlash(Algorithm):
 
 
 def restrict_to_causal(graph: ModelGraph, causal: tuple[bool, ...]) -> str:
-    """After `passes.use_tree_attention`: the layers marked see of the block what comes before, whatever ``ancestors``
-    says."""
+    """A pass after `passes.use_tree_attention`: the layers marked in `causal` see the block causally, whatever
+    ``ancestors`` says."""
     for node, restricted in zip(attention.attention_calls(graph), causal):
         if restricted:
             node.update_kwarg("ancestors", None)
@@ -139,13 +127,13 @@ def restrict_to_causal(graph: ModelGraph, causal: tuple[bool, ...]) -> str:
 
 
 class DFlashDrafter(Drafter):
-    """Writes the context of what was committed (`prefill`, `observe`) and drafts a block behind it (`propose`)."""
+    """Writes the context of committed tokens (`prefill`, `observe`) and drafts the block after them (`propose`)."""
 
-    fuses = False  # its layers, all alike, are compiled once
+    fuses = False  # its layers are alike and compiled once
 
     def __init__(self, algorithm: DFlash, batch: int, slots: int):
         super().__init__()
-        self.draft, self.context, self.places = algorithm.draft, algorithm.context, algorithm.places
+        self.draft, self.context, self.proposer = algorithm.draft, algorithm.context, algorithm.proposer
         self.graph, self.block, self.block_size = algorithm.graph, algorithm.graph.gm, algorithm.block_size
         self.longest = algorithm.longest  # nodes of an accepted path
         self.window = algorithm.window
@@ -170,7 +158,7 @@ class DFlashDrafter(Drafter):
             ops.append(cache, values, begin)
 
     def output(self, root: Tensor, lengths: Tensor, max_kv_len: int) -> tuple[Tensor, ...]:
-        """What the draft gives for the slots of a block behind the committed ones. root, lengths [B]."""
+        """The draft's output for a block after the committed slots. root, lengths [B]."""
         masks = root.new_full((len(root), self.block_size - 1), self.draft.mask_token_id)
         ids = torch.cat([root[:, None], masks], dim=1)
         positions = lengths[:, None] + torch.arange(self.block_size, device=root.device)
@@ -183,13 +171,13 @@ class DFlashDrafter(Drafter):
     def propose(self, state: State, max_kv_len: int) -> None:
         logits, *normed = self.output(state.tree_tokens[:, 0].clone(), state.lengths.clone(), max_kv_len)
         if normed:
-            return self.places.propose(state, logits, *normed)
-        self.places.propose(state, logits, self.draft.first, self.draft.draft_to_target)
+            return self.proposer.propose(state, logits, *normed)
+        self.proposer.propose(state, logits, self.draft.first, self.draft.draft_to_target)
 
 
 @torch.no_grad()
 def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[float, int]:
-    """How many drafts of a block are what the target goes on with in texts of its own, on average, and of how many."""
+    """How many drafts of a block are the target's own next tokens, on average, and of how many."""
     text, draft = own_text(model), algorithm.draft
     features, _ = tapped_states(model, draft.taps, text)
     batch, length = text.shape
@@ -197,19 +185,19 @@ def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[flo
     drafter.write(features, torch.zeros_like(text[:, 0]))
     looked_at = min(algorithm.block_size - draft.first, LOOKED_AT)
 
-    def draft_behind(p: int) -> Tensor:
+    def draft_after(p: int) -> Tensor:
         root = text[:, p]
         logits, *normed = drafter.output(root, torch.full_like(root, p), max_kv_len)
         if normed:
-            return drafter.places.chain(root, logits, *normed, looked_at)[0]
+            return drafter.proposer.chain(root, logits, *normed, looked_at)[0]
         return likeliest(logits, draft.draft_to_target)[1][:, draft.first :][:, :looked_at]
 
-    return mean_accepted(text, looked_at, draft_behind), looked_at
+    return mean_accepted(text, looked_at, draft_after), looked_at
 
 
 def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:
     """The algorithm with the draft that `options` names."""
-    algorithm = DFlash(load_dflash(options.draft, model, options.rope_theta), options)
+    algorithm = DFlash(load_head(options.draft, model, "dflash", rope_theta=options.rope_theta), options)
     options.check_window(algorithm.graph, model)
     if options.check:
         accepted, of = accepted_of_own_text(model, algorithm)

@@ -1,7 +1,7 @@
 """A standalone draft model: a smaller causal LM of the same tokenizer.
 
 Its cache has the target's slots. Every draft begins with the tokens before the root that its cache may lack: after full
-acceptance the last draft was never fed, and of a tree the accepted path lies scattered.
+acceptance the last draft was never fed, and the accepted path of a tree lies scattered.
 """
 
 import math
@@ -43,7 +43,7 @@ class DraftModel(Algorithm):
         self.graph, self.prefill = passes.run(graph, drafting), passes.run(graph, prefilling)
         path = self.schedule.num_steps + 1
         self.refill = 1 if self.schedule.topk == 1 and options.joined is None else options.longest(path)
-        """Tokens fed again before the root."""
+        """Tokens before the root that are fed again."""
         self.plan = DraftPlan(self.schedule.nodes, lookahead_slots=1 + self.schedule.fed, draws=options.draws)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
@@ -74,14 +74,14 @@ class ModelDrafter(Drafter):
             return
         self.compiled_slots, self.compiler = self.cache.slots, compiler
         self.models.clear()
-        if not compiler.exact:  # one compilation for all numbers of rows above one
+        if not compiler.exact:  # one compilation serves all numbers of rows above one
             batch = len(self.cache.tensors[0])
             ids = torch.zeros(batch, compiler.nodes, dtype=torch.int64, device=self.graph.device)
             last = ids[:, 0] + self.cache.slots - compiler.nodes  # slots that are never committed
             self._run(ids, ids, last, ids + 1, compiler.slots, ids.new_zeros(batch, self.wanted))
 
     def _model(self, rows: int) -> nn.Module:
-        """What runs the draft model over blocks of `rows` rows."""
+        """The draft model for blocks of `rows` rows, compiled if steps are."""
         if self.compiler is None:
             return self.graph.gm
         code = rows if self.compiler.exact else min(rows, 2)
@@ -97,8 +97,8 @@ class ModelDrafter(Drafter):
         begin = (state.lengths - self.refill).clamp(min=0)
         places = begin[:, None] + torch.arange(self.refill + 1, device=begin.device)
         ids = state.tokens.gather(1, places)
-        rows = (state.lengths - begin)[:, None].expand(-1, self.wanted)  # as many as `_step` wants, all alike
-        chain = (torch.ones_like(places) << torch.arange(1, self.refill + 2, device=begin.device)) - 1
+        rows = (state.lengths - begin)[:, None].expand(-1, self.wanted)  # the root's, as often as `_step` wants rows
+        chain = (torch.ones_like(places) << torch.arange(1, self.refill + 2, device=begin.device)) - 1  # 0b1, 0b11, ...
         logits = self._run(ids, places, begin, chain, max_kv_len, rows)[:, 0]
         step = partial(self._step, state.lengths.clone(), max_kv_len)
         propose_grown(state, self.schedule, self.draws, logits, logits[:, :1], step)
@@ -110,14 +110,14 @@ class ModelDrafter(Drafter):
         return hidden, self._run(tokens, positions, lengths + 1 + offset, ancestors, max_kv_len, rows)
 
     def _run(self, ids, positions, lengths, ancestors, max_kv_len, rows) -> Tensor:
-        """Logits [B, R, V] of the target's vocabulary, after the chosen rows of a block at slots `lengths` onwards."""
+        """Logits [B, R, V] of the target's vocabulary at `rows` [B, R] of a block that begins at slots `lengths`."""
         model, ids = self._model(ids.shape[1]), ids.clamp(max=self.graph.vocab_size - 1)
         ids, positions, ancestors, rows = (x.contiguous() for x in (ids, self._inside(positions), ancestors, rows))
         logits = model(ids, positions, lengths, ancestors, self.cache.tensors, max_kv_len, rows)[0][..., : self.known]
         return F.pad(logits, (0, self.vocab_size - self.known), value=-math.inf)
 
     def _inside(self, positions: Tensor) -> Tensor:
-        """Positions kept inside a learned table (no slot ever committed lies outside)."""
+        """Positions clamped to a learned table. Only slots that are never committed lie outside."""
         limit = self.graph.position_limit
         return positions if limit is None else positions.clamp(max=limit - 1)
 
@@ -174,4 +174,4 @@ def _check_fit(model: PreTrainedModel, draft: PreTrainedModel) -> None:
 
 
 PADDING = 0.02
-"""Vocabularies may differ by so much, which is padding."""
+"""Vocabularies may differ by this share, because both are padded."""

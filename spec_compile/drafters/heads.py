@@ -35,9 +35,9 @@ from .window import Window, WindowOptions, write_back
 class HeadOptions(DraftOptions, WindowOptions):
     """Options of the draft heads.
 
-    token_map: a file or list of the token ids that the head may propose (FR-Spec). tree_choices: a static tree in place
-    of num_steps and topk: paths of child ranks, or "eagle1" for that of EAGLE-1. rope_theta: base of the head's RoPE,
-    where its config is known to be wrong.
+    token_map: a file or list of the token ids that the head may propose (FR-Spec).
+    tree_choices: a static tree in place of num_steps and topk: paths of child ranks, or "eagle1" for that of EAGLE-1.
+    rope_theta: base of the head's RoPE, if its config is known to be wrong.
     """
 
     token_map: Any = None
@@ -55,16 +55,16 @@ class HeadOptions(DraftOptions, WindowOptions):
 
 @dataclass(frozen=True)
 class NaiveOptions(HeadOptions):
-    """The same, with one draft token unless told otherwise."""
+    """`HeadOptions` with one draft token by default."""
 
     num_steps: int = 1
 
 
-class Heads(Algorithm):
-    """Drafts of one `head`, in trees as `schedule` says."""
+class HeadAlgorithm(Algorithm):
+    """Drafts of one `head`, in trees of `schedule`."""
 
     window: Window | None = None
-    """What its attention sees of a text, but for the prompt's own forwards (None: everything)."""
+    """The part of a text that its attention sees, except in forwards over the prompt (None: everything)."""
 
     def __init__(self, head: Head, options: HeadOptions):
         self.head, self.schedule = head, options.schedule
@@ -90,9 +90,9 @@ class Heads(Algorithm):
 
 
 class HeadDrafter(Drafter):
-    """Runs a head over what was committed (`prefill`, `observe`) and over the tree it grows (`propose`)."""
+    """Runs a head over committed tokens (`prefill`, `observe`) and over the tree it grows (`propose`)."""
 
-    def __init__(self, algorithm: Heads, batch: int, slots: int):
+    def __init__(self, algorithm: HeadAlgorithm, batch: int, slots: int):
         super().__init__()
         self.head, self.block, self.draws = algorithm.head, algorithm.graph.gm, algorithm.plan.draws
         self.logits, self.window = algorithm.logits, algorithm.window
@@ -112,7 +112,7 @@ class HeadDrafter(Drafter):
         following = state.tokens.gather(1, ahead)
         states = self.head.project(features)
         out = self.block(following, positions, states, state.lengths, None, self.cache.tensors, max_kv_len)
-        last = state.prompt_lengths - 2 - state.lengths  # the slot that predicts what follows the prompt
+        last = state.prompt_lengths - 2 - state.lengths  # the slot that predicts the token after the prompt
         self._keep(out, last, (last >= 0) & (last < size))
 
     def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, max_kv_len: int) -> None:
@@ -127,14 +127,14 @@ class HeadDrafter(Drafter):
         self._keep(out, gained - 1, gained > 0)
 
     def _seen(self, lengths: Tensor, rows: int, max_kv_len: int) -> tuple[list[Tensor], Tensor, int]:
-        """What a block of up to `rows` rows is given behind `lengths` [B] committed slots: the cache or a view of it,
-        the slots [B] that are committed there, and the slots to look at."""
+        """The arguments of a block of up to `rows` rows after `lengths` [B] committed slots: the cache or a view of it,
+        the slots [B] that are committed in it, and the slots to look at."""
         if self.window is None:
             return self.cache.tensors, lengths, max_kv_len
         return *self.window.view(self.cache.tensors, lengths, rows), self.window.slots + rows
 
     def _keep(self, out: tuple[Tensor, Tensor], row: Tensor, present: Tensor) -> None:
-        """Remember what the block gave at row [B], for the sequences that have it: present [B]."""
+        """Remember the block's output at row [B] of the sequences with present [B]."""
         for buffer, values in zip((self.hidden, self.normed), out):
             keep_row(buffer, values, row, present)
 
@@ -154,11 +154,10 @@ class HeadDrafter(Drafter):
         return hidden, self.logits(normed[:, -wanted:])
 
 
-def build(algorithm: str | None, model: PreTrainedModel, options: HeadOptions) -> Heads:
-    """The algorithm with the head of that kind (None: of any) that `options` names."""
-    overrides = {} if options.rope_theta is None else {"rope_theta": options.rope_theta}
-    head = load_head(options.draft, model, algorithm, options.token_map, **overrides)
-    heads = Heads(calibrate(model, head.readings()) if options.check else head, options)
+def build(algorithm: str | None, model: PreTrainedModel, options: HeadOptions) -> HeadAlgorithm:
+    """The algorithm with the head that `options` names. algorithm: which the head must be for (None: any)."""
+    head = load_head(options.draft, model, algorithm, options.token_map, rope_theta=options.rope_theta)
+    heads = HeadAlgorithm(calibrate(model, head.readings()) if options.check else head, options)
     options.check_window(heads.graph, model)
     heads.window = options.window
     return heads

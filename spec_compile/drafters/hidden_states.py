@@ -1,4 +1,4 @@
-"""The target's hidden states: all of a text by transformers' own forward, and the one that a drafter goes on from."""
+"""The target's hidden states: those of a text by transformers' own forward, and the one that a drafter continues."""
 
 import torch
 from torch import Tensor
@@ -18,6 +18,6 @@ def tapped_states(model: PreTrainedModel, taps: tuple[int, ...], ids: Tensor) ->
 
 
 def keep_row(buffer: Tensor, states: Tensor, row: Tensor, present: Tensor) -> None:
-    """Copy of states [B, T, C] the one at row [B] to buffer [B, C], for the sequences that have it: present [B]."""
+    """Copy the state at row [B] of states [B, T, C] to buffer [B, C], for the sequences with present [B]."""
     index = row.clamp(0, states.shape[1] - 1)[:, None, None].expand(-1, 1, states.shape[2])
     buffer.copy_(torch.where(present[:, None], states.gather(1, index)[:, 0], buffer.clone()))

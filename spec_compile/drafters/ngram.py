@@ -1,4 +1,4 @@
-"""The n-gram drafter: what followed the same words before, from the trie."""
+"""The n-gram drafters: continuations of the same words in earlier text, from a trie or, on a GPU, a corpus."""
 
 import time
 import weakref
@@ -28,12 +28,15 @@ _private_streams = count(1 << 62)
 class NgramOptions(Options):
     """Options of algo="ngram", with the engines' names and meaning.
 
-    adaptive: choose each round's number of nodes by what it has paid so far; if False every proposed node is
-    verified. branch_length: tokens of a stored path, match and continuation together. min_match_window_size,
-    max_match_window_size: lengths of suffix that are matched. min_bfs_breadth, max_bfs_breadth: children taken of a
-    node, narrow for long matches and wide for short ones. match_type: "BFS" (most recent first) or "PROB" (most
-    frequent first). capacity: nodes held at most, on a GPU tokens. share_text: whether later calls may draft from the
-    prompts, answers and references of a call that does not say (see `generate`).
+    adaptive: choose each round's number of nodes by the gain of each number so far; if False every proposed node is
+    verified.
+    branch_length: tokens of a stored path, match and continuation together.
+    min_match_window_size, max_match_window_size: lengths of suffix that are matched.
+    min_bfs_breadth, max_bfs_breadth: children taken of a node, narrow for long matches and wide for short ones.
+    match_type: "BFS" (most recent first) or "PROB" (most frequent first).
+    capacity: most nodes that are held, on a GPU tokens.
+    share_text: True: later calls may draft from the prompts, answers and references of a call that does not say (see
+    `generate`).
     """
 
     adaptive: bool = True
@@ -60,7 +63,7 @@ class NgramDrafter(Drafter):
         self, trie: NgramTrie, num_draft_tokens: int, batch: int, private: dict[int, tuple[NgramTrie, int]],
         ranks: Alone = ALONE,
     ):  # fmt: skip
-        """private: of rows whose text nobody else drafts from: their trie and its stream, by the row's `streams`."""
+        """private: trie and stream of each row whose text no other row drafts from, by its number in `streams`."""
         super().__init__()
         self.private, self.ranks = private, ranks
         self.trie, self.reading, self.num_draft_tokens = trie, trie, num_draft_tokens
@@ -110,7 +113,7 @@ class NgramDrafter(Drafter):
         state.propose(*trees)
 
     def advance(self, *tensors: Tensor) -> None:
-        """What `ops.ngram_propose` runs on the host. Of several ranks the first one's trie decides for all."""
+        """Runs on the host in `ops.ngram_propose`. If there are several ranks, the first one's trie decides for all."""
         tick = time.perf_counter()
         if self.ranks.size == 1:
             self._advance(*tensors)
@@ -129,7 +132,7 @@ class NgramDrafter(Drafter):
             trie.advance(torch.tensor([stream]), *(tensor[row : row + 1] for tensor in texts_and_trees))
 
     def _advanced(self, tensors: tuple[Tensor, ...]) -> list[int]:
-        """The trees and their numbers that the trie proposes, one after the other."""
+        """The trees and their numbers, as the trie proposes them, flattened and joined."""
         self._advance(*tensors)
         return torch.cat([tree.flatten() for tree in tensors[3:]]).tolist()
 
@@ -140,7 +143,7 @@ class NgramDrafter(Drafter):
 
 
 class MatchingDrafter(Drafter):
-    """The same on a GPU: matches each row's own text and the corpus where they lie, inside the captured round."""
+    """The drafter of a GPU: matches each row's own text and the corpus in device memory, inside the captured round."""
 
     def __init__(self, corpus: NgramCorpus, options: MatchOptions, num_draft_tokens: int):
         super().__init__()
@@ -150,7 +153,10 @@ class MatchingDrafter(Drafter):
 
     def start(self, state: State, prompts: list[list[int]], references: list[Tensor], share_text: bool = True) -> None:
         self.references = [self.corpus.append(reference) for reference in references]
-        self.state, self.share_text = weakref.ref(state), share_text  # a reference would make it a part of this module
+        self.state, self.share_text = (
+            weakref.ref(state),
+            share_text,
+        )  # not registered as a submodule
 
     def propose(self, state: State, max_kv_len: int) -> None:
         if self.num_draft_tokens == 1:
@@ -172,7 +178,7 @@ class MatchingDrafter(Drafter):
 
 
 class Ngram(Algorithm):
-    """N-gram drafts from one `store`, of whatever the model has read and written."""
+    """N-gram drafts from one `store`, of all that the model has read and written."""
 
     def __init__(self, store: NgramStore, options: NgramOptions):
         self.store: NgramStore = store
@@ -182,7 +188,7 @@ class Ngram(Algorithm):
 
     @property
     def stored(self) -> int:
-        """Tokens of the corpus. Of tries that of the first rank alone is asked."""
+        """Tokens of the corpus; 0 for tries, because only that of the first rank is asked."""
         return len(self.store) if isinstance(self.store, NgramCorpus) else 0
 
     def drafter(self, batch: int, slots: int) -> Drafter:
@@ -197,7 +203,7 @@ class Ngram(Algorithm):
 
 
 def build(model: PreTrainedModel, options: NgramOptions) -> Ngram:
-    """The algorithm for where `model` is."""
+    """The algorithm for the device of `model`."""
     vocab_size = model.get_output_embeddings().weight.shape[0]
     trie = NgramTrie(**options.ngram, vocab_size=vocab_size)
     on_gpu = model.device.type == "cuda"

@@ -11,22 +11,21 @@ from ..errors import check_int
 from ..kernels.top_logits import MAX_K
 from ..tree import MAX_NODES
 from .ngram import NgramOptions
-from .trees.places import Places
+from .trees.propose import BlockProposer
 from .trees.schedule import Schedule
 from .trees.static import StaticTree
 
-SAMPLE_METHODS = ("greedy", "probabilistic")
 COMMON = [field.name for field in fields(Options)]
 MAX_PARALLEL = 31
-"""Tokens drafted in one forward at most: as many of the text may be fed again before them."""
+"""Tokens drafted in one forward at most. As many tokens of the text may be fed again before them."""
 
 
 @dataclass(frozen=True)
 class UnionOptions(Options):
     """Options of the algorithms whose trees can be joined with n-grams.
 
-    ngram: whether the trees also get what followed the same words before, with `num_draft_tokens` as the one budget
-    (default then: 16, or what the draft proposes alone if that is more): True, or a dict of options of algo="ngram".
+    ngram: True, or a dict of options of algo="ngram": the trees also get continuations of the same words in earlier
+    text, with `num_draft_tokens` as the one budget (default then: 16, or the draft's own number if that is more).
     """
 
     ngram: Any = False
@@ -34,8 +33,8 @@ class UnionOptions(Options):
     def __post_init__(self):
         super().__post_init__()
         if not isinstance(self.ngram, bool | dict):
-            kind = type(self.ngram).__name__
-            raise TypeError(f"ngram: expected True, False or a dict of options of algo='ngram', got {kind}")
+            got = type(self.ngram).__name__
+            raise TypeError(f"ngram: expected True, False or a dict of options of algo='ngram', got {got}")
         for name in self.ngram if isinstance(self.ngram, dict) else ():
             if name == "adaptive":
                 raise ValueError("ngram: 'adaptive' has no effect, because every round verifies num_draft_tokens nodes")
@@ -54,7 +53,7 @@ class UnionOptions(Options):
 
     @cached_property
     def joined(self) -> NgramOptions | None:
-        """The options of the n-grams that the trees are joined with; None: they are not."""
+        """The options of the n-grams that the trees are joined with, or None."""
         if self.ngram is False:
             return None
         common = {name: getattr(self, name) for name in COMMON} | {"num_draft_tokens": self.budget(1)}
@@ -68,38 +67,39 @@ class UnionOptions(Options):
         """See `NgramOptions`."""
         return self.joined is None or self.joined.share_text
 
-    def budget(self, own: int) -> int:
-        """Nodes of a joined tree, of which the draft alone proposes `own`."""
-        return self.num_draft_tokens or max(own, Options.num_draft_tokens)
+    def budget(self, drafted: int) -> int:
+        """Nodes of a joined tree. drafted: nodes of the draft's tree, without n-grams."""
+        return self.num_draft_tokens or max(drafted, Options.num_draft_tokens)
 
-    def own_nodes(self, most: int) -> int | None:
-        """`num_draft_tokens`, of which the draft alone proposes `most`."""
+    def draft_nodes(self, most: int) -> int | None:
+        """Nodes of the draft's tree, without n-grams: `num_draft_tokens`, or `most` if a joined tree has more."""
         nodes = self.num_draft_tokens
         return nodes if nodes is None or self.joined is None else min(nodes, most)
 
-    def longest(self, own: int) -> int:
-        """Nodes of a path that a round may accept, of which the draft alone proposes `own`."""
+    def longest(self, drafted: int) -> int:
+        """Most nodes of a path that a round accepts. drafted: those of the draft's longest path, without n-grams."""
         joined = self.joined
         if joined is None:
-            return own
-        return min(self.budget(own), max(own, 1 + joined.branch_length - joined.min_match_window_size))
+            return drafted
+        return min(self.budget(drafted), max(drafted, 1 + joined.branch_length - joined.min_match_window_size))
 
 
 @dataclass(frozen=True)
-class DraftOptions(UnionOptions):
-    """Options of the algorithms that grow trees.
+class ModuleOptions(UnionOptions):
+    """Options of the algorithms that have a draft module.
 
-    draft: a path, a name on the hub, or a module. num_steps: levels of the tree. topk: children of a node (1: a chain).
-    num_draft_tokens: see `Options` (default: what `Schedule` says; for a chain num_steps + 1). score_temperature: of
-    the draft's probabilities by which the nodes of a tree are ranked. draft_sample_method: "greedy", or
-    "probabilistic": where tokens are sampled the drafts, a chain, are drawn too, at the same temperature, and tested
-    against what they were drawn from. draft_tensor_parallel_size: with tensor_parallel, how many ranks share the draft:
-    1 (it is whole on each), as many as share the model, or None: what takes less time.
+    draft: a path, a name on the hub, or a module.
+    topk: children of a node (1: a chain).
+    num_draft_tokens: see `Options` (default: that of `Schedule`; num_steps + 1 for a chain).
+    score_temperature: of the draft's probabilities by which the nodes of a tree are ranked.
+    draft_sample_method: "greedy", or "probabilistic": if tokens are sampled, the drafts, a chain, are drawn too, at the
+    same temperature, and tested against the probabilities that they were drawn from.
+    draft_tensor_parallel_size: with tensor_parallel, how many ranks share the draft: 1 (it is whole on each), as many
+    as share the model, or None: the faster of the two.
     """
 
     draft: Any = None
     num_draft_tokens: int | None = None
-    num_steps: int = 3
     topk: int = 1
     score_temperature: float = 1.0
     draft_sample_method: str = "greedy"
@@ -107,18 +107,35 @@ class DraftOptions(UnionOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        check_sample_method(self.draft_sample_method, self.topk)
-        _ = self.schedule  # raises where the options contradict each other
+        method = self.draft_sample_method
+        if method not in ("greedy", "probabilistic"):
+            raise ValueError(f"draft_sample_method: expected 'greedy' or 'probabilistic', got {method!r}")
+        if self.draws and self.topk != 1:
+            raise ValueError(f"topk: drafts that are drawn ('probabilistic') are chains: it must be 1, not {self.topk}")
 
     @property
     def draws(self) -> bool:
         """See `DraftPlan.draws`."""
         return self.draft_sample_method == "probabilistic"
 
+
+@dataclass(frozen=True)
+class DraftOptions(ModuleOptions):
+    """Options of the algorithms that grow trees.
+
+    num_steps: levels of the tree.
+    """
+
+    num_steps: int = 3
+
+    def __post_init__(self):
+        super().__post_init__()
+        _ = self.schedule  # raises if the options contradict each other
+
     @property
     def schedule(self) -> Schedule | StaticTree:
-        """How the draft's trees grow; ValueError where the options contradict each other."""
-        nodes = self.own_nodes(Schedule(self.num_steps, self.topk).nodes)
+        """How the draft's trees grow; ValueError if the options contradict each other."""
+        nodes = self.draft_nodes(Schedule(self.num_steps, self.topk).nodes)
         return Schedule(self.num_steps, self.topk, nodes, self.score_temperature)
 
 
@@ -126,8 +143,9 @@ class DraftOptions(UnionOptions):
 class ParallelOptions(DraftOptions):
     """Options of the drafts that give all tokens of a chain in one forward.
 
-    num_draft_tokens: nodes verified, the root included (default: num_steps + 1). num_steps: tokens drafted in one
-    forward. topk: tokens of each place that are looked at (1: a chain).
+    num_draft_tokens: nodes verified, the root included (default: num_steps + 1).
+    num_steps: tokens drafted in one forward.
+    topk: tokens of each place that are looked at (1: a chain).
     """
 
     num_steps: int = 7
@@ -151,21 +169,13 @@ class ParallelOptions(DraftOptions):
     @property
     def nodes(self) -> int:
         """Nodes verified, the root included."""
-        return self.own_nodes(self.num_steps + 1 if self.topk == 1 else MAX_NODES) or self.num_steps + 1
+        return self.draft_nodes(self.num_steps + 1 if self.topk == 1 else MAX_NODES) or self.num_steps + 1
 
     @property
     def path(self) -> int:
         """Nodes of an accepted path at most, the root included."""
         return self.longest(min(self.nodes, self.num_steps + 1))
 
-    def places(self, device: torch.device) -> Places:
-        """What proposes the tokens; ValueError if there are not as many nodes."""
-        return Places(self.num_steps, self.topk, self.nodes, self.draws, self.score_temperature).to(device)
-
-
-def check_sample_method(method: str, topk: int) -> None:
-    """ValueError unless `method` is one of `SAMPLE_METHODS`, and trees are chains (topk 1) where drafts are drawn."""
-    if method not in SAMPLE_METHODS:
-        raise ValueError(f"draft_sample_method: expected 'greedy' or 'probabilistic', got {method!r}")
-    if method == "probabilistic" and topk != 1:
-        raise ValueError(f"topk: drafts that are drawn ('probabilistic') are chains: it must be 1, not {topk}")
+    def proposer(self, device: torch.device) -> BlockProposer:
+        """Proposes trees of the tokens; ValueError if there are not as many nodes."""
+        return BlockProposer(self.num_steps, self.topk, self.nodes, self.draws, self.score_temperature).to(device)

@@ -1,7 +1,7 @@
 """P-EAGLE (arXiv:2602.01469): EAGLE-3 heads that draft all tokens of a chain in one forward, at masks.
 
-The last committed slot drafts the first token. Behind it lie num_steps - 1 masks: pairs of the mask's embedding and a
-learned state, which take the slots that the next accepted tokens are written to.
+The last committed slot drafts the first token. After it come num_steps - 1 masks: pairs of the mask's embedding and a
+learned state, in the slots that the next accepted tokens are written to.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..drafting import Drafter, DraftPlan
 from ..runtime.state import State
 from .checkpoints.load import load_head
-from .heads import HeadDrafter, Heads
+from .heads import HeadAlgorithm, HeadDrafter
 from .modules.eagle import ParallelEagle3Head
 from .options import ParallelOptions
 from .self_check import first_position_acceptance, own_text
@@ -22,18 +22,18 @@ from .self_check import first_position_acceptance, own_text
 class ParallelHeadOptions(ParallelOptions):
     """Options of P-EAGLE.
 
-    rope_theta: base of the head's RoPE, where its config is known to be wrong.
+    rope_theta: base of the head's RoPE, if its config is known to be wrong.
     """
 
     rope_theta: float | None = None
 
 
-class ParallelHeads(Heads):
+class ParallelHeads(HeadAlgorithm):
     """Drafts of one `head`, all in one forward."""
 
     def __init__(self, head: ParallelEagle3Head, options: ParallelHeadOptions):
         super().__init__(head, options)
-        self.places, self.longest = options.places(head.head_weight.device), options.path
+        self.proposer, self.longest = options.proposer(head.head_weight.device), options.path
         self.plan = DraftPlan(options.nodes, head.taps, self.schedule.fed, options.draws)
         self.mask = head.mask_state()
 
@@ -46,11 +46,11 @@ class ParallelHeads(Heads):
 
 
 class ParallelHeadDrafter(HeadDrafter):
-    """Runs a head over what was committed, and once over the masks behind it."""
+    """Runs a head over committed tokens, and once over the masks after them."""
 
     def __init__(self, algorithm: ParallelHeads, batch: int, slots: int):
         super().__init__(algorithm, batch, slots)
-        self.places, self.mask = algorithm.places, algorithm.mask
+        self.proposer, self.mask = algorithm.proposer, algorithm.mask
 
     def propose(self, state: State, max_kv_len: int) -> None:
         lengths, masks = state.lengths.clone(), self.schedule.num_steps - 1
@@ -61,13 +61,12 @@ class ParallelHeadDrafter(HeadDrafter):
             states = self.mask.expand(len(ids), masks, -1).contiguous()
             _, normed = self.block(ids, positions, states, lengths, None, self.cache.tensors, max_kv_len)
             logits = torch.cat([logits, self.logits(normed)], dim=1)
-        self.places.propose(state, logits, 0, self.head.draft_to_target)
+        self.proposer.propose(state, logits, 0, self.head.draft_to_target)
 
 
 def build(model: PreTrainedModel, options: ParallelHeadOptions) -> ParallelHeads:
-    """The algorithm with the head that `options` names; of several readings the one with most first drafts accepted."""
-    overrides = {} if options.rope_theta is None else {"rope_theta": options.rope_theta}
-    head = load_head(options.draft, model, "p_eagle", **overrides)
+    """The algorithm with the head that `options` names, in the reading that has most first drafts accepted."""
+    head = load_head(options.draft, model, "p_eagle", rope_theta=options.rope_theta)
     if options.check:
         ids = own_text(model)
         readings = [(first_position_acceptance(model, reading, ids), reading) for reading in head.readings()]

@@ -1,7 +1,7 @@
-"""PARD (arXiv:2504.18583): a draft model that drafts all tokens of a chain in one forward, at masks behind the text.
+"""PARD (arXiv:2504.18583): a draft model that drafts all tokens of a chain in one forward, at masks after the text.
 
-The row of the root drafts the first token, the rows of num_steps - 1 masks the others. What the masks leave in the
-cache is of no use: tokens that were accepted in their places are fed again, before the next root.
+The row of the root drafts the first token, the rows of num_steps - 1 masks the others. The masks' keys and values are
+of no use: tokens that were accepted in their slots are fed again, before the next root.
 """
 
 import torch
@@ -14,7 +14,7 @@ from ..runtime.state import State
 from .draft_model import DraftModel, ModelDrafter, capture_draft, open_draft, vocabulary
 from .options import ParallelOptions
 from .self_check import LOOKED_AT, mean_accepted, own_text
-from .trees.places import likeliest
+from .trees.propose import likeliest
 
 MASKS = ("pard_token", "ptd_token_id")
 """Names of the mask's id in published configs, as vLLM looks for them."""
@@ -26,9 +26,9 @@ class Pard(DraftModel):
     def __init__(
         self, draft: PreTrainedModel, graph: ModelGraph, options: ParallelOptions, vocab_size: int, mask: int
     ):  # fmt: skip
-        """graph: of `draft`. vocab_size: of the target. mask: the token that masks are."""
+        """graph: of `draft`. vocab_size: of the target. mask: the id of the masks."""
         super().__init__(draft, graph, options, vocab_size)
-        self.mask, self.places, self.refill = mask, options.places(draft.device), options.path - 1
+        self.mask, self.proposer, self.refill = mask, options.proposer(draft.device), options.path - 1
         self.checked: list[str] = []
         fed = self.refill + options.num_steps
         self.plan = DraftPlan(options.nodes, lookahead_slots=fed, draws=options.draws)
@@ -42,18 +42,21 @@ class Pard(DraftModel):
 
 
 class PardDrafter(ModelDrafter):
-    """Feeds the draft model what was accepted, the root and the masks."""
+    """Feeds accepted tokens, the root and the masks to the draft model."""
 
     def __init__(self, algorithm: Pard, batch: int, slots: int):
         super().__init__(algorithm, batch, slots)
-        self.places, self.mask = algorithm.places, algorithm.mask
+        self.proposer, self.mask = algorithm.proposer, algorithm.mask
         self.wanted = algorithm.schedule.num_steps
 
     def propose(self, state: State, max_kv_len: int) -> None:
-        self.places.propose(state, self.output(state.tokens, state.lengths.clone(), max_kv_len))
+        self.proposer.propose(state, self.output(state.tokens, state.lengths.clone(), max_kv_len))
 
     def output(self, tokens: Tensor, lengths: Tensor, max_kv_len: int) -> Tensor:
-        """Logits [B, num_steps, V] of the drafts behind the roots, which stand at `lengths` [B] in tokens [B, T]."""
+        """Logits [B, num_steps, V] of the drafts after the roots, which stand at `lengths` [B] in tokens [B, T].
+
+        refill = 2, num_steps = 3 and a root r at slot 5 give the rows [t3, t4, r, mask, mask]; the last 3 draft.
+        """
         begin = (lengths - self.refill).clamp(min=0)
         slots = begin[:, None] + torch.arange(self.refill + self.wanted, device=begin.device)
         ids = tokens.gather(1, slots.clamp(max=tokens.shape[1] - 1)).clamp(max=self.graph.vocab_size - 1)
@@ -65,7 +68,7 @@ class PardDrafter(ModelDrafter):
 
 @torch.no_grad()
 def accepted_of_own_text(model: PreTrainedModel, algorithm: Pard) -> tuple[float, int]:
-    """How many drafts are what the target goes on with in texts of its own, on average, and of how many."""
+    """How many drafts are the target's own next tokens, on average, and of how many."""
     text = own_text(model)
     batch, length = text.shape
     slots = length + algorithm.plan.lookahead_slots
@@ -75,10 +78,10 @@ def accepted_of_own_text(model: PreTrainedModel, algorithm: Pard) -> tuple[float
     drafter.filling(ids, drafter._inside(positions), none, None, drafter.cache.tensors, length)
     looked_at = min(algorithm.schedule.num_steps, LOOKED_AT)
 
-    def draft_behind(p: int) -> Tensor:
+    def draft_after(p: int) -> Tensor:
         return likeliest(drafter.output(text, none + p, slots), None)[1][:, :looked_at]
 
-    return mean_accepted(text, looked_at, draft_behind), looked_at
+    return mean_accepted(text, looked_at, draft_after), looked_at
 
 
 def read_mask(draft: PreTrainedModel) -> int:

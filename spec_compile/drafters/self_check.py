@@ -1,7 +1,7 @@
 """Does a head fit its target? Its acceptance on the target's own text, and the choice between readings of its flags.
 
-A head that is read wrongly never breaks the answer, it only drafts tokens that are rejected. So where a checkpoint can
-be read in several ways, each is tried on a short text that the target writes itself.
+A head that is read wrongly never breaks the answer, it only drafts tokens that are rejected. So if a checkpoint can be
+read in several ways, each is tried on a short text that the target writes itself.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ TOKENS = 64
 STARTS = 4
 """Texts, each begun by another token."""
 STRIDE = 4
-"""Second drafts, and blocks of drafts, are looked at in every so many places."""
+"""Second drafts and blocks of drafts are looked at after every STRIDE-th token."""
 LOOKED_AT = 8
 """Drafts of a block that are looked at, at most."""
 
@@ -37,7 +37,7 @@ def first_position_acceptance(model: PreTrainedModel, head: Head, ids: Tensor) -
 def calibrate(model: PreTrainedModel, readings: list[Head]) -> Head:
     """The reading with the most drafts accepted at the first two positions; the first of equals.
 
-    A single one is returned as it is. The report tells the acceptance, and of which readings it was the best.
+    The report tells its acceptance, and that of the other readings.
     """
     ids = own_text(model)
     acceptances = [_two_positions(head, *tapped_states(model, head.taps, ids), ids) for head in readings]
@@ -60,8 +60,8 @@ def _first(head: Head, features: list[Tensor], ids: Tensor) -> tuple[Tensor, Ten
 def _two_positions(head: Head, features: list[Tensor], choices: Tensor, ids: Tensor) -> tuple[float, float]:
     """How often the first and the second draft are the target's choice [B, T].
 
-    The second follows the text, too, but its state is the head's own output: so each place where it is looked at takes
-    a sequence of its own, in which the state of one slot is replaced.
+    The second draft follows the text, too, but its state is the head's own output. So each slot in which it is looked
+    at needs a sequence of its own, with the state of that slot replaced.
     """
     state, recycled, normed = _first(head, features, ids)
     first = _share(head, normed, choices[:, 1:])
@@ -82,10 +82,10 @@ def _share(head: Head, normed: Tensor, choices: Tensor) -> float:
 
 
 def mean_accepted(text: Tensor, count: int, draft: Callable[[int], Tensor]) -> float:
-    """How many of `count` drafts in a row are what text [B, T] goes on with, on average.
+    """How many of `count` drafts in a row are the next tokens of text [B, T], on average.
 
-    draft(p): the drafts [B, count] behind tokens 0 to p. Places go backwards, because a block of drafts overwrites what
-    a cache holds behind its root.
+    draft(p): the drafts [B, count] after tokens 0 to p. p descends, because a block of drafts overwrites the cache
+    after its root.
     """
     accepted = []
     for p in range(text.shape[1] - 1 - count, 1, -STRIDE):

@@ -1,4 +1,4 @@
-"""Whether a draft is shared out among the ranks of tensor parallelism as its target is, or is whole on each."""
+"""The choice if the ranks of tensor parallelism share a draft, as they share its target, or if it is whole on each."""
 
 import torch
 from torch import Tensor
@@ -11,17 +11,20 @@ from ..parallel.slices import Cut
 from ..passes.products import product_of
 
 BYTES_A_SECOND = 4.3e12
-"""Of weights, read on an H200."""
+"""Rate at which an H200 reads weights."""
 SUM_SECONDS, GATHER_SECONDS = 6.2e-6, 20e-6
-"""Of a sum over ranks by our kernel and of a gather by NCCL, on two H200s."""
+"""Time of a sum over ranks by our kernel, and of a gather by NCCL, on two H200s."""
 
 
 def choose_ranks(option: int | None, ranks: Alone, graph: ModelGraph, head_bytes: int = 0) -> tuple[Alone, str]:
     """The ranks that share a draft, and a line for ``explain()``.
 
-    option: ``draft_tensor_parallel_size``: 1 (it is whole on each), the number of ranks, or None: what takes less time
-    by the bytes that a pass of the draft reads and the sums that it would need. ranks: of the target. graph: the
-    captured draft. head_bytes: of an output matrix that is not in the graph.
+    option: ``draft_tensor_parallel_size``: 1 (it is whole on each), the number of ranks, or None: the faster of the two
+    by the bytes that a pass of the draft reads and the sums that sharing needs.
+    ranks: of the target.
+    graph: the captured draft.
+    head_bytes: of an output matrix that is not in the graph.
+
     Raises ValueError, naming the option, if it is another number.
     """
     if option not in (None, 1, ranks.size):
@@ -53,7 +56,7 @@ def choose_ranks(option: int | None, ranks: Alone, graph: ModelGraph, head_bytes
 
 
 class DraftHead:
-    """The output matrix [V, H] of a draft, of which each rank may have a part."""
+    """The output matrix [V, H] of a draft; if ranks share it, each has some of its rows."""
 
     def __init__(self, weight: Tensor, ranks: Alone):
         self.ranks, self.size = ranks, weight.shape[0]

@@ -1,7 +1,8 @@
 """Unions: trees of a head's drafts and of n-grams' together, under one budget.
 
-The head drafts as it does alone and n-grams are matched as with algo="ngram", each up to the budget. `trees.merge`
-takes from both what is likeliest to be accepted, by what has come of such drafts before (`trees.calibrate`).
+The head drafts as it does without n-grams, and n-grams are matched as with algo="ngram", each up to the budget.
+`trees.merge` takes the drafts that are likeliest to be accepted, judged by the outcomes of earlier drafts
+(`trees.calibrate`).
 """
 
 import dataclasses
@@ -17,32 +18,24 @@ from ..tree import Accepted
 from .ngram import Ngram
 from .options import UnionOptions
 from .trees.calibrate import CELLS, followed, learnt
-from .trees.merge import Drafts, Source, merge_drafts
+from .trees.merge import Drafts, SourceTrees, merge_drafts
 
 
 class Union(Algorithm):
-    """A head's drafts, whatever the head is, and n-grams'."""
+    """Drafts of any head and of n-grams."""
 
     def __init__(self, head: Algorithm, ngram: Ngram, options: UnionOptions, device: torch.device):
         """head, ngram: made with `options`, and with `options.joined`."""
-        self.head, own = head, head.plan
-        self.plan = DraftPlan(options.budget(own.nodes), own.taps, own.lookahead_slots)
+        self.head, plan = head, head.plan
+        self.plan = DraftPlan(options.budget(plan.nodes), plan.taps, plan.lookahead_slots)
         self.ngram = Ngram(ngram.store, dataclasses.replace(ngram.options, num_draft_tokens=self.plan.nodes))
         self.graph, self.draft_module, self.store = head.graph, head.draft_module, ngram.store
         self.counts = torch.zeros(2, CELLS, device=device)
-        """See `trees.calibrate`; of all drafters, so that every call goes on with what others have shown."""
-
-    @property
-    def remembers(self) -> bool:
-        return self.head.remembers
+        """See `trees.calibrate`. All drafters share them, so every call goes on with what earlier calls have shown."""
 
     @property
     def stored(self) -> int:
         return self.ngram.stored
-
-    @property
-    def token_bytes(self) -> int:
-        return self.head.token_bytes
 
     def refresh(self) -> None:
         self.head.refresh()
@@ -58,8 +51,8 @@ class Union(Algorithm):
         return [*self.head.explain(), line]
 
 
-class Proposed:
-    """A `State` as one source sees it, which keeps what the source proposes.
+class CollectingState:
+    """A `State` as one source sees it, which keeps the trees that the source proposes.
 
     trees: the arguments of `State.propose`.
     """
@@ -76,7 +69,7 @@ class Proposed:
 
 
 class UnionDrafter(Drafter):
-    """Lets both sources propose, and merges their trees; learns what comes of all that they proposed."""
+    """Lets both sources propose and merges their trees; learns the outcomes of all that they proposed."""
 
     def __init__(self, algorithm: Union, batch: int, slots: int):
         super().__init__()
@@ -86,7 +79,7 @@ class UnionDrafter(Drafter):
         drafts, device = self.head_nodes + self.nodes, algorithm.counts.device
         self.register_buffer("counts", algorithm.counts, persistent=False)
         self.register_buffer("begins", torch.full((batch,), -1, device=device), persistent=False)
-        for name in Drafts._fields:  # of what was proposed last, below the roots in the slots `begins`
+        for name in Drafts._fields:  # the last drafts, below the roots in the slots `begins`
             dtype = torch.float32 if name == "priors" else torch.int64
             buffer = torch.zeros(batch, drafts, dtype=dtype, device=device)
             self.register_buffer(f"drafts_{name}", buffer, persistent=False)
@@ -98,7 +91,7 @@ class UnionDrafter(Drafter):
 
     @property
     def drafts(self) -> Drafts:
-        """What was proposed last."""
+        """The drafts that were proposed last."""
         return Drafts(*(getattr(self, f"drafts_{name}") for name in Drafts._fields))
 
     @property
@@ -134,7 +127,7 @@ class UnionDrafter(Drafter):
         self.learn(state, begin)
 
     def learn(self, state: State, begin: Tensor) -> None:
-        """Count what came of the drafts below the roots in the slots `begin` [B], now that the text goes on."""
+        """Count the outcomes of the drafts below the roots in the slots `begin` [B], now that the text goes on."""
         drafts = self.drafts
         gained = torch.where(self.begins == begin, state.lengths - begin, 0)
         slots = (begin[:, None] + drafts.depth).clamp(max=state.capacity - 1)
@@ -149,7 +142,7 @@ class UnionDrafter(Drafter):
         self.counts.copy_(learnt(self.counts, drafts.priors, drafts.cells, tested, torch.cat(on_path, dim=1)))
 
     def propose(self, state: State, max_kv_len: int) -> None:
-        head, ngram = Proposed(state), Proposed(state)
+        head, ngram = CollectingState(state), CollectingState(state)
         self.head.propose(head, max_kv_len)
         self.ngram.propose(ngram, max_kv_len)
         tokens, parents, count, _, _, scores = head.trees
@@ -160,7 +153,7 @@ class UnionDrafter(Drafter):
         ngram_parents: Tensor, ngram_count: Tensor, match: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """The trees, which are remembered: tokens, parents [B, N], count [B] and hint [B] (see `State.propose`)."""
-        head, trie = Source(tokens, parents, count), Source(ngram_tokens, ngram_parents, ngram_count)
+        head, trie = SourceTrees(tokens, parents, count), SourceTrees(ngram_tokens, ngram_parents, ngram_count)
         tokens, parents, count, drafts = merge_drafts(head, scores, trie, match, self.counts.clone(), self.nodes)
         for buffer, values in zip(self.drafts, drafts):
             buffer.copy_(values)

@@ -1,8 +1,8 @@
-"""Attention of a draft over the ends of its context alone: its first slots and its last ones.
+"""Attention of a draft over the first and the last slots of its context, and nothing between them.
 
-A draft that was trained on short texts accepts less behind long ones, and its attention takes longer. Both stop where
-it sees a few slots of the beginning ("sinks"), which hold much of the attention, and a window behind them. Positions
-stay those of the text. StreamingLLM (Xiao et al., arXiv:2309.17453), section 3.2, but for the positions.
+After long texts a draft that was trained on short ones drafts worse, and its attention takes longer. Neither happens if
+it sees a few slots of the beginning ("sinks"), which get much of the attention, and a window at the end. Positions stay
+those of the text. StreamingLLM (Xiao et al., arXiv:2309.17453), section 3.2, except for the positions.
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from ..kernels import ops
 SINKS = 4
 """First slots that are seen by default."""
 LARGEST = 1 << 31
-"""Of either number."""
+"""Bound of both options."""
 
 
 @dataclass(frozen=True)
 class WindowOptions(Options):
     """Options of the drafts that can attend to a part of their context.
 
-    draft_window_size: tokens of the text's end that the draft's attention sees, where the text is longer (default:
-    all). draft_sink_size: tokens of the text's beginning that it sees besides (default: 4).
+    draft_window_size: tokens of the text's end that the draft's attention sees, if the text is longer (default: all).
+    draft_sink_size: tokens of the text's beginning that it sees besides (default: 4).
     """
 
     draft_window_size: int | None = None
@@ -47,7 +47,7 @@ class WindowOptions(Options):
 
     @property
     def window(self) -> "Window | None":
-        """What the draft's attention sees, or None for everything."""
+        """The part of a text that the draft's attention sees, or None for everything."""
         if self.draft_window_size is None:
             return None
         return Window(self.draft_window_size, SINKS if self.draft_sink_size is None else self.draft_sink_size)
@@ -58,11 +58,11 @@ class WindowOptions(Options):
             return
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._check_room(positions, f"the tokens that {type(model).__name__} holds")
-        own = sorted({layer.window for layer in graph.layers if layer.window is not None})
-        if own:
+        windows = sorted({layer.window for layer in graph.layers if layer.window is not None})
+        if windows:
             raise ValueError(
                 f"draft_window_size: this draft's checkpoint has layers with windows of their own, of "
-                f"{', '.join(map(str, own))} tokens; leave the option out"
+                f"{', '.join(map(str, windows))} tokens; leave the option out"
             )
 
     def _check_room(self, tokens: int | None, name: str) -> None:
@@ -82,7 +82,7 @@ class Window:
 
     @property
     def slots(self) -> int:
-        """Committed slots that are seen at most."""
+        """Most committed slots that are seen."""
         return self.sinks + self.size
 
     def describe(self) -> str:
@@ -90,10 +90,13 @@ class Window:
         return f"attention sees the first {self.sinks} tokens of a text and its last {self.size}"
 
     def view(self, tensors: list[Tensor], lengths: Tensor, rows: int) -> tuple[list[Tensor], Tensor]:
-        """A copy of what is seen, as a cache of its own: (its tensors, its committed slots [B]).
+        """A copy of the slots that are seen, as a cache of its own: (its tensors, its committed slots [B]).
 
-        tensors: of a cache, each [B, Hkv, S, D]. lengths [B] int64: its committed slots. rows: slots of the copy behind
-        the committed ones, in which a block can be written.
+        tensors: of a cache, each [B, Hkv, S, D].
+        lengths [B] int64: its committed slots.
+        rows: slots of the copy after the committed ones, for a block to be written.
+
+        sinks = 1, size = 2 and lengths = 5 copy the slots [0, 3, 4] and have 3 committed slots.
         """
         slot = torch.arange(self.slots + rows, device=lengths.device)
         first = (lengths - self.size).clamp(min=self.sinks)  # of the window

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class NgramStore(Protocol):
-    """What both stores do with texts; ``model.speculation.ngram`` is one of them."""
+    """The methods that both stores have; ``model.speculation.ngram`` is one of them."""
 
     def add(self, ids) -> None:
         """Hold one document, or a list of documents: each a 1-D tensor, array or list of token ids.
@@ -35,4 +35,4 @@ class NgramStore(Protocol):
         """Sizes by name, `tokens` and `bytes` among them."""
 
     def __len__(self) -> int:
-        """What counts against the capacity: nodes of a trie, tokens of a corpus."""
+        """Nodes of a trie or tokens of a corpus, which count against the capacity."""

@@ -1,4 +1,4 @@
-"""The n-gram store of a GPU: texts in device memory, matched where they lie (ngram/match.py)."""
+"""The n-gram store of a GPU: texts in device memory, which `match.propose` reads in place."""
 
 import os
 
@@ -17,8 +17,10 @@ END = -1
 class NgramCorpus:
     """Prompts, outputs, references and corpora as one text on a device; `NgramTrie`'s counterpart there.
 
-    capacity: most tokens held; when it is full the oldest half leaves. vocab_size: token ids must be below this; None:
-    below 2**31. Raises ValueError or TypeError, naming the argument, for what is out of range or not an integer.
+    capacity: most tokens held; when it is full the oldest half leaves.
+    vocab_size: token ids must be below this; None: below 2**31.
+
+    Raises ValueError or TypeError that names an argument that is out of range or no integer.
     """
 
     def __init__(self, capacity: int, vocab_size: int | None, device: torch.device):
@@ -33,7 +35,7 @@ class NgramCorpus:
             ) from error
         """[capacity] int32, documents that end with -1; graphs read it, so it is never replaced."""
         self.length = torch.zeros(1, dtype=torch.int64, device=device)
-        """[1]: how much of it is text."""
+        """[1]: tokens of `text` that are in use."""
         self._held = self._left = 0  # tokens in `text`; tokens that have left from its front, ever
 
     def add(self, ids) -> None:
@@ -42,7 +44,7 @@ class NgramCorpus:
             self.append(document)
 
     def append(self, tokens: Tensor) -> range:
-        """Hold one text: token ids [n] that are known to be in range, on any device. Returns what `remove` takes."""
+        """Hold one text: token ids [n], known to be in range, on any device. Returns the argument of `remove`."""
         tokens = tokens[max(0, tokens.shape[0] - self.capacity // 2 + 1) :]
         count = tokens.shape[0]
         if self._held + count + 1 > self.capacity:
@@ -58,7 +60,7 @@ class NgramCorpus:
         return range(begin, begin + count + 1)
 
     def remove(self, places: range) -> None:
-        """Forget the text that `append` has put there. Of several the last comes first."""
+        """Forget a text that `append` has added. If several are removed, the last comes first."""
         begin, end = (max(0, place - self._left) for place in (places.start, places.stop))
         later = self.text[end : self._held].clone()
         self.text[begin : begin + len(later)] = later

@@ -2,7 +2,7 @@
 
 Little-endian: magic, version and the crc32 of all that follows; a header (see `HEADER`); then the held tokens as int32,
 for each the distance to the next token of its text as uint32 (0: the text ends), and the order of siblings as int32,
-which only a trie has.
+which only a trie has. Tokens [7, 3, 8, 4] with links [2, 2, 0, 0] are the texts [7, 8] and [3, 4].
 """
 
 import os
@@ -19,13 +19,17 @@ MAGIC = b"SPECTRIE"
 VERSION = 1
 PREFIX = struct.Struct("<8sII")
 HEADER = struct.Struct("<6I5Q")
-"""branch_length (0: texts alone, no trie), windows, breadths, match_type is PROB; capacity, vocab_size, nodes, tokens,
+"""branch_length (0: only texts, no trie), windows, breadths, match_type is PROB; capacity, vocab_size, nodes, tokens,
 length of sibling order."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds. settings: the first eight fields of `HEADER`; tokens, links, order: their bytes."""
+    """The contents of a file.
+
+    settings: the first eight fields of `HEADER`.
+    tokens, links, order: their bytes.
+    """
 
     settings: tuple[int, ...]
     nodes: int
@@ -35,7 +39,7 @@ class Contents:
 
     @property
     def branch_length(self) -> int:
-        """Of the trie; 0 where texts alone are held."""
+        """The trie's; 0 if only texts are held."""
         return self.settings[0]
 
     @property
@@ -44,7 +48,7 @@ class Contents:
         return len(self.tokens) // 4
 
     def texts(self) -> list[np.ndarray]:
-        """The texts, each [n] int32, by their first tokens; ValueError where links contradict themselves."""
+        """The texts, each [n] int32, in the order of their first tokens; ValueError if links contradict themselves."""
         tokens = np.frombuffer(self.tokens, "<i4")
         links = np.frombuffer(self.links, "<u4").astype(np.int64)
         places = np.arange(len(tokens))
@@ -70,14 +74,14 @@ def from_text(text: np.ndarray, end: int, capacity: int, vocab_size: int) -> Con
 
 
 def write(path: str | os.PathLike, contents: Contents) -> None:
-    """Write a file in place of `path`, at once and only when it is on the disk."""
+    """Replace the file at `path` by a new one once that is on the disk."""
     counts = (contents.nodes, contents.num_tokens, len(contents.order) // 4)
     parts = (HEADER.pack(*contents.settings, *counts), contents.tokens, contents.links, contents.order)
     _replace(Path(path), (PREFIX.pack(MAGIC, VERSION, _checksum(parts)), *parts))
 
 
 def read(path: str | os.PathLike) -> Contents:
-    """What a file holds; ValueError, with the reason alone, if it is none, truncated, damaged or of another version."""
+    """The contents of a file; ValueError, with only the reason, if it is truncated, damaged or not of this version."""
     data = memoryview(Path(path).read_bytes())
     if bytes(data[:8]) != MAGIC:
         raise ValueError("the file was not written by NgramTrie.save or NgramCorpus.save")

@@ -1,16 +1,17 @@
-// Draft trees from n-gram matches; match.py says what they are, match_gpu.py launches the two kernels:
+// Draft trees from n-gram matches. match.py defines them, match_gpu.py launches the two kernels:
 //
 //   ngram_scan   rows * blocks: each block reads a stretch of one row's text and of the corpus, newest first, and
 //                leaves its `limit` best matches, best first.
 //   ngram_build  rows: takes the `limit` best of all blocks and grows the row's tree from them.
 //
-// The age of a position is its distance from the newest: first the row's own text, backwards from its last token but
-// one (the last has no successor), then the corpus, backwards from its end. A match is better if it is longer, and
-// then if it is younger; no two are equal, so the best are the same set in whatever order threads come by.
+// The age of a position is its distance from the newest one: first the row's own text, backwards from its last token
+// but one (the last has no successor), then the corpus, backwards from its end. With the text [a, b, c] and the corpus
+// [d, e], b has age 0, a 1, e 2 and d 3. A match is better if it is longer, and then if it is younger; no two are
+// equal, so the best are the same set in any order of the threads.
 //
-// Each round runs this code once, with cold instruction caches: where speed does not need it, loops stay rolled.
+// Each round runs this code once, with cold instruction caches, so loops are unrolled only if speed needs it.
 //
-// WORDS (1 or 2): of 64 bits in a set of matches, so that limit <= 64 * WORDS.
+// WORDS (1 or 2): 64-bit words in a set of matches, so that limit <= 64 * WORDS.
 
 typedef unsigned long long u64;
 
@@ -18,12 +19,12 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr int kItems = SCAN_ITEMS;  // positions a thread reads at a time
 constexpr int kTile = SCAN_THREADS * kItems;
 constexpr int kMaxWindow = 255;
-constexpr int kSorted = 256;  // so many keys are sorted by comparing all with all
+constexpr int kSorted = 256;  // up to so many keys are sorted by comparing all with all
 constexpr int kUnknown = -2;
 
 extern __shared__ __align__(16) unsigned char shared_memory[];
 
-// Tokens of 32 or 64 bits, of which the lower 32 are read.
+// Tokens of 32 or 64 bits; only the lower 32 are read.
 struct Text {
     const int* tokens;
     int step;  // 1 or 2
@@ -37,7 +38,7 @@ __device__ Text choose(bool first, const Text& a, const Text& b) {
 
 __device__ unsigned clamped(long long value, int high) { return unsigned(max(0LL, min(value, (long long)high))); }
 
-// The build may be started while the scan still runs, where the device can do so: it waits before it reads.
+// The build may start while the scan still runs, if the device can do so; it waits before it reads.
 __device__ void release_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -61,7 +62,7 @@ struct Scan {
     int listed, kept;
 };
 
-// The longest length of which there are `limit` matches or more, or `low`.
+// The longest length that `limit` matches or more have, or `low`.
 __device__ int crowded(const Scan& s, int low, int high, int limit) {
     int sum = 0;
 #pragma unroll 1
@@ -107,7 +108,7 @@ __device__ __noinline__ void shrink(Scan& s, int windows, int limit, int bits) {
 }
 
 template <int kStep>
-__device__ void load(int (&tokens)[kItems], const int* newest, unsigned count) {  // what lies beyond count is unknown
+__device__ void load(int (&tokens)[kItems], const int* newest, unsigned count) {  // entries from count on are undefined
     if (count >= kTile) {
 #pragma unroll
         for (int k = 0; k < kItems; ++k) tokens[k] = newest[-(k * SCAN_THREADS * kStep)];
@@ -121,11 +122,11 @@ __device__ void load(int (&tokens)[kItems], const int* newest, unsigned count) {
 }
 
 // Looks at positions [begin, end) of a text, newest first; the newest has age `age` in the stretch. Keeps matches of at
-// least `need` tokens, and returns the length from which on it can still use more.
+// least `need` tokens, and returns the least length of which it can still use more.
 __device__ int scan(Scan& s, const Text& text, unsigned begin, unsigned end, unsigned age, int windows, int limit,
                     int bits, int need) {
     const int thread = threadIdx.x, last = s.suffix[0], second = s.suffix[1];
-    int tokens[kItems];  // of the tile that ends at `top`, while the one that ends at `next` is being read
+    int tokens[kItems];  // of the tile that ends at `top`; the tile that ends at `next` is read meanwhile
 #pragma unroll
     for (int k = 0; k < kItems; ++k) tokens[k] = kUnknown;
     unsigned top = end, next = end;
@@ -185,7 +186,7 @@ __device__ int scan(Scan& s, const Text& text, unsigned begin, unsigned end, uns
 }
 
 // best [rows, blocks, limit]: length << 32 | (2^32 - 1 - age), best first.
-// at_least [rows, max_window + 2, blocks]: how many of them have at least so many tokens, from min_window on.
+// at_least [rows, max_window + 2, blocks]: how many of them have w tokens or more, for each w from min_window on.
 extern "C" __global__ void __launch_bounds__(SCAN_THREADS, SCAN_BLOCKS) ngram_scan(
     const long long* tokens, long long stride, int columns, const long long* committed, const void* corpus_tokens,
     int corpus_wide, const long long* corpus_length, int corpus_room, int rows, int blocks, int min_span,
@@ -272,7 +273,7 @@ struct Set {
     }
 };
 
-// The set of the matches for which f(slot) holds; a lane judges kOwn of them.
+// The set of the matches for which f(slot) holds; each lane computes kOwn of them.
 __device__ int match_in(int slot) { return int(threadIdx.x % 32) + 32 * slot; }
 template <class F>
 __device__ Set set_of(F f) {
@@ -287,13 +288,13 @@ __device__ Set set_of(F f) {
 
 // Nodes in the order in which one anchor adds them, or all anchors so far.
 struct List {
-    double scores[kNodes];  // by frequency; none is above those before it
+    double scores[kNodes];  // only by frequency; they never rise
     unsigned short ids[kNodes], parents[kNodes];
     int count;
 };
 
 struct Build {
-    List lists[kWarps + 2];  // of each warp; then twice what is merged, to write one while the other is read
+    List lists[kWarps + 2];  // one of each warp; then two of the merge, one to write while the other is read
     Set sets[kWarps][kNodes];
     u64 found[kMatches];
     unsigned ages[kMatches];
@@ -302,8 +303,8 @@ struct Build {
     int added_before[kEntries / 32], total[kMaxWindow + 2], breadth[kMaxWindow + 1], offsets[BUILD_THREADS];
     int sums[2][kWarps];
     unsigned char lengths[kMatches];
-    // Here follow, for each depth, `equal` [kMatches] (for each match, those with the same token there; none if it has
-    // no token), `where` [kMatches] and the matches' tokens, `next` [kStride].
+    // After these come, for each depth, `equal` [kMatches] (for each match, the matches with the same token there; none
+    // if it has no token), `where` [kMatches] and the matches' tokens, `next` [kStride].
 };
 constexpr int kStride = kMatches + 4;
 static_assert(sizeof(Scan) <= SCAN_BYTES && sizeof(Build) <= BUILD_BYTES, "more shared memory than is asked for");
@@ -335,8 +336,8 @@ __device__ int longest_of(const Build& s, const Options& o, int least) {
     return longest;
 }
 
-// Takes the best matches of what the blocks of the scan found, numbers them by recency, and returns how many they are.
-// Sets `total`: blocks' matches by least length.
+// Takes the best matches of all blocks of the scan, numbers them by recency, and returns how many they are.
+// Sets `total`: the blocks' matches by least length.
 __device__ int gather(Build& s, const u64* best, const int* at_least, const Options& o, int blocks) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
 #pragma unroll 1
@@ -366,7 +367,7 @@ __device__ int gather(Build& s, const u64* best, const int* at_least, const Opti
     __syncthreads();
     const int count = longer + min(equals, room);
     int block = 0, from = 0;
-    if (thread < count) {  // of the last block whose offset is not above this thread's number
+    if (thread < count) {  // from the last block whose offset is not above this thread's number
 #pragma unroll 1
         for (int step = BUILD_THREADS / 2; step; step /= 2)
             if (s.offsets[block + step] <= thread) block += step;
@@ -390,7 +391,7 @@ __device__ int gather(Build& s, const u64* best, const int* at_least, const Opti
 // One warp's work: the tree of the anchor of `window` tokens, from the `counted` of all matches.
 struct Grower {
     List& list;
-    Set* sets;                 // of the nodes in the list, where they are grown by frequency
+    Set* sets;                 // of the nodes in the list; only by frequency
     unsigned short* children;  // [kNodes], room for by_recency
     const Set* equal;          // [deepest, kMatches]
     const int* breadths;
@@ -401,12 +402,12 @@ struct Grower {
 
     __device__ bool ends(int depth) const { return depth == deepest || window + depth == o.branch_length; }
 
-    // Depth by depth: every counted match goes down to the child that has its next token, if that is one of the first
-    // `breadth`; the first match of a child stands for it.
+    // Depth by depth: every counted match goes down to the child with its next token, if that child is one of the first
+    // `breadth`. The first match of a child represents it.
     __device__ void by_recency() {
-        Set node[kOwn];   // of this lane's matches, those (counted or not) in its node
-        bool in[kOwn];    // the match is counted and its node in the list
-        int place[kOwn];  // the node's, counted from the first node of its depth
+        Set node[kOwn];   // the matches, counted or not, in the node of each of this lane's matches
+        bool in[kOwn];    // the match is counted and its node is in the list
+        int place[kOwn];  // number of the node among those of its depth
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) node[i] = all, in[i] = counted.has(match_in(i)), place[i] = 0;
         int width = 1;  // nodes of this depth
@@ -434,7 +435,7 @@ struct Grower {
             bool several = false;
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) several |= in[i] && sibling[i];
-            if (width > 1 && (next_width != width || __any_sync(kAll, several))) {  // not a child each
+            if (width > 1 && (next_width != width || __any_sync(kAll, several))) {  // some have not one child each
                 const int lane = threadIdx.x % 32;
                 children[lane] = children[lane + 32] = 0;
                 __syncwarp();
@@ -469,8 +470,8 @@ struct Grower {
         }
     }
 
-    // Again and again the best candidate is added, and its children become candidates: the most frequent, of equals
-    // the most recent. A candidate stands in the slot of the first of its counted matches.
+    // The best candidate is added and its children become candidates, again and again: the most frequent children, and
+    // the most recent among equals. A candidate is kept in the slot of the first of its counted matches.
     __device__ void by_frequency(double start) {
         double scores[kOwn];  // 0: none
         unsigned orders[kOwn];
@@ -614,7 +615,7 @@ __device__ void merge(Build& s, unsigned* where, int merged, bool by_frequency, 
     __syncthreads();
 }
 
-// Outputs: tokens, parents [rows, nodes]; count, match [rows]. `deepest`: continuations have at most so many tokens.
+// Outputs: tokens, parents [rows, nodes]; count, match [rows]. deepest: most tokens of a continuation.
 extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
     const long long* tokens, long long stride, int columns, const long long* committed, const void* corpus_tokens,
     int corpus_wide, const long long* corpus_length, int corpus_room, int blocks, const u64* best, const int* at_least,
@@ -663,7 +664,7 @@ extern "C" __global__ void __launch_bounds__(BUILD_THREADS, 1) ngram_build(
     }
     __syncthreads();
 #pragma unroll 1
-    for (int i = thread; i < deepest * kMatches * kOwn; i += BUILD_THREADS) {  // a half of a word each
+    for (int i = thread; i < deepest * kMatches * kOwn; i += BUILD_THREADS) {  // half a word each
         const int depth = i / (kMatches * kOwn), match = i % kMatches, half = i / kMatches % kOwn;
         const int token = next[depth * kStride + match];
         const int4* tokens = reinterpret_cast<const int4*>(next + depth * kStride + 32 * half);

@@ -1,10 +1,10 @@
-"""N-gram drafts on the device: what followed the same words before, in a row's own text and in a corpus.
+"""N-gram drafts on the device: continuations of the same words earlier in a row's own text and in a corpus.
 
-`propose` gives the trees that a fresh `trie.NgramTrie` would give that holds the documents of the corpus and then the
-row's own text, except that it weighs no more than `match_limit` matches: the longest, of equals the most recent. It
-keeps nothing between calls and reads the tokens once, where they are. On a CPU it is plain Python. On a GPU it is two
-kernels that read nothing back, so that they can be captured in a CUDA graph; call it once with the same `match_limit`
-before capturing, because the first call compiles them.
+`propose` gives the trees of a fresh `trie.NgramTrie` that holds the documents of the corpus and then the row's own
+text, except that it weighs no more than `match_limit` matches: the longest, and the most recent among equals. It keeps
+nothing between calls and reads the tokens once, in place. On a CPU it is plain Python. On a GPU it is two kernels that
+read nothing back, so that they can be captured in a CUDA graph; call it once with the same `match_limit` before
+capturing, because the first call compiles them.
 """
 
 from collections.abc import Sequence
@@ -30,11 +30,17 @@ def propose(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A draft tree that continues each row's end.
 
-    tokens [B, S] int64 of which the first committed[b] >= 1 of row b are text; committed [B] int64; corpus [C], int32
-    or int64, of which the first corpus_length [1] int64 tokens are text, with -1 between documents (see
-    `join_documents`); num_nodes: 1 to 64. -> tokens, parents [B, num_nodes], count [B], longest match [B], all int64:
-    node 0 is the row's last token with parent -1, parents come before children, siblings differ; slots from count on
-    hold token 0 and parent 0. The match is the longest one that goes on, 0 if none.
+    tokens [B, S] int64: the first committed[b] of row b are text.
+    committed [B] int64: 1 or more.
+    corpus [C] int32 or int64: the first corpus_length are text, with -1 between documents (see `join_documents`).
+    corpus_length [1] int64.
+    num_nodes: 1 to 64.
+
+    Returns tokens, parents [B, num_nodes], count [B] and match [B], all int64. Node 0 is the row's last token with
+    parent -1, parents come before children, siblings differ; slots from count on hold token 0 and parent 0. The match
+    is the length of the longest match that goes on, 0 if none.
+
+    The text [5, 7, 8, 5] and an empty corpus give the chain 5, 7, 8, 5 with parents [-1, 0, 1, 2] and match 1.
     """
     if not 1 <= num_nodes <= MAX_NODES:
         raise ValueError(f"num_nodes must be from 1 to {MAX_NODES}, not {num_nodes}")

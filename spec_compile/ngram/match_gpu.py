@@ -14,15 +14,22 @@ from .match_options import MatchOptions, empty_outputs
 
 @dataclass(frozen=True)
 class Shape:
-    """How the kernels are laid out. `words`: of 64 bits in a set of matches, 1 or 2."""
+    """The sizes that the kernels are compiled with.
+
+    words: 64-bit words in a set of matches, 1 or 2.
+    scan_items: positions that a thread reads at a time.
+    scan_blocks: blocks of the scan that a multiprocessor holds.
+    slack: keys that a block of the scan collects before it drops all but the best.
+    min_span: fewest positions that a block of the scan looks at.
+    """
 
     words: int
     scan_threads: int = 256
-    scan_items: int = 16  # positions that a thread reads at a time
-    scan_blocks: int = 4  # that a multiprocessor holds
+    scan_items: int = 16
+    scan_blocks: int = 4
     build_threads: int = 512
     slack: int = 1024
-    min_span: int = 1024  # positions that a block of the scan looks at, at least
+    min_span: int = 1024
 
     def macros(self) -> dict[str, int]:
         tile, warps, nodes = self.scan_items * self.scan_threads, self.build_threads // 32, MAX_NODES

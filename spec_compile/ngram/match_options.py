@@ -1,4 +1,4 @@
-"""`MatchOptions`: what is matched on a device, and how trees are grown from it."""
+"""`MatchOptions`: the options of matching on a device and of growing trees from the matches."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ MAX_MATCH_LIMIT = 128
 
 @dataclass(frozen=True)
 class MatchOptions:
-    """What to match and how to grow trees from it; as in `NgramTrie`, but for `match_limit`.
+    """How to match and how to grow trees from the matches, as in `NgramTrie` except for `match_limit`.
 
     branch_length: 2 to 256, most tokens of match and continuation together.
     min_match_window_size, max_match_window_size: 1 <= min <= max < branch_length, lengths of suffix to match.
@@ -44,7 +44,7 @@ class MatchOptions:
 
 
 def empty_outputs(tokens: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for what `match.propose` returns, for the rows of tokens [B, S]."""
+    """Memory for the results of `match.propose`, for the rows of tokens [B, S]."""
     batch = tokens.shape[0]
     tree, summary = tokens.new_empty((batch, num_nodes)), tokens.new_empty((batch,))
     return tree, torch.empty_like(tree), summary, torch.empty_like(summary)

@@ -12,12 +12,12 @@ from .match_options import MatchOptions, empty_outputs
 def propose_plainly(
     tokens: Tensor, committed: Tensor, corpus: Tensor, corpus_length: Tensor, num_nodes: int, options: MatchOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`propose` in plain Python: what the kernels must give, for any device but slowly."""
+    """`propose` in plain Python, for any device but slow: the reference of the kernels."""
     out = empty_outputs(tokens, num_nodes)
     texts = [corpus[: int(corpus_length)].long().cpu()]
     for row in range(tokens.shape[0]):
-        own = tokens[row, : int(committed[row])].cpu()
-        tree, parents, longest = _grow(own, *texts, num_nodes, options)
+        row_text = tokens[row, : int(committed[row])].cpu()
+        tree, parents, longest = _grow(row_text, *texts, num_nodes, options)
         padding = [0] * (num_nodes - len(tree))
         for tensor, value in zip(out, (tree + padding, parents + padding, len(tree), longest)):
             tensor[row] = torch.tensor(value)
@@ -30,9 +30,9 @@ class _Match:
     following: list[int]
 
 
-def _grow(own: Tensor, corpus: Tensor, num_nodes: int, options: MatchOptions) -> tuple[list[int], list[int], int]:
-    matches = _best_matches(own, corpus, num_nodes, options)
-    tree, parents = [int(own[-1])], [-1]
+def _grow(row_text: Tensor, corpus: Tensor, num_nodes: int, options: MatchOptions) -> tuple[list[int], list[int], int]:
+    matches = _best_matches(row_text, corpus, num_nodes, options)
+    tree, parents = [int(row_text[-1])], [-1]
     children: dict[tuple[int, int], int] = {}
 
     def add(parent: int, token: int) -> int:
@@ -58,10 +58,10 @@ def _grow(own: Tensor, corpus: Tensor, num_nodes: int, options: MatchOptions) ->
     return tree, parents, longest
 
 
-def _best_matches(own: Tensor, corpus: Tensor, num_nodes: int, options: MatchOptions) -> list[_Match]:
-    """The longest `match_limit` matches that go on, of equals the most recent; most recent first."""
-    suffix = own[-options.max_match_window_size :].flip(0)
-    text = torch.cat([corpus, torch.tensor([-1]), own])
+def _best_matches(row_text: Tensor, corpus: Tensor, num_nodes: int, options: MatchOptions) -> list[_Match]:
+    """The longest `match_limit` matches that go on, and the most recent among equals; most recent first."""
+    suffix = row_text[-options.max_match_window_size :].flip(0)
+    text = torch.cat([corpus, torch.tensor([-1]), row_text])
     length, alive = torch.zeros_like(text), torch.ones_like(text, dtype=torch.bool)
     for back, token in enumerate(suffix):
         earlier = torch.cat([torch.full((back,), -1), text])[: len(text)]
@@ -89,7 +89,7 @@ def _followers(texts: list[list[int]], depth: int) -> dict[int, list[list[int]]]
 
 
 def _by_recency(anchors, add, full, options: MatchOptions) -> None:
-    """For each anchor breadth first: the most recent followers of each node, fewer the deeper it lies."""
+    """Breadth first for each anchor: the most recent followers of each node, fewer the deeper it lies."""
     deepest = options.branch_length - 1
     low, high = options.min_bfs_breadth, options.max_bfs_breadth
     for window, texts in anchors:

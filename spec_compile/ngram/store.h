@@ -1,5 +1,5 @@
-// What the n-gram trie (trie.h) is stored in: the text, the nodes, and the index of children. Each grows
-// in pieces, so that capacity costs nothing until it is used and no insertion waits for a large copy.
+// The storage of the n-gram trie (trie.h): the text, the nodes, and the index of children. Each grows in
+// pieces, so that capacity costs nothing until it is used and no insertion waits for a large copy.
 #pragma once
 
 #include <algorithm>
@@ -131,7 +131,7 @@ public:
         uint32_t hole = uint32_t(h) & t.mask;
         while (t.slots[hole].node != node) hole = (hole + 1) & t.mask;
         for (uint32_t i = (hole + 1) & t.mask; t.slots[i].node; i = (i + 1) & t.mask) {
-            uint32_t home = t.slots[i].hash & t.mask;  // move back what may lie in the hole
+            uint32_t home = t.slots[i].hash & t.mask;  // move back a later entry that may fill the hole
             if (((i - home) & t.mask) >= ((i - hole) & t.mask)) { t.slots[hole] = t.slots[i]; hole = i; }
         }
         t.slots[hole].node = 0;

@@ -1,5 +1,5 @@
-// Python bindings of the n-gram trie. Arguments are checked by spec_compile/runtime/ngram.py; what is checked
-// here is what would otherwise leave the trie or the memory in disorder.
+// Python bindings of the n-gram trie. spec_compile/ngram/trie.py checks arguments; only errors that would leave
+// the trie or the memory in disorder are checked here, too.
 #include <cstring>
 #include <tuple>
 
@@ -15,7 +15,9 @@ namespace {
 
 template <class T> T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
-template <class T> nb::bytes to_bytes(const std::vector<T>& values) { return nb::bytes(values.data(), values.size() * sizeof(T)); }
+template <class T> nb::bytes to_bytes(const std::vector<T>& values) {
+    return nb::bytes(values.data(), values.size() * sizeof(T));
+}
 
 template <class T> std::vector<T> from_bytes(const nb::bytes& bytes) {
     std::vector<T> values(bytes.size() / sizeof(T));
@@ -91,7 +93,8 @@ public:
             }
             const int64_t seen = trie_->length(streams[b]);
             trie_->extend(streams[b], row + seen, committed[b] - seen);
-            std::tie(out_count[b], out_match[b]) = propose_locked(streams[b], n, out_tokens + b * n, out_parents + b * n);
+            std::tie(out_count[b], out_match[b]) =
+                propose_locked(streams[b], n, out_tokens + b * n, out_parents + b * n);
         }
     }
 
@@ -135,7 +138,7 @@ public:
         replace(std::move(fresh));
     }
 
-    // Around a fork of the process: no other thread is in the trie meanwhile. The child has none of those that wait.
+    // Around a fork of the process: no other thread is in the trie meanwhile. The child has no waiting threads.
     void hold() { mutex_.lock(); }
     void release(bool in_child) {
         if (in_child) new (&mutex_) FairMutex();
@@ -165,7 +168,8 @@ private:
         return p;
     }
     static void check_budget(int n) {
-        if (n < 1 || n > kMaxDraftTokens) throw std::invalid_argument("a draft tree has 1 to 64 nodes, not " + std::to_string(n));
+        if (n < 1 || n > kMaxDraftTokens)
+            throw std::invalid_argument("a draft tree has 1 to 64 nodes, not " + std::to_string(n));
     }
 
     TrieParams params_;
@@ -178,7 +182,7 @@ private:
 
 NB_MODULE(_ngram_trie, m) {
     using Release = nb::call_guard<nb::gil_scoped_release>;
-    nb::class_<Core>(m, "Core", "The n-gram trie behind spec_compile.ngram.trie.NgramTrie; pointers are addresses of int64 arrays.")
+    nb::class_<Core>(m, "Core", "The core of ngram.trie.NgramTrie; pointers are addresses of int64 arrays.")
         .def(nb::init<int, int, int, int, int, int64_t, bool, int64_t>(), nb::arg("branch_length"), nb::arg("min_w"),
              nb::arg("max_w"), nb::arg("min_b"), nb::arg("max_b"), nb::arg("capacity"), nb::arg("match_type_is_prob"),
              nb::arg("vocab_size") = int64_t(1) << 31)
@@ -187,9 +191,11 @@ NB_MODULE(_ngram_trie, m) {
         .def("close", &Core::close, nb::arg("stream"), Release())
         .def("length", &Core::length, nb::arg("stream"), Release())
         .def("extend", &Core::extend, nb::arg("stream"), nb::arg("ptr"), nb::arg("n"), Release())
-        .def("propose", &Core::propose, nb::arg("stream"), nb::arg("n"), nb::arg("out_tokens_ptr"), nb::arg("out_parents_ptr"))
+        .def("propose", &Core::propose, nb::arg("stream"), nb::arg("n"), nb::arg("out_tokens_ptr"),
+             nb::arg("out_parents_ptr"))
         .def("advance", &Core::advance, nb::arg("streams_ptr"), nb::arg("tokens_ptr"), nb::arg("row_stride"),
-             nb::arg("committed_ptr"), nb::arg("batch"), nb::arg("n"), nb::arg("out_tokens_ptr"), nb::arg("out_parents_ptr"),
+             nb::arg("committed_ptr"), nb::arg("batch"), nb::arg("n"), nb::arg("out_tokens_ptr"),
+             nb::arg("out_parents_ptr"),
              nb::arg("out_count_ptr"), nb::arg("out_match_ptr"), Release())
         .def("stats", &Core::stats)
         .def("hold", &Core::hold, Release())

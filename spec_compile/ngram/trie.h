@@ -7,7 +7,7 @@
 //
 //  1. One log. All streams append to one log of tokens, each linked to the next token of its stream. The
 //     held occurrences are exactly the log's entries [head, tail), so evicting an occurrence frees its text.
-//  2. Leaves. Deep n-grams are nearly all unique. A node that one occurrence alone has reached is kept as a
+//  2. Leaves. Deep n-grams are nearly all unique. A node that only one occurrence has reached is kept as a
 //     *leaf*: it points at its token in the log, and the nodes below it are read from the text. They count
 //     as nodes (`nodes` is exact) but take no memory, and an occurrence that grows inside its own leaf costs
 //     an addition. A second occurrence reaching a leaf makes it an inner node with a leaf below.
@@ -37,7 +37,7 @@ struct TrieParams {
 
 constexpr int kMaxDraftTokens = 64, kMaxBranchLength = 256;
 
-// What a trie is a function of: the held tokens with their links, and the order of siblings (which also
+// All that decides a trie's drafts: the held tokens with their links, and the order of siblings (which also
 // remembers touches of occurrences that have left).
 struct Snapshot {
     std::vector<int32_t> tokens;
@@ -48,9 +48,11 @@ struct Snapshot {
 
 class Trie {
 public:
-    explicit Trie(const TrieParams& params) : params_(params), depth_(params.branch_length), capacity_(params.capacity) {
+    explicit Trie(const TrieParams& params)
+        : params_(params), depth_(params.branch_length), capacity_(params.capacity) {
         for (int d = 0; d < depth_; ++d)  // breadth at depth d: from max at the root to min at the deepest
-            breadth_.push_back(params.min_breadth + (depth_ - 1 - d) * (params.max_breadth - params.min_breadth) / (depth_ - 1));
+            breadth_.push_back(params.min_breadth +
+                               (depth_ - 1 - d) * (params.max_breadth - params.min_breadth) / (depth_ - 1));
         pool_[pool_.allocate()] = Node{-1, 0, 0, 0, 0, 0, 0, 0, kIndexed};
     }
 
@@ -65,7 +67,8 @@ public:
     void check(const int64_t* tokens, int64_t begin, int64_t end) const {
         for (int64_t i = begin; i < end; ++i)
             if (uint64_t(tokens[i]) >= uint64_t(params_.vocab_size))
-                throw std::invalid_argument("token id " + std::to_string(tokens[i]) + " at position " + std::to_string(i) +
+                throw std::invalid_argument("token id " + std::to_string(tokens[i]) + " at position " +
+                                            std::to_string(i) +
                                             " is outside [0, " + std::to_string(params_.vocab_size) + ")");
     }
 
@@ -79,10 +82,11 @@ public:
 
     // Writes a draft tree of at most n nodes: node 0 is the stream's last token, parents come before children,
     // siblings are distinct. Returns {nodes, longest match}. `base`: another trie of the same parameters that is
-    // matched, too, and not changed; of matches of one length this trie's comes first.
+    // matched, too, and not changed; among matches of one length this trie's comes first.
     std::pair<int, int> propose(int64_t stream, int n, int64_t* tokens, int64_t* parents, Trie* base = nullptr) {
         Stream& s = at(stream);
-        if (s.length == 0) throw std::invalid_argument("stream " + std::to_string(stream) + " holds no token yet: extend it first");
+        if (s.length == 0)
+            throw std::invalid_argument("stream " + std::to_string(stream) + " holds no token yet: extend it first");
         Draft draft(tokens, parents, n, s.newest()->token);
         find_anchors(s, base);
         if (params_.by_frequency) grow_by_frequency(draft); else grow_by_recency(draft);
@@ -116,16 +120,18 @@ public:
         return out;
     }
 
-    // Fills a new, empty trie. Throws std::invalid_argument where the snapshot contradicts itself.
+    // Fills a new, empty trie. Throws std::invalid_argument if the snapshot contradicts itself.
     void restore(const Snapshot& in) {
         const size_t n = in.tokens.size();
         auto require = [](bool ok, const char* what) { if (!ok) throw std::invalid_argument(what); };
         require(in.next.size() == n, "it has not one link for each token");
-        require(in.nodes <= params_.capacity && int64_t(n) <= params_.capacity, "it holds more than this trie's capacity");
+        require(in.nodes <= params_.capacity && int64_t(n) <= params_.capacity,
+                "it holds more than this trie's capacity");
         capacity_ = INT64_MAX;
         std::unordered_map<size_t, int64_t> waiting;  // position of a stream's next token -> stream
         for (size_t i = 0; i < n; ++i) {
-            require(in.tokens[i] >= 0 && in.tokens[i] < params_.vocab_size, "it holds token ids outside the vocabulary");
+            require(in.tokens[i] >= 0 && in.tokens[i] < params_.vocab_size,
+                    "it holds token ids outside the vocabulary");
             auto found = waiting.find(i);
             const int64_t stream = found == waiting.end() ? open() : found->second;
             if (found != waiting.end()) waiting.erase(found);
@@ -143,7 +149,8 @@ public:
             }
             std::vector<int32_t> sorted(children);
             std::sort(sorted.begin(), sorted.end());
-            require(sorted[0] && std::unique(sorted.begin(), sorted.end()) == sorted.end(), "its sibling order does not fit its text");
+            require(sorted[0] && std::unique(sorted.begin(), sorted.end()) == sorted.end(),
+                    "its sibling order does not fit its text");
             for (size_t i = children.size(); i-- > 0;) move_to_front(id, children[i]);
         });
         require(used == in.order.size(), "its sibling order is too long");
@@ -184,7 +191,7 @@ private:
             tokens[0] = root;
             parents[0] = -1;
         }
-        // The child of `parent` with this token, made where there is none; -1 where there is no room for it.
+        // The child of `parent` with this token, made if there is none; -1 if there is no room for it.
         int add(int parent, int32_t token) {
             for (int i = first[parent]; i; i = sibling[i])
                 if (tokens[i] == token) return i;
@@ -198,7 +205,7 @@ private:
         bool full() const { return count == n; }
         int64_t *tokens, *parents;
         int n, count = 1;
-        std::array<int8_t, kMaxDraftTokens> first{}, sibling{};  // 0: none, for the root is nobody's child
+        std::array<int8_t, kMaxDraftTokens> first{}, sibling{};  // 0: none; the root is nobody's child
     };
 
     Node& node(int32_t id) { return pool_[id]; }
@@ -325,7 +332,7 @@ private:
         }
         for (int d = 0; d <= old; ++d) {
             if (!probes[d].search) continue;
-            probes[d].child = index_.find(probes[d].hash, [](int32_t) { return true; });  // by hash alone
+            probes[d].child = index_.find(probes[d].hash, [](int32_t) { return true; });  // only by the hash
             if (probes[d].child) SPEC_COMPILE_PREFETCH(&node(probes[d].child));
         }
         for (int d = 0; d <= old; ++d) {  // d: how many tokens the start had before this one
@@ -404,7 +411,7 @@ private:
     }
     bool locate(Place& place, Start* newest, int held, int w) {
         if (w > held) return descend(place, newest, w);  // this stream's own occurrence was evicted
-        if (!settle(newest[w - 1], newest, w)) return false;  // alone in its leaf: nothing follows
+        if (!settle(newest[w - 1], newest, w)) return false;  // the only one in its leaf: nothing follows
         place = {newest[w - 1].at, 0, w};
         return true;
     }
@@ -454,7 +461,7 @@ private:
         uint32_t order = 0;
         double start = 1.0;
         int match = anchors_.empty() ? 0 : anchors_.front().place.depth;
-        for (const auto& [trie, anchor] : anchors_) {  // a source (parent -1): worth as much as its best child could be
+        for (const auto& [trie, anchor] : anchors_) {  // an anchor (parent -1): as much as its best child can be
             if (anchor.depth < match) start /= 2;
             match = anchor.depth;
             heap_.push_back({start, match, order++, 0, -1, trie, anchor});
@@ -471,7 +478,10 @@ private:
                 std::push_heap(heap_.begin(), heap_.end(), worse);
             };
             if (place.depth == depth_ || trie.is_leaf(place.node)) {
-                trie.for_children(place, [&](int32_t token, const Place& child) { offer(best.score, token, child); return false; });
+                trie.for_children(place, [&](int32_t token, const Place& child) {
+                    offer(best.score, token, child);
+                    return false;
+                });
                 continue;
             }
             const double sum = trie.node(place.node).child_sum;
@@ -483,8 +493,8 @@ private:
         }
     }
 
-    // Children by (count, recency). A node with many keeps its first few in `ranked_`: every child that is
-    // not listed ranks below the last that is. Listing four times what is asked for leaves room to lose some.
+    // Children by (count, recency). A node with many children lists its first few in `ranked_`; all others rank
+    // below the last of these. The list is four times as long as needed, so that it can lose some.
     struct Ranked { int32_t node; uint32_t count; uint64_t touched; };
     size_t rank_limit() const { return 4 * size_t(params_.max_breadth); }
 
@@ -525,7 +535,7 @@ private:
         const Ranked entry{id, node(id).count, touched ? ++clock_ : found->touched};
         if (listed) list.erase(found);
         auto place = std::upper_bound(list.begin(), list.end(), entry, above);
-        // At the end of the list only one that was listed and rose is sure to outrank all that are not.
+        // At the end of the list only a listed child that rose is sure to outrank all that are not listed.
         if (place == list.end() && !(listed && touched)) return;
         list.insert(place, entry);
         if (list.size() > rank_limit()) list.pop_back();

@@ -1,4 +1,4 @@
-"""The n-gram trie: drafts from what has been read and written so far (the core is C++, in trie.h)."""
+"""The n-gram trie: drafts from all text that has been read and written so far (the core is C++, in trie.h)."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class NgramTrie:
             by their share of the occurrences, each shorter match worth half the one before).
         vocab_size: token ids must be below this; None: below 2**31.
 
-    All methods may be called from several threads at once. Raises ValueError or TypeError, naming the
-    argument, for what is out of range or not an integer.
+    All methods may be called from several threads at once. Raises ValueError or TypeError that names an argument
+    that is out of range or no integer.
     """
 
     def __init__(
@@ -109,9 +109,10 @@ class NgramTrie:
         forks.register(self)
 
     def overlay(self) -> NgramTrie:
-        """An empty trie of the same parameters whose drafts come from what this one holds, too.
+        """An empty trie of the same parameters that also drafts from this one.
 
-        It adds nothing to this one, so what it reads leaves with it. Of matches of one length its own come first.
+        It adds nothing to this one, so the texts that it reads leave with it. Among matches of one length its own come
+        first.
         Raises ValueError if this trie is an overlay itself.
         """
         other = copy.copy(self)
@@ -166,7 +167,7 @@ class NgramTrie:
 
         All arguments are int64 CPU tensors. Row b of `tokens[B, S]` holds the text of stream `streams[b]`, of
         which `committed[b]` tokens are final; those beyond the stream's length are appended. A negative stream
-        adds nothing and yields the root alone. Writes `out_tokens[B, N]`, `out_parents[B, N]`, `out_count[B]`,
+        adds nothing and yields only the root. Writes `out_tokens[B, N]`, `out_parents[B, N]`, `out_count[B]`,
         `out_match[B]` (see `propose`).
 
         Raises TypeError or ValueError, before anything is inserted, for a wrong dtype, device, layout or shape,
@@ -226,8 +227,8 @@ class NgramTrie:
     def load(self, path: str | os.PathLike) -> None:
         """Replace what is held by a saved file's texts; open streams end, as with `reset`.
 
-        Afterwards drafts are those of the saved trie (under this trie's own windows, breadths and match type). Of a
-        saved `NgramCorpus` the texts are added in their order; where they exceed the capacity the oldest leave.
+        Afterwards drafts are those of the saved trie (under this trie's own windows, breadths and match type). The
+        texts of a saved `NgramCorpus` are added in their order; if they exceed the capacity the oldest leave.
         Raises ValueError, naming the file and the reason, and leaves the trie as it was, if the file is
         truncated, damaged or no trie, if its branch_length differs, if it holds more than this trie's capacity,
         or if it holds ids outside this trie's vocabulary.

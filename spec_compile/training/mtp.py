@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..drafters.checkpoints.mtp import FAMILIES, Block
+from ..drafters.checkpoints.mtp import FAMILIES, MtpBlock
 from ..drafters.checkpoints.target import Target
 from ..drafters.modules.mtp import MtpHead, block_config
 from ..errors import UnsupportedModelError
@@ -21,7 +21,7 @@ from .trainer import HeadTrainer, as_master, seeded
 
 BETA = 0.6
 """Ratio of a step's weight in the loss to that of the step before."""
-PUBLISHED = Block(next(family for family in FAMILIES if family.name == "Qwen"), "mtp.", 0)
+PUBLISHED = MtpBlock(next(family for family in FAMILIES if family.name == "Qwen"), "mtp.", 0)
 """The family in whose names a block is published, and the block's number in a checkpoint."""
 
 

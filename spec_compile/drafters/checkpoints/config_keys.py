@@ -1,4 +1,4 @@
-"""The keys of published draft configs: those that are read here, and those that cannot change what a draft computes.
+"""The keys of published draft configs: those that are read here, and those that cannot change a draft's output.
 
 Every other key with a value that switches something on is an error that names it. Tensors are read as strictly (see
 `Checkpoint.fill`), so a key that only asks for further tensors needs no entry of its own meaning here.
@@ -17,13 +17,13 @@ LAYERS = {
     "attention_bias", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
     "is_neox_style", "rope_is_neox_style", "sliding_window", "use_sliding_window", "layer_types",
 }  # fmt: skip
-"""What the layers are built from."""
+"""Keys that the layers are built from."""
 EAGLE = {
     "bias", "qkv_bias", "eagle_fc_bias", "fusion_bias", "layernorms", "add_para_norm", "norm_before_residual",
     "norm_before_fc", "fc_norm", "norm_output", "return_hidden_post_norm", "embed_requires_grad",
     "use_aux_hidden_state", "target_layer_ids", "eagle_aux_hidden_state_layer_ids",
 }  # fmt: skip
-"""What heads of the EAGLE family are built from besides, at the top or in eagle_config."""
+"""Further keys of the EAGLE family, at the top or in eagle_config."""
 DFLASH = {
     "block_size", "mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids",
     "num_target_layers", "sample_from_anchor", "shift_label", "dspark_bonus_anchor", "is_causal", "causal",
@@ -31,7 +31,7 @@ DFLASH = {
     "output_multiplier", "final_logit_softcapping", "conv_kernel_size", "conv_group_size", "selector_rank",
     "selector_top_k", "markov_rank", "markov_head_type", "emb_dim", "gru_hidden_dim",
 }  # fmt: skip
-"""What DFlash drafts and their kin are built from besides, at the top or in dflash_config."""
+"""Further keys of DFlash drafts and their kin, at the top or in dflash_config."""
 BOOKKEEPING = {
     *PreTrainedConfig().to_dict(), *GenerationConfig().to_dict(),
     "architectures", "auto_map", "custom_pipelines", "name_or_path", "torch_dtype", "tokenizer_class",
@@ -44,22 +44,21 @@ BOOKKEEPING = {
     "transformer_layer_config", "transformer_layer_architecture", "model", "eagle_config", "dflash_config",
     "num_nextn_predict_layers", "num_lookahead_tokens", "method", "draft_arch", "draft_layer_init_from_target",
 }  # fmt: skip
-"""Names, ids, formats of numbers, provenance, and what belongs to generation with a whole model."""
+"""Names, ids, formats of numbers, provenance, and options of generation with a whole model."""
 TENSORS_DECIDE = {
     "num_local_experts", "num_experts_per_tok", "experts_per_token", "output_router_logits", "router_aux_loss_coef",
     "router_jitter_noise", "use_qk_norm", "truncated_vocab_size", "has_lm_head", "use_last_layernorm",
     "use_input_layernorm_in_first_layer", "parallel_draft_heads_num_layers", "num_eagle_features", "fc_input_size",
     "num_aux_hidden_states",
 }  # fmt: skip
-"""Mixtures, norms and matrices, of which the checkpoint has the tensors or has not."""
+"""Mixtures, norms and matrices, which the checkpoint's tensors show."""
 OF_A_SWITCH = {
     "enable_confidence_head", "confidence_head_with_markov", "dflash2_conv_kernel_size", "dflash2_conv_group_size",
     "dflash2_selector_rank", "dflash2_selector_top_k", "dflash2_selector_search_mode",
 }  # fmt: skip
-"""What only foretells acceptance, and sizes of parts of variants of DFlash, each with a switch of its own that is not
-in these lists."""
+"""The prediction of acceptance, and sizes of parts of DFlash variants whose switches are not in these lists."""
 TRAINING = re.compile("(^|_)(loss|train|training|optimizer|lr|seed|dropout|anchors)(_|$)")
-"""Names of what only a training reads."""
+"""Names that only a training reads."""
 FACTOR = re.compile("(scale|scaling|multiplier|factor)$")
 ONLY = {
     "use_mtp_layernorm": (False,),
@@ -67,7 +66,7 @@ ONLY = {
     "next_layer_regular": (True,),
     "position_embedding_type": ("rope",),
 }
-"""Keys that are known with these values alone."""
+"""Keys that are known with only these values."""
 VARIANTS = {
     "projector_type": ("dflash", "dspark", "domino"),
     "attention_sink_bias": (False,),
@@ -76,7 +75,7 @@ VARIANTS = {
     "attention_mode": ("gqa", "mha"),
     "use_aux_hidden_state": (True,),
 }
-"""Keys of which any other value asks for a variant of DFlash that is not built here."""
+"""Keys with their known values; any other value asks for a variant of DFlash that is not built here."""
 INNER = ("eagle_config", "dflash_config", "transformer_layer_config", "model")
 """Objects within a config whose keys are looked at, too."""
 
@@ -110,7 +109,7 @@ def check_rope_theta(name: str, value) -> float:
 
 
 def _neutral(name: str, value) -> bool:
-    """Whether `value` switches nothing on."""
+    """True if `value` switches nothing on."""
     if isinstance(value, (int, float)):
         return value == 0 or (value == 1 and FACTOR.search(name) is not None and not isinstance(value, bool))
     return value is None or value in ("", [], {})

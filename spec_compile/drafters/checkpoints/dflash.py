@@ -1,86 +1,42 @@
-"""`load_dflash`: the DFlash draft in a folder or on the hub, whoever published it, read strictly."""
+"""The format of DFlash drafts and their kin, by whoever published them."""
 
 import re
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..modules.dflash import DFlashDraft
-from .config_keys import SPECULATORS, check_rope_theta
-from .describe import comma_separated, describe_layers
+from .config import check_taps, comma_separated, describe_layers, with_rope_theta
+from .config_keys import SPECULATORS
 from .dflash_config import DFlashConfig
-from .eagle_config import with_rope_theta
-from .files import Checkpoint, Fetch, load_pickled
-from .fill import fill_module, read_draft_to_target
-from .source import Source
+from .draft_files import DraftFiles
+from .files import load_pickled
 from .target import Target, likeness
-from .transitions import read_transition
 
 OVERRIDES = ("rope_theta",)
 MASK_FILE = "mask_embedding.pt"
 
 
-def detect(source: Source) -> bool:
-    """Whether the config is that of a DFlash draft, or of one of its variants."""
-    said = source.config.get(SPECULATORS) in ("dflash", "dflash2", "dspark", "domino")
-    return "dflash_config" in source.config or said or bool(re.search("DFlash|DSpark|Domino", source.architectures))
+def is_dflash(files: DraftFiles) -> bool:
+    """True if the config is that of a DFlash draft, or of one of its variants."""
+    said = files.config.get(SPECULATORS) in ("dflash", "dflash2", "dspark", "domino")
+    return "dflash_config" in files.config or said or bool(re.search("DFlash|DSpark|Domino", files.architectures))
 
 
-def load_dflash(draft, model: PreTrainedModel, rope_theta: float | None = None) -> DFlashDraft:
-    """The DFlash draft that `draft` holds, on the device and in the dtype of `model`, its target.
-
-    draft: a folder, a repository of the hub, or a `DFlashDraft`. rope_theta: in place of the config's.
-
-    ValueError or TypeError if it is none, a variant that is not built here, or for another target, or if a tensor is
-    missing, unknown or of another shape, all before weights are read; and then if one holds NaN or infinity.
-    """
-    target = Target.of(model)
-    if rope_theta is not None:
-        rope_theta = check_rope_theta("rope_theta", rope_theta)
-    if isinstance(draft, nn.Module):
-        return _check_loaded(draft, target, rope_theta)
-    if not isinstance(draft, (str, Path)):
-        raise TypeError(f"draft: expected a path, a repository of the hub or a DFlashDraft, got {type(draft).__name__}")
-    source = Source(draft)
-    if not detect(source):
-        raise ValueError(
-            f"draft: {draft} holds no DFlash draft: architectures {source.architectures or 'none'}, "
-            f"model_type {source.config.get('model_type')!r}; heads of the EAGLE family go with algo='eagle' or "
-            "'eagle3', whole models with algo='draft_model'"
-        )
-    return read(source, target, {} if rope_theta is None else {"rope_theta": rope_theta})
-
-
-def _check_loaded(draft: nn.Module, target: Target, rope_theta: float | None) -> DFlashDraft:
-    """A draft made elsewhere, if it fits the target."""
-    if not isinstance(draft, DFlashDraft):
-        raise TypeError(f"draft: expected a path, a repository of the hub or a DFlashDraft, got {type(draft).__name__}")
-    if rope_theta is not None:
-        raise TypeError("rope_theta: a draft that is already loaded is read as it is")
-    target.check(draft.hidden_size, draft.head_weight.shape[0] if draft.draft_to_target is None else None)
-    ours, theirs = ((weight.device, weight.dtype) for weight in (target.embedding, draft.fc.weight))
-    if ours != theirs:
-        raise ValueError(f"draft: it is on {theirs[0]} in {theirs[1]}, the model on {ours[0]} in {ours[1]}")
-    return draft.eval()
-
-
-def read(source: Source, target: Target, overrides: dict) -> DFlashDraft:
-    """A DFlash draft. overrides: rope_theta. ValueError if anything does not fit."""
-    config = DFlashConfig(source.config)
+def read_dflash(files: DraftFiles, target: Target, overrides: dict) -> DFlashDraft:
+    """A DFlash draft. overrides: of OVERRIDES. ValueError if anything does not fit."""
+    config = DFlashConfig(files.config)
     config.refuse_variants()
-    checkpoint, names = source.checkpoint, source.our_names
     target.check(config.layer.get("hidden_size"), config.layer.get("vocab_size"))
     target.check(config.get("target_hidden_size"), None)
-    taps, why = _taps(config, target, _count_states(checkpoint, names, target.hidden_size))
-    block_size, mask_token_id = config.whole("block_size", 2), _mask_token(config, target)
-    knobs, causal = config.layer_knobs(names), config.causal
+    taps, why = _taps(config, target, files.count_states(target.hidden_size))
+    block_size, mask_token_id = config.integer("block_size", 2), _mask_token(config, target)
+    knobs, causal = config.layer_knobs(files.names), config.causal
     for window, sees_before in zip(knobs.windows, causal):
         if window is not None and window < block_size and not sees_before:
             raise ValueError(f"draft: its window of {window} is shorter than its blocks of {block_size}, both ways")
     llama = with_rope_theta(config, overrides).llama()
-    output, rows = _output(checkpoint, config, names, target)
+    output, rows = _output(files, config, target)
     with torch.device("meta"):
         draft = DFlashDraft(
             llama, target.embedding, nn.Parameter(torch.zeros(rows, llama.hidden_size)) if output is None else output,
@@ -88,18 +44,16 @@ def read(source: Source, target: Target, overrides: dict) -> DFlashDraft:
             embedding_scale=float(config.get("input_embedding_scale", 1)),
             output_scale=float(config.get("output_multiplier", 1)),
             softcap=float(config.get("final_logit_softcapping", 0)) or None,
-            transition=read_transition(config, llama.hidden_size, target.vocab_size, rows),
+            transition=config.transition(llama.hidden_size, target.vocab_size, rows),
         )  # fmt: skip
-    _ignore_others(checkpoint, names, target)
-    draft_to_target = read_draft_to_target(checkpoint, names, rows, target.vocab_size)
-    mask = _mask_embedding(checkpoint, source.fetch, draft)
-    fill_module(draft, checkpoint, names, target)
-    ours = target.embedding
-    draft.draft_to_target = None if draft_to_target is None else draft_to_target.to(ours.device)
-    draft.mask_embedding = None if mask is None else nn.Parameter(mask.to(ours.device, ours.dtype), requires_grad=False)
+    _ignore_others(files, target)
+    draft.draft_to_target = files.draft_to_target(rows, target)
+    mask = _mask_embedding(files, draft)
+    files.fill(draft, target)
+    draft.mask_embedding = None if mask is None else nn.Parameter(mask.to(target.embedding), requires_grad=False)
     draft.flavour = _flavour(config, draft)
     draft.report = [
-        f"{draft.flavour} draft from {checkpoint.source}",
+        f"{draft.flavour} draft from {files.draft}",
         f"reads states {comma_separated(taps)} ({why})",
         f"blocks of {block_size}, masked by token {mask_token_id}{'' if mask is None else ', embedded on its own'}; "
         f"slot j drafts the token {'behind' if draft.sample_from_anchor else 'of'} its own place",
@@ -108,20 +62,20 @@ def read(source: Source, target: Target, overrides: dict) -> DFlashDraft:
         *([] if draft.transition is None else [draft.transition.describe()]),
         "embedding: the target's; output matrix: "
         + ("the target's" if output is not None else f"its own, {rows} of {target.vocab_size} tokens"),
-        *checkpoint.ignored,
+        *files.checkpoint.ignored,
     ]
     return draft.eval()
 
 
 def _flavour(config: DFlashConfig, draft: DFlashDraft) -> str:
-    """Whose format this is, for the report."""
+    """The name of the format, for the report."""
     name = "JetSpec" if config.get("causal_head") else draft.flavour
     name = name if draft.transition is None else draft.transition.flavour
     return name + (" (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else "")
 
 
 def _mask_token(config: DFlashConfig, target: Target) -> int:
-    token, rows = config.whole("mask_token_id", 0), target.embedding.shape[0]
+    token, rows = config.integer("mask_token_id", 0), target.embedding.shape[0]
     if token >= rows:
         raise ValueError(
             f"draft: its mask token {token} is outside the {rows} rows of the model's embedding; take the draft of "
@@ -130,9 +84,10 @@ def _mask_token(config: DFlashConfig, target: Target) -> int:
     return token
 
 
-def _ignore_others(checkpoint: Checkpoint, names: dict[str, str], target: Target) -> None:
-    """Leave out what changes no draft: copies of the target's tensors, and foretelling of acceptance."""
-    target.skip_copy(checkpoint, names.get("embedding", ""), target.embedding)
+def _ignore_others(files: DraftFiles, target: Target) -> None:
+    """Leave out tensors that change no draft: copies of the target's, and the prediction of acceptance."""
+    checkpoint = files.checkpoint
+    target.skip_copy(checkpoint, files.names.get("embedding"), target.embedding)
     for name in checkpoint.shapes:
         if name.startswith("confidence_head."):
             checkpoint.ignore(name, "it foretells acceptance")
@@ -140,24 +95,11 @@ def _ignore_others(checkpoint: Checkpoint, names: dict[str, str], target: Target
             checkpoint.ignore(name, "a copy of the target's")
 
 
-def _count_states(checkpoint: Checkpoint, names: dict[str, str], size: int) -> int:
-    """How many states of `size` numbers fc joins."""
-    if "fc.weight" not in names:
-        raise ValueError(f"draft: {checkpoint.source} has no fc.weight")
-    width = checkpoint.shapes[names["fc.weight"]][-1]
-    if width % size:
-        raise ValueError(
-            f"draft: fc.weight reads {width} numbers, which is no multiple of the target's hidden size {size}; take "
-            "the draft of this model"
-        )
-    return width // size
-
-
 def _taps(config: DFlashConfig, target: Target, count: int) -> tuple[tuple[int, ...], str]:
-    """The `count` states that a draft reads, and how that was found out.
+    """The `count` states that a draft reads, and how they follow from the config, for the report.
 
-    target_layer_ids are layers whose outputs it reads (-1: the embeddings), aux_hidden_state_layer_ids layers whose
-    inputs; without either see `spread_layers`.
+    It reads the outputs of target_layer_ids (-1: the embeddings), or the inputs of aux_hidden_state_layer_ids; a config
+    with neither means `spread_layers`.
     """
     layers = config.get("num_target_layers", target.num_layers)
     if layers != target.num_layers:
@@ -171,13 +113,7 @@ def _taps(config: DFlashConfig, target: Target, count: int) -> tuple[tuple[int, 
         raise ValueError(f"draft: its config must have a list of layers as {name}, it has {ids!r}")
     inputs = name == "aux_hidden_state_layer_ids"
     taps = tuple(i if inputs else i + 1 for i in ids)
-    if len(taps) != count:
-        raise ValueError(f"draft: its fc reads {count} states of the target, its config names {len(taps)}")
-    if not all(0 <= tap <= layers for tap in taps):
-        raise ValueError(
-            f"draft: it reads states {comma_separated(taps)} of its target (0: the embeddings), this model has "
-            f"{layers} layers; take the draft of this model"
-        )
+    check_taps(taps, count, layers, "draft")
     said = config.get("eagle_aux_hidden_state_layer_ids", list(taps))
     if said != list(taps):
         raise ValueError(
@@ -188,37 +124,33 @@ def _taps(config: DFlashConfig, target: Target, count: int) -> tuple[tuple[int, 
 
 
 def spread_layers(target_layers: int, layers: int) -> list[int]:
-    """The layers whose outputs a draft of `layers` layers reads if its config does not say: as many, evenly from the
-    second to the last but two; a single one in the middle."""
+    """The layers whose outputs a draft of `layers` layers reads if its config does not say: as many as it has, evenly
+    spread from the second to the last but two; a single one is in the middle.
+
+    spread_layers(12, 3) gives [1, 5, 9].
+    """
     if layers == 1:
         return [target_layers // 2]
     return [round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers)]
 
 
-def _output(
-    checkpoint: Checkpoint, config: DFlashConfig, names: dict[str, str], target: Target
-) -> tuple[Tensor | None, int]:
+def _output(files: DraftFiles, config: DFlashConfig, target: Target) -> tuple[Tensor | None, int]:
     """The output matrix, if it is the target's, and its rows. A draft has its own unless that is a copy."""
-    said, name = config.get("draft_vocab_size"), names.get("head_weight")
-    if name is None:
-        if said not in (None, target.vocab_size):
-            raise ValueError(f"draft: {checkpoint.source} has no lm_head.weight for its {said} tokens")
+    rows = files.output_rows(config.get("draft_vocab_size"), config.layer["hidden_size"], target)
+    if rows is None:
         return target.head_weight, target.vocab_size
-    rows = checkpoint.shapes[name][0]
-    if said is not None and rows != said:
-        raise ValueError(f"draft: {name} has {rows} rows, its config says draft_vocab_size {said}")
-    if likeness(checkpoint, name, target.head_weight) > 0.99:
-        target.skip_copy(checkpoint, name, target.head_weight)
+    if likeness(files.checkpoint, files.names["head_weight"], target.head_weight) > 0.99:
+        target.skip_copy(files.checkpoint, files.names["head_weight"], target.head_weight)
         return target.head_weight, rows
     return None, rows
 
 
-def _mask_embedding(checkpoint: Checkpoint, fetch: Fetch, draft: DFlashDraft) -> Tensor | None:
-    """The embedding [h] that stands for the mask, if it lies beside the target's embedding (MiMo)."""
-    if "mask_embedding" in checkpoint:
-        value = checkpoint.take_weight("mask_embedding")
+def _mask_embedding(files: DraftFiles, draft: DFlashDraft) -> Tensor | None:
+    """The embedding [h] of the mask, if it does not lie in the target's embedding (MiMo)."""
+    if "mask_embedding" in files.checkpoint:
+        value = files.checkpoint.take_weight("mask_embedding")
     else:
-        path = fetch(MASK_FILE)
+        path = files.fetch(MASK_FILE)
         if path is None:
             return None
         value = load_pickled(path)

@@ -1,10 +1,14 @@
-"""What the configs of published DFlash drafts and their kin say, in one form."""
+"""`DFlashConfig`: the config of a published DFlash draft or one of its kin, and the transition that it asks for."""
 
+from ...kernels.top_logits import MAX_K
 from ..modules.layers import LayerKnobs
+from ..modules.transitions import Domino, GatedMarkov, Markov, RecurrentMarkov, Selector, Transition
+from .config import DraftConfig
 from .config_keys import VARIANTS, refuse_unknown_keys
-from .eagle_config import DraftConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+MARKOV = {"vanilla": Markov, "gated": GatedMarkov, "rnn": RecurrentMarkov}
+"""Classes by ``markov_head_type``."""
 
 
 class DFlashConfig(DraftConfig):
@@ -19,11 +23,11 @@ class DFlashConfig(DraftConfig):
 
     def get(self, name: str, default=None):
         """A flag, from dflash_config, the config itself, or that of its layers."""
-        places = (self.flags, self.raw, self.layer)
-        return next((place[name] for place in places if place.get(name) is not None), default)
+        sections = (self.flags, self.raw, self.layer)
+        return next((section[name] for section in sections if section.get(name) is not None), default)
 
-    def whole(self, name: str, least: int) -> int:
-        """A flag that must be there; ValueError unless it is a number of at least so much."""
+    def integer(self, name: str, least: int) -> int:
+        """A flag that must be there; ValueError unless it is an integer of at least `least`."""
         value = self.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"draft: its config must have a {name} of {least} or more, it has {value!r}")
@@ -31,19 +35,19 @@ class DFlashConfig(DraftConfig):
 
     @property
     def is_domino(self) -> bool:
-        """Whether a GRU reads the tokens drafted before."""
+        """True if a GRU reads the tokens drafted before."""
         return self.get("projector_type") == "domino"
 
     @property
     def sample_from_anchor(self) -> bool:
-        """Whether the first slot of a block drafts, too: DSpark's way, and so DeepSpec's."""
+        """True if the first slot of a block drafts, too, as in DSpark and so in DeepSpec."""
         for name in ("sample_from_anchor", "shift_label"):
             if self.get(name) is not None:
                 return bool(self.get(name))
         return any("DSpark" in name for name in self.architectures) and not self.get("dspark_bonus_anchor")
 
     def refuse_variants(self) -> None:
-        """ValueError, naming the field, if a block computes what is not built here."""
+        """ValueError, naming the field, if a block computes something that is not built here."""
         for name, values in VARIANTS.items():
             value = self.get(name)
             if value is not None and value not in values:
@@ -55,7 +59,7 @@ class DFlashConfig(DraftConfig):
         refuse_unknown_keys(self.raw, dflash=True, also={"pure_draft_prefix_len"} if self.is_domino else set())
 
     def layer_knobs(self, names: dict[str, str]) -> LayerKnobs:
-        """Knobs of the layers. Of biases, the tensors there decide, and the config may ask for more."""
+        """Knobs of the layers. The tensors show which biases there are; the config may ask for more."""
         biased = bool(self.get("attention_bias"))
         return LayerKnobs(
             num_layers=self.count,
@@ -72,14 +76,14 @@ class DFlashConfig(DraftConfig):
         """The taps of the convolutions of DFlash 2 (0: there are none) and the channels that share a coefficient."""
         if not self.get("conv_kernel_size"):
             return 0, 1
-        taps, group = self.whole("conv_kernel_size", 1), self.whole("conv_group_size", 1)
+        taps, group = self.integer("conv_kernel_size", 1), self.integer("conv_group_size", 1)
         if self.layer.get("hidden_size", 0) % group:
             raise ValueError(f"draft: its config has conv_group_size {group}, which does not divide its hidden_size")
         return taps, group
 
     @property
     def types(self) -> list[str]:
-        """What layer_types says of each layer; ValueError unless it says it of each."""
+        """``layer_types``, an entry a layer; ValueError if it has another length."""
         types = self.get("layer_types")
         if types is None and self.get("use_sliding_window") and not self.get("use_swa"):
             raise ValueError("draft: its config has use_sliding_window, and no layer_types to say which layers slide")
@@ -90,8 +94,8 @@ class DFlashConfig(DraftConfig):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer. Of use_swa alone (MiMo) all have one."""
-        sliding = [kind == SLIDING for kind in self.types]
+        """The window of each layer. With use_swa and no sliding layers (MiMo) all have one."""
+        sliding = [layer_type == SLIDING for layer_type in self.types]
         if self.get("use_swa") and not any(sliding):
             sliding = [True] * self.count
         window = self.get("swa_window_size", self.get("sliding_window"))
@@ -101,7 +105,7 @@ class DFlashConfig(DraftConfig):
 
     @property
     def causal(self) -> tuple[bool, ...]:
-        """Whether each layer sees its block causally. Unless the config says, those that layer_types lets slide do.
+        """True for each layer that sees its block causally; if the config is silent, these are its sliding layers.
 
         JetSpec says so by causal_head. ValueError if two keys contradict each other.
         """
@@ -116,4 +120,39 @@ class DFlashConfig(DraftConfig):
         told = self.get("causal") if told is None else told
         if told is not None:
             return (bool(told),) * self.count
-        return tuple(kind == SLIDING and not self.get("sliding_window_non_causal") for kind in self.types)
+        return tuple(name == SLIDING and not self.get("sliding_window_non_causal") for name in self.types)
+
+    def transition(self, hidden_size: int, vocab_size: int, rows: int) -> Transition | None:
+        """The transition between drafts, without weights; None if the config asks for none.
+
+        hidden_size: of the draft.
+        vocab_size: tokens of the target.
+        rows: tokens that the draft can draft.
+
+        Raises ValueError, naming the key, if the config asks for two, or for one that is not built here.
+        """
+        switches = {
+            "markov_rank": bool(self.get("markov_rank", self.get("projector_type") == "dspark")),
+            "selector_rank": bool(self.get("selector_rank") or self.get("selector_top_k")),
+            "projector_type 'domino'": self.is_domino,
+        }
+        asked = [name for name, is_on in switches.items() if is_on]
+        if len(asked) > 1:
+            raise ValueError(f"draft: its config has {' and '.join(asked)}, of which a draft can have one")
+        sizes = hidden_size, vocab_size, rows
+        if asked == ["markov_rank"]:
+            name = self.get("markov_head_type", "vanilla")
+            if name not in MARKOV:
+                expected = ", ".join(MARKOV)
+                raise ValueError(f"draft: its config has markov_head_type {name!r}; expected one of {expected}")
+            return MARKOV[name](*sizes, self.integer("markov_rank", 1))
+        if asked == ["selector_rank"]:
+            rank, candidates = self.integer("selector_rank", 1), self.integer("selector_top_k", 2)
+            most = min(MAX_K, rows)
+            if candidates > most:
+                raise ValueError(f"draft: its config has selector_top_k {candidates}, at most {most} are built here")
+            return Selector(*sizes, rank, candidates)
+        if asked:
+            rank, state_size = self.integer("emb_dim", 1), self.integer("gru_hidden_dim", 1)
+            return Domino(hidden_size, rows, rank, state_size, self.get("pure_draft_prefix_len", 0))
+        return None

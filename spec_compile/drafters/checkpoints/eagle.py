@@ -1,32 +1,45 @@
-"""The format of EAGLE-1 and EAGLE-2 heads: SafeAILab's, HASS', vLLM's and speculators' become an `EagleHead`."""
+"""The formats of the EAGLE family: EAGLE-1 and EAGLE-2, EAGLE-3, and P-EAGLE, by whoever published them."""
+
+from collections.abc import Collection
 
 import torch
+from torch import Tensor, nn
 
-from ..modules.eagle import EagleHead
+from ..modules.eagle import Eagle3Head, EagleHead, ParallelEagle3Head
+from ..modules.layers import rotary
+from .config import DraftConfig, comma_separated, describe_layers, find_taps, override_taps, with_rope_theta
 from .config_keys import SPECULATORS, refuse_unknown_keys
-from .describe import describe_layers
-from .eagle_config import DraftConfig, with_rope_theta
-from .fill import fill_module
-from .source import Source
-from .target import Target
+from .draft_files import DraftFiles
+from .target import Target, likeness
 
-OVERRIDES = ("rope_theta",)
+EAGLE_OVERRIDES = ("rope_theta",)
+EAGLE3_OVERRIDES = ("rope_theta", "taps", "norm_before_residual", "recycle_normed")
+
+REFERENCE_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+"""The RoPE of EAGLE-3's reference trainer, which does not read it from the config."""
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Names of the mask's id in published configs of P-EAGLE, in the order in which they are looked for."""
+P_EAGLE_KEYS = {
+    *MASKS, "num_depths", "para_depths", "down_sample_ratio", "down_sample_ratio_min", "max_seq_len",
+    "parallel_drafting",
+}  # fmt: skip
+"""Keys of P-EAGLE's configs besides those of EAGLE-3: the mask, and options of its training."""
 
 
-def detect(source: Source) -> bool:
-    """Whether the config says so, or fc joins two states of the head's own size."""
-    said = source.config.get(SPECULATORS)
+def is_eagle(files: DraftFiles) -> bool:
+    """True if the config says EAGLE, or if it is silent and fc joins two states of the head's own size."""
+    said = files.config.get(SPECULATORS)
     if said is not None:
         return said == "eagle"
-    fc = source.shape("fc.weight")
+    fc = files.shape("fc.weight")
     return fc[0] > 0 and fc[-1] == 2 * fc[0]
 
 
-def read(source: Source, target: Target, overrides: dict) -> EagleHead:
-    """An EAGLE-1 or EAGLE-2 head. overrides: rope_theta. ValueError if anything does not fit."""
-    refuse_unknown_keys(source.config)
-    checkpoint, names = source.checkpoint, source.our_names
-    config = with_rope_theta(DraftConfig(source.config), overrides)
+def read_eagle(files: DraftFiles, target: Target, overrides: dict) -> EagleHead:
+    """An EAGLE-1 or EAGLE-2 head. overrides: of EAGLE_OVERRIDES. ValueError if anything does not fit."""
+    refuse_unknown_keys(files.config)
+    names = files.names
+    config = with_rope_theta(DraftConfig(files.config), overrides)
     target.check(config.layer.get("hidden_size"), config.layer.get("vocab_size"))
     wants_bias = config.get("bias") or config.get("eagle_fc_bias") or config.get("fusion_bias")
     normed = bool(config.get("layernorms"))
@@ -41,16 +54,145 @@ def read(source: Source, target: Target, overrides: dict) -> EagleHead:
             output_norm=normed,
         )  # fmt: skip
     head.flavour = "EAGLE" + (" (speculators)" if config.speculators else " (vLLM)" if config.nested else "")
-    target.skip_copy(checkpoint, names.get("embedding", ""), target.embedding)
-    target.skip_copy(checkpoint, names.get("head_weight", ""), target.head_weight)
-    fill_module(head, checkpoint, names, target)
-    fc = f"fc of [embedding; state] {'with' if head.fc.bias is not None else 'without'} a bias"
+    target.skip_copies(files.checkpoint, names)
+    files.fill(head, target)
     head.report = [
-        f"{head.flavour} head from {checkpoint.source}",
+        f"{head.flavour} head from {files.draft}",
         "reads the state after the target's final norm",
-        fc,
+        f"fc of [embedding; state] {'with' if head.fc.bias is not None else 'without'} a bias",
         describe_layers(llama, knobs),
         "embedding and output matrix: the target's",
-        *checkpoint.ignored,
+        *files.checkpoint.ignored,
     ]
     return head.eval()
+
+
+def is_eagle3(files: DraftFiles) -> bool:
+    """True if the config says EAGLE-3, or if it is silent and the first layer reads an embedding next to a state."""
+    said = files.config.get(SPECULATORS)
+    if said is not None:
+        return said == "eagle3"
+    reads = files.shape("blocks.0.self_attn.q_proj.weight")[-1]
+    writes = files.shape("blocks.0.self_attn.o_proj.weight")[0]
+    return "blocks.0.hidden_norm.weight" in files.names or 0 < reads == 2 * writes
+
+
+def read_eagle3(
+    files: DraftFiles,
+    target: Target,
+    overrides: dict,
+    head_class: type[Eagle3Head] = Eagle3Head,
+    also: Collection[str] = (),
+) -> Eagle3Head:
+    """An EAGLE-3 head. ValueError if anything does not fit.
+
+    overrides: of EAGLE3_OVERRIDES.
+    also: further keys of the config that are known.
+    """
+    refuse_unknown_keys(files.config, also=also)
+    config = with_rope_theta(DraftConfig(files.config), overrides)
+    feature_size = config.get("target_hidden_size", config.layer.get("hidden_size"))
+    target.check(feature_size, config.layer.get("vocab_size"))
+    llama, knobs, flags = config.llama(), config.layer_knobs(files.names), _flags(config, files.names)
+    unless = ", and its config does not say use_aux_hidden_state: false"
+    count = files.count_states(feature_size, unless) if flags["fc"] else 1
+    reading = find_taps(config, target.num_layers, count)
+    taps = override_taps(overrides, reading.taps, target.num_layers)
+    flags.update({name: bool(overrides[name]) for name in flags if name in overrides})
+    embedding = _embedding(files, config, target)
+    rows = files.output_rows(config.get("draft_vocab_size"), llama.hidden_size, target)
+    head_weight = target.head_weight if rows is None else None
+    with torch.device("meta"):
+        head = head_class(llama, embedding, taps, feature_size, head_weight, rows, knobs, **flags)
+    head.draft_to_target = files.draft_to_target(head.head_weight.shape[0], target)
+    files.fill(head, target)
+    head.open_knobs = {
+        "taps": [(f"taps {comma_separated(other)}", {"taps": other}) for other in reading.others],
+        "recycle_normed": _other_recycling(config, flags["recycle_normed"]),
+        "rope_theta": _other_rope(config, embedding.device),
+    }
+    head.open_knobs = {knob: others for knob, others in head.open_knobs.items() if knob not in overrides}
+    head.flavour = head_class.flavour
+    head.flavour += " (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else ""
+    output = "the target's" if rows is None else f"its own, {rows} of {target.vocab_size} tokens"
+    head.report = [
+        f"{head.flavour} head from {files.draft}",
+        f"reads states {comma_separated(taps)} ({'as told' if 'taps' in overrides else reading.why})",
+        ", ".join(f"{name}={value}" for name, value in flags.items()),
+        describe_layers(llama, knobs),
+        "embedding: " + ("the target's" if embedding is target.embedding else "its own"),
+        f"output matrix: {output}",
+        *files.checkpoint.ignored,
+    ]
+    return head.eval()
+
+
+def is_p_eagle(files: DraftFiles) -> bool:
+    """True if the config says P-EAGLE, or if there is a state for masks."""
+    return files.config.get(SPECULATORS) == "peagle" or "mask_hidden" in files.names
+
+
+def read_p_eagle(files: DraftFiles, target: Target, overrides: dict) -> ParallelEagle3Head:
+    """A P-EAGLE head: EAGLE-3 with a state for masks. Arguments and errors are those of `read_eagle3`."""
+    config, rows = files.config, target.embedding.shape[0]
+    inner = config.get("dflash_config") or {}
+    named = [inner.get("mask_token_id"), *(config.get(name) for name in MASKS)]
+    mask = next((value for value in named if value is not None), None)
+    if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < rows:
+        raise ValueError(
+            f"draft: its config must have a {' or '.join(MASKS)} below {rows}, the model's embeddings, it has {mask!r}"
+        )
+    head = read_eagle3(files, target, overrides, ParallelEagle3Head, P_EAGLE_KEYS)
+    head.mask_token_id = mask
+    head.report.insert(1, f"drafts in parallel, masked by token {mask}")
+    return head
+
+
+def _flags(config: DraftConfig, names: dict[str, str]) -> dict[str, bool]:
+    """The flags of `Eagle3Head`. Where a config is silent, the tensors that are there decide.
+
+    In speculators and its readers ``norm_output: true`` means that the normed output is recycled; in SpecForge it means
+    the norm before the output matrix, which every EAGLE-3 head has.
+    """
+    flags = {
+        "fc": config.get("use_aux_hidden_state", True) is not False,
+        "fc_bias": "fc.bias" in names,
+        "fc_norm": bool(config.get("fc_norm")) or "fc_norm.0.weight" in names,
+        "norm_before_fc": bool(config.get("norm_before_fc")) or "input_norm.weight" in names,
+        "norm_before_residual": bool(config.get("norm_before_residual", config.speculators)),
+    }
+    if flags["fc_norm"] and flags["norm_before_fc"]:
+        raise ValueError("draft: fc_norm and norm_before_fc exclude each other, and it has both")
+    specforge = "LlamaForCausalLMEagle3" in config.architectures and not (flags["fc_norm"] or flags["norm_before_fc"])
+    recycle = config.get("return_hidden_post_norm") or (config.get("norm_output") and not specforge)
+    return {**flags, "recycle_normed": bool(recycle)}
+
+
+def _embedding(files: DraftFiles, config: DraftConfig, target: Target) -> Tensor:
+    """The embedding a head uses: the target's, unless the head has another hidden size, or speculators trained it.
+
+    A trained copy resembles the target's; an exporter that did not fill it leaves noise.
+    """
+    checkpoint, name = files.checkpoint, files.names.get("embedding", "embed_tokens.weight")
+    size, shared = config.layer["hidden_size"], target.embedding
+    trained = name in checkpoint and config.get("embed_requires_grad") and likeness(checkpoint, name, shared) > 0.5
+    if not trained and size == target.hidden_size:
+        target.skip_copy(checkpoint, name, shared)
+        return shared
+    values = checkpoint.take_weight(name, (target.vocab_size, size))
+    return nn.Parameter(values.to(shared.device, shared.dtype), requires_grad=False)
+
+
+def _other_recycling(config: DraftConfig, recycle_normed: bool) -> list[tuple[str, dict]]:
+    """The other meaning of ``norm_output``, unless its publisher is known (see `_flags`)."""
+    if config.speculators or not config.get("norm_output"):
+        return []
+    return [(f"recycle_normed={not recycle_normed}", {"recycle_normed": not recycle_normed})]
+
+
+def _other_rope(config: DraftConfig, device: torch.device) -> list[tuple[str, dict]]:
+    """The other meaning of the RoPE in the config: that the trainer used REFERENCE_ROPE in its place."""
+    reference = config.with_rope(REFERENCE_ROPE).llama()
+    if config.speculators or config.deepspec or reference.rope_parameters == config.llama().rope_parameters:
+        return []
+    return [(f"rope_theta={REFERENCE_ROPE['rope_theta']:g}", {"rotary_emb": rotary(reference, device)})]

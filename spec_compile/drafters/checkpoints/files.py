@@ -20,10 +20,11 @@ Fetch = Callable[[str], Path | None]
 
 
 def fetcher(source: str | Path, revision: str | None = None, local: bool = False) -> Fetch:
-    """A function: name of a file -> where it is, or None if `source` has no such file.
+    """A function: name of a file -> its path, or None if `source` has no such file.
 
-    source: a folder, or a repository of the hub, of which only the files asked for are downloaded (local: none are;
-    only what earlier calls have left in the cache is found). ValueError if it is neither.
+    source: a folder, or a repository of the hub; only files that are asked for are downloaded.
+    local: download nothing, look into the cache only.
+    Raises ValueError if `source` is neither.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -55,12 +56,12 @@ def read_json(path: Path) -> dict:
 
 
 def load_pickled(path: Path):
-    """What ``torch.save`` wrote, without running code from it; ValueError if it cannot be read."""
+    """Load a file of ``torch.save`` without running code from it; ValueError if it cannot be read."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # of damaged files torch raises errors of a dozen types
+    except Exception as error:  # torch raises errors of a dozen types for damaged files
         reason = (str(error).strip().splitlines() or ["it is empty"])[0]
         if isinstance(error, pickle.UnpicklingError) or "weights_only" in reason:
             reason = "it holds more than tensors, or it is damaged"
@@ -69,7 +70,7 @@ def load_pickled(path: Path):
 
 @dataclass(frozen=True)
 class Part:
-    """Where one parameter comes from: tensors of `shape`, put together by `join`."""
+    """The tensors of `shape` that a parameter is made of, by `join`."""
 
     names: list[str]
     shape: tuple[int, ...]
@@ -122,26 +123,30 @@ class Checkpoint:
         parts = _from_safetensors(path, lambda file: [file.get_slice(name)[row : row + 1] for row in rows.tolist()])
         return torch.cat(parts)
 
-    def fill(self, head: nn.Module, plan: dict[str, Part], dtype: torch.dtype, device: torch.device) -> None:
-        """Give `head` its parameters (those on the meta device) as `plan` says, by their names, on `device`.
+    def fill(self, draft: nn.Module, part_of: Callable[[str, tuple[int, ...]], Part], like: Tensor) -> None:
+        """Give `draft` the parameters and buffers that it has on the meta device.
 
-        Parameters become `dtype`, buffers keep theirs. ValueError, before anything is read, that names every tensor
-        that is missing, has another shape, or is left in the checkpoint and not in `plan`.
+        part_of: name and shape of a parameter -> its tensors.
+        like: the target's embedding, whose device all take; parameters take its dtype, too, and buffers keep theirs.
+
+        Raises ValueError, before anything is read, that names every tensor that is missing, has another shape, or is
+        left over in the checkpoint.
         """
-        self._check({name: part.shape for part in plan.values() for name in part.names})
-        taken = {name for part in plan.values() for name in part.names}
+        empty = {name: value for name, value in draft.state_dict().items() if value.is_meta}
+        parts = {name: part_of(name, tuple(value.shape)) for name, value in empty.items()}
+        taken = {name: part.shape for part in parts.values() for name in part.names}
+        self._check(taken)
         left = [name for name in self._left if name not in taken]
         if left:
             raise ValueError(
                 f"draft: {self.source} holds tensors that this format does not know: {_some(left)}{_how(left)}"
             )
-        buffers = dict(head.named_buffers())
-        state = {}
-        for name, part in plan.items():
+        buffers, state = dict(draft.named_buffers()), {}
+        for name, part in parts.items():
             value = part.join([self.take_weight(source) for source in part.names])
-            state[name] = value.to(device, buffers[name].dtype if name in buffers else dtype).contiguous()
-        head.load_state_dict(state, strict=False, assign=True)
-        for name, parameter in head.named_parameters():
+            state[name] = value.to(like.device, buffers[name].dtype if name in buffers else like.dtype).contiguous()
+        draft.load_state_dict(state, strict=False, assign=True)
+        for name, parameter in draft.named_parameters():
             if name in state:
                 parameter.requires_grad_(False)
 

@@ -9,24 +9,26 @@ import torch
 from ...errors import UnsupportedModelError
 from ...passes.tap_hidden_states import FINAL
 from ..modules.mtp import MtpHead, block_config
-from .eagle_config import override_taps
+from .config import override_taps
+from .draft_files import DraftFiles
 from .files import Checkpoint, Part
-from .source import Source
 from .target import Target
 
 OVERRIDES = ("taps", "recycle_normed")
 
 
 @dataclass(frozen=True)
-class Family:
-    """How a family of models names the tensors of a block, and how its forward differs.
+class MtpFamily:
+    """The names of a block's tensors in a family of models, and the differences of its forward.
 
-    sign: pattern of a name that every block has; its group is what the block's names begin with. inner: then come the
-    decoder layer's. outer: the others, and ours. embedding_first, zero_first: see `MtpHead`.
+    pattern: matches a name that every block has; its group is the prefix of the block's names.
+    outer: beginnings of names after the prefix -> ours, for the tensors around the decoder layer.
+    inner: stands between the prefix and the names of the decoder layer.
+    embedding_first, zero_first: see `MtpHead`.
     """
 
     name: str
-    sign: str
+    pattern: str
     outer: dict[str, str]
     inner: str = ""
     embedding_first: bool = True
@@ -34,7 +36,7 @@ class Family:
 
 
 FAMILIES = (
-    Family(
+    MtpFamily(
         "DeepSeek, GLM",
         r"(.*\blayers\.\d+\.)eh_proj\.weight$",
         {
@@ -46,7 +48,7 @@ FAMILIES = (
             "embed_tokens.weight": "embedding",
         },
     ),
-    Family(
+    MtpFamily(
         "MiMo",
         r"(.*\bmtp_layers\.\d+\.)input_proj\.weight$",
         {
@@ -57,7 +59,7 @@ FAMILIES = (
         },
         embedding_first=False,
     ),
-    Family(
+    MtpFamily(
         "Qwen",
         r"((?:.*\.)?mtp\.)fc\.weight$",
         {
@@ -73,16 +75,19 @@ FAMILIES = (
 
 
 @dataclass(frozen=True)
-class Block:
-    """The first block of multi-token prediction in a checkpoint: its family, and what its names begin with."""
+class MtpBlock:
+    """The first block of multi-token prediction in a checkpoint.
 
-    family: Family
+    prefix: of the names of its tensors.
+    further: number of blocks after it.
+    """
+
+    family: MtpFamily
     prefix: str
     further: int
-    """Blocks after it."""
 
     def holds(self, name: str) -> bool:
-        """Whether a tensor belongs to this block."""
+        """True if a tensor belongs to this block."""
         inner = self.family.inner and re.match(r"layers\.(\d+)\.", name[len(self.prefix) :])
         return name.startswith(self.prefix) and not (inner and inner[1] != "0")
 
@@ -102,31 +107,31 @@ class Block:
         return self.prefix + self.family.inner + name.removeprefix("block.")
 
 
-def find_block(names: Iterable[str]) -> Block | None:
+def find_block(names: Iterable[str]) -> MtpBlock | None:
     """The first block of multi-token prediction among the tensors of a checkpoint."""
     names = list(names)
     for family in FAMILIES:
-        prefixes = {sign[1] for name in names if (sign := re.match(family.sign, name))}
+        prefixes = {match[1] for name in names if (match := re.match(family.pattern, name))}
         if prefixes:
             first = min(prefixes, key=_numbers)
             inside = re.compile(re.escape(first) + r"layers\.(\d+)\.")
             layers = {layer[1] for name in names if (layer := inside.match(name))}
-            return Block(family, first, len(layers if family.inner else prefixes) - 1)
+            return MtpBlock(family, first, len(layers if family.inner else prefixes) - 1)
     return None
 
 
-def detect(source: Source) -> bool:
-    """Whether a block of multi-token prediction is among the tensors."""
-    return find_block(source.names) is not None
+def is_mtp(files: DraftFiles) -> bool:
+    """True if there is a block of multi-token prediction among the tensors."""
+    return find_block(files.tensor_names) is not None
 
 
-def read(source: Source, target: Target, overrides: dict) -> MtpHead:
-    """The head that the first block is. overrides: taps, recycle_normed.
+def read_mtp(files: DraftFiles, target: Target, overrides: dict) -> MtpHead:
+    """The head that is the first block. overrides: of OVERRIDES.
 
     ValueError if anything does not fit, UnsupportedModelError if no layer like the target's can be built.
     """
-    block = find_block(source.names)
-    checkpoint = Checkpoint(source.draft, source.fetch, block.holds)
+    block = find_block(files.tensor_names)
+    checkpoint = Checkpoint(files.draft, files.fetch, block.holds)
     names = {block.ours(name): name for name in checkpoint.shapes}
     taps = override_taps(overrides, (FINAL,), target.num_layers)
     decoder = target.model.get_decoder()
@@ -144,18 +149,15 @@ def read(source: Source, target: Target, overrides: dict) -> MtpHead:
             recycle_normed=overrides.get("recycle_normed", True),
         )  # fmt: skip
     head.flavour = f"MTP ({block.family.name})"
-    target.skip_copy(checkpoint, names.get("embedding", ""), target.embedding)
-    target.skip_copy(checkpoint, names.get("head_weight", ""), target.head_weight)
-    empty = {name: tuple(value.shape) for name, value in head.state_dict().items() if value.is_meta}
-    plan = {name: _part(name, shape, names, block) for name, shape in empty.items()}
-    checkpoint.fill(head, plan, target.embedding.dtype, target.embedding.device)
+    target.skip_copies(checkpoint, names)
+    checkpoint.fill(head, lambda name, shape: _part(name, shape, names, block), target.embedding)
     if "taps" not in overrides:
         last = (target.num_layers,)
         head.open_knobs["taps"] = [(f"taps {last[0]}, the state before the final norm", {"taps": last})]
     order = "[embedding; state]" if head.embedding_first else "[state; embedding]"
     where = "after the target's final norm" if taps == (FINAL,) else f"number {taps[0]}"
     head.report = [
-        f"{head.flavour} head from {source.draft}, {block.prefix}*",
+        f"{head.flavour} head from {files.draft}, {block.prefix}*",
         f"reads the state {where}; fc of {order}; zero_first={head.zero_first}, recycle_normed={head.recycle_normed}",
         f"one {type(head.block).__name__}, {'with a mixture of experts' if sparse else 'dense'}",
         "embedding and output matrix: the target's",
@@ -165,8 +167,8 @@ def read(source: Source, target: Target, overrides: dict) -> MtpHead:
     return head.eval()
 
 
-def _part(ours: str, shape: tuple[int, ...], names: dict[str, str], block: Block) -> Part:
-    """Where a parameter comes from: experts are stored one by one, and joined in transformers' layers."""
+def _part(ours: str, shape: tuple[int, ...], names: dict[str, str], block: MtpBlock) -> Part:
+    """The tensors of a parameter: experts are stored one by one, and joined in transformers' layers."""
     stem, _, projection = ours.rpartition(".")
     if ours in names or not stem.endswith(".experts"):
         return Part([names.get(ours) or block.theirs(ours)], shape)

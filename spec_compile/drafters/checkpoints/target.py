@@ -1,4 +1,4 @@
-"""What a draft head shares with the model it drafts for, and must agree with."""
+"""`Target`: the parts of a model that its draft shares, and the sizes that both must have."""
 
 from dataclasses import dataclass
 
@@ -56,9 +56,14 @@ class Target:
                     "take the head of this model"
                 )
 
-    def skip_copy(self, checkpoint: Checkpoint, name: str, shared: Tensor) -> None:
-        """Leave out the checkpoint's copy of a tensor that is shared with the target, and say if it is another."""
-        if name in checkpoint:
+    def skip_copies(self, checkpoint: Checkpoint, names: dict[str, str]) -> None:
+        """`skip_copy` of embedding and output matrix. names: ours -> the checkpoint's."""
+        self.skip_copy(checkpoint, names.get("embedding"), self.embedding)
+        self.skip_copy(checkpoint, names.get("head_weight"), self.head_weight)
+
+    def skip_copy(self, checkpoint: Checkpoint, name: str | None, shared: Tensor) -> None:
+        """Leave a tensor out, if it is there, because the target's is used, and say if the two differ."""
+        if name is not None and name in checkpoint:
             same = likeness(checkpoint, name, shared) > 0.99
             checkpoint.ignore(name, "a copy of the target's" if same else "the target's is used, though it is another")
 

@@ -1,8 +1,8 @@
 """The draft of DFlash (block diffusion for flash speculative decoding, arXiv:2602.06036): a block of tokens at once.
 
-A block is the last committed token and masks behind it. Its layers attend to the block itself and to a context: keys
-and values that each layer makes of the target's states at the committed tokens, which nothing ever changes. So no token
-of the text is fed to the draft but the last, and all of a block is drafted in one forward.
+A block is the last committed token and masks after it. Its layers attend to the block itself and to a context: keys
+and values that each layer makes of the target's states at the committed tokens, which nothing ever changes. So only the
+last token of the text is fed to the draft, and a block is drafted in one forward.
 
 Shapes: B rows, T slots, h the target's hidden size, which is the draft's, V the vocabulary, Vd the words it can draft.
 """
@@ -13,24 +13,26 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
-from .convolution import ConvolvedLayer
-from .layers import Layer, LayerKnobs, rotary
+from .layers import ConvolvedLayer, Layer, LayerKnobs, rotary
 from .transitions import Transition
 
 
 class DFlashDraft(nn.Module):
     """A DFlash draft: ``project`` the target's states for the context, then ``forward`` over a block.
 
-    embedding [V, h] and head_weight [Vd, h] may be the target's own parameters: moving or casting the draft would move
-    or cast the target. draft_to_target [Vd] int64: the target's id of each row of head_weight (None: row i is token i).
-    mask_embedding [h]: what stands for the mask (None: its row of the embedding).
+    embedding [V, h], head_weight [Vd, h]: may be the target's own parameters; moving or casting the draft would then
+    move or cast the target.
+    draft_to_target [Vd] int64: the target's id of each row of head_weight (None: row i is token i).
+    mask_embedding [h]: of the mask (None: its row of the embedding).
 
-    taps: the target's states that it reads, numbered as in `head.Head`. block_size: slots of a block it was
-    trained with. sample_from_anchor: slot j of a block at position p drafts the token at p + j + 1, so that there are
-    as many drafts as slots (DSpark, DeepSpec); else that at p + j, and the first slot none. causal: layers whose slots
-    see of the block only what lies before them. embedding_scale, output_scale, softcap: of the block's embeddings and
-    its logits, which become ``softcap * tanh(output_scale * logits / softcap)``. transition: what a block's drafts
-    depend on each other by (None: they do not).
+    taps: the target's states that it reads, numbered as in `head.Head`.
+    block_size: slots of a block it was trained with.
+    sample_from_anchor: slot j of a block at position p drafts the token at p + j + 1, so that there are as many drafts
+    as slots (DSpark, DeepSpec); else it drafts the token at p + j, and the first slot drafts none.
+    causal: True for each layer whose slots see only the slots before them in the block.
+    embedding_scale: factor of the block's embeddings.
+    output_scale, softcap: logits become ``softcap * tanh(output_scale * logits / softcap)``.
+    transition: how a block's drafts depend on each other (None: they do not).
     """
 
     flavour = "DFlash"
@@ -77,8 +79,8 @@ class DFlashDraft(nn.Module):
         return self.hidden_norm(self.fc(torch.cat(features, dim=-1)))
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """input_ids, positions [B, T] int64 of blocks -> (logits [B, T, Vd],), also of a slot that drafts nothing; and
-        with a transition the normed states [B, T, h] that they come from."""
+        """input_ids, positions [B, T] int64 of blocks -> (logits [B, T, Vd],), also for a slot that drafts nothing, or
+        with a transition (logits, the normed states [B, T, h] that they come from)."""
         x = F.embedding(input_ids, self.embedding)
         if self.mask_embedding is not None:
             x = torch.where((input_ids == self.mask_token_id)[:, :, None], self.mask_embedding, x)
@@ -96,12 +98,13 @@ class DFlashDraft(nn.Module):
         return (logits,) if self.transition is None else (logits, normed)
 
 
-class Context(nn.Module):
-    """What the layers of a draft see of the target's states: the keys and values of all in one product.
+class ContextProjection(nn.Module):
+    """Makes the keys and values of the context of all layers in one product.
 
     It holds the layers' key and value projections a second time, stacked.
 
-    parts, part: of how many equal stretches of key-value heads it holds which one.
+    parts: equal stretches that the key-value heads are cut into.
+    part: the stretch that it holds.
     """
 
     def __init__(self, draft: DFlashDraft, parts: int = 1, part: int = 0):
@@ -123,11 +126,11 @@ class Context(nn.Module):
         }
 
     def _rows(self, tensor: Tensor) -> Tensor:
-        """The rows of a projection that make its heads."""
+        """The rows of a projection for the stretch of heads."""
         return tensor.detach().chunk(self.parts)[self.part]
 
     def refresh(self) -> None:
-        """Stack the draft's projections, which have changed, anew."""
+        """The draft's projections have changed: stack them again."""
         for name, value in self._stacked().items():
             if value is not None:
                 getattr(self, name).copy_(value)

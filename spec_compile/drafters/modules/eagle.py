@@ -14,9 +14,13 @@ from .layers import ONE_LAYER, JoinedLayer, Layer, LayerKnobs, rotary
 class EagleHead(Head):
     """EAGLE-1 and EAGLE-2 (one set of weights): u = fc [embedding; state], then decoder layers.
 
-    The state is the target's after its final norm; it is recycled as it leaves the last layer, and read there, too.
-    embedding_norm, state_norm: RMSNorms in front of fc (HASS). input_norm: the first layer has its own. output_norm:
-    one in front of the output head. embedding_first: the order of fc's input.
+    The state is the target's after its final norm. The output of the last layer is recycled, and read by the output
+    matrix.
+
+    embedding_norm, state_norm: RMSNorms before fc (HASS).
+    input_norm: the first layer has an input norm, too.
+    output_norm: an RMSNorm before the output matrix.
+    embedding_first: the order of fc's input.
     """
 
     def __init__(
@@ -56,10 +60,13 @@ class EagleHead(Head):
 class Eagle3Head(Head):
     """EAGLE-3: fc joins several of the target's states; the first layer reads [embedding; state], 2H wide.
 
-    draft_vocab_size: rows of the head's own output matrix (None: `head_weight` is given). feature_size: h. fc: without
-    it the one tapped state is the head's (``use_aux_hidden_state: false``). fc_norm: an RMSNorm for each tapped state.
-    norm_before_fc: one over all of them. recycle_normed: what goes round is the output behind the final norm
-    (EAGLE-3.1). norm_before_residual: see `JoinedLayer`.
+    draft_vocab_size: rows of the head's own output matrix (None: `head_weight` is given).
+    feature_size: h.
+    fc: False: the one tapped state is the head's state (``use_aux_hidden_state: false``).
+    fc_norm: an RMSNorm for each tapped state.
+    norm_before_fc: one over all of them.
+    recycle_normed: the output after the final norm is recycled (EAGLE-3.1).
+    norm_before_residual: see `JoinedLayer`.
     """
 
     flavour = "EAGLE-3"
@@ -109,9 +116,9 @@ class Eagle3Head(Head):
 
 
 class ParallelEagle3Head(Eagle3Head):
-    """P-EAGLE (arXiv:2602.01469): EAGLE-3 that also reads masks, in place of tokens that are drafted with it.
+    """P-EAGLE (arXiv:2602.01469): EAGLE-3 that also reads masks, in place of tokens that are not drafted yet.
 
-    mask_hidden [1, 1, taps * h] stands for the target's states at a mask, the token `mask_token_id`.
+    mask_hidden [1, 1, taps * h] replaces the target's states at a mask, the token `mask_token_id`.
     """
 
     flavour = "P-EAGLE"
@@ -125,5 +132,5 @@ class ParallelEagle3Head(Eagle3Head):
 
     @torch.no_grad()
     def mask_state(self) -> Tensor:
-        """The state of a mask [1, 1, H], as `project` gives it."""
+        """The state of a mask [1, 1, H]."""
         return self.project(list(self.mask_hidden.chunk(len(self.taps), dim=-1)))

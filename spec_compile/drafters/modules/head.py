@@ -1,4 +1,4 @@
-"""`Head`: what heads of EAGLE-1, 2, 3 and of multi-token prediction share.
+"""`Head`: the base of the heads of EAGLE-1, 2, 3 and of multi-token prediction.
 
 A head continues a text from the target's states. Slot t of its sequence holds the pair (f_t, x_{t+1}): the target's
 state at token t and the embedding of the token after it; the slot has RoPE position t and predicts x_{t+2}. Further
@@ -18,21 +18,22 @@ from ...capture.adapters import shallow
 class Head(nn.Module):
     """A draft head: ``project`` target states once, then ``forward`` for each drafted token.
 
-    embedding [V, H] and head_weight [Vd, H] may be the target's own parameters: moving or casting the head would move
-    or cast the target. draft_to_target [Vd] int64: the target's id of each row of head_weight (None: row i is token i).
+    embedding [V, H], head_weight [Vd, H]: may be the target's own parameters; moving or casting the head would then
+    move or cast the target.
+    draft_to_target [Vd] int64: the target's id of each row of head_weight (None: row i is token i).
     """
 
     flavour = ""
-    """Whose format this is, for reports."""
+    """The name of the format, for reports."""
     taps: tuple[int, ...]
-    """States the head reads: 0 the embeddings, i the residual stream after layer i, `FINAL` behind the final norm."""
+    """States the head reads: 0 the embeddings, i the residual stream after layer i, `FINAL` after the final norm."""
     layers: int
     """Attention layers, which call ``spec_compile::attention`` once each, numbered from 0."""
     hidden_size: int
     all_rows: tuple[Tensor, ...] = ()
     """The output matrix that the rows of `head_weight` were taken from, if `restrict` was called."""
     report: list[str]
-    """What was loaded, how it was read, and what was left out, a sentence a line."""
+    """Lines on the tensors that were loaded, how they were read, and those that were left out."""
 
     def __init__(self, embedding: Tensor, head_weight: Tensor, hidden_size: int, taps: tuple[int, ...], layers: int):
         super().__init__()
@@ -43,7 +44,7 @@ class Head(nn.Module):
         self.open_knobs: dict[str, list[tuple[str, dict]]] = {}
 
     def restrict(self, ids: Tensor) -> "Head":
-        """Another head of the same weights that drafts the tokens `ids` [Vd] alone."""
+        """Another head of the same weights that drafts only the tokens `ids` [Vd]."""
         head = shallow(self)
         head.all_rows, head.draft_to_target = (self.head_weight,), ids
         head.head_weight = nn.Parameter(self.head_weight.detach()[ids], requires_grad=False)
@@ -51,18 +52,19 @@ class Head(nn.Module):
         return head
 
     def refresh(self) -> None:
-        """Take the rows of a restricted output matrix anew from the whole one."""
+        """Copy the rows of a restricted output matrix again."""
         for weight in self.all_rows:
             self.head_weight.data.copy_(weight.detach()[self.draft_to_target])
 
     def project(self, features: list[Tensor]) -> Tensor:
-        """The tapped states, each [B, T, h], in the order of `taps` -> what `forward` takes as its state [B, T, H]."""
+        """The tapped states, each [B, T, h], in the order of `taps` -> the state [B, T, H] of `forward`."""
         return features[0]
 
     def forward(self, input_ids: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """input_ids, positions [B, T] int64, state [B, T, H] -> (recycled, normed), each [B, T, H].
 
-        recycled: the state for the next draft token. normed: what ``head_weight`` multiplies.
+        recycled: the state for the next draft token.
+        normed: the factor of ``head_weight``.
         """
         raise NotImplementedError
 

@@ -4,9 +4,11 @@ Shapes: B rows, T slots, H the draft's hidden size.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
@@ -20,11 +22,13 @@ from ...kernels import ops
 
 @dataclass(frozen=True)
 class LayerKnobs:
-    """What draft layers differ in, besides the sizes, activation and RoPE of their config.
+    """The differences of draft layers besides the sizes, activation and RoPE of their config.
 
-    num_layers. qkv_bias, output_bias: of the attention's projections. qk_norm: an RMSNorm over each query and key head
-    (Qwen3). windows: the sliding window of each layer, itself included (None: full attention). conv_taps, conv_group:
-    of `convolution.BlockConvolution` (0: layers have none).
+    num_layers: number of layers.
+    qkv_bias, output_bias: biases of the attention's projections.
+    qk_norm: an RMSNorm over each query and key head (Qwen3).
+    windows: the sliding window of each layer, the token itself included (None: full attention).
+    conv_taps, conv_group: of `BlockConvolution` (0: layers have none).
     """
 
     num_layers: int = 1
@@ -65,7 +69,7 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A pre-norm decoder layer; without `input_norm`, attention takes the residual stream as it is.
 
-    inputs: width of what attention reads, H unless given.
+    inputs: width of attention's input (None: H).
     """
 
     def __init__(
@@ -101,6 +105,50 @@ class JoinedLayer(Layer):
         normed = self.hidden_norm(state)
         x = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
         return self._attend(normed if self.norm_before_residual else state, x, rope)
+
+
+class BlockConvolution(nn.Module):
+    """DFlash 2's two causal convolutions of few taps, whose coefficients are learned and also computed from each slot.
+
+    Attention inside a block fades over the layers, and a slot's draft depends most on the slot before it.
+
+    size: channels.
+    taps: slots that are read, the slot itself and those before it in its block.
+    group: neighbouring channels that share the computed part of a coefficient.
+    """
+
+    def __init__(self, size: int, taps: int, group: int):
+        super().__init__()
+        self.taps, self.group = taps, group
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
+        self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
+
+    def around(self, x: Tensor, sublayer) -> Tensor:
+        """x [B, T, H] -> convolve(sublayer(convolve(x))); the coefficients of both convolutions come from x."""
+        computed = self.kernel_projection(x).unflatten(2, (2, self.taps, -1)).repeat_interleave(self.group, dim=4)
+        before, after = (self.base_kernel + computed).unbind(dim=2)  # [B, T, taps, H]
+        return self._convolve(sublayer(self._convolve(x, before)), after)
+
+    def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        out = kernel[:, :, 0] * x
+        for tap in range(1, self.taps):
+            shifted = F.pad(x, (0, 0, tap, 0))[:, : x.shape[1]]  # zero before the block's first slot
+            out = out + kernel[:, :, tap] * shifted
+        return out
+
+
+class ConvolvedLayer(Layer):
+    """A pre-norm decoder layer with a `BlockConvolution` around each of its two parts."""
+
+    def __init__(self, config: LlamaConfig, number: int, knobs: LayerKnobs):
+        super().__init__(config, number, knobs)
+        self.attention_conv, self.mlp_conv = (
+            BlockConvolution(config.hidden_size, knobs.conv_taps, knobs.conv_group) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention_conv.around(self.input_layernorm(x), partial(self.self_attn, rope=rope))
+        return x + self.mlp_conv.around(self.post_attention_layernorm(x), self.mlp)
 
 
 def rotary(config: LlamaConfig, device: torch.device) -> LlamaRotaryEmbedding:

@@ -1,7 +1,7 @@
-"""Multi-token prediction: one decoder layer of the target's own kind behind [norm(embedding); norm(state)].
+"""Multi-token prediction: one decoder layer of the target's own class, which reads [norm(embedding); norm(state)].
 
 DeepSeek-V3 (arXiv:2412.19437, section 2.2), and after it GLM-4.5, MiMo and Qwen3-Next: u = fc [norm_e(embedding);
-norm_h(state)], y = layer(u), and norm(y) is what the target's output head multiplies.
+norm_h(state)], y = layer(u), and the target's output head multiplies norm(y).
 """
 
 import copy
@@ -24,9 +24,11 @@ IMPLEMENTATION = "spec_compile_draft"
 class MtpHead(Head):
     """One block of multi-token prediction, used again and again.
 
-    decoder: the target's (``model.get_decoder()``), whose layer, norm and rotary classes are built anew from `config`
-    (see `block_config`). embedding_first: the order of fc's input (MiMo has the state first). zero_first: the slot at
-    position 0 has an embedding of zeros. recycle_normed: what goes round is the output behind the final norm.
+    decoder: the target's (``model.get_decoder()``), whose layer, norm and rotary classes are built from `config`.
+    config: see `block_config`.
+    embedding_first: the order of fc's input (MiMo has the state first).
+    zero_first: the slot at position 0 has an embedding of zeros.
+    recycle_normed: the output after the final norm is recycled.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class MtpHead(Head):
         with torch.device(embedding.device):
             self.rotary_emb = type(decoder.rotary_emb)(config)
         self.axes = len(getattr(self.rotary_emb, "mrope_section", ()))
-        """Axes of multimodal positions, which are all alike in a text (0: there is one)."""
+        """Axes of multimodal positions, which are all equal in a text (0: positions have one axis)."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         embedding = F.embedding(input_ids, self.embedding)
@@ -60,8 +62,8 @@ class MtpHead(Head):
             embedding = embedding * (positions != 0)[:, :, None]
         parts = [self.embedding_norm(embedding), self.state_norm(state)]
         x = self.fc(torch.cat(parts if self.embedding_first else parts[::-1], dim=-1))
-        places = positions.expand(self.axes, -1, -1) if self.axes else positions
-        x = self.block(x, attention_mask=None, position_embeddings=self.rotary_emb(x, places))
+        positions = positions.expand(self.axes, -1, -1) if self.axes else positions
+        x = self.block(x, attention_mask=None, position_embeddings=self.rotary_emb(x, positions))
         normed = self.norm(x)
         return (normed if self.recycle_normed else x), normed
 

@@ -1,7 +1,7 @@
-"""What makes the drafts of a block depend on each other: a low-rank bias for each pair of a token and the one before.
+"""How the drafts of a block depend on each other: a low-rank bias for each pair of a token and the one before.
 
-The bias of token b after token a at a place with the normed state h is ``query(h, a) . keys[b]``. Some carry a state
-over the places, so that all tokens before b count.
+The bias of token b after token a at a place with the normed state h is ``query(h, a) . keys[b]``. Some transitions
+carry a state over the places, so that all tokens before b count.
 
 Shapes: h the draft's hidden size, V the target's tokens, Vd the draft's, r the rank, C numbers of the carried state,
 ``...`` any dimensions, the same in all arguments.
@@ -13,19 +13,19 @@ from torch.nn import functional as F
 
 
 class Transition(nn.Module):
-    """One of them. The names of its parameters are the published ones, behind the module's own."""
+    """The base of all transitions. Parameters have their published names."""
 
     flavour: str
     candidates: int | None = None
-    """How many of a place's likeliest tokens are chosen among (None: all)."""
+    """Number of a place's likeliest tokens that it chooses among (None: all)."""
     state_size: int = 0
-    """C, 0 where the token before is all that counts."""
+    """C; 0 if only the token before counts."""
     skipped: int = 0
     """Places at the beginning that have no bias."""
 
     @property
     def is_first_order(self) -> bool:
-        """Whether the token before and the place are all that counts."""
+        """True if only the token before and the place count."""
         return self.state_size == 0 and self.skipped == 0
 
     def describe(self) -> str:
@@ -40,9 +40,12 @@ class Transition(nn.Module):
         raise NotImplementedError
 
     def query(self, hidden: Tensor, previous: Tensor, state: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [..., h], previous [...] int64 (the target's ids), state [..., C], embedding [V, h], the target's.
+        """The query [..., r] and the state [..., C] after `previous`.
 
-        Returns the query [..., r] and the state behind `previous` [..., C], which is zeros before the first token.
+        hidden [..., h].
+        previous [...] int64: the target's ids.
+        state [..., C]: before `previous`; zeros before the first token.
+        embedding [V, h]: the target's.
         """
         raise NotImplementedError
 
@@ -115,7 +118,7 @@ class Selector(Transition):
 class Domino(Transition):
     """Domino's head (arXiv:2605.29707): a GRU reads the tokens before, a readout joins its state with the place's.
 
-    skipped: places that it leaves as they are (pure_draft_prefix_len).
+    skipped: first places, which it leaves as they are (pure_draft_prefix_len).
     """
 
     flavour = "Domino"

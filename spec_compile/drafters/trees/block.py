@@ -9,14 +9,15 @@ from .lattice import lattice_tree
 class BlockTree(nn.Module):
     """The best trees of `nodes` nodes, the root included, over the `topk` likeliest tokens of each of `places` places.
 
-    A node is the ranks of the tokens on its path; its score, the sum of their log-probabilities, falls with every rank
-    and with its depth. So all paths whose ranks are nowhere higher, and all that those begin with, score at least as
-    much: a node that has `nodes` of these is never among the best. The few that are left are known in advance, in an
-    order in which parents come first. Move it to the draft's device: its tables are buffers.
+    A node is the ranks of the tokens on its path: (0, 2) is the third likeliest token of place 1 after the likeliest of
+    place 0. Its score, the sum of their log-probabilities, falls with every rank and with its depth. So the paths whose
+    ranks are nowhere higher score at least as much, and so do their beginnings: (0, 2) is preceded by (0,), (0, 0) and
+    (0, 1). A node with `nodes` or more such paths is never among the best. The few nodes that remain are known in
+    advance, parents first. Move the module to the draft's device: its tables are buffers.
     """
 
     def __init__(self, places: int, topk: int, nodes: int):
-        """ValueError if there are not as many nodes as that."""
+        """ValueError if there are not as many nodes."""
         super().__init__()
         self.nodes, self.topk = nodes, topk
         paths = _candidates(places, topk, nodes - 1)
@@ -39,9 +40,9 @@ class BlockTree(nn.Module):
         """root [B]; scores (none above 0) and tokens [B, places, topk], likeliest first -> tokens, parents [B, nodes]
         int64 and scores [B, nodes] float32, from the best node down.
 
-        Of nodes with equal scores either may be in the tree, or come first.
+        If nodes have equal scores, any of them may be in the tree, or come first.
         """
-        if scores.is_cuda:  # one launch, where a sort of all that may be among the best takes many
+        if scores.is_cuda:  # one launch; a sort of all candidates takes many
             after_any = scores[:, :, None].expand(-1, -1, self.topk, -1)
             return lattice_tree(root, tokens, after_any, self.nodes)
         scores = torch.cat([scores, torch.zeros_like(scores[:, :, :1])], dim=2)
@@ -62,7 +63,8 @@ class BlockTree(nn.Module):
 def _candidates(places: int, topk: int, count: int) -> list[tuple[int, ...]]:
     """The paths that may be among the `count` best, the short ones first.
 
-    At depth d there are ``(r_1 + 1) * ... * (r_d + 1)`` paths whose ranks are nowhere above those of (r_1, ..., r_d).
+    At depth d there are ``(r_1 + 1) * ... * (r_d + 1)`` paths whose ranks are nowhere above those of (r_1, ..., r_d):
+    below (0, 2) there are 1 at depth 1 and 3 at depth 2, itself included, so it needs a `count` of 4.
     """
     candidates, level = [], [((), 1, 0)]
     for _ in range(places):

@@ -12,7 +12,7 @@ from .schedule import Schedule
 from .step import Step, chain_parents, feed
 
 DRAFT_STREAM = MAX_NODES
-"""The number of `uniform` that draws a draft's token: verification takes those below, one a child and one."""
+"""The number of `uniform` that draws a draft's token. Verification takes the numbers below it."""
 
 
 def draw_chain(
@@ -28,15 +28,16 @@ def draw_chain(
     vocab_size: int,
     draft_to_target: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A chain whose tokens are drawn from the draft: tokens, parents [B, N] int64, and probs [B, N, vocab_size].
+    """A chain whose tokens are drawn from the draft: tokens, parents [B, N] int64, probs [B, N, vocab_size] float32.
 
-    temperature [B]: of the draft's softmax; where it is 0, the likeliest token has all the probability. seed, sequence,
-    place [B]: of `uniform`, place counting the tokens of a row between its prompt and the root's child. vocab_size:
-    the target's. Row i of the float32 probs is what node i's child was drawn from; the last is zeros. The rest is as
-    in `grow`.
+    temperature [B]: of the draft's softmax; at 0 the likeliest token has all the probability.
+    seed, sequence, place [B]: of `uniform`; place counts the tokens of a row between its prompt and the root's child.
+    vocab_size: the target's.
+    The other arguments are those of `grow`.
 
-    The tokens verified stay distributed as the target's only if what is cut off the chain before verification does not
-    depend on the tokens cut off. ValueError unless the schedule is a chain.
+    Node i's child was drawn from row i of probs; the last row is zeros. Verified tokens are distributed as the target's
+    only if the length to which the chain is cut before verification does not depend on the tokens cut off. ValueError
+    unless the schedule is a chain.
     """
     if schedule.topk != 1:
         raise ValueError(f"topk must be 1 (a chain) for drafts that are drawn, not {schedule.topk}")
@@ -61,7 +62,7 @@ def draw_chain(
 
 
 def _distribution(logits: Tensor, temperature: Tensor) -> Tensor:
-    """softmax(logits [B, Vd] / temperature [B]) in float32; the likeliest alone at 0, or if there is none."""
+    """softmax(logits [B, Vd] / temperature [B]) in float32; at 0, or if that is not finite, 1 for the likeliest."""
     logits = logits.float().nan_to_num(-math.inf, torch.finfo(torch.float32).max, -math.inf)
     likeliest = torch.arange(logits.shape[1], device=logits.device) == argmax(logits)[:, None]
     peak = logits.amax(dim=1, keepdim=True)

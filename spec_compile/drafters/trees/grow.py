@@ -1,7 +1,6 @@
 """`grow`: a chain, the dynamic tree of EAGLE-2 or a static tree, from a draft's likeliest tokens.
 
-It knows nothing of the draft but its `Step`, and works on tensors of static shapes alone, so that it can be compiled
-and captured.
+It knows nothing of the draft but its `Step`. All tensors have static shapes, so that it can be compiled and captured.
 """
 
 import torch
@@ -24,11 +23,13 @@ def grow(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The trees to be verified: tokens, parents [B, N] int64 and scores [B, N] float32.
 
-    root [B]: the last committed tokens; logits [B, Vd], hidden [B, C]: the draft's output at the last committed slot;
-    draft_to_target [Vd]: the target's id of each of the draft's, all different (None: they are the same). A score is
-    the sum of log-probabilities down from the root, whose own is 0: no child has a higher one than its parent. Parents
-    come before children and siblings differ. Of an EAGLE-2 tree the nodes go from the best score down, so that its
-    first n are the tree of n nodes. ValueError if Vd is less than topk, or the highest rank of a static tree.
+    root [B]: the last committed tokens.
+    logits [B, Vd], hidden [B, C]: the draft's output at the last committed slot.
+    draft_to_target [Vd]: the target's id of each of the draft's, all different (None: they are the same).
+
+    A score is the sum of log-probabilities down from the root, whose score is 0, so no child's is above its parent's.
+    Parents come before children and siblings differ. The nodes of an EAGLE-2 tree go from the best score down, so its
+    first n nodes are the tree of n nodes. ValueError if Vd is less than topk, or than the ranks of a static tree.
     """
     if isinstance(schedule, StaticTree):
         return schedule(root, logits, hidden, step, draft_to_target)
@@ -36,16 +37,19 @@ def grow(
 
 
 def highest(scores: Tensor, count: int) -> Tensor:
-    """The places [B, count] of the highest scores, of equal ones the first."""
+    """The columns [B, count] of the highest scores [B, M]; the first of equal ones comes first."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def best_nodes(tokens: Tensor, above: Tensor, scores: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of M numbered nodes the best, from the best down: tokens, parents [B, nodes] int64 and scores [B, nodes].
+    """The best of M numbered nodes, from the best down: tokens, parents [B, nodes] int64 and scores [B, nodes].
 
-    tokens, above (the number of each node's parent, -1 of the root), scores [B, M]. The root is number 0; a parent's
-    number is below its children's and its score not, so that with the lower number first among equals no node comes
-    before its parent.
+    tokens, scores [B, M]: the root is number 0.
+    above [B, M]: the number of each node's parent, -1 for the root.
+
+    A parent has a lower number than its children and no lower score. Among equal scores the lower number comes first,
+    so no node comes before its parent. above = [-1, 0, 0, 2], scores = [0, -3, -1, -2] and nodes = 3 keep the numbers
+    [0, 2, 3], whose parents are [-1, 0, 1].
     """
     kept = highest(scores, nodes)
     number = torch.arange(nodes, device=kept.device)
@@ -70,11 +74,16 @@ def _grow_chain(
 def _grow_tree(
     schedule: Schedule, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, draft_to_target: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Candidates are numbered as they are found, the root being 0."""
+    """Candidates are numbered level by level, the root being 0; the best of all are kept.
+
+    Each level's `topk` best candidates are fed to the draft, in rows after those of the levels before. With topk = 2,
+    rows [0, 1 | 2, 3] have the depths [1, 1 | 2, 2]; if rows 2 and 3 are children of row 1, their ancestors are
+    [0b0110, 0b1010].
+    """
     batch, topk, device = root.shape[0], schedule.topk, root.device
     number = torch.arange(MAX_NODES, device=device)
     tokens, scores = [root[:, None]], [torch.zeros(batch, 1, device=device)]
-    above = [torch.full((batch, 1), -1, device=device)]  # candidate that is each candidate's parent
+    above = [torch.full((batch, 1), -1, device=device)]  # number of each candidate's parent
 
     frontier = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # candidates that get children
     frontier_scores, hidden, logits = scores[0], hidden[:, None], logits[:, None]

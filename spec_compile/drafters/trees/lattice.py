@@ -11,13 +11,14 @@ from .grow import best_nodes, highest
 
 
 class Follow(Protocol):
-    """What may come at one place of a block, after each of W nodes at the place before."""
+    """The candidates at one place of a block after each of W nodes at the place before."""
 
     def __call__(self, place: int, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """previous [B, W] int64: the nodes' tokens. state [B, W, C]: what is carried on the way to them.
+        """previous [B, W] int64: the nodes' tokens.
+        state [B, W, C]: carried over the tokens before them.
 
-        Returns log-probabilities [B, W, K] of the place's candidates, none above 0, and the state [B, W, C] behind
-        the nodes.
+        Returns log-probabilities [B, W, K] of the place's candidates, none above 0, and the state [B, W, C] after the
+        nodes.
         """
 
 
@@ -26,9 +27,13 @@ def grow_lattice(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The best trees of `nodes` nodes, the root included, over K candidates at each of P places.
 
-    root [B]; tokens [B, P, K] int64: the candidates, different at each place; state [B, C]: of the root. A node's score
-    is the sum of log-probabilities on its path. At each place only the nodes - 1 best paths go on, less one for each
-    place before: a node that has as many above it or beside it is not in the tree, and nothing below it is.
+    root [B].
+    tokens [B, P, K] int64: the candidates, different at each place.
+    state [B, C]: of the root.
+
+    A node's score is the sum of log-probabilities on its path. Only the best nodes - 1 - p paths go on at place p: a
+    node there needs its p ancestors in the tree, so that many better neighbours leave no room for it, nor for anything
+    below it.
 
     Returns tokens, parents [B, nodes] int64 and scores [B, nodes] float32, from the best node down.
     """
@@ -51,11 +56,12 @@ def grow_lattice(
 
 @torch.library.custom_op("spec_compile::lattice_tree", mutates_args=())
 def lattice_tree(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`grow_lattice` where the token before is all that counts.
+    """`grow_lattice` for candidates that depend only on the token before.
 
-    logprobs [B, P, K, K] float32: those of a place's candidates after each candidate of the place before; at the first
-    place, after the root, in row 0. The others are as there, and so is what it returns. ValueError for more than 16
-    candidates, or fewer nodes than asked for.
+    logprobs [B, P, K, K] float32: entry [p, a, b] is that of candidate b after candidate a of the place before; the
+    first place has those after the root in row 0.
+    The other arguments, and the results, are those of `grow_lattice`. ValueError for more than 16 candidates, or fewer
+    nodes than asked for.
     """
     places, count = tokens.shape[1:]
     if count > MAX_K or nodes > sum(count**depth for depth in range(places + 1)):
@@ -76,7 +82,7 @@ def _(root, tokens, logprobs, nodes):
 
 
 def grow_table(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What `lattice_tree` means."""
+    """`lattice_tree` in plain PyTorch."""
 
     def follow(place: int, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         if place == 0:

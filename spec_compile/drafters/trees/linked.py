@@ -1,4 +1,4 @@
-"""Chains and trees over the places of a block whose drafts depend on each other (see `modules.transitions`)."""
+"""Chains and trees over a block whose drafts depend on each other (see `modules.transitions`)."""
 
 import math
 
@@ -10,19 +10,20 @@ from ...kernels.top_logits import best_tokens
 from ...runtime.state import State
 from ..modules.dflash import DFlashDraft
 from .lattice import grow_lattice, lattice_tree
-from .propose import propose_grown
+from .propose import propose_full, propose_grown
 from .schedule import Schedule
 from .step import chain_parents, chain_scores
 
 TINY = 1e-6
-"""The least that tokens other than the candidates weigh together."""
+"""Lower bound of the probability of all tokens that are no candidates."""
 
 
-class LinkedPlaces:
-    """Proposes chains that follow the likeliest token after the one before, and the best trees over candidates.
+class LinkedBlockProposer:
+    """Proposes chains of the likeliest token after the one before, and the best trees over candidates.
 
-    The candidates of a place are its likeliest tokens by the block alone: as many as the draft's transition chooses
-    among, or else `topk`, and in a chain all. The arguments are those of `Places`.
+    The candidates of a place are its likeliest tokens by the logits of the block, without the transition: as many as
+    the draft's transition chooses among, or else `topk`; in a chain all tokens are. The arguments are those of
+    `BlockProposer`.
     """
 
     def __init__(self, draft: DFlashDraft, places: int, topk: int, nodes: int, draws: bool, temperature: float):
@@ -40,20 +41,18 @@ class LinkedPlaces:
     def propose(self, state: State, logits: Tensor, normed: Tensor) -> None:
         """Propose trees below the last committed tokens.
 
-        logits [B, first + P, Vd], normed [B, first + P, h]: the draft's output at a block, `first` rows of which draft
+        logits [B, first + P, Vd], normed [B, first + P, h]: the draft's output at a block, whose `first` rows draft
         nothing.
         """
         root = state.tree_tokens[:, 0].clone()
         if self.drawn is not None:
-            return self._draw(state, root, Block(self, logits, normed, 1.0))
-        tokens, parents, scores = self.likeliest(root, logits, normed)
-        count = torch.full_like(root, self.nodes)
-        state.propose(tokens, parents, count, torch.zeros_like(count), None, scores)
+            return self._draw(state, root, LinkedBlock(self, logits, normed, 1.0))
+        propose_full(state, *self.likeliest(root, logits, normed))
 
     def likeliest(self, root: Tensor, logits: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The chain of the likeliest tokens, or the best trees over the candidates: tokens, parents, scores [B, N]."""
         if self.is_tree:
-            block = Block(self, logits, normed, self.temperature)
+            block = LinkedBlock(self, logits, normed, self.temperature)
             candidates = block.to_target(block.ids)
             if self.transition.is_first_order:
                 return lattice_tree(root, candidates, block.table(root, candidates), self.nodes)
@@ -65,7 +64,7 @@ class LinkedPlaces:
     def chain(self, root: Tensor, logits: Tensor, normed: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """The likeliest token after the one before, place by place: the target's ids, and their log-probabilities
         among the candidates, [B, length]."""
-        block, tokens, logprobs = Block(self, logits, normed, 1.0), [root[:, None]], []
+        block, tokens, logprobs = LinkedBlock(self, logits, normed, 1.0), [root[:, None]], []
         carried = block.start
         for place in range(length):
             scores, carried = block.scores(place, tokens[-1], carried)
@@ -75,7 +74,7 @@ class LinkedPlaces:
             tokens[-1] = block.to_target(tokens[-1])
         return torch.cat(tokens[1:], dim=1), torch.cat(logprobs, dim=1)
 
-    def _draw(self, state: State, root: Tensor, block: "Block") -> None:
+    def _draw(self, state: State, root: Tensor, block: "LinkedBlock") -> None:
         """Propose a chain whose tokens are drawn one after the other."""
 
         def logits_after(place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,19 +91,20 @@ class LinkedPlaces:
         propose_grown(state, self.drawn, True, logits[:, 0], carried[:, 0], step, self.draft.draft_to_target)
 
 
-class Block:
-    """The draft's output at one block, and what follows each token in it.
+class LinkedBlock:
+    """The draft's output at one block, and the scores of candidates after each token in it.
 
-    ids [B, P, K]: the candidates of each place, as rows of the output matrix (None: all tokens are). logprobs
-    [B, P, K]: theirs by the block alone, at `temperature`. start [B, 1, C]: the state of the root.
+    ids [B, P, K]: the candidates of each place, as rows of the output matrix (None: all tokens are).
+    logprobs [B, P, K]: theirs by the logits of the block, without the transition, at `temperature`.
+    start [B, 1, C]: the state of the root.
     """
 
-    def __init__(self, places: LinkedPlaces, logits: Tensor, normed: Tensor, temperature: float):
-        self.draft, self.transition, self.temperature = places.draft, places.transition, temperature
+    def __init__(self, proposer: LinkedBlockProposer, logits: Tensor, normed: Tensor, temperature: float):
+        self.draft, self.transition, self.temperature = proposer.draft, proposer.transition, temperature
         first, self.vocabulary = self.draft.first, logits.shape[2]
         self.logits, self.normed, self.ids = logits[:, first:], normed[:, first:], None
-        if places.candidates is not None:
-            scores, ids = best_tokens(logits.flatten(0, 1), places.candidates, temperature)
+        if proposer.candidates is not None:
+            scores, ids = best_tokens(logits.flatten(0, 1), proposer.candidates, temperature)
             self.logprobs, self.ids = (x.view(*logits.shape[:2], -1)[:, first:] for x in (scores, ids))
         self.start = normed.new_zeros(len(normed), 1, self.transition.state_size)
 
@@ -117,16 +117,16 @@ class Block:
 
         previous [B, W] int64, carried [B, W, C]: see `lattice.Follow`.
         """
-        alone = self.logits[:, place] if self.ids is None else self.logprobs[:, place]
+        unlinked = self.logits[:, place] if self.ids is None else self.logprobs[:, place]
         hidden = self.normed[:, place, None].expand(-1, previous.shape[1], -1)
         query, carried = self.transition.query(hidden, previous, carried, self.draft.embedding)
-        alone = alone[:, None].float().expand(-1, previous.shape[1], -1)
+        unlinked = unlinked[:, None].float().expand(-1, previous.shape[1], -1)
         if place < self.transition.skipped:
-            return alone, carried
+            return unlinked, carried
         if self.ids is None:
-            return alone + F.linear(query, self.transition.keys).float(), carried
+            return unlinked + F.linear(query, self.transition.keys).float(), carried
         keys = F.embedding(self.ids[:, place], self.transition.keys)  # [B, K, r]
-        return alone + (query @ keys.mT).float() / self.temperature, carried
+        return unlinked + (query @ keys.mT).float() / self.temperature, carried
 
     def follow(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """See `lattice.Follow`."""
@@ -146,14 +146,14 @@ class Block:
         bias = (query @ F.embedding(self.ids, self.transition.keys).mT).float() / self.temperature
         return self._normed(self.logprobs[:, :, None] + bias, self.logprobs)
 
-    def _normed(self, scores: Tensor, alone: Tensor) -> Tensor:
-        """Logits [..., W, K] of candidates as log-probabilities; alone [..., K]: theirs by the block alone.
+    def _normed(self, scores: Tensor, unlinked: Tensor) -> Tensor:
+        """Logits [..., W, K] of candidates as log-probabilities. unlinked [..., K]: theirs without the transition.
 
-        A transition that knows all tokens also shifts those that are no candidates: what they weigh together is taken
-        from the block alone, because the sum over all tokens would cost a product of the whole output for each node.
+        A transition over all tokens also shifts those that are no candidates. Their total probability is taken without
+        the transition, because the sum over all tokens would cost a product with the output matrix for each node.
         """
         total = scores.logsumexp(dim=-1, keepdim=True)
         if self.transition.candidates is None:
-            others = (1 - alone.exp().sum(dim=-1)).clamp(min=TINY).log()
+            others = (1 - unlinked.exp().sum(dim=-1)).clamp(min=TINY).log()
             total = torch.logaddexp(total, others[..., None, None])
         return scores - total

@@ -1,7 +1,7 @@
 """`merge`: the drafts of a head and of n-grams as one tree of the drafts that are likeliest to be accepted.
 
-It works on tensors of static shapes alone, so that it can be compiled and captured. `merge_drafts` is that on a GPU; on
-a CPU, where compiling it takes longer than a whole round and gains little, it is one operator that runs eagerly.
+All tensors have static shapes, so that it can be compiled and captured. `merge_drafts` is the same on a GPU; on a CPU
+it is one operator that runs eagerly, because compiling it takes longer than a round and gains little.
 """
 
 import math
@@ -16,7 +16,7 @@ from .calibrate import cells_of_both, corrected, head_cells, trie_cells
 from .grow import best_nodes
 
 
-class Source(NamedTuple):
+class SourceTrees(NamedTuple):
     """Trees of one source: tokens, parents [B, N] int64, and count [B] int64, the nodes in use, which come first."""
 
     tokens: Tensor
@@ -25,11 +25,13 @@ class Source(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What is to be remembered of the drafts of both sources until it is known what came of them.
+    """The drafts of both sources, [B, H + T], remembered until their outcome is known: first the H nodes of the head,
+    then the T nodes of n-grams.
 
-    First come the H nodes of the head, then the T of n-grams. tokens, above (parents in the source's own numbers),
-    ancestors, depth, cells [B, H + T] int64: cells are -1 of what is no draft, and of n-grams' drafts that the head
-    proposes, too. priors [B, H + T] float32: the probability that was expected by the sources.
+    tokens, ancestors, depth: int64.
+    above: int64; parents in the source's own numbers.
+    cells: int64; -1 for roots, for slots without a draft, and for n-grams' drafts that the head proposes, too.
+    priors: float32; the probability that the sources expected.
     """
 
     tokens: Tensor
@@ -41,16 +43,18 @@ class Drafts(NamedTuple):
 
 
 def merge(
-    head: Source, scores: Tensor, trie: Source, match: Tensor, counts: Tensor, nodes: int
+    head: SourceTrees, scores: Tensor, trie: SourceTrees, match: Tensor, counts: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Drafts]:
     """The best trees of at most `nodes` nodes: tokens, parents [B, nodes] and count [B] int64, and the drafts.
 
-    head, trie: trees of the same roots. scores [B, H] float32: sums of the head's log-probabilities from the root down.
-    match [B] int64: length of the match that n-grams continue. counts: see `calibrate.corrected`.
+    head, trie: trees with the same roots.
+    scores [B, H] float32: sums of the head's log-probabilities from the root down.
+    match [B] int64: length of the match that n-grams continue.
+    counts: see `calibrate.corrected`.
 
-    A draft is worth the product of the corrected probabilities on its path. Where the sum of siblings' is above 1, each
-    is divided by it. Drafts that both sources propose are one node, whose sources have expected 1 - (1 - p)(1 - q).
-    The trees go from the best node down; slots behind the last one hold token 0 and parent 0.
+    A draft is worth the product of the corrected probabilities on its path. If those of siblings sum to more than 1,
+    each is divided by the sum. A draft of both sources is one node with the prior 1 - (1 - p)(1 - q). The trees go from
+    the best node down; slots after the last one hold token 0 and parent 0.
     """
     size = head.tokens.shape[1]
     is_head_draft, head_ancestors, head_depth = _read(head)
@@ -63,7 +67,7 @@ def merge(
     twin, has_twin = _last(pairs), pairs.any(dim=2)  # of n-grams' nodes
     number, is_doubled = _last(pairs.mT), pairs.any(dim=1)  # of the head's
 
-    # What the sources expect, and the cells by which that is corrected.
+    # The probabilities that the sources expect, and the cells that correct them.
     above = head.parents.clamp(min=0)
     logprobs = (scores - scores.gather(1, above)).nan_to_num(-math.inf)
     head_priors, cells, bins = head_cells(logprobs, head_depth)
@@ -72,7 +76,8 @@ def merge(
     priors = torch.cat([torch.where(is_doubled, both, head_priors), trie_priors], dim=1)
     cells = torch.cat([torch.where(is_doubled, cells_of_both(match, bins), cells), trie_numbers], dim=1)
 
-    # One numbering of all nodes, in which a node that both have is the head's.
+    # One numbering of all nodes: the head's from 0, n-grams' from `size`; a node of both sources is the head's. With
+    # size = 4, a child of n-grams' node 2 has the parent 6, or 1 if that node is also the head's node 1.
     trie_above = trie.parents.clamp(min=0)
     moved = torch.where(has_twin.gather(1, trie_above), twin.gather(1, trie_above), size + trie_above)
     parents = torch.cat([above, moved], dim=1)
@@ -100,9 +105,9 @@ def merge(
 
 
 def merge_drafts(
-    head: Source, scores: Tensor, trie: Source, match: Tensor, counts: Tensor, nodes: int
+    head: SourceTrees, scores: Tensor, trie: SourceTrees, match: Tensor, counts: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Drafts]:
-    """`merge`, as the device likes it."""
+    """`merge`, in the form that suits the device."""
     if scores.is_cuda:
         return merge(head, scores, trie, match, counts, nodes)
     tokens, parents, count, *drafts = _merge_eagerly(*head, scores, *trie, match, counts, nodes)
@@ -114,7 +119,7 @@ def _merge_eagerly(
     tokens: Tensor, parents: Tensor, count: Tensor, scores: Tensor, trie_tokens: Tensor, trie_parents: Tensor,
     trie_count: Tensor, match: Tensor, counts: Tensor, nodes: int,
 ) -> list[Tensor]:  # fmt: skip
-    head, trie = Source(tokens, parents, count), Source(trie_tokens, trie_parents, trie_count)
+    head, trie = SourceTrees(tokens, parents, count), SourceTrees(trie_tokens, trie_parents, trie_count)
     *trees, drafts = merge(head, scores, trie, match, counts, nodes)
     return [*trees, *drafts]
 
@@ -127,8 +132,8 @@ def _(tokens, parents, count, scores, trie_tokens, trie_parents, trie_count, mat
     return [tree, torch.empty_like(tree), torch.empty_like(count), *drafts, torch.empty_like(both, dtype=scores.dtype)]
 
 
-def _read(source: Source) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the nodes [B, N] of trees: whether they are drafts, their ancestors, and their depths (see `ancestry`)."""
+def _read(source: SourceTrees) -> tuple[Tensor, Tensor, Tensor]:
+    """For the nodes [B, N] of trees: True if they are drafts; their ancestors; their depths (see `ancestry`)."""
     number = torch.arange(source.tokens.shape[1], device=source.tokens.device)
     return (number < source.count[:, None]) & (number > 0), *ancestry(source.parents)
 
@@ -139,7 +144,10 @@ def _with_root(is_draft: Tensor) -> Tensor:
 
 
 def _members(ancestors: Tensor) -> Tensor:
-    """Whether node j is i or above i: [B, N, N] bool, of ancestors [B, N] as bits."""
+    """[B, N, N] bool: entry [i, j] is True if node j is i or above it.
+
+    ancestors [B, N]: as bits; a chain of three nodes has [0b001, 0b011, 0b111].
+    """
     number = torch.arange(ancestors.shape[1], device=ancestors.device)
     return (ancestors[:, :, None] >> number) & 1 == 1
 
@@ -150,8 +158,8 @@ def _path_sums(values: Tensor, ancestors: Tensor) -> Tensor:
 
 
 def _path_keys(tokens: Tensor, ancestors: Tensor, depth: Tensor) -> Tensor:
-    """Keys [B, N] int64 of paths from the root, equal of equal paths, and of different ones with odds of 2**-64. A
-    draft whose key is another's by chance is left out, which costs no more than that draft."""
+    """Keys [B, N] int64 of paths from the root: equal for equal paths, and for different ones with odds of 2**-64. A
+    draft whose key is another's by chance is left out, and only that draft is lost."""
     return _path_sums(mix(tokens * MAX_NODES + depth), ancestors)
 
 
@@ -160,8 +168,8 @@ def _last(pairs: Tensor) -> Tensor:
     return torch.where(pairs, torch.arange(pairs.shape[2], device=pairs.device), 0).amax(dim=2)
 
 
-def _ranks(trie: Source, is_draft: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-    """A draft's number [B, T] among its siblings, and whether it and all above it are first children."""
+def _ranks(trie: SourceTrees, is_draft: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+    """A draft's number [B, T] among its siblings, and True if it and all above it are first children."""
     number = torch.arange(is_draft.shape[1], device=is_draft.device)
     older = (trie.parents[:, :, None] == trie.parents[:, None, :]) & is_draft[:, None, :]
     rank = (older & (number < number[:, None])).sum(dim=2)

@@ -1,7 +1,7 @@
 """The trees that a draft grows become those that the next round verifies."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...kernels.top_logits import best_tokens
 from ...runtime.state import State
@@ -10,7 +10,15 @@ from .draw import draw_chain
 from .grow import grow
 from .schedule import Schedule
 from .static import StaticTree
-from .step import Step
+from .step import Step, chain_parents, chain_scores
+
+
+def propose_full(
+    state: State, tokens: Tensor, parents: Tensor, scores: Tensor | None = None, probs: Tensor | None = None
+) -> None:
+    """Propose trees all of whose nodes are in use. The arguments are those of `State.propose`."""
+    count = torch.full_like(tokens[:, 0], tokens.shape[1])
+    state.propose(tokens, parents, count, torch.zeros_like(count), probs, scores)
 
 
 def propose_grown(
@@ -24,19 +32,18 @@ def propose_grown(
 ) -> None:
     """Grow trees (see `grow`), or chains that are drawn, below the last committed tokens and propose them.
 
-    logits [B, Vd], hidden [B, C]: the draft's output at the last committed slot. draft_to_target [Vd]: see `grow`.
+    logits [B, Vd], hidden [B, C]: the draft's output at the last committed slot.
+    draft_to_target [Vd]: see `grow`.
     """
-    root, probs, scores = state.tree_tokens[:, 0].clone(), None, None
+    root = state.tree_tokens[:, 0].clone()
     if draws:
         place = state.lengths + 1 - state.prompt_lengths
         tokens, parents, probs = draw_chain(
             schedule, root, logits, hidden, step, state.temperature, state.seed, state.numbers, place,
             state.is_eos.shape[1], draft_to_target,
         )  # fmt: skip
-    else:
-        tokens, parents, scores = grow(schedule, root, logits, hidden, step, draft_to_target)
-    count = torch.full_like(root, tokens.shape[1])
-    state.propose(tokens, parents, count, torch.zeros_like(count), probs, scores)
+        return propose_full(state, tokens, parents, probs=probs)
+    propose_full(state, *grow(schedule, root, logits, hidden, step, draft_to_target))
 
 
 def propose_block(
@@ -50,12 +57,57 @@ def propose_block(
     """Propose the best trees over the likeliest tokens of each place below the last committed token.
 
     logits [B, first + P, Vd]: those of the P places of `tree`, after `first` rows that draft nothing.
-    score_temperature: of their softmax. draft_to_target [Vd]: see `grow`.
+    score_temperature: of their softmax.
+    draft_to_target [Vd]: see `grow`.
     """
     root = state.tree_tokens[:, 0].clone()
     scores, tokens = best_tokens(logits.flatten(0, 1), tree.topk, score_temperature)
     tokens = tokens if draft_to_target is None else draft_to_target[tokens]
     scores, tokens = (x.view(*logits.shape[:2], tree.topk)[:, first:] for x in (scores, tokens))
-    tokens, parents, scores = tree(root, scores, tokens)
-    count = torch.full_like(root, tree.nodes)
-    state.propose(tokens, parents, count, torch.zeros_like(count), None, scores)
+    propose_full(state, *tree(root, scores, tokens))
+
+
+class BlockProposer(nn.Module):
+    """Proposes chains or trees over the places of a block, whose logits a draft gives in one forward. The token of a
+    place does not depend on the tokens of the others.
+
+    places: drafts of a block.
+    topk: tokens of each place that are looked at (1: chains).
+    nodes: of a tree, the root included; ValueError if there are not as many.
+    draws: True if a chain's tokens are drawn when the target's are.
+    temperature: of the probabilities by which a tree's nodes are chosen.
+
+    Move it to the draft's device: its tables are buffers.
+    """
+
+    def __init__(self, places: int, topk: int, nodes: int, draws: bool, temperature: float = 1.0):
+        super().__init__()
+        self.nodes, self.temperature = nodes, temperature
+        self.drawn = Schedule(nodes - 1, 1, nodes) if draws else None
+        self.tree = BlockTree(places, topk, nodes) if topk > 1 else None
+
+    def propose(self, state: State, logits: Tensor, first: int = 0, draft_to_target: Tensor | None = None) -> None:
+        """Propose trees below the last committed tokens. The arguments are those of `propose_block`."""
+        if self.drawn is not None:
+            return self._draw(state, logits[:, first:], draft_to_target)
+        if self.tree is not None:
+            return propose_block(state, self.tree, logits, first, self.temperature, draft_to_target)
+        root = state.tree_tokens[:, 0].clone()
+        scores, tokens = (x[:, first : first + self.nodes - 1] for x in likeliest(logits, draft_to_target))
+        tokens = torch.cat([root[:, None], tokens], dim=1)
+        propose_full(state, tokens, chain_parents(root, self.nodes), chain_scores(scores))
+
+    def _draw(self, state: State, logits: Tensor, draft_to_target: Tensor | None) -> None:
+        """Propose a chain drawn from logits [B, P, Vd]."""
+
+        def step(tokens, hidden, ancestors, depth, offset, wanted):
+            return hidden, logits[:, offset + 1 : offset + 2]
+
+        propose_grown(state, self.drawn, True, logits[:, 0], logits[:, 0, :1], step, draft_to_target)
+
+
+def likeliest(logits: Tensor, draft_to_target: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and target's ids [B, T] of the likeliest tokens of logits [B, T, Vd]."""
+    scores, tokens = best_tokens(logits.flatten(0, 1), 1, 1.0)
+    tokens = tokens if draft_to_target is None else draft_to_target[tokens]
+    return scores.view(logits.shape[:2]), tokens.view(logits.shape[:2])

@@ -12,9 +12,10 @@ from ...tree import MAX_NODES
 class Schedule:
     """A chain (topk 1), or the dynamic tree of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4).
 
-    num_steps: levels of the tree, grown by num_steps - 1 forwards of the draft. topk: candidates among a node's
-    children, and nodes of a level that get children. num_draft_tokens: nodes verified, the root included (default: the
-    root and all candidates, 64 at most). score_temperature: of the draft's softmax by which branches are compared.
+    num_steps: levels of the tree, grown by num_steps - 1 forwards of the draft.
+    topk: candidates among a node's children, and nodes of a level that get children.
+    num_draft_tokens: nodes verified, the root included (default: the root and all candidates, 64 at most).
+    score_temperature: of the draft's softmax by which branches are compared.
 
     TypeError or ValueError, naming the argument, if one is out of range or they contradict each other.
     """
@@ -51,7 +52,7 @@ class Schedule:
 
     @property
     def fed(self) -> int:
-        """Slots that the nodes fed to the draft take: those of its last forward, or of a chain those of all."""
+        """Slots of the nodes that are fed to the draft: those of its last forward, or of all forwards of a chain."""
         return (self.num_steps - 1) * self.topk
 
     @property

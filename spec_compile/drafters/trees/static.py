@@ -1,4 +1,4 @@
-"""`StaticTree`: a token tree of one shape, whatever the draft says (EAGLE-1, arXiv:2401.15077)."""
+"""`StaticTree`: a token tree of one shape, which does not depend on the draft (EAGLE-1, arXiv:2401.15077)."""
 
 from collections.abc import Collection, Sequence
 
@@ -21,8 +21,8 @@ EAGLE1_CHOICES = [(*path, rank) for path, count in EAGLE1_CHILDREN.items() for r
 
 
 def _sorted_paths(choices: Collection[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Of every node below the root its path of child ranks, shortest first, (0, 2) being the third likeliest child of
-    the root's likeliest. TypeError or ValueError unless each of `choices` is there once, and its parent too."""
+    """The path of child ranks of every node below the root, shortest first; (0, 2) is the third likeliest child of the
+    root's likeliest. TypeError or ValueError unless each of `choices` is there once, and its parent too."""
     if not isinstance(choices, Collection) or any(isinstance(p, str) or not isinstance(p, Sequence) for p in choices):
         raise TypeError(f'tree_choices must be paths of child ranks ([[0], [0, 1]]) or "eagle1", not {choices!r}')
     for rank in (rank for path in choices for rank in path):
@@ -39,9 +39,13 @@ def _sorted_paths(choices: Collection[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 class StaticTree(nn.Module):
-    """A tree of one shape, as EAGLE-1 grows it: a node's children are its likeliest tokens, of the ranks chosen.
+    """A tree of one shape, as EAGLE-1 grows it: a node's children are its likeliest tokens, by the ranks in `choices`.
 
-    Move it to the draft's device: its tables are buffers.
+    Its tables are buffers, so move it to the draft's device. A level's candidates are the `ranks` likeliest tokens of
+    each node of the level before that has children. picked: the candidates that are nodes. inner: the nodes that have
+    children. above: the parents of those, among the nodes before that have children. The choices (0,), (1,), (1, 0) and
+    (1, 2) give the parents [-1, 0, 0, 2, 2], at level 1 picked [0, 1] of 2 ranks and inner [1], at level 2 picked
+    [0, 2] of 3 ranks.
     """
 
     def __init__(self, choices: Collection[Sequence[int]] = tuple(EAGLE1_CHOICES)):

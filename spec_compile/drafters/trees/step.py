@@ -1,4 +1,4 @@
-"""One forward of a draft while it grows a tree, and what every way of growing does with its output.
+"""One forward of a draft while it grows a tree, and the children and chains that are made of its output.
 
 Slots and depths are those of a draft whose slot t predicts the token after next (EAGLE, MTP): a node of depth d is fed
 in slot d - 1 after the draft's committed ones. The root, whose children the logits at the last committed slot predict,
@@ -20,11 +20,12 @@ class Step(Protocol):
     def __call__(
         self, tokens: Tensor, hidden: Tensor, ancestors: Tensor, depth: Tensor, offset: int, wanted: int
     ) -> tuple[Tensor, Tensor]:
-        """tokens [B, R] int64, ids of the target; hidden [B, R, C]: the draft's output at each node's parent.
-
-        ancestors [B, R] int64: bit j of row i says that i sees row j of the block, itself included. depth [R] int64:
-        1 for a child of the root; a node's position is that of the first free slot + depth - 1. The block
-        begins `offset` slots after the committed ones and sees all slots before it. wanted: rows whose logits are used.
+        """tokens [B, R] int64: ids of the target.
+        hidden [B, R, C]: the draft's output at each node's parent.
+        ancestors [B, R] int64: bit j of row i is set if i sees row j of the block, itself included.
+        depth [R] int64: 1 for a child of the root; a node's position is that of the first free slot + depth - 1.
+        offset: the block begins so many slots after the committed ones and sees all slots before it.
+        wanted: rows whose logits are used.
 
         Returns the draft's output [B, R, C], and the logits [B, wanted, Vd] of the last `wanted` rows.
         """
@@ -49,7 +50,7 @@ def feed(step: Step, token: Tensor, hidden: Tensor, depth: int) -> tuple[Tensor,
 
 
 def chain_parents(root: Tensor, nodes: int) -> Tensor:
-    """Parents [B, N] of a chain."""
+    """Parents [B, N] of a chain: [-1, 0, 1, ...]."""
     return torch.arange(-1, nodes - 1, device=root.device).expand(root.shape[0], nodes)
 
 

@@ -1,4 +1,4 @@
-"""What the configs of published EAGLE heads say, in one form: sizes, RoPE, layer knobs and taps."""
+"""`DraftConfig`: the config of a published draft, whoever wrote it: sizes, RoPE, layer knobs and taps."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ FIELDS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "rms_norm_eps", "max_position_embeddings", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters",
 )  # fmt: skip
-"""Of a draft's config, those that its layers are built from."""
+"""Keys of a config that a draft's layers are built from."""
 
 
 class DraftConfig:
-    """A draft's ``config.json``: nested (speculators, vLLM) or flat, with the flags that some put into eagle_config."""
+    """A draft's ``config.json``: flat, or with the layers' keys in an object of their own (speculators, vLLM)."""
 
     def __init__(self, raw: dict):
         self.speculators = SPECULATORS in raw
@@ -64,18 +64,18 @@ class DraftConfig:
         rope = config.rope_parameters
         partial = self.layer.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
         interleaved = False in (self.get("is_neox_style"), self.get("rope_is_neox_style"))
-        for problem, found in (
+        for problem, has_it in (
             (f"RoPE of type {rope['rope_type']!r}, which changes with the length", rope["rope_type"] in GROWING_ROPE),
             ("multimodal RoPE", "mrope_section" in rope),
             (f"RoPE of a part of each head ({partial})", partial != 1.0),
             ("interleaved RoPE", interleaved),
         ):
-            if found:
+            if has_it:
                 raise ValueError(f"draft: its config asks for {problem}, which draft heads are not built with here")
         return config
 
     def layer_knobs(self, names: dict[str, str]) -> LayerKnobs:
-        """Knobs of the layers; the tensors there are decide, and the config may ask for more."""
+        """Knobs of the layers, as the tensors show them; the config may ask for more."""
         count, window = self.layer.get("num_hidden_layers") or 1, self.layer.get("sliding_window")
         types = self.layer.get("layer_types") or []
         if not types and self.layer.get("use_sliding_window"):
@@ -87,7 +87,7 @@ class DraftConfig:
             or any(f"blocks.0.self_attn.{part}_proj.bias" in names for part in "qkv"),
             output_bias="blocks.0.self_attn.o_proj.bias" in names,
             qk_norm=qwen3 or any(f"blocks.0.self_attn.{part}_norm.weight" in names for part in "qk"),
-            windows=tuple(window if kind == "sliding_attention" else None for kind in types[:count]),
+            windows=tuple(window if layer_type == "sliding_attention" else None for layer_type in types[:count]),
         )
 
 
@@ -100,7 +100,11 @@ def with_rope_theta(config: DraftConfig, overrides: dict) -> DraftConfig:
 
 @dataclass(frozen=True)
 class Taps:
-    """Which states an EAGLE-3 head reads, how that was found out, and the other meanings its list may have."""
+    """The states that an EAGLE-3 head reads.
+
+    why: how they follow from the config, for the report.
+    others: other meanings that the config's list may have.
+    """
 
     taps: tuple[int, ...]
     why: str
@@ -111,7 +115,8 @@ def find_taps(config: DraftConfig, num_layers: int, count: int) -> Taps:
     """The `count` states that a draft of a target with `num_layers` layers reads.
 
     Published lists number states in two ways: by the layer whose output it is (SpecForge, DeepSpec: tap = id + 1) or
-    by the layer whose input it is (speculators, vLLM: tap = id). SGLang takes a list that starts with 1 as the former.
+    by the layer whose input it is (speculators, vLLM: tap = id). SGLang reads a list that starts with 1 the first way:
+    [1, 15, 28] gives the taps (2, 16, 29), [2, 16, 29] gives (2, 16, 29).
     ValueError if the list does not fit the target or the head.
     """
     if config.get("use_aux_hidden_state", True) is False:
@@ -130,29 +135,50 @@ def find_taps(config: DraftConfig, num_layers: int, count: int) -> Taps:
             reading = Taps(outputs, f"{listed}, which starts with 1, as outputs of layers: one more", [inputs])
         else:
             reading = Taps(inputs, f"{listed}, which does not start with 1, as inputs of layers", [outputs])
-    if len(reading.taps) != count:
-        raise ValueError(f"draft: its fc reads {count} states of the target, its config names {len(reading.taps)}")
-    if not _has(reading.taps, num_layers):
-        raise _foreign(reading.taps, num_layers)
+    check_taps(reading.taps, count, num_layers, "head")
     return Taps(reading.taps, reading.why, [other for other in reading.others if _has(other, num_layers)])
 
 
-def override_taps(overrides: dict, found: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """The taps that `overrides` ask for, or else those that were found; ValueError if the target has them not."""
-    taps = tuple(overrides.get("taps", found))
-    if len(taps) != len(found):
-        raise ValueError(f"taps: this head reads {len(found)} state(s), got {len(taps)}")
+def override_taps(overrides: dict, default: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """The taps that `overrides` ask for, or else `default`; ValueError if the target has no such states."""
+    taps = tuple(overrides.get("taps", default))
+    if len(taps) != len(default):
+        raise ValueError(f"taps: this head reads {len(default)} state(s), got {len(taps)}")
     if not _has([tap for tap in taps if tap != FINAL], num_layers):
-        raise _foreign(taps, num_layers)
+        raise _foreign(taps, num_layers, "head")
     return taps
+
+
+def check_taps(taps: tuple[int, ...], count: int, num_layers: int, noun: str) -> None:
+    """ValueError unless these are the `count` states that fc joins, of a target with `num_layers` layers."""
+    if len(taps) != count:
+        raise ValueError(f"draft: its fc reads {count} states of the target, its config names {len(taps)}")
+    if not _has(taps, num_layers):
+        raise _foreign(taps, num_layers, noun)
 
 
 def _has(taps: Iterable[int], num_layers: int) -> bool:
     return all(0 <= tap <= num_layers for tap in taps)
 
 
-def _foreign(taps: tuple[int, ...], num_layers: int) -> ValueError:
+def _foreign(taps: tuple[int, ...], num_layers: int, noun: str) -> ValueError:
     return ValueError(
-        f"draft: it reads states {', '.join(map(str, taps))} of its target (0: the embeddings), this model has "
-        f"{num_layers} layers; take the head of this model"
+        f"draft: it reads states {comma_separated(taps)} of its target (0: the embeddings), this model has "
+        f"{num_layers} layers; take the {noun} of this model"
     )
+
+
+def describe_layers(llama: LlamaConfig, knobs: LayerKnobs) -> str:
+    """The RoPE and the layers of a draft, in a line."""
+    rope = dict(llama.rope_parameters)
+    theta, rope_type = rope.pop("rope_theta"), rope.pop("rope_type")
+    windows = "" if not any(knobs.windows) else f", sliding windows {comma_separated(knobs.windows)}"
+    return (
+        f"{knobs.num_layers} layer(s): rope_theta={theta:g} ({rope_type}), qkv_bias={knobs.qkv_bias}, "
+        f"qk_norm={knobs.qk_norm}{windows}"
+    )
+
+
+def comma_separated(values: Iterable) -> str:
+    """[1, 2, 3] -> "1, 2, 3"."""
+    return ", ".join(map(str, values))
