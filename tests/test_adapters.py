@@ -18,6 +18,7 @@ def adapted(task):
     return peft.get_peft_model(ADMITTED["llama"](), config).eval()
 
 
+@pytest.mark.sweep("CAUSAL_LM")
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
 def test_a_wrapped_model(task):
     model = adapted(task)

@@ -33,6 +33,7 @@ def check_tokens(model, fast):
         assert differ == [None] * len(ids), f"prompt {tuple(ids.shape)}: first difference at {differ}"
 
 
+@pytest.mark.sweep("llama gemma3 deepseek_v3 gpt_oss")
 @pytest.mark.parametrize("name", models.ADMITTED)
 def test_admitted(name):
     model = models.ADMITTED[name]()
@@ -212,6 +213,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sweep("PastMean AcrossRows")
 @pytest.mark.parametrize("part, reason", VARIANTS, ids=[part.__name__ for part, _ in VARIANTS])
 def test_a_llama_that_is_none(part, reason):
     model = variant(part)
@@ -228,6 +230,7 @@ def test_the_builder_of_variants_makes_llamas():
     check_tokens(model, spec_compile.speculate(model, compile=False))
 
 
+@pytest.mark.sweep("8 300")
 @pytest.mark.parametrize("window", [8, 64, 300, 4096])
 def test_a_window_that_attention_is_not_told_of(window):
     """The mask is a sliding window, but the attention function is not given its size (Llama's attention in Mistral)."""

@@ -144,6 +144,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sweep(8)
 @EVERYWHERE
 @ALL
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,6 +165,7 @@ def test_heads_and_sizes(place, name, heads, sizes):
     assert (lack is not None) == (name == "flashinfer" and not {*sizes} <= {64, 128, 256}), lack
 
 
+@pytest.mark.sweep(8)
 @EVERYWHERE
 @ALL
 @pytest.mark.parametrize("nodes", [1, 2, 16, 33, 64])
@@ -172,6 +174,7 @@ def test_trees(place, name, nodes):
     assert check(name, place, lengths, nodes, random_tree(nodes), (2, 1), (64, 64)) is None
 
 
+@pytest.mark.sweep(2)
 @EVERYWHERE
 @ALL
 @pytest.mark.parametrize("window", [None, 40])
@@ -210,6 +213,7 @@ def test_page_sizes():
         xqa.page_size(100)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("place", PLACES)
 @ALL
 @settings(max_examples=20 if GPU else 5)
@@ -394,6 +398,7 @@ def tiny(monkeypatch):
         monkeypatch.setitem(BACKENDS, name, less)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name, model", [pair for pair in PAIRS if pair not in REFUSED])
 def test_pass_puts_the_op_into_the_graph(on_gpu, captured, tiny, name, model):
     """The op is there once a layer, and the numbers are those of the graph for a CPU."""
@@ -427,6 +432,7 @@ def test_pass_refuses_what_the_backend_lacks(on_gpu, captured, tiny, name, model
         rewritten(graph, name, "verify", False)
 
 
+@pytest.mark.sweep("triton sdpa")
 @pytest.mark.parametrize("name", ["auto", "triton", "sdpa", "flex"])
 def test_rotation_joins_what_rotates(on_gpu, name):
     graph = capture(models.ADMITTED["llama"]().to(torch.bfloat16))

@@ -183,6 +183,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.sweep(["eagle3 tree"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm(name):
     options = dict(ALGORITHMS[name])

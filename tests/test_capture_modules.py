@@ -74,10 +74,12 @@ def assert_equal_tokens(pair, ids, mask=None):
     assert max(pair[1].speculation.stats.nodes) > 1, "nothing was drafted"
 
 
+@pytest.mark.sweep("falcon_alibi llama4")
 def test_one_row(pair):
     assert_equal_tokens(pair, models.prompts()[0][0])
 
 
+@pytest.mark.sweep(4)
 def test_rows_padded_on_the_left(pair):
     assert_equal_tokens(pair, *models.prompts()[1:])
     assert pair[1].speculation.stats.tokens > 0
@@ -102,6 +104,7 @@ def test_positions_that_llama4_counts_for_itself():
         )
 
 
+@pytest.mark.sweep("codegen-512 mpt-512 bloom-None")
 @pytest.mark.parametrize("name, limit", [("codegen", 512), ("xglm", 512), ("mpt", 512), ("doge", 512), ("bloom", None)])
 def test_tables_limit_positions(name, limit):
     assert capture(models.build(*CLASSES[name])).position_limit == limit

@@ -74,6 +74,7 @@ def refused(check, *arguments):
         check(*arguments)
 
 
+@pytest.mark.sweep("llama-dtype0-cpu mixtral-dtype8-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name, dtype", thinned(2, FAMILIES, HALF))
 def test_sound_models_pass_and_a_factor_of_1_01_does_not(name, dtype, device):
@@ -87,6 +88,7 @@ def test_sound_models_pass_and_a_factor_of_1_01_does_not(name, dtype, device):
         refused(check_tree, name, graph, mapped(verify, larger))
 
 
+@pytest.mark.sweep("llama-dtype0-1.01 llama-dtype6-1.001")
 @pytest.mark.parametrize(
     "name, dtype, factor", [*((name, torch.float32, 1.01) for name in FAMILIES), ("llama", torch.float64, 1.001)]
 )

@@ -57,6 +57,7 @@ HARD = {
 }
 
 
+@pytest.mark.sweep("BertLMHeadModel MoshiForCausalLM")
 @pytest.mark.parametrize("name", HARD)
 def test_class(name):
     outcome = tiny_models.examine(name)
@@ -153,6 +154,7 @@ OWN = {
 }
 
 
+@pytest.mark.sweep("OwnInputs OwnLoop")
 @pytest.mark.parametrize("cls", OWN, ids=lambda cls: cls.__name__)
 def test_a_method_of_the_models_own_is_run_with_one_warning(cls):
     model = llama_of(cls)
@@ -258,6 +260,7 @@ def test_a_model_that_generates_something_else_is_refused(cls, reason):
     spec_compile.speculate(llama_of(cls), compile=False, check=False)
 
 
+@pytest.mark.sweep("llama-dtype0")
 @pytest.mark.parametrize(
     "name, dtype", [("llama", torch.float16), ("gpt2", torch.bfloat16), ("mixtral", torch.bfloat16)]
 )

@@ -43,6 +43,7 @@ def fixed(pad: int = 0) -> dict:
     return dict(do_sample=False, max_new_tokens=NEW, pad_token_id=pad)
 
 
+@pytest.mark.sweep("eagle3-options1-3.3")
 @pytest.mark.parametrize("algo, options, least", DRAFTS)
 def test_heads_draft_what_the_demo_model_says(demo, algo, options, least):
     model, prompts, answers = demo

@@ -211,6 +211,7 @@ def difference(ours, right):
     return max(float(np.abs(a.numpy() - b).max() / np.abs(b).max()) for a, b in zip(ours, right))
 
 
+@pytest.mark.sweep("dflash_sliding dflash_bias jetspec")
 @pytest.mark.parametrize("name", drafts.DFLASH)
 def test_blocks_are_their_formulas(load, name):
     written, draft, (logits, (tokens, parents, count, *_)) = load(name)
@@ -312,6 +313,7 @@ def read(written, target=None, **kwargs):
     return load_dflash(written.folder, target or written.target, **kwargs)
 
 
+@pytest.mark.sweep("dflash dflash_bin dflash_bias dflash_mimo dflash_deepspec dflash_speculators")
 @pytest.mark.parametrize("name", drafts.DFLASH)
 def test_a_flavour_loads(load, name):
     written, draft, _ = load(name)
@@ -726,6 +728,7 @@ def paths_of(tokens, parents):
     return paths[1:]
 
 
+@pytest.mark.sweep("tree cut")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
     system, options, draft = fast("llama", schedule), SCHEDULES[schedule], trained("llama")
@@ -773,6 +776,7 @@ def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
     assert accept_length > 1.1
 
 
+@pytest.mark.sweep("llama-chain llama-tree mixtral-tree")
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [

@@ -472,6 +472,7 @@ CAPTURED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep("eagle_qwen2 eagle3_sglang_layers mtp_deepseek mtp_qwen35")
 @pytest.mark.parametrize("name", CAPTURED)
 @torch.no_grad()
 def test_a_head_is_captured_for_any_batch_and_length(load, name):

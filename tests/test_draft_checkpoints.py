@@ -235,6 +235,7 @@ SIGNS = ("fc", "fusion_fc", "mtp.fc", "model.layers.0.eh_proj", "model.mtp_layer
 """Without the weight of one of these, its format is not recognised."""
 
 
+@pytest.mark.sweep("eagle31 eagle3_sglang_layers mtp_qwen")
 @pytest.mark.parametrize("name", REQUIRED)
 def test_every_tensor_is_needed(write, name):
     """Without it, or in another shape, loading stops, and says which."""

@@ -167,6 +167,7 @@ def drafted(algorithm, draft, model, schedule, text):
     return grow(schedule, ids[:, -1], logits[None], hidden[None], step, getattr(draft, "draft_to_target", None))[:2]
 
 
+@pytest.mark.sweep("eagle3-tree draft_model-chain")
 @pytest.mark.parametrize(
     ("algorithm", "schedule"),
     [(name, schedule) for name, schedules in ALGORITHMS.items() for schedule in schedules],
@@ -213,6 +214,7 @@ PAIRS = [*itertools.product(("eagle", "eagle3", "mtp", "draft_model"), ("chain",
 PAIRS += [("eagle3", "union"), ("mtp", "union"), ("draft_model", "chain union")]
 
 
+@pytest.mark.sweep("eagle-tree-llama eagle3-union-llama eagle3-tree-mixtral mtp-chain-llama naive_eagle-one-llama")
 @pytest.mark.parametrize(
     ("algorithm", "schedule", "name"),
     [(*pair, name) for name, pair in itertools.product(TARGETS, PAIRS)],
@@ -241,6 +243,7 @@ def test_compiled_rounds_draft_the_same(algorithm, schedule):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.sweep("mixtral")
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_draft_that_is_the_target_accepts_everything(name):
     options = dict(draft=target(name), compile=False, check=False, max_cache_len=200, num_steps=4)

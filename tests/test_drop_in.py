@@ -41,7 +41,10 @@ SINGLES, IDS, MASK = prompts()
 PROMPTS = {"single": dict(input_ids=SINGLES[0]), "padded batch": dict(input_ids=IDS, attention_mask=MASK)}
 EOS = list(range(10, 40))
 ALL_OUTPUTS = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
-pytestmark = pytest.mark.filterwarnings("ignore:.*only transformers' own generate", "ignore:.*max_length")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*only transformers' own generate", "ignore:.*max_length"),
+    pytest.mark.seldom("gpt2", "qwen3"),
+]
 models, kinds = pytest.mark.parametrize("name", NAMES), pytest.mark.parametrize("kind", PROMPTS)
 
 
@@ -360,6 +363,7 @@ FEATURES |= {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "feature, kind, name",
     [
@@ -498,6 +502,7 @@ INPUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(4)
 @models
 @rows(INPUTS)
 def test_inputs(name, row):
@@ -524,6 +529,7 @@ CACHES = {
 }
 
 
+@pytest.mark.sweep(6)
 @models
 @kinds
 @pytest.mark.parametrize("cache", CACHES)
@@ -882,6 +888,7 @@ def stops(random: Random, said: list[list[int]]):
     return lambda: dict(makers, stopping_criteria=StoppingCriteriaList([make() for make in criteria]))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("chunk", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 10))])
 def test_stops_at_the_same_token(chunk):
     """Criteria, stop strings and end tokens in the middle of accepted runs."""

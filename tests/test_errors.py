@@ -205,6 +205,7 @@ TRAIN = ["train", "--model", CODER, "--output", "{files}/head", "--data", "{file
 TRAIN += ["--validation", "0"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -51,6 +51,7 @@ def answers_are_those_of_generate(model, fast, slots=3):
     return outputs
 
 
+@pytest.mark.sweep("qwen3_5 lfm2 mamba2")
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_enter_and_leave(name):
     answers_are_those_of_generate(*hybrids.system(name))

@@ -125,6 +125,7 @@ def test_rows_that_end_and_what_comes_back(name):
     assert torch.equal(answer(fast, ids, mask, prefill_chunk_size=32), long)
 
 
+@pytest.mark.sweep("lfm2 qwen3_5")
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "jamba"])
 def test_kernels_give_the_same_answer(monkeypatch, name):
     """In Triton's interpreter; `test_on_a_gpu` runs them on a GPU."""
@@ -183,6 +184,7 @@ def heads_of(model):
     return head.requires_grad_(False).eval()
 
 
+@pytest.mark.sweep("qwen3_5-eagle3 lfm2-draft_model")
 @pytest.mark.parametrize("name, algorithm", [("qwen3_5", "eagle3"), ("nemotron_h", "eagle3"), ("lfm2", "draft_model")])
 def test_drafts_of_a_head_and_of_a_model(name, algorithm):
     model = models.HYBRIDS[name]()

@@ -174,6 +174,7 @@ def wait_for_each_other(rank, exchanges, seed):
     return bad, int(exchanges[rank].state[0])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_processes_wait_for_each_other(ranks, tmp_path):
     results = run_ranks(ranks, wait_for_each_other, exchanges_of(ranks, 512), 7, rendezvous=tmp_path / "meeting")

@@ -103,6 +103,7 @@ class Case:
 WIDE, NARROW = Tile(128, 32, 16, 8, 2), Tile(64, 64, 16, 4, 3, late=2, prefetch=3)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("parts, tile", [(1, NARROW), (1, WIDE), (2, NARROW._replace(block_o=16)), (3, NARROW)])
 @pytest.mark.parametrize("size", [64, 128])
 def test_rotation(place, size, parts, tile):

@@ -180,6 +180,7 @@ def test_the_tolerance_notices_a_wrong_scale(dtype, factor):
         case.compare(wrong, case.caches)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("nodes, causal", [(1, False), (7, False), (70, True)])
 @pytest.mark.parametrize("run", [attention.tree_attention, lambda *call: attention.launch(Call(*call), SMALL)])
 def test_a_block_that_lies_in_the_cache_already(place, nodes, causal, run):
@@ -212,6 +213,7 @@ def test_single_row(place, length):
     Case(place, [length], 3, star(3), heads=(4, 2)).check()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("nodes, shape", thinned(3, [1, 2, 3, 7, 16, 33, 64], [chain, star, random_tree]))
 def test_trees(place, nodes, shape):
     Case(place, [70] if nodes > 16 else [70, 0, 33], nodes, shape(nodes)).check()
@@ -225,6 +227,7 @@ def test_rows_of_different_trees(place):
     case.check()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "heads, sizes",
     [
@@ -242,6 +245,7 @@ def test_heads_and_sizes(place, heads, sizes):
     Case(place, [50], 4, random_tree(4), heads, sizes).check()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("window, causal", thinned(2, [1, 2, 5, 16, 17, 50, 1000], [False, True]))
 def test_sliding_window(place, window, causal):
     Case(place, [0, 5, 60, 129], 4, random_tree(4), window=window, causal=causal).check()
@@ -254,6 +258,7 @@ def test_softcap_and_sinks(place, softcap, sinks, window):
     case.check()
 
 
+@pytest.mark.sweep("interpreter-7-options0-slopes0 interpreter-7-options1-slopes1")
 @pytest.mark.parametrize("slopes", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nodes, options", [(7, {}), (7, dict(window=100)), (70, {}), (70, dict(window=9, sinks=True))])
 def test_slopes(place, nodes, options, slopes):
@@ -264,6 +269,7 @@ def test_slopes(place, nodes, options, slopes):
     case.check(SMALL._replace(splits=2))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "nodes, window, splits",
     thinned(2, [(1, None), (16, None), (33, 9), (65, None), (65, 64), (90, 9), (130, None), (130, 40)], [1, 3]),
@@ -282,6 +288,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options, splits", thinned(2, LARGE, [1, 3]))
 def test_large_causal_chunks(place, options, splits):
     """Of prompts, appended before anyone attends to them."""
@@ -313,6 +320,7 @@ def test_causal_chunk_of_a_large_group(place):
     Case(place, [3], 17, heads=(20, 1), causal=True).check(SMALL._replace(splits=1))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("splits, least, block_n", [(1, 16, 16), (2, 16, 16), (5, 16, 16), (8, 16, 32), (17, 64, 16)])
 def test_splits(place, splits, least, block_n):
     Case(place, [131], 66, causal=True).check(SMALL._replace(splits=splits, least=least, block_n=block_n))
@@ -368,6 +376,7 @@ def test_rotary_of_other_attention(place, options):
 FP8 = torch.float8_e4m3fn
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "nodes, options",
     [
@@ -397,6 +406,7 @@ def test_operator_with_caches_of_8_bits():
     case.compare(torch.ops.spec_compile.tree_attention(*inputs), inputs[3:5])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("nodes, heads, sizes, offset", thinned(3, [1, 3, 6], HEADS, [None, 1.0]))
 def test_norms(place, nodes, heads, sizes, offset):
     case = Case(place, [70, 0], nodes, random_tree(nodes), heads, sizes, rotary=True, norms=True, offset=offset)

@@ -110,6 +110,7 @@ def test_a_row_has_the_same_bits_beside_any_others(place):
             assert torch.equal(mixture.kernel(rows, tile), everything[rows])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_experts_in_fp8(tokens):
     place = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
@@ -222,6 +223,7 @@ def test_the_first_of_equal_experts_is_chosen(place):
     assert ids.tolist() == [[0, 1, 2]] * 2
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_markers_mean_what_the_library_computes(captured, name):
     model, graph = captured(name)

@@ -330,6 +330,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.sweep("products")
 @pytest.mark.parametrize(
     "script",
     [*(pytest.param(script, id=name) for name, script in SCRIPTS.items()),

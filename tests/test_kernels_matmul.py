@@ -108,6 +108,7 @@ def exact_stream(x, first, first_bias, residual, norm, offset):
     return stream, stream * rms * (norm.double() + offset)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("rows, size, offset", [(1, 48, 0.0), (3, 40, 1.0), (17, 600, 0.0), (70, 272, 1.0)])
 def test_residual_stream_and_norm(place, rows, size, offset, plan):

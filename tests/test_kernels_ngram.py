@@ -403,6 +403,7 @@ def same_emulated(emulated, choose, **case):
     assert plain(emulated(inputs, num_nodes, options, multiprocessors=choose(1, 40))) == expected
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seed", range(250))
 def test_kernels_without_a_gpu(emulated, seed):
     choose = random.Random(seed).randint

@@ -66,6 +66,7 @@ def check(form, x, residual, weight, eps=1e-5):
     compare(normed, expected(form, x, weight, eps))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("rows", [1, 2, 16, 64])
 @pytest.mark.parametrize("size", [1, 64, 65, 576, 1000, 4096, 5120, 16384])
 def test_shapes(place, form, rows, size):

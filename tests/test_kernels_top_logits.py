@@ -85,6 +85,7 @@ def test_rows(place, rows, k):
     check(launch(place, logits, k, 1.0, block=64), logits, k, 1.0)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("vocab", [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 65])
 def test_ends_of_parts(place, vocab):
     """The largest logit lies first, last, and on both sides of each part's end."""

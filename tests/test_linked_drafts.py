@@ -142,6 +142,7 @@ def load(tmp_path_factory):
     )
 
 
+@pytest.mark.sweep(2)
 @ALL
 def test_blocks_and_chains_are_their_formulas(load, name):
     _, draft, right = load(name)
@@ -155,6 +156,7 @@ def test_blocks_and_chains_are_their_formulas(load, name):
     assert chosen != alone  # the tokens before do matter
 
 
+@pytest.mark.sweep(2)
 @ALL
 def test_trees_are_the_best_of_all_paths(load, name):
     _, draft, right = load(name)
@@ -285,6 +287,7 @@ def test_what_was_loaded_is_told(load):
 # --- whole rounds
 
 
+@pytest.mark.sweep("domino")
 @pytest.mark.parametrize("name", ["dflash2", "dspark_rnn", "domino"])
 def test_tokens_are_plain_decodings(load, name):
     written, *_ = load(name)

@@ -140,6 +140,7 @@ def fast(schedule, draft=pard, **options):
     return models.speculate_captured(target(), "pard", **options)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_drafts_are_those_of_a_draft_model_without_a_cache(schedule):
     system, options = fast(schedule), SCHEDULES[schedule]
@@ -212,6 +213,7 @@ def test_drafts_and_tokens_are_the_cpus(load, algo, schedule, mode):
     assert traces[0] == traces[1]
 
 
+@pytest.mark.sweep("p_eagle")
 @pytest.mark.parametrize("name", ["p_eagle", "p_eagle_speculators"])
 def test_heads_keep_the_answers(load, name):
     written, _ = load(name)

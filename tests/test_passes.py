@@ -461,6 +461,7 @@ def test_taps_out_of_range_are_refused(wanted):
         Rewritten(graph, tap_hidden_states, taps=wanted)
 
 
+@pytest.mark.sweep("llama gpt2 deepseek_v3")
 @pytest.mark.parametrize(
     "name",
     ["llama", "mistral", "gemma", "gemma2", "phi", "gpt2", "gpt_neox", "olmo2", "granite", "cohere", "glm4",
@@ -584,6 +585,7 @@ def test_prefill_in_chunks_and_a_chain_equal_the_captured_forward(kind):
     torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-4, msg=lambda m: f"{m}\n{result}")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spare", [0, 7])
 def test_tree_attention_equals_a_forward_over_every_path(kind, spare):
@@ -661,6 +663,7 @@ def test_a_graph_that_is_not_a_model_has_no_markers_to_replace():
 # use_small_m_linears ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @needs_avx512
 @pytest.mark.parametrize("length", [2, 4, 5, 9])
 @pytest.mark.parametrize("bias", [False, True])
@@ -672,6 +675,7 @@ def test_few_rows_of_float32_take_the_form_avx512(length, bias):
     result.close(*example(2, length))
 
 
+@pytest.mark.sweep(3)
 @needs_avx512
 @pytest.mark.parametrize("rows", range(1, 18))
 @pytest.mark.parametrize("inputs", [16, 48, 50])
@@ -761,6 +765,7 @@ def prefix_then_chunk(function, graph):
         return [*function(ids[:, 12:], steps[:, 12:], lengths + 12, None, cache, 32), *cache]
 
 
+@pytest.mark.sweep("llama-2-5-4 gemma3-4-17-8")
 @pytest.mark.parametrize(
     "name, turned, norms, sums",
     [
@@ -857,6 +862,7 @@ def turning(**how):
     return dataclasses.replace(trace(model, *example(2, 7), dynamic=True), dtype=torch.bfloat16)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("turn, fits", TURNS.values(), ids=TURNS)
 def test_rotary_takes_rotations_by_halves_only(half_on_gpu, turn, fits):
     graph = turning(turn=turn)
@@ -972,6 +978,7 @@ def test_rotary_and_fused_norms_on_a_gpu(name, nodes):
 # fuse_residuals -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "name, taps, joined, apart",
     [

@@ -40,6 +40,7 @@ def answers(fast, requests):
     return [outputs[f"r{number}"].generated_tokens for number in range(len(requests))]
 
 
+@pytest.mark.sweep("Qwen3VL")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in NAMES])
 def test_rows_with_pictures_beside_rows_without(name):
     """The last has the ids of the one before and other pictures, so that nothing of that may serve it."""

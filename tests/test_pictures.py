@@ -41,6 +41,7 @@ def both(name, *, silent=True, **arguments):
         return want, fast(name).generate(**arguments)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_tokens(name, counts):
@@ -102,6 +103,7 @@ def test_heads_answer_prompts_with_pictures(name):
     assert torch.equal(model(name).generate(**arguments), heads(name).generate(**arguments))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["Llava", "Qwen3VL"])
 def test_a_draft_model_answers_prompts_with_pictures(name):
     draft = models.ADMITTED["llama"]()
@@ -140,6 +142,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("name", CASES)
 def test_options_of_generate(name, call):

@@ -260,6 +260,7 @@ def test_a_change_between_two_calls_is_seen(name, pair, planned, monkeypatch):
 METHODS = ("_prepare_generation_config", "_get_logits_processor", "_validate_model_kwargs", "generate")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("owner", ["the object", "its class", "the mixin"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_replaced_method_is_called(owner, method, monkeypatch):

@@ -268,6 +268,7 @@ UNMERGED = [*PACKED_BY_HAND, "nf4", "nf4_nested", "fp4"]
 """Formats whose parts have outputs in another dimension than the first."""
 
 
+@pytest.mark.sweep("fp8_block ct_fp8 ct_w4a16 nf4 ao_int8 gptq_by_activation")
 @pytest.mark.parametrize("name", SERVED)
 def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
     model, wanted = load(name, tmp_path), own_answer(name, tmp_path)
@@ -289,6 +290,7 @@ def test_a_head_drafts_for_a_quantised_target(name, tmp_path):
     assert torch.equal(fast.generate(IDS, **GREEDY), own_answer(name, tmp_path))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", SERVED)
 def test_layers_of_one_input_are_merged_without_a_copy(name, tmp_path):
     model = load(name, tmp_path)
@@ -310,6 +312,7 @@ def _path(name):
     return f"{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [*KERNELS, "gptq_by_activation"])
 def test_layers_take_the_kernel_for_few_rows(name, tmp_path, monkeypatch):
     """In a graph that passes take for one on a GPU. The ops' plain meanings run here."""
@@ -341,6 +344,7 @@ def test_layers_take_the_kernel_for_few_rows(name, tmp_path, monkeypatch):
         assert (got.float() - want.float()).norm() < error * want.float().norm()
 
 
+@pytest.mark.sweep("fp8_block")
 @pytest.mark.parametrize("name", SERVED)
 def test_the_answer_in_16_bits(name, tmp_path):
     model = load(name, tmp_path, torch.bfloat16)
@@ -357,6 +361,7 @@ def test_refresh_refuses_weights_that_it_cannot_copy(name, tmp_path):
         fast.speculation.refresh()
 
 
+@pytest.mark.sweep("awq")
 @pytest.mark.parametrize("name", [name for name in SERVED if name not in ON_LOADING])
 def test_refresh_takes_over_other_quantised_weights(name, tmp_path):
     model = load(name, tmp_path)
@@ -371,6 +376,7 @@ def test_refresh_takes_over_other_quantised_weights(name, tmp_path):
     assert torch.equal(answer, model.generate(IDS, **GREEDY))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", SERVED)
 def test_a_layer_means_what_its_library_computes(name, tmp_path):
     model, own = load(name, tmp_path), load(name, tmp_path)

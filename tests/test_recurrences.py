@@ -159,6 +159,7 @@ def test_siblings_have_windows_of_their_own():
     assert out[0, :, 0].tolist() == [7891.0, 8912.0, 8913.0, 9124.0, 9135.0]
 
 
+@pytest.mark.sweep("convolution selective")
 @pytest.mark.parametrize("kind", ["convolution", "delta", "selective"])
 def test_one_compilation_serves_every_number_of_nodes(kind):
     """As a round on a GPU is compiled, whose guards are dropped."""

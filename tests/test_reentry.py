@@ -93,6 +93,7 @@ NESTS = {
 }
 
 
+@pytest.mark.sweep("ngram-eager eagle3-eager")
 @compiled
 @algorithms
 def test_calls_inside_a_call(algorithm, compile):
@@ -136,6 +137,7 @@ def test_a_call_inside_is_counted_once():
     assert stats.tokens == NEW + INNER * len(nest.answers)
 
 
+@pytest.mark.sweep("ngram eagle3 draft_model")
 @algorithms
 def test_calls_of_several_threads(algorithm):
     fast, wrong = system(algorithm), []
@@ -190,6 +192,7 @@ class Paused(Streamer):
             self.go_on.wait(120)
 
 
+@pytest.mark.sweep("ngram-eager eagle3-eager draft_model-eager")
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 @compiled
 @algorithms

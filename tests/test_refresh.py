@@ -68,6 +68,7 @@ def system(name, **more):
     return model, draft.get("draft"), speculate(model, algorithm, **draft, **options)
 
 
+@pytest.mark.sweep(["ngram", "eagle3 of some tokens"])
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_training_and_loading_between_answers(name):
     model, draft, fast = system(name)

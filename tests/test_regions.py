@@ -25,6 +25,7 @@ def run(function, graph, ids, prefix):
     return [logits, *state.cache]
 
 
+@pytest.mark.sweep("llama gemma3 gpt_oss")
 @pytest.mark.parametrize("name", models.ADMITTED)
 def test_the_same_computation(name, captured):
     _, graph = captured(name)

@@ -86,6 +86,7 @@ def children(tree, node):
     return {tree.tokens[i]: i for i, parent in enumerate(tree.parents) if parent == node}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind, call, batch", thinned(2, [*ALGORITHMS], [*CALLS], [1, 3]))
 def test_trees_and_paths_write_the_answer(kind, batch, call):
     ask(fast(kind), batch, **CALLS[call])  # n-grams know the answer from here on

@@ -290,6 +290,7 @@ def test_end_of_sequence_inside_an_accepted_run(place, nodes, captured):
         assert generated(engine, prompts, texts, NEW, eos) == [cut(answer, eos) for answer in answers]
 
 
+@pytest.mark.sweep(["what is forbidden-8-16", "what comes instead-8-4"])
 @pytest.mark.parametrize(
     "drafted, least, nodes", thinned(3, ["what is forbidden", "what comes instead"], [3, 8, 30], [1, 4, 16])
 )

@@ -59,6 +59,7 @@ def test_a_graph_of_experts_compiles_for_any_number_of_nodes(half_on_gpu, monkey
             torch.testing.assert_close(compiled(*arguments), graph.gm(*arguments))
 
 
+@pytest.mark.sweep("llama gpt_oss lfm2")
 @pytest.mark.parametrize(
     "name",
     [
@@ -90,6 +91,7 @@ def test_kernels_of_ours_compute_all_of_these(half_on_gpu, name):
     assert not any(node.meta["val"].is_floating_point() for node in left)
 
 
+@pytest.mark.sweep("gpt2-parts0 cohere-parts1")
 @pytest.mark.parametrize(
     "name, parts",
     [

@@ -380,6 +380,7 @@ def walk_fits(samples, processors=()):
     return fit(samples, joint(conditional, SMALL)[None], SMALL)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "parents, fill, processors, gains",
     [
@@ -539,6 +540,7 @@ TREES = {
 """The number of real nodes of every tree, and how to get it."""
 
 
+@pytest.mark.sweep("nodes8-repetition_penalty nodes5-min_p")
 @pytest.mark.parametrize(
     "nodes, options",
     [
@@ -632,6 +634,7 @@ DRAFTS = {
 PLAIN, HOT, PENALTY = dict(), dict(temperature=1.4, top_k=9), dict(repetition_penalty=1.5)
 
 
+@pytest.mark.sweep(["drawn-{}"])
 @pytest.mark.parametrize(
     "draft, options",
     [

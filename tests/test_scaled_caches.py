@@ -47,6 +47,7 @@ def as_float(call):
 FORMS = (1, {}), (7, dict(window=20, softcap=2.0, sinks=True)), (17, dict(causal=True)), (70, dict(causal=True))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("nodes, options", FORMS)
 def test_kernels(place, nodes, options):
     call, plain = scaled_call(place, [70, 0, 33] if nodes <= 16 else [40], nodes, **options)

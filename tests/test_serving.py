@@ -344,6 +344,7 @@ def test_a_request_that_changes_rows_is_active(client, monkeypatch):
     assert active and set(active) == {1}
 
 
+@pytest.mark.sweep("30.0")
 @pytest.mark.parametrize("grace", [30.0, 0.0])
 def test_a_signal_stops_admission_and_lets_requests_end(folder, grace):
     """With no grace, what runs fails."""

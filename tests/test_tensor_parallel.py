@@ -83,6 +83,7 @@ SIZES = {"ngram": (), "eagle": (1,), "naive_eagle": (2,), "mtp": (2,), "fr_spec"
 """How many ranks share the draft, where not both are tried."""
 
 
+@pytest.mark.sweep("eagle3_tree")
 @pytest.mark.parametrize("case", DRAFTS)
 def test_every_algorithm_gives_one_processs_tokens(on_ranks, case):
     model, (algo, options) = rounds.target("llama"), DRAFTS[case]
@@ -107,6 +108,7 @@ def test_every_algorithm_gives_one_processs_tokens(on_ranks, case):
                 assert f"the draft is {place}" in explained
 
 
+@pytest.mark.sweep("llama")
 @pytest.mark.parametrize("name", FIVE)
 def test_every_architecture_gives_one_processs_tokens(on_ranks, name):
     model = models.ADMITTED[name]()
@@ -198,6 +200,7 @@ def compared(graph, ranks):
     return float((got - expected).abs().max() / expected.std()), sums, part.layers[0], got
 
 
+@pytest.mark.sweep("2")
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_add_up_to_the_whole(on_ranks, size):
     all_graphs = {name: graph for name, graph in graphs().items() if size == 2 or name in FEW}

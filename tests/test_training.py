@@ -473,6 +473,7 @@ def overfitted(algo):
     return train(folder, algo, sequence_length=30, learning_rate=5e-3, on_policy=OWN, **few, **options)
 
 
+@pytest.mark.sweep("eagle3")
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_one_batch_is_learned(algo):
     before = {name: value.clone() for name, value in target().state_dict().items()}
@@ -487,6 +488,7 @@ def test_one_batch_is_learned(algo):
     assert all(p.grad is None and p.requires_grad for p in target().parameters())
 
 
+@pytest.mark.sweep("eagle3 mtp")
 @pytest.mark.parametrize("algo", HEADS)
 def test_a_head_loads_as_it_was_trained(algo):
     result = overfitted(algo)
@@ -534,6 +536,7 @@ def drafted_tokens(trainer, text):
     return (normed @ weight.T).argmax(-1).unbind(2)[1:]
 
 
+@pytest.mark.sweep("eagle3-40")
 @pytest.mark.parametrize(
     ("algo", "steps"), [("eagle3", 40), ("eagle", 80), ("mtp", 40), ("dflash", 40), ("jetspec", 40)]
 )
@@ -573,6 +576,7 @@ def test_rounds_accept_what_training_unrolls(tmp_path, algo, steps):
     assert fast.speculation.stats.acceptance_by_depth == pytest.approx(shares, abs=0.06)  # at the end rounds are cut
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_an_interrupted_training_goes_on_bit_for_bit(tmp_path, algo):
     options = dict(data=sequences(13), validation=0.2, steps=12, batch_size=4, checkpoint_minutes=0)
@@ -718,6 +722,7 @@ PAIRS += [("eagle3", "gpt2"), ("eagle3", "gpt_oss"), ("eagle", "gemma2"), ("eagl
 PAIRS += [("dflash", "mixtral")]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("algo", "name"),
     [
@@ -995,6 +1000,7 @@ def unanswered(count=5):
     return [texts.Document(document.ids, torch.zeros_like(document.supervised)) for document in documents]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("nodes", [1, 8])
 def test_answers_are_transformers_own(nodes):
     """Whatever our generate() drafts, in batches of one size, of which the last is filled up."""
