@@ -2,11 +2,12 @@
 
     python benchmarks/architectures.py [CLASS ...] [--json FILE] [--markdown] [--timeout 180] [--jobs 1]
 
-Each class is built with small sizes and random weights in float32 (tests/tiny_models.py), answers one prompt and a
-batch padded on the left with transformers' greedy generate(), then again through `speculate(model, compile=False)`. A
-first difference at two nearly equal logits counts as equal, and is shown. Classes run in a process of their own, which
-is ended if a class gives no answer in time. Exits with 1 if a class is broken, different or hangs. --markdown prints
-the table of docs/models.md from the JSON of an earlier run. With classes named, a JSON that exists keeps all others.
+Each class is built with small sizes and random weights in float32 (tests/support/tiny_models.py), answers one prompt
+and a batch padded on the left with transformers' greedy generate(), then again through `speculate(model,
+compile=False)`. A first difference at two nearly equal logits counts as equal, and is shown. Classes run in a process
+of their own, which is ended if a class gives no answer in time. Exits with 1 if a class is broken, different or hangs.
+--markdown prints the table of docs/models.md from the JSON of an earlier run. With classes named, a JSON that exists
+keeps all others.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 from common import machine
 
 HERE = Path(__file__).parent
-TESTS = HERE.parent / "tests"
+TESTS = HERE.parent / "tests" / "support"
 BAD = ("broken", "different", "hangs")
 SUFFIXES = ("ForCausalLM", "LMHeadModel", "ModelWithLMHead", "WithLMHeadModel", "Model")
 GROUPS = {

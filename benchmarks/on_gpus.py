@@ -26,7 +26,7 @@ from common import HERE
 PHASES = "tests", "sanitizer", "rounds", "quiet", "together"
 TOLD = re.compile(r" ms|passed|failed|FAILED|Error|ERROR SUMMARY|tokens/s|[0-9]/[0-9]|peak of|us$|kernels;")
 """Lines of a log that are printed."""
-PYTEST = "-m pytest -m gpu -q -o addopts= -p no:cacheprovider"
+PYTEST = "-m pytest -m gpu -q -o addopts=--import-mode=importlib -p no:cacheprovider"
 AT_ONCE = 8
 """Jobs that share a GPU."""
 WAVE = 5
@@ -34,22 +34,24 @@ WAVE = 5
 ONE = "--contexts 1024 --batches 1 --families --sizes"
 SIZES, FEW = f"{ONE} 1 16 64", f"{ONE} 1 4 16"
 TREE = "EAGLE-3, tree of 16 in 5 steps"
+KERNELS = "kernels", "ngram", "passes", "drafters"
+"""Folders whose tests run as one job, and all others as another."""
 SANITIZED = {
-    "attention": "--every 10 test_kernels_attention.py -k 'bfloat16 and not 100000 and not graph'",
-    "matmul": "--every 10 test_kernels_matmul.py -k 'not graph and not 128256'",
-    "norm": "--every 10 test_kernels_norm.py -k 'bfloat16 and not graph'",
-    "append": "--every 8 test_kernels_append.py",
-    "experts": "--every 4 test_kernels_experts.py",
-    "quantised": "--every 3 test_kernels_quantised.py",
-    "rest": "--every 10 test_kernels_ngram.py test_kernels_top_logits.py test_kernels_lattice.py "
-            "test_kernels_copy_row.py -k 'not graph and not never_waits and not models'",
+    "attention": "--every 10 tests/kernels/test_attention.py -k 'bfloat16 and not 100000 and not graph'",
+    "matmul": "--every 10 tests/kernels/test_matmul.py -k 'not graph and not 128256'",
+    "norm": "--every 10 tests/kernels/test_norm.py -k 'bfloat16 and not graph'",
+    "append": "--every 8 tests/kernels/test_append.py",
+    "experts": "--every 4 tests/kernels/test_experts.py",
+    "quantised": "--every 3 tests/kernels/test_packed_products.py",
+    "rest": "--every 10 tests/ngram/test_match.py tests/kernels/test_top_logits.py tests/kernels/test_lattice.py "
+            "tests/kernels/test_copy_row.py -k 'not graph and not never_waits and not models'",
 }  # fmt: skip
 """Tests under compute-sanitizer: one in so many of a file, but none of a captured graph, where memory has to come from
 PyTorch's pools, and none so large that they take minutes."""
 
 
 class Job(NamedTuple):
-    """A command, in the folder `benchmarks` or `tests`. gigabytes: of the GPU, at most."""
+    """A command, in the folder `benchmarks` or, if it runs tests, in that above. gigabytes: of the GPU, at most."""
 
     phase: str
     name: str
@@ -61,15 +63,17 @@ def rounds(name: str, shape: str, more: str, gigabytes: int = 19) -> Job:
     return Job("rounds", name, f"gpu.py --shapes {shape} {more} --json OUT/{name}.json", gigabytes)
 
 
-def paths(pattern: str) -> str:
-    return " ".join(map(str, sorted((HERE.parent / "tests").glob(f"{pattern}.py"))))
+def paths(kernels: bool) -> str:
+    """The files of tests of kernels, or all others."""
+    files = sorted((HERE.parent / "tests").rglob("test_*.py"))
+    return " ".join(str(file) for file in files if (file.parent.name in KERNELS) == kernels)
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
     """All of them, the largest first."""
     made = [
         Job("tests", f"tests-{half}", f"{PYTEST} -n 12 --dist worksteal {names}", 60)
-        for half, names in (("kernels", paths("test_[a-k]*")), ("others", paths("test_[l-z]*")))
+        for half, names in (("kernels", paths(True)), ("others", paths(False)))
     ]
     for tool in ("memcheck", "racecheck"):
         made += [Job("sanitizer", f"{tool}-{name}", f"{tool} {tests}", 9) for name, tests in SANITIZED.items()]
@@ -92,7 +96,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         Job("quiet", "packed", "packed_kernel.py --output OUT/packed.json"),
         Job("quiet", "attention", "attention_tuning.py --output OUT/attention.json"),
         Job("quiet", "training", "training.py --json OUT/training.json", 60),
-        Job("together", "two-gpus", "tests/two_gpus.py"),
+        Job("together", "two-gpus", "tests/support/two_gpus.py"),
         Job("together", "tensor-parallel", "benchmarks/tensor_parallel.py --drafts --json OUT/tensor_parallel.json"),
     ]  # fmt: skip
     if options.model:
@@ -134,9 +138,8 @@ class Runner:
         return time.monotonic() - self.begin
 
     def start(self, job: Job, gpu: int) -> None:
-        tests = HERE.parent / "tests"
-        folder = {"sanitizer": tests, "tests": tests, "together": HERE.parent}.get(job.phase, HERE)
-        imported = [*map(str, (HERE.parent, HERE, tests)), os.environ.get("PYTHONPATH", "")]
+        folder = HERE.parent if job.phase in ("sanitizer", "tests", "together") else HERE
+        imported = [*map(str, (HERE.parent, HERE, HERE.parent / "tests" / "support")), os.environ.get("PYTHONPATH", "")]
         more = {"PYTHONPATH": ":".join(imported), "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1"}
         if job.phase != "together":
             more["CUDA_VISIBLE_DEVICES"] = self.ids[gpu]

@@ -3,9 +3,12 @@
 import functools
 import importlib.util
 import os
+from pathlib import Path
 
+import pytest
 import torch
 
+pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "support").glob("*.py")))
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run in its interpreter; it looks when imported
     if importlib.util.find_spec("triton"):
@@ -16,9 +19,9 @@ if not torch.cuda.is_available():
 import captures
 import hypothesis
 import models
-import pytest
 import sweeps
 import transformers
+from toy_graphs import half_on_gpu  # noqa: F401, a fixture
 
 from spec_compile import api
 from spec_compile.capture.admit import admit

@@ -15,9 +15,10 @@ class Mutation:
 
 
 RUNTIME = "spec_compile/runtime/"
-ROUND, TREE, SAMPLING = "tests/test_round.py", "tests/test_tree.py", "tests/test_sampling.py"
-GENERATE, REPORT, TRAINING = "tests/test_generate.py", "tests/test_report.py", "tests/test_training.py"
-DROP_IN, SHARED_CODE = "tests/test_drop_in.py", "tests/test_shared_code.py"
+ROUND, TREE, SAMPLING = "tests/runtime/test_round.py", "tests/runtime/test_tree.py", "tests/runtime/test_sampling.py"
+GENERATE, REPORT = "tests/runtime/test_generate.py", "tests/report/test_report.py"
+DROP_IN, SHARED_CODE = "tests/product/test_drop_in.py", "tests/runtime/test_shared_code.py"
+DROP_IN_PROMPTS = "tests/product/test_drop_in_prompts.py"
 
 STATE = [
     Mutation(
@@ -46,7 +47,7 @@ STATE = [
     Mutation(
         "sizes that have not run are never tried", f"{RUNTIME}draft_length.py",
         "(KNEE + self.batch * nodes)", "(KNEE + self.batch * known)",
-        "tests/test_sizes.py -k tried_where_they_may_pay",
+        "tests/runtime/test_sizes.py -k tried_where_they_may_pay",
     ),
     Mutation(
         "finished rows go on", f"{RUNTIME}state.py",
@@ -75,32 +76,32 @@ STATE = [
     Mutation(
         "states are led over rejected nodes", f"{RUNTIME}state.py",
         "self.kv.states.commit(accepted.path, gained)", "self.kv.states.commit(accepted.path, gained + 1)",
-        "tests/test_hybrids.py -k test_the_answer_and_the_states",
+        "tests/product/test_hybrids.py -k test_the_answer_and_the_states",
     ),
     Mutation(
         "a state of a call is that of the next", f"{RUNTIME}state.py",
         "self.kv.states.reset(self.prompt_lengths)", "self.kv.states.valid",
-        "tests/test_hybrids.py -k test_the_answer_and_the_states",
+        "tests/product/test_hybrids.py -k test_the_answer_and_the_states",
     ),
     Mutation(
         "what stands behind a prompt enters its state", f"{RUNTIME}round.py",
         "(state.prompt_lengths - 1 - state.lengths).clamp(0, size)", "(state.prompt_lengths + size).clamp(0, size)",
-        "tests/test_hybrids.py -k test_the_answer_and_the_states",
+        "tests/product/test_hybrids.py -k test_the_answer_and_the_states",
     ),
     Mutation(
         "steps that are tried change states", f"{RUNTIME}steps/untouched.py",
         "state.finished.fill_(True)", "state.finished.any()",
-        "tests/test_hybrids.py -k test_building_steps",
+        "tests/product/test_hybrids.py -k test_building_steps",
     ),
     Mutation(
         "positions behind a picture have no offset", f"{RUNTIME}state.py",
         "positions = positions + self.position_offsets[:, None]", "positions = positions + 0",
-        "tests/test_pictures.py -k 'test_the_same_tokens and Qwen3VL'",
+        "tests/capture/test_pictures.py -k 'test_the_same_tokens and Qwen3VL'",
     ),
     Mutation(
         "windows go by positions with an offset", "spec_compile/passes/use_tree_attention.py",
         "positions = _positions_of_slots(gm, positions, lengths)", "pass",
-        "tests/test_pictures.py -k 'test_the_same_tokens and Qwen2_5_VL'",
+        "tests/capture/test_pictures.py -k 'test_the_same_tokens and Qwen2_5_VL'",
     ),
     Mutation(
         "the finished rows of a call are those of the next", f"{RUNTIME}state.py",
@@ -110,12 +111,12 @@ STATE = [
     Mutation(
         "a cache that comes in counts one place of padding", f"{RUNTIME}call.py",
         "cached = [request.past.length - pad for pad in", "cached = [request.past.length - pad + 1 for pad in",
-        f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and StaticCache'",
+        f"{DROP_IN_PROMPTS} -k 'test_a_cache_goes_from_one and llama and StaticCache'",
     ),
     Mutation(
         "keys and values that come in lie a place off", f"{RUNTIME}state.py",
         "torch.tensor([max(first - pad, 0)],", "torch.tensor([max(first - pad, 0) + (pad > 0)],",
-        f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and StaticCache'",
+        f"{DROP_IN_PROMPTS} -k 'test_a_cache_goes_from_one and llama and StaticCache'",
     ),
     Mutation(
         "positions end before a learned table does", f"{RUNTIME}state.py",
@@ -127,43 +128,43 @@ CACHES = [
     Mutation(
         "a row begins with the states of the request before", "spec_compile/cache.py",
         "self[number][0][row].zero_()", "self[number][0][row].abs()",
-        "tests/test_hybrid_batches.py -k 'test_rows_enter_and_leave and qwen3_5'",
+        "tests/batching/test_hybrid_batches.py -k 'test_rows_enter_and_leave and qwen3_5'",
     ),
     Mutation(
         "states stay behind when a row moves", "spec_compile/batching/lanes.py",
         "_copy(self._states(row), target._states(to))", "",
-        "tests/test_hybrid_batches.py -k 'test_rows_enter_and_leave and qwen3_5'",
+        "tests/batching/test_hybrid_batches.py -k 'test_rows_enter_and_leave and qwen3_5'",
     ),
     Mutation(
         "an answer that was cut is gone on with", "spec_compile/batching/decoding.py",
         "outcome.finished and sum(job.speculation.per_step_tokens) == len(job.tokens)", "True",
-        "tests/test_hybrid_batches.py -k test_an_answer_that_was_cut",
+        "tests/batching/test_hybrid_batches.py -k test_an_answer_that_was_cut",
     ),
     Mutation(
         "a text with pictures is its ids", "spec_compile/batching/decoding.py",
         "job.weights == self.texts.weights and not job.has_pictures", "job.weights == self.texts.weights",
-        "tests/test_picture_batches.py -k test_ids_without",
+        "tests/batching/test_picture_batches.py -k test_ids_without",
     ),
     Mutation(
         "a root that a state is behind is committed again", f"{RUNTIME}steps/build.py",
         "states = self.state.kv.states.kept()", "states = nullcontext()",
-        "tests/test_hybrid_caches.py -k test_embeddings",
+        "tests/product/test_hybrid_caches.py -k test_embeddings",
     ),
     Mutation(
         "states in a cache that comes in are not read", f"{RUNTIME}state.py",
         "self.kv.states.fill(past.states)", "pass",
-        "tests/test_hybrid_caches.py -k 'test_a_cache_goes and qwen3_5'",
+        "tests/product/test_hybrid_caches.py -k 'test_a_cache_goes and qwen3_5'",
     ),
     Mutation(
         "a cache that goes out lies a place off", f"{RUNTIME}past.py",
         "slots[row, :, first - pad : length - pad]",
         "slots[row, :, first - pad + (pad > 0) : length - pad + (pad > 0)]",
-        f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and DynamicCache'",
+        f"{DROP_IN_PROMPTS} -k 'test_a_cache_goes_from_one and llama and DynamicCache'",
     ),
     Mutation(
         "what goes out of a cache covers its padding", f"{RUNTIME}past.py",
         "first = max(begin, pad)", "first = max(begin, pad - 1)",
-        f"{DROP_IN} -k 'test_a_cache_goes_from_one and llama and returned'",
+        f"{DROP_IN_PROMPTS} -k 'test_a_cache_goes_from_one and llama and returned'",
     ),
     Mutation(
         "attention looks at too few slots", f"{RUNTIME}flights.py",
@@ -268,15 +269,15 @@ DRAWS = [
         "in a captured chain, drafts that were drawn are accepted always", f"{RUNTIME}accept/chain.py",
         "passes = has_child & is_accepted(u[:, :, 0], p, q / draft.sum(dim=2, dtype=torch.float64))",
         "passes = has_child",
-        "tests/test_schedule.py -k chain",
+        "tests/drafters/test_schedule.py -k chain",
     ),
     Mutation(
         "a running sum is left to torch", f"{RUNTIME}accept/row_invariant.py",
-        " aten.cumsum.default: _cumsum,", "", "tests/test_sampling_bits.py -k no_sum",
+        " aten.cumsum.default: _cumsum,", "", "tests/runtime/test_sampling_bits.py -k no_sum",
     ),
     Mutation(
         "a running sum counts its own part twice", "spec_compile/kernels/row_scan.py",
-        "mask=number < part,", "mask=number <= part,", "tests/test_sampling_bits.py -k test_kernels",
+        "mask=number < part,", "mask=number <= part,", "tests/runtime/test_sampling_bits.py -k test_kernels",
     ),
     Mutation(
         "the walk goes to slots that are not in use", f"{RUNTIME}accept/host.py",
@@ -301,26 +302,26 @@ DRAWS = [
     Mutation(
         "a likeliest token is taken though the grammar forbids it", f"{RUNTIME}accept/grammar_acceptors.py",
         "                return True\n            walk", "                pass\n            walk",
-        "tests/test_grammars.py -k greedy_tokens",
+        "tests/runtime/test_grammars.py -k greedy_tokens",
     ),
     Mutation(
         "a matcher keeps guesses that were not drawn", f"{RUNTIME}accept/grammar_acceptors.py",
         "            self.grammars.rewind(row, len(walk.gained) - index)\n", "",
-        "tests/test_grammars.py -k way_of_a_gpu",
+        "tests/runtime/test_grammars.py -k way_of_a_gpu",
     ),
     Mutation(
         "guesses that a mask changes are kept", f"{RUNTIME}accept/grammar_acceptors.py",
         "if walk.gained[index : index + 1] == [token]:", "if index < len(walk.gained):",
-        "tests/test_grammars.py -k way_of_a_gpu",
+        "tests/runtime/test_grammars.py -k way_of_a_gpu",
     ),
     Mutation(
         "a row goes on beyond its grammar's end with the mask of its end", f"{RUNTIME}accept/grammars.py",
         "matcher.rollback(1)\n                self.fill(row)\n                matcher.accept_token(token)\n", "pass\n",
-        "tests/test_grammars.py -k 'greedy_tokens and beyond'",
+        "tests/runtime/test_grammars.py -k 'greedy_tokens and beyond'",
     ),
     Mutation(
         "a vocabulary of another size is let pass", f"{RUNTIME}accept/grammars.py",
-        "if sizes != {vocab_size}:", "if not sizes:", "tests/test_grammars.py -k refused",
+        "if sizes != {vocab_size}:", "if not sizes:", "tests/runtime/test_grammars.py -k refused",
     ),
 ]  # fmt: skip
 ANSWERS = [
@@ -351,79 +352,79 @@ ANSWERS = [
     Mutation(
         "answers for training see their padding", "spec_compile/training/on_policy.py",
         "[[0] * (width - len(prompt)) + [1]", "[[1] * (width - len(prompt)) + [1]",
-        f"{TRAINING} -k test_answers_are_transformers_own",
+        "tests/training/test_data.py -k test_answers_are_transformers_own",
     ),
     Mutation(
         "rows of one teacher have the next one's logits", "spec_compile/training/loss.py",
         "device_shared[rows] - first,", "(device_shared[rows] - first).clamp(min=1).clamp(max=last - first),",
-        f"{TRAINING} -k test_soft_cross_entropy",
+        "tests/training/test_losses.py -k test_soft_cross_entropy",
     ),
     Mutation(
         "a captured rollout has gradients of the batch before", "spec_compile/training/capture.py",
-        "        self._pull.zero_()\n", "", "tests/test_training_rollout.py -k test_a_captured_rollout_is_the_rollout",
+        "        self._pull.zero_()\n", "", "tests/training/test_rollout.py -k test_a_captured_rollout_is_the_rollout",
     ),
     Mutation(
         "the sum of a drafted key's exponentials is of another maximum", "spec_compile/kernels/rollout_kernel.py",
-        "z = z * shrink + share", "z = z + share", "tests/test_training_rollout.py -k test_drafted_keys_in_one_kernel",
+        "z = z * shrink + share", "z = z + share", "tests/training/test_rollout.py -k test_drafted_keys_in_one_kernel",
     ),
     Mutation(
         "JetSpec's blocks are trained as DFlash's", "spec_compile/training/jetspec.py",
-        "    causal = True", "    causal = False", f"{TRAINING} -k 'test_blocks_learn and jetspec'",
+        "    causal = True", "    causal = False", "tests/training/test_losses.py -k 'test_blocks_learn and jetspec'",
     ),
     Mutation(
         "a draft's window begins one token early", "spec_compile/drafters/window.py",
         "(lengths - self.size).clamp", "(lengths - self.size - 1).clamp",
-        "tests/test_dflash.py -k test_blocks_see_the_ends",
+        "tests/drafters/test_dflash.py -k test_blocks_see_the_ends",
     ),
     Mutation(
         "what a head reads in a window is not kept", "spec_compile/drafters/heads.py",
         "write_back(self.cache.tensors, begin, cache, slots, rows)", "pass",
-        "tests/test_draft_windows.py -k test_heads_draft",
+        "tests/drafters/test_draft_windows.py -k test_heads_draft",
     ),
     Mutation(
         "prompts are supervised in training", "spec_compile/training/on_policy.py",
         "supervised[len(prompt) :] = True", "supervised[:] = True",
-        f"{TRAINING} -k test_answers_are_transformers_own",
+        "tests/training/test_data.py -k test_answers_are_transformers_own",
     ),
 ]  # fmt: skip
 OTHERS = [
     Mutation(
         "parts that were read look as if they had been sent again", "spec_compile/kernels/all_reduce_kernel.py",
         "tl.full(word.shape, MISSING, tl.int32)", "tl.full(word.shape, 0, tl.int32)",
-        "tests/test_kernels_all_reduce.py -k names_of_ranks",
+        "tests/kernels/test_all_reduce.py -k names_of_ranks",
     ),
     Mutation(
         "a product that others read is summed away", "spec_compile/passes/fuse_residuals.py",
         "len(product.users) == len(summand.users) == 1", "len(summand.users) == 1",
-        "tests/test_passes.py -k fused_residuals_of_ranks",
+        "tests/passes/test_fuse_residuals.py -k fused_residuals_of_ranks",
     ),
     Mutation(
         "weights are never compared", "spec_compile/runtime/served.py",
         "if changes := self.watch.changes():", "if changes := []:",
-        "tests/test_watch.py -k test_generate_raises",
+        "tests/capture/test_watch.py -k test_generate_raises",
     ),
     Mutation(
         "a changed generation config is not seen by a call like an earlier one", f"{RUNTIME}prepared.py",
         "marshal.dumps((options, *configs, read,", "marshal.dumps((options, read,",
-        "tests/test_prepared.py -k test_a_change_between_two_calls",
+        "tests/runtime/test_prepared.py -k test_a_change_between_two_calls",
     ),
     Mutation(
         "padding in a prompt is not seen by a call like an earlier one", f"{RUNTIME}prepared.py",
         "(ids.numpy() == padding).any()", "(ids.numpy() != ids.numpy()).any()",
-        "tests/test_prepared.py -k test_uncommon_calls",
+        "tests/runtime/test_prepared.py -k test_uncommon_calls",
     ),
     Mutation(
         "calls of several threads do not wait for each other", f"{RUNTIME}served.py",
         "self.remembered = Turns(), Agreement", "self.remembered = __import__('contextlib').nullcontext(), Agreement",
-        "tests/test_reentry.py -k another_thread_waits",
+        "tests/product/test_reentry.py -k another_thread_waits",
     ),
     Mutation(
         "the checks never refuse", "spec_compile/capture/checks.py",
-        "if not error <= limit:", "if not error <= limit + 1e9:", "tests/test_checks.py",
+        "if not error <= limit:", "if not error <= limit + 1e9:", "tests/capture/test_checks.py",
     ),
     Mutation(
         "the checks never refuse in 16 bits", "spec_compile/capture/checks.py",
-        "if not error <= max(NOISE * noise,", "if not error <= max(1e9,", "tests/test_checks.py",
+        "if not error <= max(NOISE * noise,", "if not error <= max(1e9,", "tests/capture/test_checks.py",
     ),
     Mutation(
         "the captured graph is never checked", "spec_compile/api.py",
@@ -439,7 +440,7 @@ OTHERS = [
 TOLERANCES = [
     Mutation(
         f"the checks allow a hundred times more in {dtype}", "spec_compile/capture/checks.py",
-        f"torch.{dtype}: {value}", f"torch.{dtype}: 1e2 * {value}", "tests/test_checks.py",
+        f"torch.{dtype}: {value}", f"torch.{dtype}: 1e2 * {value}", "tests/capture/test_checks.py",
     )
     for dtype, value in (("float64", "1e-4"), ("float32", "1e-3"))
 ] + [
@@ -448,29 +449,31 @@ TOLERANCES = [
         f"{name} = {value}", f"{name} = {lenient}", tests,
     )
     for file, name, value, lenient, tests in (
-        ("capture/checks", "NOISE", "3.0", "300.0", "tests/test_checks.py"),
-        ("report/audit", "NEAR_TIE", "3.0", "300.0", "tests/test_audit.py -k near_tie"),
-        ("report/audit", "MORE_NOISE", "0.03", "3.0", "tests/test_audit.py -k beyond_the_noise"),
-        ("report/audit", "DEVIATIONS", "3.0", "300.0", "tests/test_audit.py -k beyond_the_noise"),
-        ("report/audit", "SIGNIFICANCE", "1e-3", "1e-5", "tests/test_audit.py -k one_in_a_thousand"),
+        ("capture/checks", "NOISE", "3.0", "300.0", "tests/capture/test_checks.py"),
+        ("report/audit", "NEAR_TIE", "3.0", "300.0", "tests/report/test_audit.py -k near_tie"),
+        ("report/audit", "MORE_NOISE", "0.03", "3.0", "tests/report/test_audit.py -k beyond_the_noise"),
+        ("report/audit", "DEVIATIONS", "3.0", "300.0", "tests/report/test_audit.py -k beyond_the_noise"),
+        ("report/audit", "SIGNIFICANCE", "1e-3", "1e-5", "tests/report/test_audit.py -k one_in_a_thousand"),
     )
 ] + [
     Mutation(
-        f"{file} allows a hundred times more in {dtype}", f"tests/{file}",
-        f"torch.{dtype}: {value}", f"torch.{dtype}: 1e2 * {value}", f"tests/{file} -k tolerance",
+        f"{file} allows a hundred times more in {dtype}", file,
+        f"torch.{dtype}: {value}", f"torch.{dtype}: 1e2 * {value}", f"{tests} -k tolerance",
     )
-    for file, values in (
-        ("test_kernels_attention.py", {"float32": "2e-5", "float16": "4e-3", "bfloat16": "3e-2"}),
-        ("test_kernels_matmul.py", {"float32": "1e-5", "float16": "5e-4", "bfloat16": "3e-3"}),
+    for file, tests, values in (
+        ("tests/support/attention_cases.py", "tests/kernels/test_attention.py",
+         {"float32": "2e-5", "float16": "4e-3", "bfloat16": "3e-2"}),
+        ("tests/kernels/test_matmul.py", "tests/kernels/test_matmul.py",
+         {"float32": "1e-5", "float16": "5e-4", "bfloat16": "3e-3"}),
     )
     for dtype, value in values.items()
 ] + [
     Mutation(
-        "test_backend.py allows a hundred times more", "tests/test_backend.py",
-        "TOLERANCE = 1e-4", "TOLERANCE = 1e-2", "tests/test_backend.py -k tolerance",
+        "test_backend.py allows a hundred times more", "tests/product/test_backend.py",
+        "TOLERANCE = 1e-4", "TOLERANCE = 1e-2", "tests/product/test_backend.py -k tolerance",
     ),
 ]  # fmt: skip
-UNION, GROWERS = "tests/test_union.py", "spec_compile/drafters/trees/"
+UNION, GROWERS = "tests/drafters/test_union.py", "spec_compile/drafters/trees/"
 UNIONS = [
     Mutation(
         "what was accepted lowers a draft's probability", f"{GROWERS}calibrate.py",
@@ -497,10 +500,10 @@ UNIONS = [
     Mutation(
         "drafts count of which nothing is known yet", "spec_compile/drafters/union.py",
         "(drafts.cells >= 0) & (drafts.depth <= gained[:, None])", "(drafts.cells >= 0)",
-        "tests/test_draft_rounds.py -k test_a_union_learns",
+        "tests/drafters/test_draft_rounds.py -k test_a_union_learns",
     ),
 ]  # fmt: skip
-BATCHING, FAULTS = "spec_compile/batching/", "tests/test_request_faults.py"
+BATCHING, FAULTS = "spec_compile/batching/", "tests/batching/test_request_faults.py"
 REQUESTS = [
     Mutation(
         "texts of earlier weights are reused", f"{BATCHING}scheduler.py",
@@ -520,7 +523,7 @@ REQUESTS = [
     Mutation(
         "a request over which weights change leaves its text", f"{BATCHING}texts.py",
         "        if not self._counts[row]:\n            return\n", "",
-        "tests/test_batching.py -k test_texts",
+        "tests/batching/test_batching.py -k test_texts",
     ),
     Mutation(
         "a prompt may fill its row", f"{BATCHING}prepare.py",
@@ -585,7 +588,7 @@ REQUESTS = [
     Mutation(
         "generate() runs beside a manager of ranks", "spec_compile/runtime/agreement.py",
         "        if self._batches:\n", "        if False:\n",
-        "tests/test_batching_ranks.py -k told",
+        "tests/batching/test_batching_ranks.py -k told",
     ),
     Mutation(
         "a stop string may end before the last token", f"{BATCHING}stop_strings.py",
@@ -623,7 +626,7 @@ REQUESTS = [
         f"{FAULTS} -k max_time",
     ),
 ]  # fmt: skip
-FIELDS, LOAD, HTTP = "tests/test_serving_fields.py", "tests/test_serving_load.py", "spec_compile/serving/"
+FIELDS, LOAD, HTTP = "tests/serving/test_fields.py", "tests/serving/test_load.py", "spec_compile/serving/"
 SERVING = [
     Mutation(
         "biases are dropped", f"{HTTP}settings.py", 'if "logit_bias" in given:', "if False:",
@@ -697,23 +700,23 @@ SERVING = [
         '"host", "port", "enable_cors"', '"compile", "host", "port", "enable_cors"', f"{FIELDS} -k only_flags",
     ),
 ]  # fmt: skip
-CAPTURE, FOLLOWED = "spec_compile/capture/", "tests/test_generation_config.py"
-WATCHED = "tests/test_training_watched.py"
+CAPTURE, FOLLOWED = "spec_compile/capture/", "tests/runtime/test_generation_config.py"
+WATCHED = "tests/training/test_watched.py"
 NEWCOMERS = [
     Mutation(
         "a compiled forward of a copy runs the original", f"{CAPTURE}compiled.py",
         'vars(memo[id(part)])["forward"] = copy.deepcopy(inner, memo)', "pass",
-        "tests/test_compiled_models.py -k 'test_compiled_before and forward'",
+        "tests/capture/test_compiled_models.py -k 'test_compiled_before and forward'",
     ),
     Mutation(
         "a layer that is compiled counts as replaced", f"{CAPTURE}watch.py",
         "{name: underlying(module) for name, module in part._modules.items()}", "dict(part._modules)",
-        "tests/test_compiled_models.py -k 'test_compiled_afterwards and layers'",
+        "tests/capture/test_compiled_models.py -k 'test_compiled_afterwards and layers'",
     ),
     Mutation(
         "the checks compile what the user had compiled", "spec_compile/api.py",
         'COMPILE_LOCK, torch.compiler.set_stance("force_eager"):', "COMPILE_LOCK:",
-        "tests/test_compiled_models.py -k 'test_compiled_before'",
+        "tests/capture/test_compiled_models.py -k 'test_compiled_before'",
     ),
     Mutation(
         "changes of the original's generation config are not seen", f"{CAPTURE}followed.py",
@@ -731,40 +734,40 @@ NEWCOMERS = [
     Mutation(
         "methods of generate() that are set later are left out", f"{CAPTURE}watch.py",
         "not (followed if name in METHODS else private", "not (private",
-        "tests/test_watch.py -k 'processors or criteria'",
+        "tests/capture/test_watch.py -k 'processors or criteria'",
     ),
     Mutation(
         "what is compiled from other C++ is taken", "spec_compile/extensions.py",
-        "if ours != theirs or version", "if version", "tests/test_extensions.py -k 'installed_is_taken'",
+        "if ours != theirs or version", "if version", "tests/product/test_extensions.py -k 'installed_is_taken'",
     ),
     Mutation(
         "what is installed of another version is taken", "spec_compile/extensions.py",
         "or version != distribution.version:", "or None is distribution.version:",
-        "tests/test_extensions.py -k 'installed_is_taken'",
+        "tests/product/test_extensions.py -k 'installed_is_taken'",
     ),
     Mutation(
         "an algorithm without its draft speaks of something else", "spec_compile/drafters/__init__.py",
         'if needs and getattr(options, "draft", None) is None:', "if False:",
-        "tests/test_accounts.py -k test_an_algorithm_without",
+        "tests/report/test_accounts.py -k test_an_algorithm_without",
     ),
     Mutation(
         "a repr leaves options out", "spec_compile/report/accounts.py",
         "or value != field.default):", "and value != field.default):",
-        "tests/test_accounts.py -k test_a_repr_tells_algo",
+        "tests/report/test_accounts.py -k test_a_repr_tells_algo",
     ),
     Mutation(
         "help lists the first options only", "spec_compile/config.py",
         "    for field in added(cls, to):\n        facts", "    for field in added(cls, to)[:2]:\n        facts",
-        "tests/test_accounts.py -k test_help",
+        "tests/report/test_accounts.py -k test_help",
     ),
     Mutation(
         "a length beyond all bounds is taken", f"{RUNTIME}check_options.py",
         "if most is not None and not value <= most:", "if most is not None and value != value:",
-        "tests/test_generate_errors.py -k test_a_wrong_option",
+        "tests/runtime/test_generate_errors.py -k test_a_wrong_option",
     ),
     Mutation(
         "a criterion may ask for a text beyond all bounds", f"{RUNTIME}served.py",
-        "if tokens > LONGEST:", "if tokens < 0:", "tests/test_generate_errors.py -k test_a_criterion",
+        "if tokens > LONGEST:", "if tokens < 0:", "tests/runtime/test_generate_errors.py -k test_a_criterion",
     ),
     Mutation(
         "a step that ran at Ctrl-C is lost", "spec_compile/training/loop.py",
@@ -832,12 +835,12 @@ COMPILED = [
     Mutation(
         "a deleted wrapper's code stays in memory", f"{RUNTIME}steps/compile.py",
         "weakref.finalize(own, forget_code, code)", "weakref.finalize(own, id, code)",
-        "tests/test_regions.py -k test_compiled_code_is_freed",
+        "tests/runtime/test_regions.py -k test_compiled_code_is_freed",
     ),
     Mutation(
         "what was traced stays in memory", f"{RUNTIME}steps/compile.py",
         "                forget_shapes()\n", "",
-        "tests/test_regions.py -k test_a_compilation_leaves",
+        "tests/runtime/test_regions.py -k test_a_compilation_leaves",
     ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [

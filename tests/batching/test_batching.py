@@ -1,0 +1,425 @@
+"""Many requests at once: each gets what its own ``generate()`` gives, whoever is beside it."""
+
+import asyncio
+import functools
+import queue
+import time
+
+import pytest
+import torch
+from batch_requests import (
+    ALGORITHMS,
+    MODEL,
+    PROMPTS,
+    TEXT,
+    answers_are_those_of_generate,
+    collect,
+    config,
+    generated,
+    tokenizer,
+)
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
+
+from spec_compile import speculate
+from spec_compile.batching.prompts import LANES
+from spec_compile.batching.texts import Texts
+
+
+@functools.cache
+def model():
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+@functools.cache
+def fast():
+    return speculate(model(), algo="ngram", compile=False)
+
+
+@pytest.mark.sweep(["eagle3 tree"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm(name):
+    options = dict(ALGORITHMS[name])
+    if options["draft"] == "itself":
+        options["draft"] = model()
+    one = speculate(model(), algo=name.split()[0], compile=False, check=False, **options)
+    outputs = answers_are_those_of_generate(one, 8, seed=len(name), slots=3)
+    steps = [output.speculation for output in outputs.values()]
+    length = 1 + sum(each.accepted for each in steps) / sum(each.steps for each in steps)
+    if "ngram" in options:  # generate() drafts from the answers that the batch has left
+        assert length > 1.5 and len(one.speculation.ngram) > 0
+    else:
+        assert length > 0.9 * one.speculation.stats.accept_length
+
+
+def test_mixed_requests():
+    outputs = answers_are_those_of_generate(fast(), 30, seed=0, slots=8)
+    assert {output.finish_reason for output in outputs.values()} >= {"stop", "length"}
+    assert any(output.speculation.reused_prompt_tokens for output in outputs.values())
+
+
+@pytest.mark.slow
+def test_a_thousand_mixed_requests():
+    answers_are_those_of_generate(fast(), 1000, seed=1, slots=16)
+
+
+def running(**options):
+    """A manager of `fast`, started."""
+    manager = fast().init_continuous_batching(GenerationConfig(pad_token_id=0), config(**options))
+    manager.start()
+    return manager
+
+
+def test_generate_batch_is_transformers_with_our_rounds():
+    rounds = fast().speculation.stats.rounds
+    outputs = fast().generate_batch(PROMPTS, max_new_tokens=12, warmup=False)
+    assert fast().speculation.stats.rounds > rounds
+    assert [output.generated_tokens for output in outputs.values()] == [
+        generated(fast(), prompt, max_new_tokens=12) for prompt in PROMPTS
+    ]
+    assert [output.prompt_ids for output in outputs.values()] == PROMPTS
+
+
+def test_several_sequences_are_the_rows_of_one_call():
+    options = dict(do_sample=True, max_new_tokens=10, num_return_sequences=3)
+    torch.manual_seed(5)
+    expected = fast().generate(torch.tensor([PROMPTS[0]]), **options)[:, len(PROMPTS[0]) :].tolist()
+    manager = running()
+    try:
+        name = manager.add_request(PROMPTS[0], seed=5, **options)
+        outputs = collect(manager, 3)
+    finally:
+        manager.destroy()
+    assert [outputs[f"{name}__child#{i}"].generated_tokens for i in range(2)] == expected[:2]
+    assert outputs[name].generated_tokens == expected[2]
+
+
+def test_a_request_fills_its_row_if_nothing_says_otherwise():
+    manager = running(max_requests_per_batch=1)
+    try:
+        (job,) = manager._intake.jobs(PROMPTS[0], manager.generation_config, "a", eos_token_id=-1)
+        assert job.prepared.ask.longest == manager.scheduler.capacity
+    finally:
+        manager.destroy()
+
+
+def test_streams_grow_round_by_round():
+    manager = running()
+    try:
+        name = manager.add_request(PROMPTS[0], max_new_tokens=30, streaming=True, record_timestamps=True)
+        outputs = list(manager.request_id_iter(name))
+    finally:
+        manager.destroy()
+    last = outputs[-1]
+    assert last.generated_tokens == generated(fast(), PROMPTS[0], max_new_tokens=30)
+    assert len(outputs) == last.speculation.steps == len(last.speculation.per_step_tokens)
+    for output, gained in zip(outputs, torch.tensor(last.speculation.per_step_tokens).cumsum(0).tolist()):
+        assert output.generated_tokens == last.generated_tokens[:gained]
+    assert [output.is_finished() for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert len(last.timestamps) == 30 and last.created_time <= last.lifespan[0] <= last.first_token_time
+
+
+def test_handlers_are_called_in_their_event_loop():
+    async def answers():
+        loop, results = asyncio.get_running_loop(), []
+        done = [loop.create_future() for _ in PROMPTS]
+
+        def keep(number, output):
+            results.append(output)
+            if output.is_finished():
+                done[number].set_result(output)
+
+        for number, prompt in enumerate(PROMPTS):
+            manager.register_result_handler(f"h{number}", functools.partial(keep, number))
+            manager.add_request(prompt, f"h{number}", max_new_tokens=8, streaming=number == 0)
+        return [output.generated_tokens for output in await asyncio.gather(*done)], results
+
+    manager = running()
+    try:
+        tokens, results = asyncio.run(answers())
+    finally:
+        manager.destroy()
+    assert tokens == [generated(fast(), prompt, max_new_tokens=8) for prompt in PROMPTS]
+    assert [output.request_id for output in results].count("h1") == 1
+    assert not manager.output_router.result_handlers
+
+
+def test_cancelled_requests_leave_and_the_others_go_on():
+    manager = running(max_requests_per_batch=1)
+    try:
+        manager.add_request(PROMPTS[0], "runs", max_new_tokens=1000, streaming=True, eos_token_id=-1)
+        manager.add_request(PROMPTS[1], "waits", max_new_tokens=5)
+        manager.add_request(PROMPTS[2], "stays", max_new_tokens=5)
+        next(iter(manager))
+        for name in ("runs", "waits", "nobody"):
+            manager.cancel_request(name)
+        outputs = collect(manager, 3)
+    finally:
+        manager.destroy()
+    assert [outputs[name].finish_reason for name in ("runs", "waits", "stays")] == ["cancelled", "cancelled", "length"]
+    tokens = outputs["runs"].generated_tokens
+    assert tokens == generated(fast(), PROMPTS[0], max_new_tokens=1000, eos_token_id=-1, pad_token_id=0)[: len(tokens)]
+    assert outputs["waits"].generated_tokens == []
+    assert outputs["stays"].generated_tokens == generated(fast(), PROMPTS[2], max_new_tokens=5)
+
+
+def test_a_full_queue_is_said_at_once():
+    manager = fast().init_continuous_batching(None, config(max_queue_size=2))
+    for prompt in PROMPTS[:2]:
+        manager.add_request(prompt, max_new_tokens=4)
+    begin = time.perf_counter()
+    with pytest.raises(queue.Full, match="max_queue_size: 2"):
+        manager.add_request(PROMPTS[2], max_new_tokens=4)
+    assert time.perf_counter() - begin < 5
+    assert manager.metrics()["requests_rejected_total"]["queue_full"] == 1
+    manager.start()
+    try:
+        assert len(collect(manager, 2)) == 2
+        manager.add_request(PROMPTS[2], max_new_tokens=4)
+        assert len(collect(manager, 1)) == 1
+    finally:
+        manager.destroy()
+    with pytest.raises(RuntimeError):
+        manager.add_request(PROMPTS[2])
+
+
+BAD = {
+    "no tokens": (([],), {}, "at least one token"),
+    "a token outside": (([5, 4096],), {}, "token id 4096 is outside the vocabulary of 4096"),
+    "a negative token": (([-1],), {}, "token id -1"),
+    "no token ids": ((["a"],), {}, "got str"),
+    "too long": (([5] * 10,), {"max_new_tokens": 5000}, "a row of the batch holds"),
+    "an unknown option": (([5],), {"temprature": 1}, "Did you mean 'temperature'"),
+    "beams": (([5],), {"num_beams": 3}, "beam search: only generate"),
+    "no temperature": (([5],), {"do_sample": True, "temperature": -1.0}, "temperature"),
+    "stop strings without a tokenizer": (([5],), {"stop_strings": ["a"]}, "tokenizer"),
+    "a name twice": (([5], "first"), {"max_new_tokens": 3}, "'first' is under way"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_anything_is_handed_in(name):
+    arguments, options, message = BAD[name]
+    manager = fast().init_continuous_batching(GenerationConfig(pad_token_id=0))
+    manager.add_request([5, 6], "first", max_new_tokens=3)
+    with pytest.raises((TypeError, ValueError), match=message):
+        manager.add_request(*arguments, **options)
+    assert len(manager.scheduler.waiting) == 1
+    manager.destroy()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [({"max_requests_per_batch": 0}, "max_requests_per_batch"), ({"scheduler_type": "prefill_first"}, "fifo")],
+)
+def test_bad_settings_of_a_manager(options, message):
+    with pytest.raises(ValueError, match=message):
+        fast().init_continuous_batching(None, config(**options))
+
+
+class Breaks(LogitsProcessor):
+    def __init__(self, after):
+        self.after = after
+
+    def __call__(self, input_ids, scores):
+        self.after -= 1
+        if self.after < 0:
+            raise ArithmeticError("the processor broke")
+        return scores
+
+
+def test_an_error_of_one_request_is_its_own():
+    manager = running()
+    try:
+        manager.add_request(PROMPTS[0], "good", max_new_tokens=20)
+        manager.add_request(PROMPTS[1], "breaks", max_new_tokens=20, logits_processor=[Breaks(3)])
+        manager.add_request(PROMPTS[2], "begins badly", max_new_tokens=20, logits_processor=[Breaks(0)])
+        outputs = collect(manager, 3)
+        assert manager.is_running()
+    finally:
+        manager.destroy()
+    assert outputs["good"].generated_tokens == generated(fast(), PROMPTS[0], max_new_tokens=20)
+    assert outputs["breaks"].error == "the processor broke" and outputs["breaks"].finish_reason == "error"
+    expected = generated(fast(), PROMPTS[1], max_new_tokens=20)
+    tokens = outputs["breaks"].generated_tokens
+    assert tokens == expected[: len(tokens)]
+    assert outputs["begins badly"].generated_tokens == []
+
+
+def test_what_kills_the_thread_fails_all_once_and_says_so(monkeypatch):
+    manager = running()
+    monkeypatch.setattr(manager.scheduler.decoder, "launch", lambda: 1 / 0)
+    names = [manager.add_request(prompt, max_new_tokens=4) for prompt in PROMPTS]
+    manager._generation_thread.join()
+    outputs = [manager.output_router.output_queue.get_nowait() for _ in names]
+    assert {output.request_id for output in outputs} == {*names}
+    assert all(output.finish_reason == "error" and "division" in output.error for output in outputs)
+    assert isinstance(manager.background_thread_status.fatal_error, ZeroDivisionError)
+    with pytest.raises(RuntimeError, match="died"):
+        manager.add_request(PROMPTS[0])
+    manager.destroy()
+
+
+def test_stopping_at_once_fails_what_is_under_way():
+    manager = running()
+    manager.add_request(PROMPTS[0], "a", max_new_tokens=1000, streaming=True, eos_token_id=-1)
+    next(iter(manager))
+    manager.stop(hard_stop=True)
+    while not (output := manager.output_router.output_queue.get_nowait()).is_finished():
+        pass
+    assert output.finish_reason == "error" and "stopped" in output.error and output.generated_tokens
+    manager.destroy()
+
+
+def test_a_manager_that_is_kept_serves_again():
+    first = fast().generate_batch(PROMPTS, max_new_tokens=4, persistent_manager=True, warmup=False)
+    kept = fast()._cached_continuous_batching_manager
+    second = fast().generate_batch(PROMPTS, max_new_tokens=4, persistent_manager=True, warmup=False)
+    assert fast()._cached_continuous_batching_manager is kept and not kept.is_running()
+    assert [o.generated_tokens for o in first.values()] == [o.generated_tokens for o in second.values()]
+    assert all(output.speculation.reused_prompt_tokens == 0 for output in first.values())
+    fast().destroy_cached_continuous_batching_manager()
+
+
+def test_prompts_that_begin_alike_are_processed_once():
+    beginning = tokenizer()(TEXT).input_ids[:100]
+    manager = running()
+    try:
+        for number, end in enumerate(([5], [6, 7, 8], [9])):
+            manager.add_request(beginning + end, f"r{number}", max_new_tokens=6)
+            output = collect(manager, 1)[f"r{number}"]
+            assert output.generated_tokens == generated(fast(), beginning + end, max_new_tokens=6)
+            assert output.speculation.reused_prompt_tokens == (100 if number else 0)
+        assert manager.metrics()["reused_prompt_tokens_total"] == 200
+        fast().speculation.refresh()
+        manager.add_request(beginning, "after", max_new_tokens=6)
+        assert collect(manager, 1)["after"].speculation.reused_prompt_tokens == 0
+    finally:
+        manager.destroy()
+
+
+def test_generate_goes_between_the_rounds():
+    manager = running()
+    try:
+        manager.add_request(PROMPTS[0], "long", max_new_tokens=300, eos_token_id=-1, streaming=True)
+        next(iter(manager))
+        assert generated(fast(), PROMPTS[1], max_new_tokens=6) == generated(model(), PROMPTS[1], max_new_tokens=6)
+        with pytest.raises(RuntimeError, match="is running"):
+            fast().speculation.refresh()
+        with manager.pause():
+            rounds = manager.metrics()["rounds_total"]
+            time.sleep(0.1)
+            assert manager.metrics()["rounds_total"] == rounds
+        tokens = collect(manager, 1)["long"].generated_tokens
+    finally:
+        manager.destroy()
+    assert tokens == generated(model(), PROMPTS[0], max_new_tokens=300, eos_token_id=-1, pad_token_id=0)
+
+
+def test_a_model_that_has_changed_is_refused():
+    manager = running()
+    try:
+        fast().speculation.original.model.layers[0].self_attn.scaling *= 2
+        manager.add_request(PROMPTS[0], "a", max_new_tokens=4)
+        output = collect(manager, 1)["a"]
+    finally:
+        fast().speculation.original.model.layers[0].self_attn.scaling /= 2
+        manager.destroy()
+    assert output.finish_reason == "error" and "scaling" in output.error
+
+
+def test_metrics_add_up():
+    manager = running(max_requests_per_batch=2)
+    seen = []
+    manager.observers.append(seen.append)
+    try:
+        for prompt in PROMPTS:
+            manager.add_request(prompt, max_new_tokens=25)
+        outputs = collect(manager, 3)
+    finally:
+        manager.destroy()
+    metrics, steps = manager.metrics(), [output.speculation for output in outputs.values()]
+    assert [output.request_id for output in seen] == [*outputs]
+    assert metrics["slots"] == 2 and metrics["requests_running"] == metrics["requests_waiting"] == 0
+    assert metrics["cache_tokens"] == 2 * metrics["slot_tokens"] and 0 < metrics["cache_usage"] < 1
+    assert metrics["generation_tokens_total"] == 75 and metrics["requests_finished_total"]["length"] == 3
+    assert metrics["draft_tokens_total"] == sum(sum(each.per_step_drafted) for each in steps)
+    assert metrics["accepted_tokens_total"] == sum(sum(each.per_step_accepted) for each in steps)
+    assert sum(metrics["accepted_tokens_per_position_total"]) == metrics["accepted_tokens_total"]
+    assert sum(sum(each.per_step_tokens) for each in steps) == 75
+
+
+def test_private_texts_are_not_drafted_for_others():
+    one = speculate(model(), compile=False, check=False, share_text=False)
+    manager = one.init_continuous_batching(GenerationConfig(pad_token_id=0))
+    manager.start()
+    try:
+        for number in range(2):
+            manager.add_request(PROMPTS[0], f"r{number}", max_new_tokens=30)
+            output = collect(manager, 1)[f"r{number}"]
+            assert output.generated_tokens == generated(one, PROMPTS[0], max_new_tokens=30)
+    finally:
+        manager.destroy()
+    assert len(one.speculation.ngram) == 0 and not one.speculation.engine.runtime.algorithm.private
+
+
+def test_prompts_share_lanes(monkeypatch):
+    """Of requests that come together several are processed at once, whatever their lengths, and lanes are left free."""
+    monkeypatch.setitem(LANES, "cpu", 4)
+    fast().speculation.engine.idle_batch = None
+    manager = fast().init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=6))
+    scheduler, text = manager.scheduler, tokenizer()(TEXT).input_ids
+    requests = {f"r{n}": text[7 * n : 7 * n + length] for n, length in enumerate((5, 200, 40, 1, 70))}
+    for name, prompt in requests.items():
+        manager.add_request(prompt, name, max_new_tokens=4, eos_token_id=-1)
+    assert len(scheduler.prompts.jobs) == 4
+    lanes = []
+    with torch.no_grad():
+        while scheduler.is_busy:
+            manager._worker.deliver(scheduler.step())
+            lanes.append({job.request_id: job.row for job in scheduler.prompts.active})
+    outputs = {output.request_id: output for output in manager.output_router.output_queue.queue}
+    for name, prompt in requests.items():
+        expected = generated(fast(), prompt, max_new_tokens=4, eos_token_id=-1, pad_token_id=0)
+        assert outputs[name].generated_tokens == expected
+    assert any(len(each) > 1 for each in lanes)
+    moved = [each["r1"] for each in lanes if "r1" in each]
+    assert moved[0] == 1 and moved[-1] == 0
+    manager.scheduler = None  # nobody else is to have so many lanes
+
+
+def test_rows_in_use_are_kept_at_the_front():
+    manager = fast().init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=4))
+    scheduler = manager.scheduler
+    lengths = [4, 40, 10, 60]
+    names = [
+        manager.add_request(PROMPTS[0] + [9 + i], max_new_tokens=n, eos_token_id=-1) for i, n in enumerate(lengths)
+    ]
+    rows = []
+    with torch.no_grad():
+        while scheduler.is_busy:
+            manager._worker.deliver(scheduler.step())
+            rows.append([job.row for job in scheduler.decoder.active])
+    assert [0, 1] in rows and rows[-2] == [0]
+    outputs = {o.request_id: o for o in manager.output_router.output_queue.queue}
+    for i, (name, length) in enumerate(zip(names, lengths)):
+        expected = generated(fast(), PROMPTS[0] + [9 + i], max_new_tokens=length, eos_token_id=-1, pad_token_id=0)
+        assert outputs[name].generated_tokens == expected
+    manager.destroy()
+
+
+def test_texts():
+    texts = Texts(3, 40)
+    texts.put(0, [1] * 30)
+    texts.put(1, [1] * 20 + [2] * 10)
+    texts.put(2, [3] * 15)
+    assert texts.longest_prefix([1] * 20 + [2] * 5) == (1, 25)
+    assert texts.longest_prefix([1] * 40) == (0, 29)
+    assert texts.longest_prefix([3] * 15) == texts.longest_prefix([1] * 15) == (0, 0)
+    texts.extend(2, [3] * 15)
+    texts.move(2, 0)
+    assert texts.longest_prefix([3] * 40) == (0, 29) and texts.used == 60
+    texts.forget()
+    texts.extend(0, [1] * 30)  # by a request over which the weights have changed
+    assert texts.longest_prefix([1] * 30) == (0, 0) and texts.used == 0
+    texts.put(0, [1] * 30)
+    assert texts.longest_prefix([1] * 30) == (0, 29)

@@ -1,0 +1,143 @@
+"""Prompts with pictures in continuous batching and in the server: what their own generate() gives."""
+
+import asyncio
+import copy
+import types
+
+import pytest
+import torch
+from batch_requests import collect, config
+from picture_models import NAMES, PICTURE, fast, heads, inputs, model
+from transformers import GenerationConfig
+
+import spec_compile
+
+NEW = 16
+OFTEN = ["Gemma3", "Qwen3VL"]
+
+
+def expected(name, arguments, **options):
+    options = dict(max_new_tokens=NEW, do_sample=False) | options
+    return model(name).generate(**arguments, **options)[0, arguments["input_ids"].shape[1] :].tolist()
+
+
+def manager_of(fast):
+    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=2))
+    manager.start()
+    return manager
+
+
+def answers(fast, requests):
+    manager = manager_of(fast)
+    try:
+        for number, arguments in enumerate(requests):
+            manager.add_request(**arguments, request_id=f"r{number}", max_new_tokens=NEW)
+        outputs = collect(manager, len(requests))
+    finally:
+        manager.destroy()
+    assert [outputs[f"r{number}"].error for number in range(len(requests))] == [None] * len(requests)
+    return [outputs[f"r{number}"].generated_tokens for number in range(len(requests))]
+
+
+@pytest.mark.sweep("Qwen3VL")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in NAMES])
+def test_rows_with_pictures_beside_rows_without(name):
+    """The last has the ids of the one before and other pictures, so that nothing of that may serve it."""
+    requests = [inputs(name, (count,), seed) for seed, count in enumerate((1, 0, 2))]
+    requests.append(requests[2] | {"pixel_values": requests[2]["pixel_values"].flip(-1) + 1})
+    assert answers(fast(name), requests) == [expected(name, arguments) for arguments in requests]
+
+
+@pytest.mark.parametrize("name", ["Gemma3", pytest.param("Qwen2_5_VL", marks=pytest.mark.slow)])
+def test_a_head_is_given_what_the_model_made_of_pictures(name):
+    requests = [inputs(name, (count,), seed) for seed, count in enumerate((1, 0, 2))]
+    assert answers(heads(name), requests) == [expected(name, arguments) for arguments in requests]
+
+
+def test_what_is_refused_and_what_fails_alone():
+    manager, arguments = manager_of(fast("Gemma3")), inputs("Gemma3")
+    try:
+        with pytest.raises(ValueError, match="ends in a picture"):
+            manager.add_request(**inputs("Gemma3", ending=0))
+        with pytest.raises(ValueError, match="attention_mask: a request has one prompt without padding"):
+            manager.add_request(**arguments | {"attention_mask": 0 * arguments["attention_mask"]})
+        with pytest.raises(TypeError, match="unknown option 'input_features'"):
+            manager.add_request(**arguments, input_features=torch.zeros(1, 1))
+        wrong = arguments["input_ids"].masked_fill(arguments["input_ids"] == PICTURE, 5)
+        manager.add_request(**arguments | {"input_ids": wrong}, request_id="wrong", max_new_tokens=NEW)
+        manager.add_request(**arguments, request_id="right", max_new_tokens=NEW)
+        outputs = collect(manager, 2)
+    finally:
+        manager.destroy()
+    assert outputs["wrong"].finish_reason == "error" and "mage" in outputs["wrong"].error
+    assert outputs["right"].generated_tokens == expected("Gemma3", arguments)
+
+
+def test_ids_without_their_pictures_are_another_prompt():
+    """Nothing of the request before may serve it, though the ids are alike."""
+    arguments = inputs("Gemma3", (2,))
+    ids = {name: arguments[name] for name in ("input_ids", "attention_mask")}
+    wanted = fast("Gemma3").generate(**ids, max_new_tokens=NEW, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    manager = manager_of(fast("Gemma3"))
+    try:
+        for name, request in (("pictures", arguments), ("ids", ids)):
+            manager.add_request(**request, request_id=name, max_new_tokens=NEW)
+            output = collect(manager, 1)[name]
+    finally:
+        manager.destroy()
+    assert output.generated_tokens == wanted.tolist() != expected("Gemma3", arguments)
+
+
+def test_several_sequences_of_one_picture():
+    arguments = inputs("Gemma3")
+    torch.manual_seed(5)
+    options = dict(do_sample=True, max_new_tokens=6, num_return_sequences=2)
+    rows = fast("Gemma3").generate(**arguments, **options)[:, arguments["input_ids"].shape[1] :].tolist()
+    manager = manager_of(fast("Gemma3"))
+    try:
+        name = manager.add_request(**arguments, seed=5, **options)
+        outputs = collect(manager, 2)
+    finally:
+        manager.destroy()
+    assert [outputs[f"{name}__child#0"].generated_tokens, outputs[name].generated_tokens] == rows
+
+
+def test_the_server_passes_on_what_a_processor_returns():
+    """Lists of ids and arrays, as a processor gives them without return_tensors."""
+    pytest.importorskip("fastapi", reason="needs the extra serve: fastapi")
+    from spec_compile.serving.call import CURRENT, Call
+    from spec_compile.serving.generation import Requests
+
+    arguments = inputs("Gemma3", (2,))
+    listed = {name: list(x.numpy()) if x.dim() == 4 else x.tolist() for name, x in arguments.items()}
+    processor = types.SimpleNamespace(decode=lambda tokens, **options: f"{tokens}", get_vocab=lambda: {"a": 0})
+    requests = Requests(fast("Gemma3"), processor, config(max_requests_per_batch=2, max_queue_size=4))
+
+    async def ask():
+        CURRENT.set(Call(asyncio.get_running_loop(), limit_field="max_tokens"))
+        settings = GenerationConfig(pad_token_id=0, max_new_tokens=NEW)
+        answer = requests.generate_non_streaming(None, processor, listed, settings, "")
+        return await requests.workers.drive(answer)
+
+    try:
+        text, count, tokens = asyncio.run(ask())
+    finally:
+        requests.manager.destroy()
+    assert tokens == expected("Gemma3", arguments) and text == f"{tokens}"
+    assert count == len(listed["input_ids"]) == arguments["input_ids"].shape[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("name", ["Gemma3", "Qwen3VL"])
+def test_on_a_gpu(name, compile):
+    target = copy.deepcopy(model(name)).cuda()
+    fast = spec_compile.speculate(target, compile=compile, max_cache_len=512)
+    requests = [inputs(name, (count,), seed) for seed, count in enumerate((1, 0, 2, 1))]
+    requests = [{key: value.cuda() for key, value in request.items()} for request in requests]
+    wanted = [
+        target.generate(**request, max_new_tokens=NEW, do_sample=False)[0, request["input_ids"].shape[1] :].tolist()
+        for request in requests
+    ]
+    assert answers(fast, requests) == wanted

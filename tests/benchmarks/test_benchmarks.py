@@ -1,0 +1,450 @@
+"""The benchmarks' own arithmetic, and one tiny run of what they measure."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import ADMITTED, HYBRIDS, prompts
+
+from spec_compile import speculate
+from spec_compile.kernels import experts
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import acceptance  # noqa: E402
+import bits  # noqa: E402
+import common  # noqa: E402
+import cpu  # noqa: E402
+import gpu  # noqa: E402
+import on_gpus  # noqa: E402
+import quantised  # noqa: E402
+import quantised_layers  # noqa: E402
+import quantised_shapes  # noqa: E402
+import shapes  # noqa: E402
+import steps  # noqa: E402
+import tables  # noqa: E402
+
+FACTS = {"commit", "date", "command", "cpu", "threads", "python", "torch", "transformers"}
+
+
+def test_a_token_costs_the_difference_of_two_lengths():
+    pairs = [((16, 1.016), (144, 1.144)), ((16, 5.0), (144, 5.256)), ((16, 2.0), (144, 2.384))]
+    result = common.median_difference(pairs)  # what both lengths cost cancels
+    assert result["ms"] == pytest.approx(2.0) and result["runs"] == pytest.approx([1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match="gave 16 tokens, the shorter 16"):
+        common.median_difference([((16, 1.0), (16, 1.1))])
+
+
+def test_systems_take_turns_and_are_warm():
+    calls = []
+
+    def system(name):
+        def generate(ids, max_new_tokens):
+            calls.append((name, max_new_tokens))
+            return torch.zeros(1, ids.shape[1] + max_new_tokens)
+
+        return generate
+
+    result = steps.step_times({"a": system("a"), "b": system("b")}, torch.zeros(1, 3), (2, 5), repeats=3)
+    assert calls[:4] == [("a", 5), ("a", 2), ("b", 5), ("b", 2)]  # the longer one first, untimed
+    assert calls[4:] == [("a", 2), ("a", 5), ("b", 2), ("b", 5)] * 3
+    assert [len(row["runs"]) for row in result.values()] == [3, 3]
+
+
+def test_prompt_lookup_is_tuned():
+    assert {tuple(setting.values()) for setting in common.LOOKUPS} == {(t, n) for t in (10, 16, 24) for n in (2, 3)}
+    tried = [{**setting, "tokens_per_second": rate} for setting, rate in zip(common.LOOKUPS, (3, 1, 4, 1, 5, 2))]
+    assert common.fastest(tried) == {"prompt_lookup_num_tokens": 24, "max_matching_ngram_size": 2}
+
+
+def test_prompts_for_tuning_are_not_measured():
+    class Words:
+        def __call__(self, text, return_tensors):
+            return type("Ids", (), {"input_ids": torch.tensor([[hash(text) % 1000]])})
+
+    some, tuning = common.split_prompts("chat", BENCHMARKS / "prompts", 10, 2, Words(), 100)
+    assert len(some) == 10 and len(tuning) == 2
+    with pytest.raises(ValueError, match="chat: 12 prompts; 11 are measured and 2 more are for tuning"):
+        common.split_prompts("chat", BENCHMARKS / "prompts", 11, 2, Words(), 100)
+
+
+def test_floors_of_a_copy_and_of_a_read():
+    result = common.floors(8e9, {"copy": 4e12, "read": 5e12}, 3.0)
+    expected = {"floor_copy_ms": 2.0, "over_copy": 1.5, "floor_read_ms": 1.6, "over_read": 1.875}
+    assert result == pytest.approx(expected)
+
+
+def test_stamps(monkeypatch):
+    facts = common.stamp()
+    assert FACTS <= set(facts) and facts["torch"] == torch.__version__ and all(facts.values())
+    answers = {"rev-parse": "abc1234\n", "status": ""}
+    monkeypatch.setattr(
+        common.subprocess, "run", lambda command, **_: type("Done", (), {"stdout": answers[command[1]]})
+    )
+    assert common.commit() == "abc1234"
+    answers["status"] = " M spec_compile/api.py\n"
+    assert common.commit() == "abc1234+dirty"
+
+
+def test_the_commit_where_git_is_not(monkeypatch):
+    def fail(*arguments, **options):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(common.subprocess, "run", fail)
+    monkeypatch.setenv("BENCHMARK_COMMIT", "abc1234")
+    assert common.commit() == "abc1234"
+    monkeypatch.delenv("BENCHMARK_COMMIT")
+    assert common.commit() == "unknown"
+
+
+def test_results_are_a_row_a_line(tmp_path):
+    report = {"shapes": {"a": {"rounds": [{"ms": 1.5, "stamp": {"commit": "x"}}] * 2, "empty": [], "runs": [1, 2]}}}
+    path = tmp_path / "results" / "file.json"
+    common.write_json(path, report)
+    assert json.loads(path.read_text()) == report
+    assert sum("commit" in line for line in path.read_text().splitlines()) == 2
+
+
+def test_rows_of_earlier_runs_stay():
+    before = [dict(nodes=1, ms=1.0), dict(nodes=4, ms=2.0)]
+    rows = common.merge_rows(before, [dict(nodes=4, ms=3.0), dict(nodes=16, ms=4.0)], ("nodes",))
+    assert [(row["nodes"], row["ms"]) for row in rows] == [(1, 1.0), (4, 3.0), (16, 4.0)]
+
+
+def test_saved_acceptance_keeps_other_systems(tmp_path):
+    path = tmp_path / "acceptance.json"
+    acceptance.save(path, {"chat": {"systems": {"a": {"identical": 1}, "b": {"identical": 2}}}}, {"commit": "1"})
+    acceptance.save(path, {"chat": {"systems": {"b": {"identical": 3}}}}, {"commit": "2"})
+    rows = json.loads(path.read_text())["workloads"]["chat"]["systems"]
+    assert rows["a"] == {"identical": 1, "stamp": {"commit": "1"}}
+    assert rows["b"] == {"identical": 3, "stamp": {"commit": "2"}}
+
+
+def test_parts_that_a_gpu_run_leaves_out_stay():
+    old, new = {"commit": "1"}, {"commit": "2"}
+    before = {"rounds": [dict(batch=1, context=8, nodes=1, ms=1.0, stamp=old)], "loop": {"gap_us": 1.0, "stamp": old}}
+    after = gpu.merged(before, {"rounds": [dict(batch=1, context=8, nodes=4, ms=2.0)], "ready": {"seconds": 3.0}}, new)
+    assert [row["stamp"] for row in after["rounds"]] == [old, new]
+    assert after["loop"]["stamp"] == old and after["ready"] == {"seconds": 3.0, "stamp": new}
+
+
+def test_the_tables_are_what_the_results_say():
+    for path in tables.FILES:
+        text = path.read_text()
+        assert "<!-- figures: " in text and tables.render(text) == text, f"{path}: run benchmarks/tables.py --write"
+
+
+def test_tables_from_made_up_results(tmp_path):
+    facts = dict(commit="abc", date="2026-01-02 03:04", gpu="GPU X", torch="2", transformers="5")
+    systems = {steps.EAGER: 20.0, common.LOOKUP: 8.0, steps.STATIC: 9.0, steps.PLAIN: 4.0}
+    rows = [dict(system=name, ms=ms, runs=[ms], stamp=facts) for name, ms in systems.items()]
+    common.write_json(tmp_path / "gpu.json", {"shapes": {"llama-8b": {"steps": rows}}})
+    marks = "<!-- figures: {} -->\nold\n<!-- end of figures -->"
+    text = tables.render("a\n" + marks.format("summary") + "\nb\n" + marks.format("gpu_steps"), tmp_path)
+    assert "| 8.00 ms (prompt lookup) | 4.00 ms | 2.0× |" in text  # the fastest of theirs by plain steps of ours
+    assert "Measured at: commit abc, 2026-01-02, GPU X, torch 2, transformers 5." in text
+    rows = {"HF greedy": 10.0, common.LOOKUP: 40.0, "n-gram, 16 nodes": 100.0}
+    rows = {name: {"tokens_per_second": rate, "stamp": facts} for name, rate in rows.items()}
+    rows["HF assistant"] = {"tokens_per_second": 80.0, "stamp": {**facts, "commit": "another run's"}}
+    report = {"workloads": {"code_completion": {"systems": rows}}}
+    common.write_json(tmp_path / "acceptance_gpu.json", report)
+    text = tables.render(text, tmp_path)
+    assert "| 40 tokens/s (prompt lookup) | 100 tokens/s | 2.5× |" in text
+    assert "not measured" in text and "old" not in text and "| Llama-3.1-8B | HF eager | 20.00 |" in text
+    assert tables.render(text, tmp_path) == text
+    with pytest.raises(KeyError, match="nothing"):
+        tables.render(marks.format("nothing"))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model = ADMITTED["llama"]()
+    return model, speculate(model, num_draft_tokens=1, compile=False), speculate(model, compile=False, adaptive=False)
+
+
+def test_gpu_steps_on_a_tiny_model(tiny):
+    model, plain, fast = tiny
+    model.generation_config.eos_token_id = plain.generation_config.eos_token_id = None
+    fast.generation_config.eos_token_id = None
+    ids, tuning = (row for row in prompts()[0][:2])
+    rows = {row["system"]: row for row in steps.steps(model, plain, fast, ids, [tuning], 2, (2, 6))}
+    assert list(rows) == [steps.EAGER, common.LOOKUP, steps.STATIC, steps.PLAIN, steps.SPECULATIVE]
+    assert all(len(row["runs"]) == 2 and row["new_tokens"] == [2, 6] for row in rows.values())
+    assert rows[common.LOOKUP]["lookup"] in common.LOOKUPS and len(rows[common.LOOKUP]["tried"]) == 6
+    assert rows[steps.SPECULATIVE]["accept_length"] >= 1
+    assert set(plain.speculation.stats.nodes) == {1}  # nothing was drafted
+
+
+def test_gpu_rounds_and_loop_on_a_tiny_model(tiny, monkeypatch):
+    model, plain, fast = tiny
+    monkeypatch.setattr(gpu, "text_tokens", lambda count, vocab: torch.arange(count) % vocab)
+    (row,) = gpu.round_rows(fast, [1], [100], [16], {"copy": 1e9, "read": 2e9})
+    assert row["nodes"] == 16 and row["ms"] > 0 and row["over_read"] == pytest.approx(2 * row["over_copy"])
+    bytes_read = gpu.weight_bytes(model) + 100 * fast.speculation.engine.runtime.verify.token_bytes
+    assert row["floor_copy_ms"] == pytest.approx(bytes_read / 1e9 * 1e3)
+    result = gpu.loop(plain, prompts()[0][0], 12)
+    assert result["rounds"] == 12 and result["accept_length"] == 1.0  # one round a token
+    fast.speculation.stats.reset()
+    fast.speculation.ngram.reset()
+    fast.generate(prompts()[0][0], max_new_tokens=40, do_sample=False)
+    expected = fast.speculation.stats.rounds  # of an answer that no earlier call has left in the trie
+    assert 1 < expected == gpu.loop(fast, prompts()[0][0], 40)["rounds"]
+    (row,) = gpu.prompts(fast, model, [40])
+    assert row["tokens"] == 40 and row["repeats"] == 3 and row["ours"] > 0 and row["HF"] > 0
+
+
+@pytest.mark.slow
+def test_gpu_rounds_of_a_tiny_hybrid(monkeypatch):
+    """States count as bytes, and of experts those that are chosen."""
+    monkeypatch.setattr(gpu, "text_tokens", lambda count, vocab: torch.arange(count) % vocab)
+    fast = speculate(HYBRIDS["qwen3_next"](), compile=False, adaptive=False, num_draft_tokens=4, check=False)
+    graph, config = fast.speculation.engine.runtime.verify, fast.config
+    linear = sum(kind == "linear_attention" for kind in config.layer_types)
+    heads, size = config.linear_num_value_heads, config.linear_key_head_dim
+    channels = (2 * config.linear_num_key_heads + heads) * size
+    assert shapes.state_bytes(graph) == 4 * linear * (heads * size * size + 3 * channels)
+    speeds = {"copy": 1e9, "read": 2e9}
+    one, four = gpu.round_rows(fast, [1], [40], [1, 4], speeds)
+    assert one["distinct_experts"] == 2 < four["distinct_experts"] <= 4
+    weights = shapes.weight_bytes(fast, 4, four["distinct_experts"])
+    expected = weights + 40 * graph.token_bytes + 2 * shapes.state_bytes(graph)
+    assert four["floor_copy_ms"] == pytest.approx(expected / 1e9 * 1e3) and one["floor_copy_ms"] < four["floor_copy_ms"]
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [
+        ("qwen3.5-9b", 8.95), ("falcon-h1-7b", 7.59), ("nemotron-h-8b", 8.1), ("lfm2-1.2b", 1.17), ("llama-8b", 8.03),
+        ("qwen3-30b-a3b", 30.53), ("gpt-oss-20b", 20.91), ("mixtral-8x7b", 46.7),
+    ],
+)  # fmt: skip
+def test_shapes_have_their_published_sizes(name, billions):
+    model = shapes.build(name, "meta")
+    assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_gptq_is_packed():
+    weight = torch.randn(72, 256, dtype=torch.float16)
+    packed = quantised_layers.gptq(weight)
+    got = packed.layout.weight([*packed.parts.values()], 256).float()
+    assert (got - weight).norm() < 0.12 * weight.float().norm()
+
+
+ALIKE = dict(vocab_size=512, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+TINY = {
+    "llama-8b": dict(hidden_size=256, intermediate_size=384, **ALIKE),
+    "qwen3-30b-a3b": dict(hidden_size=128, moe_intermediate_size=128, head_dim=32, num_experts=8, num_experts_per_tok=2,
+                          **ALIKE),
+    "gpt-oss-20b": dict(hidden_size=64, intermediate_size=96, head_dim=16, num_local_experts=8, num_experts_per_tok=2,
+                        sliding_window=16, layer_types=["sliding_attention"], **ALIKE),
+}  # fmt: skip
+LLAMA, LLAMA_REST = 3 * 384 * 256 + 2 * 256 * 256 + 2 * 128 * 256, 2 * (512 * 256 + 3 * 256) + 2 * 4 * 32
+"""Weights that are quantised, and bytes of the output head, norms, and frequencies of the rotary embedding."""
+CHOSEN = 8 * (1 - (1 - 2 / 8) ** 3)
+"""Of 8 experts, of which a token chooses 2, those that 3 tokens are expected to choose."""
+READ = {
+    "llama-8b-fp8": LLAMA + 4 * LLAMA / 128**2 + LLAMA_REST,
+    "llama-8b-int4": LLAMA / 2 + 2 * LLAMA / 128 + LLAMA_REST,
+    "llama-8b-gptq": LLAMA / 2 + (2 + 1 / 2) * LLAMA / 128 + 4 * (6 * 256 + 384) + LLAMA_REST,
+    "llama-8b-nf4": LLAMA / 2 + 4 * LLAMA / 64 + 7 * 16 * 4 + LLAMA_REST,
+    "qwen3-30b-a3b-fp8": CHOSEN * 3 * (128**2 + 4) + 3 * 128**2 + 4 * 4 + 2 * (512 + 3 + 8) * 128 + 2 * 64 + 2 * 4 * 16,
+    "gpt-oss-20b-mxfp4": (
+        CHOSEN * (192 + 64) * (256 / 2 + 256 / 32 + 2)  # of 256 inputs, to which the kernel's words are filled up
+        + 2 * (6 * 64 * 32 + 192 + 4) + 2 * 8 * 65 + 2 * (512 + 3) * 64 + 2 * 4 * 8
+    ),
+}  # fmt: skip
+"""Bytes that a step over 3 tokens reads of those tiny shapes."""
+
+
+@pytest.mark.parametrize("name", READ)
+def test_quantised_shapes(name, monkeypatch):
+    shape = quantised_shapes.QUANTISED[name][0]
+    monkeypatch.setitem(shapes.SHAPES, shape, (shapes.SHAPES[shape][0], TINY[shape]))
+    model = shapes.build(name, "cpu")
+    assert shapes.weight_bytes(model, 3) == pytest.approx(READ[name], abs=1)
+    assert model.lm_head.weight.dtype == (torch.float16 if "gptq" in name else torch.bfloat16)
+    if name == "gpt-oss-20b-mxfp4":
+        monkeypatch.setattr(gpu, "text_tokens", lambda count, vocab: torch.arange(count) % vocab)
+        fast = speculate(model, compile=False, num_draft_tokens=2, max_cache_len=64, check=False)
+        (row,) = gpu.round_rows(fast, [3], [20], [1], {"copy": 1e9, "read": 1e9})
+        assert row["expected_experts"] == pytest.approx(CHOSEN)
+        window = 3 * 16 * fast.speculation.engine.runtime.verify.token_bytes
+        seen = shapes.weight_bytes(fast, 3, row["distinct_experts"]) + window
+        assert row["floor_copy_ms"] == pytest.approx(seen / 1e6)  # of 20 tokens the window has 16
+
+
+def test_nodes_choose_experts_of_their_own_and_those_that_a_round_reads_are_counted(monkeypatch):
+    sizes = dict(TINY["qwen3-30b-a3b"], num_experts=64, num_experts_per_tok=4, num_hidden_layers=4)
+    monkeypatch.setitem(shapes.SHAPES, "qwen3-30b-a3b", ("qwen3_moe", sizes))
+    monkeypatch.setattr(gpu, "text_tokens", lambda count, vocab: torch.arange(count) % vocab)
+    product, read = experts._product, []
+
+    def counted(x, ids, parts, kind):
+        read.append(len(parts[0][ids.unique()]))
+        return product(x, ids, parts, kind)
+
+    monkeypatch.setattr(experts, "_product", counted)
+    fast = speculate(shapes.build("qwen3-30b-a3b", "cpu"), compile=False, adaptive=False, check=False)
+    same = torch.zeros(1, 60, dtype=torch.int64)
+    fast.generate(same, max_new_tokens=2, do_sample=False)  # leaves a cache that draws all nodes to one state
+    read.clear()
+    one, many = gpu.round_rows(fast, [1], [40], [1, 16], {"copy": 1e9, "read": 1e9})
+    assert one["distinct_experts"] == 4 == one["expected_experts"]
+    assert many["distinct_experts"] == sum(read[-8:]) / 8  # two products in each layer of the last round
+    assert many["distinct_experts"] == pytest.approx(many["expected_experts"], rel=0.1)
+    bytes_read = shapes.weight_bytes(fast, 16, many["distinct_experts"])
+    assert many["floor_copy_ms"] == pytest.approx(one["floor_copy_ms"] + (bytes_read - shapes.weight_bytes(fast)) / 1e6)
+
+
+def test_acceptance_and_cpu_on_a_tiny_model(tiny):
+    model, plain, fast = tiny
+    ours = {"ours, no drafts": plain, "ours, n-gram": fast}
+    fixed = dict(do_sample=False, max_new_tokens=6, pad_token_id=0)
+    some, tuning = [prompts()[0][0]], [prompts()[0][1]]
+    row, identical = cpu.workload_rows(model, ours, (some, tuning), fixed, 1)
+    assert identical == row["identical"] == 1 and row["lookup"] in common.LOOKUPS
+    assert set(row["tokens_per_second"]) == {"HF greedy", common.LOOKUP, *ours}
+    systems = acceptance.hf_systems(model, None, fixed) | {name: wrapped.generate for name, wrapped in ours.items()}
+    systems = {name: partial(call, **fixed) for name, call in systems.items()}
+    result = acceptance.measure(systems, ours, model, (some, tuning), 1, fixed)
+    rows = result["systems"]
+    assert rows[common.LOOKUP]["lookup"] in common.LOOKUPS and rows["ours, n-gram"]["identical"] == 1
+    best = max(rows["HF greedy"]["tokens_per_second"], rows[common.LOOKUP]["tokens_per_second"])
+    assert rows["ours, n-gram"]["over_best_of_hf"] == pytest.approx(rows["ours, n-gram"]["tokens_per_second"] / best)
+    assert all(row["first_token_s"] > 0 for row in rows.values())
+    whole = 6 / rows["HF greedy"]["tokens_per_second"]
+    parts = rows["HF greedy"]["first_token_s"] + 5 * rows["HF greedy"]["further_token_s"]
+    assert parts == pytest.approx(whole) and rows["HF greedy"]["tokens"] == 6
+    cells = [column._cells for column in acceptance.table("chat", result).columns]
+    assert len({*map(len, cells)}) == 1 and [*rows] == cells[0]
+
+
+def test_systems_that_cannot_run_are_left_out_unless_they_are_named(monkeypatch, capsys):
+    heads = BENCHMARKS.parent / "examples" / "tiny_coder" / "heads"
+    assert (
+        common.lacking(("eagle3", "eagle3", {"num_steps": 5}), heads)
+        == common.lacking(("ngram", None, {}), heads)
+        == ""
+    )
+    assert common.lacking(("jetspec", "jetspec", {}), heads) == f"no jetspec in {heads}"
+    monkeypatch.setitem(acceptance.OURS, "other", ("eagle3", "eagle3", dict(num_steps=5, speed=2)))
+    assert common.lacking(acceptance.OURS["other"], heads) == "no option speed in this version"
+    monkeypatch.setattr(sys, "argv", ["acceptance.py"])
+    assert not {"JetSpec, chain", "other"} & {*acceptance.parse().systems}
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", "--systems", "JetSpec, chain"])
+    with pytest.raises(SystemExit):
+        acceptance.parse()
+    assert "no jetspec" in capsys.readouterr().err
+
+
+def test_prompts_of_bits_are_taken_from_the_files_in_turn(tmp_path):
+    class Letters:
+        chat_template = None
+
+        def __call__(self, text, **options):
+            return type("Ids", (), {"input_ids": [ord(letter) for letter in text]})
+
+        def apply_chat_template(self, messages, add_generation_prompt, tokenize):
+            return "".join(message["role"][0] + message["content"] for message in messages) + ":"
+
+    (tmp_path / "a.jsonl").write_text('{"prompt": "xyz"}\n{"turns": ["w", "later"]}\n{"prompt": "u"}\n')
+    (tmp_path / "b.jsonl").write_text('{"messages": [{"role": "user", "content": "v"}]}\n')
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    plain = bits.read_prompts(paths, 3, Letters(), 2)
+    assert plain == [("a", [ord("y"), ord("z")]), ("b", [ord("v")]), ("a", [ord("w")])]
+    Letters.chat_template = "a template"
+    assert bits.read_prompts(paths, 2, Letters(), 9)[1] == ("b", [ord(letter) for letter in "uv:"])
+
+
+def test_bits_counts_answers_that_differ():
+    def result(*answers):
+        return {"answers": {"greedy": [list(answer) for answer in answers]}, "seconds": {"greedy": 2.0}}
+
+    results = {bits.PLAIN: result("abc", "de", "f"), "ngram": result("abc", "dx", "fg"), bits.GREEDY: result("abc"),
+               bits.LOOKUP: result("abd")}  # fmt: skip
+    rows = {(row["system"], row["set"]): row for row in bits.compare(results, ["chat", "maths", "chat"])}
+    assert {name for name, _ in rows} == {"ngram", bits.LOOKUP}
+    assert rows["ngram", "all"]["equal"] == 1 and rows["ngram", "all"]["first_differences"] == [1, 1]
+    assert (rows["ngram", "chat"]["equal"], rows["ngram", "chat"]["of"]) == (1, 2)
+    assert rows["ngram", "all"]["tokens_per_second"] == 3.5
+    assert (rows[bits.LOOKUP, "all"]["equal"], rows[bits.LOOKUP, "all"]["of"]) == (0, 1)
+
+
+@pytest.mark.slow
+def test_bits_on_the_demo_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bits, "pin", lambda threads: None)
+    path = tmp_path / "bits.json"
+    command = ["--count", "2", "--max-new-tokens", "6", "--sampled", "--transformers", "1", "--eager", "--algorithms",
+               "ngram", "eagle3-tree", "--json", str(path)]  # fmt: skip
+    bits.main(command)
+    rows = json.loads(path.read_text())["rows"]
+    assert all(row["equal"] == row["of"] for row in rows) and FACTS <= set(rows[0]["stamp"])
+    told = {(row["system"], row["mode"], row["set"]): row["of"] for row in rows}
+    assert told["ngram", "sampled", "all"] == told["eagle3-tree", "greedy", "all"] == 2
+    assert told[bits.LOOKUP, "greedy", "all"] == 1
+    out = capsys.readouterr().out
+    assert "eagle3-tree" in out and "same bits are not promised, because of float32 on a CPU" in out
+    with pytest.raises(SystemExit):
+        bits.parse(["--heads", str(tmp_path), "--algorithms", "mtp"])
+    assert bits.parse(["--heads", str(tmp_path)]).algorithms == ["ngram", "ngram-64", "draft"]
+
+
+def test_a_system_that_fails_leaves_the_others(monkeypatch):
+    def answer(name, options, prompts, modes):
+        if name == "mtp":
+            raise ValueError("no head")
+        return {"answers": {}, "seconds": {"greedy": 1.0}}
+
+    monkeypatch.setattr(bits, "answer", answer)
+    options = bits.parse(["--algorithms", "mtp", "ngram"])
+    results, failures = bits.answer_all(options, [[1]], None, lambda results: None)
+    assert list(results) == [bits.PLAIN, "ngram"] and failures == ["mtp: ValueError: no head"]
+
+
+@pytest.mark.parametrize("name, error", [("fp8", 0.03), ("int8", 0.01), ("int4", 0.12), ("nf4", 0.1)])
+def test_layers_are_quantised_on_the_fly(name, error):
+    """Rows of 192 are no multiple of a block of FP8, rows of 40 none of a group of 4 bits."""
+    weight = torch.randn(72, 192)
+    packed = quantised.FORMATS[name](weight)
+    got = packed.layout.unrounded(torch.eye(192), list(packed.parts.values()), None).T
+    assert (got - weight).norm() < error * weight.norm()
+    model = ADMITTED["llama"]()
+    model.model.layers[0].mlp.up_proj = torch.nn.Linear(40, 64)
+    other, left = quantised.quantised(model, quantised.FORMATS[name])
+    assert type(model.model.layers[0].self_attn.q_proj) is type(other.lm_head) is torch.nn.Linear
+    assert ("model.layers.0.mlp.up_proj" in left) == (name in ("int4", "nf4"))
+    assert quantised.layer_bytes(other) < 0.6 * quantised.layer_bytes(model)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch, tmp_path):
+    """A function: names of phases -> the options of a run on two GPUs that are not there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=105e9))
+    fixed = dict(out=tmp_path, jobs=None, model=Path("model"), prompts=BENCHMARKS / "prompts", heads=None, minutes=1)
+    return lambda *phases: SimpleNamespace(phases=phases, **fixed)
+
+
+def test_every_job_on_gpus_has_a_script_and_a_log_of_its_own(two_gpus):
+    options = two_gpus(*on_gpus.PHASES)
+    jobs = on_gpus.jobs(options)
+    assert len({job.name for job in jobs}) == len(jobs) > 30 and {job.phase for job in jobs} == {*on_gpus.PHASES}
+    for job in jobs:
+        files = [word for word in on_gpus.arguments(job, options) if word.endswith(".py")]
+        folder = BENCHMARKS.parent / {"sanitizer": "tests", "together": ""}.get(job.phase, "benchmarks")
+        assert files and all((folder / file).exists() for file in files), job
+
+
+def test_jobs_start_where_their_memory_is_free(two_gpus):
+    """Two that fill a GPU run at once, a third waits for one of them; each has a log, and one that fails stops none."""
+    options = two_gpus("rounds")
+    script = "-c 'import os, sys, time; print(os.environ[\"CUDA_VISIBLE_DEVICES\"], time.time()); time.sleep(1); {}'"
+    jobs = [on_gpus.Job("rounds", name, script.format(end), 80) for name, end in zip("abc", ("sys.exit(1)", "", ""))]
+    on_gpus.Runner(options).run(jobs)
+    (first, a), (second, b), (_, c) = ((options.out / f"{name}.txt").read_text().split() for name in "abc")
+    assert {first, second} == {"0", "1"} and float(c) - max(float(a), float(b)) > 0.5

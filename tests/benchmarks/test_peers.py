@@ -1,0 +1,226 @@
+"""Benchmarks that compare: other engines beside ours, trees of many nodes, many requests."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
+
+import chats  # noqa: E402
+import common  # noqa: E402
+import compare  # noqa: E402
+import hold_out  # noqa: E402
+import serving  # noqa: E402
+import wide_trees  # noqa: E402
+import worker  # noqa: E402
+
+from spec_compile.drafters.trees.block import BlockTree  # noqa: E402
+
+
+class Counting:
+    """An engine that answers with three tokens in two forwards, and notes what it is asked."""
+
+    version = "1"
+
+    def __init__(self):
+        self.asked = []
+
+    def forget(self):
+        self.asked.append("forget")
+
+    def answer(self, ids):
+        self.asked.append(tuple(ids))
+        return [7, 8, 9]
+
+    def rounds(self, answer):
+        return 2, len(answer)
+
+
+def test_a_worker_warms_up_and_counts():
+    engine = Counting()
+    sets = {"a": {"tuning": [[1], [2]], "measured": [[3], [4]]}, "b": {"tuning": [[5]], "measured": [[6]]}}
+    results = worker.measure(engine, sets, 2)
+    assert engine.asked[:2] == [(1,), (5,)]  # before anything is timed
+    assert engine.asked[2:] == [
+        word for ids in ([1], [2], [3], [4], [3], [4], [5], [6], [6]) for word in ("forget", tuple(ids))
+    ]
+    assert results["a"]["accept_length"] == 1.5 and results["a"]["tokens"] == 6
+    assert results["b"]["answers"] == [[7, 8, 9]] and results["b"]["tokens_per_second"] > 0
+
+
+def test_settings_are_chosen_by_prompts_that_are_not_measured():
+    def result(tuning, measured):
+        return {"version": "1", "sets": {"a": {"tuning_tokens_per_second": tuning, "tokens_per_second": measured}}}
+
+    row = compare.best([result(1.0, 9.0), {"refused": "no"}, result(2.0, 3.0)], [{"x": 1}, {"x": 2}, {"x": 3}], ["a"])
+    assert row["sets"]["a"]["tokens_per_second"] == 3.0 and row["sets"]["a"]["setting"] == {"x": 3}
+    assert [one.get("refused") for one in row["tried"]] == [None, "no", None]
+    assert compare.best([{"refused": "why"}], [{}], ["a"])["refused"] == "why"
+
+
+def fake_vllm(answers):
+    """A module with what on_vllm.py uses of vLLM; each answer accepts one draft."""
+
+    class LLM:
+        def __init__(self, **arguments):
+            assert arguments["skip_tokenizer_init"] and not arguments["enable_prefix_caching"]
+            if (arguments.get("speculative_config") or {}).get("method") == "mtp":
+                raise ValueError("no MTP here\nmore")
+            self.accepted = 0
+
+        def generate(self, prompts, sampling, use_tqdm):
+            self.accepted += 1
+            tokens = answers[tuple(prompts[0]["prompt_token_ids"])]
+            return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=tokens)])]
+
+        def get_metrics(self):
+            return [types.SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens", value=self.accepted)]
+
+    return types.SimpleNamespace(__version__="0", LLM=LLM, SamplingParams=lambda **fields: fields)
+
+
+def test_engines_side_by_side(tmp_path, monkeypatch, capsys):
+    """The whole run on the demo model, in one process, with something that looks like vLLM."""
+    path = tmp_path / "peers.json"
+    command = ["--engines", "ours", "vllm", "sglang", "--drafts", "plain", "EAGLE-3", "MTP", "JetSpec", "--workloads",
+               "chat", "--prompts", "1", "--new-tokens", "6", "--repeats", "1", "--settings", "1", "--eager",
+               "--device", "cpu", "--dtype", "float32", "--longest", "24", "--json", str(path)]  # fmt: skip
+    for drafts in ("EAGLE-3", "MTP"):
+        monkeypatch.delitem(compare.SYSTEMS[drafts][1], "ours")
+    task = compare.make_task(compare.parse(command))
+    prompts = [ids for part in task["sets"]["chat"].values() for ids in part]
+    assert all(len(ids) == 24 for ids in prompts) and task["eos"] == [0]
+    monkeypatch.setitem(sys.modules, "vllm", fake_vllm({tuple(ids): [5, 6, 7, 8] for ids in prompts}))
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    monkeypatch.setattr(compare, "start", lambda task, timeout: worker.work(task))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    compare.main(command)
+    rows = {(row["drafts"], row["engine"]): row for row in json.loads(path.read_text())["rows"]}
+    figures = {key: row["sets"]["chat"] for key, row in rows.items() if "sets" in row}
+    assert figures["plain", "ours"]["accept_length"] == 1.0 and "answers" not in path.read_text()
+    assert figures["EAGLE-3", "vllm"]["accept_length"] == 1.5  # behind the first token, three in two steps
+    assert figures["EAGLE-3", "vllm"]["same"] == figures["EAGLE-3", "vllm"]["of"] == 1
+    assert figures["EAGLE-3", "vllm"]["setting"]["speculative_config"]["model"].endswith("eagle3")
+    assert rows["MTP", "vllm"]["refused"] == "ValueError: no MTP here"
+    assert rows["plain", "sglang"]["refused"].startswith("ModuleNotFoundError")
+    out = capsys.readouterr().out
+    assert "JetSpec: left out" in out and "no MTP here" in out
+
+
+@pytest.mark.slow
+def test_engines_in_processes_of_their_own(tmp_path):
+    path = tmp_path / "peers.json"
+    compare.main(["--engines", "ours", "transformers", "--drafts", "plain", "EAGLE-3", "--workloads", "chat",
+                  "--prompts", "2", "--new-tokens", "12", "--repeats", "1", "--settings", "1", "--eager", "--device",
+                  "cpu", "--dtype", "float32", "--json", str(path)])  # fmt: skip
+    rows = {(row["drafts"], row["engine"]): row["sets"]["chat"] for row in json.loads(path.read_text())["rows"]}
+    assert rows["plain", "ours"]["accept_length"] == 1.0 < rows["EAGLE-3", "ours"]["accept_length"]
+    assert rows["EAGLE-3", "ours"]["same"] == 2 == rows["plain", "transformers"]["of"]
+
+
+def test_prompts_that_heads_were_trained_on_are_refused(tmp_path):
+    (tmp_path / "set.jsonl").write_text('{"prompt": "What  is\\nthis?"}\n{"prompt": "And that?"}\n')
+    for name, text, is_refused in (
+        ("a.txt", "Someone asks: What is this? An answer.", True),
+        ("b.jsonl", '{"messages": [{"role": "user", "content": "What is this?"}]}', True),
+        ("c.jsonl", '{"prompt": "What was this?"}', False),
+    ):
+        (tmp_path / name).write_text(text)
+        if is_refused:
+            with pytest.raises(ValueError, match=rf"--trained-on: 1 of 2 prompts of set.jsonl are in {name}"):
+                common.refuse_trained(tmp_path / "set.jsonl", 2, [tmp_path / name])
+        else:
+            common.refuse_trained(tmp_path / "set.jsonl", 2, [tmp_path / name])
+
+
+def test_prompts_to_train_on_are_not_in_the_measured_ones():
+    sets = {"a": ["Say  one.", "Say two."], "b": ["Say three.", "Please:\nsay one. Say one.", "one.", "Say two."]}
+    measured, others = hold_out.split(sets, 1)
+    assert measured == {"a": ["Say  one."], "b": ["Say three."]} and others == ["Say two."]
+
+
+def test_a_model_writes_both_sides_of_a_chat(monkeypatch):
+    """Turns that do not end, are too short or come again are left out; greedy answers come before those drawn."""
+    tokenizer = AutoTokenizer.from_pretrained(common.DEMO_MODEL)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    asked, end = [], tokenizer.eos_token
+
+    def written(model, documents, length, seed, options, tell):
+        texts = [f" say {word} to me" for word in ("one", "two", "one")] if options.get("top_k") == 0 else ["yes"] * 9
+        asked.append(([tokenizer.decode(document.ids) for document in documents], options["do_sample"], seed))
+        answers = [tokenizer(text + end).input_ids for text in texts[: len(documents) - 1]] + [[7]]  # that has no end
+        return [chats.Document(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool)) for ids in answers]
+
+    monkeypatch.setattr(chats, "continue_documents", written)
+    writer = chats.Chats(None, tokenizer, 16)
+    turns = writer.user_turns(4)
+    first, second = chats.OPENINGS[:2]
+    assert turns == ["say one to me", f"{first} say two to me"]
+    assert asked[0] == (["[user]", f"[user]{first}", "[user]", f"[user]{second}"], True, 0)
+    talk = list(writer.answers([*turns, "x " * 3000], drawn=1))  # the last is too long to be answered
+    prompts = [f"[user]{turn}{end}[assistant]" for turn in turns]
+    assert asked[1:] == [(prompts, False, 0), (prompts, True, 1)]
+    assert [chat[0]["content"] for chat in talk] == turns * 2 and talk[0][1] == {"role": "assistant", "content": "yes"}
+
+
+def test_the_best_nodes_are_those_of_the_library():
+    torch.manual_seed(0)
+    scores = torch.randn(1, 4, 5).log_softmax(-1).sort(dim=-1, descending=True).values
+    tokens = torch.arange(20).view(1, 4, 5)
+    ours, parents, totals = BlockTree(4, 5, 16)(torch.tensor([99]), scores, tokens)
+    best = wide_trees.best_of_block(scores[0].double().tolist(), tokens[0].tolist(), 15)
+    assert best.tokens == ours[0, 1:].tolist() and best.parents == (parents[0, 1:] - 1).tolist()
+    assert best.expected(16) == pytest.approx(1 + totals[0, 1:].exp().sum().item(), rel=1e-5)
+
+
+def test_what_trees_of_two_sizes_accept():
+    best = wide_trees.Candidates(tokens=[5, 6, 7, 8], parents=[-1, 0, -1, 1], probabilities=[0.5, 0.4, 0.3, 0.2])
+    assert [best.accepted(nodes, [5, 6, 8, 1]) for nodes in (2, 3, 5)] == [2, 3, 4]  # the target's own token included
+    assert best.accepted(5, [7, 7]) == 2 and best.accepted(3, [7, 7]) == 1 and best.accepted(5, [5]) == 1
+    assert wide_trees.replay([best] * 4, [5, 6, 7, 5], 3) == (4, 2)
+    assert best.expected(3) == pytest.approx(1.9)
+
+
+def test_whether_more_nodes_pay(tmp_path, monkeypatch):
+    monkeypatch.setattr(wide_trees, "pin", lambda threads: None)
+    lengths = {64: 5.0, 128: 6.0}
+    assert "128 nodes pay: 1.200x the accept length of 64, 1.100x" in wide_trees.verdict(
+        lengths, {64: 5.0, 128: 5.5}, 64, 128, 0.5
+    )
+    assert "128 nodes do not pay" in wide_trees.verdict(lengths, {64: 5.0, 128: 6.2}, 64, 128, 0.0)
+    assert "+20.0%" in wide_trees.verdict(lengths, {}, 64, 128, 0.0)
+    rounds = [
+        dict(batch=b, context=c, nodes=n, ms=b + n) for b, c, n in ((8, 9, 16), (2, 9, 64), (1, 9, 64), (1, 8, 32))
+    ]
+    common.write_json(tmp_path / "gpu.json", {"shapes": {"x": {"rounds": rounds}}})
+    assert wide_trees.times_of(tmp_path / "gpu.json", "x", 9) == {128: 66, 64: 65}
+    wide_trees.main(["--workloads", "--times", "64:5,128:6", "--json", str(tmp_path / "wide.json")])
+    rows = json.loads((tmp_path / "wide.json").read_text())["rows"]
+    assert [(row["how"], row["draft"]) for row in rows] == [("simulated", name) for name in ("easy", "medium", "hard")]
+
+
+@pytest.mark.slow
+def test_trees_over_what_the_demo_heads_propose(tmp_path, monkeypatch):
+    monkeypatch.setattr(wide_trees, "pin", lambda threads: None)  # a child forked later cannot use two threads
+    options = ["--workloads", "chat", "--prompts", "1", "--new-tokens", "8", "--json", str(tmp_path / "wide.json")]
+    wide_trees.main(options)
+    rows = json.loads((tmp_path / "wide.json").read_text())["rows"]
+    assert [row["how"] for row in rows] == ["simulated"] * 3 + ["replayed"] * 2
+    for row in rows:
+        lengths = list(row["accept_length"].values())
+        assert lengths == sorted(lengths) and lengths[0] >= 1
+
+
+def test_rates_are_divided_by_static_batches_and_plain_steps():
+    rates = {("plain", 4): 10.0, ("plain, static batch", 4): 8.0, ("ngram", 4): 15.0, ("ngram", 1): 3.0}
+    rows = [{"system": name, "in_flight": count, "tokens_per_s": rate} for (name, count), rate in rates.items()]
+    assert serving.ratios(rows) == ["plain, 4 in flight: 1.25x the static batch", "ngram, 4 in flight: 1.50x plain"]

@@ -1,0 +1,264 @@
+"""Every architecture: the same tokens as Hugging Face's generate(), or a refusal that says why."""
+
+import models
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM, MistralForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
+
+import spec_compile
+from spec_compile import UnsupportedModelError
+
+NEW = 24
+
+
+def generate(model, ids, mask=None):
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW, eos_token_id=None)
+
+
+def first_difference(got, want):
+    assert got.shape == want.shape
+    return [(int((a != b).nonzero()[0]) if (a != b).any() else None) for a, b in zip(got, want)]
+
+
+def check_tokens(model, fast):
+    """Prompts of 1 and 60 tokens (longer than any sliding window), then three rows padded on the left."""
+    requests = [(prompt, None) for prompt in models.prompts((1, 60))[0]]
+    requests.append(models.prompts()[1:])
+    for ids, mask in requests:
+        got, want = generate(fast, ids, mask), generate(model, ids, mask)
+        differ = first_difference(got[:, ids.shape[1] :], want[:, ids.shape[1] :])
+        assert differ == [None] * len(ids), f"prompt {tuple(ids.shape)}: first difference at {differ}"
+
+
+@pytest.mark.sweep("llama gemma3 deepseek_v3 gpt_oss")
+@pytest.mark.parametrize("name", models.ADMITTED)
+def test_admitted(name):
+    model = models.ADMITTED[name]()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    fast = spec_compile.speculate(model, compile=False)
+    check_tokens(model, fast)
+    assert max(fast.speculation.stats.nodes) > 1, "nothing was drafted"
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "gpt2")]
+
+
+@pytest.mark.parametrize("name", ["gemma2", *SLOW])
+def test_compiled(name):
+    """The compiled rounds, on two layers of each (for Gemma 2 one with a window and one without)."""
+    config, cls, kwargs, *rest = models._ADMITTED[name]
+    if name != "gpt2":
+        kwargs = dict(kwargs, num_hidden_layers=2)
+    if "layer_types" in kwargs:
+        kwargs["layer_types"] = kwargs["layer_types"][:2]
+    model = models.build(config, cls, kwargs, *rest)
+    fast = spec_compile.speculate(model, num_draft_tokens=4)
+    (ids,), _, _ = models.prompts((40,))
+    for prompt in (ids, ids[:, :24]):
+        assert first_difference(generate(fast, prompt), generate(model, prompt)) == [None]
+    assert set(fast.speculation.stats.nodes) == {1, 4}
+    assert fast.speculation.stats.seconds["compile"] > 0
+
+
+REASONS = {
+    "recurrent_gemma": "recurrent state",
+    "rwkv": "recurrent state",
+    "t5": "encoder-decoder",
+}
+
+
+@pytest.mark.parametrize("name", models.REFUSED)
+def test_refused(name):
+    model = models.REFUSED[name]()
+    implementation = model.config._attn_implementation
+    with pytest.raises(UnsupportedModelError) as error:
+        spec_compile.speculate(model, compile=False)
+    assert str(error.value).startswith(f"model: {type(model).__name__} "), error.value
+    assert REASONS[name] in str(error.value)
+    assert model.config._attn_implementation == implementation
+
+
+# --- what looks like a Llama and is none: each would be generated from wrongly if it were let through
+
+
+class PastMean(LlamaAttention):
+    """Adds what all earlier tokens have in common, beside the interface."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        out, weights = super().forward(hidden_states, *args, **kwargs)
+        steps = torch.arange(1, hidden_states.shape[1] + 1)[:, None]
+        return out + 0.3 * hidden_states.cumsum(1) / steps, weights
+
+
+class RelativeBias(LlamaAttention):
+    """Adds a bias to the scores, computed beside the interface: attention of its own on top of the shared one."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        out, weights = super().forward(hidden_states, *args, **kwargs)
+        steps = torch.arange(hidden_states.shape[1])
+        distance = (steps[:, None] - steps).float()
+        mix = (-distance).masked_fill(distance < 0, -torch.inf).softmax(1)
+        return out + 0.3 * mix @ hidden_states, weights
+
+
+class TokenShift(LlamaMLP):
+    """Half of the channels come from the token before."""
+
+    def forward(self, x):
+        half = x.shape[2] // 2
+        first = torch.arange(x.shape[1])[:, None] == 0
+        shifted = x[..., :half].roll(1, 1).masked_fill(first, 0.0)
+        return super().forward(torch.cat([shifted, x[..., half:]], 2))
+
+
+class CausalConvolution(LlamaMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.conv = nn.Conv1d(config.hidden_size, config.hidden_size, 3, groups=config.hidden_size)
+
+    def forward(self, x):
+        return super().forward(x + self.conv(nn.functional.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2))
+
+
+class ByIndex(LlamaMLP):
+    """Scales by the place in the input, not by the position."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + 0.05 * torch.arange(x.shape[1]))[:, None]
+
+
+class ByLength(LlamaMLP):
+    """Scales by the length of the input."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + x.shape[1] / 50)
+
+
+class AcrossRows(LlamaMLP):
+    """What the rows of the batch have in common is taken off."""
+
+    def forward(self, x):
+        return super().forward(x - 0.5 * x.mean(0, keepdim=True))
+
+
+class OddLayersSkip(LlamaDecoderLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.odd = layer_idx % 2
+
+    def forward(self, hidden_states, **kwargs):
+        if self.odd:
+            return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return super().forward(hidden_states, **kwargs)
+
+
+class AsksForMore(LlamaAttention):
+    """Passes a bias to the attention function under a name of its own."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(hidden_states, *args, secret_bias=torch.ones(4), **kwargs)
+
+
+class NonCausal(LlamaAttention):
+    """Every token sees every other, in the model's own forward."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.is_causal = False
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        return super().forward(hidden_states, attention_mask=None, **kwargs)
+
+
+def variant(part, base=LlamaForCausalLM, name="llama", **config):
+    """A tiny model of `base` with `part` in the place of its kind, and a class name of its own."""
+    row = models._ADMITTED[name]
+    cls = type(f"{part.__name__}ForCausalLM", (base,), {})
+
+    def install(net):
+        for number, layer in enumerate(net.model.layers):
+            if issubclass(part, LlamaDecoderLayer):
+                net.model.layers[number] = part(net.config, number)
+            elif issubclass(part, LlamaAttention):
+                layer.self_attn = part(net.config, number)
+            else:
+                layer.mlp = part(net.config)
+
+    torch.manual_seed(0)
+    kwargs = {**row[2], **config}
+    net = cls(base.config_class(**kwargs, **models.SPECIAL)).float().eval()
+    install(net)
+    net = net.eval()
+    models._randomise(net, torch.Generator().manual_seed(0))
+    return net
+
+
+TREE, CAPTURE = "the tree attention of the rewritten graph differs", "the captured graph differs"
+VARIANTS = [
+    (PastMean, TREE),
+    (RelativeBias, TREE),
+    (TokenShift, TREE),
+    (CausalConvolution, TREE),
+    (ByIndex, TREE),
+    (ByLength, TREE),
+    (AcrossRows, TREE),
+    (OddLayersSkip, "called attention through transformers' interface 1 times in 2 layers"),
+    (AsksForMore, "passes secret_bias to"),
+    (NonCausal, CAPTURE),
+]
+
+
+@pytest.mark.sweep("PastMean AcrossRows")
+@pytest.mark.parametrize("part, reason", VARIANTS, ids=[part.__name__ for part, _ in VARIANTS])
+def test_a_llama_that_is_none(part, reason):
+    model = variant(part)
+    with pytest.raises(UnsupportedModelError) as error:
+        spec_compile.speculate(model, compile=False)
+    assert str(error.value).startswith(f"model: {type(model).__name__}"), error.value
+    assert reason in str(error.value)
+    own = generate(model, models.prompts()[0][0])  # it still works on its own
+    assert own.shape[1] == 24 + NEW
+
+
+def test_the_builder_of_variants_makes_llamas():
+    model = variant(LlamaMLP)
+    check_tokens(model, spec_compile.speculate(model, compile=False))
+
+
+@pytest.mark.sweep("8 300")
+@pytest.mark.parametrize("window", [8, 64, 300, 4096])
+def test_a_window_that_attention_is_not_told_of(window):
+    """The mask is a sliding window, but the attention function is not given its size (Llama's attention in Mistral)."""
+    model = variant(LlamaAttention, MistralForCausalLM, "mistral", sliding_window=window, attention_bias=False)
+    with pytest.raises(UnsupportedModelError, match=f"{CAPTURE}|sliding window of 4096"):
+        spec_compile.speculate(model, compile=False)
+
+
+CHANGES = {
+    "another eps": lambda model: setattr(model.model.norm, "variance_epsilon", 0.5),
+    "another activation": lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.ReLU()),
+    "another scale": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.11),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_user_changed_in_the_modules_is_kept(change):
+    model = models.ADMITTED["llama"]()
+    CHANGES[change](model)
+    check_tokens(model, spec_compile.speculate(model, compile=False))
+
+
+def test_a_hook_of_the_user_is_kept_or_the_model_refused():
+    """A hook that changes what a layer returns is part of the answer."""
+    model = models.ADMITTED["llama"]()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 0.5)
+    try:
+        fast = spec_compile.speculate(model, compile=False)
+    except UnsupportedModelError:
+        return
+    check_tokens(model, fast)

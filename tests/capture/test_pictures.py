@@ -1,0 +1,242 @@
+"""Prompts with pictures: the same tokens as transformers' generate()."""
+
+import copy
+import itertools
+import warnings
+from unittest import mock
+
+import models
+import pytest
+import torch
+import transformers
+from models import speculate_captured
+from picture_models import NAMES, PICTURE, START, VIDEO, fast, heads, inputs, model
+from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import spec_compile
+from spec_compile.errors import UnsupportedModelError
+
+OFTEN = {"Gemma3", "LlavaNext", "Qwen2_5_VL", "Qwen3VLMoe"}
+CASES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+COUNTS = {"no picture": (0,), "one": (1,), "two": (2,), "padding on the left": (2, 1), "some rows": (1, 0, 2)}
+NEW = 32
+
+
+def both(name, *, silent=True, **arguments):
+    """The tokens of transformers and ours; the latter must come without a warning."""
+    arguments = dict(max_new_tokens=NEW, do_sample=False) | arguments
+    want = model(name).generate(**arguments)
+    with warnings.catch_warnings():
+        if silent:
+            warnings.simplefilter("error")
+        return want, fast(name).generate(**arguments)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_tokens(name, counts):
+    want, got = both(name, **inputs(name, counts))
+    assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_another_picture_another_answer(name):
+    """So the tests above would see it if a picture was lost."""
+    arguments = inputs(name)
+    first = fast(name).generate(**arguments, max_new_tokens=NEW, do_sample=False)
+    arguments["pixel_values"] = arguments["pixel_values"].flip(-1) + 1
+    assert not torch.equal(first, fast(name).generate(**arguments, max_new_tokens=NEW, do_sample=False))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trees_are_drafted_from_what_follows_a_picture(name):
+    arguments, system = inputs(name), speculate_captured(model(name), compile=False, adaptive=False)
+    answer = system.generate(**arguments, max_new_tokens=NEW, do_sample=False)
+    system.speculation.stats.reset()
+    again = system.generate(**arguments, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(answer, again) and system.speculation.stats.rounds < NEW / 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_heads_see_what_the_model_itself_has_processed(name):
+    """A prompt without pictures can be processed either way, and a head's cache is then the same."""
+    arguments, caches = inputs(name, (0, 0)) | dict(max_new_tokens=1, do_sample=False), []
+    for is_own in (False, True):
+        with mock.patch("spec_compile.runtime.prompt._has_pictures", lambda kwargs, is_own=is_own: is_own):
+            heads(name).generate(**arguments)
+        session = heads(name).speculation.engine.session(2)
+        lengths = arguments["attention_mask"].sum(dim=1) - 1
+        caches.append([t[row, :, :n].clone() for t in session.drafter.cache.tensors for row, n in enumerate(lengths)])
+        for tensor in session.drafter.cache.tensors:
+            tensor.zero_()
+    for ours, own in zip(*caches):
+        assert ours.abs().max() > 0.1
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_heads_answer_prompts_with_pictures(name):
+    arguments = inputs(name, (2, 1)) | dict(max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(model(name).generate(**arguments), heads(name).generate(**arguments))
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", ["Llava", "Qwen3VL"])
+def test_a_draft_model_answers_prompts_with_pictures(name):
+    draft = models.ADMITTED["llama"]()
+    fast = speculate_captured(model(name), "draft_model", draft=draft, num_steps=2, compile=False, check=False)
+    arguments = inputs(name, (2, 1)) | dict(max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(model(name).generate(**arguments), fast.generate(**arguments))
+
+
+class Text(BaseStreamer):
+    def __init__(self):
+        self.parts = []
+
+    def put(self, value):
+        self.parts.append(value.tolist())
+
+    def end(self):
+        self.parts.append("end")
+
+
+class StopsAfterSix(StoppingCriteria):
+    def __init__(self, width):
+        self.width = width
+
+    def __call__(self, ids, scores, **kwargs):
+        return torch.full((len(ids),), ids.shape[1] >= self.width + 6)
+
+
+CALLS = {
+    "processors": dict(repetition_penalty=1.3, no_repeat_ngram_size=3),
+    "sampling of one": dict(do_sample=True, top_k=1),
+    "several sequences": dict(do_sample=True, top_k=1, num_return_sequences=2),
+    "a chunk at a time": dict(prefill_chunk_size=64),
+    "a static cache": dict(cache_implementation="static"),
+    "no cache": dict(use_cache=False, suppress_tokens=[PICTURE]),
+    "few tokens": dict(max_new_tokens=1),
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("name", CASES)
+def test_options_of_generate(name, call):
+    want, got = both(name, **inputs(name, (1, 2)) | dict(max_new_tokens=12) | call)
+    assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_streamers_and_criteria(name):
+    arguments, texts = inputs(name) | dict(max_new_tokens=12, do_sample=False), []
+    for each in (model(name), fast(name)):
+        texts.append(Text())
+        answer = each.generate(
+            **arguments, streamer=texts[-1], stopping_criteria=[StopsAfterSix(arguments["input_ids"].shape[1])]
+        )
+        assert answer.shape[1] == arguments["input_ids"].shape[1] + 6
+    assert texts[0].parts == texts[1].parts
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_a_second_turn(name):
+    """Scores and the cache that is returned, behind which a second call goes on without pictures."""
+    arguments, results = inputs(name, (1, 2)), []
+    for each in (model(name), fast(name)):
+        first = each.generate(
+            **arguments, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True
+        )
+        added = torch.cat([first.sequences, torch.arange(3, 13).view(2, 5)], dim=1)
+        mask = torch.nn.functional.pad(
+            arguments["attention_mask"], (0, added.shape[1] - arguments["attention_mask"].shape[1]), value=1
+        )
+        second = each.generate(
+            input_ids=added,
+            attention_mask=mask,
+            past_key_values=first.past_key_values,
+            max_new_tokens=12,
+            do_sample=False,
+        )
+        results.append((torch.stack(first.logits), first.sequences, second))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-3, atol=1e-3)
+    assert torch.equal(results[0][1], results[1][1]) and torch.equal(results[0][2], results[1][2])
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Llava"])
+def test_a_prompt_may_end_in_a_picture(name):
+    want, got = both(name, **inputs(name, (1, 2), ending=0))
+    assert torch.equal(want, got)
+
+
+def test_behind_a_picture_axes_differ():
+    """transformers counts on in each axis from the picture's last token, which one offset cannot say."""
+    with pytest.warns(UserWarning, match="position_ids"):
+        want, got = both("Qwen2_5_VL", silent=False, **inputs("Qwen2_5_VL", ending=0))
+    assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
+def test_videos(name):
+    frames = [[VIDEO] * 4, [5] if name == "Qwen3VL" else [], [VIDEO] * 4]  # Qwen3-VL marks the time of each frame
+    ids = torch.tensor([[5, 6, 7, START, *itertools.chain(*frames), 8, 9, 10]])
+    pixels = torch.randn(32, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
+    want, got = both(
+        name, input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=2 * (ids == VIDEO).long(),
+        pixel_values_videos=pixels, video_grid_thw=torch.tensor([[2, 4, 4]]),
+    )  # fmt: skip
+    assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_picture_too_many(name):
+    """The model's own error, and the next call is as if there had been none."""
+    arguments = inputs(name)
+    wrong = arguments | {"input_ids": arguments["input_ids"].masked_fill(arguments["input_ids"] == PICTURE, 5)}
+    with pytest.raises(ValueError, match=r"(?i)image"):
+        fast(name).generate(**wrong, max_new_tokens=4)
+    want, got = both(name, **arguments)
+    assert torch.equal(want, got)
+
+
+def test_models_that_are_not_known_to_read_pictures_have_their_own_loop(monkeypatch):
+    monkeypatch.setattr("spec_compile.capture.pictures.READERS", set())
+    with pytest.warns(UserWarning, match="pixel_values"):
+        want, got = both("Llava", silent=False, **inputs("Llava"))
+    assert torch.equal(want, got)
+
+
+def test_marks_of_pictures_that_are_not_there():
+    """Gemma 3 lets such tokens see each other in both directions."""
+    arguments = inputs("Gemma3", (0,))
+    arguments["token_type_ids"][:, 2:6] = 1
+    with pytest.warns(UserWarning, match="token_type_ids"):
+        want, got = both("Gemma3", silent=False, **arguments)
+    assert torch.equal(want, got)
+
+
+def test_attention_to_pictures_in_each_token_is_refused():
+    text = dict(models.GQA16, rope_parameters=dict(rope_type="default", rope_theta=10000.0), cross_attention_layers=[1])
+    vision = dict(hidden_size=32, attention_heads=2, intermediate_size=48, image_size=16, patch_size=4)
+    vision |= dict(num_hidden_layers=2, num_global_layers=1, intermediate_layers_indices=[0], vision_output_dim=64)
+    config = transformers.MllamaConfig(text_config=text | models.SPECIAL, vision_config=vision)
+    with pytest.raises(UnsupportedModelError, match="MllamaForConditionalGeneration"):
+        spec_compile.speculate(transformers.MllamaForConditionalGeneration(config).eval(), compile=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("name", ["Gemma3", "LlavaNext", "Qwen2_5_VL", "Qwen3VL"])
+def test_on_a_gpu(name, compile):
+    """Captured rounds, uncompiled ones too, in float32."""
+    target = copy.deepcopy(model(name)).cuda()
+    fast = spec_compile.speculate(target, compile=compile, max_cache_len=512)
+    for counts in COUNTS.values():
+        arguments = {key: value.cuda() for key, value in inputs(name, counts).items()}
+        arguments |= dict(max_new_tokens=NEW, do_sample=False)
+        want = target.generate(**arguments)
+        assert torch.equal(want, fast.generate(**arguments)) and torch.equal(want, fast.generate(**arguments))
+    assert fast.speculation.stats.accept_length > 1.5

@@ -1,0 +1,523 @@
+"""Quantised targets: what is not read is refused by name; what is read gives transformers' own answers."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import models
+import pytest
+import quantised_checkpoints as checkpoints
+import torch
+from quantised_models import IDS, LIBRARY, ON_LOADING, PACKED_BY_HAND, fp8_forward, load
+from safetensors.torch import load_file, save_file
+from torch import nn
+from toy_graphs import prefix_then_chunk
+from transformers import (
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    GgufConfig,
+    GPTQConfig,
+    LlamaConfig,
+    QuantoConfig,
+)
+from transformers.integrations import mxfp4
+from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
+
+from spec_compile import UnsupportedModelError, load_mxfp4, passes, speculate
+from spec_compile.capture.checks import check_tree
+from spec_compile.capture.quantised import packed_layers
+from spec_compile.capture.trace import capture
+from spec_compile.compat import held_tensors
+from spec_compile.drafters.modules.dflash import DFlashDraft
+from spec_compile.drafters.modules.layers import LayerKnobs
+from spec_compile.graph import ModelGraph, calls
+from spec_compile.kernels import experts, linear
+from spec_compile.kernels.linear import QUANTISED, quantised
+from spec_compile.passes import fuse_append, fuse_residuals, fuse_swiglu, use_small_m_linears
+from spec_compile.passes.row_invariance import variant_parts
+from spec_compile.passes.tap_hidden_states import FINAL
+
+FEW_ROWS = use_small_m_linears, fuse_swiglu, fuse_residuals, fuse_append
+GREEDY = dict(do_sample=False, max_new_tokens=48, eos_token_id=None, pad_token_id=0)
+
+
+def own_answer(name, folder):
+    """The greedy answer of transformers' own loop, of another model, because its forward may unpack it."""
+    return load(name, folder).generate(IDS, **GREEDY)
+
+
+def dflash(model):
+    """A random DFlash head for a model."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=checkpoints.H, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=checkpoints.VOCAB,
+    )  # fmt: skip
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    knobs = LayerKnobs(num_layers=2, qk_norm=True)
+    return DFlashDraft(config, embedding, output, (0, FINAL), 4, 0, knobs).to(model.dtype).requires_grad_(False).eval()
+
+
+def refuses(model, *texts):
+    """Assert that `model` is refused with a message that has all of the texts."""
+    with pytest.raises(UnsupportedModelError) as raised:
+        speculate(model, compile=False)
+    assert all(text in str(raised.value) for text in texts), str(raised.value)
+
+
+def test_a_method_that_transformers_did_not_apply(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints.write("modelopt", tmp_path)).eval()
+    refuses(model, "'modelopt'", "did not apply", "load a checkpoint")
+
+
+def test_a_method_that_is_not_read():
+    model = models.ADMITTED["llama"]()
+    model.config.quantization_config = QuantoConfig(weights="int4")
+    refuses(model, "'quanto'", "not read yet")
+
+
+@pytest.mark.parametrize("library", ["gptqmodel.nn_modules", "transformers.integrations.mxfp4"])
+def test_a_class_of_quantised_layers_that_is_not_read(library):
+    model = models.ADMITTED["llama"]()
+    packed = type("PackedLinear", (nn.Linear,), {"__module__": library})
+    model.model.layers[1].mlp.up_proj.__class__ = packed
+    refuses(model, "PackedLinear", "model.layers.1.mlp.up_proj", "not read yet")
+
+
+@pytest.mark.parametrize(
+    ("library", "text"),
+    [("marlin", 'GPTQConfig(bits=4, backend="gptq_torch")'), ("machete_awq", 'backend="torch_awq"')],
+)
+def test_weights_that_a_kernel_has_repacked(library, text):
+    model = models.ADMITTED["llama"]()
+    module = f"gptqmodel.nn_modules.qlinear.{library}"
+    model.model.layers[1].mlp.up_proj.__class__ = type("KernelLinear", (nn.Linear,), {"__module__": module})
+    refuses(model, "KernelLinear", "model.layers.1.mlp.up_proj", "repacked", text)
+
+
+def test_a_class_of_quantised_tensors_that_is_not_read():
+    model = models.ADMITTED["llama"]()
+    packed = type("PackedTensor", (torch.Tensor,), {"__module__": "torchao.somewhere"})
+    layer = model.model.layers[0].mlp.down_proj
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(packed))
+    refuses(model, "PackedTensor", "model.layers.0.mlp.down_proj.weight", "not read yet")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_experts_that_were_not_loaded(method, monkeypatch):
+    monkeypatch.setattr("spec_compile.capture.quantised.READ", {"gptq": "GPTQ", "awq": "AWQ"})
+    model = models.ADMITTED["qwen3_moe"]()
+    model.config.quantization_config = GPTQConfig(bits=4)
+    model.config.quantization_config.quant_method = method
+    refuses(model, "mixture of experts", method, "random")
+
+
+SERVED = ["fp8_block", *LIBRARY, *PACKED_BY_HAND]
+KERNELS = [
+    "fp8_block",
+    "ct_fp8",
+    "ct_w4a16",
+    "ao_int8",
+    "ao_float8",
+    "ao_int4",
+    "gptq",
+    "awq",
+    "nf4",
+    "nf4_nested",
+    "fp4",
+]
+"""Formats with a kernel for few rows."""
+UNMERGED = [*PACKED_BY_HAND, "nf4", "nf4_nested", "fp4"]
+"""Formats whose parts have outputs in another dimension than the first."""
+
+
+@pytest.mark.sweep("fp8_block ct_fp8 ct_w4a16 nf4 ao_int8 gptq_by_activation")
+@pytest.mark.parametrize("name", SERVED)
+def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
+    model, wanted = load(name, tmp_path), own_answer(name, tmp_path)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items() if type(tensor) is torch.Tensor}
+    fast = speculate(model, compile=False)
+    for _ in range(2):  # the second answer is drafted from the first
+        assert torch.equal(fast.generate(IDS, **GREEDY), wanted)
+    assert sum(fast.speculation.stats.accepted) > 0
+    after = model.state_dict()
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())  # still packed
+    assert torch.equal(model.generate(IDS, **GREEDY), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVED)
+def test_a_head_drafts_for_a_quantised_target(name, tmp_path):
+    model = load(name, tmp_path)
+    fast = speculate(model, "dflash", draft=dflash(model), compile=False)
+    assert torch.equal(fast.generate(IDS, **GREEDY), own_answer(name, tmp_path))
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", SERVED)
+def test_layers_of_one_input_are_merged_without_a_copy(name, tmp_path):
+    model = load(name, tmp_path)
+    graph = capture(model)
+    assert len(calls(graph.gm, QUANTISED)) == 14
+    verify = passes.run(graph, passes.Settings())
+    if name in UNMERGED:
+        assert len(calls(verify.gm, QUANTISED)) == 14
+        return
+    assert len(calls(verify.gm, QUANTISED)) == 8
+    for layer in model.model.layers:
+        for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            parts = [quantised.read(layer.get_submodule(_path(part))).parts for part in group]
+            for tensors in zip(*(part.values() for part in parts)):
+                assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+
+
+def _path(name):
+    return f"{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}"
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", [*KERNELS, "gptq_by_activation"])
+def test_layers_take_the_kernel_for_few_rows(name, tmp_path, monkeypatch):
+    """In a graph that passes take for one on a GPU. The ops' plain meanings run here."""
+    for module in ("attention.tree_attention", "norm"):
+        pytest.importorskip(f"spec_compile.kernels.{module}", exc_type=ImportError)
+    monkeypatch.setattr(ModelGraph, "device", property(lambda graph: torch.device("cuda")))
+    monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: None)
+    monkeypatch.setattr(linear, "FORMS", (dataclasses.replace(linear.SMALL_M, device="cpu"),))
+    model = load(name, tmp_path, torch.float16 if name in PACKED_BY_HAND else torch.bfloat16)
+    for tensor in held_tensors(model):  # a file need not be aligned in memory, as a GPU's is
+        tensor.data = tensor.data.clone()
+    graph = capture(model)
+    plain = passes.run(graph, passes.Settings(), [each for each in passes.PIPELINE if each not in FEW_ROWS])
+    ours = passes.run(graph, passes.Settings())
+    with monkeypatch.context() as on_cpu:
+        on_cpu.setattr(ModelGraph, "device", torch.device("cpu"))
+        check_tree(name, graph, ours)
+    if name not in KERNELS:
+        assert len(calls(ours.gm, QUANTISED)) == 14
+        assert "model.layers.0-1.mlp.down_proj: op quantised_linear" in variant_parts(ours)
+        return
+    assert not calls(ours.gm, QUANTISED) and variant_parts(ours) == []
+    own = torch.ops.spec_compile
+    fused = own.small_m_append, own.small_m_swiglu, own.normed_swiglu, own.small_m_add
+    half = name in PACKED_BY_HAND  # float16, in which no norm joins a product
+    assert [len(calls(ours.gm, op.default)) for op in fused] == ([2, 2, 0, 0] if half else [2, 0, 2, 4])
+    for want, got in zip(prefix_then_chunk(plain.gm, graph), prefix_then_chunk(ours.gm, graph), strict=True):
+        error = 0.12 if name in ("fp8_block", "ct_fp8") else 0.03  # codes of activations move, see docs/quantised.md
+        assert (got.float() - want.float()).norm() < error * want.float().norm()
+
+
+@pytest.mark.sweep("fp8_block")
+@pytest.mark.parametrize("name", SERVED)
+def test_the_answer_in_16_bits(name, tmp_path):
+    model = load(name, tmp_path, torch.bfloat16)
+    fast = speculate(model, compile=False)  # which compares logits
+    assert fast.generate(IDS, **GREEDY).shape == (1, 68)
+
+
+@pytest.mark.parametrize("name", ON_LOADING)
+def test_refresh_refuses_weights_that_it_cannot_copy(name, tmp_path):
+    model, other = load(name, tmp_path), load(name, tmp_path)
+    fast = speculate(model, compile=False)
+    model.model.layers[1].mlp.up_proj.weight = other.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ValueError, match=r"speculate\(\) again"):
+        fast.speculation.refresh()
+
+
+@pytest.mark.sweep("awq")
+@pytest.mark.parametrize("name", [name for name in SERVED if name not in ON_LOADING])
+def test_refresh_takes_over_other_quantised_weights(name, tmp_path):
+    model = load(name, tmp_path)
+    fast = speculate(model, compile=False)
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for key in state:
+        if "scale" in key:
+            state[key] *= 1.5
+    model.load_state_dict(state, assign=True)
+    fast.speculation.refresh()
+    answer = fast.generate(IDS, **GREEDY)
+    assert torch.equal(answer, model.generate(IDS, **GREEDY))
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", SERVED)
+def test_a_layer_means_what_its_library_computes(name, tmp_path):
+    model, own = load(name, tmp_path), load(name, tmp_path)
+    own(IDS)  # unpacks some
+    for path, packed in packed_layers(model).items():
+        layer = own.get_submodule(path)
+        x = torch.randn(3, 5, layer.in_features)
+        got = QUANTISED(x, list(packed.parts.values()), packed.bias, packed.layout.kind)
+        torch.testing.assert_close(got, layer(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_op_is_one_of_torch(name, tmp_path):
+    packed = packed_layers(load(name, tmp_path))["model.layers.0.mlp.up_proj"]
+    arguments = torch.randn(3, checkpoints.H), list(packed.parts.values()), packed.bias, packed.layout.kind
+    torch.library.opcheck(QUANTISED, arguments, test_utils="test_faketensor")
+
+
+def test_rounding_of_a_row_depends_on_that_row_alone():
+    x = torch.randn(6, 300)
+    x[2] *= 50
+    x[3] = 0
+    for function, argument, error in (
+        (quantised.fp8_block.rounded_blocks, 128, 1 / 16),
+        (quantised.compressed_tensors.rounded_rows, torch.float8_e4m3fn, 1 / 16),
+        (quantised.compressed_tensors.rounded_rows, torch.int8, 0),
+    ):
+        rows = function(x, argument)
+        for row in range(6):
+            assert torch.equal(function(x[row : row + 1], argument)[0], rows[row])
+        step = x.abs().amax(1, keepdim=True) / (127 if argument == torch.int8 else 448 * 512)
+        assert ((rows - x).abs() <= x.abs() * error + step).all()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(128, 256), (200, 300), (64, 100)])
+def test_fp8_blocks_of_any_size(outputs, inputs):
+    layer = FP8Linear(inputs, outputs, (128, 128), has_bias=True)
+    layer.weight.data = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+    layer.weight_scale_inv.data.uniform_(0.5, 2)
+    layer.bias.data.normal_()
+    packed = quantised.read(layer)
+    x = torch.randn(4, inputs)
+    got = QUANTISED(x, list(packed.parts.values()), packed.bias, packed.layout.kind)
+    torch.testing.assert_close(got, fp8_forward(layer, x) + layer.bias, rtol=1e-5, atol=1e-4)
+    weight = packed.layout.unrounded(torch.eye(inputs), list(packed.parts.values()), None).T
+    assert weight[-1, -1] == layer.weight[-1, -1].float() * layer.weight_scale_inv[-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(weight_block_size=None), "one scale for the whole matrix"),
+        (dict(activation_scheme="static"), "activations of the scheme 'static'"),
+    ],
+)
+def test_forms_of_fp8_that_are_not_read(changes, text):
+    model = models.ADMITTED["llama"]()
+    block = (128, 128) if "weight_block_size" not in changes else None
+    model.model.layers[0].mlp.up_proj = FP8Linear(64, 96, block, changes.get("activation_scheme", "dynamic"))
+    refuses(model, "model.layers.0.mlp.up_proj", text)
+
+
+@pytest.mark.parametrize(("fault", "text"), [("nan", "not finite"), ("shape", "shape [2, 3], expected [2, 2]")])
+def test_scales_that_cannot_be_right(fault, text, tmp_path):
+    model = load("fp8_block", tmp_path)
+    layer = model.model.layers[1].self_attn.q_proj
+    if fault == "nan":
+        layer.weight_scale_inv.data[0, 1] = float("nan")
+    else:
+        layer.weight_scale_inv = nn.Parameter(torch.ones(2, 3))
+    refuses(model, "model.layers.1.self_attn.q_proj", text)
+
+
+def test_a_model_that_its_own_forward_has_unpacked(tmp_path):
+    model = load("ct_w4a16", tmp_path)
+    model(IDS)
+    refuses(model, "model.layers.0.self_attn.q_proj (Linear)", "unpacked", "load it again")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(actorder=None, num_bits=8), "8 bits"),
+        (dict(symmetric=False), "zero points"),
+        (dict(strategy="tensor", group_size=None), "strategy 'tensor'"),
+    ],
+)
+def test_schemes_of_compressed_tensors_that_are_not_read(changes, text, tmp_path):
+    model = load("ct_w4a16", tmp_path)
+    for name, value in changes.items():
+        setattr(model.model.layers[0].mlp.up_proj.quantization_scheme.weights, name, value)
+    refuses(model, "model.layers.0", text)
+
+
+def test_a_cache_with_scales(tmp_path):
+    model = load("ct_fp8", tmp_path)
+    model.config.quantization_config.quantization_config.kv_cache_scheme = dict(num_bits=8, type="float")
+    refuses(model, "kv_cache_scheme")
+
+
+def test_a_quantised_output_head(tmp_path):
+    model = load("fp8_block", tmp_path)
+    model.lm_head = FP8Linear(checkpoints.H, checkpoints.VOCAB, (128, 128))
+    model.lm_head.weight_scale_inv.data.fill_(1)
+    refuses(model, "quantised output head (lm_head)")
+
+
+def test_experts_in_mxfp4_that_transformers_unpacks(tmp_path):
+    folder = checkpoints.write_mxfp4(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert not packed_layers(model)
+    fast = speculate(model, compile=False)
+    assert torch.equal(fast.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+
+
+@pytest.fixture
+def gpt_oss(tmp_path):
+    """A tiny gpt-oss whose experts stay in MXFP4, and the greedy answer of transformers' own loop to unpacked ones."""
+    folder = checkpoints.write_mxfp4(tmp_path)
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().generate(IDS, **GREEDY)
+    return load_mxfp4(folder, dtype=torch.float32).eval(), wanted
+
+
+def test_experts_that_stay_in_mxfp4(gpt_oss, tmp_path):
+    model, wanted = gpt_oss
+    fast = speculate(model, compile=False, check=False)
+    graph = fast.speculation.engine.captured
+    markers = calls(graph.gm, experts.UP) + calls(graph.gm, experts.DOWN)
+    assert {experts.format_of(node.args[-1]).mxfp4 for node in markers} == {64}
+    assert torch.equal(fast.generate(IDS, **GREEDY), wanted)
+    assert torch.equal(model.generate(IDS, **GREEDY), wanted)
+
+    published, state = load_file(tmp_path / "model.safetensors"), model.state_dict()
+    assert published.keys() == state.keys()
+    assert all(torch.equal(tensor.to(state[key].dtype), state[key]) for key, tensor in published.items())
+    model.save_pretrained(tmp_path / "saved")
+    other = load_mxfp4(tmp_path / "saved", dtype=torch.float32).eval()
+    for key in state:
+        if key.endswith("scales"):
+            state[key] = state[key] - 1
+    other.load_state_dict(state)
+    model.load_state_dict(state, assign=True)
+    fast.speculation.refresh()
+    answer = fast.generate(IDS, **GREEDY)
+    assert torch.equal(answer, other.generate(IDS, **GREEDY)) and not torch.equal(answer, wanted)
+
+
+class Swizzled:
+    """A tensor of triton_kernels, whose layout turns the bytes of each row around."""
+
+    def __init__(self, data):
+        self.storage = SimpleNamespace(data=data.transpose(-1, -2).flip(1), layout=self)
+
+    def unswizzle_data(self, data):
+        return data.flip(1)
+
+
+def test_experts_that_transformers_has_packed(gpt_oss):
+    """As `transformers.integrations.mxfp4` holds them where it has the package `kernels`."""
+    model, wanted = gpt_oss
+    for layer in model.model.layers:
+        packed, state = mxfp4.Mxfp4GptOssExperts(model.config), layer.mlp.experts.state_dict()
+        for name in ("gate_up_proj", "down_proj"):
+            delattr(packed, name)
+            setattr(packed, name, Swizzled(state[f"{name}_blocks"].flatten(2)))
+            how = SimpleNamespace(weight_scale=Swizzled(state[f"{name}_scales"]))
+            setattr(packed, f"{name}_precision_config", how)
+            getattr(packed, f"{name}_bias").data = state[f"{name}_bias"]
+        layer.mlp = mxfp4.Mxfp4GptOssMLP(layer.mlp.router, packed)
+    fast = speculate(model, compile=False)
+    assert torch.equal(fast.generate(IDS, **GREEDY), wanted)
+    assert type(model.model.layers[0].mlp) is mxfp4.Mxfp4GptOssMLP
+    words = [graph.gm.state_dict() for graph in (fast.speculation.engine.captured, capture(model))]
+    keys = [key for key in words[0] if key.endswith("words")]
+    assert keys and all(words[0][key].data_ptr() == words[1][key].data_ptr() for key in keys)  # one copy for all graphs
+
+    packed.down_proj = Swizzled(state["down_proj_blocks"].flatten(2))
+    with pytest.raises(ValueError, match=r"speculate\(\) again"):
+        fast.speculation.refresh()
+    state["down_proj_scales"][0, 0, 0] = 255
+    packed.down_proj_precision_config.weight_scale = Swizzled(state["down_proj_scales"])
+    refuses(model, "model.layers.1.mlp.experts (Mxfp4GptOssExperts)", "scales of down_proj above 2, or NaN")
+    packed.down_proj = None
+    refuses(model, "model.layers.1.mlp.experts (Mxfp4GptOssExperts)", "no tensor of triton_kernels")
+
+
+def test_what_is_no_checkpoint_in_mxfp4(tmp_path):
+    with pytest.raises(ValueError, match="is not a gpt-oss in MXFP4"):
+        load_mxfp4(checkpoints.write("fp8_block", tmp_path / "llama"))
+    folder = checkpoints.write_mxfp4(tmp_path)
+    with pytest.raises(ValueError, match="quantization_config"):
+        load_mxfp4(folder, quantization_config=None)
+    tensors = load_file(folder / "model.safetensors")
+    scales = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors[scales][0, 0, 0] = 255
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.experts has scales above 2"):
+        load_mxfp4(folder)
+    del tensors[scales]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"lacks weights.*{scales}"):
+        load_mxfp4(folder)
+
+
+def experts_forward(experts, x, weight, scale, activation_scale=None):
+    """What transformers' kernels compute for one of `FP8Experts`."""
+    layer = SimpleNamespace(weight=weight, weight_scale_inv=scale, out_features=len(weight), in_features=x.shape[-1])
+    return fp8_forward(layer, x)
+
+
+@pytest.fixture
+def fp8_mixture():
+    """A tiny Qwen3-MoE in FP8, still packed as on a GPU, whose layers also run on a CPU."""
+    sizes = models.GQA16 | models.MOE | dict(moe_intermediate_size=128)
+    model = models.build("Qwen3MoeConfig", "Qwen3MoeForCausalLM", sizes)
+    model.config.quantization_config = FineGrainedFP8Config()
+    replace_with_fp8_linear(model, ["lm_head"], model.config.quantization_config)
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                value = torch.rand(parameter.shape) / 2 + 0.5 if "scale" in name else torch.randn(parameter.shape) / 8
+                part._parameters[name] = nn.Parameter(value.to(parameter.dtype), requires_grad=False)
+        if isinstance(part, FP8Linear):
+            part.forward = functools.partial(fp8_forward, part)
+        if type(part).__name__ == "FP8Experts":
+            part.linear = functools.partial(experts_forward, part)
+    model.config._experts_implementation = "eager"
+    return model.eval()
+
+
+def test_experts_in_fp8(fp8_mixture):
+    ids = IDS % models.VOCAB
+    graph = capture(fp8_mixture)
+    markers = calls(graph.gm, experts.UP) + calls(graph.gm, experts.DOWN)
+    assert {experts.format_of(node.args[-1]).block for node in markers} == {128}
+    with torch.no_grad():
+        expected = fp8_mixture(input_ids=ids).logits
+        got = graph.gm(ids, torch.arange(ids.shape[1])[None])[0]
+    assert (got - expected).abs().max() < 1e-4 * expected.std()
+    fast = speculate(fp8_mixture, compile=False)
+    assert torch.equal(fast.generate(ids, **GREEDY), fp8_mixture.generate(ids, **GREEDY))
+    assert fp8_mixture.model.layers[0].mlp.experts.down_proj.dtype == torch.float8_e4m3fn
+
+
+def test_experts_in_fp8_that_are_not_read(fp8_mixture):
+    fp8_mixture.model.layers[1].mlp.experts.activation_scheme = "static"
+    refuses(fp8_mixture, "model.layers.1.mlp.experts (FP8Experts)", "scheme 'static'")
+
+
+def test_gguf_is_plain_weights():
+    model = models.ADMITTED["llama"]()
+    model.config.quantization_config = GgufConfig()
+    ids = IDS % models.VOCAB
+    fast = speculate(model, compile=False)
+    assert torch.equal(fast.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+
+
+def test_a_draft_model_may_be_quantised(tmp_path):
+    model = load("plain", tmp_path / "target")
+    fast = speculate(model, "draft_model", draft=load("fp8_block", tmp_path / "draft"), compile=False)
+    assert torch.equal(fast.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+    assert fast.speculation.stats.accept_length > 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
+def test_experts_in_mxfp4_on_a_gpu(tmp_path):
+    model = load_mxfp4(checkpoints.write_mxfp4(tmp_path), dtype=torch.bfloat16).eval().to("cuda")
+    fast = speculate(model, exact="bits")
+    answer = fast.generate(IDS.cuda(), **GREEDY)
+    plain = speculate(model, exact="bits", num_draft_tokens=1)
+    assert torch.equal(answer, plain.generate(IDS.cuda(), **GREEDY))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SERVED)
+def test_the_answer_on_a_gpu(name, tmp_path):
+    model = load(name, tmp_path, torch.float16 if name in PACKED_BY_HAND else torch.bfloat16).to("cuda")
+    fast = speculate(model)  # which compares logits with the plain meaning
+    assert fast.generate(IDS.cuda(), **GREEDY).shape == (1, 68)

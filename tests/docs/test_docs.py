@@ -1,0 +1,170 @@
+"""Every code block of the README and of docs/ runs, or at least says nothing that is not so."""
+
+import argparse
+import ast
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import spec_compile
+from spec_compile import __main__ as command_line
+from spec_compile import passes
+from spec_compile.config import Options
+from spec_compile.drafters import ALGORITHMS, parse_algorithm
+from spec_compile.kernels.attention import BACKENDS
+from spec_compile.training.options import TrainingOptions
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS))
+
+import options as options_page  # noqa: E402
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+PATHS = re.compile(r"`((?:spec_compile|examples|benchmarks|docs|tests)/[\w./]*)`")
+ELSEWHERE = {"pip", "pre-commit", "cibuildwheel", "git"}
+"""Commands of other projects."""
+ALL_LAYERS = {"drafts"}
+"""Pages that read heads of the demo model, which tap its last layer."""
+
+
+def blocks(page: Path, language: str) -> list[tuple[str, str]]:
+    """(what stands behind the language, the code with its snippets) of each block of a page."""
+    found = [(info, code) for name, info, code in FENCE.findall(page.read_text()) if name == language]
+    return [(info, SNIPPET.sub(lambda match: (ROOT / match[1]).read_text(), code)) for info, code in found]
+
+
+def with_blocks(language: str) -> list:
+    return [pytest.param(page, id=page.stem) for page in PAGES if blocks(page, language)]
+
+
+@pytest.fixture
+def at_root(tmp_path, monkeypatch):
+    """A folder to write in that looks like the repository's root; rounds run eagerly."""
+    for name in ("examples", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    speculate = spec_compile.speculate
+
+    def eager(model, algo="ngram", **options):
+        return speculate(model, algo, **{"compile": False, "check": False, **options})
+
+    monkeypatch.setattr(spec_compile, "speculate", eager)
+    registries = ALGORITHMS, BACKENDS, passes.PIPELINE
+    before = [registry.copy() for registry in registries]
+    yield
+    for registry, entries in zip(registries, before):
+        registry.clear()
+        registry.extend(entries) if isinstance(registry, list) else registry.update(entries)
+
+
+@pytest.mark.parametrize("page", with_blocks("python"))
+def test_blocks_run_in_order(page, at_root, request):
+    """In one namespace a page. Blocks whose title says what they need are read, and not run."""
+    if page.stem not in ALL_LAYERS:
+        request.getfixturevalue("two_layers")
+    namespace = {"__name__": page.stem}
+    for number, (info, code) in enumerate(blocks(page, "python"), 1):
+        check_options(ast.parse(code))
+        if "needs" not in info:
+            exec(compile(code, f"{page.name}, block {number}", "exec"), namespace)
+
+
+def check_options(tree: ast.Module) -> None:
+    """The options in calls of `speculate` and `train_draft` exist."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func).split(".")[-1]
+        algo = next((word.value for word in call.keywords if word.arg == "algo"), [*call.args, None, None][1])
+        algo = algo.value if isinstance(algo, ast.Constant) else "ngram"
+        names = {word.arg for word in call.keywords} - {"algo"}
+        if name == "speculate":
+            known = ALGORITHMS[parse_algorithm(algo)].options if algo in ALGORITHMS else Options
+        elif name == "train_draft":
+            known, names = TrainingOptions, names - {"data", "output", "tokenizer", "validation", "on_policy", "resume"}
+        else:
+            continue
+        assert algo not in ALGORITHMS or names <= {field.name for field in dataclasses.fields(known)}, ast.unparse(call)
+
+
+def test_a_wrong_option_is_noticed():
+    with pytest.raises(AssertionError, match="num_step=3"):
+        check_options(ast.parse('speculate(model, algo="eagle3", draft="head", num_step=3)'))
+    with pytest.raises(AssertionError, match="step=3"):
+        check_options(ast.parse('train_draft(model, "eagle3", data=texts, step=3)'))
+
+
+@pytest.mark.parametrize("page", with_blocks("sh"))
+def test_commands_exist(page):
+    for _, code in blocks(page, "sh"):
+        for line in filter(None, code.splitlines()):
+            check_command(shlex.split(line, comments=True))
+
+
+def check_command(words: list[str]) -> None:
+    """A command's file, target and flags exist."""
+    if words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(words[1:]) <= set(targets), words
+    elif words[:3] == ["python", "-m", "spec_compile"]:
+        assert set(flags(words)) <= set(known_flags(words[3])), words
+    elif words[0] == "python" and words[1] != "-m":
+        text = (ROOT / words[1]).read_text()
+        assert [flag for flag in flags(words) if f'"{flag}"' not in text] == [], words
+    else:
+        assert words[0] in ELSEWHERE or words[2] in ("build", "pytest"), words
+
+
+def flags(words: list[str]) -> list[str]:
+    return [word for word in words if word.startswith("--")]
+
+
+def known_flags(command: str) -> list[str]:
+    """Of a command of ``python -m spec_compile``."""
+    if command == "serve":
+        return [flag for parameter in command_line.serving.make_command().params for flag in parameter.opts]
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    command_line._add_audit(commands)
+    command_line.cli.add_command(commands)
+    command_line.tune_kernels.add_command(commands)
+    return list(commands.choices[command]._option_string_actions)
+
+
+def test_the_options_are_those_of_the_dataclasses():
+    assert options_page.PAGE.read_text() == options_page.render(), "run python docs/options.py --write"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_paths_lead_somewhere(page):
+    """Also on a code host, where nobody builds the site."""
+    text = page.read_text()
+    links = [link.split("#")[0] for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text)]
+    assert [link for link in links if link and not (page.parent / link).exists()] == []
+    assert [path for path in PATHS.findall(text) if not (ROOT / path).exists()] == []
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120 and len(text.split()) <= 1000
+    assert text.index("pip install") < text.index("```python") < text.index("| --- |")
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(navigation) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is installed by `make docs` alone")
+def test_the_site_builds_without_warnings(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})

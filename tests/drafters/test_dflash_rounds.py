@@ -1,0 +1,211 @@
+"""DFlash in whole rounds: drafts are those of a draft without a cache, and tokens are plain decoding's."""
+
+import copy
+import functools
+
+import draft_rounds as rounds
+import numpy as np
+import pytest
+import torch
+from dflash_drafts import MODES, SCHEDULES, best_paths, difference, fast, logits_after, paths_of, texts, trained
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spec_compile import speculate
+from spec_compile.drafters.trees.block import BlockTree
+
+
+@pytest.mark.sweep("tree cut")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_drafts_are_those_of_a_draft_without_a_cache(schedule):
+    system, options, draft = fast("llama", schedule), SCHEDULES[schedule], trained("llama")
+    engine, stats = system.speculation.engine, system.speculation.stats
+    run, checked, is_joined = engine.run, 0, schedule == "union"
+    nodes, size = engine.runtime.algorithm.plan.nodes, options.get("block_size", 5)
+
+    def watched(request):
+        nonlocal checked
+        session, given = engine.session(len(request.prompts)), []
+        state, drafter = session.state, session.drafter.head if is_joined else session.drafter
+        hook = drafter.block.register_forward_hook(lambda module, arguments, out: given.append(out[0]))
+        for gained in run(request):
+            for row, length in enumerate(state.lengths.tolist()):
+                if not state.finished[row]:
+                    text = state.tokens[row, : length + 1].tolist()
+                    logits = logits_after(draft, rounds.target("llama"), text, size)
+                    assert difference([given[-1][row]], [logits]) < 1e-4
+                    logits = logits[1:]
+                    trees = state.tree_tokens, state.tree_parents
+                    if is_joined:  # what the draft has proposed
+                        trees = session.drafter.drafts_tokens, session.drafter.drafts_above
+                    tree = tuple(column[row, :nodes].tolist() for column in trees)
+                    if "topk" in options:
+                        right = [path for _, path in best_paths(logits, options["topk"], nodes - 1)]
+                        assert tree[0][0] == text[-1] and sorted(paths_of(*tree)) == sorted(right)
+                    else:
+                        assert tree[0] == [text[-1], *logits.argmax(-1)[: nodes - 1].tolist()]
+                        assert tree[1] == list(range(-1, nodes - 1))
+                    checked += 1
+            yield gained
+        hook.remove()
+
+    engine.run = watched
+    try:
+        stats.reset()
+        ids = texts("llama")[:3, :10]
+        rounds.generated(system, ids[:1])
+        rounds.generated(system, ids, attention_mask=(torch.arange(10) >= torch.tensor([[0], [4], [8]])).long())
+        accept_length = stats.accept_length
+        rounds.generated(system, rounds.prompts(1, 117), 14)  # across the step by which the part looked at grows
+    finally:
+        del engine.run
+    assert checked > 30
+    assert accept_length > 1.1
+
+
+@pytest.mark.sweep("llama-chain llama-tree mixtral-tree")
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("llama", "chain"), ("llama", "tree"), ("llama", "union"), ("mixtral", "tree"), ("deepseek_v3", "chain"),
+        ("qwen3", "chain"),
+    ],
+)  # fmt: skip
+def test_tokens_are_plain_decodings(name, schedule):
+    system, stats = fast(name, schedule), fast(name, schedule).speculation.stats
+    for batch in (1, 4):
+        stats.reset()
+        ids = texts(name)[:batch, :8]
+        assert torch.equal(rounds.generated(system, ids), rounds.generated(rounds.target(name), ids))
+        assert stats.accept_length > 1.1
+    assert torch.equal(rounds.generated(system, rounds.prompts(4)), rounds.plain(name, 4))  # texts it was not taught
+
+
+@pytest.mark.slow
+def test_compiled_rounds_draft_the_same():
+    runs = []
+    for compile in (False, True):
+        system = fast("llama", "tree", compile)
+        runs.append((rounds.generated(system, texts("llama")[:3, :8]).tolist(), system.speculation.stats.trace))
+    assert runs[0] == runs[1]
+
+
+def test_a_prompt_of_one_token():
+    for schedule in ("chain", "tree"):
+        ids = torch.tensor([[5]])
+        assert torch.equal(
+            rounds.generated(fast("llama", schedule), ids, 12), rounds.generated(rounds.target("llama"), ids, 12)
+        )
+
+
+def test_a_conversation_goes_on_from_its_cache():
+    """With what the draft has seen itself, after another conversation, and from a cache made elsewhere."""
+    system, ids = fast("llama", "chain"), texts("llama")[:1, :8]
+
+    def turn(ids, model=system, **more):
+        system.speculation.stats.reset()
+        more |= dict(attention_mask=torch.ones_like(ids), return_dict_in_generate=True, use_cache=True)
+        answer = rounds.generated(model, ids, **more)
+        return answer, system.speculation.stats.trace
+
+    first = turn(ids)[0].sequences
+    second = torch.cat([first, rounds.prompts(1, 9)], dim=1)
+    want, trace = turn(second)
+    for between in (None, rounds.prompts(1, 31)):
+        cache = copy.deepcopy(turn(ids)[0].past_key_values)
+        if between is not None:
+            turn(between)
+        got, again = turn(second, past_key_values=cache)
+        assert torch.equal(got.sequences, want.sequences) and again == trace
+    foreign = turn(ids, rounds.target("llama"))[0].past_key_values
+    got, again = turn(second, past_key_values=foreign)
+    assert torch.equal(got.sequences, want.sequences) and again == trace
+
+
+def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap():
+    """Leviathan et al. 2023, section 3.2: the chance is the sum of the lesser probabilities."""
+    model, draft, rows = rounds.target("llama"), trained("llama"), 1000
+    options = dict(block_size=2, draft_sample_method="probabilistic", compile=False, max_cache_len=40)
+    system = speculate(model, "dflash", draft=draft, **options)
+    ids = texts("llama")[:1, :12]
+    with torch.no_grad():
+        p = (model(ids).logits[0, -1] / 1.5).double().softmax(-1)
+    q = torch.from_numpy(logits_after(draft, model, ids[0].tolist(), 2)[1] / 1.5).softmax(-1)
+    chance = torch.minimum(p, q).sum().item()
+    rounds.generated(system, ids, 2, do_sample=True, temperature=1.5, top_k=0, num_return_sequences=rows)
+    accepted = sum(gained == 2 for gained in system.speculation.stats.trace[0])
+    assert 0.1 < chance < 0.9
+    assert abs(accepted - rows * chance) < 4 * (rows * chance * (1 - chance)) ** 0.5
+
+
+# --- trees
+
+
+def exhaustive(scores, tokens, count):
+    """[(score, tokens)] of the `count` best paths, in float32 and from the front."""
+    paths = [(np.float32(0), ())]
+    for place in range(len(scores)):
+        before = [found for found in paths if len(found[1]) == place]
+        likeliest = list(zip(scores[place], tokens[place]))
+        paths += [(np.float32(s + t), (*path, i)) for s, path in before for t, i in likeliest]
+    return sorted(paths[1:], key=lambda found: -found[0])[:count]
+
+
+@given(st.integers(1, 5), st.integers(2, 4), st.integers(2, 40), st.booleans(), st.integers(0, 1 << 20))
+@settings(max_examples=60)
+def test_trees_are_the_best_of_all_paths(places, topk, nodes, ties, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = -torch.rand(2, places, topk, generator=generator) * 3
+    if ties:
+        scores = scores.round()  # and so with many equal ones, zeros too
+    if seed % 5 == 0:
+        scores[:, :, -1] = -torch.inf
+    scores = scores.sort(dim=2, descending=True).values
+    tokens = torch.stack([torch.randperm(90, generator=generator)[: places * topk] for _ in range(2)])
+    tokens, root = tokens.view(2, places, topk), torch.tensor([94, 95])
+    available = sum(topk**depth for depth in range(1, places + 1))
+    if nodes > available + 1:
+        with pytest.raises(ValueError, match=f"num_draft_tokens must be at most {available + 1}"):
+            BlockTree(places, topk, nodes)
+        return
+    got = BlockTree(places, topk, nodes)(root, scores, tokens)
+    assert [x.shape for x in got] == [(2, nodes)] * 3 and [x.dtype for x in got] == [torch.int64] * 2 + [torch.float32]
+    for row in range(2):
+        ids, parents, totals = (x[row].tolist() for x in got)
+        paths, every = paths_of(ids, parents), exhaustive(scores[row].numpy(), tokens[row].tolist(), 1 << 20)
+        assert (ids[0], parents[0], totals[0]) == (94 + row, -1, 0)
+        assert all(parent < node for node, parent in enumerate(parents))  # parents first
+        assert len(set(paths)) == nodes - 1  # siblings differ
+        assert totals == sorted(totals, reverse=True)  # so that its first n nodes are the tree of n nodes
+        assert [dict((path, s) for s, path in every)[path] for path in paths] == totals[1:]
+        assert totals[1:] == [s for s, _ in every[: nodes - 1]]
+
+
+def test_large_trees():
+    """64 nodes over as many places as there are."""
+    scores = torch.randn(1, 15, 16).log_softmax(-1).sort(dim=2, descending=True).values
+    tokens, parents, totals = BlockTree(15, 16, 64)(torch.tensor([3]), scores, torch.arange(240).view(1, 15, 16))
+    assert len(set(paths_of(tokens[0].tolist(), parents[0].tolist()))) == 63 and bool(totals.isfinite().all())
+    assert BlockTree(63, 2, 64).ranks.shape[0] == 63
+
+
+@functools.cache
+def gpu_target():
+    return copy.deepcopy(rounds.target("llama")).to("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_drafts_and_tokens_are_the_cpus(schedule, mode):
+    target, draft = gpu_target(), copy.deepcopy(trained("llama")).to("cuda")
+    draft.embedding, draft.head_weight = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    system = speculate(target, "dflash", draft=draft, max_cache_len=200, **SCHEDULES[schedule], **MODES[mode])
+    for batch in (1, 3):
+        ids, traces = texts("llama")[:batch, :8], []
+        for one in (system, fast("llama", schedule)):
+            answer = rounds.generated(one, ids.to(one.device)).cpu()
+            assert torch.equal(answer, rounds.generated(rounds.target("llama"), ids))
+            traces.append(one.speculation.stats.trace)
+        assert traces[0] == traces[1] or schedule == "union"  # the stores of a GPU and of a CPU learn at other times

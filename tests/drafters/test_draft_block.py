@@ -1,0 +1,335 @@
+"""Every block against its formulas: slow float64 arithmetic on the published tensors, written place by place."""
+
+import math
+
+import draft_checkpoints as drafts
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from draft_formulas import (
+    KV,
+    D,
+    H,
+    attention,
+    eagle,
+    eagle3,
+    frequencies,
+    gated_attention,
+    half_rope_attention,
+    latent_attention,
+    mlp,
+    mtp,
+    nextn,
+    pre_norm,
+    project,
+    softmax_experts,
+)
+from hypothesis import strategies as st
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from spec_compile.capture.trace import capture_head
+from spec_compile.drafters.checkpoints.load import load_head
+from spec_compile.drafters.modules.eagle import Eagle3Head
+from spec_compile.drafters.modules.layers import LayerKnobs, rotary
+
+
+def llama3(freqs, factor=8.0, low=1.0, high=4.0, original=64):
+    """Llama-3.1's scaling: long waves are stretched, short ones stay, those between are blended."""
+    out = []
+    for f in freqs:
+        wave = 2 * math.pi / f
+        smooth = (original / wave - low) / (high - low)
+        kept = f if wave < original / high else f / factor if wave > original / low else None
+        out.append((1 - smooth) * f / factor + smooth * f if kept is None else kept)
+    return np.array(out)
+
+
+MIMO = "model.mtp_layers.0"
+FORMULAS = {
+    "eagle": eagle(),
+    "eagle_no_bias": eagle(theta=500000.0),
+    "eagle_qwen2": eagle(theta=500000.0),
+    "eagle_layers": eagle(theta=500000.0, further="layers.1"),
+    "eagle_vllm": eagle("model.layers.0"),
+    "eagle_speculators": eagle(
+        "transformer", "fusion_fc", embedding_norm="embedding_layernorm.weight",
+        input_norm="transformer.input_layernorm.weight", output_norm="pre_lm_head_layernorm.weight",
+    ),
+    "eagle3": eagle3(),
+    "eagle3_sglang": eagle3(freqs=frequencies(1e6)),
+    "eagle3_sglang_layers": eagle3("model.midlayer", further=("model.additional_layers.0", "hidden_norm")),
+    "eagle3_vllm_layers": eagle3("layers.0", further=("layers.1", "input_layernorm")),
+    "eagle3_full": eagle3(),
+    "eagle3_full_zeros": eagle3(),
+    "eagle3_borrowed": eagle3(freqs=frequencies(150000.0) / 2),
+    "eagle3_plain_state": eagle3(),
+    "eagle31": eagle3(freqs=frequencies(1e6), recycle=True),
+    "eagle3_gpt_oss": eagle3(freqs=frequencies(1e6), recycle=True),
+    "eagle3_wide": eagle3(own=True),
+    "eagle3_llama3_rope": eagle3(freqs=llama3(frequencies(500000.0)), window=3),
+    "eagle3_speculators": eagle3("layers.0", frequencies(500000.0), normed_residual=True),
+    "eagle3_speculators_31": eagle3("layers.0", frequencies(500000.0), recycle=True, own=True),
+    "eagle3_deepspec": eagle3("layers.0", frequencies(1e6)),
+    "mtp_deepseek": nextn(3, latent_attention, 2.5),
+    "mtp_deepseek_nextn": nextn(0, latent_attention, 2.5),
+    "mtp_glm": nextn(2, half_rope_attention, 1.0, 1e-5),
+    "mtp_mimo": mtp(
+        [f"{MIMO}.{name}" for name in ("input_proj", "token_layernorm.weight", "hidden_layernorm.weight",
+                                       "final_layernorm.weight")],
+        pre_norm(MIMO, lambda t, name, x, at: attention(t, name, x, at, frequencies(10000.0)), mlp),
+        embedding_first=False,
+    ),
+    "mtp_qwen": mtp(
+        ["mtp.fc", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight"],
+        pre_norm("mtp.layers.0", gated_attention, softmax_experts), zero_first=False, gemma=True,
+    ),
+}  # fmt: skip
+FORMULAS["mtp_qwen35"] = FORMULAS["mtp_qwen"]
+PROJECTIONS = {
+    "eagle31": {"fc_norm": True},
+    "eagle3_gpt_oss": {"input_norm": True},
+    "eagle3_plain_state": {"fc": False},
+}
+
+
+# The comparison
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(name):
+        written = drafts.write(name, tmp_path / name)
+        draft = None if name in ("mtp_deepseek", "mtp_qwen") else written.folder
+        return written, load_head(draft, written.target, drafts.FLAVOURS[name].algorithm)
+
+    return load
+
+
+def example(head, length=9):
+    """Two rows of tokens, positions (one starts at 0) and states."""
+    ids = torch.randint(0, drafts.V, (2, length))
+    positions = torch.arange(length) + torch.tensor([[0], [5]])
+    return ids, positions, [torch.randn(2, length, H) for _ in head.taps]
+
+
+@torch.no_grad()
+def difference(name, written, head, swap=False) -> float:
+    """How far a head is from the formulas, at most, over its projection and both its outputs."""
+    tensors = {key: value.numpy().astype(np.float64) for key, value in written.tensors.items()}
+    embedding = written.target.get_input_embeddings().weight.numpy().astype(np.float64)
+    ids, positions, features = example(head)
+    state = head.project(features[::-1] if swap else features)
+    got, worst = head(ids, positions, state), 0.0
+    for row in range(2):
+        numbers = [feature[row].numpy().astype(np.float64) for feature in features]
+        right = numbers[0]
+        if name.startswith("eagle3"):
+            right = project(tensors, numbers, **PROJECTIONS.get(name, {}))
+        outputs = FORMULAS[name](tensors, embedding, ids[row].numpy(), positions[row].numpy(), right)
+        for ours, expected in zip((state, *got), (right, *outputs)):
+            worst = max(worst, np.abs(ours[row].numpy() - expected).max())
+    return worst
+
+
+@pytest.mark.parametrize("name", drafts.FLAVOURS)
+def test_a_head_computes_its_formulas(load, name):
+    written, head = load(name)
+    assert difference(name, written, head) < 1e-5
+
+
+def turned(head, theta):
+    config = head.rotary_emb.config
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
+    head.rotary_emb = type(head.rotary_emb)(config)
+
+
+def attribute(path, value):
+    def change(head):
+        *owners, last = path.split(".")
+        for name in owners:
+            head = getattr(head, name)
+        setattr(head, last, value(getattr(head, last)))
+
+    return change
+
+
+def swapped(path, one, other):
+    def change(head):
+        owner = head.get_submodule(path)
+        first, second = getattr(owner, one), getattr(owner, other)
+        setattr(owner, one, second)
+        setattr(owner, other, first)
+
+    return change
+
+
+def drop(value):
+    return None
+
+
+def plain(norm):
+    return nn.Identity()
+
+
+def flip(value):
+    return not value
+
+
+def stray_norm(module):
+    return LlamaRMSNorm(H)
+
+
+def not_gemma(norm):
+    other = LlamaRMSNorm(H)
+    other.weight = norm.weight
+    return other
+
+
+WRONG = [
+    ("eagle", "no bias of fc", attribute("fc.bias", drop)),
+    ("eagle", "[state; embedding]", attribute("embedding_first", flip)),
+    ("eagle", "an input norm", attribute("blocks.0.input_layernorm", stray_norm)),
+    ("eagle", "a final norm", attribute("output_norm", stray_norm)),
+    ("eagle", "a normed state", attribute("state_norm", stray_norm)),
+    ("eagle_no_bias", "RoPE base", lambda head: turned(head, 10000.0)),
+    ("eagle_qwen2", "no bias of queries", attribute("blocks.0.self_attn.q_proj.bias", drop)),
+    ("eagle_qwen2", "no bias of values", attribute("blocks.0.self_attn.v_proj.bias", drop)),
+    ("eagle_speculators", "no norm of embeddings", attribute("embedding_norm", plain)),
+    ("eagle_speculators", "no input norm", attribute("blocks.0.input_layernorm", plain)),
+    ("eagle_speculators", "no norm of the output", attribute("output_norm", plain)),
+    ("eagle3", "norm_before_residual", attribute("blocks.0.norm_before_residual", flip)),
+    ("eagle3", "recycle_normed", attribute("recycle_normed", flip)),
+    ("eagle3", "norms swapped", swapped("blocks.0", "hidden_norm", "input_layernorm")),
+    ("eagle3", "no final norm", attribute("norm", plain)),
+    ("eagle3_sglang", "RoPE base", lambda head: turned(head, 10000.0)),
+    ("eagle3_vllm_layers", "one layer only", attribute("blocks", lambda blocks: blocks[:1])),
+    ("eagle3_borrowed", "no scaling of RoPE", attribute("rotary_emb.inv_freq", lambda freqs: freqs * 2)),
+    ("eagle31", "no norms of states", attribute("fc_norm", drop)),
+    ("eagle31", "recycle_normed", attribute("recycle_normed", flip)),
+    ("eagle3_gpt_oss", "no norm before fc", attribute("input_norm", plain)),
+    ("eagle3_llama3_rope", "no window", attribute("blocks.0.self_attn.window", drop)),
+    ("eagle3_speculators", "norm_before_residual", attribute("blocks.0.norm_before_residual", flip)),
+    ("eagle3_speculators_31", "the target's embedding", attribute("embedding", lambda e: nn.Parameter(e + 0.1))),
+    ("eagle3_deepspec", "no norm of queries", attribute("blocks.0.self_attn.q_norm", plain)),
+    ("eagle3_deepspec", "no norm of keys", attribute("blocks.0.self_attn.k_norm", plain)),
+    ("mtp_deepseek", "[state; embedding]", attribute("embedding_first", flip)),
+    ("mtp_deepseek", "an embedding at position 0", attribute("zero_first", flip)),
+    ("mtp_deepseek", "recycle_normed", attribute("recycle_normed", flip)),
+    ("mtp_deepseek", "norms swapped", swapped("", "embedding_norm", "state_norm")),
+    ("mtp_deepseek", "no bias of experts", attribute("block.mlp.gate.e_score_correction_bias", torch.zeros_like)),
+    ("mtp_deepseek", "gate and up swapped", attribute(
+        "block.mlp.experts.gate_up_proj", lambda p: nn.Parameter(torch.cat(p.chunk(2, 1)[::-1], 1)))),
+    ("mtp_deepseek", "experts turned round", attribute(
+        "block.mlp.experts.down_proj", lambda p: nn.Parameter(p.flip(0)))),
+    ("mtp_glm", "RoPE base", lambda head: turned(head, 1e6)),
+    ("mtp_mimo", "[embedding; state]", attribute("embedding_first", flip)),
+    ("mtp_qwen", "norms as stored", attribute("state_norm", not_gemma)),
+    ("mtp_qwen", "no embedding at position 0", attribute("zero_first", flip)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "what", "change"), WRONG, ids=[f"{name}: {what}" for name, what, _ in WRONG])
+def test_a_knob_that_is_wrong_shows(load, name, what, change):
+    written, head = load(name)
+    change(head)
+    assert difference(name, written, head) > 1e-3
+
+
+def test_states_in_another_order_show(load):
+    written, head = load("eagle3")
+    assert difference("eagle3", written, head, swap=True) > 1e-3
+
+
+@hypothesis.given(
+    heads=st.sampled_from([(1, 1), (2, 1), (6, 2), (3, 3)]), size=st.sampled_from([2, 6, 8]),
+    hidden=st.sampled_from([12, 24]), taps=st.integers(1, 5), length=st.integers(1, 7), qk_norm=st.booleans(),
+    bias=st.booleans(), window=st.sampled_from([None, 1, 3]), recycle=st.booleans(), normed_residual=st.booleans(),
+)  # fmt: skip
+@hypothesis.settings(max_examples=30)
+@torch.no_grad()
+def test_eagle3_of_any_size(heads, size, hidden, taps, length, qk_norm, bias, window, recycle, normed_residual):
+    """Head size times heads need not be the hidden size, and the draft's need not be the target's."""
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=10, num_attention_heads=heads[0], num_key_value_heads=heads[1],
+        head_dim=size, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    layer = LayerKnobs(qkv_bias=bias, output_bias=bias, qk_norm=qk_norm, windows=(window,))
+    embedding = nn.Parameter(torch.randn(11, hidden))
+    head = Eagle3Head(
+        config, embedding, tuple(range(taps)), 5, draft_vocab_size=7, layer=layer, fc_bias=bias,
+        norm_before_residual=normed_residual, recycle_normed=recycle,
+    )  # fmt: skip
+    for value in head.parameters():
+        value.normal_(std=0.4)
+    tensors = {name: value.double().numpy() for name, value in head.state_dict().items()}
+    ids, positions = torch.randint(0, 11, (1, length)), torch.randint(0, 50, (1, length))
+    features = [torch.randn(1, length, 5) for _ in range(taps)]
+    state = head.project(features)
+    right = project(tensors, [feature[0].double().numpy() for feature in features])
+    forward = eagle3("blocks.0", frequencies(10000.0, size), normed_residual, recycle, window=window)
+    expected = forward(tensors, tensors["embedding"], ids[0].numpy(), positions[0].numpy(), right)
+    for ours, formula in zip((state, *head(ids, positions, state)), (right, *expected)):
+        np.testing.assert_allclose(ours[0].numpy(), formula, rtol=1e-4, atol=1e-5)
+
+
+# What our compiler asks of a head
+
+CAPTURED = [
+    "eagle_qwen2", "eagle_speculators", "eagle3_sglang_layers", "eagle3_plain_state", "eagle31", "eagle3_wide",
+    "eagle3_deepspec", "mtp_deepseek", "mtp_glm", "mtp_mimo", "mtp_qwen35",
+]  # fmt: skip
+
+
+@pytest.mark.sweep("eagle_qwen2 eagle3_sglang_layers mtp_deepseek mtp_qwen35")
+@pytest.mark.parametrize("name", CAPTURED)
+@torch.no_grad()
+def test_a_head_is_captured_for_any_batch_and_length(load, name):
+    _, head = load(name)
+    graph = capture_head(head, head.hidden_size)
+    assert len(graph.layers) == head.layers
+    assert [layer.kv_heads for layer in graph.layers] == [4 if "deepseek" in name else KV] * head.layers
+    for batch, length in ((1, 5), (3, 4)):
+        ids, state = torch.randint(0, drafts.V, (batch, length)), torch.randn(batch, length, head.hidden_size)
+        positions = torch.arange(length).expand(batch, -1)
+        for ours, eager in zip(graph.gm(ids, positions, state), head(ids, positions, state)):
+            torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_slots_see_only_what_came_before(load):
+    _, head = load("eagle3")
+    ids, positions, features = example(head)
+    before = head(ids, positions, head.project(features))[0]
+    ids[:, 6:], features[0][:, 6:] = 5, 1.0
+    after = head(ids, positions, head.project(features))[0]
+    assert torch.equal(before[:, :6], after[:, :6]) and not torch.equal(before[:, 6:], after[:, 6:])
+
+
+def test_rope_reaches_beyond_max_position_embeddings(load):
+    """That number is the length of training, and sizes no table."""
+    _, head = load("eagle3")
+    config = head.rotary_emb.config
+    assert config.max_position_embeddings == 2048
+    positions = torch.tensor([[0, 2047, 2048, 100000]])
+    cos, _ = rotary(config, torch.device("cpu"))(torch.zeros(1), positions)
+    expected = [[math.cos(p * f) for f in frequencies(10000.0)] for p in positions[0].tolist()]
+    torch.testing.assert_close(cos[0, :, : D // 2], torch.tensor(expected), rtol=0, atol=1e-2)
+
+
+def test_a_head_of_another_dtype(load):
+    """In bfloat16 a head is near the one in float32, and bias buffers of routers keep float32."""
+    for name in ("eagle3_sglang", "mtp_deepseek"):
+        written, head = load(name)
+        target = written.target.to(torch.bfloat16)
+        half = load_head(written.folder, target, drafts.FLAVOURS[name].algorithm)
+        assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+        assert {b.dtype for n, b in half.named_buffers() if "bias" in n} <= {torch.float32}
+        ids, positions, features = example(head)
+        with torch.no_grad():
+            fine = head(ids, positions, head.project(features))[1]
+            coarse = half(ids, positions, half.project([f.bfloat16() for f in features]))[1]
+        assert coarse.dtype == torch.bfloat16
+        assert torch.cosine_similarity(fine.flatten(), coarse.float().flatten(), dim=0) > 0.99

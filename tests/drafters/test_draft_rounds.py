@@ -1,0 +1,289 @@
+"""Draft models and heads in whole rounds: the answer is plain decoding's, and what is drafted is what a draft without
+any cache would have drafted after the same text."""
+
+import copy
+import itertools
+
+import models
+import pytest
+import torch
+from draft_rounds import SCHEDULES, TARGETS, draft_of, drafted, fast, generated, head, plain, prompts, target
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from spec_compile import speculate
+from spec_compile.drafters.trees.calibrate import KEPT
+from spec_compile.drafters.trees.merge import Drafts
+
+ALGORITHMS = {
+    "eagle": SCHEDULES,
+    "eagle3": SCHEDULES,
+    "draft_model": ("chain", "one", "tree", "cut", "union", "chain union"),
+    "mtp": ("one", "tree", "union", "chain union"),
+}
+
+
+@pytest.mark.sweep("eagle3-tree draft_model-chain")
+@pytest.mark.parametrize(
+    ("algorithm", "schedule"),
+    [(name, schedule) for name, schedules in ALGORITHMS.items() for schedule in schedules],
+)
+@torch.no_grad()
+def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
+    system = fast(algorithm, "llama", schedule)
+    engine, stats = system.speculation.engine, system.speculation.stats
+    run, checked, is_joined = engine.run, 0, "union" in schedule
+    grower = engine.runtime.algorithm.head if is_joined else engine.runtime.algorithm
+    draft = draft_of(algorithm, "llama") if algorithm == "draft_model" else grower.head
+    model, plan = target("llama"), grower.schedule
+
+    def watched(request):
+        nonlocal checked
+        session = engine.session(len(request.prompts))
+        state = session.state
+        for gained in run(request):
+            for row, length in enumerate(state.lengths.tolist()):
+                if not state.finished[row]:
+                    text = state.tokens[row, : length + 1].tolist()
+                    tokens, parents = drafted(algorithm, draft, model, plan, text)
+                    nodes, trees = tokens.shape[1], (state.tree_tokens, state.tree_parents)
+                    if is_joined:  # what the draft has proposed, with the root for the root's parent
+                        trees, parents = (session.drafter.drafts_tokens, session.drafter.drafts_above), parents.clamp(0)
+                    assert trees[0][row, :nodes].tolist() == tokens[0].tolist()
+                    assert trees[1][row, :nodes].tolist() == parents[0].tolist()
+                    checked += 1
+            yield gained
+
+    engine.run = watched
+    try:
+        stats.reset()
+        generated(system, prompts(1))
+        mask = torch.arange(23) >= torch.tensor([[0], [5], [21]])
+        generated(system, prompts(3), attention_mask=mask.long())
+    finally:
+        del engine.run
+    assert checked > 20
+    assert stats.accept_length > 1.03
+
+
+PAIRS = [*itertools.product(("eagle", "eagle3", "mtp", "draft_model"), ("chain", "tree")), ("naive_eagle", "one")]
+PAIRS += [("eagle3", "union"), ("mtp", "union"), ("draft_model", "chain union")]
+
+
+@pytest.mark.sweep("eagle-tree-llama eagle3-union-llama eagle3-tree-mixtral mtp-chain-llama naive_eagle-one-llama")
+@pytest.mark.parametrize(
+    ("algorithm", "schedule", "name"),
+    [(*pair, name) for name, pair in itertools.product(TARGETS, PAIRS)],
+)
+def test_tokens_are_plain_decodings(algorithm, schedule, name):
+    for batch in (1, 4):
+        assert torch.equal(generated(fast(algorithm, name, schedule), prompts(batch)), plain(name, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "schedule"),
+    [
+        ("eagle", "tree"), pytest.param("eagle3", "chain", marks=pytest.mark.slow),
+        pytest.param("eagle3", "union", marks=pytest.mark.slow),
+        pytest.param("draft_model", "chain union", marks=pytest.mark.slow),
+        pytest.param("draft_model", "one", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_compiled_rounds_draft_the_same(algorithm, schedule):
+    runs = []
+    for compile in (False, True):
+        system = fast(algorithm, "llama", schedule, compile)
+        system.speculation.stats.reset()
+        runs.append((generated(system, prompts(3)).tolist(), system.speculation.stats.trace))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.sweep("mixtral")
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_draft_that_is_the_target_accepts_everything(name):
+    options = dict(draft=target(name), compile=False, check=False, max_cache_len=200, num_steps=4)
+    system = models.speculate_captured(target(name), "draft_model", **options)
+    for batch in (1, 4):
+        system.speculation.stats.reset()
+        generated(system, prompts(batch), 5 * 6)
+        assert system.speculation.stats.acceptance_by_depth == [1.0] * 4
+        assert system.speculation.stats.accept_length == 5
+
+
+@pytest.mark.slow
+def test_compiling_leaves_drafts_alone():
+    system = speculate(target("llama"), "draft_model", draft=target("llama"), max_cache_len=200, num_steps=3)
+    generated(system, prompts(3), do_sample=True, top_k=1)  # compiles on its way
+    assert all(gained == 4 for row in zip(*system.speculation.stats.trace[:-1]) for gained in row)
+
+
+def test_a_prompt_of_one_token():
+    for algorithm in ("eagle", "eagle3", "draft_model"):
+        for schedule in ("chain", "tree", *(["union"] if algorithm == "eagle3" else [])):
+            system, ids = fast(algorithm, "llama", schedule), torch.tensor([[5]])
+            assert torch.equal(generated(system, ids, 12), generated(target("llama"), ids, 12))
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
+def test_a_conversation_goes_on_from_its_cache(algorithm):
+    """With what the draft has seen itself, after another conversation, and from a cache made elsewhere: the same
+    answer, and the same drafts as without any cache."""
+    system, ids = fast(algorithm, "llama", "chain"), prompts(1)
+    stats = system.speculation.stats
+
+    def turn(ids, model=system, **more):
+        stats.reset()
+        return generated(model, ids, return_dict_in_generate=True, use_cache=True, **more), stats.trace
+
+    first, _ = turn(ids)
+    second = torch.cat([first.sequences, prompts(1, 9)], dim=1)
+    want, rounds = turn(second)
+    for between in (None, prompts(1, 31)):
+        cache = copy.deepcopy(turn(ids)[0].past_key_values)
+        if between is not None:
+            turn(between)
+        got, trace = turn(second, past_key_values=cache)
+        assert torch.equal(got.sequences, want.sequences) and trace == rounds
+    foreign = turn(ids, target("llama"))[0].past_key_values
+    got, trace = turn(second, past_key_values=foreign)
+    assert torch.equal(got.sequences, want.sequences) and trace == rounds
+
+
+PROMISES = {
+    "processors": dict(repetition_penalty=1.3, no_repeat_ngram_size=3, min_new_tokens=5, eos_token_id=[7, 8]),
+    "eos": dict(eos_token_id=list(range(40, 60))),
+    "scores": dict(output_scores=True, output_logits=True, return_dict_in_generate=True),
+    "prefixes": dict(prefix_allowed_tokens_fn=lambda row, ids: list(range(3 + len(ids) % 5, 70))),
+    "criteria": dict(stopping_criteria=[lambda ids, scores: ids[:, -1] % 11 == 3]),
+    "padding": dict(attention_mask=(torch.arange(23) >= torch.tensor([[0], [5], [21]])).long()),
+    "stateful": dict(logits_processor=[lambda ids, scores: scores.roll(ids.shape[1] % 3, dims=1)]),
+}
+KEEPERS = [*itertools.product([("eagle", "chain"), ("eagle3", "tree"), ("draft_model", "tree")], PROMISES)]
+KEEPERS += itertools.product([("eagle3", "union")], ("eos", "padding"))
+
+
+@pytest.mark.parametrize(("algorithm", "schedule", "promise"), [(*pair, promise) for pair, promise in KEEPERS])
+def test_generate_keeps_its_promises(algorithm, schedule, promise):
+    options, ids = PROMISES[promise], prompts(3)
+    got, want = (generated(model, ids, **options) for model in (fast(algorithm, "llama", schedule), target("llama")))
+    if not isinstance(want, torch.Tensor):
+        for name in ("scores", "logits"):
+            torch.testing.assert_close(torch.stack(got[name]), torch.stack(want[name]), rtol=1e-4, atol=1e-4)
+        got, want = got.sequences, want.sequences
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("algorithm", "schedule"), [("eagle", "tree"), ("draft_model", "chain"), ("eagle3", "union")])
+def test_sampled_tokens_do_not_depend_on_the_draft(algorithm, schedule):
+    answers = []
+    for system in (fast(algorithm, "llama", schedule), speculate(target("llama"), compile=False, max_cache_len=200)):
+        torch.manual_seed(3)
+        answers.append(generated(system, prompts(3), do_sample=True, temperature=0.8, top_p=0.9))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "names"),
+    [
+        ("draft_model", dict(), "draft"),
+        ("draft_model", dict(draft=3), "draft"),
+        ("draft_model", dict(draft="llama", num_steps=0), "num_steps"),
+        ("draft_model", dict(draft="llama", num_steps=2, num_draft_tokens=9), "num_draft_tokens"),
+        ("draft_model", dict(draft="llama", topk=2, draft_sample_method="probabilistic"), "topk"),
+        ("draft_model", dict(draft="llama", draft_sample_method="random"), "draft_sample_method"),
+        ("draft_model", dict(draft="llama", token_map=[1, 2]), "token_map"),
+        ("draft_model", dict(draft="llama", num_step=3), "num_steps"),
+        ("draft_model", dict(draft="other vocabulary"), "vocabulary"),
+        ("draft_model", dict(draft="in training"), "draft.*training"),
+        ("eagle", dict(), "draft"),
+        ("eagle", dict(draft="/no/such/folder"), "draft"),
+        ("eagle", dict(draft="head", score_temperature=0.0), "score_temperature"),
+        ("eagle", dict(draft="head", tree_choices=[[0, 0]]), "tree_choices"),
+        ("eagle", dict(draft="head", token_map=[96]), "token_map"),
+        ("mtp", dict(), "draft|multi-token"),
+    ],
+)
+def test_bad_options_are_named(algorithm, options, names):
+    model = models.ADMITTED["llama"]()
+    drafts = {
+        "llama": models.ADMITTED["llama"],
+        "other vocabulary": lambda: LlamaForCausalLM(LlamaConfig(**models.GQA | dict(vocab_size=50))).eval(),
+        "in training": lambda: models.ADMITTED["llama"]().train(),
+        "head": lambda: head("eagle", "llama"),
+    }
+    if options.get("draft") in drafts:
+        options = options | dict(draft=drafts[options["draft"]]())
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    with pytest.raises((ValueError, TypeError), match=names):
+        speculate(model, algorithm, compile=False, **options)
+    assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+def test_only_ngrams_have_a_store():
+    with pytest.raises(AttributeError, match=r"algo='eagle' keeps no n-grams; only .*algo='ngram'"):
+        _ = fast("eagle", "llama", "chain").speculation.ngram
+
+
+def test_a_union_has_a_store_and_takes_references():
+    system, answer = fast("eagle3", "llama", "union"), plain("llama", 1)
+    speculation = system.speculation
+    speculation.ngram.reset()
+    speculation.stats.reset()
+    assert torch.equal(generated(system, prompts(1), reference=answer[0], share_text=False), answer)
+    assert speculation.stats.accept_length > 6 > SCHEDULES["union"]["num_steps"]  # longer paths than the head has
+    assert speculation.stats.seconds["draft"] > 0 and len(speculation.ngram) == 0
+    generated(system, prompts(2))
+    assert len(speculation.ngram) > 0 and speculation.ngram.stats()["streams"] == 0
+    assert "joined with n-grams: a round verifies the 12 likeliest nodes" in speculation.explain()
+
+
+def test_a_union_learns_what_came_of_its_drafts():
+    """Of every draft whose parent the text has, verified or not, and of no other."""
+    system = fast("eagle3", "llama", "union")
+    engine, counts = system.speculation.engine, system.speculation.engine.runtime.algorithm.counts
+    run, checked, before = engine.run, 0, counts.clone()
+
+    def expected(drafts, texts):
+        """The counts after a round. texts: what each row has gained."""
+        added, head_nodes = torch.zeros_like(counts), engine.runtime.algorithm.head.plan.nodes
+        for row, text in enumerate(texts):
+            paths = {0: (), head_nodes: ()}
+            for node in range(drafts.tokens.shape[1]):
+                begin = 0 if node < head_nodes else head_nodes
+                above, cell = begin + int(drafts.above[row, node]), int(drafts.cells[row, node])
+                if node not in paths:
+                    paths[node] = (*paths[above], int(drafts.tokens[row, node]))
+                if cell >= 0 and paths[above] == tuple(text[: len(paths[above])]) and len(paths[node]) <= len(text):
+                    hit = paths[node] == tuple(text[: len(paths[node])])
+                    added[:, cell] += torch.tensor([float(hit), float(drafts.priors[row, node])])
+        return torch.where(added[1] > 0, KEPT * before + added, before)
+
+    def watched(request):
+        nonlocal checked, before
+        session, drafts = engine.session(len(request.prompts)), None
+        for gained in run(request):
+            if drafts is not None:
+                torch.testing.assert_close(counts, expected(drafts, gained))
+                checked += 1
+            drafts, before = Drafts(*(column.clone() for column in session.drafter.drafts)), counts.clone()
+            yield gained
+
+    engine.run = watched
+    try:
+        generated(system, prompts(1))
+        generated(system, prompts(3))
+    finally:
+        del engine.run
+    assert checked > 8 and 0.2 < float(counts[0].sum() / counts[1].sum()) < 5
+
+
+def test_only_ngrams_take_a_reference():
+    with pytest.raises(ValueError, match="reference"):
+        generated(fast("eagle", "llama", "chain"), prompts(1), reference=[1, 2, 3])
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "draft_model"])
+def test_embeddings_in_place_of_a_prompt(algorithm):
+    embeds = target("llama").get_input_embeddings()(prompts(2))
+    got, want = (generated(m, None, inputs_embeds=embeds) for m in (fast(algorithm, "llama", "chain"), target("llama")))
+    assert torch.equal(got, want)

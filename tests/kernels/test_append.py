@@ -1,0 +1,224 @@
+"""The product that ends in the cache, against the same in float64, against today's two kernels, and its bits.
+
+Without a GPU the kernel runs in Triton's interpreter, in float32; ``pytest -m gpu`` runs it on a CUDA device.
+"""
+
+import pytest
+import torch
+from attention_cases import FP8, bits, normed, turn
+from places import GPU, places
+from torch.nn import functional as F
+
+from spec_compile.kernels import counters
+from spec_compile.kernels.attention import tree_attention as attention
+from spec_compile.kernels.attention.call import AttentionCall
+from spec_compile.kernels.linear import append, small_m
+from spec_compile.kernels.linear.plans import Tile, appending, plan, squared_columns
+from spec_compile.kernels.linear.stream import normed_matmul
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+EPS = 1e-6
+INPUTS = 208
+
+
+@pytest.fixture(params=places(torch.bfloat16, torch.float16))
+def place(request):
+    """Device and dtype."""
+    return request.param
+
+
+class Case:
+    """Random inputs of one product [B, N, INPUTS] -> heads, whose caches are full of NaN."""
+
+    def __init__(
+        self, place, lengths, nodes, heads=(4, 2), size=64, *, bias=False, scaled=False, norms=False, offset=None,
+        capacity=None, kept=None, inputs=INPUTS,
+    ):  # fmt: skip
+        device, dtype = place
+        batch, kv_heads = len(lengths), heads[1]
+        self.heads, self.nodes, self.size = heads, nodes, size
+        outputs = (heads[0] + 2 * kv_heads) * size
+        self.x = torch.randn(batch, nodes, inputs).to(*place)
+        self.weight = (torch.randn(outputs, inputs) / inputs**0.5).to(*place)
+        self.bias = torch.randn(outputs).to(*place) if bias else None
+        terms = -(-inputs // squared_columns(inputs))
+        self.squares = torch.rand(batch * nodes, terms).to(device) * inputs if scaled else None
+        angles = torch.randn(2, batch, nodes, size).to(*place)  # not even those of the two halves are equal
+        norm = (1 + 0.3 * torch.randn(2, size)).to(*place) if norms else (None, None)
+        capacity = capacity or max(lengths) + nodes + 3
+        self.caches = [
+            torch.full((batch, kv_heads, capacity, size), torch.nan, dtype=dtype).to(kept or dtype).to(device)
+            for _ in "kv"
+        ]
+        self.ends = small_m.Heads(*angles, *norm, EPS, offset, *self.caches, torch.tensor(lengths, device=device))
+
+    def op(self, rows=slice(None)):
+        """The op, of some nodes of all rows of the batch -> queries [B, N, H, D]."""
+        squares = self.squares
+        if squares is not None:
+            squares = squares.view(len(self.x), self.nodes, -1)[:, rows].flatten(0, 1).contiguous()
+        ends = self.ends._replace(cos=self.ends.cos[:, rows], sin=self.ends.sin[:, rows])
+        return append.small_m_append(self.x[:, rows], self.weight, self.bias, squares, EPS, *ends)
+
+    def launch(self, parts, tile):
+        """The kernel -> queries [B, N, H, D]."""
+        flat = self.x.flatten(0, 1)
+        out = flat.new_full((len(flat), self.heads[0] * self.size), torch.nan)
+        around = None if self.squares is None else small_m.Normed(self.squares, EPS)
+        small_m.launch(flat, self.weight, self.bias, out, parts, tile, normed=around, heads=self.ends)
+        assert counters.all_zero()
+        return out.view(*self.x.shape[:2], -1, self.size)
+
+    def expected(self):
+        """Queries, keys and values [B, heads, N, D], rounded where the op rounds."""
+        product = F.linear(self.x.double(), self.weight.double())
+        if self.squares is not None:
+            scale = torch.rsqrt(self.squares.double().sum(1) / self.x.shape[2] + EPS)
+            product *= scale.view(*self.x.shape[:2], 1)
+        product = product if self.bias is None else product + self.bias.double()
+        parts = product.to(self.x.dtype).unflatten(-1, (-1, self.size)).transpose(1, 2)
+        q, k, v = parts.split([self.heads[0], self.heads[1], self.heads[1]], 1)
+        if self.ends.q_norm is not None:
+            q, k = (normed(x, weight, self.ends.offset) for x, weight in ((q, self.ends.q_norm), (k, self.ends.k_norm)))
+        return *(turn(x, self.ends.cos, self.ends.sin) for x in (q, k)), v
+
+    def check(self, queries):
+        """Queries and what was appended are right; all other slots are as they were."""
+        q, *new = self.expected()
+        close = dict(atol=TOLERANCE[self.x.dtype], rtol=TOLERANCE[self.x.dtype])
+        torch.testing.assert_close(queries.transpose(1, 2), q, **close)
+        for cache, block in zip(self.caches, new):
+            untouched = torch.ones(cache.shape[2], dtype=torch.bool).repeat(len(cache), 1)
+            for row, length in enumerate(self.ends.lengths.tolist()):
+                end = min(length + self.nodes, cache.shape[2])
+                untouched[row, length:end] = False
+                wanted = block[row, :, : max(end - length, 0)]
+                if cache.dtype == FP8:
+                    close = dict(atol=2**-5, rtol=2**-3)  # a number may round to the next one
+                    wanted = wanted.clamp(-448, 448)
+                torch.testing.assert_close(cache[row, :, length:end].to(wanted.dtype), wanted, **close)
+            assert cache.float().isnan().all(3).all(1).cpu().equal(untouched)
+
+
+WIDE, NARROW = Tile(128, 32, 16, 8, 2), Tile(64, 64, 16, 4, 3, late=2, prefetch=3)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("parts, tile", [(1, NARROW), (1, WIDE), (2, NARROW._replace(block_o=16)), (3, NARROW)])
+@pytest.mark.parametrize("size", [64, 128])
+def test_rotation(place, size, parts, tile):
+    """Also heads that several tiles share, and tiles that hold several heads."""
+    case = Case(place, [5, 0, 9], 7, size=size, bias=parts == 2, scaled=parts == 3)
+    case.check(case.launch(parts, tile))
+
+
+@pytest.mark.parametrize("offset", [None, 1.0])
+@pytest.mark.parametrize("size, tile", [(16, NARROW), (64, WIDE), (128, WIDE)])
+def test_norms(place, size, tile, offset):
+    case = Case(place, [3, 30], 5, (2, 1), size, scaled=True, norms=True, offset=offset)
+    case.check(case.launch(2, tile))
+
+
+@pytest.mark.parametrize("heads, size, nodes", [((3, 3), 48, 3), ((7, 1), 80, 1), ((6, 2), 32, 33), ((1, 1), 256, 17)])
+def test_heads_that_fill_no_tile(place, heads, size, nodes):
+    case = Case(place, [4], nodes, heads, size)
+    case.check(case.launch(1, NARROW))
+
+
+def test_nothing_is_written_beyond_the_last_slot(place):
+    case = Case(place, [0, 6, 12, 20], 8, (2, 1), capacity=13)
+    case.check(case.launch(1, NARROW))
+
+
+def test_caches_of_8_bits(place):
+    if not GPU:
+        pytest.skip("Triton's interpreter loses the carry of numbers that it rounds to 8 bits")
+    case = Case(place, [2, 0], 5, (2, 1), norms=True, kept=FP8)
+    case.weight[-1] *= 4000  # beyond what 8 bits can hold
+    case.check(case.launch(1, NARROW))
+
+
+@pytest.mark.parametrize("options", [{}, dict(bias=True, scaled=True, kept=FP8), dict(norms=True, offset=1.0)])
+def test_op_on_a_cpu(options):
+    case = Case(("cpu", torch.bfloat16), [2, 0], 5, size=16, inputs=48, **options)
+    case.check(case.op())
+    if case.caches[0].dtype != FP8:  # torch cannot compare it
+        torch.library.opcheck(append.small_m_append, (case.x, case.weight, case.bias, case.squares, EPS, *case.ends))
+
+
+def test_what_the_kernel_cannot_append_is_named():
+    assert append.lack(64, 64, True) is append.lack(256, 256, False) is None
+    assert append.lack(192, 128, False) == "keys of 192 and values of 128"
+    assert append.lack(128, 128, True) == "norms of heads of 128" and append.lack(48, 48, True)
+
+
+@pytest.mark.parametrize("processors, memory", [(132, 232_448), (108, 166_912), (128, 101_376)])
+@pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (4096, 1024), (3072, 2048), (960, 576), (10240, 5120)])
+def test_plans_fit(outputs, inputs, processors, memory):
+    for head in (0, 32, 64, 128):
+        tiles = [appending(tile, head, memory) for tile in plan(outputs, inputs, processors, memory).tiles]
+        for tile in tiles:
+            assert tile.block_o >= head and (tile.block_o >= 64) == (tiles[0].block_o >= 64)
+            assert tile.stages * 2 * tile.block_k * (tile.block_o + tile.block_n) <= memory
+
+
+def apart(case):
+    """What the kernels compute that stood there before: (queries, key cache, value cache)."""
+    ends, sizes = case.ends, [count * case.size for count in (case.heads[0], case.heads[1], case.heads[1])]
+    if case.squares is None:
+        product = small_m.small_m_matmul(case.x, case.weight, case.bias)
+    else:
+        product = normed_matmul(case.x, case.squares, case.weight, case.bias, EPS)
+    q, k, v = (part.unflatten(2, (-1, case.size)).transpose(1, 2) for part in product.split(sizes, 2))
+    caches = [torch.full_like(cache, torch.nan) for cache in case.caches]
+    positions = ends.lengths[:, None] + torch.arange(case.nodes, device=case.x.device)
+    rest = ends.lengths, None, positions, None, 1.0, None, None
+    call = AttentionCall(q, k, v, *caches, *rest, None, ends.cos, ends.sin, ends.q_norm, ends.k_norm, EPS, ends.offset)
+    return attention._append(call, 4, 1, early=False).transpose(1, 2), *caches
+
+
+SHAPES = {
+    "8B": ((32, 8), 128, 4096, dict(scaled=True)),
+    "1B": ((32, 8), 64, 2048, dict(scaled=True)),
+    "135M": ((9, 3), 64, 576, dict(scaled=True)),
+    "biases": ((14, 2), 64, 896, dict(bias=True)),
+    "norms": ((16, 8), 128, 1024, dict(scaled=True, norms=True)),
+    "small norms": ((9, 3), 64, 576, dict(norms=True, offset=1.0)),
+    "wide": ((8, 1), 256, 2048, dict()),
+    "fp8": ((32, 8), 128, 4096, dict(kept=FP8)),
+}
+ROWS = (1, 2, 3, 5, 8, 16, 17, 31, 33, 48, 64, 65, 100, 128, 192, 256, 300, 512)
+on_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_same_bits_in_any_number_of_rows(monkeypatch, shape, dtype, early):
+    """Queries, keys and values of every row, alone, among few and among many; those of the kernels apart, too."""
+    if not early:
+        monkeypatch.setattr(small_m.dependent_launch, "available", lambda x: False)
+    heads, size, inputs, options = SHAPES[shape]
+    case = Case(("cuda", dtype), [7], ROWS[-1], heads, size, inputs=inputs, **options)
+    queries, wanted = case.op(), [cache.clone() for cache in case.caches]
+    case.check(queries)
+    for got, want in zip((queries, *wanted), apart(case), strict=True):
+        torch.testing.assert_close(got.float(), want.float(), atol=1e-2, rtol=2**-6, equal_nan=True)
+    for rows in ROWS[:-1]:
+        for cache in case.caches:
+            cache.fill_(torch.nan)
+        assert torch.equal(bits(case.op(slice(0, rows))), bits(queries[:, :rows])), rows
+        for cache, want in zip(case.caches, wanted):
+            assert torch.equal(bits(cache[:, :, : 7 + rows]), bits(want[:, :, : 7 + rows])), rows
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_a_batch_on_a_gpu(shape):
+    heads, size, inputs, options = SHAPES[shape]
+    case = Case(("cuda", torch.bfloat16), [100, 0, 65], 17, heads, size, inputs=inputs, capacity=110, **options)
+    case.check(case.op())
+    assert counters.all_zero()

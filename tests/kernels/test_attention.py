@@ -1,0 +1,475 @@
+"""Tree attention and compaction against their plain-PyTorch meaning.
+
+Without a GPU the kernels run in Triton's interpreter, in float32; ``pytest -m gpu`` runs the same on a CUDA device.
+"""
+
+import random
+
+import pytest
+import torch
+from attention_cases import FP8, PLACES, SMALL, TOLERANCE, Case, bits, chain, random_tree, star
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import GPU, ON_GPU
+from sweeps import thinned
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from spec_compile.kernels import compact as compaction
+from spec_compile.kernels import ops
+from spec_compile.kernels.attention import tree_attention as attention
+from spec_compile.kernels.attention.call import CACHES, AttentionCall
+from spec_compile.tree import ancestry
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # rows that fill up a tile, in NumPy
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    """Device and dtype."""
+    return request.param
+
+
+@pytest.mark.parametrize("dtype, factor", [(torch.float32, 1.001), (torch.float16, 1.1), (torch.bfloat16, 2.0)])
+def test_the_tolerance_notices_a_wrong_scale(dtype, factor):
+    case = Case(("cpu", dtype), [40, 7], 5)
+    right, (scale, *rest) = case.rest, case.rest
+    case.rest = scale * factor, *rest
+    wrong, case.rest = case.expected().to(dtype), right
+    with pytest.raises(AssertionError, match="not close"):
+        case.compare(wrong, case.caches)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("nodes, causal", [(1, False), (7, False), (70, True)])
+@pytest.mark.parametrize("run", [attention.tree_attention, lambda *call: attention.launch(AttentionCall(*call), SMALL)])
+def test_a_block_that_lies_in_the_cache_already(place, nodes, causal, run):
+    case = Case(place, [40] if causal else [40, 7], nodes, random_tree(nodes), heads=(4, 2), causal=causal)
+    call = case.inputs()
+    out = run(*call)
+    caches = [cache.clone() for cache in (call.key_cache, call.value_cache)]
+    again = run(*call._replace(k=None, v=None))
+    assert torch.equal(bits(again), bits(out))
+    for cache, before in zip((call.key_cache, call.value_cache), caches):
+        assert torch.equal(bits(cache), bits(before))
+
+
+def test_keys_to_rotate_are_not_in_the_cache(place):
+    call = Case(place, [4], 2, rotary=True).inputs()
+    with pytest.raises(ValueError, match="k: expected keys to rotate, got None"):
+        attention.launch(call._replace(k=None, v=None))
+
+
+EDGES = [0, 1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129]
+
+
+def test_lengths(place):
+    """Every remainder of blocks and splits, in one batch of different lengths."""
+    Case(place, EDGES, 5, random_tree(5)).check()
+
+
+@pytest.mark.parametrize("length", [0, 1, 129])
+def test_single_row(place, length):
+    Case(place, [length], 3, star(3), heads=(4, 2)).check()
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("nodes, shape", thinned(3, [1, 2, 3, 7, 16, 33, 64], [chain, star, random_tree]))
+def test_trees(place, nodes, shape):
+    Case(place, [70] if nodes > 16 else [70, 0, 33], nodes, shape(nodes)).check()
+
+
+def test_rows_of_different_trees(place):
+    case = Case(place, [40, 7, 64], 7)
+    trees = torch.tensor([random_tree(7), star(7), chain(7)])
+    case.ancestors, depth = ancestry(trees)
+    case.positions = case.lengths[:, None] + depth
+    case.check()
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(
+    "heads, sizes",
+    [
+        ((3, 3), (16, 16)),
+        ((6, 2), (24, 24)),  # groups of three, sizes that fill no block
+        ((5, 1), (80, 80)),
+        ((7, 1), (96, 64)),
+        ((20, 1), (16, 32)),  # more heads a group than rows a tile
+        ((4, 2), (128, 128)),
+        ((2, 2), (192, 128)),  # multi-head latent attention
+        ((2, 1), (256, 256)),
+    ],
+)
+def test_heads_and_sizes(place, heads, sizes):
+    Case(place, [50], 4, random_tree(4), heads, sizes).check()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("window, causal", thinned(2, [1, 2, 5, 16, 17, 50, 1000], [False, True]))
+def test_sliding_window(place, window, causal):
+    Case(place, [0, 5, 60, 129], 4, random_tree(4), window=window, causal=causal).check()
+
+
+@pytest.mark.parametrize("softcap, sinks, window", thinned(2, [(3.0, False), (None, True), (3.0, True)], [None, 20]))
+def test_softcap_and_sinks(place, softcap, sinks, window):
+    case = Case(place, [0, 1, 66], 4, random_tree(4), heads=(6, 2), softcap=softcap, sinks=sinks, window=window)
+    case.q *= 4
+    case.check()
+
+
+@pytest.mark.sweep("interpreter-7-options0-slopes0 interpreter-7-options1-slopes1")
+@pytest.mark.parametrize("slopes", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nodes, options", [(7, {}), (7, dict(window=100)), (70, {}), (70, dict(window=9, sinks=True))])
+def test_slopes(place, nodes, options, slopes):
+    """Of bfloat16 they round positions, which shows behind 256."""
+    tree = None if nodes > 64 else random_tree(nodes)
+    length = 60 if place[0] == "cpu" and slopes == torch.bfloat16 else 300  # the interpreter rounds towards zero
+    case = Case(place, [0, length], nodes, tree, heads=(6, 2), causal=tree is None, slopes=slopes, **options)
+    case.check(SMALL._replace(splits=2))
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(
+    "nodes, window, splits",
+    thinned(2, [(1, None), (16, None), (33, 9), (65, None), (65, 64), (90, 9), (130, None), (130, 40)], [1, 3]),
+)
+def test_causal_chunks(place, nodes, window, splits):
+    """Chunks of prompts, some larger than a tree may be."""
+    lengths = [0, 45] if nodes <= 33 else [45]
+    Case(place, lengths, nodes, causal=True, window=window).check(SMALL._replace(splits=splits))
+
+
+LARGE = [
+    dict(rotary=True, window=20),
+    dict(rotary=True, norms=True, offset=1.0, sinks=True, heads=(3, 1), sizes=(24, 24)),
+    dict(softcap=2.0, sinks=True, window=30, heads=(6, 2)),
+    dict(heads=(3, 3), sizes=(80, 48)),
+]
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("options, splits", thinned(2, LARGE, [1, 3]))
+def test_large_causal_chunks(place, options, splits):
+    """Of prompts, appended before anyone attends to them."""
+    Case(place, [60], 70, causal=True, **options).check(SMALL._replace(splits=splits))
+
+
+@pytest.mark.parametrize("ahead, step", thinned(2, [0, -2, 7], [1, 3]))
+def test_large_causal_chunk_at_other_positions(place, step, ahead):
+    """A window is one of positions, not of slots."""
+    case = Case(place, [40], 70, causal=True, window=30)
+    case.positions = case.lengths[:, None] + ahead + step * torch.arange(70)
+    case.check()
+
+
+def test_chunk_that_fills_the_cache(place):
+    """What lies behind the last slot is not kept, and those before it do not see it."""
+    case = Case(place, [30, 0], 70, causal=True)
+    inputs = case.inputs()
+    caches = {name: getattr(inputs, name)[:, :, :80].contiguous() for name in CACHES}
+    out = attention.launch(inputs._replace(**caches), SMALL).cpu().double()
+    tolerance = TOLERANCE[case.dtype]
+    expected = case.expected()
+    torch.testing.assert_close(out[0, :50], expected[0, :50], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out[1], expected[1], atol=tolerance, rtol=tolerance)
+
+
+def test_causal_chunk_of_a_large_group(place):
+    """Tiles of less than a node, whose last key begins a block."""
+    Case(place, [3], 17, heads=(20, 1), causal=True).check(SMALL._replace(splits=1))
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("splits, least, block_n", [(1, 16, 16), (2, 16, 16), (5, 16, 16), (8, 16, 32), (17, 64, 16)])
+def test_splits(place, splits, least, block_n):
+    Case(place, [131], 66, causal=True).check(SMALL._replace(splits=splits, least=least, block_n=block_n))
+
+
+@pytest.mark.parametrize("least, block_n", [(16, 16), (16, 32), (64, 16)])
+def test_spans(place, least, block_n):
+    Case(place, [0, 15, 64, 128, 131], 3, star(3)).check(SMALL._replace(least=least, block_n=block_n))
+
+
+def test_tiles_of_64_rows(place):
+    Case(place, [100], 17, random_tree(17), heads=(4, 1)).check(SMALL._replace(block_m=64, block_n=64))
+
+
+@pytest.mark.parametrize("nodes", [1, 9])
+def test_full_capacity(place, nodes):
+    """The last slot of the cache is the block's last."""
+    Case(place, [64 - nodes, 12], nodes, capacity=64).check()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "heads last", "transposed"])
+def test_strides(place, layout):
+    case = Case(place, [33, 8], 4, random_tree(4), heads=(4, 2), sizes=(16, 32))
+    if layout == "contiguous":
+        case.q, case.k, case.v = (x.contiguous() for x in (case.q, case.k, case.v))
+    elif layout == "transposed":  # not even the columns lie side by side
+        case.q, case.k, case.v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (case.q, case.k, case.v))
+    case.positions = case.positions[:1].expand(2, -1) if layout == "heads last" else case.positions
+    case.check()
+
+
+def test_rising_scores(place):
+    """Each block of keys exceeds all before it by far, so that every sum so far must be scaled down."""
+    case = Case(place, [128], 3, chain(3))
+    for cache in (case.caches[0], case.clean[0]):
+        cache[:, :, :128] *= torch.linspace(0, 20, 128)[:, None]
+    case.check()
+
+
+HEADS = [((4, 2), (64, 64)), ((3, 3), (80, 48)), ((5, 1), (24, 24))]
+
+
+@pytest.mark.parametrize("nodes, heads, sizes", thinned(3, [1, 3, 6], HEADS))
+def test_rotary(place, nodes, heads, sizes):
+    Case(place, [70, 0], nodes, random_tree(nodes), heads, sizes, rotary=True).check()
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=20), dict(softcap=2.0, sinks=True)])
+def test_rotary_of_other_attention(place, options):
+    Case(place, [0, 5, 60], 7, random_tree(7), heads=(4, 2), rotary=True, **options).check()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    "nodes, options",
+    [
+        *thinned(3, [1, 7, 17], [dict(), dict(causal=True), dict(window=20, softcap=2.0, sinks=True)]),
+        (70, dict(causal=True, sinks=True)),
+    ],
+)
+def test_caches_of_8_bits(place, nodes, options):
+    """New keys and values are rounded before anyone sees them, and none exceeds the largest number."""
+    lengths = [70, 0, 33] if nodes <= 16 else [40]
+    case = Case(place, lengths, nodes, random_tree(nodes), heads=(4, 2), sizes=(32, 16), kept=FP8, **options)
+    case.v[:, :, :, 0] *= 1000
+    case.unit[0] = 448  # averages of such numbers, with weights rounded to 16 bits, may cancel
+    if place[0] == "cpu":  # the interpreter does not round as a GPU and PyTorch do
+        for x in (case.k, case.v):
+            small, large = x.abs() < 1 / 64, x.abs() > 448
+            x.copy_(torch.where(small, 1 / 64, torch.where(large, x, x.clamp(-448, 448).to(FP8).to(x.dtype))))
+    for splits in (3, 1) if nodes > 64 else (3,):
+        case.check(SMALL._replace(splits=splits))
+
+
+def test_operator_with_caches_of_8_bits():
+    case = Case(("cpu", torch.float32), [20, 7], 5, random_tree(5), (4, 2), kept=FP8)
+    case.caches = [cache.clone() for cache in case.clean]
+    case.v[:, :, :, 0] *= 1000
+    inputs = case.inputs()
+    case.compare(torch.ops.spec_compile.tree_attention(*inputs), inputs[3:5])
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("nodes, heads, sizes, offset", thinned(3, [1, 3, 6], HEADS, [None, 1.0]))
+def test_norms(place, nodes, heads, sizes, offset):
+    case = Case(place, [70, 0], nodes, random_tree(nodes), heads, sizes, rotary=True, norms=True, offset=offset)
+    case.q *= torch.logspace(-2, 2, heads[0])[:, None, None]  # each head has a norm of its own
+    case.check()
+
+
+def test_norms_that_do_not_fit(place):
+    case = Case(place, [5], 3, rotary=True, norms=True)
+    case.norms = tuple(weight[:8] for weight in case.norms)
+    with pytest.raises(ValueError, match=r"q_norm, k_norm: expected weights \[16\].*got \[8\]"):
+        attention.launch(case.inputs(), SMALL)
+
+
+def test_angles_that_do_not_fit(place):
+    case = Case(place, [5], 3, rotary=True)
+    case.angles = tuple(x[:, :2] for x in case.angles)
+    with pytest.raises(ValueError, match=r"cos, sin: expected \[1, 3, 16\].*got \[1, 2, 16\]"):
+        attention.launch(case.inputs(), SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotated_is_transformers(dtype):
+    q, k = torch.randn(2, 4, 7, 16).to(dtype), torch.randn(2, 2, 7, 16).to(dtype)
+    cos, sin = torch.randn(2, 2, 7, 16).to(dtype)
+    for got, want in zip((ops.rotated(x, cos, sin) for x in (q, k)), apply_rotary_pos_emb(q, k, cos, sin)):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@settings(max_examples=30 if GPU else 6)
+@given(data=st.data())
+def test_anything(place, data):
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    causal = data.draw(st.booleans())
+    nodes = data.draw(st.integers(1, (150 if causal else 64) if GPU else (80 if causal else 12)))
+    reach = data.draw(st.integers(1, 64))
+    parents = [-1, *(data.draw(st.integers(max(0, i - reach), i - 1)) for i in range(1, nodes))]
+    lengths = data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=3))
+    heads = data.draw(st.sampled_from([(1, 1), (3, 1), (4, 2)]))
+    options = {
+        "causal": causal,
+        "window": data.draw(st.sampled_from([None, 3, 40])),
+        "softcap": data.draw(st.sampled_from([None, 2.0])),
+        "sinks": data.draw(st.booleans()),
+        "rotary": data.draw(st.booleans()),
+    }
+    config = SMALL._replace(splits=data.draw(st.integers(1, 6)), least=data.draw(st.sampled_from([16, 48])))
+    Case(place, lengths, nodes, parents, heads, **options).check(config)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_operator(rotary):
+    """The registered operator on a CPU: schema, fake, and the twin's own answer."""
+    case = Case(("cpu", torch.float32), [20, 7], 5, random_tree(5), (4, 2), sinks=True, softcap=5.0, rotary=rotary)
+    case.caches = [cache.clone() for cache in case.clean]
+    torch.library.opcheck(attention.tree_attention, case.inputs())
+    inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in case.inputs()]
+    case.compare(torch.ops.spec_compile.tree_attention(*inputs), inputs[3:5])
+
+
+def paths(batch, nodes):
+    """Ascending paths from the root, and how many of their slots count."""
+    rng = random.Random(nodes)
+    path, count = torch.zeros(batch, nodes, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64)
+    for row in range(batch):
+        chosen = [0, *sorted(rng.sample(range(1, nodes), rng.randrange(nodes)))] if row else range(nodes)
+        path[row, : len(chosen)] = torch.tensor(list(chosen))
+        count[row] = len(chosen) if row != 2 else 0
+    return path, count
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 7, 16, 33, 64])
+def test_compact(place, nodes):
+    device, dtype = place
+    path, count = paths(5, nodes)
+    lengths = torch.tensor([0, 3, 11, 36, 100 - nodes])
+    shapes = [(5, heads, 100, size) for heads, size in ((2, 16), (2, 24), (1, 192), (3, 80))]
+    caches = [torch.full(shape, torch.nan).to(dtype) for shape in shapes]
+    for cache in caches:
+        for row, length in enumerate(lengths.tolist()):
+            cache[row, :, : length + nodes] = torch.randn(cache.shape[1], length + nodes, cache.shape[3])
+    moved = [cache.to(device).clone() for cache in caches]
+    compaction.launch(moved, lengths.to(device), path.to(device), count.to(device))
+    for cache, after in zip(caches, moved):
+        expected = cache.clone()
+        for row, length in enumerate(lengths.tolist()):
+            for i in range(int(count[row])):
+                expected[row, :, length + i] = expected[row, :, length + int(path[row, i])]
+        assert torch.equal(bits(after), bits(expected))
+    twin = [cache.clone() for cache in caches]
+    torch.ops.spec_compile.compact(twin, lengths, path, count)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(twin, moved))
+
+
+def test_compact_operator():
+    path, count = paths(3, 7)
+    caches = [torch.randn(3, 2, 20, 8), torch.randn(3, 1, 20, 4)]
+    torch.library.opcheck(compaction.compact, (caches, torch.tensor([1, 2, 3]), path, count))
+
+
+CUDA = [pytest.param(dtype, marks=ON_GPU, id=str(dtype)) for dtype in (torch.float32, torch.bfloat16)]
+LLAMA = {"heads": (32, 8), "sizes": (128, 128)}
+
+
+@pytest.mark.parametrize("dtype", CUDA)
+@pytest.mark.parametrize("nodes", [1, 16, 64])
+def test_own_tuning(dtype, nodes):
+    """With the divisions that `tuning` chooses."""
+    Case(("cuda", dtype), [3000], nodes, random_tree(nodes), **LLAMA).check(None)
+    Case(("cuda", dtype), [3000], nodes, random_tree(nodes), rotary=True, **LLAMA).check(None)
+    Case(("cuda", dtype), [0, 1029, 128], nodes, random_tree(nodes), **LLAMA).check(None)
+
+
+@pytest.mark.parametrize("dtype", CUDA)
+@pytest.mark.parametrize(
+    "heads, sizes", [((14, 2), (64, 64)), ((4, 1), (256, 256)), ((16, 16), (192, 128)), ((32, 32), (80, 80))]
+)
+@pytest.mark.parametrize("window", [None, 512])
+def test_own_tuning_of_other_shapes(dtype, heads, sizes, window):
+    for nodes in (1, 16, 64) if dtype != torch.float32 else (16,):
+        case = Case(("cuda", dtype), [1500], nodes, random_tree(nodes), heads, sizes, window=window, sinks=True)
+        case.check(None)
+
+
+@pytest.mark.parametrize("dtype", [*CUDA, pytest.param(torch.float16, marks=ON_GPU, id="torch.float16")])
+def test_prompt_chunks(dtype):
+    for nodes, window in ((512, None), (300, 128)):
+        Case(("cuda", dtype), [700], nodes, causal=True, window=window, **LLAMA).check(None)
+        Case(("cuda", dtype), [700], nodes, causal=True, window=window, rotary=True, **LLAMA).check(None)
+        Case(("cuda", dtype), [700], nodes, causal=True, window=window, kept=FP8, **LLAMA).check(None)
+
+
+@pytest.mark.parametrize("dtype", CUDA)
+@pytest.mark.parametrize("window", [None, 4096, 100_000])
+def test_long_context(dtype, window):
+    """A tree behind 131,056 tokens, and more than 2^31 elements in a cache: offsets need 64 bits."""
+    slots, heads = 1 << 17, 132
+    if torch.cuda.get_device_properties(0).total_memory < 30e9:
+        pytest.skip("needs 30 GB")
+    caches = [torch.zeros(1, heads, slots, 128, dtype=dtype, device="cuda") for _ in range(2)]
+    length = slots - 16
+    q, k, v = (torch.randn(1, heads, 16, 128, dtype=dtype, device="cuda") for _ in range(3))
+    for cache in caches:
+        cache[:, -1, :length] = torch.randn(length, 128, dtype=dtype, device="cuda")
+    lengths = torch.tensor([length], device="cuda")
+    ancestors, depth = (x.cuda() for x in ancestry(torch.tensor([random_tree(16)])))
+    positions = lengths[:, None] + depth
+    out = torch.ops.spec_compile.tree_attention(
+        q, k, v, *caches, lengths, ancestors, positions, None, 0.3, None, window, None
+    )  # fmt: skip
+    last = [x[:, -1:] for x in (q, *caches)]
+    bias = ops.tree_mask(positions, lengths, ancestors, slots, window, 1, torch.float32)[:, 0]
+    expected = torch.softmax(last[0].float() @ last[1].float().transpose(2, 3) * 0.3 + bias, 3) @ last[2].float()
+    torch.testing.assert_close(out[:, :, -1:].transpose(1, 2).float(), expected, atol=3e-2, rtol=3e-2)
+    assert torch.equal(caches[0][:, :, length:], k) and torch.equal(caches[1][:, :, length:], v)
+
+
+@pytest.mark.parametrize("dtype", CUDA)
+@pytest.mark.parametrize("nodes", [1, 16, 64])
+def test_same_bits_every_time(dtype, nodes):
+    inputs = Case(("cuda", dtype), [5000], nodes, random_tree(nodes), rotary=True, **LLAMA).inputs()
+    outs = [torch.ops.spec_compile.tree_attention(*inputs) for _ in range(20)]
+    assert all(torch.equal(bits(out), bits(outs[0])) for out in outs)
+
+
+@pytest.mark.parametrize("dtype", CUDA)
+def test_cuda_graph(dtype):
+    """A captured graph of attention and compaction follows the lengths, trees and paths on the device."""
+    nodes, capacity = 16, 4200
+    cases = [
+        Case(("cuda", dtype), [length], nodes, shape(nodes), capacity=capacity, rotary=True, **LLAMA)
+        for length, shape in ((100, chain), (0, star), (4100, random_tree), (777, random_tree))
+    ]
+    static = cases[0].inputs()
+    lengths = static[5].clone()
+    path, count = (x.cuda() for x in paths(2, nodes))
+
+    def both():
+        static[5].copy_(lengths)
+        out = torch.ops.spec_compile.tree_attention(*static)
+        kept = [cache.clone() for cache in static[3:5]]
+        torch.ops.spec_compile.compact(static[3:5], static[5], path[1:], count[1:])
+        return out, kept
+
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, kept = both()
+    for case in cases[1:] + cases[:1]:
+        for there, new in zip(static, case.inputs()):
+            if isinstance(new, torch.Tensor):
+                there.copy_(new)
+        lengths.copy_(case.lengths)
+        graph.replay()
+        case.compare(out, kept)
+        expected = [cache.clone() for cache in kept]
+        rows = case.lengths[0] + path[1, : int(count[1])].cpu()
+        for cache, after in zip(expected, static[3:5]):
+            cache[:, :, int(case.lengths[0]) : int(case.lengths[0]) + len(rows)] = cache[:, :, rows]
+            assert torch.equal(bits(cache), bits(after))
+
+
+@pytest.mark.parametrize("dtype", CUDA)
+def test_compiled(dtype):
+    """Under torch.compile the caches are written in place."""
+    case = Case(("cuda", dtype), [300], 16, random_tree(16), **LLAMA)
+    inputs = case.inputs()
+    compiled = torch.compile(lambda *args: torch.ops.spec_compile.tree_attention(*args) + 0, fullgraph=True)
+    case.compare(compiled(*inputs), inputs[3:5])

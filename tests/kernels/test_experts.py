@@ -1,0 +1,255 @@
+"""Routed experts: the kernel against its plain meaning and its bits, and the markers against transformers' forwards.
+
+Without a GPU the kernels run in Triton's interpreter, in float32; ``pytest -m gpu`` runs them on a CUDA device.
+"""
+
+from dataclasses import replace
+
+import models
+import pytest
+import torch
+from places import GPU, places
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from spec_compile.capture.experts import IMPLEMENTATION
+from spec_compile.capture.trace import capture
+from spec_compile.compat import EXPERTS_INTERFACES
+from spec_compile.graph import calls
+from spec_compile.kernels import counters, experts
+from spec_compile.kernels.experts import ExpertFormat, launch, mxfp4, plans
+
+route = pytest.importorskip("spec_compile.kernels.experts.route", exc_type=ImportError)
+
+PLACES = places(torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+TILE = plans.ExpertTile(32, 32, 16, stages=2)
+SILU, CLAMPED = ExpertFormat("silu"), ExpertFormat("clamped", True, True, True, 1.702, 7.0)
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    """Device and dtype."""
+    return request.param
+
+
+def wide(part):
+    """A part of weights in float64, unless it holds codes."""
+    return part.double() if part.is_floating_point() else part
+
+
+class Mixture:
+    """Random experts, and tokens that are routed to them."""
+
+    def __init__(self, place, tokens, top, count, size, inner, first):
+        self.first = first
+        self.second = ExpertFormat(transposed=first.transposed, biased=first.biased, block=first.block)
+        outputs = inner * (1 if first.gate == "none" else 2)
+        self.up, self.down = self.parts(place, count, outputs, size), self.parts(place, count, size, inner)
+        self.x = torch.randn(tokens, size).to(*place)
+        self.ids = torch.stack([torch.randperm(count)[:top] for _ in range(tokens)]).to(place[0])
+        self.weights = torch.rand(tokens, top).to(place[0])
+
+    def parts(self, place, count, outputs, inputs):
+        weight = torch.randn(count, outputs, inputs) / inputs**0.5
+        if self.first.block:
+            blocks = [-(-size // self.first.block) for size in (outputs, inputs)]
+            return [weight.to(place[0], torch.float8_e4m3fn), torch.rand(count, *blocks).to(place[0]) + 0.5]
+        weight = weight.transpose(1, 2).contiguous() if self.first.transposed else weight
+        return [each.to(*place) for each in (weight, *([torch.randn(count, outputs)] if self.first.biased else ()))]
+
+    def plain(self):
+        """The plain meaning in float64, in which a GPU has no kernel."""
+        parts = [[wide(each.cpu()) for each in side] for side in (self.up, self.down)]
+        ids, weights = self.ids.cpu(), self.weights.cpu().double()
+        inner = experts.experts_up(self.x.cpu().double(), ids, parts[0], self.first.text)
+        return experts.experts_down(inner, ids, weights, parts[1], self.second.text)
+
+    def kernel(self, rows=slice(None), tile=TILE):
+        inner = launch.up(self.x[rows], self.ids[rows], self.up, self.first, tile)
+        out = launch.down(inner, self.ids[rows], self.weights[rows], self.down, self.second, tile)
+        assert counters.all_zero()
+        return out
+
+    def error(self, **options):
+        """Of the kernel, relative to the plain meaning."""
+        expected = self.plain()
+        return ((self.kernel(**options).cpu().double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(
+    "tokens, top, count, size, inner, kind",
+    [
+        (1, 2, 4, 48, 20, SILU),
+        (3, 1, 9, 64, 40, ExpertFormat("none")),
+        (17, 3, 5, 33, 34, SILU),  # more pairs than experts, and odd sizes
+        (5, 2, 12, 64, 33, CLAMPED),
+        (70, 2, 5, 32, 16, SILU),  # pairs that do not fit into one look
+        (6, 2, 3, 80, 48, ExpertFormat("silu", biased=True)),
+    ],
+)
+def test_experts(place, tokens, top, count, size, inner, kind):
+    assert Mixture(place, tokens, top, count, size, inner, kind).error() < TOLERANCE[place[1]]
+
+
+@pytest.mark.parametrize("count", [4, 42])
+def test_all_tokens_at_the_same_experts_and_at_none_alike(place, count):
+    mixture = Mixture(place, 20, 2, count, 32, 16, SILU)
+    mixture.ids[:] = torch.tensor([count - 1, 1])
+    assert mixture.error() < TOLERANCE[place[1]]  # 20 rows are two tiles
+    mixture.ids = torch.arange(40, device=place[0]).view(20, 2) % count
+    assert mixture.error() < TOLERANCE[place[1]]
+
+
+def test_a_row_has_the_same_bits_beside_any_others(place):
+    mixture = Mixture(place, 40, 3, 7, 64, 32, SILU)
+    mixture.ids[20:] = mixture.ids[20]
+    wide = plans.ExpertTile(32, 32, 64, stages=2)
+    everything = mixture.kernel()
+    for rows in ([0], [39, 20], [7, 3, 21, 22, 5]):
+        for tile in (TILE, wide) if GPU else (TILE,):  # numpy adds up by the size of a tile
+            assert torch.equal(mixture.kernel(rows, tile), everything[rows])
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_experts_in_fp8(tokens):
+    place = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
+    mixture = Mixture(place, tokens, 2, 8, 256, 384, ExpertFormat("silu", block=128))
+    up, down = ([each.cpu() for each in parts] for parts in (mixture.up, mixture.down))
+    x, ids, weights = mixture.x.cpu(), mixture.ids.cpu(), mixture.weights.cpu()
+    tile = plans.ExpertTile(32, 128, 16, stages=2)
+    got = launch.up(mixture.x, mixture.ids, mixture.up, mixture.first, tile)
+    expected = experts.experts_up(x, ids, up, mixture.first.text)
+    assert (got.cpu() - expected).norm() < TOLERANCE[place[1]] * expected.norm()
+    expected = experts.experts_down(got.cpu(), ids, weights, down, mixture.second.text)
+    got = launch.down(got, mixture.ids, mixture.weights, mixture.down, mixture.second, tile).cpu()
+    assert (got - expected).norm() < TOLERANCE[place[1]] * expected.norm()
+
+
+def published(experts, outputs, inputs):
+    """Random weights in MXFP4 as files have them."""
+    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+    return blocks, torch.randint(0, 129, blocks.shape[:3], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inputs", [64, 288, 512])
+def test_mxfp4_is_decoded_as_by_transformers(inputs, dtype):
+    """With all scales but NaN and those above 2, and in the order of the kernel, which can be undone."""
+    blocks, scales = published(3, 10, inputs)
+    words, units = mxfp4.pack(blocks, scales)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
+    for expert in range(3):
+        got = mxfp4.weight(words[expert], units[expert], inputs, dtype)
+        assert torch.equal(got.view(torch.int16), expected[expert].contiguous().view(torch.int16))
+    assert all(map(torch.equal, mxfp4.unpack(words, units, inputs), (blocks, scales)))
+
+
+def test_mxfp4_that_has_no_place_in_the_order_of_the_kernel():
+    blocks, scales = published(2, 4, 64)
+    with pytest.raises(ValueError, match="expected uint8"):
+        mxfp4.pack(blocks, scales[:, :, :1])
+    scales[1, 3, 1] = 255
+    with pytest.raises(ValueError, match="255 is NaN"):
+        mxfp4.pack(blocks, scales)
+
+
+def mxfp4_mixture(place, tokens, top, count, size, inner):
+    """A mixture as that of gpt-oss, with random codes."""
+    clamped, sides = ExpertFormat("clamped", True, False, True, 1.702, 7.0), []
+    mixture = Mixture(place, tokens, top, count, size, inner, clamped)
+    for weight, bias in (mixture.up, mixture.down):
+        blocks, scales = published(*weight.shape)
+        words, units = mxfp4.pack(blocks, scales % 8 + 118)
+        sides.append([words.to(place[0]), units.to(place[0]), bias])
+    mixture.up, mixture.down = sides
+    mixture.first, mixture.second = replace(mixture.first, mxfp4=size), replace(mixture.second, mxfp4=inner)
+    return mixture
+
+
+def test_experts_in_mxfp4(place):
+    """With sizes that are no multiples of a tile's, and more rows than one tile has."""
+    mixture, tile = mxfp4_mixture(place, 18, 1, 2, 288, 32), plans.ExpertTile(128, 256, 16, stages=2)
+    mixture.ids[2:] = 1
+    assert mixture.error(tile=tile) < TOLERANCE[place[1]]
+    assert torch.equal(mixture.kernel([17], tile), mixture.kernel(tile=tile)[17:])
+
+
+def test_programs_that_share_the_columns_of_mxfp4_change_no_bit(place):
+    mixture = mxfp4_mixture(place, 18, 2, 4, 544, 288)
+    mixture.ids[:] = torch.tensor([1, 3])  # 18 rows of an expert are two tiles
+    tile = plans.ExpertTile(128, 256, 16, stages=2, parts=2)
+    cut = mixture.kernel(tile=tile)
+    assert mixture.error(tile=tile) < TOLERANCE[place[1]]
+    shared = tile._replace(shared=True)
+    for rows in (slice(None), [17], [3, 4, 5]):
+        assert torch.equal(mixture.kernel(rows, shared), cut[rows])
+        assert torch.equal(mixture.kernel(rows, tile), cut[rows])
+
+
+def test_the_columns_of_mxfp4_are_cut_alike_for_all_numbers_of_rows():
+    for outputs, inputs, top in ((5760, 2880, 4), (2880, 2880, 4), (64, 32, 2), (1 << 16, 2880, 4), (64, 2816, 8)):
+        tiles = {plans.tile(tokens, top, 32, (outputs, inputs), mxfp4.GROUP, 2) for tokens in range(1, 300)}
+        (cut,) = {tile.parts for tile in tiles}
+        assert -(-inputs // mxfp4.WIDTH) % cut == 0
+        assert (cut > 1) == any(tile.shared for tile in tiles)
+
+
+def test_all_values_of_mxfp4(place):
+    """Each code at each place of a word, with each scale: the identity times the weights."""
+    codes = (torch.arange(512)[None] + torch.arange(32)[:, None]) % 16
+    blocks = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8).view(1, 32, 16, 16)
+    scales = torch.arange(512).view(1, 32, 16).remainder(129).to(torch.uint8)
+    parts = [part.to(place[0]) for part in mxfp4.pack(blocks, scales)]
+    ids = torch.zeros(512, 1, dtype=torch.int64, device=place[0])
+    tile = plans.ExpertTile(32, 256, 64, stages=2)
+    got = launch.up(torch.eye(512).to(*place), ids, parts, ExpertFormat(mxfp4=512), tile)
+    normal = scales[0].repeat_interleave(32, 1) > 1  # PyTorch's sums lose numbers below the smallest normal one
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=place[1])[0].T
+    assert torch.equal(got.cpu()[:, 0].T[normal], expected[normal])
+
+
+@pytest.mark.parametrize("among", route.AMONG)
+@pytest.mark.parametrize("count, top", [(8, 2), (100, 6)])
+def test_route(place, among, count, top):
+    logits = (torch.randn(5, count) * 3).to(*place)
+    weights, ids = route.launch(logits, top, among, torch.float32)
+    expected_weights, expected_ids = route.route(logits.cpu(), top, among, torch.float32)
+    distinct = logits.sort(dim=1).values.diff(dim=1).ne(0).all(dim=1).cpu()  # of equal ones PyTorch takes any
+    assert torch.equal(ids.cpu()[distinct], expected_ids[distinct])
+    torch.testing.assert_close(weights.cpu(), expected_weights, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_of_equal_experts_is_chosen(place):
+    _, ids = route.launch(torch.zeros(2, 12, device=place[0]), 3, "all", torch.float32)
+    assert ids.tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_markers_mean_what_the_library_computes(captured, name):
+    model, graph = captured(name)
+    assert model.config._experts_implementation != IMPLEMENTATION
+    ids, positions = torch.randint(3, models.VOCAB, (2, 9)), torch.arange(9).expand(2, 9)
+    with torch.no_grad():
+        expected, got = model(input_ids=ids).logits, graph.gm(ids, positions)[0]
+    assert (got - expected).abs().max() < 1e-5 * expected.std()
+    mixtures = sum(hasattr(module, "down_proj") and hasattr(module, "num_experts") for module in model.modules())
+    for op in (experts.UP, experts.DOWN):
+        assert len(calls(graph.gm, op)) == mixtures > 0
+
+
+def test_a_gate_that_has_no_kernel_stays_in_the_graph():
+    """Of an activation that is not SiLU, and of experts without a gate."""
+    model = models.ADMITTED["mixtral"]()
+    for layer in model.model.layers:
+        layer.mlp.experts.act_fn = torch.nn.GELU()
+    graph = capture(model)
+    assert {node.args[-1].split()[0] for node in calls(graph.gm, experts.UP)} == {"none"}
+    ids, positions = torch.randint(3, models.VOCAB, (1, 9)), torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(graph.gm(ids, positions)[0], model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_interfaces_keep_their_own_functions():
+    assert all({"grouped_mm", "batched_mm", IMPLEMENTATION} <= {*table} for table in EXPERTS_INTERFACES)

@@ -1,0 +1,347 @@
+"""Whether kernels, compiled for a Hopper GPU, fit into its shared memory at the sizes of real models.
+
+Triton compiles without a GPU. It does so in another process: in this one it interprets.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+MEMORY = 232_448
+"""Bytes of shared memory that a program may take on an H100 or H200."""
+
+START = """
+import json, re, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from spec_compile.kernels import dependent_launch
+
+
+class Hopper:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+class Compiled:
+    "Compiles a kernel where it would be launched."
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: found.append(self.kernel.warmup(*args, grid=grid, **options))
+
+
+driver.set_active(Hopper())
+memory = int(sys.argv[1])
+dependent_launch.available = lambda tensor: True
+results = {}
+"""
+
+ATTENTION = """
+from spec_compile.kernels.attention import tree_attention
+from spec_compile.kernels.attention.call import AttentionCall
+from spec_compile.kernels.attention.tail_tiles import nodes_per_tile, tail_tiles
+
+tree_attention._device = lambda index: (132, memory)
+for name in ("append_kernel", "prompt_kernel", "merge_parts_kernel", "tree_kernel", "merge_spans_kernel"):
+    setattr(tree_attention, name, Compiled(getattr(tree_attention, name)))
+for heads, kv_heads, size, values in ((32, 8, 64, 64), (32, 8, 128, 128), (8, 1, 256, 256), (4, 4, 24, 16)):
+    for nodes, causal in ((1, False), (16, False), (64, False), (2048, True)):
+        for turned, window, slopes in ((True, None, None), (False, 512, None), (False, None, torch.ones(heads))):
+            heads_of = heads, kv_heads, kv_heads
+            shapes = zip(heads_of, (size, size, values))
+            q, k, v = (torch.zeros(1, nodes, n, d, dtype=torch.bfloat16).transpose(1, 2) for n, d in shapes)
+            caches = [torch.zeros(1, kv_heads, 4096, d, dtype=torch.bfloat16) for d in (size, values)]
+            lengths, places = torch.tensor([1024]), torch.arange(nodes)[None]
+            turning = [None] * 4
+            if turned:
+                turning = [*torch.zeros(2, 1, nodes, size, dtype=torch.bfloat16), *torch.ones(2, size).bfloat16()]
+            found = []
+            inputs = q, k, v, *caches, lengths, None if causal else places, places
+            call = AttentionCall(*inputs, None, 0.1, None, window, None, *turning, 1e-6)
+            tiles = None if causal else tail_tiles(places, nodes_per_tile(heads // kv_heads))
+            tree_attention.launch(call._replace(tiles=tiles, slopes=slopes))
+            if turned:
+                keys, scales = [cache.to(torch.float8_e4m3fn) for cache in caches], torch.zeros(1, kv_heads, 4096, 2)
+                call = call._replace(key_cache=keys[0], value_cache=keys[1], scales=scales)
+                tree_attention.launch(call._replace(tiles=tiles))
+            used = max(kernel.metadata.shared for kernel in found)
+            named = f"turned {turned}, window {window}, slopes {slopes is not None}"
+            results[f"{nodes} nodes, heads of {size}, {named}"] = used
+print(json.dumps(results))
+"""
+
+LARGE_TILES = """
+from spec_compile.kernels.attention import tree_attention
+
+tree_attention.MANY = 1
+""" + ATTENTION.replace("(1, False), (16, False), (64, False), (2048, True)", "(64, False),").replace("4096", "32768")
+"""Trees over long caches, of so many rows that a program takes several spans."""
+
+
+PRODUCTS = """
+from spec_compile.kernels.linear import plans, small_m
+
+small_m.small_m_kernel = Compiled(small_m.small_m_kernel)
+for heads, kv_heads, size, inputs, norms in ((32, 8, 64, 2048, False), (16, 8, 128, 1024, True), (9, 3, 64, 576, True)):
+    weight = torch.zeros((heads + 2 * kv_heads) * size, inputs, dtype=torch.bfloat16)
+    how = plans.plan(*weight.shape, memory=memory)
+    for rows in (1, 64, 300):
+        x, out, angle = (torch.zeros(rows, n, dtype=torch.bfloat16) for n in (inputs, heads * size, size))
+        cache, norm = torch.zeros(1, kv_heads, 4096, size, dtype=torch.bfloat16), angle[0] if norms else None
+        ends = small_m.Heads(angle[None], angle[None], norm, norm, 1e-6, None, cache, cache, torch.tensor([1024]))
+        found, tile = [], plans.appending(how.tile(rows), size if norms else 0, memory)
+        small_m.launch(x, weight, None, out, how.parts, tile, heads=ends)
+        used = max(kernel.metadata.shared for kernel in found)
+        results[f"{rows} rows, {heads} heads of {size}, norms {norms}"] = used
+
+from spec_compile.kernels import distil_kernel
+
+distil_kernel._distil, found = Compiled(distil_kernel._distil), []
+logits = torch.zeros(4, 151936, dtype=torch.bfloat16)
+distil_kernel.launch(logits, logits[:2], torch.zeros(4, dtype=torch.int64), torch.zeros(4))
+results["a loss"] = found[0].metadata.shared
+
+from spec_compile.kernels import rollout_kernel
+
+for name in ("_join", "_join_backward"):
+    setattr(rollout_kernel, name, Compiled(getattr(rollout_kernel, name)))
+for size in (64, 80, 128, 256):
+    found, q = [], torch.zeros(1, 5, 4, size, dtype=torch.bfloat16).transpose(1, 2)
+    (keys, values), total = torch.zeros(2, 6, 1, 5, 4, size, dtype=torch.bfloat16), torch.zeros(1, 4, 5)
+    rollout_kernel.join(q, keys, values, q, total, 0.1)
+    rollout_kernel.join_backward(q, q, keys, values, q, total, q, 0.1)
+    results[f"a rollout with heads of {size}"] = max(kernel.metadata.shared for kernel in found)
+print(json.dumps(results))
+"""
+
+QUANTISED = """
+from spec_compile.kernels.linear import activations, plans, quantised, small_m
+
+
+class OnGpu(Compiled):
+    def __getitem__(self, grid):
+        return lambda *args, **options: Compiled.__getitem__(self, grid)(*args, **{**options, "PTX": True})
+
+
+small_m.small_m_kernel = OnGpu(small_m.small_m_kernel)
+small_m.round_rows_kernel = Compiled(small_m.round_rows_kernel)
+activations.round_blocks_kernel = Compiled(activations.round_blocks_kernel)
+small_m.has_fp8 = activations.has_fp8 = lambda device: True
+KINDS = {
+    "Fp8Block 128 128": ("float8_e4m3fn", 1), "PerChannel": ("float8_e4m3fn", 64), "Int8Weight": ("int8", 1),
+    "Nibbles 64 1 0": ("int32", 64), "Nibbles 128 0 1": ("int32", 16), f"TableNibbles 64 {1 << 500}": ("int32", 16),
+}
+for kind, (dtype, rows) in KINDS.items():
+    layout, (outputs, inputs) = quantised.layout_of(kind), (28672, 4096)
+    half = torch.float16 if kind == "Nibbles 64 1 0" else torch.bfloat16
+    weight = torch.empty(outputs, inputs // (8 if layout.bits == 4 else 1), dtype=getattr(torch, dtype))
+    x, out = torch.empty(rows, inputs, dtype=half), torch.empty(rows, outputs // 2, dtype=half)
+    scales = torch.empty(1, dtype=torch.int32 if kind.startswith("Nibbles") else torch.float32)
+    found, how = [], plans.packed_plan(outputs, inputs, layout.bits, memory=memory)
+    normed = small_m.Normed(torch.empty(rows, 64), 1e-5)
+    small_m.launch(x, weight, None, out, how.parts, how.tile(rows), scales=scales, kind=kind, gated=True, normed=normed)
+    results[f"{kind}, {rows} rows"] = max(kernel.metadata.shared for kernel in found)
+    # The weights go to the tensor cores as they are, or from the registers in which they are decoded.
+    *_, kernel = found
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert dtype == "float8_e4m3fn" or "dot_op<{opIdx = 0" in kernel.asm["ttgir"]
+    assert "ttg.local_alloc %" not in kernel.asm["ttgir"]
+    # A multiprocessor has 65,536 registers, for four programs of 128 threads.
+    assert (".maxnreg 128" in kernel.asm["ptx"]) == (kind == "PerChannel")
+print(json.dumps(results))
+"""
+
+EXPERTS = """
+from spec_compile.kernels.experts import ExpertFormat, launch
+from spec_compile.kernels.linear import activations
+
+
+class OnGpu(Compiled):
+    def __getitem__(self, grid):
+        return lambda *args, **options: Compiled.__getitem__(self, grid)(*args, **{**options, "PTX": True})
+
+
+launch.experts_kernel = OnGpu(launch.experts_kernel)
+activations.round_blocks_kernel = Compiled(activations.round_blocks_kernel)
+launch.has_fp8 = activations.has_fp8 = lambda device: True
+SHAPES = {
+    "Qwen3-30B-A3B": (128, 8, 2048, 768, {}),
+    "the same in FP8": (128, 8, 2048, 768, dict(block=128)),
+    "Mixtral": (8, 2, 4096, 14336, {}),
+    "gpt-oss": (32, 4, 2880, 2880, dict(transposed=True, biased=True)),
+    "gpt-oss in MXFP4": (32, 4, 2880, 2880, dict(mxfp4=2880, biased=True)),
+}
+for name, (count, top, size, inner, layout) in SHAPES.items():
+    clamped = dict(gate="clamped", interleaved=True, alpha=1.7, limit=7.0)
+    gate = clamped if layout.get("biased") else dict(gate="silu")
+    first, second = ExpertFormat(**gate, **layout), ExpertFormat(**layout)
+
+    def parts(outputs, inputs):
+        sizes = (inputs, outputs) if second.transposed else (outputs, inputs)
+        dtype = torch.float8_e4m3fn if second.block else torch.bfloat16
+        scales = [torch.empty(count, outputs // 128, inputs // 128, device="meta")] if second.block else []
+        bias = [torch.empty(count, outputs, dtype=torch.bfloat16, device="meta")] if second.biased else []
+        if second.mxfp4:
+            shapes = (count, outputs, 32 * 12), (count, 2 * 12, outputs)
+            return [*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes), *bias]
+        return [torch.empty(count, *sizes, dtype=dtype, device="meta"), *scales, *bias]
+
+    for tokens in (1, 64):
+        found, ids = [], torch.zeros(tokens, top, dtype=torch.int64)
+        x = torch.zeros(tokens, size, dtype=torch.bfloat16)
+        inside = launch.up(x, ids, parts(2 * inner, size), first)
+        launch.down(inside, ids, torch.zeros(tokens, top), parts(size, inner), second)
+        for kernel in (each for each in found if each.metadata.name == "experts_kernel"):
+            assert "wgmma" in kernel.asm["ptx"] and "cp.async" in kernel.asm["ptx"], name
+            assert not second.mxfp4 or "dot_op<{opIdx = 0" in kernel.asm["ttgir"]
+            assert not second.mxfp4 or "ttg.local_alloc %" not in kernel.asm["ttgir"]
+        results[f"{tokens} tokens, {name}"] = max(kernel.metadata.shared for kernel in found)
+print(json.dumps(results))
+"""
+
+ALL_REDUCE = """
+from spec_compile.kernels import all_reduce_launch as launch
+from spec_compile.kernels.all_reduce_memory import make_exchange
+
+
+class OnGpu(Compiled):
+    def __getitem__(self, grid):
+        return lambda *args, **options: Compiled.__getitem__(self, grid)(*args, **{**options, "ON_GPU": True})
+
+
+launch.all_reduce_kernel = OnGpu(launch.all_reduce_kernel)
+launch._processors = lambda device: 132
+for ranks in (2, 4):
+    slots = torch.empty(2, ranks, 1 << 20, dtype=torch.int32)
+    exchange = make_exchange(slots, 1, [slots.data_ptr()] * ranks)
+    for rows, size in ((1, 4096), (16, 4096), (64, 8192), (3, 4090)):
+        found = []
+        part, out = torch.zeros(rows, size), torch.zeros(rows, size, dtype=torch.bfloat16)
+        stream = out, out[0], 0.0, out, torch.zeros(rows, -(-size // 64))
+        launch.launch(exchange, part, out, stream, 64)
+        launch.launch(exchange, out, out)
+        for kernel in found:
+            assert "ld.volatile.global" in kernel.asm["ptx"] and "trap" in kernel.asm["ptx"]
+        results[f"{ranks} ranks, {rows} rows of {size}"] = max(kernel.metadata.shared for kernel in found)
+print(json.dumps(results))
+"""
+
+RECURRENCES = """
+from spec_compile.kernels.recurrence import initial_state, launch, stash_shapes, walk
+
+found, walk.walk_kernel = [], Compiled(walk.walk_kernel)
+walk.launch(torch.ones(1, 64, dtype=torch.int64))
+results["a walk"] = found[0].metadata.shared
+KERNELS = "linear_tree", "linear_commit", "convolution_tree", "convolution_commit", "selective", "selective_commit"
+for name in KERNELS:
+    setattr(launch, f"{name}_kernel", Compiled(getattr(launch, f"{name}_kernel")))
+
+
+def linear(key_heads, heads, dk, dv, *channels):
+    q, v, g = (torch.zeros(1, 16, *each) for each in ((key_heads, dk), (heads, dv), (heads, *channels)))
+    return [q, q, v, g]
+
+
+SHAPES = {
+    "Qwen3-Next": ("delta", [*linear(16, 32, 128, 128), torch.zeros(1, 16, 32)]),
+    "Kimi-Linear": ("delta", [*linear(32, 32, 128, 128, 128), torch.zeros(1, 16, 32)]),
+    "Falcon-H1-7B": ("decay", linear(1, 24, 256, 128)),
+    "LFM2": ("convolution", [torch.zeros(size).bfloat16() for size in ((1, 16, 2048), (2048, 3))]),
+    "Jamba": ("selective", [torch.zeros(size) for size in (*[(1, 16, 16)] * 2, *[(1, 16, 8192)] * 2, (8192, 16))]),
+}
+for name, (kind, inputs) in SHAPES.items():
+    state, found = initial_state(kind, inputs, 1), []
+    parts = stash_shapes(kind, inputs)
+    stash = [torch.zeros(*(() if shared else (1,)), *shape, dtype=dtype) for shape, dtype, shared in parts]
+    launch.tree(kind, inputs, state, stash, torch.zeros(1, 5, 16, dtype=torch.int32))
+    launch.commit(kind, [state], stash, torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    if kind == "selective":
+        launch.selective_chunk(inputs, state, torch.tensor([16]))
+    # A tile lies in the registers alike where a tree reads it and where a commit leads it on, so that both round alike.
+    text = "".join(kernel.asm["ttgir"] for kernel in found)
+    layouts = {layout for layout in re.findall("#ttg.blocked<(.*)>", text) if layout.endswith("order = [1, 0]}")}
+    assert kind == "convolution" or len(layouts) == 1, (name, layouts)
+    results[name] = max(kernel.metadata.shared for kernel in found)
+print(json.dumps(results))
+"""
+
+NORMS = """
+from spec_compile.kernels import gated_norm, l2_norm, norm, row_scan
+from spec_compile.kernels.linear import float32
+
+MODULES = gated_norm, l2_norm, norm, norm, row_scan, float32
+NAMES = "gated_rms_norm_kernel", "l2_norms_kernel", "_add_rms_norm", "_rms_norm_of_heads", "_sum_parts", "linear_kernel"
+for module, name in zip(MODULES, NAMES):
+    setattr(module, name, Compiled(getattr(module, name)))
+for heads, size, inputs, experts in ((32, 128, 2048, 512),):
+    for rows in (1, 16):
+        found = []
+        x, gate = torch.zeros(2, 1, rows, heads * size, dtype=torch.bfloat16)
+        for gate_first in (False, True):
+            weight = x[0, 0]
+            gated_norm.launch(x.float(), gate, weight, 1e-6, size, "silu", gate_first, not gate_first)
+        q = x.unflatten(-1, (heads, size))
+        l2_norm.launch(q, q, 1e-6, 0.1)
+        norm.launch(q, None, weight[:size], 1e-6, None)
+        row_scan.launch_sum(x[..., :8])
+        for dtype in (torch.bfloat16, torch.float32):
+            float32.launch(torch.zeros(rows, inputs, dtype=torch.bfloat16), torch.zeros(experts, inputs, dtype=dtype))
+        layouts = [sorted(re.findall("#ttg.blocked<(.*?)>", kernel.asm["ttgir"])) for kernel in found]
+        same = results.setdefault(f"{heads} heads of {size}", layouts)
+        assert same == layouts, "rows change how a sum lies in the registers"
+        results[f"{rows} rows, {heads} heads of {size}"] = max(kernel.metadata.shared for kernel in found)
+    del results[f"{heads} heads of {size}"]
+
+from spec_compile.kernels import lattice
+
+found, lattice.lattice_kernel = [], Compiled(lattice.lattice_kernel)
+lattice.launch(torch.zeros(2).long(), torch.zeros(2, 15, 16).long(), torch.zeros(2, 15, 16, 16), 64)
+results["a lattice"] = found[0].metadata.shared
+
+from spec_compile.kernels import copy_row
+
+found, copy_row._copy_row = [], Compiled(copy_row._copy_row)
+copy_row.RowCopies(*([torch.zeros(2, 3, 128, 64).bfloat16()] for _ in range(2)))(0, 1, 70)
+results["a copy of a row"] = found[0].metadata.shared
+print(json.dumps(results))
+"""
+
+
+SCRIPTS = {
+    "attention": ATTENTION,
+    "products": PRODUCTS,
+    "quantised": QUANTISED,
+    "experts": EXPERTS,
+    "all_reduce": ALL_REDUCE,
+    "recurrences": RECURRENCES + NORMS,
+}
+
+
+@pytest.mark.sweep("products")
+@pytest.mark.parametrize(
+    "script",
+    [*(pytest.param(script, id=name) for name, script in SCRIPTS.items()),
+     pytest.param(LARGE_TILES, marks=pytest.mark.slow, id="large tiles")],
+)  # fmt: skip
+def test_kernels_fit(script):
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", START + script, str(MEMORY)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    used = json.loads(done.stdout.splitlines()[-1])
+    assert {case: size for case, size in used.items() if size > MEMORY} == {}

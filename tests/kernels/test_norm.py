@@ -1,0 +1,174 @@
+"""RMSNorm with the addition before it against transformers' own modules.
+
+Without a GPU the kernel runs in Triton's interpreter, in float32; ``pytest -m gpu`` runs it on a CUDA device.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import GPU, places
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from spec_compile.kernels import counters, linear  # noqa: F401
+from spec_compile.kernels import norm as kernel
+
+ops = torch.ops.spec_compile
+PLACES = places(torch.float32, torch.bfloat16, torch.float16)
+FORMS = {LlamaRMSNorm: None, GemmaRMSNorm: 1.0, Olmo2RMSNorm: 0.0}
+"""A module of each form, and its offset."""
+STEPS = {torch.float32: 16, torch.bfloat16: 2, torch.float16: 2}
+"""Numbers of the dtype by which a result may be off, for the order of a sum and a root."""
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    """Device and dtype."""
+    return request.param
+
+
+@pytest.fixture(params=FORMS, ids=lambda form: form.__name__)
+def form(request):
+    return request.param
+
+
+def draw(place, shape):
+    """x, residual and weight; what is large is large in whole columns, as in a residual stream."""
+    device, dtype = place
+    scale = torch.randn(shape[-1]).exp()
+    return [t.to(device, dtype) for t in (torch.randn(shape) * scale, torch.randn(shape), torch.randn(shape[-1]))]
+
+
+def expected(form, x, weight, eps):
+    module = form(x.shape[-1], eps).to(x.device, x.dtype)
+    module.weight.data.copy_(weight)
+    with torch.no_grad():
+        return module(x)
+
+
+def compare(got, want):
+    info = torch.finfo(want.dtype)
+    assert got.dtype == want.dtype and got.shape == want.shape and got.is_contiguous()
+    tolerance = dict(rtol=STEPS[want.dtype] * info.eps, atol=info.tiny)
+    torch.testing.assert_close(got, want, **tolerance)
+    if want.dtype != torch.float32 and want.numel() > 1000:
+        assert (got == want).float().mean() > 0.98  # it rounds where the module does
+
+
+def check(form, x, residual, weight, eps=1e-5):
+    total, normed = kernel.launch(x, residual, weight, eps, FORMS[form])
+    assert torch.equal(total, x + residual)
+    compare(normed, expected(form, x + residual, weight, eps))
+    nothing, normed = kernel.launch(x, None, weight, eps, FORMS[form])
+    assert nothing is None
+    compare(normed, expected(form, x, weight, eps))
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("rows", [1, 2, 16, 64])
+@pytest.mark.parametrize("size", [1, 64, 65, 576, 1000, 4096, 5120, 16384])
+def test_shapes(place, form, rows, size):
+    check(form, *draw(place, (rows, size)))
+
+
+def test_leading_dimensions(place, form):
+    check(form, *draw(place, (2, 3, 5, 64)))
+
+
+def test_no_rows(place, form):
+    check(form, *draw(place, (0, 64)))
+
+
+@pytest.mark.parametrize("size", [64, 72, 33])
+def test_strides(place, form, size):
+    """Rows of a wider matrix among NaN, as a split of a merged product gives them, and columns that lie apart."""
+    x, residual, weight = draw(place, (6, size))
+    wide = torch.full((6, 3 * size), torch.nan, dtype=x.dtype, device=x.device)
+    wide[:, size : 2 * size] = x
+    check(form, wide[:, size : 2 * size], residual.t().contiguous().t(), weight)
+
+
+@pytest.mark.parametrize("eps", [1e-12, 1e-3, 10.0])
+def test_eps_of_small_rows(place, form, eps):
+    x, residual, weight = draw(place, (4, 256))
+    check(form, x * 2**-8, residual * 2**-8, weight, eps)
+
+
+def test_zeros(place, form):
+    x, residual, weight = draw(place, (3, 64))
+    check(form, x * 0, residual * 0, weight)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@settings(max_examples=100 if GPU else 25)
+@given(
+    rows=st.integers(1, 64), size=st.integers(1, 700), form=st.sampled_from(list(FORMS)), seed=st.integers(0, 1000),
+    eps=st.sampled_from([1e-6, 1e-2]),
+)  # fmt: skip
+def test_anything(place, rows, size, form, seed, eps):
+    torch.manual_seed(seed)
+    check(form, *draw(place, (rows, size)), eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ops_on_a_cpu(form, dtype):
+    """The operators' plain meaning has the modules' own bits."""
+    x, residual, weight = draw(("cpu", dtype), (2, 5, 48))
+    total, normed = ops.add_rms_norm(x, residual, weight, 1e-6, FORMS[form])
+    assert torch.equal(total, x + residual) and torch.equal(normed, expected(form, total, weight, 1e-6))
+    assert torch.equal(ops.rms_norm(x, weight, 1e-6, FORMS[form]), expected(form, x, weight, 1e-6))
+    torch.library.opcheck(kernel.add_rms_norm, (x.transpose(0, 1), residual.transpose(0, 1), weight, 1e-6, FORMS[form]))
+    torch.library.opcheck(kernel.rms_norm, (x.transpose(0, 1), weight, 1e-6, FORMS[form]))
+
+
+def test_operands_that_do_not_fit():
+    x, residual, weight = draw(("cpu", torch.float32), (3, 8))
+    with pytest.raises(ValueError, match=r"weight: expected torch.float32 \[8\]"):
+        ops.rms_norm(x, weight[:7], 1e-6, None)
+    with pytest.raises(ValueError, match=r"weight.*got torch.float16"):
+        kernel.launch(x, residual, weight.half(), 1e-6, None)
+    with pytest.raises(ValueError, match=r"residual: expected torch.float32 \[3, 8\]"):
+        ops.add_rms_norm(x, residual[:2], weight, 1e-6, None)
+    with pytest.raises(ValueError, match=r"residual.*got torch.float16"):
+        kernel.launch(x, residual.half(), weight, 1e-6, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+def test_chain_in_a_graph(rows):
+    """Products and norms, each launched before the one ahead is done, with ordinary kernels in between now and then,
+    in a graph that is replayed on new input: the numbers and bits of the same kernels one at a time."""
+    sizes = [(6144, 1024), (1024, 6144), (2048, 1024), (1024, 2048)]
+    weights = [draw(("cuda", torch.bfloat16), shape)[0] / shape[1] ** 0.5 for shape in sizes]
+    scales = [torch.rand(1024, device="cuda", dtype=torch.bfloat16) + 0.5 for _ in range(2)]
+    x = torch.empty(rows, 1024, device="cuda", dtype=torch.bfloat16)
+
+    def run(after=lambda: None):
+        stream, outs = x, []
+        normed = ops.rms_norm(x, scales[0], 1e-5, None)
+        for layer in range(12):
+            for wide, narrow, scale in zip(weights[::2], weights[1::2], scales):
+                after()
+                y = ops.small_m_matmul(normed, wide, None)
+                after()
+                y = ops.small_m_matmul(y + 1 if layer % 3 == 0 else y, narrow, None)
+                after()
+                stream, normed = ops.add_rms_norm(y, stream, scale, 1e-5, None)
+                outs += [stream, normed]
+        return outs
+
+    x.normal_()
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run()
+    for _ in range(30):
+        x.normal_()
+        alone = run(torch.cuda.synchronize)
+        for _ in range(3):
+            graph.replay()
+        assert [i for i, (a, b) in enumerate(zip(alone, outs)) if not torch.equal(a, b)] == []
+    assert counters.all_zero()

@@ -1,0 +1,281 @@
+"""Products of few rows with quantised weights against the plain meaning of their formats, and their bits.
+
+Without a GPU the kernel runs in Triton's interpreter, in float32; ``pytest -m gpu`` runs it on a CUDA device.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from places import ON_GPU
+from torch.nn import functional as F
+
+from spec_compile.kernels import counters
+from spec_compile.kernels.linear import quantised, small_m
+from spec_compile.kernels.linear.plans import Tile
+from spec_compile.kernels.linear.quantised.awq import Awq
+from spec_compile.kernels.linear.quantised.bitsandbytes import Table4
+from spec_compile.kernels.linear.quantised.compressed_tensors import (
+    Int4Group,
+    PerChannel,
+    PerTensor,
+    read,
+    rounded_rows,
+)
+from spec_compile.kernels.linear.quantised.fp8_block import Fp8Block
+from spec_compile.kernels.linear.quantised.gptq import Gptq
+from spec_compile.kernels.linear.quantised.torchao import Float8Weight, Int8Weight, IntGroups
+
+FP8 = torch.float8_e4m3fn
+
+
+def words(*shape):
+    """Random words of eight nibbles."""
+    return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int64).to(torch.int32)
+
+
+def fp8_block(outputs, inputs):
+    codes = (torch.randn(outputs, inputs) * 60).to(FP8)
+    return Fp8Block(128, 128), [codes, torch.rand(-(-outputs // 128), -(-inputs // 128)) / 60 / inputs**0.5]
+
+
+def compressed(group, dtype=torch.bfloat16):
+    def draw(outputs, inputs):
+        scales = torch.rand(outputs, inputs // (group or inputs)) / 4 / inputs**0.5
+        return Int4Group(group or inputs), [words(outputs, inputs // 8), scales.to(dtype)]
+
+    return draw
+
+
+def gptq(outputs, inputs, group=128):
+    scales = (torch.rand(inputs // group, outputs) / 4 / inputs**0.5).half()
+    groups = (torch.arange(inputs) // group).int()
+    return Gptq(1), [words(inputs // 8, outputs), words(inputs // group, outputs // 8), scales, groups]
+
+
+def awq(outputs, inputs, group=64):
+    scales = (torch.rand(inputs // group, outputs) / 4 / inputs**0.5).half()
+    return Awq(group), [words(inputs, outputs // 8), words(inputs // group, outputs // 8), scales]
+
+
+def static(dtype):
+    def draw(outputs, inputs):
+        codes = (torch.randn(outputs, inputs) * 40).clamp(-128, 127).to(dtype)
+        return PerTensor(1), [codes, torch.rand(1) / 40 / inputs**0.5, torch.tensor([0.007])]
+
+    return draw
+
+
+def channels(layout, dtype):
+    def draw(outputs, inputs):
+        codes = (torch.randn(outputs, inputs) * 40).clamp(-128, 127).to(dtype)
+        return layout, [codes, torch.rand(outputs, 1) / 40 / inputs**0.5]
+
+    return draw
+
+
+def int_groups(outputs, inputs):
+    codes, zeros = (torch.randint(-8, 8, (outputs, inputs // size), dtype=torch.int8) for size in (1, 32))
+    return IntGroups(32, 4), [codes, (torch.rand(zeros.shape) / 4 / inputs**0.5).bfloat16(), zeros]
+
+
+def bitsandbytes(nested):
+    def draw(outputs, inputs):
+        blocks = outputs * inputs // 64
+        codes, table = torch.randint(0, 256, (outputs * inputs // 2, 1), dtype=torch.uint8), torch.randn(16)
+        if not nested:
+            return Table4(64, 0), [codes, torch.rand(blocks) / inputs**0.5, table]
+        scales = torch.randint(0, 256, (blocks,), dtype=torch.uint8)
+        second = [torch.rand(()), torch.rand(-(-blocks // 256)) / inputs**0.5, torch.randn(256)]
+        return Table4(64, 1), [codes, scales, table, *second]
+
+    return draw
+
+
+DRAWN = {
+    "fp8": fp8_block, "ct fp8": channels(PerChannel(), FP8), "ct int8": channels(PerChannel(), torch.int8),
+    "static fp8": static(FP8), "static int8": static(torch.int8),
+    "ao int8": channels(Int8Weight(), torch.int8), "ao fp8": channels(Float8Weight(), FP8),
+    "ct128": compressed(128), "ct32": compressed(32), "ct": compressed(None),
+    "ct64 fp16": compressed(64, torch.float16), "ao int4": int_groups, "gptq": gptq, "awq": awq,
+    "table": bitsandbytes(False), "nested": bitsandbytes(True),
+}  # fmt: skip
+HALF = {name: torch.float16 if name in ("ct64 fp16", "gptq", "awq") else torch.bfloat16 for name in DRAWN}
+TILES = {8: Tile(64, 128, 16, 4, 2, bits=8), 4: Tile(64, 256, 16, 4, 2, bits=4)}
+
+
+def prepared(name, outputs, inputs, device="cpu"):
+    """A layer as its library has it, and as the kernel reads it: layout and parts of both."""
+    layout, parts = DRAWN[name](outputs, inputs)
+    parts = [part.to(device) for part in parts]
+    return (layout, parts), quantised.repacked(layout, parts, inputs)
+
+
+def launch(x, layout, parts, count, tile, **around):
+    out = x.new_full((len(x), len(parts[0]) // (2 if around.get("gated") else 1)), torch.nan)
+    small_m.launch(x, parts[0], None, out, count, tile, scales=parts[1], kind=layout.kind, **around)
+    assert counters.all_zero()
+    return out
+
+
+@pytest.mark.parametrize("name", ["ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "awq", "table", "nested"])
+def test_repacked_weights_are_equal(name):
+    for outputs, inputs in ((48, 512), (16, 384)):
+        (layout, parts), (packed, ours) = prepared(name, outputs, inputs)
+        assert torch.equal(packed.weight(ours, inputs), layout.weight(parts, inputs))
+        assert quantised.layout_of(packed.kind) == packed
+        assert quantised.repacked(layout, parts, inputs)[1][0] is ours[0]  # one copy for all graphs
+        both = [torch.cat([part, part], dim) for part, dim in zip(ours, packed.dims)]
+        assert packed.merges and packed.fits([ours, ours])
+        assert torch.equal(packed.weight(both, inputs), packed.weight(ours, inputs).repeat(2, 1))
+        for index, part in enumerate(parts):
+            restored = layout.restored(index, packed, ours, inputs)
+            assert torch.equal(restored, part) if index == 0 or restored is not None else index > 0
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_weights_are_made_numbers_by_parts(name, monkeypatch):
+    (layout, parts), ours = prepared(name, 640, 256)
+    x, bias = torch.randn(2, 3, 256), torch.randn(640)
+    wanted = layout.product(x, parts, bias)
+    monkeypatch.setattr(quantised.layout, "WEIGHTS", 256 * 256)
+    for each, tensors in [(layout, parts), *([ours] if ours else [])]:
+        made = made_weights(type(each), monkeypatch)
+        torch.testing.assert_close(each.product(x, tensors, bias), wanted, rtol=1e-4, atol=1e-4)
+        assert {len(weight) for weight in made} <= {128, 256}
+        assert made or name not in ("table", "nested")
+
+
+def made_weights(layout, monkeypatch):
+    """A list of the weights that a class of layouts makes from now on."""
+    weight, made = layout.weight, []
+    monkeypatch.setattr(layout, "weight", lambda *given: made.append(weight(*given)) or made[-1])
+    return made
+
+
+@pytest.mark.parametrize("name", ["ct128", "ct32", "ct", "ct64 fp16", "ao int4", "gptq", "table"])
+def test_numbers_are_those_of_the_layout(name):
+    """Of every seventh column, to the last bit, with zero points of 8 and others, and with scales that are too large
+    for centred codes."""
+    for factor in (1, 100):
+        layout, parts = DRAWN[name](16, 384)
+        if name.startswith("ct"):
+            parts[1] *= factor
+        packed, ours = layout.for_few_rows(parts, 384)
+        got = launch(torch.eye(384)[::7], packed, ours, 1, Tile(64, 256, 64, 4, 2, bits=4))
+        assert torch.equal(got, packed.weight(ours, 384).float().T[::7])
+        if name.startswith("ct"):
+            assert packed.centred == (factor == 1)
+
+
+def test_repacked_weights_follow_their_layer():
+    (layout, parts), (packed, ours) = prepared("ct128", 16, 256)
+    parts[0].add_(1)
+    quantised.update()
+    assert torch.equal(packed.weight(ours, 256), layout.weight(parts, 256))
+    before = parts[1].clone()
+    parts[1].fill_(1.0)
+    with pytest.raises(ValueError, match=r"'Nibbles 128 0 0', not 'Nibbles 128 0 1'.*load the model again"):
+        quantised.update()
+    parts[1].copy_(before)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("rows, outputs, inputs, count", [(1, 72, 768, 2), (18, 136, 384, 1)])
+def test_products(name, rows, outputs, inputs, count):
+    (layout, parts), (packed, ours) = prepared(name, outputs, inputs)
+    x = torch.randn(rows, inputs)
+    got = launch(x, packed, ours, count, TILES[packed.bits])
+    torch.testing.assert_close(got, layout.product(x, parts, None), rtol=1e-4, atol=1e-5)
+    if name in ("fp8", "ct128", "ct int8"):
+        gate, up = layout.product(x, parts, None).chunk(2, -1)
+        gated = launch(x, packed, ours, count, TILES[packed.bits], gated=True)
+        torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-4, atol=1e-5)
+
+
+def test_all_values_of_fp8():
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[127, 255]] = 0  # NaN
+    weight = torch.zeros(64, 128, dtype=torch.uint8)
+    weight[:, 0] = codes.view(4, 64)[0]
+    for part in codes.view(4, 64):
+        weight[:, 0] = part
+        x = torch.zeros(1, 128)
+        x[0, 0] = 448.0
+        layout, parts = Fp8Block(128, 128), [weight.view(FP8), torch.ones(1, 1)]
+        got = launch(x, layout, parts, 1, TILES[8])
+        assert torch.equal(got[0], part.view(FP8).float() * 448)
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.int8])
+def test_rows_are_rounded_as_the_library_does(dtype):
+    """With ties and a row of zeros; where the codes are numbers of x's dtype, too."""
+    x = torch.randn(5, 48)[:, :40]
+    x[1], x[2, :4], x[2, 4:] = 0, torch.tensor([255.0, 1.0, 3.0, -5.0]), 0.5
+    for kept in {dtype, torch.uint8 if dtype == FP8 else dtype}:
+        codes, units = small_m._rounded_rows(x, kept, early=False, static=x[:0])
+        assert torch.equal(codes.float() * units[:, None], rounded_rows(x, dtype))
+
+
+def test_layers_with_one_scale_are_read():
+    """Of compressed-tensors, without the library: static activations, weights by channel or with one scale."""
+    layer = torch.nn.Linear(64, 32, bias=False)
+    layer.weight = torch.nn.Parameter(layer.weight.to(FP8), requires_grad=False)
+    layer.quantization_status, layer.input_scale = "compressed", torch.tensor([0.5])
+    eight = dict(num_bits=8, type="float", symmetric=True)
+    for strategy, dynamic, shape in (("tensor", False, (1,)), ("channel", False, (32, 1)), ("tensor", True, (1,))):
+        layer.weight_scale = torch.rand(shape)
+        rows = SimpleNamespace(**eight, strategy="token" if dynamic else "tensor", dynamic=dynamic)
+        weights = SimpleNamespace(**eight, strategy=strategy)
+        layer.quantization_scheme = SimpleNamespace(
+            weights=weights, input_activations=rows, output_activations=None, format="float-quantized"
+        )
+        packed, x = read(layer), torch.randn(2, 3, 64)
+        unit = x.abs().amax(-1, keepdim=True) / 448 if dynamic else layer.input_scale
+        rounded = (x / unit).clamp(-448, 448).to(FP8).float() * unit
+        want = F.linear(rounded.double(), (layer.weight.float() * layer.weight_scale).double()).float()
+        assert torch.equal(packed.layout.product(x, list(packed.parts.values()), None), want)
+        rows.strategy = "channel"
+        with pytest.raises(quantised.UnreadError, match="a scale for each token or a constant one"):
+            read(layer)
+
+
+def test_activations_are_rounded_as_pytorch_does():
+    """All codes and what lies halfway between two of them, against the identity."""
+    codes = torch.arange(126, dtype=torch.uint8).view(FP8).float()
+    x = torch.stack([codes, (codes + torch.arange(1, 127, dtype=torch.uint8).view(FP8).float()) / 2, codes * 1.01])
+    x = F.pad(x, (0, 2), value=448.0)
+    layout, parts = Fp8Block(128, 128), [torch.eye(128).to(FP8), torch.ones(1, 1)]
+    assert torch.equal(launch(x, layout, parts, 1, TILES[8]), layout.product(x, parts, None))
+
+
+@pytest.mark.parametrize("exponent", [pytest.param(each, marks=ON_GPU) for each in (0, 1, 20, 60, 61, 127, 254)])
+def test_codes_are_those_of_quotients(exponent):
+    """Of the largest number of a block with every mantissa, and of numbers down to less than 2 ** -12 of it."""
+    from spec_compile.kernels.linear.activations import rounded_blocks
+
+    largest = torch.arange(128, device="cuda")[:, None, None] + (exponent << 7)
+    below = (largest - torch.arange(127 * 13, device="cuda").view(13, 127)).clamp(min=0)
+    x = torch.cat([largest.expand(-1, 13, 1), below], 2).short().view(torch.bfloat16).flatten(1)
+    for signed in (x, -x):
+        codes, units = rounded_blocks(signed, 128, False)
+        got = codes.float().unflatten(1, (13, 128)) * units.T[:128, :, None]
+        wanted = quantised.fp8_block.rounded_blocks(signed.cpu(), 128)  # on a GPU, PyTorch multiplies by 1 / 448
+        assert torch.equal(got.flatten(1).cpu(), wanted)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU) for name in DRAWN])
+def test_bits_of_rows(name):
+    """A row's bits are those of the row alone, in every form."""
+    for outputs, inputs in ((4096, 4096), (1536, 1024), (512, 2048)):
+        _, (packed, (weight, scales)) = prepared(name, outputs, inputs, "cuda")
+        x = torch.randn(300, inputs, device="cuda", dtype=HALF[name])
+        alone = torch.cat([small_m.small_m_matmul(row[None], weight, None, scales, packed.kind) for row in x[:64]])
+        for rows in (2, 16, 17, 64, 300):
+            got = small_m.small_m_matmul(x[:rows], weight, None, scales, packed.kind)
+            assert torch.equal(got[:64], alone[:rows]), rows
+        wide = x if packed.rounds_rows else x.float()  # a row is rounded in its dtype
+        want = packed.product(wide, [weight, scales], None).float()
+        got = small_m.small_m_matmul(x, weight, None, scales, packed.kind).float()
+        assert (got - want).norm() < 4e-3 * want.norm()

@@ -1,0 +1,168 @@
+"""Caches of 8 bits with a scale for each token and KV head: kernels, bits, and answers, against the plain meaning."""
+
+import models
+import pytest
+import torch
+from attention_cases import FP8, PLACES, SMALL, TOLERANCE, Case, bits, random_tree
+from places import GPU, ON_GPU
+from transformers import DynamicCache
+
+import spec_compile
+from spec_compile.config import Options
+from spec_compile.errors import UnsupportedModelError
+from spec_compile.kernels import ops
+from spec_compile.kernels.attention import BACKENDS, sdpa
+from spec_compile.kernels.attention import tree_attention as attention
+
+NAME = "fp8_per_token_head"
+WRITTEN = ("key_cache", "value_cache", "scales")
+WANTED = dict(do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0)
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    """Device and dtype."""
+    return request.param
+
+
+def scaled_call(place, lengths, nodes, **options):
+    """A call with scales, NaN where nobody may look, and the same call with finite numbers there, on a CPU."""
+    case = Case(place, lengths, nodes, random_tree(nodes), (4, 2), (32, 16), kept=FP8, **options)
+    case.v[:, :, :, 0] *= 1000  # rounded to FP8 without a scale, it would be cut off
+    clean = torch.rand(*case.caches[0].shape[:3], 2) + 0.5
+    scales = clean.masked_fill(case.caches[0].float().isnan().any(dim=3, keepdim=True), torch.nan)
+    call = case.inputs()
+    plain = call._replace(**{name: x.cpu() for name, x in call._asdict().items() if isinstance(x, torch.Tensor)})
+    key_cache, value_cache = case.clean
+    plain = plain._replace(key_cache=key_cache, value_cache=value_cache, scales=clean)
+    return call._replace(scales=scales.to(place[0])), plain
+
+
+def as_float(call):
+    """A call on a CPU in float32."""
+    wide = {name: getattr(call, name).float() for name in ("q", "k", "v")}
+    return call._replace(**wide, sinks=None if call.sinks is None else call.sinks.float())
+
+
+FORMS = (1, {}), (7, dict(window=20, softcap=2.0, sinks=True)), (17, dict(causal=True)), (70, dict(causal=True))
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("nodes, options", FORMS)
+def test_kernels(place, nodes, options):
+    call, plain = scaled_call(place, [70, 0, 33] if nodes <= 16 else [40], nodes, **options)
+    expected = attention.tree_attention(*as_float(plain))
+    small = SMALL._replace(block_m=16, block_n=16)
+    got = attention.launch(call, small).float().cpu()
+    unit = torch.ones(16)
+    unit[0] = 1000
+    torch.testing.assert_close(got / unit, expected / unit, atol=TOLERANCE[place[1]], rtol=TOLERANCE[place[1]])
+    for row, length in enumerate(call.lengths.tolist()):
+        there = slice(length, length + nodes)
+        for name in WRITTEN:
+            cache, meant = getattr(call, name)[row, :, there].cpu(), getattr(plain, name)[row, :, there]
+            assert torch.equal(bits(cache.contiguous()), bits(meant.contiguous())), name
+
+
+def test_a_scale_is_of_one_token_and_head(place):
+    """The others of the block have nothing to do with it: a token alone leaves the same bytes."""
+    call, _ = scaled_call(place, [40], 7)
+    attention.launch(call, SMALL)
+    before = [getattr(call, name)[:, :, 43].clone() for name in WRITTEN]
+    alone = {name: getattr(call, name)[:, :, 3:4] for name in ("q", "k", "v")}
+    alone |= dict(lengths=call.lengths + 3, positions=call.positions[:, 3:4], ancestors=call.ancestors[:, :1])
+    attention.launch(call._replace(**alone), SMALL)
+    for name, cache in zip(WRITTEN, before):
+        assert torch.equal(bits(getattr(call, name)[:, :, 43].contiguous()), bits(cache.contiguous()))
+
+
+def test_sdpa_means_the_same():
+    _, plain = scaled_call(("cpu", torch.float32), [20, 7], 5)
+    again = plain._replace(**{name: getattr(plain, name).clone() for name in WRITTEN})
+    expected = attention.tree_attention(*plain)
+    torch.testing.assert_close(sdpa.attention(*again), expected, rtol=1e-5, atol=1e-3)
+    for name in WRITTEN:
+        assert torch.equal(bits(getattr(again, name)), bits(getattr(plain, name)))
+
+
+def test_rows_of_zeros_have_a_scale():
+    codes, scales = ops.over_scale(torch.tensor([[0.0, 0.0], [3.0, -896.0]]))
+    assert scales.tolist() == [[1.0], [2.0]] and codes.tolist() == [[0.0, 0.0], [1.5, -448.0]]
+
+
+def test_compact_moves_scales(place):
+    compact = pytest.importorskip("spec_compile.kernels.compact", exc_type=ImportError)
+    caches = [(torch.randn(2, 2, 40, 16) * 9).to(FP8), torch.randn(2, 2, 40, 2)]
+    lengths, path, count = torch.tensor([9, 4]), torch.tensor([[0, 2, 5, 6]] * 2), torch.tensor([4, 2])
+    moved = [cache.to(place[0]) for cache in caches]
+    compact.launch(moved, *(x.to(place[0]) for x in (lengths, path, count)))
+    for cache, got in zip(caches, moved):
+        for row, gained in enumerate(count.tolist()):
+            begin = lengths[row]
+            cache[row, :, begin : begin + gained] = cache[row, :, begin + path[row, :gained]]
+        assert torch.equal(bits(got), bits(cache))
+
+
+class Rounding(DynamicCache):
+    """transformers' cache with the plain meaning: what it returns are codes times scales."""
+
+    def update(self, keys, values, *rest, **named):
+        rounded = []
+        for x in (keys, values):
+            codes, scales = ops.over_scale(x)
+            rounded.append((codes.to(FP8).float() * scales).to(x.dtype))
+        return super().update(*rounded, *rest, **named)
+
+
+def test_answers():
+    """Token for token those of the model with such a cache, whatever is drafted, and an answer can be continued."""
+    model = models.ADMITTED["llama"]()
+    ids = torch.randint(3, models.VOCAB, (2, 40)).repeat(1, 2)
+    expected = model.generate(ids, past_key_values=Rounding(), **WANTED)
+    assert not torch.equal(model.generate(ids, **WANTED), expected)  # rounding is noticed
+    for nodes in (1, 16):
+        fast = spec_compile.speculate(model, kv_cache_dtype=NAME, num_draft_tokens=nodes, compile=False)
+        first = fast.generate(ids, return_dict_in_generate=True, **{**WANTED, "max_new_tokens": 20})
+        assert torch.equal(first.sequences, expected[:, :100])
+        assert fast.speculation.stats.accept_length >= 1
+        again = fast.generate(
+            first.sequences, past_key_values=first.past_key_values, **{**WANTED, "max_new_tokens": 20}
+        )
+        assert torch.equal(again, expected)
+    cache = fast.speculation.engine.session(2).state.kv
+    assert [tensor.dtype for tensor in cache.layer(0)] == [FP8, FP8, torch.float32]
+    verify, slots = fast.speculation.engine.runtime.verify, cache.slots
+    assert verify.token_bytes * 2 * slots == sum(tensor.nbytes for tensor in cache.tensors)
+
+
+def test_it_is_refused_by_name():
+    options = Options(kv_cache_dtype=NAME)
+    assert [options.attention(role).scaled for role in ("prefill", "verify", "draft")] == [True, True, False]
+    assert {name for name, backend in BACKENDS.items() if backend.scaled} == {"triton", "sdpa"}
+    with pytest.raises(UnsupportedModelError, match=r"'sdpa' cannot run .*does not have caches of 8 bits \(kv_cache"):
+        spec_compile.speculate(models.ADMITTED["llama"](), kv_cache_dtype="fp8", compile=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_answers_on_a_gpu(dtype):
+    """The same whatever is drafted, in a CUDA graph or not."""
+    ids = torch.randint(3, models.VOCAB, (2, 150)).repeat(1, 2).cuda()
+    answers = []
+    for more in (dict(num_draft_tokens=1), dict(num_draft_tokens=16), dict(num_draft_tokens=16, cuda_graphs=False)):
+        fast = spec_compile.speculate(
+            models.ADMITTED["llama"]().to("cuda", dtype), kv_cache_dtype=NAME, max_cache_len=700, **more
+        )
+        answers.append(fast.generate(ids, **WANTED))
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+
+
+@pytest.mark.parametrize("nodes", [pytest.param(nodes, marks=ON_GPU) for nodes in (7, 33)])
+def test_bits_of_a_token_on_a_gpu(nodes):
+    """The first node of a tree has the bits of a root alone."""
+    call, _ = scaled_call(("cuda", torch.bfloat16), [300], nodes)
+    tree = attention.launch(call)
+    root = {name: getattr(call, name)[:, :, :1] for name in ("q", "k", "v")}
+    root |= {name: getattr(call, name)[:, :1] for name in ("positions", "ancestors")}
+    assert torch.equal(bits(attention.launch(call._replace(**root))), bits(tree[:, :1]))

@@ -1,0 +1,476 @@
+"""N-gram matching on the device: the trees are the trie's, and the kernels give the trees of the plain version.
+
+Without a GPU the kernels' own source runs on the CPU, compiled with the few CUDA functions that it uses emulated.
+"""
+
+import ctypes
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from spec_compile.ngram import match_gpu as ngram_match
+from spec_compile.ngram.match import join_documents, propose
+from spec_compile.ngram.match_gpu import Shape
+from spec_compile.ngram.match_options import MatchOptions, empty_outputs
+from spec_compile.ngram.match_plain import propose_plainly
+from spec_compile.ngram.trie import NgramTrie
+
+try:
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
+except ImportError:
+    given = None
+
+
+def cases(count: int):
+    """Runs a test with `count` functions that choose an int from low to high: Hypothesis's, or else a seeded one."""
+
+    def decorate(test):
+        if given is None:
+            return pytest.mark.parametrize("choose", [random.Random(seed).randint for seed in range(count)])(test)
+
+        @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.data())
+        def run(data):
+            test(lambda low, high: data.draw(st.integers(low, high)))
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        return run
+
+    return decorate
+
+
+def make_options(choose, **fixed) -> MatchOptions:
+    branch_length = (choose(2, 8), choose(2, 30), 18, 70)[choose(0, 3)]
+    low = choose(1, min(branch_length - 1, 4))
+    breadth = choose(1, 4)
+    chosen = dict(
+        branch_length=branch_length,
+        min_match_window_size=low,
+        max_match_window_size=min(branch_length - 1, low + choose(0, 12)),
+        min_bfs_breadth=breadth,
+        max_bfs_breadth=breadth + (choose(0, 4), choose(0, 100))[choose(0, 1)],
+        match_type=("BFS", "PROB")[choose(0, 1)],
+        match_limit=128,
+    )
+    return MatchOptions(**(chosen | fixed))
+
+
+def make_text(choose, longest: int) -> list[int]:
+    """Random tokens, phrases that recur, or one phrase over and over; of few different tokens, so that much matches."""
+    kind, tokens, length = choose(0, 2), choose(1, 6), choose(0, longest)
+    rng = random.Random(choose(0, 1 << 30))
+    if kind == 0:
+        return [rng.randrange(tokens) for _ in range(length)]
+    phrases = [[rng.randrange(tokens) for _ in range(rng.randint(1, 12))] for _ in range(1 if kind == 2 else 4)]
+    text: list[int] = []
+    while len(text) < length:
+        text += rng.choice(phrases)
+        if rng.random() < 0.1:
+            text.append(rng.randrange(tokens))
+    return text[:length]
+
+
+def make_case(choose, rows: int = 1, longest: int = 32, **fixed):
+    """(rows' texts, documents, number of nodes, options); a row's text and the documents have 4 * longest tokens."""
+    texts = [make_text(choose, longest) or [choose(0, 3)] for _ in range(rows)]
+    documents = [make_text(choose, longest) for _ in range(choose(0, 3))]
+    return texts, documents, choose(1, 64), make_options(choose, **fixed)
+
+
+def tensors(texts, documents, device="cpu", dtype=torch.int32, room=5):
+    """(tokens, committed, corpus, corpus_length), with other tokens behind the texts and the corpus."""
+    tokens = torch.randint(0, 4, (len(texts), max(map(len, texts)) + room), generator=torch.Generator().manual_seed(0))
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = torch.tensor(text)
+    corpus = join_documents(documents)
+    garbage = torch.randint(-1, 4, (room,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    inputs = (
+        tokens,
+        torch.tensor([len(text) for text in texts]),
+        torch.cat([corpus, garbage]).to(dtype),
+        torch.tensor([len(corpus)]),
+    )
+    return tuple(tensor.to(device) for tensor in inputs)
+
+
+def plain(out) -> list:
+    return [tensor.tolist() for tensor in out]
+
+
+def from_trie(texts, documents, num_nodes, options: MatchOptions) -> list:
+    """What a fresh trie that holds the documents and then the row's own text proposes, for each row."""
+    drafts = []
+    for text in texts:
+        trie = NgramTrie(
+            branch_length=options.branch_length,
+            min_match_window_size=options.min_match_window_size,
+            max_match_window_size=options.max_match_window_size,
+            min_bfs_breadth=options.min_bfs_breadth,
+            max_bfs_breadth=options.max_bfs_breadth,
+            match_type=options.match_type,
+        )
+        trie.add(documents)
+        stream = trie.open()
+        trie.extend(stream, text[: len(text) // 2])
+        trie.extend(stream, text[len(text) // 2 :])
+        drafts.append(trie.propose(stream, num_nodes))
+    trees = torch.stack([d.tokens for d in drafts]), torch.stack([d.parents for d in drafts])
+    return [*plain(trees), [d.count for d in drafts], [d.match for d in drafts]]
+
+
+# ---- the plain version --------------------------------------------------------------------------------------------
+
+
+@cases(600)
+def test_trees_are_those_of_the_trie(choose):
+    texts, documents, num_nodes, options = make_case(choose)
+    ours = plain(propose(*tensors(texts, documents), num_nodes, options))
+    assert ours == from_trie(texts, documents, num_nodes, options)
+
+
+def test_defaults_are_those_of_the_trie():
+    trie, options = NgramTrie(), MatchOptions()
+    for name in vars(options):
+        assert name == "match_limit" or getattr(trie, name) == getattr(options, name)
+
+
+def test_nothing_crosses_the_end_of_a_document():
+    options = MatchOptions(max_match_window_size=3)
+    inputs = tensors([[8, 1, 2]], [[9, 8], [1, 2, 5, 6], [7, 1], [2, 6]])
+    assert plain(propose(*inputs, 6, options)) == [[[2, 5, 6, 6, 0, 0]], [[-1, 0, 1, 0, 0, 0]], [4], [2]]
+
+
+def n_grams(text: list[int]) -> set[tuple[int, ...]]:
+    return {tuple(text[i:j]) for i in range(len(text)) for j in range(i + 1, len(text) + 1)}
+
+
+def check_tree(out, row: int, texts, documents) -> None:
+    tokens, parents, count, match = (value[row] for value in out)
+    grams = set().union(*map(n_grams, (*documents, texts[row])))
+    assert parents[0] == -1 and tokens[0] == texts[row][-1]
+    assert all(0 <= parents[i] < i for i in range(1, count))
+    assert len({(parents[i], tokens[i]) for i in range(1, count)}) == count - 1
+    assert tokens[count:] == [0] * (len(tokens) - count) == parents[count:]
+    assert (match > 0) >= (count > 1)
+    for node in range(1, count):
+        path = [node]
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
+        assert tuple(tokens[i] for i in reversed(path)) in grams
+
+
+@cases(60)
+def test_where_the_limit_binds(choose):
+    texts, documents, num_nodes, options = make_case(choose, match_limit=choose(1, 12))
+    out = plain(propose(*tensors(texts, documents), num_nodes, options))
+    check_tree(out, 0, texts, documents)
+    assert out[3] == from_trie(texts, documents, num_nodes, options)[3]
+
+
+def test_arguments():
+    good = dict(zip(("tokens", "committed", "corpus", "corpus_length"), tensors([[1, 2]], [[1, 2, 3]])))
+
+    def refused(error, match, num_nodes=4, **change):
+        with pytest.raises(error, match=match):
+            propose(**(good | change), num_nodes=num_nodes, options=MatchOptions())
+
+    refused(ValueError, "num_nodes must be from 1 to 64", num_nodes=65)
+    refused(TypeError, "must be int64", committed=good["committed"].int())
+    refused(TypeError, "corpus must be int32 or int64, not float32", corpus=torch.ones(3))
+    refused(ValueError, "shapes must be", tokens=good["tokens"][0])
+    for name, bad in (
+        ("branch_length", [1, 257]),
+        ("min_match_window_size", [0, 18]),
+        ("max_match_window_size", [0, 18]),
+        ("min_bfs_breadth", [0, 1 << 21]),
+        ("max_bfs_breadth", [0]),
+        ("match_limit", [0, 129]),
+        ("match_type", ["DFS", "prob"]),
+    ):
+        for value in bad:
+            with pytest.raises(ValueError, match=f"^{name} must be"):
+                MatchOptions(**{name: value})
+    with pytest.raises(TypeError, match="match_limit must be an int"):
+        MatchOptions(match_limit=1.5)
+
+
+def test_joined_documents():
+    assert join_documents([]).tolist() == []
+    joined = join_documents([[1, 2], [], torch.tensor([3])])
+    assert joined.tolist() == [1, 2, -1, -1, 3] and joined.dtype == torch.int32
+
+
+def test_the_op_is_sound():
+    arguments = (*tensors([[1, 2, 1]], [[1, 2, 3]]), 4, 18, 1, 12, 1, 10, False, 64)
+    torch.library.opcheck(torch.ops.spec_compile.ngram_match, arguments)
+
+
+# ---- the kernels' source, on the CPU --------------------------------------------------------------------------------
+
+EMULATOR = r"""
+#include <algorithm>
+#include <csetjmp>
+#include <cstring>
+#include <tuple>
+#include <ucontext.h>
+#include <utility>
+#include <vector>
+#define __device__
+#define __global__
+#define __shared__
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+#define __noinline__
+using std::max; using std::min;
+extern "C" { alignas(16) unsigned char shared_memory[256 << 10]; }
+struct int4 { int x, y, z, w; };
+struct { unsigned x; } threadIdx, blockIdx;
+
+// Every thread is a context of its own, run in turn until it waits for its warp or its block.
+enum State { kRuns, kWarp, kBlock, kDone };
+constexpr int kThreads = 128, kStack = 256 << 10;
+static State states[kThreads];
+static ucontext_t contexts[kThreads];
+static jmp_buf at[kThreads], scheduler;
+static bool begun[kThreads];
+static std::vector<char> stacks(kThreads* kStack);
+static void (*body)(void**);
+static void** arguments;
+static unsigned warp_rounds[kThreads], block_rounds[kThreads];
+static unsigned long long values[kThreads / 32][2][32];
+static int any[3];
+
+__attribute__((noinline)) void wait_as(State state) {
+    const int me = threadIdx.x;
+    states[me] = state;
+    if (!_setjmp(at[me])) _longjmp(scheduler, 1);
+}
+static void start() { body(arguments); wait_as(kDone); }
+__attribute__((noinline)) void resume(int thread) {
+    threadIdx.x = thread;
+    if (_setjmp(scheduler)) return;
+    if (begun[thread]) _longjmp(at[thread], 1);
+    begun[thread] = true;
+    setcontext(&contexts[thread]);
+}
+static bool run_block() {
+    std::memset(shared_memory, 0xcd, sizeof shared_memory);
+    for (int i = 0; i < kThreads; ++i) {
+        states[i] = kRuns, begun[i] = false, warp_rounds[i] = block_rounds[i] = 0;
+        getcontext(&contexts[i]);
+        contexts[i].uc_stack.ss_sp = stacks.data() + i * kStack;
+        contexts[i].uc_stack.ss_size = kStack;
+        contexts[i].uc_link = nullptr;
+        makecontext(&contexts[i], start, 0);
+    }
+    any[0] = any[1] = any[2] = 0;
+    for (;;) {
+        bool moved = false;
+        for (int i = 0; i < kThreads; ++i)
+            if (states[i] == kRuns) resume(i), moved = true;
+        auto release = [&](int from, int to, State state) {
+            if (std::all_of(states + from, states + to, [&](State s) { return s == state; }))
+                std::fill(states + from, states + to, kRuns), moved = true;
+        };
+        for (int i = 0; i < kThreads; i += 32) release(i, i + 32, kWarp);
+        release(0, kThreads, kBlock);
+        if (std::all_of(states, states + kThreads, [](State s) { return s == kDone; })) return true;
+        if (!moved) return false;  // threads wait for each other in different places
+    }
+}
+
+void __syncthreads() { wait_as(kBlock); }
+int __syncthreads_or(int value) {
+    const unsigned round = block_rounds[threadIdx.x]++;
+    any[(round + 1) % 3] = 0;
+    any[round % 3] |= value;
+    wait_as(kBlock);
+    return any[round % 3];
+}
+void __syncwarp() { wait_as(kWarp); }
+template <class T> auto exchange(T value) {  // what each lane gave
+    const int lane = threadIdx.x % 32;
+    auto& slots = values[threadIdx.x / 32][warp_rounds[threadIdx.x]++ % 2];
+    slots[lane] = 0;
+    std::memcpy(&slots[lane], &value, sizeof value);
+    wait_as(kWarp);
+    return [&slots](int other) { T out; std::memcpy(&out, &slots[other], sizeof out); return out; };
+}
+unsigned __ballot_sync(unsigned, bool value) {
+    const auto all = exchange(int(value));
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= unsigned(all(i)) << i;
+    return bits;
+}
+template <class T> T __shfl_up_sync(unsigned, T value, int by) {
+    const auto all = exchange(value);
+    const int from = int(threadIdx.x % 32) - by;
+    return from < 0 ? value : all(from);
+}
+template <class T> T __shfl_down_sync(unsigned, T value, int by) {
+    const auto all = exchange(value);
+    const int from = int(threadIdx.x % 32) + by;
+    return from > 31 ? value : all(from);
+}
+template <class T> T __shfl_sync(unsigned, T value, int from) { return exchange(value)(from); }
+bool __any_sync(unsigned, bool value) { return __ballot_sync(0, value); }
+template <class T, class F> T reduce(T value, F f) {
+    const auto all = exchange(value);
+    T out = all(0);
+    for (int i = 1; i < 32; ++i) out = f(out, all(i));
+    return out;
+}
+template <class T> T __reduce_add_sync(unsigned, T v) { return reduce(v, [](T a, T b) { return a + b; }); }
+unsigned __reduce_max_sync(unsigned, unsigned v) { return reduce(v, [](unsigned a, unsigned b) { return max(a, b); }); }
+unsigned __reduce_min_sync(unsigned, unsigned v) { return reduce(v, [](unsigned a, unsigned b) { return min(a, b); }); }
+template <class T> T atomicAdd(T* p, T v) { T old = *p; *p += v; return old; }
+unsigned atomicOr(unsigned* p, unsigned v) { unsigned old = *p; *p |= v; return old; }
+unsigned atomicMin(unsigned* p, unsigned v) { unsigned old = *p; *p = min(*p, v); return old; }
+int __popc(unsigned v) { return __builtin_popcount(v); }
+int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
+int __ffsll(long long v) { return __builtin_ffsll(v); }
+int __ffs(unsigned v) { return __builtin_ffs(int(v)); }
+int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+double __longlong_as_double(long long v) { double out; std::memcpy(&out, &v, 8); return out; }
+long long __double_as_longlong(double v) { long long out; std::memcpy(&out, &v, 8); return out; }
+
+#include SOURCE
+
+template <class... A, std::size_t... I> void call(void (*kernel)(A...), void** p, std::index_sequence<I...>) {
+    kernel(*static_cast<A*>(p[I])...);
+}
+template <class... A> void call(void (*kernel)(A...), void** p) { call(kernel, p, std::index_sequence_for<A...>()); }
+extern "C" int launch(const char* name, int grid, int shared_bytes, void** p) {
+    if (shared_bytes > int(sizeof shared_memory)) return 2;
+    const bool scan = !std::strcmp(name, "ngram_scan");
+    body = scan ? +[](void** p) { call(ngram_scan, p); } : +[](void** p) { call(ngram_build, p); };
+    arguments = p;
+    for (int i = 0; i < grid; ++i) {
+        blockIdx.x = i;
+        if (!run_block()) return 1;
+    }
+    return 0;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """`propose` by the kernels' source compiled for the CPU, with small blocks so that little text fills many."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.mktemp("emulator")
+    (folder / "emulator.cpp").write_text(EMULATOR)
+    source = Path(ngram_match.__file__).with_name("match.cu")
+    libraries = {}
+
+    def library(shape: Shape):
+        if shape not in libraries:
+            path = folder / f"emulator{len(libraries)}.so"
+            macros = [f"-D{name}={value}" for name, value in shape.macros().items()]
+            macros.append(f'-DSOURCE="{source}"')
+            flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas"]
+            subprocess.run([compiler, *flags, *macros, "-o", path, folder / "emulator.cpp"], check=True)
+            libraries[shape] = ctypes.CDLL(str(path))
+        return libraries[shape]
+
+    def run(inputs, num_nodes, options, multiprocessors):
+        words = ngram_match.shape_for(options).words
+        shape = Shape(words, scan_threads=128, scan_items=4, scan_blocks=2, build_threads=128, slack=256, min_span=32)
+        out = tuple(torch.full_like(tensor, 77) for tensor in empty_outputs(inputs[0], num_nodes))
+        steps, _workspace = ngram_match.launches(shape, multiprocessors, *inputs, num_nodes, options, out)
+        for step in steps:
+            assert step.threads == 128
+            values = [type_(value) for type_, value in zip(step.types, step.values)]
+            pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+            status = library(shape).launch(step.kernel.encode(), step.grid, step.shared_bytes, pointers)
+            assert status == 0, (step.kernel, status)
+        return out
+
+    return run
+
+
+def same_emulated(emulated, choose, **case):
+    texts, documents, num_nodes, options = make_case(choose, **case)
+    inputs = tensors(texts, documents, dtype=(torch.int32, torch.int64)[choose(0, 1)])
+    expected = plain(propose(*inputs, num_nodes, options))
+    assert plain(emulated(inputs, num_nodes, options, multiprocessors=choose(1, 40))) == expected
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("seed", range(250))
+def test_kernels_without_a_gpu(emulated, seed):
+    choose = random.Random(seed).randint
+    same_emulated(emulated, choose, rows=choose(1, 3), match_limit=(128, choose(1, 64))[seed % 2])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_kernels_without_a_gpu_on_longer_texts(emulated, seed):
+    choose = random.Random(seed).randint
+    same_emulated(emulated, choose, longest=3000, match_limit=(128, choose(1, 64))[seed % 2])
+
+
+@pytest.mark.parametrize("tokens", [3, 6, 12, 40, 150])
+@pytest.mark.parametrize("seed", range(6))
+def test_kernels_without_a_gpu_on_few_matches(emulated, seed, tokens):
+    """Random texts, of which about `limit` places match: each counts, wherever it lies in a block."""
+    rng = random.Random(seed)
+    texts, documents = ([[rng.randrange(tokens) for _ in range(length)]] for length in (2000, 3000))
+    inputs = tensors(texts, documents)
+    for limit in (20, 60, 128):
+        options = MatchOptions(min_match_window_size=1 + (seed + tokens) % 2, match_limit=limit)
+        expected = plain(propose(*inputs, 64, options))
+        assert plain(emulated(inputs, 64, options, multiprocessors=1 + seed % 2)) == expected
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(150))
+def test_kernels(cuda, seed):
+    choose = random.Random(seed).randint
+    limit = (64, 128, choose(1, 128))[seed % 3]
+    longest = 20_000 if seed % 10 == 0 else (32, 300)[seed % 2]
+    texts, documents, num_nodes, options = make_case(choose, choose(1, 4), longest, match_limit=limit)
+    inputs = tensors(texts, documents, dtype=(torch.int32, torch.int64)[choose(0, 1)])
+    out = propose(*(tensor.to(cuda) for tensor in inputs), num_nodes, options)
+    assert plain(out) == plain(propose_plainly(*inputs, num_nodes, options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
+def test_rounds_in_a_captured_graph(cuda, match_type):
+    """A text and a corpus that grow between replays of one graph."""
+    rng = random.Random(0)
+    options = MatchOptions(match_type=match_type)
+    text = make_text(rng.randint, 4000) + [1, 2] * 20
+    documents = [make_text(rng.randint, 3000) for _ in range(8)]
+    inputs = tensors([text, text[::-1]], documents, cuda, room=100)
+    _, committed, _, corpus_length = inputs
+    corpus_size = int(corpus_length)
+    propose(*inputs, 32, options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = propose(*inputs, 32, options)
+    for step in range(1, 20):
+        committed.copy_(torch.tensor([len(text) * step // 19, step]))
+        corpus_length.fill_(corpus_size * step // 19)
+        graph.replay()
+        first = plain(out)
+        graph.replay()
+        assert plain(out) == first
+        assert first == plain(propose_plainly(*(tensor.cpu() for tensor in inputs), 32, options))

@@ -1,0 +1,317 @@
+"""The n-gram trie: golden trees, and random operations against a model made of plain dictionaries."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from tries import check_tree, grown, make, outputs, plain
+
+from spec_compile.ngram.trie import NgramTrie
+
+TWO_TEXTS = [list(range(1, 11)), [1, 2, 3, 44, 55, 66, 77, 88, 99, 100]]
+
+
+# ---- golden cases -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
+def test_two_continuations(match_type):
+    trie = make(match_type=match_type)
+    trie.add(TWO_TEXTS)
+    tokens, parents, count, match = plain(trie.propose(grown(trie, [1, 2, 3]), 8))
+    assert (count, match) == (8, 3)
+    # BFS: level by level, the later text first. PROB: both continuations are worth 1/2 and keep it down each
+    # unary path; of equal candidates the one offered first goes first.
+    assert tokens == [3, 44, 4, 55, 5, 66, 6, 77]
+    assert parents == [-1, 0, 0, 1, 2, 3, 4, 5]
+
+
+def test_breadth_narrows_with_depth():
+    trie = make(D=4, window=(1, 3), breadth=(1, 4))
+    trie.add([[1, t, t + 100] for t in (10, 11, 12, 13, 14)] + [[1, 14, 115]])
+    # Breadths by depth 0..3 are 4, 3, 2, 1: three followers of 1 and two of (1, 14).
+    tokens, parents, count, match = plain(trie.propose(grown(trie, [9, 1]), 16))
+    assert (tokens[:count], match) == ([1, 14, 13, 12, 115, 114, 113, 112], 1)
+    assert parents[:count] == [-1, 0, 0, 0, 1, 1, 2, 3]
+
+
+def test_recency_and_frequency():
+    texts = [[5, 6, 1], [5, 6, 1], [5, 6, 2], [5, 6, 3], [5, 6, 2]]
+    for match_type, followers in (("BFS", [2, 3, 1]), ("PROB", [2, 1, 3])):  # counts: 1 -> 2, 2 -> 2, 3 -> 1
+        trie = make(match_type=match_type)
+        trie.add(texts)
+        draft = trie.propose(grown(trie, [5, 6]), 4)
+        assert draft.tokens.tolist() == [6, *followers] and draft.parents.tolist() == [-1, 0, 0, 0]
+
+
+def test_an_occurrence_counts_once():
+    whole, pieces = make(match_type="PROB"), make(match_type="PROB")
+    text = [7, 1, 7, 2, 7, 2, 7, 1, 7, 3, 7]
+    a, b = grown(whole, text), pieces.open()
+    for token in text:
+        pieces.extend(b, [token])
+        pieces.propose(b, 8)
+    assert whole.stats() == pieces.stats()
+    assert plain(whole.propose(a, 8)) == plain(pieces.propose(b, 8))
+    # After 7: twice 1, twice 2 (less recently), once 3; so 2/5, 2/5 and, level with them, the 7 below 1.
+    assert plain(pieces.propose(b, 4)) == ([7, 1, 2, 7], [-1, 0, 0, 1], 4, 1)
+
+
+def test_matches_of_several_lengths_merge():
+    trie = make()
+    trie.add([[8, 9, 1, 2], [9, 1, 3], [9, 4]])
+    tokens, parents, count, match = plain(trie.propose(grown(trie, [8, 9]), 16))
+    # (8, 9) offers 1 -> 2; (9) offers 4 and 1, and below the same 1 also 3.
+    assert match == 2 and tokens[:count] == [9, 1, 2, 4, 3] and parents[:count] == [-1, 0, 1, 0, 1]
+
+
+def test_prob_shorter_matches_compete():
+    trie = make(match_type="PROB")
+    trie.add([[8, 9, t] for t in (1, 2, 3, 4)] + [[9, 5]] * 12)
+    # (8, 9): four at 1/4. (9), starting at 1/2: 5 has 12 of 16, so 3/8, and goes first.
+    tokens, _, count, match = plain(trie.propose(grown(trie, [8, 9]), 3))
+    assert (tokens, count, match) == ([9, 5, 4], 3, 2)
+
+
+def test_prob_prefers_the_longer_match_of_equals():
+    trie = make(match_type="PROB")
+    trie.add([[8, 9, 1, 11], [8, 9, 1, 12], [8, 9, 2, 13], [8, 9, 2, 14]] + [[9, 5]] * 4)
+    # After (8, 9): 2 and 1 at 1/2, what follows them at 1/4. After (9), from 1/2: 5 at 1/4 too, so it comes last.
+    tokens, parents, count, _ = plain(trie.propose(grown(trie, [8, 9]), 8))
+    assert (tokens, parents, count) == ([9, 2, 1, 14, 13, 12, 11, 5], [-1, 0, 0, 1, 1, 2, 2, 0], 8)
+
+
+def test_nothing_matches():
+    trie = make()
+    trie.add([1, 2, 3])
+    assert plain(trie.propose(grown(trie, [77]), 4)) == ([77, 0, 0, 0], [-1, 0, 0, 0], 1, 0)
+    assert plain(trie.propose(grown(trie, [1, 3]), 4)) == ([3, 0, 0, 0], [-1, 0, 0, 0], 1, 0)
+    with pytest.raises(ValueError, match="no token yet"):
+        trie.propose(trie.open(), 4)
+
+
+def test_match_window_and_budget():
+    trie = make(window=(2, 3))
+    trie.add([1, 2, 3, 4, 5, 6])
+    assert trie.propose(grown(trie, [9, 4]), 4).match == 0  # only one token matches
+    assert trie.propose(grown(trie, [3, 4]), 4).match == 2
+    assert trie.propose(grown(trie, [1, 2, 3, 4]), 4).match == 3
+    assert plain(trie.propose(grown(trie, [3, 4]), 1)) == ([4], [-1], 1, 2)
+    assert trie.propose(grown(trie, [3, 4]), 64).count == 3
+
+
+def test_a_text_continues_itself():
+    trie = make()
+    stream = grown(trie, [1, 2, 3, 4, 1, 2])
+    tokens, parents, count, match = plain(trie.propose(stream, 4))
+    assert (tokens, parents, count, match) == ([2, 3, 4, 1], [-1, 0, 1, 2], 4, 2)
+    stream = grown(trie := make(D=5), [6] * 50)
+    assert len(trie) == 5
+    assert plain(trie.propose(stream, 8)) == ([6, 6, 6, 6, 6, 0, 0, 0], [-1, 0, 1, 2, 3, 0, 0, 0], 5, 4)
+
+
+def test_streams_are_independent():
+    trie = make(D=3)
+    trie.add([[1, 2], [3, 4]])
+    assert len(trie) == 6  # 1 12 2 3 34 4, and no 23
+    a, b = trie.open(), trie.open()
+    for i in range(3):
+        trie.extend(a, [10 + i])
+        trie.extend(b, [20 + i])
+    assert trie.propose(grown(trie, [10]), 4).tokens.tolist() == [10, 11, 12, 0]
+    assert trie.propose(grown(trie, [20]), 4).tokens.tolist() == [20, 21, 22, 0]
+
+
+# ---- eviction -----------------------------------------------------------------------------------------------
+
+
+def test_capacity_is_a_hard_bound_and_the_oldest_leave():
+    trie = make(D=4, capacity=40)
+    stream, rng = trie.open(), random.Random(0)
+    for step in range(400):
+        trie.extend(stream, [rng.randrange(30)])
+        held = trie.stats()
+        assert held["nodes"] <= 40 and held["tokens"] + held["evicted"] == step + 1
+    assert trie.stats()["evicted"] > 300
+    trie = make(D=3, window=(1, 2), capacity=9)
+    trie.add([[1, 2, 3], [4, 5, 6]])  # 6 nodes; then 1 + 2 more fit, and for the 6 the oldest (1, 2, 3) leaves
+    assert trie.stats() | {"bytes": 0} == dict(nodes=9, tokens=5, occurrences=5, streams=0, bytes=0, evicted=1)
+    assert trie.propose(grown(trie, [1]), 2).match == 0
+
+
+def test_repetition_is_bounded_too():
+    trie = make(D=4, capacity=100)
+    grown(trie, [1] * 1000)
+    assert trie.stats()["tokens"] == 100 and len(trie) == 4
+
+
+def test_an_open_stream_whose_text_was_evicted():
+    trie = make(D=4, capacity=20)
+    stream = grown(trie, [1, 2, 3])
+    trie.add([[100 + i] for i in range(20)])
+    assert trie.propose(stream, 4).match == 0
+    trie.add([1, 2, 3, 4])  # the same words by another text: the stream matches them, though its own are gone
+    assert plain(trie.propose(stream, 2)) == ([3, 4], [-1, 0], 2, 3)
+    trie.extend(stream, [9])  # (1, 2, 3, 9) must not come back: its start was evicted
+    assert trie.propose(grown(trie, [2, 3]), 4).tokens.tolist() == [3, 4, 0, 0]
+
+
+def test_text_is_freed():
+    trie = make(capacity=2_000)
+    rng = np.random.default_rng(0)
+    stream = grown(trie, rng.integers(0, 1000, 20_000))
+    before = trie.stats()["bytes"]
+    trie.extend(stream, rng.integers(0, 1000, 100_000))
+    assert trie.stats()["bytes"] <= before * 1.5
+
+
+def test_what_is_too_deep_to_draft_is_not_kept():
+    trie = make(D=2, window=(1, 1), capacity=100)
+    rng = np.random.default_rng(0)
+    stream = grown(trie, rng.integers(0, 16, 10_000))
+    before = trie.stats()["bytes"]
+    trie.extend(stream, rng.integers(0, 16, 800_000))
+    assert trie.stats()["bytes"] <= before * 1.5
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, bad",
+    [
+        ("branch_length", [1, 257, 0, -1]),
+        ("min_match_window_size", [0, 18, 13]),
+        ("max_match_window_size", [0, 18]),
+        ("min_bfs_breadth", [0, 11]),
+        ("max_bfs_breadth", [0]),
+        ("capacity", [0, 35, 2**31]),
+        ("vocab_size", [0, 2**31 + 1]),
+        ("match_type", ["DFS", ""]),
+    ],
+)
+def test_parameter_ranges(name, bad):
+    blamed = {("min_match_window_size", 13): "max_match_window_size", ("min_bfs_breadth", 11): "max_bfs_breadth"}
+    for value in bad:
+        with pytest.raises(ValueError, match=f"^{blamed.get((name, value), name)} must be"):
+            NgramTrie(**{name: value})
+    with pytest.raises(TypeError, match=f"^{name} must be"):
+        NgramTrie(**{name: 1.5})
+
+
+def test_parameter_limits_are_usable():
+    trie = NgramTrie(branch_length=256, max_match_window_size=255, capacity=20_000, match_type="prob")
+    stream = grown(trie, list(range(40)) * 20)
+    assert trie.propose(stream, 64).count == 64 and len(trie) == sum(min(256, 800 - i) for i in range(40))
+    trie = NgramTrie(branch_length=256, max_match_window_size=255, capacity=512)
+    trie.add(list(range(40)) * 20)
+    assert 256 < len(trie) <= 512
+    trie = NgramTrie(branch_length=2, max_match_window_size=1, capacity=5, match_type="bfs")
+    assert plain(trie.propose(grown(trie, [1, 2, 1]), 2)) == ([1, 2], [-1, 0], 2, 1)
+    assert NgramTrie(capacity=2**31 - 1).stats()["bytes"] < 8 << 20  # capacity costs nothing until used
+
+
+def test_what_add_takes():
+    ids = [3, 1, 2]
+    one = [ids, tuple(ids), range(3), [np.int64(i) for i in ids], np.array(ids), np.array(ids, np.uint16)]
+    one += [torch.tensor(ids), torch.tensor(ids, dtype=torch.int32), torch.tensor([3, 0, 1, 0, 2, 0])[::2]]
+    for form in [*one, *([form] for form in one), [np.array(ids), []]]:
+        trie = make()
+        trie.add(form)
+        assert len(trie) == 6 and trie.stats()["streams"] == 0
+    trie = make()
+    trie.add([])
+    trie.add(torch.empty(0, dtype=torch.int64))
+    assert len(trie) == 0 and trie
+
+
+@pytest.mark.parametrize(
+    "ids, error, match",
+    [
+        ("text", TypeError, "ids must be .*tokenize"),
+        (["text"], TypeError, r"ids\[0\] must be"),
+        (7, TypeError, "not int"),
+        (None, TypeError, "not NoneType"),
+        ([1.0, 2.0], TypeError, "float32"),
+        ([True, False], TypeError, "bool"),
+        (torch.ones(2), TypeError, "float32"),
+        (torch.ones(2, 2, dtype=torch.int64), ValueError, "must be 1-D"),
+        ([1, 2, -1], ValueError, "token id -1, outside"),
+        ([1, 100], ValueError, r"token id 100, outside the vocabulary \[0, 100\)"),
+        ([[1, 2], [3, 100]], ValueError, r"ids\[1\] holds token id 100"),
+        ([[1, 2], 3], TypeError, r"ids\[1\] must be"),
+        ([2**70], TypeError, "ids must be"),
+    ],
+)
+def test_what_add_refuses(ids, error, match):
+    trie = make(vocab_size=100)
+    with pytest.raises(error, match=match):
+        trie.add(ids)
+    assert len(trie) == 0 and trie.stats()["streams"] == 0
+
+
+def test_streams_that_are_not_open():
+    trie = make()
+    stream = grown(trie, [1, 2])
+    trie.close(stream)
+    for call in (trie.close, trie.length, lambda s: trie.extend(s, [1]), lambda s: trie.propose(s, 4)):
+        with pytest.raises(ValueError, match="is not open"):
+            call(stream)
+    survivor = grown(trie, [1])
+    trie.reset()
+    with pytest.raises(ValueError, match="is not open"):
+        trie.extend(survivor, [1])
+    assert trie.open() > survivor
+    for n in (0, 65):
+        with pytest.raises(ValueError, match="num_draft_tokens must be from 1 to 64"):
+            trie.propose(stream, n)
+
+
+def test_repr():
+    trie = make(vocab_size=9)
+    trie.add([1, 2, 3])
+    assert repr(trie).startswith("NgramTrie(6 of 10,000,000 nodes, 3 tokens, 0 open streams, ")
+    assert "vocab_size=9" in repr(trie)
+
+
+# ---- threads ------------------------------------------------------------------------------------------------
+
+
+def test_threads():
+    trie = make(capacity=1_000_000)
+    rng = np.random.default_rng(3)
+    documents = [[rng.integers(0, 50, 2000) for _ in range(5)] for _ in range(4)]
+    rounds, failures, seen = 200, [], []
+    rows = torch.from_numpy(rng.integers(0, 50, (2, 3 * rounds)))
+
+    def guarded(work):
+        def run():
+            try:
+                work()
+            except BaseException as error:
+                failures.append(error)
+
+        return threading.Thread(target=run)
+
+    def advance():
+        streams = torch.tensor([trie.open() for _ in range(2)])
+        for i in range(1, rounds + 1):
+            out = outputs(2, 16)
+            trie.advance(streams, rows, torch.tensor([3 * i, 2 * i]), *out)
+            for b in range(2):
+                check_tree(out[0][b].tolist(), out[1][b].tolist(), int(out[2][b]))
+            seen.append(trie.stats()["tokens"])
+
+    threads = [guarded(lambda d=d: trie.add(d)) for d in documents] + [guarded(advance)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert trie.stats()["tokens"] == 4 * 5 * 2000 + 5 * rounds and len(seen) == rounds
+    alone = make(capacity=1_000_000)
+    alone.add([text for part in documents for text in part])
+    alone.add([rows[0, : 3 * rounds], rows[1, : 2 * rounds]])
+    assert len(alone) == len(trie)  # which n-grams there are does not depend on who came first

@@ -1,0 +1,88 @@
+"""fuse_append: products that write keys and values into the cache."""
+
+import pytest
+import torch
+from toy_graphs import (
+    aten,
+    prefix_then_chunk,
+    rewritten,
+)
+
+from spec_compile import passes
+from spec_compile.graph import calls
+from spec_compile.kernels import linear
+from spec_compile.kernels.attention import Use, attention_calls
+from spec_compile.passes import Settings
+from spec_compile.passes.fuse_append import fuse_append
+from spec_compile.runtime.steps.regions import cut
+
+# fuse_append --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_m(half_on_gpu, monkeypatch):
+    """`half_on_gpu`, with products of the form "small_m"."""
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
+    return half_on_gpu
+
+
+def appending(graph):
+    """Products that append, attention calls that find the block in the cache, and attention calls."""
+    attention = attention_calls(graph)
+    products = len(calls(graph.gm, linear.APPENDS))
+    return products, sum(node.kwargs["k"] is node.kwargs["v"] is None for node in attention), len(attention)
+
+
+@pytest.mark.parametrize(
+    "name, joined, layers",
+    [
+        ("llama", 2, 2),
+        ("qwen2", 2, 2),  # has biases
+        ("qwen3", 2, 2),  # norms queries and keys
+        ("gemma2", 4, 4),
+        ("mixtral", 2, 2),
+        ("smollm3", 1, 2),  # one layer without rotation
+        ("olmo2", 0, 2),  # rotates in float32
+        ("phi3", 0, 2),  # one projection of the model's own
+        ("gpt2", 0, 2),
+    ],
+)
+def test_products_that_append(small_m, name, joined, layers):
+    """Bit for bit the same, also when cut into regions."""
+    graph = small_m(name)
+    apart, ours = rewritten(graph, (fuse_append,)), rewritten(graph)
+    assert appending(apart)[:2] == (0, 0) and appending(ours) == (joined, joined, layers)
+    assert ours.log[-1].summary.startswith(f"{joined} layers append")
+    products = [sum(map(linear.is_product, calls(each.gm))) for each in (apart, ours)]
+    assert products[0] == products[1]
+    want = prefix_then_chunk(apart.gm, graph)
+    for function in (ours.gm, cut(ours)):
+        for got, expected in zip(prefix_then_chunk(function, graph), want, strict=True):
+            assert torch.equal(got, expected), ours.gm.print_readable(print_output=False)
+
+
+def test_only_graphs_that_verify_append_in_products(small_m, monkeypatch):
+    graph = small_m("llama")
+    for role in ("prefill", "draft"):
+        assert appending(rewritten(graph, attention=Use(role=role)))[0] == 0
+    assert appending(rewritten(graph, attention=Use(name="sdpa")))[0] == 0
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: None)
+    assert appending(rewritten(graph))[0] == 0
+
+
+def test_only_products_that_nothing_else_reads_append(small_m):
+    def read_twice(graph, settings):
+        split = calls(graph.gm, aten.split_with_sizes.default)[0]
+        output = next(node for node in graph.gm.graph.nodes if node.op == "output")
+        output.args = ((*output.args[0], split.args[0]),)
+        return "the first product is a result, too"
+
+    steps = [*passes.PIPELINE[:-1], read_twice, fuse_append]
+    assert appending(passes.run(small_m("llama"), Settings(), steps))[0] == 1
+
+
+def test_heads_that_products_cannot_append_are_named(small_m, monkeypatch):
+    monkeypatch.setattr("spec_compile.kernels.linear.append.MAX_HEAD", 8)
+    graph = rewritten(small_m("qwen3"))
+    assert appending(graph)[0] == 0
+    assert graph.log[-1].summary.endswith("; apart because of norms of heads of 16")

@@ -1,0 +1,78 @@
+"""fuse_residuals: additions to the residual stream join the products before them."""
+
+import pytest
+import torch
+from toy_graphs import (
+    prefix_then_chunk,
+    rewritten,
+)
+
+from spec_compile.graph import calls
+from spec_compile.kernels import all_reduce, linear
+from spec_compile.passes.fuse_residuals import fuse_residuals
+from spec_compile.passes.row_invariance import variant_parts
+from spec_compile.runtime.steps.regions import cut
+
+# fuse_residuals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    "name, taps, joined, apart",
+    [
+        ("llama", (), 4, 0),
+        ("llama", (1, -1), 4, 1),  # the last norm's output is wanted by itself, too
+        ("qwen2", (), 4, 0),
+        ("qwen3", (2,), 4, 0),
+        ("gemma2", (), 0, 0),  # norms stand between its products and the residual stream
+        ("gemma", (), 4, 0),
+        ("mixtral", (), 0, 0),  # experts end at the stream, and begin there
+    ],
+)
+def test_fused_residuals(half_on_gpu, monkeypatch, name, taps, joined, apart):
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
+    graph = half_on_gpu(name)
+    apart_from_it = rewritten(graph, (fuse_residuals,), taps=taps)
+    result = rewritten(graph, taps=taps)
+    own = torch.ops.spec_compile
+    sums = [len(calls(each.gm, own.add_rms_norm.default)) for each in (apart_from_it, result)]
+    ends, norms = (len(calls(result.gm, op.default)) for op in (own.small_m_add, own.rms_norm))
+    assert ends == joined == sums[0] - sums[1]
+    assert norms == apart + len(calls(apart_from_it.gm, own.rms_norm.default))
+    assert not calls(result.gm, own.small_m_swiglu.default) or not joined
+    for want, got in zip(prefix_then_chunk(apart_from_it.gm, graph), prefix_then_chunk(result.gm, graph), strict=True):
+        assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
+
+
+def test_fused_residuals_of_ranks(half_on_gpu, monkeypatch):
+    """A product that ranks sum before the addition takes the op that also sums; one that others read does not."""
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
+    monkeypatch.setattr(linear.small_m, "lack_of_device", lambda device: None)
+    monkeypatch.setitem(all_reduce.REDUCERS, "ranks", lambda part: part + part)
+    graph = half_on_gpu("llama")
+    own, sums = torch.ops.spec_compile, []
+    for name in ("o_proj", "down_proj"):
+        for product in [node for node in linear.linear_layers(graph) if name in node.args[1].target]:
+            with graph.gm.graph.inserting_after(product):
+                sums.append(graph.gm.graph.call_function(own.all_reduce.default, (product, "ranks")))
+            sums[-1].meta = dict(product.meta)
+            product.replace_all_uses_with(sums[-1], lambda user: user is not sums[-1])
+    plain, result = rewritten(graph, (fuse_residuals,)), rewritten(graph)
+    counts = [len(calls(result.gm, op.default)) for op in (own.small_m_all_reduce_add, own.all_reduce, own.small_m_add)]
+    assert counts == [len(sums), 0, 0] and len(sums) == 4
+    assert not [part for part in variant_parts(result) if "product" in part]
+    for want, got in zip(prefix_then_chunk(plain.gm, graph), prefix_then_chunk(result.gm, graph), strict=True):
+        assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
+    for node in graph.gm.graph.find_nodes(op="output", target="output"):
+        node.args = ((*node.args[0], sums[0].args[0]),)
+    assert len(calls(rewritten(graph).gm, own.all_reduce.default)) == 1
+
+
+def test_regions_end_behind_fused_residuals(half_on_gpu, monkeypatch):
+    """The parts of what a product returns stay in its region, because regions hand tensors to each other."""
+    monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
+    graph = rewritten(half_on_gpu("llama"))
+    regions = cut(graph)
+    assert len(regions.regions) == len(graph.layers) + 1
+    for want, got in zip(prefix_then_chunk(graph.gm, graph), prefix_then_chunk(regions, graph), strict=True):
+        assert torch.equal(want, got)

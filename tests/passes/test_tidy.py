@@ -1,0 +1,87 @@
+"""tidy: what it erases and what it keeps."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from toy_graphs import Rewritten, aten, example, toy, trace
+
+from spec_compile import passes
+from spec_compile.graph import calls
+from spec_compile.passes import Settings
+from spec_compile.passes.tidy import tidy
+
+# --- tidy
+
+
+class Casts(nn.Module):
+    def __init__(self, *steps):
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, x):
+        for step in self.steps:
+            x = step(x)
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    "name, step, target, left",
+    [
+        ("same dtype", lambda x: x.to(torch.float32), aten.to.dtype, 0),
+        ("same device", lambda x: x.to("cpu", torch.float32), aten.to.device, 0),
+        ("float() of a float", lambda x: x.float(), aten.to.dtype, 0),
+        ("to half and back", lambda x: x.half().float(), aten.to.dtype, 2),
+        ("to double", lambda x: x.double(), aten.to.dtype, 1),
+        ("to integers", lambda x: x.to(torch.int64), aten.to.dtype, 1),
+        ("dropout of inference", lambda x: F.dropout(x, 0.5, False), aten.dropout.default, 0),
+        ("dropout of training", lambda x: F.dropout(x, 1.0, True), aten.dropout.default, 1),
+        ("detach", lambda x: x.detach(), aten.detach.default, 0),
+        ("alias", lambda x: aten.alias(x), aten.alias.default, 0),
+    ],
+)  # fmt: skip
+def test_tidy_erases_what_changes_nothing_only(name, step, target, left):
+    x = torch.randn(3, 5)
+    result = Rewritten(trace(Casts(step), x), tidy)
+    assert result.count(target)[0] == max(left, 1), f"the trace has no such call\n{result}"
+    assert Counter(n.target for n in calls(result.gm)) == Counter([aten.mul.Tensor] + [target] * left), str(result)
+    result.same(x)
+
+
+def test_tidy_counts_what_it_erases():
+    steps = [lambda x: x.to(torch.float32), lambda x: x.double(), lambda x: x.to(torch.float64), lambda x: x.detach()]
+    result = Rewritten(trace(Casts(*steps), torch.randn(3)), tidy)
+    assert result.log.summary.startswith(f"erased {result.log.nodes_before - result.log.nodes_after} "), str(result)
+    assert Counter(node.target for node in calls(result.gm)) == {aten.to.dtype: 1, aten.mul.Tensor: 1}, str(result)
+
+
+def test_tidy_is_idle_on_a_tidy_graph():
+    _, graph = toy({})
+    once = passes.run(graph, Settings(), [tidy])
+    twice = Rewritten(once, tidy)
+    assert twice.log.summary.startswith("erased 0 ") and twice.log.nodes_after == twice.log.nodes_before, str(twice)
+    result = Rewritten(graph, tidy)
+    result.same(*example(3, 9))
+
+
+class FreshConstant(nn.Module):
+    def forward(self, x):
+        return x + torch.tensor([1.0, 2.0]).add_(1)
+
+
+class CopyThenWrite(nn.Module):
+    def forward(self, x):
+        return x.to(torch.float32, copy=True).add_(1) + x
+
+
+@pytest.mark.parametrize("module", [FreshConstant, CopyThenWrite])
+def test_tidy_keeps_copies_that_are_written_to(module):
+    """What is written in place must stay a copy: neither an input nor a constant of the model may change."""
+    x = torch.ones(2)
+    want = module()(x)
+    result = Rewritten(trace(module(), x), tidy)
+    for _ in range(2):
+        assert torch.equal(result.gm(x)[0], want), str(result)
+    assert torch.equal(x, torch.ones(2)), str(result)

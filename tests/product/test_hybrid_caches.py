@@ -1,0 +1,117 @@
+"""Caches of models with recurrences, in and out of generate(): transformers' tokens and states."""
+
+import warnings
+
+import hybrids
+import models
+import pytest
+import torch
+from hybrids import answer, states_of, system, turns
+from transformers import DynamicCache, StaticCache
+
+import spec_compile
+
+NAMES = ["lfm2", "qwen3_5", "falcon_h1"]
+SLOW = [name for name in models.HYBRIDS if name not in NAMES and name not in hybrids.PURE]
+NEW = hybrids.TURN
+
+
+def are_close(ours, theirs):
+    """States of two caches; those of single steps differ from those of a chunk in the last bits."""
+    for one, other in zip(states_of(ours), states_of(theirs), strict=True):
+        assert (one - other).abs().max() <= 2e-5 * other.abs().max()
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_cache_goes_from_one_call_to_the_next(name):
+    """Rows of unequal length, with drafts that are mostly right. What is not served is equal, too."""
+    model, fast = system(name)
+    bound = 2 * hybrids.NOISY[name] if name in hybrids.NOISY else 1e-5  # both caches are as far from a plain forward
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if name in NAMES else "ignore")
+        for lengths in ((5, 33, 20), (40,)):
+            wanted = turns(model, lengths, DynamicCache(config=model.config))
+            fast.speculation.stats.reset()
+            got = turns(fast, lengths, DynamicCache(config=model.config), reference=[*wanted[-1][0]])
+            for (text, states), (expected, theirs) in zip(got, wanted):
+                assert torch.equal(text, expected)
+                for one, other in zip(states, theirs, strict=True):
+                    assert (one - other).abs().max() <= bound * other.abs().max()
+            assert name not in NAMES or 0 < fast.speculation.stats.rounds < 3 * NEW / 2
+
+
+def test_a_static_cache_and_rows_that_end_early():
+    """Then our states are further on than the cache goes, or not so far, and the model itself fills it."""
+    model, fast = system("qwen3_5")
+    ids, mask = hybrids.batch((5, 33, 20), seed=2)
+    long = answer(model, ids, mask)
+    eos = [int(long[0, ids.shape[1] + 4]), int(long[1, ids.shape[1] + 20])]
+    caches = [StaticCache(config=model.config, max_cache_len=160) for _ in range(2)]
+    plain, got = [
+        turns(system, (5, 33, 20), cache, eos_token_id=eos, **extra)
+        for system, cache, extra in zip((model, fast), caches, ({}, {"reference": [*long]}))
+    ]
+    assert [text.tolist() for text, _ in got] == [text.tolist() for text, _ in plain]
+    are_close(caches[1], caches[0])
+
+
+def test_what_the_model_continues_is_what_we_hand_out():
+    model, fast = system("falcon_h1")
+    ids, mask = hybrids.batch((9, 20))
+    first = answer(fast, ids, mask, NEW, return_dict_in_generate=True)
+    ids = torch.cat([first.sequences, torch.tensor([[7, 8], [9, 10]])], dim=1)
+    mask = torch.nn.functional.pad(mask, (0, NEW + 2), value=1)
+    expected = answer(model, ids, mask, NEW)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(answer(model, ids, mask, NEW, past_key_values=first.past_key_values), expected)
+
+
+@pytest.mark.slow
+def test_a_head_whose_cache_is_of_another_call_sees_the_prompt_again():
+    model = models.HYBRIDS["qwen3_5"]()
+    fast = spec_compile.speculate(
+        model,
+        "eagle3",
+        draft=hybrids.heads_of(model),
+        num_steps=3,
+        topk=3,
+        num_draft_tokens=8,
+        compile=False,
+        check=False,
+    )
+    cache = DynamicCache(config=model.config)
+    ids, mask = hybrids.batch((20,))
+    answer(model, ids[:, :12], mask[:, :12], 3, past_key_values=cache)
+    ids = torch.cat([answer(model, ids[:, :12], mask[:, :12], 3), ids[:, 12:]], dim=1)
+    mask = torch.ones_like(ids)
+    expected = answer(model, ids, mask, NEW)
+    assert torch.equal(answer(fast, ids, mask, NEW, past_key_values=cache), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("jamba", marks=pytest.mark.slow)])
+def test_embeddings_in_place_of_a_prompt(name):
+    """The model's own forward reads them, so that states are behind the root already when the first round begins."""
+    model, fast = system(name)
+    ids, mask = hybrids.batch((5, 33, 20))
+    options = dict(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask, max_new_tokens=NEW)
+    options |= dict(do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=name != "jamba")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got, plain = fast.generate(**options), model.generate(**options)
+    if name == "jamba":
+        assert torch.equal(got, plain)
+        return
+    assert torch.equal(got.sequences, plain.sequences)
+    are_close(got.past_key_values, plain.past_key_values)
+
+
+def test_a_model_that_does_not_read_states_keeps_its_own_loop():
+    """Transformers' Mamba forgets the states of a cache in a forward over several tokens, and we answer as it does."""
+    model, fast = system("jamba")
+    ids, mask = hybrids.batch((40,))
+    caches = [answer(model, ids[:, :30], mask[:, :30], 1, return_dict_in_generate=True) for _ in range(2)]
+    expected = answer(model, ids, mask, 8, past_key_values=caches[0].past_key_values)
+    with pytest.warns(UserWarning, match=r"past_key_values \(the model's forward over several tokens does not read"):
+        got = answer(fast, ids, mask, 8, past_key_values=caches[1].past_key_values)
+    assert torch.equal(got, expected)

@@ -1,0 +1,161 @@
+"""Grammars: tokens are those of plain constrained decoding, whatever is drafted, and what does not fit is refused."""
+
+import fake_xgrammar as fake
+import models
+import pytest
+import torch
+from distributions import FITS, fit, joint
+from grammar_cases import CALLS, EOS, GRAMMARS, NEW, TABLE, VOCAB, WARPERS, accepted, call, plain, random_trees
+from transformers import LogitsProcessorList
+from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
+
+from spec_compile.runtime.accept import Route, make_acceptor
+from spec_compile.runtime.accept.grammar_acceptors import DrawnGrammars, GreedyGrammars
+from spec_compile.runtime.accept.host import HostAcceptor
+from spec_compile.runtime.answer import Answer
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    fake.install(monkeypatch)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "beyond the grammar's end"])
+@pytest.mark.parametrize("processors", [[], [RepetitionPenaltyLogitsProcessor(1.5)]], ids=["alone", "penalty"])
+def test_greedy_tokens_are_those_of_the_plain_loop(processors, ends):
+    texts = plain(GRAMMARS, processors, ends)
+    assert (texts == EOS).any()
+    result, most, accept = accepted([fake.Processor(GRAMMARS), *processors], 3, texts, ends=ends)
+    assert torch.equal(result, texts) and most > 2
+    assert type(accept) is (HostAcceptor if processors else GreedyGrammars)
+
+
+def test_one_grammar_serves_all_rows():
+    texts = plain([GRAMMARS[1]] * 2, [])
+    assert torch.equal(accepted([fake.Processor(GRAMMARS[1])], 2, texts)[0], texts)
+
+
+def test_masks_are_filled_where_a_likeliest_token_is_illegal_and_nowhere_else(monkeypatch):
+    fills, fill = [], fake.GrammarMatcher.fill_next_token_bitmask
+    monkeypatch.setattr(fake.GrammarMatcher, "fill_next_token_bitmask", lambda *args: fills.append(0) or fill(*args))
+    texts = plain(GRAMMARS[:1], [], ends=False)
+    illegal = int((TABLE[texts[0, :-1]].argmax(dim=1) != texts[0, 1:]).sum())
+    fills.clear()
+    result, _, accept = accepted([fake.Processor(GRAMMARS[:1])], 1, texts, ends=False)
+    terminations = int(accept.grammars.matchers[0].is_terminated())
+    assert torch.equal(result, texts) and len(fills) <= 1 + illegal + terminations
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "beyond the grammar's end"])
+@pytest.mark.parametrize("name", WARPERS)
+def test_drawn_tokens_depend_neither_on_drafts_nor_on_the_way_of_a_gpu(name, ends, monkeypatch):
+    processors = lambda: [fake.Processor(GRAMMARS), *WARPERS[name]]  # noqa: E731
+    first, _, accept = accepted(processors(), 3, torch.ones(3, NEW + 1, dtype=torch.int64), 11, ends=ends)
+    assert (first == EOS).any() and type(accept) is (HostAcceptor if name == "penalty" else DrawnGrammars)
+    for number, way in enumerate((DrawnGrammars.__call__, DrawnGrammars.accept, DrawnGrammars.accept)):
+        monkeypatch.setattr(DrawnGrammars, "__call__", way)
+        g = torch.Generator().manual_seed(number)
+        result, most, accept = accepted(processors(), 3, first, 11, g, ends)
+        assert torch.equal(result, first) and most > 2
+
+
+def test_tokens_that_the_mask_does_not_change_are_drawn_twice_a_round(monkeypatch):
+    everything = fake.CompiledGrammar([dict.fromkeys(range(VOCAB), 0)], set(), fake.TokenizerInfo(VOCAB))
+    warper, texts = TemperatureLogitsWarper(0.8), torch.ones(1, NEW + 1, dtype=torch.int64)
+    texts = accepted([fake.Processor(everything), warper], 1, texts, 5, ends=False)[0]
+    draws, draw = [], DrawnGrammars._draw
+    monkeypatch.setattr(DrawnGrammars, "_draw", lambda *args: draws.append(0) or draw(*args))
+    monkeypatch.setattr(DrawnGrammars, "__call__", DrawnGrammars.accept)
+    answer = Answer(torch.ones(1, 1, dtype=torch.int64), NEW + 1, [], None)
+    processors = LogitsProcessorList([fake.Processor(everything), warper])
+    accept = make_acceptor(Route.ON_HOST, answer, processors, seed=5)
+    g, rounds = torch.Generator().manual_seed(0), 0
+    while not answer.done:
+        tree, rounds = random_trees(answer, texts, g), rounds + 1
+        accept(tree, TABLE[tree.tokens])
+        assert len(draws) == 2 * rounds
+    assert torch.equal(answer.sequences(), texts) and rounds < NEW
+
+
+@pytest.mark.parametrize("way", [DrawnGrammars.__call__, DrawnGrammars.accept])
+def test_drawn_tokens_have_the_plain_loops_distribution(way, monkeypatch):
+    rows, grammar, warper = 2000, fake.grammar(VOCAB, legal=3), TemperatureLogitsWarper(0.8)
+    monkeypatch.setattr(DrawnGrammars, "__call__", way)
+    drafts = torch.randint(3, VOCAB, (rows, 4))
+    result = accepted([fake.Processor(grammar), warper], rows, drafts, seed=7, ends=False, new=3)[0][:, 1:]
+
+    def conditional(texts):
+        ids = torch.cat([torch.ones(len(texts), 1, dtype=torch.int64), texts], dim=1)
+        weights = torch.zeros(len(texts), VOCAB, dtype=torch.float64)
+        for row, tokens in enumerate(texts.tolist()):
+            matcher = fake.GrammarMatcher(grammar)
+            if all(map(matcher.accept_token, tokens)):
+                legal = list(matcher.legal())
+                weights[row, legal] = (TABLE[ids[row, -1], legal].double() / 0.8).softmax(dim=0)
+        return weights
+
+    assert fit(result[None], joint(conditional, VOCAB)[None], VOCAB) > FITS
+
+
+def test_a_grammar_that_leaves_no_token_raises_where_plain_decoding_does():
+    grammar = fake.CompiledGrammar([{5: 1}, {}], set(), fake.TokenizerInfo(VOCAB))
+    with pytest.raises(RuntimeError, match="logits_processor: the grammar of row 0 does not allow token 0"):
+        accepted([fake.Processor(grammar)], 1, torch.ones(1, NEW + 1, dtype=torch.int64))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model = models.ADMITTED["llama"]()
+    return model, models.speculate_captured(model, compile=False, adaptive=False)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_generate(name, tiny):
+    model, fast = tiny
+    expected = call(model, **CALLS[name])
+    fast.speculation.ngram.add(expected[0].tolist())
+    assert torch.equal(call(fast, **CALLS[name]), expected)
+
+
+def test_what_does_not_fit_is_refused_before_work_starts(tiny):
+    model, fast = tiny
+    size, name = model.config.vocab_size, "logits_processor: xgrammar's LogitsProcessor"
+    ids = models.prompts()[0][0]
+    fits = fake.Processor(fake.grammar(size))
+    for processor, message in (
+        (
+            fake.Processor(fake.grammar(size - 8)),
+            f"{name}: its vocabulary has {size - 8} tokens and the model's .* {size};",
+        ),
+        (fake.Processor([fake.grammar(size)] * 2), f"{name}: expected one grammar, or one for each of 1 rows, got 2"),
+        (
+            fake.Processor(fake.CompiledGrammar([{}], set(), fake.TokenizerInfo(size))),
+            f"{name}: grammar 0 allows no first token",
+        ),
+        (fits, None),
+        (fits, f"{name}: it has served a call"),
+    ):
+        rounds = fast.speculation.stats.rounds
+        if message is None:
+            fast.generate(ids, max_new_tokens=2, logits_processor=[processor])
+            continue
+        with pytest.raises(ValueError, match=message):
+            fast.generate(ids, max_new_tokens=2, logits_processor=[processor])
+        assert fast.speculation.stats.rounds == rounds
+
+
+def test_a_request_among_others_has_a_grammar_of_its_own(tiny):
+    model, fast = tiny
+    size, prompt = model.config.vocab_size, models.prompts()[0][0]
+    processors = lambda: [fake.Processor(fake.grammar(size, legal=20, states=4))]  # noqa: E731
+    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+    expected = model.generate(prompt, logits_processor=processors(), **options)[0, prompt.shape[1] :].tolist()
+    with fast.continuous_batching_context_manager() as manager:
+        names = [
+            manager.add_request(prompt[0].tolist(), max_new_tokens=12, eos_token_id=-1, logits_processor=processors())
+            for _ in range(2)
+        ]
+        with pytest.raises(ValueError, match="its vocabulary has 8 tokens"):
+            manager.add_request(prompt[0].tolist(), logits_processor=[fake.Processor(fake.grammar(8))])
+        outputs = {name: manager.get_result(name, timeout=60) for name in names}
+    assert [output.generated_tokens for output in outputs.values()] == [expected] * 2

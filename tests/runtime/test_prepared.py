@@ -1,0 +1,327 @@
+"""Calls alike are prepared once, and nobody can tell: answers, errors and warnings are those of transformers."""
+
+import logging
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from models import ADMITTED, VOCAB, prompts
+from transformers import GenerationConfig, GenerationMixin, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import LogitsProcessor, LogitsProcessorList
+
+from spec_compile import speculate
+from spec_compile.runtime.generate import SpeculativeMixin
+
+SINGLES, PADDED, PADDING = prompts()
+ONE, LONGER = SINGLES[0], torch.cat([SINGLES[0], SINGLES[1]], dim=1)
+PAD = 3
+TWO = torch.cat([ONE, ONE.flip(1)])
+BASE = dict(max_new_tokens=6, eos_token_id=[5, 6], pad_token_id=PAD)
+SAMPLING = dict(do_sample=True, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A tiny model and its shadow."""
+    model = ADMITTED["llama"]()
+    return model, speculate(model, compile=False, adaptive=False)
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """A list that gets an entry at every call that transformers does not prepare."""
+    calls, run = [], SpeculativeMixin._generate_as_before
+    monkeypatch.setattr(
+        SpeculativeMixin, "_generate_as_before", lambda self, *args: calls.append(args) or run(self, *args)
+    )
+    return calls
+
+
+class Messages(logging.Handler):
+    """What transformers logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+class Recorder:
+    """A streamer that remembers its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def put(self, value):
+        self.calls.append(value.tolist())
+
+    def end(self):
+        self.calls.append("end")
+
+
+def outcome(system, call: dict) -> tuple:
+    """What a call gives or raises, its warnings, and what transformers logs."""
+    positional = call.get("positional", ())
+    call = {name: value() if isinstance(value, types.LambdaType) else value for name, value in call.items()}
+    call.pop("positional", None)
+    torch.manual_seed(0)
+    if hasattr(system, "speculation"):
+        system.speculation.engine._announced.clear()
+    messages, logger = Messages(), logging.getLogger("transformers")
+    level = logger.level
+    logger.addHandler(messages)
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                result = system.generate(*positional, **call)
+                result = getattr(result, "sequences", result).tolist()
+            except Exception as error:
+                result = type(error), str(error)
+    finally:
+        logger.removeHandler(messages)
+        logger.setLevel(level)
+    said = [str(warning.message) for warning in caught if "only transformers' own" not in str(warning.message)]
+    streamed = call["streamer"].calls if isinstance(call.get("streamer"), Recorder) else None
+    return result, streamed, said, messages.texts
+
+
+def forget_messages():
+    """transformers says again what it says once."""
+    for name in ("warning_once", "info_once"):
+        getattr(transformers.utils.logging.get_logger("transformers"), name).__func__.cache_clear()
+
+
+COMMON = {
+    "greedy": dict(input_ids=ONE),
+    "positional": dict(positional=(ONE,)),
+    "inputs": dict(inputs=ONE),
+    "a mask of ones": dict(input_ids=ONE, attention_mask=torch.ones_like(ONE)),
+    "a mask of bools": dict(input_ids=ONE, attention_mask=torch.ones_like(ONE, dtype=torch.bool)),
+    "one end": dict(input_ids=ONE, eos_token_id=7),
+    "no end": dict(input_ids=ONE, eos_token_id=None),
+    "no end and no pad": dict(input_ids=ONE, eos_token_id=None, pad_token_id=None),
+    "no pad": dict(input_ids=ONE, pad_token_id=None),
+    "pad is an end": dict(input_ids=ONE, pad_token_id=5),
+    "a minimum": dict(input_ids=ONE, min_new_tokens=4),
+    "a penalty": dict(input_ids=ONE, repetition_penalty=1.2),
+    "a config": dict(input_ids=ONE, generation_config=lambda: GenerationConfig(**BASE)),
+    "a streamer": dict(input_ids=ONE, streamer=lambda: Recorder()),
+    "two rows": dict(input_ids=TWO, attention_mask=torch.ones_like(TWO)),
+    "one token": dict(input_ids=ONE[:, :1]),
+    "flags of sampling": dict(input_ids=ONE, temperature=0.5),
+}
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_common_calls_are_prepared_once(name, pair, planned):
+    results = []
+    for system in pair:
+        forget_messages()
+        base = {} if "generation_config" in COMMON[name] else BASE
+        results.append([outcome(system, {**base, **COMMON[name]}) for _ in range(3)])
+    assert results[0] == results[1]
+    assert len(planned) >= 2
+
+
+@pytest.mark.parametrize("options", [SAMPLING, dict(do_sample=True), SAMPLING | dict(repetition_penalty=1.1)])
+def test_sampling_draws_the_same_tokens(options, pair, planned):
+    fast = pair[1]
+    fast.speculation.engine.remembered._preparations.clear()
+    call = dict(input_ids=ONE, **BASE, **options)
+    assert outcome(fast, call) == outcome(fast, call) and len(planned) == 1
+    assert outcome(fast, call | dict(temperature=9.0))[0] != outcome(fast, call)[0]
+
+
+def test_prompts_of_any_width_share_a_preparation(pair, planned):
+    model, fast = pair
+    for ids in (ONE, LONGER, ONE[:, 1:]):
+        assert outcome(fast, dict(input_ids=ids, **BASE)) == outcome(model, dict(input_ids=ids, **BASE))
+    assert len(planned) >= 2
+
+
+def test_tokens_outside_the_vocabulary_are_refused(pair, planned):
+    fast = pair[1]
+    refusals = [outcome(fast, dict(input_ids=ids, **BASE)) for ids in (ONE, ONE + VOCAB, ONE - VOCAB)][1:]
+    for (error, message), *_ in refusals:
+        assert error is ValueError and "vocabulary" in message
+    assert len(planned) >= 2
+
+
+class Nothing(LogitsProcessor):
+    def __call__(self, ids, scores):
+        return scores
+
+
+UNCOMMON = {
+    "int32": dict(input_ids=ONE.int()),
+    "one row without batch": dict(input_ids=ONE[0]),
+    "no tokens": dict(input_ids=ONE[:, :0]),
+    "a list": dict(input_ids=ONE.tolist()),
+    "both inputs": dict(inputs=ONE, input_ids=ONE),
+    "padding": dict(input_ids=PADDED, attention_mask=PADDING),
+    "a mask with a zero": dict(input_ids=ONE, attention_mask=torch.cat([0 * ONE[:, :1], 0 * ONE[:, 1:] + 1], 1)),
+    "a mask of floats": dict(input_ids=ONE, attention_mask=torch.ones(ONE.shape)),
+    "a mask of another width": dict(input_ids=ONE, attention_mask=torch.ones(1, ONE.shape[1] - 1)),
+    "rows without a mask": dict(input_ids=TWO),
+    "padding in a row": dict(input_ids=torch.cat([torch.tensor([[PAD, PAD]]), ONE], 1)),
+    "positions": dict(input_ids=ONE, position_ids=torch.arange(ONE.shape[1])[None]),
+    "ends as a tensor": dict(input_ids=ONE, eos_token_id=torch.tensor([5, 6])),
+    "ends as an array": dict(input_ids=ONE, eos_token_id=np.array([5, 6])),
+    "ends below zero": dict(input_ids=ONE, eos_token_id=[5, -1]),
+    "two maxima": dict(input_ids=ONE, max_length=30),
+    "a maximum alone": dict(input_ids=ONE, max_new_tokens=None, max_length=30),
+    "no maximum": dict(input_ids=ONE, max_new_tokens=None),
+    "a fraction of a token": dict(input_ids=ONE, max_new_tokens=5.5),
+    "no new tokens": dict(input_ids=ONE, max_new_tokens=0),
+    "a minimum above the maximum": dict(input_ids=ONE, min_new_tokens=9),
+    "two minima": dict(input_ids=ONE, min_new_tokens=3, min_length=3),
+    "beams": dict(input_ids=ONE, num_beams=2),
+    "several answers": dict(input_ids=ONE, do_sample=True, top_k=1, num_return_sequences=2),
+    "outputs": dict(input_ids=ONE, return_dict_in_generate=True, output_scores=True),
+    "a processor": dict(input_ids=ONE, logits_processor=lambda: LogitsProcessorList([Nothing()])),
+    "a criterion": dict(input_ids=ONE, stopping_criteria=lambda: StoppingCriteriaList([MaxLengthCriteria(20)])),
+    "forbidden words": dict(input_ids=ONE, bad_words_ids=[[9]]),
+    "a typo": dict(input_ids=ONE, max_new_token=3),
+    "a temperature of zero": dict(input_ids=ONE, do_sample=True, temperature=0.0),
+    "a whole temperature": dict(input_ids=ONE, do_sample=True, temperature=2, top_k=1),
+    "a token forced at the end": dict(input_ids=ONE, forced_eos_token_id=0),
+}
+OTHERWISE = {
+    "one row without batch", "no tokens", "a mask of another width", "a fraction of a token", "several answers"
+}  # fmt: skip
+"""Here our message or random numbers are not transformers'; `test_drop_in` says which."""
+
+
+@pytest.mark.parametrize("name", UNCOMMON)
+def test_uncommon_calls_are_as_ever(name, pair, planned):
+    """Each comes behind a common call, and twice."""
+    results, call = [], {**BASE, **UNCOMMON[name]}
+    for system in pair:
+        forget_messages()
+        results.append([outcome(system, each) for each in (dict(input_ids=ONE, **BASE), call, call)])
+    if name not in OTHERWISE:
+        assert results[0] == results[1]
+    else:
+        assert results[1][1] == results[1][2]
+    assert len(planned) <= 1
+
+
+def config_of(system) -> GenerationConfig:
+    return system.generation_config
+
+
+CHANGES = {
+    "a temperature": lambda system, patch: patch.setattr(config_of(system), "temperature", 0.3),
+    "an end in a list": lambda system, patch: config_of(system).eos_token_id.append(9),
+    "another end": lambda system, patch: patch.setattr(config_of(system), "eos_token_id", list(range(VOCAB))),
+    "True for one": lambda system, patch: patch.setattr(config_of(system), "num_beams", True),
+    "a wrong value": lambda system, patch: patch.setattr(config_of(system), "early_stopping", "perhaps"),
+    "a maximum": lambda system, patch: patch.setattr(config_of(system), "max_length", 50),
+    "a minimum": lambda system, patch: patch.setattr(config_of(system), "min_length", 20),
+    "outputs": lambda system, patch: patch.setattr(config_of(system), "return_dict_in_generate", True),
+    "beams": lambda system, patch: patch.setattr(config_of(system), "num_beams", 2),
+    "an option of nobody": lambda system, patch: patch.setattr(config_of(system), "streamer", 1, raising=False),
+    "another config": lambda system, patch: patch.setattr(
+        system, "generation_config", GenerationConfig(suppress_tokens=[7], eos_token_id=8, pad_token_id=PAD)
+    ),
+    "a config of another class": lambda system, patch: patch.setattr(
+        system, "generation_config", type("Mine", (GenerationConfig,), {})(no_repeat_ngram_size=1)
+    ),
+    "an option in the model's config": lambda system, patch: patch.setattr(
+        system.config, "temperature", 0.3, raising=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_two_calls_is_seen(name, pair, planned, monkeypatch):
+    results = []
+    for system in pair:
+        forget_messages()
+        monkeypatch.setattr(system.generation_config, "eos_token_id", [5, 6])
+        monkeypatch.setattr(system.generation_config, "pad_token_id", PAD)
+        calls = [dict(input_ids=ONE, max_new_tokens=6)] * 2
+        results.append([outcome(system, call) for call in calls])
+        with monkeypatch.context() as patch:
+            CHANGES[name](system, patch)
+            results[-1] += [outcome(system, call) for call in calls]
+        monkeypatch.setattr(system.generation_config, "eos_token_id", [5, 6])
+        results[-1] += [outcome(system, call) for call in calls]
+    assert results[0] == results[1]
+
+
+METHODS = ("_prepare_generation_config", "_get_logits_processor", "_validate_model_kwargs", "generate")
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("owner", ["the object", "its class", "the mixin"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_replaced_method_is_called(owner, method, monkeypatch):
+    model = ADMITTED["llama"]()
+    fast = speculate(model, compile=False)
+    call, calls = dict(input_ids=ONE, **BASE), []
+    fast.generate(**call)
+    original = getattr(GenerationMixin, method)
+
+    def replaced(self, *args, **kwargs):
+        calls.append(method)
+        return original(self, *args, **kwargs)
+
+    if owner == "the object":
+        if method == "generate":
+            pytest.skip("set on the original, it is run in place of ours")
+        monkeypatch.setitem(vars(fast), method, types.MethodType(replaced, fast))
+    else:
+        monkeypatch.setattr(type(model) if owner == "its class" else GenerationMixin, method, replaced)
+    fast.generate(**call)
+    fast.generate(**call)
+    assert len(calls) == 2
+    monkeypatch.undo()
+    fast.generate(**call)
+    assert len(calls) == 2
+
+
+def test_training_mode_and_autocast_are_seen(pair, planned):
+    fast = pair[1]
+    call = dict(input_ids=ONE, **BASE)
+    outcome(fast, call)
+    fast.train()
+    assert outcome(fast, call)[0][0] is RuntimeError
+    fast.eval()
+    planned.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outcome(fast, call)
+    assert not planned
+    assert isinstance(outcome(fast, call)[0], list) and planned
+
+
+def test_a_call_inside_the_preparation_takes_no_part_in_it(pair, planned):
+    """A streamer gets the prompt while transformers prepares, and may generate."""
+    model, fast = pair
+
+    class Nested(Recorder):
+        def put(self, value):
+            super().put(value)
+            if len(self.calls) == 1:
+                self.inner = fast.generate(LONGER, max_new_tokens=9, eos_token_id=None, do_sample=False)
+
+    fast.speculation.engine.remembered._preparations.clear()
+    want = outcome(model, dict(input_ids=ONE, **BASE, streamer=Recorder()))
+    for _ in range(2):
+        streamer = Nested()
+        assert outcome(fast, dict(input_ids=ONE, **BASE, streamer=streamer)) == want
+        assert torch.equal(streamer.inner, model.generate(LONGER, max_new_tokens=9, eos_token_id=None))
+
+
+def test_preparations_are_forgotten(pair):
+    fast = pair[1]
+    for tokens in range(1, 40):
+        fast.generate(ONE, max_new_tokens=tokens % 2 + 1, eos_token_id=tokens, pad_token_id=PAD)
+    assert len(fast.speculation.engine.remembered._preparations) == 32

@@ -1,0 +1,736 @@
+"""Sampling: the random numbers, the draw and the test of drawn drafts by themselves; then what is sampled against its
+exact distribution, over trees of every fill, with processors, and with drafts that were themselves drawn."""
+
+import copy
+import functools
+import itertools
+import math
+
+import models
+import pytest
+import torch
+from distributions import FAILS, FITS, PLACES, fit, joint, p_value
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from spec_compile import speculate
+from spec_compile.drafting import Algorithm, Drafter, DraftPlan
+from spec_compile.runtime import accept
+from spec_compile.runtime.accept import host
+from spec_compile.runtime.accept.draw import DrawInRound
+from spec_compile.runtime.accept.host import HostAcceptor
+from spec_compile.runtime.accept.random_numbers import draw, probabilities, uniform
+from spec_compile.runtime.accept.rejection import accept_drawn
+from spec_compile.runtime.answer import Answer
+from spec_compile.runtime.request import Request
+from spec_compile.tree import Tree
+
+LAST = 1 - 2.0**-52
+"""The largest number that `uniform` gives."""
+
+
+# --- the random numbers
+
+
+def split_mix(seed, *counters):
+    """`uniform` in Python's own integers."""
+
+    def mix(bits):
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
+        return bits ^ bits >> 31
+
+    bits = mix((seed + 0x9E3779B97F4A7C15) % 2**64)
+    for counter in counters:
+        bits = mix((bits + (counter + 1) * 0x9E3779B97F4A7C15) % 2**64)
+    return (bits >> 12) / 2**52
+
+
+@pytest.mark.parametrize("stream", [0, 1, 2, 63])
+def test_uniform_is_split_mix(stream):
+    counters = list(itertools.product([0, 1, 2, 77, 2**31, 2**40], repeat=2))
+    sequence, position = torch.tensor(counters).unbind(dim=1)
+    for seed in (0, 1, 12345, 2**40 + 7, 2**63 - 2):
+        got = uniform(seed, sequence, position, stream)
+        assert got.dtype == torch.float64
+        assert got.tolist() == [split_mix(seed, *pair, stream) for pair in counters]
+
+
+MANY = torch.arange(100_000)
+EVEN, ZERO = 2 * MANY + 2, torch.zeros_like(MANY)
+
+
+@pytest.mark.parametrize("sequence, position", [(ZERO, MANY), (MANY, ZERO), (MANY % 317, MANY // 317)])
+def test_uniform_is_uniform(sequence, position):
+    numbers = uniform(3, sequence, position)
+    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.unique().numel() == len(MANY)
+    buckets = (numbers * 1000).long().bincount(minlength=1000)
+    assert p_value(buckets[None], torch.full((1, 1000), len(MANY) / 1000)) > FITS
+    ones = ((numbers * 2**52).long()[:, None] >> torch.arange(52) & 1).sum(dim=0)
+    assert p_value(torch.stack([ones, len(MANY) - ones], dim=1), torch.full((52, 2), len(MANY) / 2)) > FITS
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (3, ZERO + 1, EVEN),
+        (3, ZERO, EVEN + 1),
+        (4, ZERO, EVEN),
+        (3, EVEN, ZERO),
+        (3, ZERO, EVEN, 1),
+    ],
+    ids=["sequence", "position", "seed", "exchanged", "stream"],
+)
+def test_uniform_is_independent(other):
+    numbers = torch.stack([uniform(3, ZERO, EVEN), uniform(*other)])
+    assert numbers.unique().numel() == numbers.numel()
+    assert abs(torch.corrcoef(numbers)[0, 1]) < 4 / math.sqrt(len(EVEN))
+    pairs = ((numbers * 16).long() * torch.tensor([[16], [1]])).sum(dim=0).bincount(minlength=256)
+    assert p_value(pairs[None], torch.full((1, 256), len(EVEN) / 256)) > FITS
+
+
+# --- the draw
+
+weight = st.just(0.0) | st.floats(2.0**-100, 1.0)
+number = st.sampled_from([0.0, 2.0**-52, 0.5, LAST]) | st.integers(0, 2**52 - 1).map(lambda n: n * 2.0**-52)
+
+
+@given(st.lists(st.tuples(st.lists(weight, min_size=7, max_size=7).filter(any), number), min_size=1, max_size=9))
+def test_draw(rows):
+    def slow(weights, u):
+        sums = list(itertools.accumulate(weights))
+        return next(token for token, running in enumerate(sums) if running > u * sums[-1])
+
+    weights, u = (torch.tensor(part, dtype=torch.float64) for part in zip(*rows))
+    tokens = draw(weights, u)
+    assert tokens.tolist() == [slow(*row) for row in rows]
+    assert (weights.gather(1, tokens[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("size", [2, 1000, 150_000])
+def test_ends_of_a_draw(size):
+    """u at 0 and at its largest give the first and the last token that has a weight, in a vocabulary of any size."""
+    weights = torch.rand(50, size, dtype=torch.float64)
+    weights *= torch.rand(50, size) < torch.tensor([0.9, 0.02]).repeat(25)[:, None]
+    weights[weights.sum(dim=1) == 0, 0] = 1e-9
+    places = torch.where(weights > 0, torch.arange(size), -1)
+    assert torch.equal(draw(weights, torch.full((50,), LAST, dtype=torch.float64)), places.amax(dim=1))
+    first = places.where(places >= 0, size).amin(dim=1)
+    assert torch.equal(draw(weights, torch.zeros(50, dtype=torch.float64)), first)
+
+
+def test_probabilities():
+    scores = torch.randn(4, 9)
+    scores[1, 2:] = -torch.inf
+    got = probabilities(scores)
+    assert got.dtype == torch.float64 and (got[1, 2:] == 0).all()
+    torch.testing.assert_close(got, scores.double().exp() / scores.double().exp().sum(dim=1, keepdim=True))
+    for wrong in ([0.0, torch.nan, 1.0], [0.0, torch.inf, 1.0], [-torch.inf] * 3):
+        with pytest.raises(RuntimeError, match="cannot sample"):
+            probabilities(torch.tensor([[0.0, 1.0, 2.0], wrong]))
+
+
+# --- the test of drawn drafts
+
+TARGET = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
+CASES = {
+    "usual": (TARGET, [0.1, 0.5, 0.05, 0.05, 0.3]),
+    "equal": (TARGET, TARGET.tolist()),
+    "disjoint": ([0, 0.3, 0.7, 0, 0], [0.5, 0, 0, 0.3, 0.2]),
+    "zeros": ([0.5, 0, 0.2, 0.3, 0], [0.2, 0.2, 0, 0.5, 0.1]),
+    "one-hot target": ([0, 0, 1, 0, 0], [0.2, 0.2, 0.3, 0.1, 0.2]),
+    "one-hot draft": (TARGET, [0, 1, 0, 0, 0]),
+    "not normalised": (TARGET, [0.2, 1.0, 0.1, 0.1, 0.6]),
+}
+
+
+def rejection(target, draft, children, u, wrong=None):
+    """`accept_drawn`, if nothing is `wrong`."""
+    first, draft = target, draft / draft.sum()
+    for token, number in zip(children, u):
+        tested = first if wrong == "siblings meet the first target" else target
+        if wrong == "accepts always" or number * draft[token] < tested[token]:
+            return torch.tensor(token)
+        residual = target.clone() if wrong == "residual keeps the draft" else (target - draft).clamp(min=0)
+        residual[token] = 0
+        target = residual / residual.sum() if residual.sum() > 0 else target
+        if wrong != "draft keeps its token":
+            draft = draft.index_fill(0, torch.tensor(token), 0)
+            draft = draft / draft.sum().clamp(min=1e-300)
+    return draw(target[None], u[-1].reshape(1))[0]
+
+
+WRONG = ["accepts always", "residual keeps the draft", "siblings meet the first target", "draft keeps its token"]
+
+
+def outcomes(accept, target, draft, count):
+    """The exact distribution of what `accept` gives, over all drafts and all numbers.
+
+    It takes a child for numbers below some bound, and its last draw grows with its number: bisection finds the bounds.
+    """
+    total = torch.zeros_like(target)
+    for children in itertools.permutations(range(len(draft)), count):
+        chance, left = 1.0, float(draft.sum())
+        for child in children:
+            chance *= float(draft[child]) / left if draft[child] else 0
+            left -= float(draft[child])
+        for place in range(count + 1):
+            if chance <= 1e-12:
+                break
+
+            def outcome(u, children=children, place=place):
+                u = [LAST] * place + [u] + [LAST] * (count - place)
+                return int(accept(target, draft, list(children), torch.tensor(u, dtype=torch.float64).unbind()))
+
+            if place == count:
+                total += chance * _shares(outcome, len(target))
+            else:
+                share = _shares(lambda u, taken=children[place]: int(outcome(u) != taken), 2)[0]
+                total[children[place]] += chance * share
+                chance *= float(1 - share)
+    return total
+
+
+def _shares(step, values):
+    """How much of [0, 1) a function that grows from 0 on spends at each of its values."""
+    shares = torch.zeros(values, dtype=torch.float64)
+    parts = [(0.0, step(0.0), LAST, step(LAST))]
+    while parts:
+        low, under, high, over = parts.pop()
+        if under == over:
+            shares[under] += high - low
+        elif high - low > 1e-9:
+            middle = (low + high) / 2
+            at = step(middle)
+            parts += [(low, under, middle, at), (middle, at, high, over)]
+    return shares
+
+
+def _case(name, count):
+    target, draft = (torch.as_tensor(part, dtype=torch.float64) for part in CASES[name])
+    return target, draft, min(count, int((draft > 0).sum()))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_drawn_drafts_leave_the_target(name, count):
+    target, draft, count = _case(name, count)
+    got = outcomes(accept_drawn, target, draft, count)
+    torch.testing.assert_close(got, target, rtol=0, atol=1e-7)
+    assert (got[target == 0] == 0).all()
+
+
+def test_drawn_drafts_leave_any_target():
+    for _ in range(30):
+        weights = torch.rand(2, 5, dtype=torch.float64) ** torch.randint(1, 9, (2, 1)) * (torch.rand(2, 5) < 0.7)
+        weights.scatter_(1, torch.randint(5, (2, 1)), 0.2)
+        target, draft = weights / weights.sum(dim=1, keepdim=True)
+        got = outcomes(accept_drawn, target, draft, min(3, int((draft > 0).sum())))
+        torch.testing.assert_close(got, target, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_tests_of_drawn_drafts_are_found(wrong):
+    target, draft, count = _case("usual", 2)
+    right, got = (outcomes(functools.partial(rejection, wrong=how), target, draft, count) for how in (None, wrong))
+    assert p_value(50_000 * right[None], 50_000 * target[None]) > FITS
+    assert p_value(50_000 * got[None], 50_000 * target[None]) < FAILS
+
+
+def test_drawn_drafts_by_drawing():
+    """10,000 drafts and numbers, as they come."""
+    target, draft, count = _case("usual", 3)
+    children = torch.multinomial(draft.expand(10_000, -1), count).tolist()
+    tokens = [accept_drawn(target, draft, own, u.unbind()) for own, u in zip(children, torch.rand(10_000, count + 1))]
+    assert p_value(torch.stack(tokens).bincount(minlength=5)[None], 10_000 * target[None]) > FITS
+
+
+# --- trees
+
+FULL = [-1, 0, 0, 0, 1, 1, 2, 4]
+CHAIN = [-1, 0, 1, 2]
+COMPLETE = [-1, *[0] * 5, *(1 + node // 5 for node in range(25))]
+"""All texts of two tokens, where there are five."""
+
+
+def grow(parents, roots, q, after):
+    """Trees [B, N] whose siblings are drawn without replacement from q [states, V] at the state of their parent.
+
+    roots [B]: states of the roots; after(state, token): of a child. -> tokens, states.
+    """
+    tokens, states = torch.zeros(2, len(roots), len(parents), dtype=torch.int64)
+    states[:, 0] = roots
+    for parent in range(len(parents)):
+        children = [node for node, above in enumerate(parents) if above == parent]
+        if children:
+            tokens[:, children] = torch.multinomial(q[states[:, parent]], len(children))
+            states[:, children] = after(states[:, parent, None], tokens[:, children])
+    return tokens, states
+
+
+# --- the walk, over a table of logits
+
+SMALL = 5
+CONTEXTS = 1 + SMALL + SMALL**2
+"""Texts of up to two tokens: that of number c, and a token t, is number SMALL c + 1 + t."""
+PROMPT = torch.tensor([[1, 3]])
+
+
+def _table(seed, spread):
+    return torch.randn(CONTEXTS, SMALL, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+TABLE = _table(0, 1.0)
+Q = _table(1, 1.0).add(TABLE / 2).softmax(dim=-1)
+Q[::3, 1] = Q[1::4, 4] = 0
+Q[2] = TABLE[2].softmax(dim=-1)
+LIKELY = (2 * TABLE).softmax(dim=-1)
+
+
+class Halved(LogitsProcessor):
+    """One that the walk does not know: the token before last becomes less likely."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter_add(1, input_ids[:, -2:-1], torch.full((len(scores), 1), -math.log(2)))
+
+
+def walked(parents=FULL, fill=(8, 8), processors=(), q=None, rows=10_000, walk=HostAcceptor):
+    """PLACES tokens [1, R, PLACES] of every row, and how many were gained at a time.
+
+    Down trees with so many real nodes (from, to) of likely tokens, or whose tokens were drawn from `q`.
+    """
+    answer = Answer(PROMPT.repeat(rows, 1), PROMPT.shape[1] + PLACES, [], 0)
+    go = walk(answer, LogitsProcessorList(processors), seed=11)
+    reached = set()
+    while not answer.done:
+        own, roots = torch.tensor([len(tokens) for tokens in answer.rows]), torch.zeros(rows, dtype=torch.int64)
+        for place, token in enumerate(answer.ids[:, PROMPT.shape[1] :].unbind(dim=1)):
+            roots = torch.where(place < own, _after(roots, token), roots)
+        tokens, states = grow(parents, roots, LIKELY if q is None else q, _after)
+        real = torch.arange(len(parents)) < torch.randint(fill[0], fill[1] + 1, (rows, 1))
+        tokens = tokens.where(real, SMALL - 1 - tokens)
+        tree = Tree(tokens, torch.tensor(parents).repeat(rows, 1), real, None if q is None else q[states])
+        logits = TABLE[states]
+        accepted = go(tree, logits.where(real[:, :, None], logits.flip(-1)))
+        reached.update(accepted.count[own < PLACES].tolist())
+    return answer.sequences()[None, :, PROMPT.shape[1] :], reached
+
+
+def _after(context, token):
+    return (context * SMALL + 1 + token).clamp(max=CONTEXTS - 1)
+
+
+def walk_fits(samples, processors=()):
+    def conditional(texts):
+        contexts = functools.reduce(_after, texts.unbind(dim=1), torch.zeros(len(texts), dtype=torch.int64))
+        prefixes = torch.cat([PROMPT.repeat(len(texts), 1), texts], dim=1)
+        return LogitsProcessorList(processors)(prefixes, TABLE[contexts]).double().softmax(dim=-1)
+
+    return fit(samples, joint(conditional, SMALL)[None], SMALL)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    "parents, fill, processors, gains",
+    [
+        (FULL, (8, 8), [TemperatureLogitsWarper(0.7)], {1, 2, 3}),
+        (FULL, (4, 4), [TopPLogitsWarper(0.8)], {1, 2}),
+        (FULL, (1, 8), [RepetitionPenaltyLogitsProcessor(1.8), TopKLogitsWarper(3)], {1, 2, 3}),
+        ([-1], (1, 1), [], {1}),
+        (CHAIN, (4, 4), [MinPLogitsWarper(0.2)], {1, 2, 3}),
+        (COMPLETE, (31, 31), [Halved()], {3}),
+        (FULL, (4, 4), [], {1, 2}),
+    ],
+    ids=[
+        "temperature, full",
+        "top-p, half full",
+        "penalty and top-k, ragged",
+        "one node",
+        "min-p, chain",
+        "abreast",
+        "as the wrong ones",
+    ],
+)
+def test_walk(parents, fill, processors, gains):
+    samples, gained = walked(parents, fill, processors)
+    assert gained == gains
+    assert walk_fits(samples, processors) > FITS
+
+
+class Partial(HostAcceptor):
+    """Wrong: tokens that were drafted are a little more likely."""
+
+    def _choose(self, tree, rows, node, places, scores):
+        drafted = (tree.parents[rows] == node[:, None]) & tree.real[rows]
+        return super()._choose(tree, rows, node, places, scores.scatter_add(1, tree.tokens[rows], drafted * 0.3))
+
+
+class Careless(HostAcceptor):
+    """Wrong: goes on to nodes that are not in use."""
+
+    def __call__(self, tree, logits):
+        tree.real[:] = True
+        return super().__call__(tree, logits)
+
+
+class Monotonous(HostAcceptor):
+    """Wrong: draws with the same number at every place."""
+
+    def _choose(self, tree, rows, node, places, scores):
+        return super()._choose(tree, rows, node, torch.zeros_like(places), scores)
+
+
+@pytest.mark.parametrize("wrong", [Partial, Careless, Monotonous])
+def test_wrong_walks_are_found(wrong):
+    assert walk_fits(walked(fill=(4, 4), walk=wrong)[0]) < FAILS
+
+
+def test_walk_with_drawn_drafts():
+    processors = [TopKLogitsWarper(4)]
+    samples, gained = walked(fill=(1, 8), processors=processors, q=Q, rows=5_000)
+    assert gained == {1, 2, 3}
+    assert walk_fits(samples, processors) > FITS
+
+
+@pytest.mark.parametrize("wrong", ["accepts always", "siblings meet the first target", "siblings share a number"])
+def test_wrong_walks_with_drawn_drafts_are_found(wrong, monkeypatch):
+    if wrong in WRONG:
+        monkeypatch.setattr(host, "accept_drawn", functools.partial(rejection, wrong=wrong))
+    else:
+        monkeypatch.setattr(host, "accept_drawn", lambda p, q, children, u: accept_drawn(p, q, children, [u[0]] * 9))
+    assert walk_fits(walked(q=Q, rows=2_000)[0]) < FAILS
+
+
+# --- generate()
+
+VOCAB, PAD = 32, 0
+SIZES = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+PROMPTS = [[5, 9, 5, 30, 11], [7, 8, 21], [12]]
+
+
+@functools.cache
+def tiny():
+    sizes = dict(SIZES, vocab_size=VOCAB, max_position_embeddings=64)
+    return models.build("LlamaConfig", "LlamaForCausalLM", sizes, dict(head=0.6))
+
+
+@functools.cache
+def speculative(**options):
+    """Its trie holds texts of the model's own."""
+    fast = speculate(tiny(), compile=False, max_cache_len=32, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        firsts = torch.arange(3, VOCAB)[:, None].repeat(20, 1)
+        fast.speculation.ngram.add(list(generated(tiny(), new=24, input_ids=firsts, attention_mask=firsts > 0)))
+    return fast
+
+
+@functools.cache
+def padded(*numbers):
+    """Some of the prompts, padded on the left."""
+    prompts = [PROMPTS[number] for number in numbers]
+    width = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
+    return dict(input_ids=ids, attention_mask=(ids != PAD).long())
+
+
+BOTH = padded(0, 1)
+
+
+def generated(model, new=PLACES, **options):
+    """New tokens after both prompts, or others."""
+    options = dict(BOTH, do_sample=True, top_k=0, max_new_tokens=new, eos_token_id=None, pad_token_id=PAD) | options
+    return model.generate(**options)[:, options["input_ids"].shape[1] :]
+
+
+def samples(fast, rows, **options):
+    """[2, rows, PLACES] after both prompts, a thousand rows at a time."""
+    parts = [generated(fast, num_return_sequences=1000, **options).view(2, 1000, PLACES) for _ in range(rows // 1000)]
+    return torch.cat(parts, dim=1)
+
+
+def generate_fits(drawn, eos_token_id=(), **options):
+    """Against the chance of every text after either prompt, from the model and transformers alone."""
+
+    def conditional(prompt, mask, texts):
+        out = tiny().generate(
+            torch.cat([prompt.repeat(len(texts), 1), texts], dim=1),
+            attention_mask=torch.cat([mask.repeat(len(texts), 1), torch.ones_like(texts)], dim=1),
+            **dict(do_sample=True, top_k=0, eos_token_id=None, pad_token_id=PAD) | options,
+            max_new_tokens=1, output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        ended = torch.isin(texts, torch.tensor(eos_token_id)).any(dim=1, keepdim=True)
+        return torch.where(ended, torch.arange(VOCAB) == PAD, out.scores[0].double().softmax(dim=-1))
+
+    chances = [joint(functools.partial(conditional, *row), VOCAB) for row in zip(*BOTH.values())]
+    return fit(drawn, torch.stack(chances), VOCAB)
+
+
+@pytest.fixture
+def fills(monkeypatch):
+    """The numbers of real nodes of all trees that are walked down from now on."""
+    numbers = []
+
+    class Watched(HostAcceptor):
+        def __call__(self, tree, logits):
+            going = [row for row in range(self.answer.batch) if self.answer.needs(row) and not self.answer.full(row)]
+            numbers.extend(tree.real[going].sum(dim=1).tolist())
+            return super().__call__(tree, logits)
+
+    monkeypatch.setattr(accept, "HostAcceptor", Watched)
+    return numbers
+
+
+TREES = {
+    8: dict(num_draft_tokens=8, adaptive=False, min_bfs_breadth=3, max_bfs_breadth=3, match_type="PROB"),
+    5: dict(num_draft_tokens=8, adaptive=False, min_bfs_breadth=4, max_match_window_size=1, branch_length=2),
+    1: dict(num_draft_tokens=1),
+}
+"""The number of real nodes of every tree, and how to get it."""
+
+
+@pytest.mark.sweep("nodes8-repetition_penalty nodes5-min_p")
+@pytest.mark.parametrize(
+    "nodes, options",
+    [
+        (8, dict()),
+        (8, dict(top_k=4, temperature=1.4)),
+        (8, dict(top_p=0.8)),
+        (8, dict(repetition_penalty=1.5)),
+        (8, dict(eos_token_id=[16, 28])),
+        (5, dict(min_p=0.05)),
+        (1, dict(top_p=0.9, repetition_penalty=0.8)),
+    ],
+    ids=lambda value: "+".join(value) or "plain" if isinstance(value, dict) else f"nodes{value}",
+)
+def test_generate(nodes, options, fills):
+    fast = speculative(**TREES[nodes])
+    stats = fast.speculation.stats
+    stats.reset()
+    drawn = samples(fast, 3000, **options)
+    assert set(fills) == {nodes} and set(stats.nodes) == {1 if nodes == 1 else 8}
+    assert stats.offered[:1] == [stats.steps] * (nodes > 1)
+    assert all(0.2 < share < 0.8 for share in stats.acceptance_by_depth[:1])
+    assert generate_fits(drawn, **options) > FITS
+
+
+def test_wrong_answers_of_generate_are_found(monkeypatch):
+    monkeypatch.setattr(accept, "HostAcceptor", Partial)
+    assert generate_fits(samples(speculative(**TREES[8]), 3000)) < FAILS
+
+
+class DrawsFromTable(Algorithm):
+    plan = DraftPlan(8, draws=True, sizes="tree")
+
+    def __init__(self, q):
+        self.q = q
+
+    def drafter(self, batch, slots):
+        return Drawn(self.q, batch)
+
+
+class Drawn(Drafter):
+    """Draws trees from a table of the token before, and tells."""
+
+    def __init__(self, q, batch):
+        super().__init__()
+        self.register_buffer("q", q.expand(batch, -1, -1), persistent=False)
+
+    def propose(self, state, max_kv_len):
+        q = self.q[0]
+        last = state.tokens.gather(1, state.lengths[:, None])[:, 0]
+        tokens, states = grow(FULL, last, q, lambda state, token: token)
+        count = torch.randint(1, len(FULL) + 1, last.shape)
+        tokens = tokens.where(torch.arange(len(FULL)) < count[:, None], VOCAB - 1 - tokens)
+        tokens[:, 0] = last
+        state.propose(tokens, torch.tensor(FULL).expand_as(tokens), count, torch.ones_like(count), q[states])
+
+
+def test_generate_with_drawn_drafts(fills):
+    """Of distributions that are near the model's own, with zeros; trees of 1 to 8 nodes."""
+    fast = speculate(tiny(), compile=False, max_cache_len=32, num_draft_tokens=8, adaptive=False)
+    texts = torch.cat([torch.tensor(PROMPTS[:1])[:, :-1].repeat(VOCAB, 1), torch.arange(VOCAB)[:, None]], dim=1)
+    q = (tiny()(texts).logits[:, -1].detach() + 0.5 * torch.randn(VOCAB, VOCAB)).softmax(dim=-1)
+    q = q.where(q >= q.topk(6).values[:, -1:], 0)
+    fast.speculation.engine.runtime.algorithm = DrawsFromTable(q)
+    drawn = samples(fast, 3000, top_p=0.95)
+    assert set(fills) == set(range(1, 9))
+    assert all(0.1 < share < 0.9 for share in fast.speculation.stats.acceptance_by_depth[:2])
+    assert generate_fits(drawn, top_p=0.95) > FITS
+
+
+@functools.cache
+def noisy():
+    """A draft model: the model with other weights, a bit."""
+    draft, generator = copy.deepcopy(tiny()), torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += 0.15 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+@functools.cache
+def drafted(**options):
+    return speculate(tiny(), "draft_model", draft=noisy(), compile=False, max_cache_len=32, **options)
+
+
+DRAFTS = {
+    "drawn": dict(num_steps=3, draft_sample_method="probabilistic"),
+    "chain": dict(num_steps=3),
+    "tree": dict(num_steps=2, topk=3, num_draft_tokens=8),
+    "union": dict(num_steps=2, topk=3, num_draft_tokens=8, ngram=True),
+}
+PLAIN, HOT, PENALTY = dict(), dict(temperature=1.4, top_k=9), dict(repetition_penalty=1.5)
+
+
+@pytest.mark.sweep(["drawn-{}"])
+@pytest.mark.parametrize(
+    "draft, options",
+    [
+        *itertools.product(["drawn", "chain", "tree"], [PLAIN, HOT, PENALTY]),
+        ("union", PLAIN),
+    ],
+    ids=str,
+)
+def test_generate_with_a_draft_model(draft, options):
+    draft = DRAFTS[draft]
+    stats = drafted(**draft).speculation.stats
+    stats.reset()
+    drawn = samples(drafted(**draft), 3000, **options)
+    assert 0.1 < stats.acceptance_by_depth[0] < 0.95
+    assert generate_fits(drawn, **options) > FITS
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap(temperature):
+    """Leviathan et al. 2023, section 3.2: the chance is the sum of the lesser probabilities."""
+    fast = drafted(num_steps=1, draft_sample_method="probabilistic")
+    p, q = ((m(**padded(0)).logits[0, -1] / temperature).double().softmax(dim=-1) for m in (tiny(), noisy()))
+    chance, rows = torch.minimum(p, q).sum().item(), 4000
+    fast.speculation.stats.reset()
+    generated(fast, 2, temperature=temperature, num_return_sequences=rows, **padded(0))
+    accepted = sum(gained == 2 for gained in fast.speculation.stats.trace[0])
+    assert abs(accepted - rows * chance) < 4 * math.sqrt(rows * chance * (1 - chance))
+
+
+# --- what the answer depends on
+
+
+def answer(seed=None, fast=None, **options):
+    """Twenty tokens a row, with a seed or as the random state has it."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    return generated(fast or speculative(**TREES[8]), new=20, temperature=1.2, **options)
+
+
+def test_the_seed_decides():
+    first, second = answer(1), answer()
+    assert not torch.equal(first, second)
+    assert torch.equal(answer(1), first) and torch.equal(answer(), second)
+    assert not torch.equal(answer(2), first)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(top_k=9, repetition_penalty=1.2)], ids=["plain", "processors"])
+def test_drafts_do_not_change_the_answer(options):
+    first = answer(1, speculative(num_draft_tokens=1), num_return_sequences=3, **options)
+    for nodes in (4, 16):
+        for adaptive in (True, False):
+            fast = speculative(num_draft_tokens=nodes, adaptive=adaptive)
+            fast.speculation.stats.reset()
+            assert torch.equal(answer(1, fast, num_return_sequences=3, **options), first), (nodes, adaptive)
+            assert fast.speculation.stats.accept_length > 1
+
+
+def test_every_row_has_numbers_of_its_own():
+    rows = answer(1, num_return_sequences=6, **padded(0))
+    assert len(rows.unique(dim=0)) == 6
+    assert torch.equal(answer(1, **padded(0)), rows[:1])
+
+
+class Silent(LogitsProcessor):
+    """Changes nothing and remembers what it was given."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def __call__(self, input_ids, scores):
+        self.shapes.append(tuple(input_ids.shape))
+        return scores
+
+
+def test_a_processor_that_must_see_every_step():
+    """All rows go abreast, and the answer is the same."""
+    silent, fast = Silent(), speculative(**TREES[8])
+    expected = answer(1, **padded(0, 1, 2))
+    fast.speculation.stats.reset()
+    assert torch.equal(answer(1, **padded(0, 1, 2), logits_processor=LogitsProcessorList([silent])), expected)
+    assert silent.shapes == [(3, width) for width in range(5, 25)]
+    assert fast.speculation.stats.rounds < 20
+
+
+# --- the sampler, that draws at all nodes at once
+
+
+def ran(processors, sampler, eos=(), least=0):
+    """Twenty tokens after each of three prompts, from the rounds themselves: drawn in them, or by the walk."""
+    inputs = padded(0, 1, 2)["input_ids"]
+    request = Request(PROMPTS, [len(p) + least for p in PROMPTS], [len(p) + 20 for p in PROMPTS], list(eos), seed=9)
+    if sampler:
+        request.acceptor = DrawInRound(processors)
+    else:
+        answer = Answer(inputs, inputs.shape[1] + 20, list(eos), PAD)
+        request.acceptor = HostAcceptor(answer, LogitsProcessorList(processors), seed=9)
+    rows = [[] for _ in PROMPTS]
+    for gained in speculative(**TREES[8]).speculation.engine.answer(request):
+        for row, tokens in zip(rows, gained):
+            row += tokens
+    return rows
+
+
+@pytest.mark.parametrize(
+    "processors, ends",
+    [
+        ([TemperatureLogitsWarper(1.2), TopKLogitsWarper(9)], dict()),
+        ([TopPLogitsWarper(0.9)], dict()),
+        ([MinNewTokensLengthLogitsProcessor(5, 6, [15, 16, 28], device="cpu")], dict(eos=[15, 16, 28], least=6)),
+    ],
+    ids=["top-k", "top-p", "minimum"],
+)
+def test_the_sampler_draws_as_the_walk(processors, ends):
+    rows = ran(processors, sampler=False, **ends)
+    assert ran(processors, sampler=True, **ends) == rows
+    assert all(6 < len(row) < 20 for row in rows) if ends else [len(row) for row in rows] == [20] * 3
+    assert speculative(**TREES[8]).speculation.stats.accept_length > 1
+
+
+def test_the_sampler_finds_nothing_to_draw():
+    with pytest.raises(RuntimeError, match="cannot sample"):
+        ran([SuppressTokensLogitsProcessor(range(VOCAB))], sampler=True)
+
+
+# --- edges
+
+
+@pytest.mark.parametrize("options", [dict(temperature=1e-3), dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)], ids=str)
+def test_one_likely_token_is_the_greedy_one(options):
+    greedy = generated(tiny(), new=20, do_sample=False)
+    assert torch.equal(generated(speculative(**TREES[8]), new=20, **options), greedy)
+
+
+def test_tokens_that_are_excluded():
+    fast, every = speculative(**TREES[8]), list(range(VOCAB))
+    assert (generated(fast, new=20, suppress_tokens=every[:7] + every[8:]) == 7).all()
+    with pytest.raises(RuntimeError, match="cannot sample"):
+        generated(fast, suppress_tokens=every)
+    assert torch.equal(answer(1), answer(1, speculative(num_draft_tokens=1)))

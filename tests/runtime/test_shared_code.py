@@ -1,0 +1,302 @@
+"""Compiled code is shared between batch sizes, caches and wrappings of a model; a deleted wrapper is freed."""
+
+import copy
+import functools
+import gc
+import weakref
+from pathlib import Path
+
+import draft_rounds as rounds
+import models
+import psutil
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
+
+from spec_compile import speculate
+from spec_compile.runtime.steps import code
+from spec_compile.runtime.steps.build import Step
+from spec_compile.runtime.steps.compile import PartCompiler
+from spec_compile.runtime.steps.example import example_sizes, form_of, rows_vary, static_sizes
+
+OPTIONS = dict(num_draft_tokens=4, adaptive=False, max_cache_len=128, check=False)
+NEW = 20
+CODER = Path(__file__).parents[2] / "examples/tiny_coder"
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def prompts(rows):
+    """[rows, 30] and its mask: row r begins with r tokens of padding."""
+    ids = torch.randint(3, models.VOCAB, (rows, 30), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, :row] = 0
+    return ids * mask, mask
+
+
+def answer(model, rows, new=NEW, **options):
+    ids, mask = prompts(rows)
+    options = dict(do_sample=False, eos_token_id=None, pad_token_id=0) | options
+    return model.generate(ids, attention_mask=mask, max_new_tokens=new, **options)
+
+
+@functools.cache
+def plain(name, rows, new=NEW):
+    return answer(target(name), rows, new)
+
+
+@functools.cache
+def target(name):
+    return models.ADMITTED[name]() if name in models.ADMITTED else models.HYBRIDS[name]()
+
+
+def test_one_code_for_all_rows_slots_and_wrappings():
+    fast = speculate(target("llama"), **OPTIONS)
+    compiled = {}
+
+    def ask(name, one, rows, new=NEW, **options):
+        before = graphs()
+        got = answer(one, rows, new, **options)
+        compiled[name] = graphs() - before
+        assert options or torch.equal(got, plain("llama", rows, new)), name
+
+    ask("one row", fast, 1)
+    ask("two rows", fast, 2)
+    for rows in (3, 4, 7):
+        ask(f"{rows} rows", fast, rows)
+    ask("one row, a longer text", fast, 1, 120)
+    ask("rows, longer texts", fast, 3, 120)
+    assert fast.speculation.engine.sessions[0, 1].capacity > 128
+    torch.manual_seed(0)
+    ask("rows, sampled", fast, 2, do_sample=True)
+    ask("other rows, sampled", fast, 5, do_sample=True)
+    assert compiled.pop("one row") and compiled.pop("two rows")
+    assert compiled.pop("rows, sampled") == 1, "only the second half of the round is another"
+    again = speculate(target("llama"), **OPTIONS | dict(max_cache_len=200))
+    for rows in (1, 2, 6):
+        ask(f"again, {rows} rows", again, rows)
+    ask("again, sampled", again, 4, do_sample=True)
+    gone = weakref.ref(fast), weakref.ref(fast.speculation), weakref.ref(fast.speculation.engine.runtime)
+    del fast
+    gc.collect()
+    assert [each() for each in gone] == [None, None, None]
+    ask("after the first is deleted", again, 4)
+    scheduler = again.init_continuous_batching(continuous_batching_config=slots()).scheduler
+    before = graphs()
+    scheduler.decoder.lanes.session(2).steps.get(Step.ROUND, 4)
+    scheduler.prompts.lanes.session(1).steps.build_prefill()
+    compiled["requests"] = graphs() - before
+    scheduler.clear(RuntimeError())
+    assert set(compiled.values()) == {0}, compiled
+
+
+def slots():
+    from batch_requests import config
+
+    return config(max_requests_per_batch=8)
+
+
+def code_of(model, algo="ngram", **options):
+    return speculate(model, algo, **OPTIONS | options).speculation.engine.runtime.code
+
+
+def test_code_is_shared_between_equals_alone(monkeypatch):
+    model = models.ADMITTED["llama"]()
+    first = code_of(model)
+    assert code_of(model, max_cache_len=300) is first
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    assert code_of(model) is first, "code does not depend on the values of weights"
+    assert code_of(model, num_draft_tokens=5) is not first
+    assert code_of(copy.deepcopy(model)) is not first
+    model.model.norm.variance_epsilon *= 2
+    changed = code_of(model)
+    assert changed is not first, "another constant in the graph"
+    assert code_of(model, compile=False) is not changed
+    monkeypatch.setattr(code, "KEPT", 1)
+    assert code_of(model) is changed and code_of(model, num_draft_tokens=5) is not changed
+    assert code_of(model) is not changed, "only so many are kept"
+
+
+def test_code_is_shared_between_drafts_that_compute_the_same():
+    model, head = rounds.target("llama"), rounds.head("eagle3", "llama")
+
+    def code_of(**options):
+        return speculate(model, "eagle3", check=False, **options).speculation.engine.runtime.code
+
+    first = code_of(draft=head)
+    assert code_of(draft=head) is first
+    other = copy.deepcopy(head)
+    other.embedding, other.head_weight = head.embedding, head.head_weight
+    assert code_of(draft=head, num_steps=2) is not first
+    assert code_of(draft=head) is first
+
+    class Redefined(type(head)):
+        """As a notebook's cell defines a head again."""
+
+    other.__class__ = Redefined
+    assert code_of(draft=other) is not first
+
+
+def test_recurrences_and_single_rows_have_code_of_their_own():
+    runtime = speculate(models.HYBRIDS["qwen3_next"](), **OPTIONS).speculation.engine.runtime
+    assert not rows_vary(runtime)
+    assert {form_of(runtime, rows, 256).rows for rows in (1, 2, 3)} == {1, 2, 3}
+    runtime = speculate(target("llama"), **OPTIONS).speculation.engine.runtime
+    forms = [form_of(runtime, rows, slots) for rows, slots in ((1, 256), (1, 512), (2, 256), (30, 1024))]
+    assert forms == [(1, 0), (1, 0), (0, 0), (0, 0)]
+    for form in forms:
+        sizes = example_sizes(runtime, form)
+        assert not any(size % prime == 0 for size in sizes.static for prime in sizes.varying)
+        assert sizes.rows == 1 or sizes.rows in sizes.varying
+
+
+@pytest.mark.parametrize("steps", [4, 6, 10])
+def test_sizes_of_trees_do_not_vary(steps):
+    """Nodes of a head's chain under a union are in no buffer, and in no size of a round."""
+    draft = rounds.head("eagle3", "llama")
+    runtime = speculate(
+        rounds.target("llama"), "eagle3", draft=draft, num_steps=steps, ngram=True, num_draft_tokens=16, check=False
+    ).speculation.engine.runtime
+    assert steps + 1 in static_sizes(runtime)
+    for form in ((0, 0), (1, 0)):
+        assert all((steps + 1) % prime for prime in example_sizes(runtime, form).varying)
+
+
+def test_a_part_is_not_compiled_for_the_sizes_of_a_session():
+    compiler = PartCompiler(torch.device("cpu"), "test", (37,), 37, 1, exact=False)
+    double = compiler(lambda x: x * 2, "double")
+    compiler.is_open = False
+    with pytest.raises(AssertionError, match="sizes of a session"):
+        double(torch.ones(3))
+
+
+def growth(cycles, work):
+    """Bytes by which the process grows in each of some cycles, but for the first ones."""
+    process, sizes = psutil.Process(), []
+    for _ in range(cycles):
+        work()
+        gc.collect()
+        sizes.append(process.memory_info().rss)
+    return (sizes[-1] - sizes[2]) / (cycles - 3)
+
+
+def wrap_and_delete(model):
+    fast = speculate(model, **OPTIONS)
+    answer(fast, 1)
+    gone = weakref.ref(fast), weakref.ref(fast.speculation.engine.sessions[0, 1])
+    del fast
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+def test_a_notebook_that_wraps_a_model_again_and_again_stays_as_it_is():
+    model = models.ADMITTED["llama"]()
+    assert growth(10, lambda: wrap_and_delete(model)) < 1e6
+
+
+@pytest.mark.slow
+def test_compiled_code_is_freed_with_its_model():
+    assert growth(8, lambda: wrap_and_delete(models.ADMITTED["llama"]())) < 2.5e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "naive_eagle", "mtp", "draft_model"])
+def test_answers_of_drafts(algorithm):
+    target = rounds.target("llama")
+    options = rounds.SCHEDULES["chain"] | dict(draft=rounds.draft_of(algorithm, "llama"), max_cache_len=128)
+    check_answers(target, algorithm, options, rounds.prompts, rounds.generated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ngram", "eagle3", "mtp", "dflash"])
+def test_answers_of_the_demo_model(kind):
+    model = AutoModelForCausalLM.from_pretrained(CODER, dtype=torch.float32).eval()
+    options = {} if kind == "ngram" else dict(draft=str(CODER / "heads" / kind))
+
+    def prompts(rows):
+        return torch.randint(5, 1000, (rows, 24), generator=torch.Generator().manual_seed(rows))
+
+    check_answers(model, kind, options, prompts, rounds.generated)
+
+
+def check_answers(model, algorithm, options, prompts, generated):
+    """Of every number of rows, after growth, and of a second wrapping, which compiles nothing."""
+    fast = speculate(model, algorithm, **options)
+    for one in (fast, speculate(model, algorithm, **options)):
+        before = graphs()
+        for rows in (1, 2, 3, 5):
+            ids = prompts(rows)
+            for new in (20, 130) if rows in (1, 3) else (20,):
+                assert torch.equal(generated(one, ids, new), generated(model, ids, new)), (rows, new)
+        torch.manual_seed(0)
+        generated(one, prompts(3), do_sample=True)
+    assert graphs() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2"])
+def test_answers_of_recurrences(name):
+    fast = speculate(target(name), **OPTIONS)
+    for rows in (1, 2, 3):
+        ids = rounds.prompts(rows)
+        assert torch.equal(rounds.generated(fast, ids), rounds.generated(target(name), ids))
+    before = graphs()
+    again = speculate(target(name), **OPTIONS)
+    ids = rounds.prompts(2)
+    assert torch.equal(rounds.generated(again, ids, 130), rounds.generated(target(name), ids, 130))
+    assert graphs() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batches_and_wrappings_share_code_on_a_gpu(dtype):
+    """Captured for each number of rows, compiled once; in float32 the model's own tokens."""
+    model = models.ADMITTED["llama"]().to("cuda", dtype)
+
+    def ask(one, rows, new=NEW, **options):
+        ids, mask = (part.cuda() for part in prompts(rows))
+        options = dict(do_sample=False, eos_token_id=None, pad_token_id=0) | options
+        return one.generate(ids, attention_mask=mask, max_new_tokens=new, **options)
+
+    fast = speculate(model, **OPTIONS)
+    want = {rows: ask(fast, rows) for rows in (1, 2)}
+    before = graphs()
+    want |= {rows: ask(fast, rows) for rows in (3, 4, 7)}
+    longer = ask(fast, 3, 200)
+    assert graphs() == before
+    again = speculate(model, **OPTIONS | dict(max_cache_len=512))
+    assert all(torch.equal(ask(again, rows), tokens) for rows, tokens in want.items())
+    assert torch.equal(ask(again, 3, 200), longer)
+    assert graphs() == before
+    if dtype == torch.float32:
+        assert all(torch.equal(ask(model, rows), tokens) for rows, tokens in want.items())
+
+
+@pytest.mark.gpu
+def test_a_deleted_wrapper_frees_the_gpu():
+    model = models.ADMITTED["llama"]().cuda()
+
+    def work():
+        fast = speculate(model, **OPTIONS)
+        fast.generate(prompts(2)[0].cuda(), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    work()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        work()
+        gc.collect()
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_parts_alike_share_code_and_others_do_not():
+    """The number of a region says nothing of what it computes."""
+    compiler = PartCompiler(torch.device("cpu"), "test", (37,), 37, 1, exact=False)
+    first = compiler(lambda x: x * 2, "region_0", "x * 2")
+    second = compiler(lambda x: x * 3, "region_0", "x * 3")
+    assert compiler(lambda x: x * 2, "region_0", "x * 2") is first and second is not first

@@ -1,0 +1,193 @@
+"""Requests to a manager over the demo model, and the answers that `generate()` gives to them one at a time."""
+
+import functools
+import random
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, StoppingCriteria
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from spec_compile.batching.job import seed_of
+from spec_compile.runtime.accept.random_numbers import uniform
+
+MODEL = Path(__file__).parents[2] / "examples" / "tiny_coder"
+TEXT = '''"""Readings of a sensor: their mean and spread, and those that are far from the others."""
+
+import math
+
+
+class Readings:
+    """Values in the order in which they came; at most `limit` of them are kept."""
+
+    def __init__(self, limit=100):
+        self.limit = limit
+        self.values = []
+
+    def add(self, value):
+        self.values.append(value)
+        if len(self.values) > self.limit:
+            self.values.pop(0)
+
+    def mean(self):
+        return sum(self.values) / len(self.values)
+
+    def variance(self):
+        mean = self.mean()
+        return sum((value - mean) ** 2 for value in self.values) / len(self.values)
+
+    def outliers(self, factor=3.0):
+        """The values that are further from the mean than `factor` standard deviations."""
+        mean, bound = self.mean(), factor * math.sqrt(self.variance())
+        return [value for value in self.values if abs(value - mean) > bound]
+
+
+def read(path):
+    """Readings of a file that has a number in each line; empty lines are left out."""
+    readings = Readings()
+    with open(path) as file:
+        for line in file:
+            if line.strip():
+                readings.add(float(line))
+    return readings
+'''
+"""A text that prompts are cut from, of more than 300 tokens."""
+
+
+@functools.cache
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def config(**options):
+    return ContinuousBatchingConfig(**options)
+
+
+def generated(fast, prompt, seed=None, **options):
+    """The tokens of a request's own ``generate()``."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    ids = torch.tensor([prompt], device=fast.device)
+    return fast.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+def collect(manager, count):
+    """The last outputs of `count` requests, by id."""
+    outputs, deadline = {}, time.monotonic() + 120
+    while len(outputs) < count:
+        output = manager.get_result(timeout=1)
+        assert time.monotonic() < deadline and (output or manager.is_running())
+        deadline = time.monotonic() + 120 if output else deadline
+        if output and output.is_finished():
+            outputs[output.request_id] = output
+    return outputs
+
+
+class AtLength(StoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        is_long = input_ids.shape[1] >= self.length
+        return torch.full((len(input_ids),), is_long, dtype=torch.bool, device=input_ids.device)
+
+
+def mixed_request(rng):
+    """A prompt, and options of any kind that a request may have."""
+    tokens = tokenizer()(TEXT).input_ids
+    begin = rng.choice([0, 0, rng.randrange(len(tokens) // 2)])  # some prompts begin alike
+    prompt = tokens[begin : begin + rng.choice([1, 2, 5, 17, 40, 90, 180])]
+    options = {"max_new_tokens": rng.randint(1, 40)}
+    options |= rng.choice(
+        [
+            {},
+            {},
+            {"min_new_tokens": 8, "eos_token_id": rng.sample(range(200, 400), 20)},
+            {"eos_token_id": rng.sample(range(4096), 200)},
+            {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
+            {"do_sample": True, "temperature": 1.3, "min_p": 0.05, "top_k": 0},
+            {"do_sample": True, "repetition_penalty": 1.2},
+            {"repetition_penalty": 1.3},
+            {"no_repeat_ngram_size": 3},
+            {"stop_strings": ["\n\n", "import", "return"], "tokenizer": tokenizer()},
+            {"do_sample": True, "stop_strings": ["def"], "tokenizer": tokenizer()},
+            {"stopping_criteria": [AtLength(len(prompt) + rng.randint(1, 30))]},
+        ]
+    )
+    if options.get("do_sample"):
+        options["seed"] = rng.randrange(1 << 30)
+    return prompt, options
+
+
+def is_near_tie(fast, manager, prompt, options, tokens, expected):
+    """Whether two answers part where rounding decides: two logits are equal but for that, one of them among the top k
+    and one not, say, or a random number lies at the border of two tokens. Rounding depends on the number of rows that
+    are computed together."""
+    seed = options.get("seed")
+    options = {name: value for name, value in options.items() if name not in ("seed", "tokenizer", "stop_strings")}
+    begin = next(place for place, pair in enumerate(zip(tokens, expected)) if pair[0] != pair[1])
+    ids = torch.tensor([prompt + tokens[:begin]], device=fast.device)
+    prepared = manager.prepare(prompt, GenerationConfig(pad_token_id=0), fast.generation_config, None, options)
+    logits = fast.speculation.original(ids).logits[:, -1].detach().double()
+    scores = prepared.ask.processors(ids, logits)[0]
+    if not options.get("do_sample"):
+        best = scores.topk(2).values
+        return bool(best[0] - best[1] < 1e-4)
+    is_kept = scores.isfinite()
+    if not is_kept.all() and logits[0, is_kept].min() - logits[0, ~is_kept].max() < 1e-4:
+        return True
+    borders = scores.softmax(dim=0).cumsum(dim=0).cpu()
+    number = uniform(seed_of(seed), torch.tensor(0), torch.tensor(begin))
+    low, high = sorted((tokens[begin], expected[begin]))
+    return bool((borders[[low, high - 1]] - number).abs().max() < 1e-6)
+
+
+def answers_are_those_of_generate(fast, count, seed, slots):
+    """`count` mixed requests, some of which are cancelled; returns the outputs. At most one answer of 200 may part at a
+    near-tie."""
+    rng = random.Random(seed)
+    requests = [mixed_request(rng) for _ in range(count)]
+    cancelled = {f"r{number}" for number in rng.sample(range(count), count // 20)}
+    manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=slots))
+    manager.start()
+    try:
+        for number, (prompt, options) in enumerate(requests):
+            manager.add_request(prompt, f"r{number}", **options)
+            if rng.random() < 0.3:
+                time.sleep(rng.random() * 0.05)
+        for name in cancelled:
+            manager.cancel_request(name)
+        outputs = collect(manager, count)
+    finally:
+        manager.destroy()
+    fast.speculation.stats.reset()
+    ties = 0
+    for number, (prompt, options) in enumerate(requests):
+        output = outputs[f"r{number}"]
+        assert output.error is None, output.error
+        expected = generated(fast, prompt, pad_token_id=0, **options)
+        if output.finish_reason == "cancelled":
+            assert output.request_id in cancelled
+            expected = expected[: len(output.generated_tokens)]
+        if output.generated_tokens != expected:
+            ties += 1
+            assert is_near_tie(fast, manager, prompt, options, output.generated_tokens, expected), (number, options)
+    assert ties <= -(-count // 200)
+    return outputs
+
+
+HEADS = MODEL / "heads"
+ALGORITHMS = {
+    "eagle3": dict(draft=HEADS / "eagle3", num_steps=5),
+    "eagle3 tree": dict(draft=HEADS / "eagle3", num_steps=5, topk=4, num_draft_tokens=16),
+    "eagle3 drawn": dict(draft=HEADS / "eagle3", num_steps=4, draft_sample_method="probabilistic"),
+    "mtp": dict(draft=HEADS / "mtp", num_steps=3),
+    "dflash": dict(draft=HEADS / "dflash"),
+    "dflash tree": dict(draft=HEADS / "dflash", topk=4, num_draft_tokens=16),
+    "eagle3 union": dict(draft=HEADS / "eagle3", num_steps=5, topk=4, num_draft_tokens=16, ngram=True),
+    "dflash union": dict(draft=HEADS / "dflash", num_draft_tokens=16, ngram=True),
+    "draft_model": dict(draft="itself", num_steps=4),
+    "draft_model tree": dict(draft="itself", num_steps=3, topk=3),
+}
+PROMPTS = [tokenizer()(text).input_ids for text in ("def mean(values):\n", "class Stack:\n", "import json\n")]

@@ -1,0 +1,213 @@
+"""What blocks of heads compute, as formulas in float64, of one sequence."""
+
+import math
+
+import draft_checkpoints as drafts
+import numpy as np
+
+HEADS, KV, D, H = drafts.HEADS, drafts.KV, drafts.D, drafts.H
+
+
+# The formulas
+
+
+def rms(x, weight, eps=1e-5):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def frequencies(theta, size=D):
+    return theta ** (-np.arange(0, size, 2) / size)
+
+
+def rotate(x, position, freqs):
+    """Pairs (i, i + r/2) of the first r = 2 len(freqs) numbers turn by position * freqs[i]; the rest stays."""
+    half, out = len(freqs), x.copy()
+    for i, angle in enumerate(position * freqs):
+        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+    return out
+
+
+def rotate_pairs(x, position, freqs):
+    """Pairs (2i, 2i + 1) turn; the result lists all first numbers, then all second ones (DeepSeek)."""
+    first, second = [], []
+    for i, angle in enumerate(position * freqs):
+        first.append(x[2 * i] * math.cos(angle) - x[2 * i + 1] * math.sin(angle))
+        second.append(x[2 * i + 1] * math.cos(angle) + x[2 * i] * math.sin(angle))
+    return np.array(first + second)
+
+
+def attend(q, k, v, scale, window=None):
+    """q [T, heads, d], k, v [T, kv, d]: causal softmax attention, one place and one head after another."""
+    group, out = q.shape[1] // k.shape[1], np.zeros((len(q), q.shape[1], v.shape[2]))
+    for t in range(len(q)):
+        first = 0 if window is None else max(0, t - window + 1)
+        for h in range(q.shape[1]):
+            scores = np.array([q[t, h] @ k[s, h // group] * scale for s in range(first, t + 1)])
+            weights = np.exp(scores - scores.max())
+            weights /= weights.sum()
+            out[t, h] = sum(w * v[s, h // group] for w, s in zip(weights, range(first, t + 1)))
+    return out.reshape(len(q), -1)
+
+
+def linear(t, name, x):
+    y = x @ t[f"{name}.weight"].T
+    return y + t[f"{name}.bias"] if f"{name}.bias" in t else y
+
+
+def mlp(t, name, x):
+    return linear(t, f"{name}.down_proj", silu(linear(t, f"{name}.gate_proj", x)) * linear(t, f"{name}.up_proj", x))
+
+
+def attention(t, name, x, positions, freqs, window=None, size=D):
+    """Grouped-query attention with RoPE, biases and norms of queries and keys as far as there are any."""
+    q, k, v = (linear(t, f"{name}.{part}_proj", x).reshape(len(x), -1, size) for part in "qkv")
+    if f"{name}.q_norm.weight" in t:
+        q, k = rms(q, t[f"{name}.q_norm.weight"]), rms(k, t[f"{name}.k_norm.weight"])
+    q, k = (np.stack([[rotate(h, p, freqs) for h in row] for row, p in zip(z, positions)]) for z in (q, k))
+    return linear(t, f"{name}.o_proj", attend(q, k, v, size**-0.5, window))
+
+
+def finish(t, prefix, residual, x, positions, freqs, window=None):
+    """The rest of a decoder layer behind its input norm."""
+    y = residual + attention(t, f"{prefix}.self_attn", x, positions, freqs, window, 2 * len(freqs))
+    return y + mlp(t, f"{prefix}.mlp", rms(y, t[f"{prefix}.post_attention_layernorm.weight"]))
+
+
+def eagle(prefix="layers.0", fc="fc", theta=10000.0, embedding_norm=None, input_norm=None, output_norm=None,
+          further=None):  # fmt: skip
+    """u = fc [e; f]; y = u + attention(u); y += mlp(norm(y)); no other norms unless they are named."""
+
+    def forward(t, embedding, ids, positions, state):
+        e = embedding[ids]
+        e = rms(e, t[embedding_norm]) if embedding_norm else e
+        u = linear(t, fc, np.concatenate([e, state], 1))
+        x = rms(u, t[input_norm]) if input_norm else u
+        y = finish(t, prefix, u, x, positions, frequencies(theta))
+        if further:
+            x = rms(y, t[f"{further}.input_layernorm.weight"])
+            y = finish(t, further, y, x, positions, frequencies(theta))
+        return y, rms(y, t[output_norm]) if output_norm else y
+
+    return forward
+
+
+def project(t, features, fc_norm=False, input_norm=False, fc=True):
+    if fc_norm:
+        features = [rms(f, t[f"fc_norm.{i}.weight"]) for i, f in enumerate(features)]
+    joined = np.concatenate(features, 1)
+    joined = rms(joined, t["input_norm.weight"]) if input_norm else joined
+    return linear(t, "fc", joined) if fc else joined
+
+
+def eagle3(
+    prefix="midlayer", freqs=None, normed_residual=False, recycle=False, own=False, window=None, further=None
+):  # fmt: skip
+    """q, k, v read [norm(e); norm(z)]; y = z + attention (or norm(z) + attention); y += mlp(norm(y))."""
+    freqs = frequencies(10000.0) if freqs is None else freqs
+
+    def forward(t, embedding, ids, positions, state):
+        e = (t["embed_tokens.weight"] if own else embedding)[ids]
+        z = rms(state, t[f"{prefix}.hidden_norm.weight"])
+        x = np.concatenate([rms(e, t[f"{prefix}.input_layernorm.weight"]), z], 1)
+        y = finish(t, prefix, z if normed_residual else state, x, positions, freqs, window)
+        if further:
+            second, norm = further
+            y = finish(t, second, y, rms(y, t[f"{second}.{norm}.weight"]), positions, freqs)
+        out = rms(y, t["norm.weight"])
+        return (out if recycle else y), out
+
+    return forward
+
+
+def mtp(names, layer, embedding_first=True, zero_first=True, gemma=False, eps=1e-6):
+    """u = fc [norm(e); norm(s)] or the other order; y = layer(u); norm(y) goes round. names: fc, both norms, last."""
+
+    def forward(t, embedding, ids, positions, state):
+        fc, for_embedding, for_state, last = names
+        t = dict(t)
+        if gemma:  # norms are stored less 1
+            t.update({name: value + 1 for name, value in t.items() if "norm" in name})
+        e = embedding[ids] * (positions != 0)[:, None] if zero_first else embedding[ids]
+        parts = [rms(e, t[for_embedding], eps), rms(state, t[for_state], eps)]
+        u = linear(t, fc, np.concatenate(parts if embedding_first else parts[::-1], 1))
+        out = rms(layer(t, u, positions), t[last], eps)
+        return out, out
+
+    return forward
+
+
+def pre_norm(prefix, attend, feed, eps=1e-6):
+    def layer(t, u, positions):
+        y = u + attend(t, f"{prefix}.self_attn", rms(u, t[f"{prefix}.input_layernorm.weight"], eps), positions)
+        return y + feed(t, f"{prefix}.mlp", rms(y, t[f"{prefix}.post_attention_layernorm.weight"], eps))
+
+    return layer
+
+
+def latent_attention(t, name, x, positions, rank=24, nope=16, rope=8, values=12):
+    """DeepSeek's MLA: low-rank queries, one compressed row for keys and values, RoPE on a part of its own."""
+    q = linear(t, f"{name}.q_b_proj", rms(linear(t, f"{name}.q_a_proj", x), t[f"{name}.q_a_layernorm.weight"], 1e-6))
+    down, freqs = linear(t, f"{name}.kv_a_proj_with_mqa", x), frequencies(10000.0, rope)
+    up = linear(t, f"{name}.kv_b_proj", rms(down[:, :rank], t[f"{name}.kv_a_layernorm.weight"], 1e-6))
+    q, up = q.reshape(len(x), HEADS, nope + rope), up.reshape(len(x), HEADS, nope + values)
+    queries, keys = np.zeros_like(q), np.zeros_like(q)
+    for i, position in enumerate(positions):
+        turned = rotate_pairs(down[i, rank:], position, freqs)
+        for h in range(HEADS):
+            queries[i, h] = np.concatenate([q[i, h, :nope], rotate_pairs(q[i, h, nope:], position, freqs)])
+            keys[i, h] = np.concatenate([up[i, h, :nope], turned])
+    return linear(t, f"{name}.o_proj", attend(queries, keys, up[:, :, nope:], (nope + rope) ** -0.5))
+
+
+def half_rope_attention(t, name, x, positions):
+    """GLM-4.5: norms of queries and keys, RoPE on half of each head."""
+    return attention(t, name, x, positions, frequencies(10000.0, D // 2))
+
+
+def gated_attention(t, name, x, positions):
+    """Qwen3-Next: each head's projection holds its query, then its gate; RoPE on a quarter of each head."""
+    both = linear(t, f"{name}.q_proj", x).reshape(len(x), HEADS, 2 * D)
+    q, gate = rms(both[:, :, :D], t[f"{name}.q_norm.weight"], 1e-6), both[:, :, D:].reshape(len(x), -1)
+    k = rms(linear(t, f"{name}.k_proj", x).reshape(len(x), KV, D), t[f"{name}.k_norm.weight"], 1e-6)
+    v, freqs = linear(t, f"{name}.v_proj", x).reshape(len(x), KV, D), frequencies(10000.0, D // 4)
+    q, k = (np.stack([[rotate(h, p, freqs) for h in row] for row, p in zip(z, positions)]) for z in (q, k))
+    return linear(t, f"{name}.o_proj", attend(q, k, v, D**-0.5) * sigmoid(gate))
+
+
+def grouped_experts(t, name, x, experts=8, groups=2, chosen=2, scale=1.0):
+    """DeepSeek-V3 and GLM: sigmoid scores; with a bias they choose the best group by its two best, then 2 experts."""
+    out = mlp(t, f"{name}.shared_experts", x)
+    for i, row in enumerate(x):
+        scores = sigmoid(linear(t, f"{name}.gate", row))
+        biased = (scores + t[f"{name}.gate.e_score_correction_bias"]).reshape(groups, -1)
+        group = np.sort(biased, 1)[:, -2:].sum(1).argmax()
+        best = group * (experts // groups) + np.argsort(-biased[group])[:chosen]
+        for expert in best:
+            out[i] += scale * scores[expert] / scores[best].sum() * mlp(t, f"{name}.experts.{expert}", row)
+    return out
+
+
+def softmax_experts(t, name, x, chosen=2):
+    """Qwen3-Next: softmax scores, the chosen ones made to sum to 1; the shared expert has a gate."""
+    out = sigmoid(linear(t, f"{name}.shared_expert_gate", x)) * mlp(t, f"{name}.shared_expert", x)
+    for i, row in enumerate(x):
+        scores = np.exp(linear(t, f"{name}.gate", row))
+        best = np.argsort(-scores)[:chosen]
+        for expert in best:
+            out[i] += scores[expert] / scores[best].sum() * mlp(t, f"{name}.experts.{expert}", row)
+    return out
+
+
+def nextn(at, attend, scale, eps=1e-6):
+    prefix = f"model.layers.{at}"
+    names = [f"{prefix}.{name}" for name in ("eh_proj", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")]
+    return mtp(names, pre_norm(prefix, attend, lambda *args: grouped_experts(*args, scale=scale), eps), eps=eps)

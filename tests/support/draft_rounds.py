@@ -1,0 +1,154 @@
+"""Targets with drafts of every algorithm, and what a draft drafts without a cache."""
+
+import functools
+from functools import partial
+from unittest import mock
+
+import models
+import torch
+from transformers import LlamaConfig
+
+from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
+from spec_compile.drafters.modules.mtp import MtpHead, block_config
+from spec_compile.drafters.trees.grow import grow
+from spec_compile.kernels import ops
+from spec_compile.passes.tap_hidden_states import FINAL
+
+TARGETS = ("llama", "qwen3", "mixtral", "deepseek_v3")
+SCHEDULES = {
+    "chain": dict(num_steps=3),
+    "one": dict(num_steps=1),
+    "tree": dict(num_steps=3, topk=3, num_draft_tokens=8),
+    "cut": dict(num_steps=4, topk=2, num_draft_tokens=4),
+    "static": dict(tree_choices="eagle1"),
+    "union": dict(num_steps=3, topk=3, num_draft_tokens=12, ngram=True),
+    "chain union": dict(num_steps=3, num_draft_tokens=8, ngram=dict(match_type="PROB")),
+    "hot": dict(num_steps=3, topk=2, num_draft_tokens=8, token_map=[*range(90, 20, -1), 90]),
+}
+NEW = 24
+TAPS = (1, 0, FINAL)
+STEPS = 80
+
+
+@functools.cache
+def target(name):
+    """A model whose layers change little: the token before nearly decides the next."""
+    model = models.ADMITTED[name]()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= 0.1
+            for parameter in layer.mlp.parameters():
+                parameter *= 0.5
+    return model
+
+
+def differentiable(q, k, v, sinks, scale, window, softcap, layer):
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
+
+
+@functools.cache
+def head(kind, name):
+    """A head that was taught for a moment to say what the target says on random text."""
+    model = target(name)
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=96
+    )
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if kind == "mtp":
+        made = MtpHead(model.get_decoder(), block_config(model.config, sparse=False), embedding, output)
+        for parameter in made.parameters():
+            if parameter.dim() > 1 and parameter is not embedding and parameter is not output:
+                torch.nn.init.normal_(parameter, std=0.1)
+    else:
+        made = {"eagle": EagleHead, "eagle3": partial(Eagle3Head, taps=TAPS, feature_size=64)}[kind](
+            config, embedding, head_weight=output
+        )
+    own = [p for p in made.parameters() if p is not embedding and p is not output]
+    optimizer = torch.optim.Adam(own, lr=5e-3)
+    with torch.enable_grad(), mock.patch.object(ops, "attention", differentiable):
+        for _ in range(STEPS):
+            ids = torch.randint(3, models.VOCAB, (16, 24))
+            with torch.no_grad():
+                out = model(ids, output_hidden_states=True)
+            states = [out.hidden_states[-1 if tap == FINAL else tap][:, :-1] for tap in made.taps]
+            _, normed = made(ids[:, 1:], torch.arange(23).expand(16, -1), made.project(states))
+            wanted = out.logits[:, 1:].argmax(-1)
+            loss = torch.nn.functional.cross_entropy((normed @ output.T).flatten(0, 1), wanted.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return made.requires_grad_(False).eval()
+
+
+@functools.cache
+def fast(algorithm, name, schedule, compile=False):
+    draft = draft_of(algorithm, name)
+    options = SCHEDULES[schedule] | dict(draft=draft, compile=compile, check=schedule == "chain", max_cache_len=200)
+    return models.speculate_captured(target(name), algorithm, **options)
+
+
+@functools.cache
+def draft_model(name):
+    return models.ADMITTED[name]()
+
+
+def draft_of(algorithm, name):
+    if algorithm == "draft_model":
+        return draft_model(name)
+    return head("eagle" if algorithm == "naive_eagle" else algorithm, name)
+
+
+def prompts(batch, length=23):
+    return torch.randint(3, models.VOCAB, (batch, length), generator=torch.Generator().manual_seed(batch))
+
+
+def generated(system, ids, new=NEW, **options):
+    options = dict(do_sample=False, eos_token_id=None, pad_token_id=0) | options
+    return system.generate(ids, max_new_tokens=new, **options)
+
+
+@functools.cache
+def plain(name, batch):
+    return generated(target(name), prompts(batch))
+
+
+def drafted(algorithm, draft, model, schedule, text):
+    """What follows `text`, each node by running the draft over all that lies before it."""
+    ids = torch.tensor([text])
+    if algorithm == "draft_model":
+
+        def output(path):
+            logits = draft(torch.cat([ids, torch.tensor([path], dtype=torch.int64)], dim=1)).logits[0, -1]
+            return logits[:1], logits
+    else:
+        states = model(ids, output_hidden_states=True).hidden_states
+        tapped = [states[-1 if tap == FINAL else tap][:, :-1] for tap in draft.taps]
+
+        def output(path):
+            state, tokens = draft.project(tapped), ids[:, 1:]
+            for token in [*path, None]:
+                recycled, normed = draft(tokens, torch.arange(tokens.shape[1])[None], state)
+                if token is not None:
+                    tokens = torch.cat([tokens, torch.tensor([[token]])], dim=1)
+                    state = torch.cat([state, recycled[:, -1:]], dim=1)
+            return recycled[0, -1], normed[0, -1] @ draft.head_weight.T
+
+    fed, is_chain = [], getattr(schedule, "topk", 0) == 1
+
+    def step(tokens, hidden, ancestors, depth, offset, wanted):
+        del fed[offset if is_chain else 0 :]
+        fed.extend(tokens[0].tolist())
+        rows = []
+        for row in range(tokens.shape[1]):
+            if is_chain:
+                path = fed
+            else:
+                path = [token for j, token in enumerate(fed) if int(ancestors[0, row]) >> j & 1]
+            rows.append(output(path))
+        return torch.stack([h for h, _ in rows])[None], torch.stack([logits for _, logits in rows[-wanted:]])[None]
+
+    hidden, logits = output([])
+    return grow(schedule, ids[:, -1], logits[None], hidden[None], step, getattr(draft, "draft_to_target", None))[:2]

@@ -1,0 +1,156 @@
+"""Tiny quantised models that run on a CPU: still packed, with the arithmetic of their libraries."""
+
+import functools
+from unittest import mock
+
+import pytest
+import quantised_checkpoints as checkpoints
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPTQConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TorchAoConfig,
+)
+from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+IDS = torch.randint(1, checkpoints.VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
+
+
+def fp8_forward(layer, x):
+    """What transformers' kernels compute for an `FP8Linear`, one block of weights after the other."""
+    out = torch.zeros(*x.shape[:-1], layer.out_features, dtype=torch.float64)
+    for column in range(0, layer.in_features, 128):
+        part = x[..., column : column + 128].float()
+        scale = part.abs().amax(-1, keepdim=True) / 448
+        part = ((part / scale).to(torch.float8_e4m3fn).float() * scale).double()
+        for row in range(0, layer.out_features, 128):
+            weight = layer.weight[row : row + 128, column : column + 128].float()
+            weight = weight * layer.weight_scale_inv[row // 128, column // 128]
+            out[..., row : row + 128] += part @ weight.T.double()
+    return out.to(x.dtype)
+
+
+def linear_4bit_forward(layer, x):
+    """What `bitsandbytes` computes where it has no kernel."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    return F.linear(x, dequantize_4bit(layer.weight.data, layer.weight.quant_state))
+
+
+def load(name, folder, dtype=torch.float32, **changes):
+    """A checkpoint of a format, still packed as on a GPU, whose layers also run on a CPU."""
+    if name in PACKED_BY_HAND:
+        return packed_by_hand(name, checkpoints.write(name, folder), dtype)
+    if name in LIBRARY:
+        pytest.importorskip(LIBRARY[name])
+    on_loading = {"quantization_config": ON_LOADING[name](dtype)} if name in ON_LOADING else {}
+    name = "plain" if on_loading else name
+    with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None):
+        folder = checkpoints.write(name, folder, **changes)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **on_loading)
+    for part in model.modules():
+        if isinstance(part, FP8Linear):
+            part.forward = functools.partial(fp8_forward, part)
+        if type(part).__name__ == "Linear4bit":  # some CPUs have a kernel that rounds scales to bfloat16
+            part.forward = functools.partial(linear_4bit_forward, part)
+    return model.eval()
+
+
+class LibraryLinear(nn.Module):
+    """A layer as gptqmodel holds it. Its forward unpacks the weights one by one."""
+
+    def __init__(self, tensors, inputs, outputs, is_awq):
+        super().__init__()
+        self.in_features, self.out_features, self.bits, self.bias, self.is_awq = inputs, outputs, 4, None, is_awq
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def qzero_format(self):
+        return 1
+
+    def forward(self, x):
+        weight = torch.empty(self.out_features, self.in_features)
+        for i in range(self.in_features):
+            group = i * len(self.scales) // self.in_features if self.is_awq else self.g_idx[i]
+            word, bits = (i, 0) if self.is_awq else (i // 8, i % 8 * 4)
+            for o in range(8):
+                nibble = (0, 4, 1, 5, 2, 6, 3, 7)[o] if self.is_awq else o
+                zero = (self.qzeros[group] >> 4 * nibble & 15) + (not self.is_awq)
+                code = self.qweight[word] >> 4 * nibble if self.is_awq else self.qweight[word, o::8] >> bits
+                weight[o::8, i] = ((code & 15) - zero) * self.scales[group, o::8]
+        return F.linear(x, weight.to(x.dtype))
+
+
+class KeepsWeight(LibraryLinear):
+    """The same, unpacked once."""
+
+    def forward(self, x):
+        if "_weight" not in vars(self):
+            self.__dict__["_weight"] = LibraryLinear.forward(self, torch.eye(self.in_features)).T
+        return F.linear(x, self._weight.to(x.dtype))
+
+
+def packed_by_hand(name, folder, dtype):
+    """A checkpoint of GPTQ or AWQ as transformers would hold it with gptqmodel, which need not be installed."""
+    config = LlamaConfig.from_pretrained(folder)
+    method = config.quantization_config["quant_method"]
+    del config.quantization_config
+    path = f"{'torch' if method == 'gptq' else 'torch_awq'}"
+    cls = type(
+        "TorchLinear" if method == "gptq" else "AwqTorchLinear", (KeepsWeight,),
+        {"__module__": f"gptqmodel.nn_modules.qlinear.{path}"},
+    )  # fmt: skip
+    model, tensors = LlamaForCausalLM(config).eval(), load_file(folder / "model.safetensors")
+    for prefix, layer in list(model.model.named_modules()):
+        if isinstance(layer, nn.Linear):
+            start = f"model.{prefix}."
+            parts = {key.removeprefix(start): tensors.pop(key) for key in list(tensors) if key.startswith(start)}
+            parent, _, child = prefix.rpartition(".")
+            packed = cls(parts, layer.in_features, layer.out_features, method == "awq")
+            setattr(model.model.get_submodule(parent), child, packed)
+    assert not model.load_state_dict(tensors, strict=False).unexpected_keys
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.quantization_config = GPTQConfig(bits=4)
+    model.config.quantization_config.quant_method = method
+    return model
+
+
+def bitsandbytes_config(dtype, **options):
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **options)
+
+
+def torchao_config(dtype, name):
+    quantization = pytest.importorskip("torchao.quantization")
+    return TorchAoConfig(getattr(quantization, name)(version=2))
+
+
+def torchao_int4(dtype):
+    quantization = pytest.importorskip("torchao.quantization")
+    config = quantization.IntxWeightOnlyConfig(torch.int4, quantization.PerGroup(64), version=2)
+    return TorchAoConfig(config)
+
+
+ON_LOADING = {
+    "nf4": functools.partial(bitsandbytes_config, bnb_4bit_quant_type="nf4"),
+    "nf4_nested": functools.partial(bitsandbytes_config, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "fp4": functools.partial(bitsandbytes_config, bnb_4bit_quant_type="fp4"),
+    "ao_int8": functools.partial(torchao_config, name="Int8WeightOnlyConfig"),
+    "ao_float8": functools.partial(torchao_config, name="Float8WeightOnlyConfig"),
+    "ao_int4": torchao_int4,
+}
+"""Formats that transformers makes of a plain checkpoint."""
+LIBRARY = {
+    "ct_fp8": "compressed_tensors", "ct_w4a16": "compressed_tensors", "nf4": "bitsandbytes",
+    "nf4_nested": "bitsandbytes", "fp4": "bitsandbytes", "ao_int8": "torchao", "ao_float8": "torchao",
+    "ao_int4": "torchao",
+}  # fmt: skip
+"""What transformers needs to load a format."""
+PACKED_BY_HAND = ["gptq", "gptq_by_activation", "awq"]

@@ -1,0 +1,65 @@
+"""Trainings of tiny heads: a target, its texts, and a call of `train_draft` on them."""
+
+import functools
+
+import models
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from spec_compile import train_draft
+
+CODER = "examples/tiny_coder"
+HEADS = ("eagle3", "eagle", "mtp")
+ALGORITHMS = (*HEADS, "dflash")
+SMALL = {"dflash": {"block_size": 4, "num_layers": 2}, "jetspec": {"block_size": 4, "num_layers": 2}}
+
+
+def silent(progress):
+    pass
+
+
+@functools.cache
+def target(name="llama"):
+    return models.ADMITTED[name]()
+
+
+@pytest.fixture(autouse=True)
+def captured_once(monkeypatch):
+    """A target whose weights stay as they are is captured once."""
+    monkeypatch.setattr("spec_compile.api.capture", models.captured)
+
+
+@functools.cache
+def tokenizer():
+    return AutoTokenizer.from_pretrained(CODER)
+
+
+def sequences(count=6, length=20, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(3, models.VOCAB, (count, length), generator=g).tolist()
+
+
+def train(folder, algo="eagle3", model=None, **options):
+    defaults = dict(data=sequences(), validation=sequences(), steps=4, progress=silent, **SMALL.get(algo, {}))
+    return train_draft(model or target(), algo, output=folder, **defaults | options)
+
+
+# Data
+
+
+def chatter(template):
+    made = AutoTokenizer.from_pretrained(CODER)
+    made.chat_template = template
+    return made
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+TURNS += "{% if add_generation_prompt %}<assistant>{% endif %}"
+TALK = [
+    {"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three?"}, {"role": "assistant", "content": "four"},
+]  # fmt: skip
+# GPU
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
