@@ -61,13 +61,14 @@ class Results:
         return value
 
     def caption(self) -> str:
-        """The stamps of what was looked up, a clause for each commit, day and machine."""
-        parts = []
+        """The stamps of what was looked up: for each machine and versions the commits with their days."""
+        commits: dict[str, set[str]] = {}
         for facts in self.stamps:
             where = facts.get("gpu") or f"{facts['cpu']}, {facts['threads']} threads"
             versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
-            parts.append(f"commit {facts['commit']}, {facts['date'][:10]}, {where}, {versions}")
-        return "Measured at: " + "; ".join(sorted(set(parts))) + "." if parts else "Nothing here has been measured."
+            commits.setdefault(f"{where}, {versions}", set()).add(f"commit {facts['commit']}, {facts['date'][:10]}")
+        parts = sorted(f"{' and '.join(sorted(some))}, {machine}" for machine, some in commits.items())
+        return "Measured at: " + "; ".join(parts) + "." if parts else "Nothing here has been measured."
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
