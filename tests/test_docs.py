@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from spec_compile.kernels.attention import BACKENDS
 from spec_compile.training.options import TrainingOptions
 
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
+DOCS, PACKAGE = ROOT / "docs", ROOT / "spec_compile"
 sys.path.insert(0, str(DOCS))
 
 import chart  # noqa: E402
@@ -162,12 +163,28 @@ def test_the_tour_is_a_list_of_files_that_exist():
     assert 4000 <= sum(len((ROOT / path).read_text().splitlines()) for path in named) <= 6500
 
 
+def texts(tree: ast.Module) -> Iterator[str]:
+    """All texts of a file, with "…" in place of what is filled in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"%\w", "…", node.value)
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+
+
+def test_troubleshooting_quotes_messages_of_the_package():
+    package = "\n".join(text for path in PACKAGE.rglob("*.py") for text in texts(ast.parse(path.read_text())))
+    cells = re.findall(r"^\| ([^|]+) \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    quotes = [quote for cell in cells if cell.startswith("`") for quote in re.findall(r"`([^`]* [^`]*)`", cell)]
+    assert len(quotes) > 30 and [quote for quote in quotes if quote not in package] == []
+
+
 def test_the_layout_is_that_of_the_levels():
     tree = ast.parse(next((ROOT / "tests").rglob("test_layout.py")).read_text())
-    levels = next(node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LEVELS")
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
     rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", (DOCS / "architecture.md").read_text(), re.MULTILINE)
     told = [(int(number), re.findall(r"`(\w+)`", modules)) for number, modules in rows]
-    assert told == [(number, names.split()) for number, names in enumerate(ast.literal_eval(levels), 1)]
+    assert told == [(number, names.split()) for number, names in enumerate(ast.literal_eval(assigned["LEVELS"]), 1)]
 
 
 def test_the_readme_is_short():
