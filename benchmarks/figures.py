@@ -61,13 +61,18 @@ class Results:
         return value
 
     def caption(self) -> str:
-        """The stamps of what was looked up, a clause for each commit, day and machine."""
-        parts = []
+        """The stamps of all rows that were looked up: for each machine its commits, and the first and last day."""
+        places: dict[str, list[dict]] = {}
         for facts in self.stamps:
             where = facts.get("gpu") or f"{facts['cpu']}, {facts['threads']} threads"
             versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
-            parts.append(f"commit {facts['commit']}, {facts['date'][:10]}, {where}, {versions}")
-        return "Measured at: " + "; ".join(sorted(set(parts))) + "." if parts else "Nothing here has been measured."
+            places.setdefault(f"{where}, {versions}", []).append(facts)
+        parts = []
+        for place, some in places.items():
+            commits, days = sorted({one["commit"] for one in some}), sorted({one["date"][:10] for one in some})
+            span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+            parts.append(f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}, {span}, {place}")
+        return "Measured at: " + "; ".join(sorted(parts)) + "." if parts else "Nothing here has been measured."
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

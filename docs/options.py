@@ -1,13 +1,16 @@
-"""The page of options (docs/options.md), from the dataclasses alone: name, type, default and meaning of each.
+"""The page of options (docs/options.md), made only from the dataclasses: name, type, default and meaning of each.
 
     python docs/options.py [--write]
 
-Without --write, exits with 1 if the page is not what the dataclasses say. The meaning of an option stands in the
-docstring of its class, behind its name and a colon; several names may share one.
+Without --write, exits with 1 if the page is not what the dataclasses say. The meaning of an option is in the docstring
+of its class, after its name and a colon; several names may share one. An option that all algorithms with a draft have
+is listed once; their own tables have only options that are new or differ.
 """
 
 import argparse
+import itertools
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import get_type_hints
 
@@ -27,32 +30,57 @@ are raised before any work starts.
 """
 
 
-def table(cls: type, without: type | None = None) -> list[str]:
-    """A row for each option that `without` does not have with the same default. KeyError if one has no meaning."""
-    said, hints, rows = meanings(cls), get_type_hints(cls), ["| option | type | default | |", "|---|---|---|---|"]
+COLUMNS = ["| option | type | default | |", "|---|---|---|---|"]
+
+
+def rows(cls: type, without: type | None = None) -> dict[str, str]:
+    """Name -> row of each option that `without` does not have with the same default. KeyError if one has no meaning."""
+    said, hints, made = meanings(cls), get_type_hints(cls), {}
     for field in added(cls, without):
         default = "" if field.default is None else f"`{field.default!r}`"
         meaning = said[field.name].replace("|", "\\|").rstrip(".")
-        rows.append(f"| `{field.name}` | {kind(hints[field.name])} | {default} | {meaning} |")
-    return rows
+        made[field.name] = f"| `{field.name}` | {kind(hints[field.name])} | {default} | {meaning} |"
+    return made
+
+
+def table(some: Iterable[str]) -> str:
+    return "\n".join([*COLUMNS, *some])
+
+
+def shared(entries: dict[str, type[Options]]) -> dict[str, str]:
+    """The rows of the options that every algorithm with a draft has, in the words of the first of them."""
+    drafts = [rows(cls, Options) for cls in entries.values() if hasattr(cls, "draft")]
+    return {name: row for name, row in drafts[0].items() if all(name in other for other in drafts)}
+
+
+def own(cls: type[Options], entries: dict[str, type[Options]]) -> tuple[str, ...]:
+    """A sentence on the options that an algorithm takes from others above it, and the rows of its own."""
+    earlier = itertools.takewhile(lambda entry: entry[1] is not cls, entries.items())
+    parents = [(name, parent) for name, parent in earlier if issubclass(cls, parent)]
+    parent = max((parent for _, parent in parents), key=lambda parent: len(parent.__mro__), default=None)
+    names = [f'`"{name}"`' for name, each in parents if each is parent]
+    common = shared(entries) if hasattr(cls, "draft") else {}
+    above = common | (rows(parent, Options) if parent else {})
+    new = [row for name, row in rows(cls, Options).items() if above.get(name) != row]
+    sources = (["every algorithm with a draft"] if common else []) + ([" and ".join(names)] if names else [])
+    return f"The options of {' and of '.join(sources)}, and:" if sources else "", table(new)
 
 
 def render() -> str:
     """The page."""
-    parts = [HEAD, "## Every algorithm", "\n".join(table(Options))]
-    groups: dict[tuple[str, ...], list[str]] = {}
     ours = {name: entry for name, entry in ALGORITHMS.items() if entry.options.__module__.startswith("spec_compile.")}
-    for name, entry in ours.items():  # others register themselves from outside
-        rows = tuple(table(entry.options, Options))
-        groups.setdefault(rows, []).append(name)
-    for rows, names in groups.items():
-        also = {alias: name for alias, name in ALIASES.items() if name in names}
+    entries = {name: entry.options for name, entry in ours.items()}  # others register themselves from outside
+    parts = [HEAD, "## Every algorithm", table(rows(Options).values())]
+    parts += ["## Every algorithm with a draft", table(shared(entries).values())]
+    for cls in dict.fromkeys(entries.values()):
+        names = [name for name, other in entries.items() if other is cls]
+        also = [f'`"{alias}"`' for alias, name in ALIASES.items() if name in names]
         parts.append("## " + ", ".join(f'`"{name}"`' for name in names))
         if also:
-            parts.append(" ".join(f'`"{alias}"` is another name of `"{name}"`.' for alias, name in also.items()))
-        parts.append("\n".join(rows))
-    parts += ["## train_draft", "\n".join(table(TrainingOptions))]
-    parts += ['## torch.compile(backend="spec")', "\n".join(table(BackendOptions))]
+            parts.append(f"Other names: {', '.join(also)}.")
+        parts += filter(None, own(cls, entries))
+    parts += ["## train_draft", table(rows(TrainingOptions).values())]
+    parts += ['## torch.compile(backend="spec")', table(rows(BackendOptions).values())]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 

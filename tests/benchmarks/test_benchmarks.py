@@ -151,8 +151,8 @@ def test_tables_from_made_up_results(tmp_path):
     rows = {"HF greedy": 10.0, common.LOOKUP: 40.0, "n-gram, 16 nodes": 100.0}
     rows = {name: {"tokens_per_second": rate, "stamp": facts} for name, rate in rows.items()}
     rows["HF assistant"] = {"tokens_per_second": 80.0, "stamp": {**facts, "commit": "another run's"}}
-    report = {"workloads": {"code_completion": {"systems": rows}}}
-    common.write_json(tmp_path / "acceptance_gpu.json", report)
+    rows["EAGLE-3 and n-gram, tree of 16"] = rows.pop("n-gram, 16 nodes")
+    common.write_json(tmp_path / "acceptance_smollm2.json", {"workloads": {"gsm8k_test": {"systems": rows}}})
     text = tables.render(text, tmp_path)
     assert "| 40 tokens/s (prompt lookup) | 100 tokens/s | 2.5× |" in text
     assert "not measured" in text and "old" not in text and "| Llama-3.1-8B | HF eager | 20.00 |" in text

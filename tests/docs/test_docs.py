@@ -4,11 +4,13 @@ import argparse
 import ast
 import dataclasses
 import importlib.util
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +24,13 @@ from spec_compile.kernels.attention import BACKENDS
 from spec_compile.training.options import TrainingOptions
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
+DOCS, PACKAGE = ROOT / "docs", ROOT / "spec_compile"
 sys.path.insert(0, str(DOCS))
 
+import chart  # noqa: E402
 import options as options_page  # noqa: E402
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 PATHS = re.compile(r"`((?:spec_compile|examples|benchmarks|docs|tests)/[\w./]*)`")
@@ -153,15 +156,60 @@ def test_links_and_paths_lead_somewhere(page):
     assert [path for path in PATHS.findall(text) if not (ROOT / path).exists()] == []
 
 
+def test_the_tour_is_a_list_of_files_that_exist():
+    named = re.findall(r"^\d+\. `([\w/.]+)`: .+\.$", (DOCS / "tour.md").read_text(), re.MULTILINE)
+    assert [path for path in named if not (ROOT / path).is_file()] == []
+    assert len({*named}) == len(named) and 35 <= len(named) <= 45
+    assert 4000 <= sum(len((ROOT / path).read_text().splitlines()) for path in named) <= 6500
+
+
+def texts(tree: ast.Module) -> Iterator[str]:
+    """All texts of a file, with "…" in place of what is filled in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"%\w", "…", node.value)
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+
+
+def test_troubleshooting_quotes_messages_of_the_package():
+    package = "\n".join(text for path in PACKAGE.rglob("*.py") for text in texts(ast.parse(path.read_text())))
+    cells = re.findall(r"^\| ([^|]+) \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    quotes = [quote for cell in cells if cell.startswith("`") for quote in re.findall(r"`([^`]* [^`]*)`", cell)]
+    assert len(quotes) > 30 and [quote for quote in quotes if quote not in package] == []
+
+
+def test_the_layout_is_that_of_the_levels():
+    tree = ast.parse(next((ROOT / "tests").rglob("test_layout.py")).read_text())
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", (DOCS / "architecture.md").read_text(), re.MULTILINE)
+    told = [(int(number), re.findall(r"`(\w+)`", modules)) for number, modules in rows]
+    assert told == [(number, names.split()) for number, names in enumerate(ast.literal_eval(assigned["LEVELS"]), 1)]
+
+
 def test_the_readme_is_short():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120 and len(text.split()) <= 1000
-    assert text.index("pip install") < text.index("```python") < text.index("| --- |")
+    parts = ("```python", "docs/chart.svg", "pip install", "| --- |", "## How it works", "## What is refused")
+    assert sorted(parts, key=text.index) == list(parts)
+
+
+def test_the_chart_is_what_the_results_give(tmp_path):
+    assert chart.FILE.read_text() == chart.render(), "run python docs/chart.py --write"
+    rows = json.loads((chart.RESULTS / "peers.json").read_text())["rows"]
+    fastest = max(row["sets"]["mt_bench"]["tokens_per_second"] for row in rows if row["engine"] == "vllm")
+    assert f">{fastest:,.0f}</text>" in chart.FILE.read_text()
+    for name in ("peers", "acceptance_smollm2"):
+        (tmp_path / f"{name}.json").write_text((chart.RESULTS / f"{name}.json").read_text())
+    theirs = next(row for row in rows if row["engine"] == "vllm") | {"engine": "transformers"}
+    (tmp_path / "peers.json").write_text(json.dumps({"rows": [*rows, theirs]}))
+    bars = [chart.render(folder).count(chart.COLOURS[chart.TRANSFORMERS]) for folder in (chart.RESULTS, tmp_path)]
+    assert bars[1] == bars[0] + len(chart.SETS)  # an engine that is measured later gets its bars
 
 
 def test_every_page_is_in_the_navigation():
-    navigation = re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(navigation) == sorted(page.name for page in DOCS.glob("*.md"))
+    navigation = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(navigation) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is installed by `make docs` alone")
