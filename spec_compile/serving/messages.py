@@ -1,4 +1,4 @@
-"""Checks of messages, of the items of /v1/responses, and of tools, before transformers makes a prompt of them."""
+"""Checks of messages, items of /v1/responses and tools, before transformers makes a prompt of them."""
 
 import json
 from typing import Any
@@ -28,25 +28,26 @@ FUNCTION = {"name", "description", "parameters", "strict"}
 
 
 def check_messages(messages: list, modality: Modality, path: str = "messages") -> list[dict]:
-    """The messages without fields that are null. Refusal, which names the place, for what the prompt would lack.
+    """The messages of a chat without fields that are null. Refusal that names the place of a field that is not served.
 
-    messages: of a chat. modality: what the model reads. path: what the client calls the list.
+    modality: of the model's inputs
+    path: the client's name of the list
     """
     return [_check_message(each, modality, f"{path}[{index}]") for index, each in enumerate(messages)]
 
 
 def _known(value: Any, names: set[str], path: str) -> dict:
-    """An object without its nulls; a refusal if it is none, or has other names."""
+    """An object without its nulls. Refusal if it is no object, or has other names."""
     OBJECT.check(path, value)
-    given = {name: each for name, each in value.items() if each is not None}
-    for name in given:
+    fields = {name: each for name, each in value.items() if each is not None}
+    for name in fields:
         if name not in names:
             raise refuse(f"{path}.{name[:80]}", "it is not served; leave it out")
-    return given
+    return fields
 
 
 def _required(values: dict, name: str, field: Field, path: str) -> Any:
-    """The value of a name that an object must have."""
+    """The value of a name, which an object must have."""
     if name not in values:
         raise refuse(f"{path}.{name}", f"expected {field.expected}; there is none")
     field.check(f"{path}.{name}", values[name])
@@ -54,28 +55,28 @@ def _required(values: dict, name: str, field: Field, path: str) -> Any:
 
 
 def _check_message(message: Any, modality: Modality, path: str) -> dict:
-    given = _known(message, MESSAGE, path)
-    _required(given, "role", ROLE, path)
-    if "tool_calls" in given:
+    fields = _known(message, MESSAGE, path)
+    _required(fields, "role", ROLE, path)
+    if "tool_calls" in fields:
         only_list = Field(lambda value: isinstance(value, list), "a list of calls")
-        for index, call in enumerate(_required(given, "tool_calls", only_list, path)):
+        for index, call in enumerate(_required(fields, "tool_calls", only_list, path)):
             _check_call(call, f"{path}.tool_calls[{index}]")
-        if not given["tool_calls"]:
-            del given["tool_calls"]  # transformers would leave out the content
+        if not fields["tool_calls"]:
+            del fields["tool_calls"]  # transformers would leave out the content
     for name in ("name", "tool_call_id", "reasoning_content"):
-        if name in given:
-            TEXT.check(f"{path}.{name}", given[name])
-    if "annotations" in given:
-        only([]).check(f"{path}.annotations", given.pop("annotations"))
-    if "content" in given or "tool_calls" not in given:
-        content = _required(given, "content", CONTENT, path)
+        if name in fields:
+            TEXT.check(f"{path}.{name}", fields[name])
+    if "annotations" in fields:
+        only([]).check(f"{path}.annotations", fields.pop("annotations"))
+    if "content" in fields or "tool_calls" not in fields:
+        content = _required(fields, "content", CONTENT, path)
         check_parts(content, modality, f"{path}.content")
-    return given
+    return fields
 
 
 def _check_call(call: Any, path: str) -> None:
-    given = _known(call, {"id", "type", "function", "index"}, path)
-    _known(_required(given, "function", OBJECT, path), {"name", "arguments"}, f"{path}.function")
+    fields = _known(call, {"id", "type", "function", "index"}, path)
+    _known(_required(fields, "function", OBJECT, path), {"name", "arguments"}, f"{path}.function")
     _required(call["function"], "name", TEXT, f"{path}.function")
     _check_arguments(call["function"].get("arguments"), f"{path}.function.arguments")
 
@@ -95,36 +96,36 @@ def check_parts(content: Any, modality: Modality, path: str) -> None:
     for index, part in enumerate(content):
         place = f"{path}[{index}]"
         OBJECT.check(place, part)
-        kind = _required(part, "type", TEXT, place)
-        if kind in TEXTS:
+        part_type = _required(part, "type", TEXT, place)
+        if part_type in TEXTS:
             _required(_known(part, PART_OF_TEXT, place), "text", TEXT, place)
-        elif kind in PICTURES and modality in (Modality.VLM, Modality.MULTIMODAL):
-            _check_media(part, kind, place)
-        elif kind in SOUNDS and modality == Modality.MULTIMODAL:
-            _check_media(part, kind, place)
+        elif part_type in PICTURES and modality in (Modality.VLM, Modality.MULTIMODAL):
+            _check_media(part, part_type, place)
+        elif part_type in SOUNDS and modality == Modality.MULTIMODAL:
+            _check_media(part, part_type, place)
         else:
             reads = {Modality.VLM: "text and pictures", Modality.MULTIMODAL: "text, pictures and sound"}
-            raise refuse(f"{place}.type", f"the model reads {reads.get(modality, 'only text')}, got {shown(kind)}")
+            raise refuse(f"{place}.type", f"the model reads {reads.get(modality, 'only text')}, got {shown(part_type)}")
 
 
-def _check_media(part: dict, kind: str, path: str) -> None:
-    name = "image_url" if kind == "input_image" else kind
-    given = _known(part, {"type", name, "detail"}, path)
+def _check_media(part: dict, part_type: str, path: str) -> None:
+    name = "image_url" if part_type == "input_image" else part_type
+    fields = _known(part, {"type", name, "detail"}, path)
     value = _required(
-        given, name, Field(lambda value: isinstance(value, (str, dict)), "an address, or an object with it"), path
+        fields, name, Field(lambda value: isinstance(value, (str, dict)), "an address, or an object with it"), path
     )
     if isinstance(value, dict):
-        inner = _known(value, {"url", "detail"} if kind != "input_audio" else {"data", "format"}, f"{path}.{name}")
-        _required(inner, "data" if kind == "input_audio" else "url", TEXT, f"{path}.{name}")
-        given = given | inner
-    elif kind in ("video_url", "audio_url"):
+        inner = _known(value, {"url", "detail"} if part_type != "input_audio" else {"data", "format"}, f"{path}.{name}")
+        _required(inner, "data" if part_type == "input_audio" else "url", TEXT, f"{path}.{name}")
+        fields = fields | inner
+    elif part_type in ("video_url", "audio_url"):
         OBJECT.check(f"{path}.{name}", value)
-    if "detail" in given:
-        only("auto").check(f"{path}.detail", given["detail"])
+    if "detail" in fields:
+        only("auto").check(f"{path}.detail", fields["detail"])
 
 
 def check_input(items: str | list, modality: Modality, has_instructions: bool) -> str | list[dict]:
-    """The field `input` of /v1/responses, without fields that are null. Refusal as of `check_messages`."""
+    """The field `input` of /v1/responses without nulls. Refusal as in `check_messages`."""
     if isinstance(items, str):
         return items
     for index, item in enumerate(items):
@@ -145,31 +146,33 @@ def check_input(items: str | list, modality: Modality, has_instructions: bool) -
 
 
 def _check_item(item: dict, modality: Modality, path: str) -> dict:
-    kind = item.get("type") or "message"
-    if not isinstance(kind, str) or kind not in ITEMS:
-        raise refuse(f"{path}.type", f"expected one of {', '.join(ITEMS)}, got {shown(kind)}")
-    given = _known(item, ITEMS[kind], path)
-    if kind == "message":
-        _required(given, "role", ROLE, path)
-        check_parts(_required(given, "content", CONTENT, path), modality, f"{path}.content")
-    elif kind == "function_call":
-        _required(given, "call_id", TEXT, path), _required(given, "name", TEXT, path)
-        _check_arguments(given.get("arguments"), f"{path}.arguments")
-    elif kind == "function_call_output":
-        _required(given, "call_id", TEXT, path)
-        check_parts(_required(given, "output", CONTENT, path), modality, f"{path}.output")
+    item_type = item.get("type") or "message"
+    if not isinstance(item_type, str) or item_type not in ITEMS:
+        raise refuse(f"{path}.type", f"expected one of {', '.join(ITEMS)}, got {shown(item_type)}")
+    fields = _known(item, ITEMS[item_type], path)
+    if item_type == "message":
+        _required(fields, "role", ROLE, path)
+        check_parts(_required(fields, "content", CONTENT, path), modality, f"{path}.content")
+    elif item_type == "function_call":
+        _required(fields, "call_id", TEXT, path)
+        _required(fields, "name", TEXT, path)
+        _check_arguments(fields.get("arguments"), f"{path}.arguments")
+    elif item_type == "function_call_output":
+        _required(fields, "call_id", TEXT, path)
+        check_parts(_required(fields, "output", CONTENT, path), modality, f"{path}.output")
     else:
-        only([]).check(f"{path}.summary", given.get("summary", []))
-        only().check(f"{path}.encrypted_content", given["encrypted_content"]) if "encrypted_content" in given else None
-        parts = given.get("content", [])
+        only([]).check(f"{path}.summary", fields.get("summary", []))
+        if "encrypted_content" in fields:
+            only().check(f"{path}.encrypted_content", fields["encrypted_content"])
+        parts = fields.get("content", [])
         CONTENT.check(f"{path}.content", parts)
         for index, part in enumerate(parts):
             _required(_known(part, {"type", "text"}, f"{path}.content[{index}]"), "text", TEXT, f"{path}.content")
-    return given
+    return fields
 
 
 def check_tools(tools: list) -> None:
-    """Refuse tools that are not functions, of the form of chats or of /v1/responses."""
+    """Refuse tools that are not functions. Chats and /v1/responses have a form each."""
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
         OBJECT.check(path, tool)
@@ -180,12 +183,12 @@ def check_tools(tools: list) -> None:
         if "function" in tool:
             function = _required(_known(tool, TOOL, path), "function", OBJECT, path)
             path += ".function"
-        given = _known(function, FUNCTION | {"type"}, path)
-        _required(given, "name", TEXT, path)
-        if "description" in given:
-            TEXT.check(f"{path}.description", given["description"])
-        OBJECT.check(f"{path}.parameters", given.get("parameters", {}))
-        only(False).check(f"{path}.strict", given.get("strict", False))
+        fields = _known(function, FUNCTION | {"type"}, path)
+        _required(fields, "name", TEXT, path)
+        if "description" in fields:
+            TEXT.check(f"{path}.description", fields["description"])
+        OBJECT.check(f"{path}.parameters", fields.get("parameters", {}))
+        only(False).check(f"{path}.strict", fields.get("strict", False))
 
 
 def count_characters(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""What speculation did for a request, in the fields that benchmark clients read."""
+"""Figures of a request's speculation, in the fields that benchmark clients read."""
 
 from typing import Any
 
@@ -6,9 +6,11 @@ from typing import Any
 def speculation_fields(output: Any, num_spec_tokens: int) -> dict:
     """The field `metrics` of an answer, as vLLM has it.
 
-    output: a finished output of the manager. num_spec_tokens: draft tokens that a step verifies at most. Of a tree, all
-    nodes but the root count as drafted. The histogram counts steps by the draft tokens accepted in them, which is the
-    depth of the accepted path.
+    output: a finished output of the manager
+    num_spec_tokens: draft tokens that a step verifies at most
+
+    All nodes of a tree but the root count as drafted. The histogram counts steps by their number of accepted draft
+    tokens, which is the depth of the accepted path.
     """
     steps, drafted = output.speculation.per_step_accepted, output.speculation.per_step_drafted
     accepted, offered = sum(steps), sum(drafted)
