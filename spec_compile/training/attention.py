@@ -60,8 +60,9 @@ class Causal(TorchFunctionMode):
 class Rollout(Causal):
     """Attention of a draft that continues from every slot at once, step after step.
 
-    In step 0 a slot sees the slots before it and itself. In step i slot t has drafted i tokens: it sees slots 0 to t of
-    step 0, and slot t alone of steps 1 to i. One object serves the steps of one batch, in order, at most `steps`.
+    In step i slot t has drafted i tokens: it sees slots 0 to t of step 0, and slot t of steps 1 to i. In step 2, e.g.,
+    slot 1 sees slots 0 and 1 of step 0, its key of step 1, and its key of step 2. One object serves the steps of one
+    batch, in order, at most `steps`.
 
     Training-time test of EAGLE-3 (arXiv:2503.01840, section 3.2).
     """
@@ -93,9 +94,9 @@ class Rollout(Causal):
 
     @torch.no_grad()
     def _remember(self, layer: int, keys: list[Tensor], values: list[Tensor]) -> Tensor | None:
-        """The keys and values of steps 1 to i in one tensor, [2, i, B, T, H, D], after the last of them was added.
+        """Add those of the last step i, and return the keys and values of steps 1 to i, [2, i, B, T, H, D].
 
-        Each is written once: what a step before has been given stays as it is.
+        Each is written once, so the tensors that earlier steps have got do not change.
         """
         last = len(keys) - 1
         if not last:
@@ -129,12 +130,12 @@ def joint_attention(
     for begin in range(0, slots, CHUNK):
         chunk = slice(begin, begin + CHUNK)
         end = min(begin + CHUNK, slots)
-        # Scores with the text, [B, H, chunk, end]. In step i the query stands i positions behind its slot.
+        # Scores with the text, [B, H, chunk, end]. In step i the query's position is its slot's plus i.
         scores = q[:, :, chunk] @ keys[0][:, :, :end].mT
         distance = positions[chunk, None] - positions[:end]
         hidden = (distance < 0) if window is None else (distance < 0) | (distance + last >= window)
         if last:
-            # Scores with what the slot has drafted, [B, H, chunk, i]: in a window the oldest drafts may be too far.
+            # Scores with the slot's own drafts, [B, H, chunk, i]; the oldest may be outside of the window.
             drafted = torch.einsum("bhtd,bhtnd->bhtn", q[:, :, chunk], drafted_keys[:, :, chunk])
             lag = last - 1 - torch.arange(last, device=q.device)
             far = torch.zeros_like(lag, dtype=torch.bool) if window is None else lag >= window
@@ -167,8 +168,8 @@ class _Joint(torch.autograd.Function):
     def forward(ctx, q, k, v, scale, drafted, *sources):
         """q, k, v [B, H, T, D]. drafted: the keys and values of steps 1 to i, [2, i, B, T, H, D], None in step 0.
 
-        sources: the tensors of which they are copies, each [B, H, T, D], the keys and then the values. They get the
-        gradients. `drafted` is not among the saved tensors, because later steps write behind its end.
+        sources: the tensors of which `drafted` is a copy, each [B, H, T, D], the keys and then the values. They get the
+        gradients. `drafted` is not a saved tensor, because later steps write to the same storage after its end.
         """
         out, total, *ctx.extra = _causal(q, k, v, scale)
         if drafted is not None:

@@ -1,6 +1,6 @@
 """EAGLE-3 heads, trained by training-time test (Li et al., arXiv:2503.01840, section 3.2).
 
-From each slot the head continues for several tokens, each time from its output before, as it will when it drafts.
+From each slot the head continues for several tokens, each time from its previous output, as it will when it drafts.
 """
 
 import torch
@@ -21,7 +21,7 @@ DECAY = 0.8
 
 
 class Eagle3Trainer(HeadTrainer):
-    """One layer, or as many as options say, over three of the target's states, with an output matrix to train."""
+    """A head of `num_layers` layers over three of the target's states, with an output matrix to train."""
 
     name = "eagle3"
     takes = frozenset(
@@ -70,7 +70,7 @@ class Eagle3Trainer(HeadTrainer):
             name = name.replace("blocks.0.", f"{first}.").replace("blocks.", "layers.")
             tensors["lm_head.weight" if name == "head_weight" else name] = value
         kept, size = self.kept.cpu(), self.target.vocab_size
-        # d2t: what to add to a draft's token to get the target's. t2d: which of the target's tokens can be drafted.
+        # d2t: the difference of the target's token and the draft's. t2d: True for a token that can be drafted.
         tensors["d2t"] = kept - torch.arange(len(kept))
         tensors["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill(0, kept, True)
         layer_ids = published_layer_ids(self.taps, self.target.num_layers)

@@ -1,4 +1,4 @@
-"""The config of a new draft, which has its target's sizes where options say nothing else."""
+"""The config of a new draft, which has its target's sizes unless options name others."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ KEPT_TOKENS = 32_000
 def draft_config(target: Target, options: TrainingOptions, layers: int = 1) -> LlamaConfig:
     """The config of a draft's layers.
 
-    layers: how many there are by default. Raises ValueError, naming the option, if such layers cannot be built.
+    layers: their number by default. Raises ValueError, naming the option, if such layers cannot be built.
     """
     config, size = target.config, target.hidden_size
     heads, head_dim = _heads(config, options)
