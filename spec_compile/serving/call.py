@@ -62,13 +62,13 @@ class CallMiddleware:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (answering, leaving):
-                task.cancel()  # does nothing to one that is done
+                task.cancel()  # does nothing if the task has ended
             await asyncio.gather(answering, leaving, return_exceptions=True)
-            call.is_gone = True  # before the look at `is_open`: a thread that adds its request looks at it after that
+            call.is_gone = True  # set before `is_open` is read: a thread that adds a request reads it afterwards
             if call.is_open:
                 self.cancel(call.request_id)
         if not answering.cancelled():
-            answering.result()  # raises what the app raised
+            answering.result()  # raises the error of the app, if any
 
 
 class _Client:

@@ -71,6 +71,6 @@ class Runner(uvicorn.Server):
             if self._is_over.wait(WATCH):
                 return
         self.has_failed = True
-        self.requests.end_all("the worker died")  # if one came in while it died
+        self.requests.end_all("the worker died")  # for a request that came in while it died
         time.sleep(FAREWELL)
         self.should_exit = True

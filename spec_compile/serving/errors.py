@@ -80,12 +80,12 @@ def add_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: AnyHTTPException) -> JSONResponse:
         if isinstance(error, Refusal):
             return error_response(error.status_code, error.detail, error.param, error.code, error.headers)
-        reason, code, place = str(error.detail), None, f"{request.method} {request.url.path}"
+        reason, code, route = str(error.detail), None, f"{request.method} {request.url.path}"
         if error.status_code == 404:
-            reason, code = f"there is no {place} on this server", "unknown_url"
+            reason, code = f"there is no {route} on this server", "unknown_url"
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
-            reason, code = f"{place} is not allowed; use {allowed}", "method_not_allowed"
+            reason, code = f"{route} is not allowed; use {allowed}", "method_not_allowed"
         return error_response(error.status_code, reason, None, code, error.headers)
 
     @app.exception_handler(RequestValidationError)

@@ -90,6 +90,7 @@ def object_of(**fields: Field) -> Callable[[Any], bool]:
     return accepts
 
 
+ANY = Field(lambda value: True, "a value")
 COUNT = integer(1)
 FRACTION = Field(lambda value: is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
 TEXT = Field(lambda value: isinstance(value, str), "a text")
@@ -188,6 +189,25 @@ LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """The fields with the number of tokens that the client wants; a request has one of them at most."""
 
 
+def check_object(value: Any, fields: dict[str, Field], required: Iterable[str] = (), path: str = "") -> dict:
+    """An object without its nulls. Refusal if it is no object, lacks a required name, or has an unknown one.
+
+    path: to the object, empty for the body
+    """
+    OBJECT.check(path, value)
+    prefix = f"{path}." if path else ""
+    values = {name: each for name, each in value.items() if each is not None}
+    for name in values:
+        if name not in fields:
+            raise refuse(f"{prefix}{name[:80]}", "it is not served; leave it out")
+    for name in required:
+        if name not in values:
+            raise refuse(f"{prefix}{name}", f"expected {fields[name].expected}; there is none")
+    for name, each in values.items():
+        fields[name].check(f"{prefix}{name}", each)
+    return values
+
+
 def check_fields(body: dict, fields: dict[str, Field], required: str) -> dict:
     """The fields of a body without its nulls. Refusal that names the field if the body cannot be served.
 
@@ -199,11 +219,7 @@ def check_fields(body: dict, fields: dict[str, Field], required: str) -> dict:
         if name not in fields:
             near = did_you_mean(name[:80], fields)
             raise Refusal(422, f"{name[:80]}: there is no such field.{near}", name[:80])
-    values = {name: value for name, value in body.items() if value is not None}
-    if required not in values:
-        raise refuse(required, f"expected {fields[required].expected}; the request has none")
-    for name, value in values.items():
-        fields[name].check(name, value)
+    values = check_object(body, fields, (required,))
     if "stream_options" in values and not values.get("stream"):
         raise refuse("stream_options", "only a stream has them; leave them out, or send stream: true")
     limits = present(LIMITS, values)

@@ -155,7 +155,7 @@ class Requests(CBGenerateManager):
         future = call.loop.create_future()
 
         def take(output: Any) -> None:
-            if not future.done():  # it is, once the client has left
+            if not future.done():  # it is done once the client has left
                 future.set_result(output)
 
         self._add(call, name, inputs, gen_config, take, streaming=False)

@@ -21,8 +21,8 @@ from .call import CURRENT
 from .errors import Refusal, error_object, failure, refuse
 from .fields import CHAT, COMPLETION, RESPONSE, Field, check_fields
 from .messages import check_input, check_messages, check_tools, count_characters
+from .metrics import speculation_fields
 from .settings import make_config
-from .speculation import speculation_fields
 
 PASSED = ("name", "reasoning_content")
 """Fields of a message that transformers does not pass to the chat template."""

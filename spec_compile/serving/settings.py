@@ -1,4 +1,4 @@
-"""The settings of one request: its field `generation_config`, and OpenAI's fields, which take precedence."""
+"""The settings of one request, from its field `generation_config` and from OpenAI's fields."""
 
 import copy
 import json
