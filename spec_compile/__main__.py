@@ -22,6 +22,7 @@ from .report.audit import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
 from .serving import FLAGS, GRACE, MAX_QUEUE, require_packages
 from .training import TRAINERS
 from .training.progress import bars_on_terminals, tell
+from .training.read import numbered_lines, parse_json
 from .training.save import STATE
 
 PROGRAM = "python -m spec_compile"
@@ -94,19 +95,19 @@ class _BadValue(typer.BadParameter):
         return f"{self.param.opts[0]}: {self.message}"
 
 
-def parsed(parse: Callable[[str], Any], metavar: str, text: str) -> Any:
+def parsed(parse: Callable[[str], Any], metavar: str, meaning: str) -> Any:
     """An option whose value `parse` makes of its text; a ValueError of it is shown after the option's name.
 
-    metavar, text: for the help.
+    metavar, meaning: for the help
     """
 
-    def value_of(given: Any) -> Any:
+    def value_of(text: Any) -> Any:
         try:
-            return parse(given) if isinstance(given, str) else given  # a default may be a value already
+            return parse(text) if isinstance(text, str) else text  # a default may be a value already
         except ValueError as error:
             raise _BadValue(str(error)) from error
 
-    return typer.Option(parser=value_of, metavar=metavar, help=text)
+    return typer.Option(parser=value_of, metavar=metavar, help=meaning)
 
 
 def json_object(text: str) -> dict:
@@ -239,10 +240,10 @@ def _train(
 
 def with_server_flags(serve: Callable) -> Callable:
     """A command with its own parameters, and in place of ``**flags`` those of transformers' server in `FLAGS`."""
-    own = [each for each in inspect.signature(serve).parameters.values() if each.kind is not each.VAR_KEYWORD]
-    flags = [each for name, each in inspect.signature(Serve.__init__).parameters.items() if name in FLAGS]
-    serve.__signature__ = inspect.Signature([*own, *flags])
-    serve.__annotations__ = {each.name: each.annotation for each in (*own, *flags)}
+    parameters = [each for each in inspect.signature(serve).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    parameters += [each for name, each in inspect.signature(Serve.__init__).parameters.items() if name in FLAGS]
+    serve.__signature__ = inspect.Signature(parameters)
+    serve.__annotations__ = {each.name: each.annotation for each in parameters}
     return serve
 
 
@@ -311,10 +312,9 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[PreTrainedM
 def read_prompts(path: Path, limit: int) -> list[str]:
     """The first prompts of a file of JSON lines with "prompt", or of a prompt a line. ValueError if it is neither."""
     try:
-        text = path.expanduser().read_text()
+        lines = numbered_lines(path.expanduser().read_text())[:limit]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts: {path} cannot be read: {one_line(error)}") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()][:limit]
     return [_prompt(f"--prompts: {path}:{number}", line) for number, line in lines]
 
 
@@ -322,10 +322,7 @@ def _prompt(label: str, line: str) -> str:
     """The prompt of a line, which errors call `label`."""
     if not line.lstrip().startswith("{"):
         return line
-    try:
-        prompt = json.loads(line).get("prompt")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{label}: not JSON: {error}") from error
+    prompt = parse_json(line, label).get("prompt")
     if not isinstance(prompt, str):
         raise ValueError(f'{label}: expected an object with "prompt", a text')
     return prompt

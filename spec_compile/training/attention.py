@@ -40,10 +40,15 @@ class Causal(TorchFunctionMode):
         softcap: float | None,
         layer: int,
     ) -> Tensor:
-        """The answer to a call of ``spec_compile::attention``, with its arguments.
+        """The result of a call of ``spec_compile::attention``, [B, T, H, D].
 
-        q [B, H, T, D], k and v [B, Hkv, T, D], sinks [H] or None. scale multiplies the scores; window counts the slots
-        that a slot sees back, itself included; softcap bounds the scores. Returns [B, T, H, D].
+        q: [B, H, T, D]
+        k, v: [B, Hkv, T, D]
+        sinks: [H] or None
+        scale: factor of the scores
+        window: slots that a slot sees, itself included, or None for all
+        softcap: bound of the scores, or None
+        layer: number of the draft's layer
         """
         if sinks is None and softcap is None and window is None:
             grouped = q.shape[1] != k.shape[1]
@@ -94,9 +99,9 @@ class Rollout(Causal):
 
     @torch.no_grad()
     def _remember(self, layer: int, keys: list[Tensor], values: list[Tensor]) -> Tensor | None:
-        """Add those of the last step i, and return the keys and values of steps 1 to i, [2, i, B, T, H, D].
+        """The keys and values of steps 1 to i, [2, i, B, T, H, D], after adding those of step i.
 
-        Each is written once, so the tensors that earlier steps have got do not change.
+        Each is written once, so the views that earlier steps use do not change.
         """
         last = len(keys) - 1
         if not last:
@@ -118,10 +123,11 @@ def joint_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Step i of `Rollout`, by the plain formula.
+    """Step i of `Rollout` by the plain formula, [B, H, T, D].
 
-    q and each of the i + 1 keys and values [B, H, T, D]; sinks [H] or None; the rest as in `Causal.attend`.
-    Returns [B, H, T, D].
+    q: [B, H, T, D]
+    keys, values: i + 1 tensors of the same shape
+    sinks, scale, window, softcap: as in `Causal.attend`
     """
     slots, last = q.shape[2], len(keys) - 1
     # The keys and values that a slot has drafted itself, [B, H, T, i, D].
@@ -166,10 +172,12 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, scale, drafted, *sources):
-        """q, k, v [B, H, T, D]. drafted: the keys and values of steps 1 to i, [2, i, B, T, H, D], None in step 0.
+        """Attention to step 0 and to the drafted keys, [B, H, T, D].
 
-        sources: the tensors of which `drafted` is a copy, each [B, H, T, D], the keys and then the values. They get the
-        gradients. `drafted` is not a saved tensor, because later steps write to the same storage after its end.
+        q, k, v: [B, H, T, D]
+        drafted: [2, i, B, T, H, D]; the keys and values of steps 1 to i, None in step 0. It is not a saved tensor of
+            autograd, because later steps write to the same storage after its end.
+        sources: tensors [B, H, T, D] of which `drafted` is a copy, keys first; they get its gradients
         """
         out, total, *ctx.extra = _causal(q, k, v, scale)
         if drafted is not None:
@@ -192,10 +200,14 @@ class _Joint(torch.autograd.Function):
 
 
 def join(q: Tensor, keys: Tensor, values: Tensor, causal: Tensor, total: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention to some keys, and to i more that each slot has for itself.
+    """Attention to i drafted keys of each slot, joined with attention to other keys.
 
-    q [B, H, T, D]; keys, values [i, B, T, H, D]. causal [B, H, T, D], total [B, H, T]: the output of attention to the
-    others, and the log-sum-exp of its scores. Returns both of the joint attention, in the same shapes and dtypes.
+    q: [B, H, T, D]
+    keys, values: [i, B, T, H, D]
+    causal: [B, H, T, D]; the output of attention to the other keys
+    total: [B, H, T]; the log-sum-exp of its scores
+
+    Returns output and log-sum-exp of the joint attention, in the same shapes and dtypes.
     """
     keys, values = keys.transpose(2, 3), values.transpose(2, 3)
     # Two softmaxes become one: each part's output is scaled by its share of the joint sum of exponentials.
@@ -211,7 +223,9 @@ def join_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q [B, H, T, D] and of the keys and values [i, B, T, H, D] of `join`.
 
-    grad, out [B, H, T, D] and joint [B, H, T]: of its outputs. dq [B, H, T, D]: the gradient of q in the other part.
+    grad: [B, H, T, D]; the gradient of its output
+    out, joint: [B, H, T, D], [B, H, T]; its output and log-sum-exp
+    dq: [B, H, T, D]; the gradient of q in the attention to the other keys
     """
     keys, values = keys.transpose(2, 3), values.transpose(2, 3)
     # The softmax's derivative, shares * (pull of each value - their mean under all shares).

@@ -18,8 +18,8 @@ from .attention import Causal
 from .data import WIDTH, Batch, move
 from .features import Features
 from .loss import likeliest
-from .options import TrainingOptions
-from .sizes import draft_config, published_config
+from .options import LAYER_OPTIONS, TrainingOptions
+from .sizes import check_taps, draft_config, published_config
 from .trainer import Trainer, as_master, seeded
 
 TRAINED_BLOCKS, MEASURED_BLOCKS = 512, 128
@@ -63,12 +63,7 @@ class DFlashTrainer(Trainer):
     """
 
     name = "dflash"
-    takes = frozenset(
-        {
-            "num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "taps",
-            "block_size",
-        }
-    )  # fmt: skip
+    takes = LAYER_OPTIONS | {"taps", "block_size"}
     learning_rate = (2.4, 2e-3)
     causal = False
     """True if a slot does not see later slots of its block."""
@@ -219,9 +214,9 @@ class BlockAttention(Causal):
             device, count = anchors.device, anchors.shape[1] * size
             context = torch.arange(seen, device=device) < anchors.repeat_interleave(size, dim=1)[:, :, None]
             slot = torch.arange(count, device=device)
-            own = slot[:, None] // size == slot // size
-            own = own & (slot[:, None] >= slot) if causal else own
-            visible = torch.cat([context, own.expand(len(anchors), -1, -1)], dim=2)[:, None]
+            block = slot[:, None] // size == slot // size
+            block = block & (slot[:, None] >= slot) if causal else block
+            visible = torch.cat([context, block.expand(len(anchors), -1, -1)], dim=2)[:, None]
             mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -math.inf)
             self.masks[number, causal] = mask.repeat(1, 1, groups, 1)
         return self.masks[number, causal]
@@ -233,11 +228,3 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
         return tuple(2 + round(i * (num_layers - 4) / (STATES - 1)) for i in range(STATES))
     count = min(STATES, num_layers)
     return tuple(1 + round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count))
-
-
-def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
-    """ValueError if the target has no such states."""
-    if not taps or list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= num_layers:
-        raise ValueError(
-            f"taps: expected states from 0 to {num_layers}, ascending, got {', '.join(map(str, taps)) or 'none'}"
-        )

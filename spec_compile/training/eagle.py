@@ -13,7 +13,7 @@ from ..drafters.modules.layers import LayerKnobs
 from .attention import Causal
 from .data import Batch, move
 from .features import Features
-from .options import TrainingOptions
+from .options import LAYER_OPTIONS, TrainingOptions
 from .sizes import draft_config, published_config
 from .trainer import HeadTrainer, as_master, seeded
 
@@ -29,7 +29,7 @@ class EagleTrainer(HeadTrainer):
     """A head of `num_layers` layers that predicts a token's state from the token and the state before it."""
 
     name = "eagle"
-    takes = frozenset({"num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"})
+    takes = LAYER_OPTIONS
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
         self.config = draft_config(target, options)
@@ -43,7 +43,7 @@ class EagleTrainer(HeadTrainer):
         """SmoothL1(g_t, f_{t+1}) + TOKEN_WEIGHT * cross entropy of head(g_t) with softmax(head(f_{t+1})).
 
         It is a mean over the slots t that draft a supervised token, where f is the target's state and g the output.
-        The input states have noise, because those that the head drafts from are inexact (section 4.2).
+        The input states have noise, because the head drafts from inexact states (section 4.2).
         """
         ids, (states,) = move(batch.ids, self.device), features.states
         noise = torch.rand(states.shape, generator=generator, device=self.device) - 0.5

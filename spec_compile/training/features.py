@@ -63,13 +63,13 @@ class TargetFeatures:
         tapped = {tap: torch.cat([states[tap] for states, _ in parts]) for tap in parts[0][0]}
         if self._plain:
             final = tapped[FINAL].flatten(0, 1)
-            chosen = likeliest(final, self._weight).view(ids.shape) if choices else None
+            most_likely = likeliest(final, self._weight).view(ids.shape) if choices else None
             logits = partial(_product, final, self._kept_weight)
         else:
-            chosen = torch.cat([made.argmax(dim=-1) for _, made in parts])
+            most_likely = torch.cat([made.argmax(dim=-1) for _, made in parts])
             kept = [made if self.kept is None else made[..., self.kept] for _, made in parts]
             logits = torch.cat(kept).flatten(0, 1).__getitem__
-        return Features([tapped[tap] for tap in self.taps], logits, chosen)
+        return Features([tapped[tap] for tap in self.taps], logits, most_likely)
 
     def _replay(self, ids: Tensor) -> tuple[dict[int, Tensor], Tensor]:
         """`_run` without logits. On a GPU it is captured when ids of a shape come for the second time, because the

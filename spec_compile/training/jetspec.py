@@ -7,7 +7,7 @@ from .dflash import DFlashTrainer
 
 
 class JetSpecTrainer(DFlashTrainer):
-    """A DFlash draft in which a slot sees only itself and earlier slots of its block.
+    """A DFlash draft in which a slot sees, of its block, only itself and earlier slots.
 
     All slots have the same weight in the loss, because an early slot does not see the later ones and cannot help them.
     """

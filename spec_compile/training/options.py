@@ -9,10 +9,9 @@ from ..tree import MAX_NODES
 
 LARGEST = 1 << 31
 """The largest value of an integer option."""
-ABOUT_THE_DRAFT = (
-    "num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "draft_vocab_size",
-    "taps", "ttt_steps", "block_size",
-)  # fmt: skip
+LAYER_OPTIONS = frozenset({"num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"})
+"""Options of a draft's layers."""
+ABOUT_THE_DRAFT = (*sorted(LAYER_OPTIONS), "draft_vocab_size", "taps", "ttt_steps", "block_size")
 """Options that only some algorithms have."""
 
 
@@ -62,11 +61,7 @@ class TrainingOptions:
             raise ValueError("steps and minutes: give one of them, which says when to end")
         if self.steps is None and self.minutes is None:
             object.__setattr__(self, "minutes", 30.0)
-        counts = (
-            "steps", "batch_size", "sequence_length", "num_layers", "intermediate_size", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "draft_vocab_size", "ttt_steps",
-        )  # fmt: skip
-        for name in counts:
+        for name in ("steps", "batch_size", "sequence_length", *sorted(LAYER_OPTIONS), "draft_vocab_size", "ttt_steps"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, LARGEST)
         check_int("seed", self.seed, 0, LARGEST)

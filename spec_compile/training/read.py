@@ -23,7 +23,7 @@ def read(
         has "text", or "prompt" and "completion", or "messages" (roles and contents, for the tokenizer's chat template).
         With a prompt or messages only the model's part is supervised. Texts get the tokenizer's end of sequence.
     tokenizer: the target's; not needed for token ids
-    vocab_size: ids must be less
+    vocab_size: of the target; an id that is not below it is an error
     name: of the argument, for errors
     on_policy: True if the target will write the answers. Then a "prompt" needs no "completion", messages may end with
         the user's, and nothing of such an ending is supervised.
@@ -50,22 +50,23 @@ def _items(data, name: str) -> Iterable[tuple[str, object]]:
         text = path.read_text()
         if path.suffix == ".txt":
             return [(str(path), text)]
-        return [(f"{path}:{number}", _parse(line, path, number)) for number, line in _lines(text)]
+        return [(f"{path}:{number}", parse_json(line, f"{path}:{number}")) for number, line in numbered_lines(text)]
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise TypeError(f"{name}: expected a file or an iterable of texts or token ids, got {type(data).__name__}")
     return ((f"{name}[{number}]", item) for number, item in enumerate(data))
 
 
-def _lines(text: str) -> list[tuple[int, str]]:
+def numbered_lines(text: str) -> list[tuple[int, str]]:
     """The lines that are not blank, with their numbers from 1."""
     return [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 
-def _parse(line: str, path: Path, number: int):
+def parse_json(line: str, label: str):
+    """The value of a line of JSON, which errors call `label`."""
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+        raise ValueError(f"{label}: not JSON: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,16 @@ def published_config(config: LlamaConfig, target: Target, architecture: str, **m
     }
 
 
+def check_taps(taps: tuple[int, ...], num_layers: int, excluded_first: int | None = None) -> None:
+    """ValueError if the target has no such states, or if the first one is excluded."""
+    in_range = taps and 0 <= taps[0] <= taps[-1] <= num_layers and taps[0] != excluded_first
+    if not in_range or list(taps) != sorted(set(taps)):
+        but = "" if excluded_first is None else f" the first of them not {excluded_first} (no published list says it),"
+        raise ValueError(
+            f"taps: expected states from 0 to {num_layers}, ascending,{but} got {', '.join(map(str, taps)) or 'none'}"
+        )
+
+
 def frequent_tokens(counts: Tensor, size: int | None, always: list[int]) -> Tensor | None:
     """The `size` most frequent tokens, int64 [size], ascending, with those of `always` among them; None for all tokens.
 

@@ -97,7 +97,7 @@ def train_draft(
     output: a new folder, or the folder of a training to go on with
     tokenizer: the model's, if the data is text
     validation: the share of documents that is held out, or texts as in `data`, or 0
-    on_policy: True, or options for ``generate()``, to train on the model's own answers to the prompts in the data
+    on_policy: True, or options for ``generate()``, to train on the model's own answers to prompts, which need no others
     resume: True to go on with the training in `output`, whose head is the same as without the interruption
     progress: called with a `Progress` about every ten seconds, at first more often (default: it is shown on stderr)
     options: of `TrainingOptions`, which are listed below
