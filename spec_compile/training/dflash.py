@@ -94,7 +94,7 @@ class DFlashTrainer(Trainer):
         weights = self.slot_weights()[slots % self.block_size]
         normed = self.draft(batch, features, drawn).flatten(0, 2).index_select(0, move(slots, self.device))
         weights = move(weights / weights.sum().clamp(min=1e-9), self.device)
-        return self.distil(normed, teachers, features.states[-1], weights)  # the last tap is FINAL
+        return self.distillation_loss(normed, teachers, features.states[-1], weights)  # the last tap is FINAL
 
     def slot_weights(self) -> Tensor:
         """The weights of a block's slots in the loss, [T].

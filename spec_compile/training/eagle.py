@@ -55,7 +55,7 @@ class EagleTrainer(HeadTrainer):
         expected = states.flatten(0, 1)[move(teachers, self.device)]
         distance = F.smooth_l1_loss(outputs.float(), expected.float(), reduction="none").mean(-1).sum() * share
         weights = torch.full((len(slots),), TOKEN_WEIGHT * share, device=self.device)
-        return distance + self.distil(outputs, teachers, states, weights)
+        return distance + self.distillation_loss(outputs, teachers, states, weights)
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
         """The tensors by SafeAILab's names. The embedding and the output matrix are the target's and not among them."""

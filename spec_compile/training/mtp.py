@@ -65,7 +65,7 @@ class MtpTrainer(HeadTrainer):
         shares = BETA ** torch.arange(self.steps)
         shares = shares / shares.sum() / step_of.bincount(minlength=self.steps).clamp(min=1)
         normed = self.rolled_out(batch, features, slots)
-        return self.distil(normed, teachers, features.states[0], move(shares[step_of], self.device))
+        return self.distillation_loss(normed, teachers, features.states[0], move(shares[step_of], self.device))
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
         """The tensors by Qwen's names, ``mtp.*``, and the target's config. Each expert has tensors of its own."""

@@ -56,7 +56,7 @@ class Trainer(ABC):
         generator: the source of this step's random numbers
         """
 
-    def distil(self, normed: Tensor, teachers: Tensor, states: Tensor, row_weights: Tensor) -> Tensor:
+    def distillation_loss(self, normed: Tensor, teachers: Tensor, states: Tensor, row_weights: Tensor) -> Tensor:
         """The `soft_cross_entropy` of a draft that shares the target's output matrix.
 
         normed: [R, h]; the draft's outputs
