@@ -1,79 +1,336 @@
-"""The command line.
+"""The command line: ``python -m spec_compile audit | train | serve | tune-kernels``.
 
-``python -m spec_compile audit --model MODEL --prompt TEXT``,
-``python -m spec_compile train --model MODEL --data FILE --output FOLDER``, ``python -m spec_compile serve MODEL`` and
-``python -m spec_compile tune-kernels --model MODEL``.
+A command is a function whose parameters are its arguments and options. `main` runs one of them.
 """
 
-import argparse
+import inspect
+import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Any
 
-from . import audit, speculate, tune_kernels
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.cli.serve import Serve
+
+from . import audit, speculate, train_draft, tune_kernels
 from .audit import check_samples
-from .command_line import add_model, at_least, json_object, load_model, one_line, read_prompts
 from .report.audit import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
-from .serving import cli as serving
-from .training import cli
+from .serving import FLAGS, GRACE, MAX_QUEUE, require_packages
+from .training import TRAINERS
+from .training.progress import bars_on_terminals, tell
+from .training.read import numbered_lines, parse_json
+from .training.save import STATE
+
+PROGRAM = "python -m spec_compile"
+THIS_GPU = torch.device("cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+UsageError: Any = typer.BadParameter.__base__
+"""The base class of typer's errors about arguments. typer does not export it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command. Returns its exit status; after a line on stderr 2 if the user made an error, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="python -m spec_compile")
-    parser.add_argument("--traceback", action="store_true", help="show where in the program an error was raised")
-    commands = parser.add_subparsers(dest="command", required=True)
-    _add_audit(commands)
-    cli.add_command(commands)
-    serving.add_command(commands)
-    tune_kernels.add_command(commands)
-    parsed = parser.parse_args(arguments)
+    """Run a command. Returns its exit status, which is 2 after an error and 130 after Ctrl-C.
+
+    Raises SystemExit with status 2 for arguments that the command does not take. Each error is a line on stderr.
+    """
+    commands, context = typer.main.get_command(application), None
     try:
-        return parsed.run(parsed)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        if parsed.traceback:
+        with commands.make_context(PROGRAM, sys.argv[1:] if arguments is None else [*arguments]) as context:
+            return commands.invoke(context) or 0
+    except typer.Exit as end:
+        return end.exit_code
+    except UsageError as error:
+        _print_end(context, f"error: {one_line(error.format_message())}")
+        raise SystemExit(2) from None
+    except (ValueError, TypeError, OSError, ImportError, KeyboardInterrupt) as error:
+        if context.params["traceback"]:
             raise
-        print(f"{parser.prog} {parsed.command}: error: {one_line(error)}", file=sys.stderr)
+        if isinstance(error, KeyboardInterrupt):
+            _print_end(context, error.args[0] if error.args else "stopped")
+            return 130
+        _print_end(context, f"error: {one_line(error)}")
         return 2
-    except KeyboardInterrupt as stop:
-        if parsed.traceback:
-            raise
-        print(f"{parser.prog} {parsed.command}: {stop.args[0] if stop.args else 'stopped'}", file=sys.stderr)
-        return 130
 
 
-def _add_audit(commands) -> None:
-    command = commands.add_parser(
-        "audit",
-        help="compare speculative with plain decoding, token for token and draw for draw",
-        description="Prints the tables; exits with 0 if nothing but near-ties differs, with 1 if something else does, "
-        "with 2 if an argument is wrong, and with 3 if too little was generated to tell.",
-    )
-    add_model(command)
-    command.add_argument("--algo", default="ngram")
-    command.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
-    command.add_argument("--prompts", type=Path, help='a file of JSON lines with "prompt", or of one prompt a line')
-    command.add_argument("--limit", type=at_least(1), default=10, help="prompts read from the file at most")
-    command.add_argument("--max-new-tokens", type=at_least(1), default=64)
-    command.add_argument("--samples", type=at_least(0), default=0, help="draws a prompt for the test of sampling")
-    command.add_argument("--generate", type=json_object, default={}, help="JSON, such as '{\"temperature\": 0.7}'")
-    command.add_argument("--options", type=json_object, default={}, help="JSON, such as '{\"num_draft_tokens\": 8}'")
-    command.set_defaults(run=_audit, refuse=command.error)
+def _print_end(context: typer.Context | None, reason: str) -> None:
+    """Print why a command ended. context: None if the options before the command could not be read."""
+    command = context.invoked_subcommand if context else None
+    print(f"{PROGRAM} {command}: {reason}" if command else f"{PROGRAM}: {reason}", file=sys.stderr)
 
 
-def _audit(arguments: argparse.Namespace) -> int:
-    """Run the command ``audit``. Returns the exit status."""
-    check_samples(arguments.samples)
-    prompts = list(arguments.prompt)
-    if arguments.prompts is not None:
-        prompts += read_prompts(arguments.prompts, arguments.limit)
-    if not prompts:
-        arguments.refuse("give at least one --prompt, or --prompts")
-    model, tokenizer = load_model(arguments)
-    fast = speculate(model, arguments.algo, **arguments.options)
-    amounts = {"max_new_tokens": arguments.max_new_tokens, "samples": arguments.samples}
-    report = audit(fast, prompts, tokenizer, **amounts, **arguments.generate)
+class _Commands(typer.core.TyperGroup):
+    def get_command(self, context: Any, name: str) -> Any:
+        if name not in self.commands:
+            raise UsageError(f"invalid choice: {name!r}; expected one of {', '.join(self.commands)}")
+        return self.commands[name]
+
+
+application = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@application.callback(invoke_without_command=True)
+def _program(
+    context: typer.Context,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the program an error arose.")] = False,
+) -> None:
+    """Lossless speculative decoding for models of transformers."""
+    if context.invoked_subcommand is None:
+        raise UsageError("the following arguments are required: command")
+
+
+# Options whose text is parsed here
+
+
+class _BadValue(typer.BadParameter):
+    def format_message(self) -> str:
+        return f"{self.param.opts[0]}: {self.message}"
+
+
+def parsed(parse: Callable[[str], Any], metavar: str, meaning: str) -> Any:
+    """An option whose value `parse` makes of its text; a ValueError of it is shown after the option's name.
+
+    metavar, meaning: for the help
+    """
+
+    def value_of(text: Any) -> Any:
+        try:
+            return parse(text) if isinstance(text, str) else text  # a default may be a value already
+        except ValueError as error:
+            raise _BadValue(str(error)) from error
+
+    return typer.Option(parser=value_of, metavar=metavar, help=meaning)
+
+
+def json_object(text: str) -> dict:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected a JSON object, got {text!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {text!r}")
+    return value
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """A parser of ints from `low`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < low:
+            raise ValueError(f"expected an int of {low} or more, got {text!r}")
+        return value
+
+    return parse
+
+
+def dtype_name(text: str) -> str:
+    """One of `DTYPES`."""
+    if text not in DTYPES:
+        raise ValueError(f"invalid choice: {text!r}; expected one of {', '.join(DTYPES)}")
+    return text
+
+
+def local_device(text: str) -> torch.device:
+    """A device of this machine."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"expected cpu, cuda or cuda:N, got {text!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"{text}: torch sees {torch.cuda.device_count()} CUDA devices here")
+    return device
+
+
+def share_or_file(text: str) -> float | str:
+    """A number, which is a share of the data, or the path of a file."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+Model = Annotated[str, typer.Option(help="A directory, or a name on the model hub.")]
+Dtype = Annotated[str, parsed(dtype_name, "DTYPE", f"One of {', '.join(DTYPES)}.")]
+Device = Annotated[torch.device, parsed(local_device, "DEVICE", "cpu, cuda or cuda:N.")]
+
+
+# The commands
+
+
+@application.command("audit")
+def _audit(
+    model: Model,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    algo: Annotated[str, typer.Option(help="How drafts are made.")] = "ngram",
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help='JSON lines with "prompt", or one prompt a line.')] = None,
+    limit: Annotated[int, parsed(at_least(1), "INT", "Prompts read from the file at most.")] = 10,
+    max_new_tokens: Annotated[int, parsed(at_least(1), "INT", "Tokens of an answer at most.")] = 64,
+    samples: Annotated[int, parsed(at_least(0), "INT", "Draws a prompt for the test of sampling.")] = 0,
+    generate: Annotated[dict, parsed(json_object, "JSON", "Such as '{\"temperature\": 0.7}'.")] = "{}",
+    options: Annotated[dict, parsed(json_object, "JSON", "Such as '{\"num_draft_tokens\": 8}'.")] = "{}",
+) -> int:
+    """Compare speculative with plain decoding, token for token and draw for draw.
+
+    Prints the tables; exits with 0 if nothing but near-ties differs, with 1 if something else does, with 2 if an
+    argument is wrong, and with 3 if too little was generated to tell.
+    """
+    check_samples(samples)
+    texts = [*(prompt or []), *(read_prompts(prompts, limit) if prompts is not None else [])]
+    if not texts:
+        raise UsageError("give at least one --prompt, or --prompts")
+    loaded, tokenizer = load_model(model, dtype, device)
+    fast = speculate(loaded, algo, **options)
+    report = audit(fast, texts, tokenizer, max_new_tokens=max_new_tokens, samples=samples, **generate)
     print(report)
     return {LOSSLESS: 0, NOT_LOSSLESS: 1, NOT_TESTED: 3}[report.verdict]
+
+
+@application.command("train")
+def _train(
+    model: Model,
+    data: Annotated[str, typer.Option(help="A .txt or .jsonl file.")],
+    output: Annotated[str, typer.Option(help="The folder to write.")],
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    algo: Annotated[str, typer.Option(help=f"One of {', '.join(TRAINERS)}.")] = "eagle3",
+    validation: Annotated[str, typer.Option(help="The share of the data that is held out, or a file.")] = "0.05",
+    on_policy: Annotated[bool, typer.Option("--on-policy", help="Train on answers that the model writes.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Updates of the weights.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Give this or --steps. Without either it is 30.")] = None,
+    options: Annotated[dict, parsed(json_object, "JSON", "Such as '{\"batch_size\": 16}'.")] = "{}",
+) -> None:
+    """Train a draft head for a model.
+
+    Writes the head, its card and a state to go on from; the same command goes on after a stop.
+    """
+    tell(f"loading {model}")
+    try:
+        with bars_on_terminals():
+            loaded, tokenizer = load_model(model, dtype, device)
+        result = train_draft(
+            loaded, algo, data=data, output=output, tokenizer=tokenizer, validation=share_or_file(validation),
+            on_policy=on_policy, steps=steps, minutes=minutes, **options,
+        )  # fmt: skip
+    except KeyboardInterrupt as stop:
+        folder = Path(output).expanduser()
+        is_kept = (folder / STATE).is_file()
+        how = stop.args[0] if stop.args else f"stopped; {folder} keeps {'a' if is_kept else 'no'} checkpoint"
+        raise KeyboardInterrupt(
+            f"{how}; the same command {'goes on from there' if is_kept else 'begins anew'}"
+        ) from None
+    print(result)
+
+
+def with_server_flags(serve: Callable) -> Callable:
+    """A command with its own parameters, and in place of ``**flags`` those of transformers' server in `FLAGS`."""
+    parameters = [each for each in inspect.signature(serve).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    parameters += [each for name, each in inspect.signature(Serve.__init__).parameters.items() if name in FLAGS]
+    serve.__signature__ = inspect.Signature(parameters)
+    serve.__annotations__ = {each.name: each.annotation for each in parameters}
+    return serve
+
+
+@application.command("serve")
+@with_server_flags
+def _serve(
+    model: Annotated[str, typer.Argument(help="A directory, or a name on the model hub.")],
+    algo: Annotated[str, typer.Option(help="How drafts are made.")] = "ngram",
+    draft: Annotated[str | None, typer.Option(help="The draft: a directory, or a name on the model hub.")] = None,
+    options: Annotated[dict, parsed(json_object, "JSON", "Options of speculate().")] = "{}",
+    slots: Annotated[int | None, typer.Option(help="Requests that are answered at once.", min=1)] = None,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; others get 429.", min=1)] = MAX_QUEUE,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs that share the model.", min=1)] = 1,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; by default as it is called here.")
+    ] = None,
+    grace: Annotated[float, typer.Option(help="Seconds that requests have to end after SIGTERM.", min=0)] = GRACE,
+    **flags: Any,
+) -> int:
+    """Run an HTTP server with OpenAI's API: transformers' own, around speculative models and continuous batching.
+
+    POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics.
+    """
+    require_packages()
+    from .serving.drain import Runner
+    from .serving.server import build
+
+    options |= {} if draft is None else {"draft": draft}
+    sizes = {"slots": slots, "max_queue": max_queue, "tensor_parallel": tensor_parallel}
+    runner = Runner(build(model, algo, options, **sizes, served_model_name=served_model_name, **flags), grace)
+    runner.run()
+    return int(runner.has_failed)
+
+
+@application.command("tune-kernels")
+def _tune_kernels(model: Model, dtype: Dtype = "auto", device: Device = THIS_GPU) -> None:
+    """Search for faster plans of a model's matrix products on this GPU.
+
+    Times plans for each shape and format of the model's weights, checks that every row has the same bits with any
+    number of rows, and keeps the plans that are faster in a file that later processes read.
+    """
+    tune_kernels.check_device(device)
+    tune_kernels.run(load_model(model, dtype, device)[0])
+
+
+# Inputs of commands
+
+
+def load_model(name: str, dtype: str, device: torch.device) -> tuple[PreTrainedModel, object]:
+    """The model, on its device and in eval mode, and its tokenizer. ValueError if they cannot be loaded."""
+    local = Path(name).expanduser()
+    # A path is not looked up on the hub, whose error would be about something else.
+    if not local.exists() and (local.is_absolute() or name.startswith((".", "~")) or name.count(os.sep) > 1):
+        raise ValueError(f"--model: there is no folder {name}")
+    if local.is_file():
+        raise ValueError(f"--model: {name} is a file; expected the folder of a model, or a name on the model hub")
+    source = str(local) if local.is_dir() else name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model: {name} cannot be loaded: {one_line(error)}") from error
+    return model.to(device).eval(), tokenizer
+
+
+def read_prompts(path: Path, limit: int) -> list[str]:
+    """The first prompts of a file of JSON lines with "prompt", or of a prompt a line. ValueError if it is neither."""
+    try:
+        lines = numbered_lines(path.expanduser().read_text())[:limit]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts: {path} cannot be read: {one_line(error)}") from error
+    return [_prompt(f"--prompts: {path}:{number}", line) for number, line in lines]
+
+
+def _prompt(label: str, line: str) -> str:
+    """The prompt of a line, which errors call `label`."""
+    if not line.lstrip().startswith("{"):
+        return line
+    prompt = parse_json(line, label).get("prompt")
+    if not isinstance(prompt, str):
+        raise ValueError(f'{label}: expected an object with "prompt", a text')
+    return prompt
+
+
+def one_line(error: object) -> str:
+    """The message of an exception, as one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 if __name__ == "__main__":

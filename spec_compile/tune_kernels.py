@@ -1,45 +1,33 @@
-"""The command ``python -m spec_compile tune-kernels --model MODEL``: plans of matrix products for this GPU."""
-
-import argparse
+"""The search for plans of a model's matrix products on this GPU, for ``python -m spec_compile tune-kernels``."""
 
 import torch
+from transformers import PreTrainedModel
 
 from . import passes
 from .capture.admit import admit
 from .capture.trace import capture
-from .command_line import add_model, load_model
 from .kernels.linear import small_m, tune, tuned
 
 
-def add_command(commands) -> None:
-    """Add ``tune-kernels`` to the parser's commands."""
-    command = commands.add_parser(
-        "tune-kernels",
-        help="search for faster plans of a model's matrix products on this GPU",
-        description="Times plans for each shape and format of the model's weights, checks that every row has the same "
-        "bits with any number of rows, and keeps the plans that are faster in a file that later processes read.",
-    )
-    add_model(command)
-    command.set_defaults(run=run, device=torch.device("cuda"))
-
-
-@torch.no_grad()
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command ``tune-kernels``. Returns the exit status."""
-    device = arguments.device
+def check_device(device: torch.device) -> None:
+    """ValueError if no kernel can be tuned on this device."""
     if device.type != "cuda" or not torch.cuda.is_available():
         raise ValueError(f"--device: kernels are tuned on the GPU that runs them; expected cuda, got {_got(device)}")
     lack = small_m.lack_of_device(device)
     if lack is not None:
         raise ValueError(f"--device: there is no kernel to tune on {device}, because {lack}")
-    model, _ = load_model(arguments)
+
+
+@torch.no_grad()
+def run(model: PreTrainedModel) -> None:
+    """Tune the products of a model on its GPU, print a line for each, and keep the plans that are faster."""
     admit(model)
     before_fusion = passes.PIPELINE[: passes.PIPELINE.index(passes.use_small_m_linears) + 1]
     products = tune.products(passes.run(capture(model), passes.Settings(), before_fusion))
     if not products:
         raise ValueError(
-            f"--model: {arguments.model} has no product that these kernels multiply; expected weights of 16 bits "
-            "(--dtype bfloat16), or of a format with a kernel"
+            f"--model: {model.config.name_or_path} has no product that these kernels multiply; expected weights of 16 "
+            "bits (--dtype bfloat16), or of a format with a kernel"
         )
     path = small_m.tuned_file(products[0].weights[0][0].device)
     for product in products:
@@ -48,7 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
         if outcome.plan is not None:
             tuned.add(path, {product.name: outcome.plan})
     print(f"plans: {path}" if path.exists() else "no plan is faster than the present ones; no file was written")
-    return 0
 
 
 def _got(device: torch.device) -> str:

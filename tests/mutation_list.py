@@ -629,12 +629,13 @@ REQUESTS = [
 FIELDS, LOAD, HTTP = "tests/serving/test_fields.py", "tests/serving/test_load.py", "spec_compile/serving/"
 SERVING = [
     Mutation(
-        "biases are dropped", f"{HTTP}settings.py", 'if "logit_bias" in given:', "if False:",
+        "biases are dropped", f"{HTTP}settings.py", 'if "logit_bias" in fields:', "if False:",
         f"{FIELDS} -k biases_are_those",
     ),
     Mutation(
         "a limit in max_length is dropped", f"{HTTP}settings.py",
-        '("max_new_tokens", "max_length"))]', '("max_new_tokens",))]', f"{FIELDS} -k limit_in_the_generation",
+        '("max_new_tokens", "max_length"), values)]', '("max_new_tokens",), values)]',
+        f"{FIELDS} -k limit_in_the_generation",
     ),
     Mutation(
         "tools are dropped by a template without them", f"{HTTP}handlers.py",
@@ -672,7 +673,7 @@ SERVING = [
     ),
     Mutation(
         "every seed is taken", f"{HTTP}fields.py",
-        '"seed": whole(-(1 << 63), (1 << 64) - 1),', '"seed": whole(-(1 << 99), 1 << 99),',
+        '"seed": integer(-(1 << 63), (1 << 64) - 1),', '"seed": integer(-(1 << 99), 1 << 99),',
         f"{FIELDS} -k 'bad_values and seed'",
     ),
     Mutation(

@@ -1,4 +1,6 @@
-"""Serving: transformers' HTTP server around continuous batching, replicas of it on Ray, and specdec_bench's engine."""
+"""Serving: transformers' HTTP server around continuous batching, and replicas of it on Ray."""
+
+import importlib
 
 MAX_QUEUE = 256
 """Requests that may wait in a server, by default."""
@@ -9,3 +11,14 @@ FLAGS = (
     "host", "port", "enable_cors", "log_level", "default_seed",
 )  # fmt: skip
 """The flags of transformers' server that do something here. Others are for its own cache, or for several models."""
+PACKAGES = ("fastapi", "openai", "prometheus_client", "uvicorn")
+"""The packages of the extra ``serve`` that are imported."""
+
+
+def require_packages() -> None:
+    """Raise ImportError, with what to install, if a package of the extra ``serve`` is missing."""
+    for name in PACKAGES:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ImportError(f"serving needs {name}: pip install 'spec_compile[serve]'") from error

@@ -1,6 +1,7 @@
 """The body of a request: read up to a bound, and decoded as strict JSON."""
 
 import json
+import re
 from typing import Any
 
 from fastapi import Request
@@ -10,12 +11,12 @@ from .errors import Refusal
 DEEPEST = 64
 """Lists and objects of a body that may lie in each other."""
 MOST_DRAINED = 64 << 20
-"""Bytes of a body that is too large which are read before it is refused, so that its client reads the reason."""
+"""Bytes of a body that are read at most before it is refused as too large, so that its client reads the reason."""
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The bytes of a body. Refusal with status 415 if it is not said to be JSON, 413 if it has more than `most`."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    """The bytes of a body. Refusal with status 415 if its type is not JSON, 413 if it has more than `most` bytes."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
@@ -26,8 +27,8 @@ async def read_body(request: Request, most: int) -> bytes:
             parts.clear()
             if size > MOST_DRAINED:
                 break
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise Refusal(415, f"Content-Type: expected application/json, got {kind[:80] or 'none'}")
+    if not re.fullmatch(r"application/(.*\+)?json", media_type):
+        raise Refusal(415, f"Content-Type: expected application/json, got {media_type[:80] or 'none'}")
     if size > most:
         raise Refusal(413, f"the body has more than {most} bytes, which this server does not read; send less")
     return b"".join(parts)
@@ -36,11 +37,11 @@ async def read_body(request: Request, most: int) -> bytes:
 def decode_body(data: bytes, most_containers: int) -> dict:
     """The object that a body is. Refusal with status 422 if it is not one.
 
-    most_containers: lists and objects that it may have; the decoder stops all threads while it makes them, so that
-    brackets are counted before, those of texts included.
+    most_containers: lists and objects that it may have. The decoder stops all threads while it makes them, so brackets
+    are counted before, including brackets within texts.
 
-    Names that occur twice in an object are refused, and so are NaN, Infinity, text that is not Unicode, and nesting
-    deeper than `DEEPEST`.
+    An object with a name twice is refused, and so are NaN, Infinity, text that is not Unicode, and nesting deeper than
+    `DEEPEST`.
     """
     containers = data.count(b"[") + data.count(b"{")
     if containers > most_containers:

@@ -1,4 +1,4 @@
-"""`Call`, what one HTTP request asked of the manager, and the middleware that ends it when its client leaves."""
+"""`HttpCall`, one HTTP request, and the middleware that ends it when its client leaves."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,22 +6,26 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-CURRENT: ContextVar["Call"] = ContextVar("CURRENT")
+CURRENT: ContextVar["HttpCall"] = ContextVar("CURRENT")
 """The call that the running task serves. Tasks that are started for it share the object."""
 
 
 @dataclass
-class Call:
+class HttpCall:
     """One HTTP request.
 
-    loop: the event loop that serves it. given: its checked fields. prompt_field, limit_field: the names of the fields
-    that have the prompt and the number of tokens that the client wants, or None. is_prepared: whether its prompt and
-    settings were made. request_id: the manager's name of the request that is added for it, or None. output: the last
-    that the manager delivered. is_gone: whether nobody waits for the answer any more.
+    loop: the event loop that serves it
+    fields: of its body, checked
+    prompt_field: name of the field with the prompt
+    limit_field: name of the field with the number of tokens that the client wants, or None
+    is_prepared: True once its prompt and settings are made
+    request_id: the manager's name of the request that was added for it, or None
+    output: the last output that the manager delivered, or None
+    is_gone: True once nobody waits for the answer
     """
 
     loop: asyncio.AbstractEventLoop
-    given: dict = field(default_factory=dict)
+    fields: dict = field(default_factory=dict)
     prompt_field: str = "prompt"
     limit_field: str | None = None
     is_prepared: bool = False
@@ -31,14 +35,14 @@ class Call:
 
     @property
     def is_open(self) -> bool:
-        """Whether the manager works on its request."""
+        """True while the manager works on its request."""
         return self.request_id is not None and not (self.output is not None and self.output.is_finished())
 
 
 class CallMiddleware:
-    """ASGI middleware: sets `CURRENT`, stops the answer when the client leaves, and cancels what is then still open.
+    """ASGI middleware: sets `CURRENT`; when the client leaves it stops the answer and cancels the manager's request.
 
-    Starlette notices only in streams that a client has left, and transformers' handlers cancel only from within one.
+    Starlette notices only in streams that a client has left, and transformers' handlers cancel only within a stream.
     """
 
     def __init__(self, app: Callable, cancel: Callable[[str], None]):
@@ -49,7 +53,7 @@ class CallMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        call = Call(asyncio.get_running_loop())
+        call = HttpCall(asyncio.get_running_loop())
         CURRENT.set(call)
         client = _Client(receive, send)
         answering = asyncio.ensure_future(self.app(scope, client.receive, client.send))
@@ -58,13 +62,13 @@ class CallMiddleware:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (answering, leaving):
-                task.cancel()  # does nothing to one that is done
+                task.cancel()  # does nothing if the task has ended
             await asyncio.gather(answering, leaving, return_exceptions=True)
-            call.is_gone = True  # before the look at `is_open`: a thread that adds its request looks at it after that
+            call.is_gone = True  # set before `is_open` is read: a thread that adds a request reads it afterwards
             if call.is_open:
                 self.cancel(call.request_id)
         if not answering.cancelled():
-            answering.result()  # raises what the app raised
+            answering.result()  # raises the error of the app, if any
 
 
 class _Client:

@@ -1,4 +1,4 @@
-"""`Runner`, which runs a server until a signal, answers what it has admitted, and ends when its worker dies."""
+"""`Runner`, which runs a server until a signal, answers all admitted requests, and ends when the worker dies."""
 
 import asyncio
 import gc
@@ -14,13 +14,13 @@ from .server import Server
 WATCH = 0.2
 """Seconds between two looks at the worker."""
 FAREWELL = 2.0
-"""Seconds in which /health still tells that the worker has died."""
+"""Seconds for which /health still tells that the worker has died."""
 SWITCH = 0.0005
-"""Seconds for which a thread that prepares a request keeps the interpreter, ten times less than Python's own."""
+"""Seconds for which a thread that prepares a request keeps the interpreter: a tenth of Python's default."""
 
 
 class Runner(uvicorn.Server):
-    """uvicorn's server. At a signal new requests get 503; those admitted have `grace` seconds; a second signal ends."""
+    """uvicorn's server. At a signal new requests get 503 and others have `grace` seconds; a second signal ends."""
 
     def __init__(self, server: Server, grace: float = GRACE):
         server.config.timeout_graceful_shutdown = 5  # for clients that read slowly what is ready
@@ -71,6 +71,6 @@ class Runner(uvicorn.Server):
             if self._is_over.wait(WATCH):
                 return
         self.has_failed = True
-        self.requests.end_all("the worker died")  # if one came in while it died
+        self.requests.end_all("the worker died")  # for a request that came in while it died
         time.sleep(FAREWELL)
         self.should_exit = True

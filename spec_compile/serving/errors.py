@@ -21,8 +21,11 @@ MOST_SHOWN = 80
 class Refusal(HTTPException):
     """A request that is not answered.
 
-    status: of HTTP. reason: for the client. param: the field that is at fault. code: OpenAI's code for the reason.
-    retries: whether the same request may be answered later.
+    status: of HTTP
+    reason: for the client
+    param: the field that is at fault
+    code: OpenAI's code for the reason
+    retries: True if the same request may be answered later
     """
 
     def __init__(
@@ -53,8 +56,8 @@ def shown(value: Any) -> str:
 
 def error_object(status: int, reason: str, param: str | None = None, code: str | None = None) -> dict:
     """The object in the field `error` of an answer of this status."""
-    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return {"message": reason, "type": kind, "param": param, "code": code}
+    error_type = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"message": reason, "type": error_type, "param": param, "code": code}
 
 
 def error_response(
@@ -65,7 +68,7 @@ def error_response(
 
 
 def failure(error: Exception) -> JSONResponse:
-    """The answer to a request whose handler raised something that no client should cause."""
+    """The answer to a request whose handler raised an error that no client should cause."""
     log.error("a request could not be answered", exc_info=error)
     return error_response(500, f"the server failed: {type(error).__name__}: {error}")
 
@@ -77,12 +80,12 @@ def add_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: AnyHTTPException) -> JSONResponse:
         if isinstance(error, Refusal):
             return error_response(error.status_code, error.detail, error.param, error.code, error.headers)
-        reason, code, place = str(error.detail), None, f"{request.method} {request.url.path}"
+        reason, code, route = str(error.detail), None, f"{request.method} {request.url.path}"
         if error.status_code == 404:
-            reason, code = f"there is no {place} on this server", "unknown_url"
+            reason, code = f"there is no {route} on this server", "unknown_url"
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
-            reason, code = f"{place} is not allowed; use {allowed}", "method_not_allowed"
+            reason, code = f"{route} is not allowed; use {allowed}", "method_not_allowed"
         return error_response(error.status_code, reason, None, code, error.headers)
 
     @app.exception_handler(RequestValidationError)

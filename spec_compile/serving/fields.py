@@ -1,6 +1,6 @@
-"""The fields of a request's body: those that are served, and those of OpenAI's that only a neutral value may have.
+"""The fields of a request's body: fields that are served, and fields of OpenAI's that only a neutral value may have.
 
-Nothing that a client sends is dropped. A field is in the table of its endpoint, or the request is refused by its name.
+Nothing that a client sends is dropped: a request with a field that is not in its endpoint's table is refused.
 """
 
 import math
@@ -21,9 +21,10 @@ COLDEST, HOTTEST = 1e-5, 1e5
 
 @dataclass(frozen=True)
 class Field:
-    """A value that a field may have.
+    """The values that a field may have.
 
-    accepts: tells it of a value. expected: says it in words.
+    accepts: returns True for such a value
+    expected: describes them
     """
 
     accepts: Callable[[Any], bool]
@@ -36,7 +37,7 @@ class Field:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number."""
+    """True for a finite number."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return isinstance(value, int) or math.isfinite(value)
@@ -47,14 +48,14 @@ def number(low: float, high: float) -> Field:
     return Field(lambda value: is_number(value) and low <= value <= high, f"a number from {low:g} to {high:g}")
 
 
-def whole(low: int, high: int = (1 << 63) - 1) -> Field:
+def integer(low: int, high: int = (1 << 63) - 1) -> Field:
     """Ints from `low` to `high`."""
     words = f"an int of {low} or more" if high == (1 << 63) - 1 else f"an int from {low} to {high}"
     return Field(lambda value: type(value) is int and low <= value <= high, words)
 
 
 def only(*neutral: Any) -> Field:
-    """A field that would change the answer, but is not served: values that change nothing."""
+    """A field that is not served: only values that change nothing."""
     words = " or ".join(shown(value) for value in neutral) or "no value"
     accepts = [(type(value), value) for value in neutral]
     return Field(lambda value: (type(value), value) in accepts, f"{words}, because nothing else is served")
@@ -79,7 +80,7 @@ def _is_temperature(value: Any) -> bool:
 
 
 def object_of(**fields: Field) -> Callable[[Any], bool]:
-    """Tells whether a value is an object with no names but these; null counts as not given."""
+    """A function that returns True for an object with no other names than these; null counts as not given."""
 
     def accepts(value: Any) -> bool:
         return isinstance(value, dict) and all(
@@ -89,7 +90,9 @@ def object_of(**fields: Field) -> Callable[[Any], bool]:
     return accepts
 
 
-COUNT = whole(1)
+ANY = Field(lambda value: True, "a value")
+COUNT = integer(1)
+FRACTION = Field(lambda value: is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
 TEXT = Field(lambda value: isinstance(value, str), "a text")
 FLAG = Field(lambda value: isinstance(value, bool), "true or false")
 OBJECT = Field(lambda value: isinstance(value, dict), "an object")
@@ -100,8 +103,8 @@ SAMPLING = {
     "model": TEXT,
     "stream": FLAG,
     "temperature": Field(_is_temperature, f"0, or a number from {COLDEST:g} to {HOTTEST:g}"),
-    "top_p": Field(lambda value: is_number(value) and 0 < value <= 1, "a number above 0, at most 1"),
-    "seed": whole(-(1 << 63), (1 << 64) - 1),
+    "top_p": FRACTION,
+    "seed": integer(-(1 << 63), (1 << 64) - 1),
     "generation_config": Field(lambda value: isinstance(value, str), "a text that is a JSON object"),
 }
 """The fields of all endpoints that change the answer."""
@@ -183,32 +186,48 @@ RESPONSE = SAMPLING | TEMPLATE | WITHOUT_EFFECT | {
      "moderation", "previous_response_id", "prompt"), only()
 )  # fmt: skip
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-"""The fields that say how many tokens are wanted; a request has at most one of them."""
+"""The fields with the number of tokens that the client wants; a request has one of them at most."""
+
+
+def check_object(value: Any, fields: dict[str, Field], required: Iterable[str] = (), path: str = "") -> dict:
+    """An object without its nulls. Refusal if it is no object, lacks a required name, or has an unknown one.
+
+    path: to the object, empty for the body
+    """
+    OBJECT.check(path, value)
+    prefix = f"{path}." if path else ""
+    values = {name: each for name, each in value.items() if each is not None}
+    for name in values:
+        if name not in fields:
+            raise refuse(f"{prefix}{name[:80]}", "it is not served; leave it out")
+    for name in required:
+        if name not in values:
+            raise refuse(f"{prefix}{name}", f"expected {fields[name].expected}; there is none")
+    for name, each in values.items():
+        fields[name].check(f"{prefix}{name}", each)
+    return values
 
 
 def check_fields(body: dict, fields: dict[str, Field], required: str) -> dict:
-    """The fields of a body that are given. Refusal that names the field if the body cannot be served.
+    """The fields of a body without its nulls. Refusal that names the field if the body cannot be served.
 
-    body: decoded JSON; a field that is null counts as not given. fields: what the endpoint knows. required: the field
-    that has the prompt.
+    body: decoded JSON
+    fields: all that the endpoint knows
+    required: name of the field with the prompt
     """
     for name in body:
         if name not in fields:
             near = did_you_mean(name[:80], fields)
             raise Refusal(422, f"{name[:80]}: there is no such field.{near}", name[:80])
-    given = {name: value for name, value in body.items() if value is not None}
-    if required not in given:
-        raise refuse(required, f"expected {fields[required].expected}; the request has none")
-    for name, value in given.items():
-        fields[name].check(name, value)
-    if "stream_options" in given and not given.get("stream"):
+    values = check_object(body, fields, (required,))
+    if "stream_options" in values and not values.get("stream"):
         raise refuse("stream_options", "only a stream has them; leave them out, or send stream: true")
-    limits = given_of(given, LIMITS)
-    if len({given[name] for name in limits}) > 1:
+    limits = present(LIMITS, values)
+    if len({values[name] for name in limits}) > 1:
         raise refuse(limits[0], f"{' and '.join(limits)} differ; give one of them")
-    return given
+    return values
 
 
-def given_of(given: dict, names: Iterable[str]) -> list[str]:
-    """The names that are given."""
-    return [name for name in names if name in given]
+def present(names: Iterable[str], values: dict) -> list[str]:
+    """The names that are among the values."""
+    return [name for name in names if name in values]

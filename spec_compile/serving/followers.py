@@ -1,7 +1,7 @@
-"""`Followers`: the processes of the other ranks of a server that shares its model out among several GPUs.
+"""`Followers`: the processes of ranks 1 and up of a server whose model is shared out among several GPUs.
 
-The server starts them; they load the same model, and follow the rounds of its manager. They end when the pipe to the
-server breaks, so that none is left behind whatever happens to it.
+The server starts them. They load the same model, and follow the rounds of its manager. They end when the pipe to the
+server breaks, so no process outlives it.
 """
 
 import json
@@ -22,21 +22,24 @@ TIMEOUT = 10
 class Followers:
     """Makes this process the first of `size` ranks, and starts the others.
 
-    As a context manager it is around the loading of the model here: the others end if that fails, and this process ends
-    if one of them does, because it would wait for it.
+    The model is loaded in its context. If loading fails here, the other ranks end; if one of them ends, so does this
+    process, which would wait for it.
     """
 
     def __init__(self, size: int, arguments: dict[str, Any]):
-        """size: ranks, one for each GPU of this process. arguments: of `server.build`, all of them JSON."""
+        """size: number of ranks, one for each GPU. arguments: of `server.build`, all of them JSON."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        os.environ |= _place(0, size, port)
+        os.environ |= _rank_environment(0, size, port)
         self._is_loaded = threading.Event()
         self.processes = [
-            # In sessions of their own, so that Ctrl-C reaches the server alone, which lets requests end.
+            # They have their own sessions, so that Ctrl-C reaches only the server, which lets requests end.
             subprocess.Popen(
-                COMMAND, stdin=subprocess.PIPE, start_new_session=True, env=os.environ | _place(rank, size, port)
+                COMMAND,
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                env=os.environ | _rank_environment(rank, size, port),
             )
             for rank in range(1, size)
         ]
@@ -60,7 +63,7 @@ class Followers:
                 os._exit(1)
 
     def ailment(self) -> str | None:
-        """Which follower has ended, or None."""
+        """A sentence that names a follower that has ended, or None."""
         for rank, process in enumerate(self.processes, 1):
             if process.poll() is not None:
                 return f"rank {rank} (process {process.pid}) has ended with status {process.returncode}"
@@ -77,7 +80,7 @@ class Followers:
                 process.kill()
 
 
-def _place(rank: int, size: int, port: int) -> dict[str, str]:
+def _rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
     """The variables that torchrun would set."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

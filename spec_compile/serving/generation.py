@@ -1,4 +1,4 @@
-"""Between transformers' request handlers and our manager: what goes in, what comes out, and what is refused."""
+"""`Requests`, between transformers' request handlers and our manager: it adds requests and gives out answers."""
 
 import asyncio
 import queue
@@ -23,10 +23,10 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from ..batching.output import Output
 from ..capture.pictures import reads_pictures
 from ..runtime.own_prefill import TOKEN_TYPES
-from .call import CURRENT, Call
+from .call import CURRENT, HttpCall
 from .errors import Refusal, refuse, shown
 from .followers import Followers
-from .metrics import Metrics
+from .metrics import PrometheusMetrics
 from .penalties import CountPenalties
 from .workers import Waiting, Workers
 
@@ -36,17 +36,17 @@ MOST_UNREAD = 4096
 LONGEST_ROUND = 30.0
 """Seconds without the end of a round, while rows are active, after which the server counts as unhealthy."""
 MOST_BYTES, BYTES_A_TOKEN, PICTURE_BYTES = 1 << 20, 32, 64 << 20
-"""Bytes that a body may have: in any case, besides for every token of a row, and besides for pictures."""
+"""Bytes that a body may have are the sum of: a fixed part, a part for each token of a row, and a part for pictures."""
 MOST_CONTAINERS = 50_000
-"""Lists and objects that a body may have, besides two for every token of a row."""
+"""Lists and objects that a body may have, in addition to two for each token of a row."""
 
 
 class Streamer(CBStreamer):
-    """transformers' streamer, which makes one piece of text of what a round has gained, not one of each token."""
+    """transformers' streamer, which makes one piece of text of all tokens of a round, not one of each token."""
 
-    def __init__(self, manager: Any, name: str, tokenizer: Any, call: Call, pieces: asyncio.Queue, parser: Any):
+    def __init__(self, manager: Any, name: str, tokenizer: Any, call: HttpCall, pieces: asyncio.Queue, parser: Any):
         super().__init__(manager, name, tokenizer._tokenizer, call.loop, pieces, parser)
-        self._whole, self._is_partial = tokenizer, False
+        self._full_tokenizer, self._is_partial = tokenizer, False
         self._length = 0  # characters of the text so far
 
     def put(self, output: Any) -> None:
@@ -58,8 +58,8 @@ class Streamer(CBStreamer):
             self._is_partial = pieces[-1] is None  # the token does not end a character, or is not text
         text = "".join(filter(None, pieces))
         if output.is_finished() and self._is_partial:
-            whole = self._whole.decode(output.generated_tokens, skip_special_tokens=self._parser is None)
-            text += whole[self._length + len(text) :]
+            answer = self._full_tokenizer.decode(output.generated_tokens, skip_special_tokens=self._parser is None)
+            text += answer[self._length + len(text) :]
         self._length += len(text)
         if text:
             items = [text] if self._parser is None else response_events_to_chunks(self._parser.feed(text))
@@ -68,17 +68,15 @@ class Streamer(CBStreamer):
 
 
 class Requests(CBGenerateManager):
-    """Puts requests of handlers into the manager, each with its own settings, and takes out their answers.
-
-    processor: the model's processor or tokenizer. workers: the threads of handlers, in which requests are added.
-    """
+    """Puts requests of handlers into the manager, each with its own settings, and takes out their answers."""
 
     def __init__(self, model: Any, processor: Any, config: ContinuousBatchingConfig):
+        """processor: the model's processor or tokenizer."""
         super().__init__(config)
         self.manager = model.init_continuous_batching(continuous_batching_config=config)
         self.num_spec_tokens: int = model.speculation.engine.runtime.sizes[-1] - 1
         self.vocab_size: int = model.speculation.engine.runtime.verify.vocab_size
-        self.metrics = Metrics(self.manager.metrics)
+        self.metrics = PrometheusMetrics(self.manager.metrics)
         self.row_tokens: int = self.manager.metrics()["slot_tokens"]
         self.most_unread, self.max_queue = MOST_UNREAD, config.max_queue_size
         self._reads_pictures = reads_pictures(model.speculation.original)
@@ -92,21 +90,21 @@ class Requests(CBGenerateManager):
         self.manager.start()
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
-        """Nothing, because the manager runs since the start and takes the settings of each request."""
+        """Does nothing: the manager runs from the start, and each request has its own settings."""
 
     def is_alive(self) -> bool:
-        """Whether the manager's thread works, and the processes of all ranks."""
+        """True while the manager's thread and the processes of all ranks work."""
         return self._death() is None
 
     def _death(self) -> str | None:
-        """What the worker died of, if it did."""
+        """The reason why the worker died, or None if it lives."""
         error = self.manager.background_thread_status.fatal_error
         if error is not None:
             return f"the worker died: {error}"
         return None if self.followers is None else self.followers.ailment()
 
     def ailment(self) -> str | None:
-        """Why the server cannot answer now, or None."""
+        """The reason why the server cannot answer now, or None."""
         if death := self._death():
             return death
         if self.is_draining:
@@ -117,7 +115,7 @@ class Requests(CBGenerateManager):
         return None
 
     def admit(self) -> None:
-        """Refuse another request if the server cannot answer, or as many requests are being prepared as may wait."""
+        """Refuse a new request if the server cannot answer, or if as many are being prepared as may wait."""
         if ailment := self.ailment():
             raise Refusal(503, ailment, retries=True)
         if self.workers.busy >= self.max_queue:
@@ -128,7 +126,7 @@ class Requests(CBGenerateManager):
         self, model: Any, processor: Any, inputs: dict, gen_config: GenerationConfig, request_id: str,
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue, CBStreamer]:  # fmt: skip
-        """See transformers; Refusal if the request cannot be taken."""
+        """See transformers. Refusal if the request cannot be taken."""
         call, name, pieces = CURRENT.get(), uuid.uuid4().hex, asyncio.Queue()
         tokenizer = getattr(processor, "tokenizer", processor)
         streamer = Streamer(self.manager, name, tokenizer, call, pieces, response_parser)
@@ -142,7 +140,7 @@ class Requests(CBGenerateManager):
                     streamer.end()
                 elif pieces.qsize() > self.most_unread:
                     self.manager.cancel_request(name)
-            except Exception as error:  # of the parser: the request's own, which must not end the event loop
+            except Exception as error:  # raised by the parser; it ends this request and not the event loop
                 pieces.put_nowait(_StreamError(str(error)))
                 self.manager.cancel_request(name)
 
@@ -152,12 +150,12 @@ class Requests(CBGenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: dict, gen_config: GenerationConfig, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """See transformers; Refusal if the request cannot be taken or fails. To be driven by `Workers`."""
+        """See transformers. Refusal if the request cannot be taken or fails. `Workers` must drive it."""
         call, name = CURRENT.get(), uuid.uuid4().hex
         future = call.loop.create_future()
 
         def take(output: Any) -> None:
-            if not future.done():  # it is, once the client has left
+            if not future.done():  # it is done once the client has left
                 future.set_result(output)
 
         self._add(call, name, inputs, gen_config, take, streaming=False)
@@ -170,14 +168,14 @@ class Requests(CBGenerateManager):
         return text, len(inputs["input_ids"]), output.generated_tokens
 
     def _add(
-        self, call: Call, name: str, inputs: dict, config: GenerationConfig, take: Callable, streaming: bool
+        self, call: HttpCall, name: str, inputs: dict, config: GenerationConfig, take: Callable, streaming: bool
     ) -> None:
         """Add a request to the manager, whose outputs go to `take` on the event loop. Refusal if it cannot be taken.
 
-        inputs: what the tokenizer or the processor returned. Its `input_ids` become one list, which handlers count.
+        inputs: made by the tokenizer or the processor. Its `input_ids` become one list, which handlers count.
         """
         ids = inputs["input_ids"]
-        if len(ids) == 1 and isinstance(ids[0], list):  # of a processor
+        if len(ids) == 1 and isinstance(ids[0], list):  # a processor returns a list for each text
             (ids,) = ids
             inputs["input_ids"] = ids
         call.is_prepared = True
@@ -199,7 +197,7 @@ class Requests(CBGenerateManager):
                 raise Refusal(400, "the client has left")
             self.manager.add_request(
                 ids, name, streaming=streaming, record_timestamps=True, generation_config=config,
-                tokenizer=self.tokenizer, seed=call.given.get("seed"), **options,
+                tokenizer=self.tokenizer, seed=call.fields.get("seed"), **options,
             )  # fmt: skip
             is_added = True
         except queue.Full as error:
@@ -214,10 +212,10 @@ class Requests(CBGenerateManager):
             if not is_added:
                 call.request_id = None
                 handlers.pop(name, None)
-        if call.is_gone:  # it left while the request was added, and found nothing to cancel
+        if call.is_gone:  # it left while the request was added, when there was nothing to cancel
             self.manager.cancel_request(name)
 
-    def _check_room(self, call: Call, ids: list[int], config: GenerationConfig) -> None:
+    def _check_room(self, call: HttpCall, ids: list[int], config: GenerationConfig) -> None:
         """Set how many tokens the request may have; Refusal, before any memory is taken, if a row has no room."""
         if not ids:
             raise refuse(call.prompt_field, "expected at least one token, got none")
@@ -242,16 +240,16 @@ class Requests(CBGenerateManager):
         if least > config.max_new_tokens:
             raise refuse("generation_config", f"at least {least} new tokens are more than {config.max_new_tokens}")
 
-    def _options(self, call: Call, ids: list[int]) -> dict[str, list]:
-        """What the request has besides a config: processors for penalties."""
+    def _options(self, call: HttpCall, ids: list[int]) -> dict[str, list]:
+        """Options of `add_request` in addition to the config: processors for penalties."""
         options: dict[str, list] = {}
-        penalties = [call.given.get(name, 0) for name in ("frequency_penalty", "presence_penalty")]
+        penalties = [call.fields.get(name, 0) for name in ("frequency_penalty", "presence_penalty")]
         if any(penalties):
             options["logits_processor"] = [CountPenalties(len(ids), *penalties)]
         return options
 
     def _pictures(self, inputs: dict) -> dict[str, Tensor]:
-        """What a processor returned besides ids; Refusal if it does not make tensors."""
+        """The outputs of a processor other than ids, as tensors. Refusal if they cannot be tensors."""
         others = inputs.keys() - {"input_ids", "attention_mask"} - (set() if self._reads_pictures else TOKEN_TYPES)
         try:
             return {name: _as_tensor(inputs[name]) for name in others}
@@ -273,7 +271,7 @@ class Requests(CBGenerateManager):
             self.followers.stop()
 
     def end_all(self, reason: str) -> None:
-        """End the requests that nobody answers any more by an error."""
+        """End by an error all requests that are still open."""
         for name, (take, loop) in [*self.manager.output_router.result_handlers.items()]:
             output = Output(name, error=reason, status=RequestStatus.FAILED, finish_reason="error")
             with suppress(RuntimeError):  # its event loop is closed
@@ -281,13 +279,13 @@ class Requests(CBGenerateManager):
 
 
 def _as_tensor(values: Any) -> Tensor:
-    """A tensor, an array, or lists of these or of numbers, as a tensor."""
+    """A tensor made of a tensor, an array, or lists of them or of numbers."""
     if isinstance(values, list | tuple) and values and not isinstance(values[0], int | float):
         return torch.stack([_as_tensor(value) for value in values])
     return torch.as_tensor(values)
 
 
-class State(GenerationState):
+class SpeculativeState(GenerationState):
     """transformers' state of generation, with one manager of ours for the one model."""
 
     requests: Requests
@@ -299,7 +297,7 @@ class State(GenerationState):
         self.requests = Requests(model, processor, config)
 
     def use_continuous_batching(self, model: Any, modality: Any) -> bool:
-        """True, for every model."""
+        """True for every model."""
         return True
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Requests:

@@ -1,6 +1,6 @@
-"""transformers' request handlers, with checked fields, settings for each request, and what speculation did.
+"""transformers' request handlers, with checked fields, settings for each request, and figures of speculation.
 
-They run in the threads of `Workers`, as far as they do not wait.
+They run in the threads of `Workers` except while they wait.
 """
 
 import inspect
@@ -21,32 +21,29 @@ from .call import CURRENT
 from .errors import Refusal, error_object, failure, refuse
 from .fields import CHAT, COMPLETION, RESPONSE, Field, check_fields
 from .messages import check_input, check_messages, check_tools, count_characters
+from .metrics import speculation_fields
 from .settings import make_config
-from .speculation import speculation_fields
 
 PASSED = ("name", "reasoning_content")
-"""Fields of a message, besides the content of one with calls, that transformers does not hand to the chat template."""
+"""Fields of a message that transformers does not pass to the chat template."""
 RENDERED = {"messages", "tools", "add_generation_prompt", "load_audio_from_video"}
 """Arguments of a template's rendering that `chat_template_kwargs` may not have."""
 ERROR = 'data: {"error": "'
-"""How an event of transformers' streams begins that tells of an error. Inside of JSON its quotes are escaped."""
+"""The beginning of an error in a stream of transformers. Within JSON these quotes would be escaped."""
 
 
 class _Checked:
-    """Put in front of a handler of transformers."""
+    """A mixin for transformers' handlers, placed before them among the bases."""
 
     fields: dict[str, Field]
-    """What the endpoint knows."""
+    """All fields that the endpoint knows."""
     required: str
-    """The field that has the prompt."""
+    """Name of the field with the prompt."""
     uses_template = True
-    """Whether the prompt is made by the chat template."""
+    """True if the chat template makes the prompt."""
 
     async def answer(self, data: bytes, request_id: str) -> Any:
-        """The answer to a request; Refusal if it cannot be served.
-
-        data: the body. request_id: for the client, see transformers.
-        """
+        """The answer to a request with this body. Refusal if it cannot be served."""
         requests = self.generation_state.requests
         requests.admit()
         return await requests.workers.drive(self._answer(data, request_id))
@@ -55,9 +52,9 @@ class _Checked:
         call = CURRENT.get()
         call.prompt_field = self.required
         body = decode_body(data, self.generation_state.requests.most_containers)
-        call.given = given = check_fields(body, self.fields, self.required)
+        call.fields = check_fields(body, self.fields, self.required)
         try:
-            response = await self.handle_request(self._check(dict(given)), request_id)
+            response = await self.handle_request(self._check(dict(call.fields)), request_id)
         except (HTTPException, CBWorkerDeadError):
             raise
         except Exception as error:
@@ -70,7 +67,7 @@ class _Checked:
         return response
 
     def _check(self, body: dict) -> dict:
-        """The body for transformers: what it serves, in its form. Refusal for what the model does not take."""
+        """The body in the form that transformers takes. Refusal for inputs that the model does not take."""
         name, _, processor = self._resolve_model(body)
         requested = body.get("model", name)
         if requested != name:
@@ -88,7 +85,7 @@ class _Checked:
         return body
 
     def _check_template(self, body: dict, processor: Any, modality: Modality) -> None:
-        """Check what goes into the chat template, and leave out tools that the client does not want to be called."""
+        """Check the inputs of the chat template, and leave out tools that the client does not want to be called."""
         template = getattr(processor, "chat_template", None)
         if template is None:
             raise refuse(self.required, "the model has no chat template; use /v1/completions")
@@ -106,21 +103,21 @@ class _Checked:
         for name in body.get("chat_template_kwargs", {}):
             if name in reserved or (modality is Modality.LLM and name not in template):
                 raise refuse(f"chat_template_kwargs.{name[:80]}", "the model's chat template has no such variable")
-        body["parallel_tool_calls"] = True  # which /v1/responses repeats
+        body["parallel_tool_calls"] = True  # /v1/responses repeats it in its answer
 
     def _modality(self) -> Modality:
         _, model, processor = self._resolve_model({})
         return self.model_manager.get_model_modality(model, processor=processor)
 
     def _validate_request(self, body: dict) -> None:
-        """Nothing, because `check_fields` has done it."""
+        """Does nothing, because `check_fields` has checked the body."""
 
     def _resolve_model(self, body: dict) -> tuple:
         loaded = self.model_manager.the_one
         return self.model_manager.served_name, loaded.model, loaded.processor
 
     def get_processor_inputs_from_messages(self, messages: list[dict], modality: Any) -> list[dict]:
-        """transformers' own, with the fields that it leaves out."""
+        """transformers' messages, with the fields that it leaves out."""
         made = BaseHandler.get_processor_inputs_from_messages(messages, modality)
         _, _, processor = self._resolve_model({})
         knows_developers = "developer" in str(processor.chat_template)
@@ -135,9 +132,9 @@ class _Checked:
         return made
 
     def _build_generation_config(self, body: dict, defaults: GenerationConfig, use_cb: bool = False) -> Any:
-        """The settings of this request."""
+        """The settings of the current request."""
         call, vocab = CURRENT.get(), self.generation_state.requests.vocab_size
-        config, call.limit_field = make_config(call.given, defaults, vocab)
+        config, call.limit_field = make_config(call.fields, defaults, vocab)
         return config
 
     async def _non_streaming(self, *args: Any, **kwargs: Any) -> JSONResponse:
@@ -153,7 +150,7 @@ class _Checked:
 
 
 class _Chunked(_Checked):
-    """A handler whose streams are of chunks, the last of which has `usage`."""
+    """A handler that streams chunks, the last of which has `usage`."""
 
     def _build_chunk_sse(self, *args: Any, **kwargs: Any) -> str:
         if kwargs.get("usage") is None:
@@ -165,12 +162,12 @@ class _Chunked(_Checked):
 
 
 def _finish_reason(guess: str) -> str:
-    """Why an answer ended. guess: transformers' guess from the number of tokens."""
+    """The reason why an answer ended. guess: made by transformers from the number of tokens."""
     return guess if guess == "tool_calls" else CURRENT.get().output.finish_reason
 
 
 async def _with_error_objects(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The events of a stream, with errors in OpenAI's form in place of texts."""
+    """The events of a stream, with errors in OpenAI's form."""
     async for event in events:
         before, mark, after = event.partition(ERROR)
         if mark:
@@ -202,4 +199,4 @@ HANDLERS: dict[str, Callable] = {
     "CompletionHandler": Completion,
     "ResponseHandler": Response,
 }
-"""Ours, by the name of transformers' own."""
+"""Our handlers by the names of transformers' handlers that they replace."""

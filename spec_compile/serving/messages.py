@@ -1,4 +1,4 @@
-"""Checks of messages, of the items of /v1/responses, and of tools, before transformers makes a prompt of them."""
+"""Checks of messages, items of /v1/responses and tools, before transformers makes a prompt of them."""
 
 import json
 from typing import Any
@@ -6,125 +6,114 @@ from typing import Any
 from transformers.cli.serving.utils import Modality
 
 from .errors import refuse, shown
-from .fields import OBJECT, TEXT, Field, only
+from .fields import ANY, LIST, OBJECT, TEXT, Field, check_object, only
 
-MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "annotations"}
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXTS = ("text", "input_text", "output_text")
 PICTURES = ("image_url", "input_image", "video_url")
 SOUNDS = ("input_audio", "audio_url")
-PART_OF_TEXT = {"type", "text", "annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"}
-ROLE = Field(lambda value: value in ROLES if isinstance(value, str) else False, f"one of {', '.join(ROLES)}")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def _is_arguments(value: Any) -> bool:
+    try:
+        return isinstance(json.loads(value) if isinstance(value, str) else value, dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+ROLE = Field(lambda value: isinstance(value, str) and value in ROLES, f"one of {', '.join(ROLES)}")
 CONTENT = Field(lambda value: isinstance(value, (str, list)), "a text or a list of parts")
+ARGUMENTS = Field(_is_arguments, "a text that is a JSON object")
+ADDRESS = Field(lambda value: isinstance(value, (str, dict)), "an address, or an object with it")
+MESSAGE = {
+    "role": ROLE,
+    "content": CONTENT,
+    "name": TEXT,
+    "tool_calls": LIST,
+    "tool_call_id": TEXT,
+    "reasoning_content": TEXT,
+    "annotations": only([]),
+}
+CALL = {"id": ANY, "type": ANY, "index": ANY, "function": OBJECT}
+CALLED = {"name": TEXT, "arguments": ARGUMENTS}
+TEXT_PART = {"type": TEXT, "text": TEXT} | dict.fromkeys(
+    ("annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"), ANY
+)
+ITEM = {"type": ANY, "id": ANY, "status": ANY}
 ITEMS = {
-    "message": {"type", "id", "status", "phase", "role", "content"},
-    "function_call": {"type", "id", "status", "call_id", "name", "arguments"},
-    "function_call_output": {"type", "id", "status", "call_id", "output"},
-    "reasoning": {"type", "id", "status", "content", "summary", "encrypted_content"},
+    "message": ITEM | {"phase": ANY, "role": ROLE, "content": CONTENT},
+    "function_call": ITEM | {"call_id": TEXT, "name": TEXT, "arguments": ARGUMENTS},
+    "function_call_output": ITEM | {"call_id": TEXT, "output": CONTENT},
+    "reasoning": ITEM | {"content": CONTENT, "summary": only([]), "encrypted_content": only()},
 }
 """The fields of each type of item in `input`."""
-TOOL = {"type", "function"}
-FUNCTION = {"name", "description", "parameters", "strict"}
+REQUIRED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+"""The fields that an item of each type must have."""
+TOOL = {"type": ANY, "function": OBJECT}
+FUNCTION = {"type": ANY, "name": TEXT, "description": TEXT, "parameters": OBJECT, "strict": only(False)}
 
 
 def check_messages(messages: list, modality: Modality, path: str = "messages") -> list[dict]:
-    """The messages without fields that are null. Refusal, which names the place, for what the prompt would lack.
+    """The messages of a chat without fields that are null. Refusal that names the place of a field that is not served.
 
-    messages: of a chat. modality: what the model reads. path: what the client calls the list.
+    modality: of the model's inputs
+    path: the client's name of the list
     """
     return [_check_message(each, modality, f"{path}[{index}]") for index, each in enumerate(messages)]
 
 
-def _known(value: Any, names: set[str], path: str) -> dict:
-    """An object without its nulls; a refusal if it is none, or has other names."""
-    OBJECT.check(path, value)
-    given = {name: each for name, each in value.items() if each is not None}
-    for name in given:
-        if name not in names:
-            raise refuse(f"{path}.{name[:80]}", "it is not served; leave it out")
-    return given
-
-
-def _required(values: dict, name: str, field: Field, path: str) -> Any:
-    """The value of a name that an object must have."""
-    if name not in values:
-        raise refuse(f"{path}.{name}", f"expected {field.expected}; there is none")
-    field.check(f"{path}.{name}", values[name])
-    return values[name]
-
-
 def _check_message(message: Any, modality: Modality, path: str) -> dict:
-    given = _known(message, MESSAGE, path)
-    _required(given, "role", ROLE, path)
-    if "tool_calls" in given:
-        only_list = Field(lambda value: isinstance(value, list), "a list of calls")
-        for index, call in enumerate(_required(given, "tool_calls", only_list, path)):
-            _check_call(call, f"{path}.tool_calls[{index}]")
-        if not given["tool_calls"]:
-            del given["tool_calls"]  # transformers would leave out the content
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if name in given:
-            TEXT.check(f"{path}.{name}", given[name])
-    if "annotations" in given:
-        only([]).check(f"{path}.annotations", given.pop("annotations"))
-    if "content" in given or "tool_calls" not in given:
-        content = _required(given, "content", CONTENT, path)
-        check_parts(content, modality, f"{path}.content")
-    return given
+    fields = check_object(message, MESSAGE, ("role",), path)
+    fields.pop("annotations", None)
+    for index, call in enumerate(fields.get("tool_calls", [])):
+        call_path = f"{path}.tool_calls[{index}]"
+        called = check_object(call, CALL, ("function",), call_path)["function"]
+        check_object(called, CALLED, CALLED, f"{call_path}.function")
+    if fields.get("tool_calls") == []:
+        del fields["tool_calls"]  # transformers would leave out the content
+    if "content" not in fields and "tool_calls" not in fields:
+        raise refuse(f"{path}.content", f"expected {CONTENT.expected}; there is none")
+    check_parts(fields.get("content", ""), modality, f"{path}.content")
+    return fields
 
 
-def _check_call(call: Any, path: str) -> None:
-    given = _known(call, {"id", "type", "function", "index"}, path)
-    _known(_required(given, "function", OBJECT, path), {"name", "arguments"}, f"{path}.function")
-    _required(call["function"], "name", TEXT, f"{path}.function")
-    _check_arguments(call["function"].get("arguments"), f"{path}.function.arguments")
-
-
-def _check_arguments(arguments: Any, path: str) -> None:
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        parsed = None
-    Field(lambda value: isinstance(parsed, dict), "a text that is a JSON object").check(path, arguments)
-
-
-def check_parts(content: Any, modality: Modality, path: str) -> None:
+def check_parts(content: str | list, modality: Modality, path: str) -> None:
     """Refuse parts of a content that the model does not read."""
-    if isinstance(content, str):
-        return
-    for index, part in enumerate(content):
-        place = f"{path}[{index}]"
-        OBJECT.check(place, part)
-        kind = _required(part, "type", TEXT, place)
-        if kind in TEXTS:
-            _required(_known(part, PART_OF_TEXT, place), "text", TEXT, place)
-        elif kind in PICTURES and modality in (Modality.VLM, Modality.MULTIMODAL):
-            _check_media(part, kind, place)
-        elif kind in SOUNDS and modality == Modality.MULTIMODAL:
-            _check_media(part, kind, place)
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        part_path = f"{path}[{index}]"
+        OBJECT.check(part_path, part)
+        part_type = part.get("type")
+        TEXT.check(f"{part_path}.type", part_type)
+        if part_type in TEXTS:
+            check_object(part, TEXT_PART, ("text",), part_path)
+        elif part_type in PICTURES and modality in (Modality.VLM, Modality.MULTIMODAL):
+            _check_media(part, part_type, part_path)
+        elif part_type in SOUNDS and modality == Modality.MULTIMODAL:
+            _check_media(part, part_type, part_path)
         else:
             reads = {Modality.VLM: "text and pictures", Modality.MULTIMODAL: "text, pictures and sound"}
-            raise refuse(f"{place}.type", f"the model reads {reads.get(modality, 'only text')}, got {shown(kind)}")
+            raise refuse(
+                f"{part_path}.type", f"the model reads {reads.get(modality, 'only text')}, got {shown(part_type)}"
+            )
 
 
-def _check_media(part: dict, kind: str, path: str) -> None:
-    name = "image_url" if kind == "input_image" else kind
-    given = _known(part, {"type", name, "detail"}, path)
-    value = _required(
-        given, name, Field(lambda value: isinstance(value, (str, dict)), "an address, or an object with it"), path
-    )
-    if isinstance(value, dict):
-        inner = _known(value, {"url", "detail"} if kind != "input_audio" else {"data", "format"}, f"{path}.{name}")
-        _required(inner, "data" if kind == "input_audio" else "url", TEXT, f"{path}.{name}")
-        given = given | inner
-    elif kind in ("video_url", "audio_url"):
-        OBJECT.check(f"{path}.{name}", value)
-    if "detail" in given:
-        only("auto").check(f"{path}.detail", given["detail"])
+def _check_media(part: dict, part_type: str, path: str) -> None:
+    """Refuse a picture, video or sound with other fields than its address or data."""
+    name = "image_url" if part_type == "input_image" else part_type
+    address = OBJECT if name in ("video_url", "audio_url") else ADDRESS
+    fields = check_object(part, {"type": TEXT, name: address, "detail": only("auto")}, (name,), path)
+    if isinstance(fields[name], dict):
+        source = {"data": TEXT, "format": ANY} if name == "input_audio" else {"url": TEXT, "detail": only("auto")}
+        check_object(fields[name], source, source.keys() & {"data", "url"}, f"{path}.{name}")
 
 
 def check_input(items: str | list, modality: Modality, has_instructions: bool) -> str | list[dict]:
-    """The field `input` of /v1/responses, without fields that are null. Refusal as of `check_messages`."""
+    """The field `input` of /v1/responses without nulls. Refusal as in `check_messages`."""
     if isinstance(items, str):
         return items
     for index, item in enumerate(items):
@@ -145,47 +134,29 @@ def check_input(items: str | list, modality: Modality, has_instructions: bool) -
 
 
 def _check_item(item: dict, modality: Modality, path: str) -> dict:
-    kind = item.get("type") or "message"
-    if not isinstance(kind, str) or kind not in ITEMS:
-        raise refuse(f"{path}.type", f"expected one of {', '.join(ITEMS)}, got {shown(kind)}")
-    given = _known(item, ITEMS[kind], path)
-    if kind == "message":
-        _required(given, "role", ROLE, path)
-        check_parts(_required(given, "content", CONTENT, path), modality, f"{path}.content")
-    elif kind == "function_call":
-        _required(given, "call_id", TEXT, path), _required(given, "name", TEXT, path)
-        _check_arguments(given.get("arguments"), f"{path}.arguments")
-    elif kind == "function_call_output":
-        _required(given, "call_id", TEXT, path)
-        check_parts(_required(given, "output", CONTENT, path), modality, f"{path}.output")
+    item_type = item.get("type") or "message"
+    if not isinstance(item_type, str) or item_type not in ITEMS:
+        raise refuse(f"{path}.type", f"expected one of {', '.join(ITEMS)}, got {shown(item_type)}")
+    fields = check_object(item, ITEMS[item_type], REQUIRED[item_type], path)
+    if item_type == "reasoning":
+        for index, part in enumerate(fields.get("content", [])):
+            check_object(part, {"type": ANY, "text": TEXT}, ("text",), f"{path}.content[{index}]")
     else:
-        only([]).check(f"{path}.summary", given.get("summary", []))
-        only().check(f"{path}.encrypted_content", given["encrypted_content"]) if "encrypted_content" in given else None
-        parts = given.get("content", [])
-        CONTENT.check(f"{path}.content", parts)
-        for index, part in enumerate(parts):
-            _required(_known(part, {"type", "text"}, f"{path}.content[{index}]"), "text", TEXT, f"{path}.content")
-    return given
+        name = "output" if item_type == "function_call_output" else "content"
+        check_parts(fields.get(name, ""), modality, f"{path}.{name}")
+    return fields
 
 
 def check_tools(tools: list) -> None:
-    """Refuse tools that are not functions, of the form of chats or of /v1/responses."""
+    """Refuse tools that are not functions. Chats and /v1/responses have a form each."""
     for index, tool in enumerate(tools):
-        path = f"tools[{index}]"
+        path, function = f"tools[{index}]", tool
         OBJECT.check(path, tool)
-        Field(lambda value: value == "function", '"function", because nothing else is served').check(
-            f"{path}.type", tool.get("type")
-        )
-        function = tool
+        only("function").check(f"{path}.type", tool.get("type"))
         if "function" in tool:
-            function = _required(_known(tool, TOOL, path), "function", OBJECT, path)
+            function = check_object(tool, TOOL, ("function",), path)["function"]
             path += ".function"
-        given = _known(function, FUNCTION | {"type"}, path)
-        _required(given, "name", TEXT, path)
-        if "description" in given:
-            TEXT.check(f"{path}.description", given["description"])
-        OBJECT.check(f"{path}.parameters", given.get("parameters", {}))
-        only(False).check(f"{path}.strict", given.get("strict", False))
+        check_object(function, FUNCTION, ("name",), path)
 
 
 def count_characters(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""The page /metrics, for Prometheus: vLLM's names behind a prefix of our own."""
+"""Figures under vLLM's names: the page /metrics for Prometheus, and the field `metrics` of an answer."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -16,7 +16,7 @@ GAUGES = {
     "num_requests_waiting": ("requests_waiting", "Requests that wait for a row."),
     "kv_cache_usage_perc": ("cache_usage", "The share of the cache that is used, 0 to 1."),
 }
-"""For each gauge, the entry of `Manager.metrics()` and the help text."""
+"""For each gauge: the entry of `Manager.metrics()`, and the help text."""
 COUNTERS = {
     "spec_decode_num_drafts": ("drafts_total", "Rounds of a request in which something was drafted."),
     "spec_decode_num_draft_tokens": ("draft_tokens_total", "Draft tokens that were verified."),
@@ -31,7 +31,7 @@ LABELLED = {
 }
 
 
-class Metrics:
+class PrometheusMetrics:
     """Counters of the manager, and times of requests."""
 
     def __init__(self, read: Callable[[], dict]):
@@ -41,14 +41,14 @@ class Metrics:
         self.registry.register(self)
         self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.", LONG)
         self._between = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer.", SHORT)
-        self._whole = self._histogram("e2e_request_latency_seconds", "From a request to its end.", LONG)
+        self._latency = self._histogram("e2e_request_latency_seconds", "From a request to its end.", LONG)
         self._queued = self._histogram("request_queue_time_seconds", "From a request to its admission.", LONG)
 
     def _histogram(self, name: str, text: str, buckets: tuple) -> Histogram:
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)
 
     def collect(self) -> Iterator[Any]:
-        """The families of metrics, as prometheus_client asks for them."""
+        """The families of metrics; prometheus_client calls this."""
         values = self._read()
         for name, (entry, text) in GAUGES.items():
             yield GaugeMetricFamily(PREFIX + name, text, value=values[entry])
@@ -61,10 +61,10 @@ class Metrics:
         yield _labelled("spec_decode_num_accepted_tokens_per_pos", text, "position", positions)
 
     def observe(self, output: Any) -> None:
-        """Count the times of a finished output of the manager. All are perf_counter seconds."""
+        """Count the times of a finished output of the manager, all in seconds of perf_counter."""
         admitted, finished = output.lifespan
         if finished > 0:
-            self._whole.observe(finished - output.created_time)
+            self._latency.observe(finished - output.created_time)
         if admitted > 0:
             self._queued.observe(admitted - output.created_time)
         if output.first_token_time is not None:
@@ -83,3 +83,26 @@ def _labelled(name: str, text: str, label: str, values: Any) -> CounterMetricFam
     for value, count in values:
         family.add_metric([str(value)], count)
     return family
+
+
+def speculation_fields(output: Any, num_spec_tokens: int) -> dict:
+    """The field `metrics` of an answer, as vLLM has it.
+
+    output: a finished output of the manager
+    num_spec_tokens: draft tokens that a step verifies at most
+
+    All nodes of a tree but the root count as drafted. The histogram counts steps by their number of accepted draft
+    tokens, which is the depth of the accepted path.
+    """
+    steps, drafted = output.speculation.per_step_accepted, output.speculation.per_step_drafted
+    accepted, offered = sum(steps), sum(drafted)
+    summary = {
+        "mean_acceptance_length": 1 + accepted / len(steps) if steps else None,
+        "draft_acceptance_rate": accepted / offered if offered else None,
+        "acceptance_histogram": [steps.count(length) for length in range(num_spec_tokens + 1)],
+        "num_spec_steps": len(steps),
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": offered,
+        "num_spec_tokens": num_spec_tokens,
+    }
+    return {"speculative_decoding": summary | {"per_step_accepted": steps, "per_step_drafted": drafted}}

@@ -9,9 +9,9 @@ class CountPenalties(LogitsProcessor):
     """Lowers the scores of tokens that the answer has already.
 
     A token that occurs c > 0 times in the answer so far loses ``frequency * c + presence``. The prompt does not count.
-    It remembers nothing between calls.
 
-    prompt_length: tokens of the prompt. frequency, presence: from -2 to 2; negative ones raise the scores.
+    prompt_length: tokens of the prompt
+    frequency, presence: from -2 to 2; negative values raise the scores
     """
 
     def __init__(self, prompt_length: int, frequency: float, presence: float):

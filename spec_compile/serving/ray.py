@@ -7,7 +7,7 @@ from ray.serve.config import BackpressureConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..api import speculate
-from .cli import require_packages
+from . import require_packages
 
 SLOTS = 32
 """Requests that a replica answers at once, by default."""
@@ -23,7 +23,7 @@ DEPLOYMENT = {
 
 
 class Replica:
-    """One model with its manager, in a process of its own, behind transformers' server."""
+    """One model with its manager and transformers' server, in its own process."""
 
     def __init__(self, model: str, algo: str, options: dict, settings: dict):
         """See `app`. settings: arguments of `server.build`."""
@@ -55,12 +55,14 @@ def app(
 ) -> serve.Application:
     """An application for ``ray.serve.run``: replicas of transformers' server, each with a speculative model.
 
-    model: a directory that every machine has, or a name on the model hub. options: those of `speculate`. device: "cuda"
-    gives each replica a GPU, "cpu" gives it none. slots: requests that a replica answers at once. max_queue: requests
-    that wait for that in a replica, and again before the replicas; others get 429 with Retry-After. tensor_parallel:
-    GPUs of one machine that share the model in each replica, which has a process for each. flags: arguments of
-    transformers' `Serve`, such as dtype="bfloat16". deployment: options of Ray's deployment, such as num_replicas,
-    autoscaling_config and ray_actor_options.
+    model: a directory that every machine has, or a name on the model hub
+    options: of `speculate`
+    device: "cuda" gives each replica a GPU, "cpu" gives it none
+    slots: requests that a replica answers at once
+    max_queue: requests that wait in a replica, and as many again before all replicas; others get 429 with Retry-After
+    tensor_parallel: GPUs of one machine that share the model in each replica, which has a process for each
+    flags: arguments of transformers' `Serve`, such as dtype="bfloat16"
+    deployment: options of Ray's deployment, such as num_replicas, autoscaling_config and ray_actor_options
 
     Raises ImportError if a package of the extra ``serve`` is missing.
     """
@@ -70,7 +72,7 @@ def app(
     )
     actor = {"num_gpus": 0 if device == "cpu" else tensor_parallel} | deployment.pop("ray_actor_options", {})
     merged = DEPLOYMENT | {
-        # One more than the replica holds, so that it can say itself that it is full.
+        # One more than the replica takes, so that the replica itself refuses it with the reason.
         "max_ongoing_requests": slots + max_queue + 1,
         "max_queued_requests": max_queue,
         "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1),
@@ -97,10 +99,12 @@ class Answers:
         self.manager.start()
 
     def __call__(self, batch: dict) -> dict:
-        """Answer a batch. A prompt that cannot be answered does not disturb the others.
+        """Answer a batch, each prompt independently of the others. RuntimeError if the worker dies.
 
-        batch: columns, of which "prompt" has texts. Returns it with "answer", texts; "accept_length", tokens a step;
-        and "error", why there is no answer, or "". Raises RuntimeError if the worker dies.
+        batch: columns, of which "prompt" has texts
+
+        Returns the batch with three more columns: "answer", texts; "accept_length", tokens a step; and "error", the
+        reason why there is no answer, or "".
         """
         names = [self._add(prompt) for prompt in batch["prompt"]]
         outputs = {name: None for name in names if isinstance(name, str)}
@@ -115,7 +119,7 @@ class Answers:
         return dict(batch) | dict(zip(("answer", "accept_length", "error"), columns))
 
     def _add(self, prompt: str) -> str | Exception:
-        """The name of the request for a prompt, or why it was refused."""
+        """The name of the request for a prompt, or the error with which it was refused."""
         try:
             return self.manager.add_request(
                 self.tokenizer(prompt)["input_ids"], tokenizer=self.tokenizer, **self.settings

@@ -1,4 +1,4 @@
-"""transformers' server, built with our parts in place of some of its own."""
+"""transformers' server, some of whose parts are replaced by ours."""
 
 import importlib
 import os
@@ -23,7 +23,7 @@ from .body import read_body
 from .call import CallMiddleware
 from .errors import Refusal, add_handlers
 from .followers import Followers
-from .generation import Requests, State
+from .generation import Requests, SpeculativeState
 from .handlers import HANDLERS
 
 MODULES = {
@@ -33,10 +33,10 @@ MODULES = {
     "ModelManager": "model_manager",
     "GenerationState": "utils",
 }
-"""Where transformers' server, while it is built, imports the classes that ours replace."""
+"""The modules from which transformers' server imports the classes that ours replace."""
 REPLACED_ROUTES = {"/health", "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses"}
 REMOVED_ROUTES = {"/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone"}
-"""The first two would load other models beside this one, and drop it; the others need models that do other things."""
+"""The first two would load other models and drop this one; the others need models that do other things."""
 
 
 class Models(ModelManager):
@@ -69,14 +69,14 @@ class Models(ModelManager):
 
 
 class _Unstarted(Serve):
-    """transformers' server, which does not run when it is made."""
+    """transformers' server, which does not run yet when it is made."""
 
     def start_server(self) -> None:
-        """Nothing; whoever makes it runs its app."""
+        """Does nothing; the caller runs the app."""
 
 
 class Server:
-    """A server that is ready. app: the ASGI application. config: uvicorn's. requests: what feeds the manager."""
+    """A server that is ready: its ASGI app, uvicorn's config, and its `Requests`."""
 
     def __init__(self, built: Serve, requests: Requests):
         self.config = built.server.config
@@ -97,11 +97,14 @@ def build(
 ) -> Server:
     """Load a model, wrap it, compile its rounds, and put transformers' server around it, which does not listen yet.
 
-    model: a directory, or a name on the model hub. options: those of `speculate`. slots: requests that are answered at
-    once. max_queue: requests that may wait besides. tensor_parallel: GPUs of this process that share the model; a
-    process is started for each but the first. served_model_name: what clients call the model; None: `model`. follows:
-    whether this is one of these processes. flags: arguments of transformers' `Serve` that are in `FLAGS`, such as
-    port=8000.
+    model: a directory, or a name on the model hub
+    options: of `speculate`
+    slots: requests that are answered at once
+    max_queue: requests that may wait for a slot
+    tensor_parallel: GPUs that share the model; a process is started for each but the first
+    served_model_name: the clients' name of the model (default: `model`)
+    follows: True in a process that was started for a further GPU
+    flags: arguments of transformers' `Serve` that are in `FLAGS`, such as port=8000
 
     Raises what `speculate` raises, ValueError if the model cannot be loaded, and TypeError for an unknown flag.
     """
@@ -125,9 +128,9 @@ def _build(model: str | Path, name: str, algo: str, options: dict, sizes: dict, 
     """A rank's server; see `build`."""
     parts: dict[str, Callable] = HANDLERS | {
         "ModelManager": partial(Models, algo, options, name),
-        "GenerationState": State,
+        "GenerationState": SpeculativeState,
     }
-    flags = flags | {"continuous_batching": True, "compile": False}  # as ever here; `speculate` compiles rounds
+    flags = flags | {"continuous_batching": True, "compile": False}  # `speculate` compiles the rounds
     with _replaced(parts):
         built = _Unstarted(str(model), non_blocking=True, **flags)
     state, models = built._generation_state, built._model_manager
@@ -143,7 +146,7 @@ def _build(model: str | Path, name: str, algo: str, options: dict, sizes: dict, 
 
 @contextmanager
 def _replaced(parts: dict[str, Callable]) -> Iterator[None]:
-    """A context in which transformers' server is built of `parts`, by the names of the classes that they replace."""
+    """A context in which transformers' server is built of `parts`, which have the names of the classes they replace."""
     modules = {name: importlib.import_module(f"transformers.cli.serving.{MODULES[name]}") for name in parts}
     originals = {name: getattr(module, name) for name, module in modules.items()}
     try:
@@ -158,7 +161,7 @@ def _replaced(parts: dict[str, Callable]) -> Iterator[None]:
 def _add_routes(app: FastAPI, requests: Requests, models: Models, handlers: dict[str, Any]) -> None:
     """Replace transformers' routes; add /metrics, errors in OpenAI's form, and the end of calls whose clients leave.
 
-    handlers: for each path of POST, what answers.
+    handlers: by the path of POST
     """
     gone = REPLACED_ROUTES | REMOVED_ROUTES
     app.router.routes[:] = [route for route in app.router.routes if route.path not in gone]

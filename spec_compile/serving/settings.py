@@ -1,4 +1,4 @@
-"""The settings of one request: the field `generation_config`, checked, and the fields of OpenAI's that go over it."""
+"""The settings of one request, from its field `generation_config` and from OpenAI's fields."""
 
 import copy
 import json
@@ -8,16 +8,16 @@ from transformers import GenerationConfig
 
 from ..errors import did_you_mean
 from .errors import refuse
-from .fields import COUNT, FLAG, LIMITS, SAMPLING, Field, given_of, is_number, number, object_of, only, whole
+from .fields import COUNT, FLAG, FRACTION, LIMITS, Field, integer, is_number, number, object_of, only, present
 from .fields import PENALTIES as OPENAI
 
 DEFAULT_LIMIT = 1024
-"""New tokens at most of a request that does not say, as in transformers' server."""
+"""New tokens at most of a request without a limit, as in transformers' server."""
 MOST_WORDS, MOST_PHRASES = 1024, 64
-"""Entries of a list of words, and those of them that have more than one token: each costs time in every step."""
+"""Entries of a list of words at most, and entries with more than one token, each of which costs time in every step."""
 NAME = "generation_config"
-SIZE = whole(0, (1 << 31) - 1)
-ID = whole(0, (1 << 31) - 1)
+SIZE = integer(0, (1 << 31) - 1)
+ID = integer(0, (1 << 31) - 1)
 SHARE = Field(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
 POSITIVE = Field(lambda value: is_number(value) and 1e-5 <= value <= 1e5, "a number from 1e-05 to 100000")
 
@@ -44,20 +44,19 @@ def _is_decay(value: Any) -> bool:
 WORDS = f"at most {MOST_WORDS} lists of token ids, of which at most {MOST_PHRASES} have more than one"
 IDS = Field(_is_ids, f"a list of at most {MOST_WORDS} token ids")
 ENDS = Field(
-    lambda value: whole(-1, (1 << 31) - 1).accepts(value) or _is_ids(value),
+    lambda value: integer(-1, (1 << 31) - 1).accepts(value) or _is_ids(value),
     f"a token id, a list of at most {MOST_WORDS}, or -1, which ends nothing",
 )
 WATERMARK = object_of(
-    greenlist_ratio=SHARE, bias=number(-100, 100), hashing_key=SIZE, context_width=whole(1, 64),
+    greenlist_ratio=SHARE, bias=number(-100, 100), hashing_key=SIZE, context_width=integer(1, 64),
     seeding_scheme=Field(lambda value: value in ("lefthash", "selfhash"), "lefthash or selfhash"),
 )  # fmt: skip
 SERVED = {
     "max_length": COUNT, "max_new_tokens": COUNT, "min_length": SIZE, "min_new_tokens": SIZE,
     "max_time": Field(lambda value: is_number(value) and 0 < value <= 1e9, "seconds, a number above 0"),
     "stop_strings": OPENAI["stop"],
-    "do_sample": FLAG, "temperature": POSITIVE, "top_k": SIZE, "top_p": SAMPLING["top_p"], "min_p": SHARE,
-    "top_h": Field(lambda value: is_number(value) and 0 < value <= 1, "a number above 0, at most 1"),
-    "typical_p": Field(lambda value: is_number(value) and 0 < value <= 1, "a number above 0, at most 1"),
+    "do_sample": FLAG, "temperature": POSITIVE,
+    "top_k": SIZE, "top_p": FRACTION, "top_h": FRACTION, "typical_p": FRACTION, "min_p": SHARE,
     "epsilon_cutoff": SHARE, "eta_cutoff": SHARE,
     "repetition_penalty": POSITIVE, "encoder_repetition_penalty": POSITIVE,
     "no_repeat_ngram_size": SIZE, "encoder_no_repeat_ngram_size": SIZE, "guidance_scale": number(-1e5, 1e5),
@@ -85,7 +84,7 @@ OF_IDS = (
 )  # fmt: skip
 """Settings that are token ids."""
 ORIGIN = {"transformers_version", "_from_model_config", "_commit_hash"}
-"""Entries of a model's generation_config.json that say where it is from."""
+"""Entries of a model's generation_config.json that only name its origin."""
 
 
 def read_config(text: str) -> dict:
@@ -97,61 +96,64 @@ def read_config(text: str) -> dict:
     if not isinstance(values, dict):
         raise refuse(NAME, "expected a text that is a JSON object")
     known = set(GenerationConfig().to_dict()) - ORIGIN
-    given = {name: value for name, value in values.items() if value is not None and name not in ORIGIN}
-    for name, value in given.items():
+    settings = {name: value for name, value in values.items() if value is not None and name not in ORIGIN}
+    for name, value in settings.items():
         if name not in known and name not in SERVED:
             raise refuse(f"{NAME}.{name[:80]}", f"unknown; there is no such setting.{did_you_mean(name[:80], known)}")
         (SERVED.get(name) or NEUTRAL.get(name) or only()).check(f"{NAME}.{name}", value)
-    return {name: value for name, value in given.items() if name in SERVED}
+    return {name: value for name, value in settings.items() if name in SERVED}
 
 
-def _of_fields(given: dict) -> dict[str, tuple[str, Any]]:
-    """For each setting of transformers that a field of OpenAI's stands for, the field and the value."""
+def _of_fields(fields: dict) -> dict[str, tuple[str, Any]]:
+    """For each setting of transformers that a field of OpenAI's sets, the field and the value."""
     settings: dict[str, tuple[str, Any]] = {}
-    if "temperature" in given:
-        settings["do_sample"] = ("temperature", given["temperature"] > 0)
-        if given["temperature"] > 0:
-            settings["temperature"] = ("temperature", float(given["temperature"]))
-    if "top_p" in given:
-        settings["top_p"] = ("top_p", float(given["top_p"]))
-    for name in given_of(given, LIMITS):
-        settings["max_new_tokens"] = (name, given[name])
-    if "stop" in given:
-        settings["stop_strings"] = ("stop", given["stop"])
-    if "logit_bias" in given:
-        settings["sequence_bias"] = ("logit_bias", [[[int(key)], bias] for key, bias in given["logit_bias"].items()])
+    if "temperature" in fields:
+        settings["do_sample"] = ("temperature", fields["temperature"] > 0)
+        if fields["temperature"] > 0:
+            settings["temperature"] = ("temperature", float(fields["temperature"]))
+    if "top_p" in fields:
+        settings["top_p"] = ("top_p", float(fields["top_p"]))
+    for name in present(LIMITS, fields):
+        settings["max_new_tokens"] = (name, fields[name])
+    if "stop" in fields:
+        settings["stop_strings"] = ("stop", fields["stop"])
+    if "logit_bias" in fields:
+        settings["sequence_bias"] = ("logit_bias", [[[int(key)], bias] for key, bias in fields["logit_bias"].items()])
     return settings
 
 
-def make_config(given: dict, defaults: GenerationConfig, vocab: int) -> tuple[GenerationConfig, str | None]:
-    """The settings of a request, and the field that says how many tokens it wants.
+def make_config(fields: dict, defaults: GenerationConfig, vocab: int) -> tuple[GenerationConfig, str | None]:
+    """The settings of a request, and the name of the field with the number of tokens that it wants, or None.
 
-    given: checked fields. defaults: of the model. vocab: tokens of the model. Refusal, which names the field, for
-    settings that no field or `generation_config` may have, or that contradict each other.
+    fields: of the request, checked
+    defaults: of the model
+    vocab: number of the model's tokens
+
+    Refusal that names the field for settings that are not served, or that contradict each other.
     """
-    values = read_config(given[NAME]) if NAME in given else {}
+    values = read_config(fields[NAME]) if NAME in fields else {}
     names = {setting: f"{NAME}.{setting}" for setting in values}
-    limits = [names[setting] for setting in given_of(values, ("max_new_tokens", "max_length"))]
-    for setting, (field, value) in _of_fields(given).items():
+    limits = [names[setting] for setting in present(("max_new_tokens", "max_length"), values)]
+    for setting, (field, value) in _of_fields(fields).items():
         if setting in values and values[setting] != value:
             raise refuse(field, f"{NAME}.{setting} says something else; give one of them")
         values[setting], names[setting] = value, field
         if field in LIMITS:
-            limits = [field, *given_of(names.values(), [f"{NAME}.max_length"])]
+            limits = [field, *([f"{NAME}.max_length"] if "max_length" in values else [])]
     if len(limits) > 1:
         raise refuse(limits[0], f"{limits[1]} is a limit, too; give one of them")
-    for setting in given_of(values, OF_IDS):
+    for setting in present(OF_IDS, values):
         _check_ids(names[setting], setting, values[setting], vocab)
     if "sequence_bias" in values:
         pairs = values["sequence_bias"]
         values["sequence_bias"] = {tuple(ids): float(bias) for ids, bias in pairs}
         if len(values["sequence_bias"]) < len(pairs):
             raise refuse(names["sequence_bias"], "the same ids are there twice")
-    return _completed(values, defaults, NAME in given), limits[0] if limits else None
+    return _completed(values, defaults, NAME in fields), limits[0] if limits else None
 
 
 def _completed(values: dict, defaults: GenerationConfig, has_config: bool) -> GenerationConfig:
-    """A config of these values. Without the field `generation_config` it begins as the model's own."""
+    """A config of these values. The model's own config has the others if the request has no `generation_config`."""
     try:
         if has_config:
             config = GenerationConfig(**values)

@@ -12,7 +12,7 @@ WORKERS = 2
 
 
 class Waiting:
-    """What a coroutine that `Workers` drives awaits: a future of the event loop."""
+    """A future of the event loop, in the form that a coroutine in `Workers` can await."""
 
     def __init__(self, future: asyncio.Future):
         self.future = future
@@ -22,9 +22,9 @@ class Waiting:
 
 
 class Workers:
-    """Runs coroutines in threads, and awaits on the event loop what they wait for.
+    """Runs coroutines in threads, and awaits their futures on the event loop.
 
-    busy: coroutines that have not reached their first `Waiting` or their end.
+    busy: number of coroutines that have not reached their first `Waiting` or their end
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Workers:
         self.busy = 0
 
     async def drive(self, coroutine: Coroutine) -> Any:
-        """The result of a coroutine that awaits nothing but `Waiting`; every step of it runs in one of the threads."""
+        """The result of a coroutine that only awaits `Waiting`. Each of its steps runs in one of the threads."""
         loop, context, result = asyncio.get_running_loop(), copy_context(), None
         self.busy += 1
         try:
@@ -52,7 +52,7 @@ class Workers:
 
 
 def _step(coroutine: Coroutine, value: Any) -> tuple[bool, Any]:
-    """(whether it is over, its result or the future that it waits for)."""
+    """Run a coroutine to its next `Waiting`: (True, its result) if it has ended, else (False, the future)."""
     try:
         return False, coroutine.send(value)
     except StopIteration as end:

@@ -40,10 +40,15 @@ class Causal(TorchFunctionMode):
         softcap: float | None,
         layer: int,
     ) -> Tensor:
-        """The answer to a call of ``spec_compile::attention``, with its arguments.
+        """The result of a call of ``spec_compile::attention``, [B, T, H, D].
 
-        q [B, H, T, D], k and v [B, Hkv, T, D], sinks [H] or None. scale multiplies the scores; window counts the slots
-        that a slot sees back, itself included; softcap bounds the scores. Returns [B, T, H, D].
+        q: [B, H, T, D]
+        k, v: [B, Hkv, T, D]
+        sinks: [H] or None
+        scale: factor of the scores
+        window: slots that a slot sees, itself included, or None for all
+        softcap: bound of the scores, or None
+        layer: number of the draft's layer
         """
         if sinks is None and softcap is None and window is None:
             grouped = q.shape[1] != k.shape[1]
@@ -60,8 +65,9 @@ class Causal(TorchFunctionMode):
 class Rollout(Causal):
     """Attention of a draft that continues from every slot at once, step after step.
 
-    In step 0 a slot sees the slots before it and itself. In step i slot t has drafted i tokens: it sees slots 0 to t of
-    step 0, and slot t alone of steps 1 to i. One object serves the steps of one batch, in order, at most `steps`.
+    In step i slot t has drafted i tokens: it sees slots 0 to t of step 0, and slot t of steps 1 to i. In step 2, e.g.,
+    slot 1 sees slots 0 and 1 of step 0, its key of step 1, and its key of step 2. One object serves the steps of one
+    batch, in order, at most `steps`.
 
     Training-time test of EAGLE-3 (arXiv:2503.01840, section 3.2).
     """
@@ -93,9 +99,9 @@ class Rollout(Causal):
 
     @torch.no_grad()
     def _remember(self, layer: int, keys: list[Tensor], values: list[Tensor]) -> Tensor | None:
-        """The keys and values of steps 1 to i in one tensor, [2, i, B, T, H, D], after the last of them was added.
+        """The keys and values of steps 1 to i, [2, i, B, T, H, D], after adding those of step i.
 
-        Each is written once: what a step before has been given stays as it is.
+        Each is written once, so the views that earlier steps use do not change.
         """
         last = len(keys) - 1
         if not last:
@@ -117,10 +123,11 @@ def joint_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Step i of `Rollout`, by the plain formula.
+    """Step i of `Rollout` by the plain formula, [B, H, T, D].
 
-    q and each of the i + 1 keys and values [B, H, T, D]; sinks [H] or None; the rest as in `Causal.attend`.
-    Returns [B, H, T, D].
+    q: [B, H, T, D]
+    keys, values: i + 1 tensors of the same shape
+    sinks, scale, window, softcap: as in `Causal.attend`
     """
     slots, last = q.shape[2], len(keys) - 1
     # The keys and values that a slot has drafted itself, [B, H, T, i, D].
@@ -129,12 +136,12 @@ def joint_attention(
     for begin in range(0, slots, CHUNK):
         chunk = slice(begin, begin + CHUNK)
         end = min(begin + CHUNK, slots)
-        # Scores with the text, [B, H, chunk, end]. In step i the query stands i positions behind its slot.
+        # Scores with the text, [B, H, chunk, end]. In step i the query's position is its slot's plus i.
         scores = q[:, :, chunk] @ keys[0][:, :, :end].mT
         distance = positions[chunk, None] - positions[:end]
         hidden = (distance < 0) if window is None else (distance < 0) | (distance + last >= window)
         if last:
-            # Scores with what the slot has drafted, [B, H, chunk, i]: in a window the oldest drafts may be too far.
+            # Scores with the slot's own drafts, [B, H, chunk, i]; the oldest may be outside of the window.
             drafted = torch.einsum("bhtd,bhtnd->bhtn", q[:, :, chunk], drafted_keys[:, :, chunk])
             lag = last - 1 - torch.arange(last, device=q.device)
             far = torch.zeros_like(lag, dtype=torch.bool) if window is None else lag >= window
@@ -165,10 +172,12 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, scale, drafted, *sources):
-        """q, k, v [B, H, T, D]. drafted: the keys and values of steps 1 to i, [2, i, B, T, H, D], None in step 0.
+        """Attention to step 0 and to the drafted keys, [B, H, T, D].
 
-        sources: the tensors of which they are copies, each [B, H, T, D], the keys and then the values. They get the
-        gradients. `drafted` is not among the saved tensors, because later steps write behind its end.
+        q, k, v: [B, H, T, D]
+        drafted: [2, i, B, T, H, D]; the keys and values of steps 1 to i, None in step 0. It is not a saved tensor of
+            autograd, because later steps write to the same storage after its end.
+        sources: tensors [B, H, T, D] of which `drafted` is a copy, keys first; they get its gradients
         """
         out, total, *ctx.extra = _causal(q, k, v, scale)
         if drafted is not None:
@@ -191,10 +200,14 @@ class _Joint(torch.autograd.Function):
 
 
 def join(q: Tensor, keys: Tensor, values: Tensor, causal: Tensor, total: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention to some keys, and to i more that each slot has for itself.
+    """Attention to i drafted keys of each slot, joined with attention to other keys.
 
-    q [B, H, T, D]; keys, values [i, B, T, H, D]. causal [B, H, T, D], total [B, H, T]: the output of attention to the
-    others, and the log-sum-exp of its scores. Returns both of the joint attention, in the same shapes and dtypes.
+    q: [B, H, T, D]
+    keys, values: [i, B, T, H, D]
+    causal: [B, H, T, D]; the output of attention to the other keys
+    total: [B, H, T]; the log-sum-exp of its scores
+
+    Returns output and log-sum-exp of the joint attention, in the same shapes and dtypes.
     """
     keys, values = keys.transpose(2, 3), values.transpose(2, 3)
     # Two softmaxes become one: each part's output is scaled by its share of the joint sum of exponentials.
@@ -210,7 +223,9 @@ def join_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q [B, H, T, D] and of the keys and values [i, B, T, H, D] of `join`.
 
-    grad, out [B, H, T, D] and joint [B, H, T]: of its outputs. dq [B, H, T, D]: the gradient of q in the other part.
+    grad: [B, H, T, D]; the gradient of its output
+    out, joint: [B, H, T, D], [B, H, T]; its output and log-sum-exp
+    dq: [B, H, T, D]; the gradient of q in the attention to the other keys
     """
     keys, values = keys.transpose(2, 3), values.transpose(2, 3)
     # The softmax's derivative, shares * (pull of each value - their mean under all shares).

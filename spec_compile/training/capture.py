@@ -1,4 +1,4 @@
-"""The rollout of a head and its backward as CUDA graphs, because their launches take longer than their kernels."""
+"""The rollout of a head and its backward as CUDA graphs, because launching their kernels takes longer than they run."""
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -17,26 +17,29 @@ T = TypeVar("T")
 
 
 class Rows:
-    """Rows of what a function computes with parameters that are trained.
+    """Calls a function with trained parameters and returns rows of its outputs.
 
-    parameters: all that get gradients; the function's inputs get none. name: of what is computed, for a warning.
+    On a GPU the function and its backward are captured as CUDA graphs when inputs have the same shapes for the second
+    time. The graphs of all shapes share memory, so a caller must obey three rules:
 
-    On a GPU the function and its backward are captured when inputs of some shapes come for the second time. A call and
-    its backward must be over before the next call: captures of all shapes share their memory, their inputs and their
-    gradients. `.grad` of a parameter may be such a gradient, which the next backward overwrites. No loss of an earlier
-    call may be alive: the nodes by which autograd gathers a parameter's gradient would be that loss's, on a stream that
-    is not captured.
+    - The backward of a call ends before the next call.
+    - `.grad` of a parameter is read before the next backward, which may overwrite it.
+    - The loss of a call is dropped before the next call. While it is alive, autograd reuses its nodes for the
+      gradients of parameters, and they run on a stream that is not captured.
     """
 
     def __init__(self, parameters: Iterable[Tensor], name: str):
+        """parameters: all that get gradients; the function's inputs get none. name: of the function, for a warning."""
         self.parameters = list(parameters)
         self._shared: Shared | None = None
         self._graphs: ByShape[Graphs] = ByShape(name, self.parameters[0].device)
 
     def __call__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
-        """Rows [R, H] of ``function(*inputs)``, which are outputs [..., H] whose rows are counted through.
+        """Rows [R, H] of the outputs of ``function(*inputs)``, a list of [..., H].
 
-        function: the same in every call. rows int64 [R], each at most once.
+        function: the same in every call
+        rows: [R] int64, distinct; indices among the rows of all outputs, e.g. with two outputs [B, T, H] row B * T is
+            the first one of the second output
         """
         shapes, capture = tuple(values.shape for values in inputs), partial(self._capture, function, inputs)
         graphs = self._graphs.find(shapes, capture) if torch.is_grad_enabled() else None
@@ -50,21 +53,24 @@ class Rows:
         try:
             return Graphs(function, inputs, self._shared)
         except RuntimeError:
-            self._shared = None  # nothing will be captured again
+            self._shared = None  # frees the memory, because `ByShape` captures nothing more
             raise
 
 
 class ByShape(Generic[T]):
-    """What is captured for each shape of inputs when it comes for the second time, on one GPU; nothing elsewhere."""
+    """Captures something for each shape of inputs when that comes for the second time.
+
+    It captures nothing on a CPU, on several GPUs, and after a capture that fails, of which it warns.
+    """
 
     def __init__(self, name: str, device: torch.device):
-        """name: of what is computed, for the warning when it cannot be captured, after which nothing is."""
+        """name: of the function, for the warning."""
         self.name, self.captures = name, device.type == "cuda" and not dist.is_initialized()
         self.captured: dict[Hashable, T | None] = {}
-        """For each shape that has come: None when it came first, and then what was captured."""
+        """For each shape that has come: None after the first time, then its capture."""
 
     def find(self, shape: Hashable, capture: Callable[[], T]) -> T | None:
-        """What was captured for this shape, at once if it comes for the second time; None if there is nothing."""
+        """The capture of this shape, which is made now if the shape comes for the second time; or None."""
         if not self.captures:
             return None
         if shape not in self.captured:
@@ -84,18 +90,18 @@ class ByShape(Generic[T]):
 
 
 class Shared:
-    """What the graphs of all shapes share: a stream, a pool of memory, and memory that must outlast a graph."""
+    """The parts that graphs of all shapes share: a stream, a pool of memory, and buffers that outlast a graph."""
 
     def __init__(self, parameters: list[Tensor]):
         self.parameters, self.device = parameters, parameters[0].device
         self.pool = self.stream = None
         if self.device.type == "cuda":
-            # One stream for all, because the pool lends what one stream has freed to that stream alone.
+            # All use one stream, because memory that a stream has freed is reused only on that stream.
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
         self._flat: dict[object, Tensor] = {}
 
     def lend(self, use: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for a `use`, the same at every call but when more is needed; graphs keep what they were lent."""
+        """A buffer for a `use`: the same in every call, or a larger one, while older graphs keep the smaller."""
         size = torch.Size(shape).numel()
         if use not in self._flat or len(self._flat[use]) < size:
             self._flat[use] = torch.zeros(size, dtype=dtype, device=self.device)
@@ -110,8 +116,8 @@ class Graphs:
         self._inputs = [shared.lend(n, values.shape, values.dtype) for n, values in enumerate(inputs)]
         self._fill(inputs)
         self._outputs: list[Tensor] = []
-        # The cache of autocast holds weights in 16 bits for the rest of a step. A graph must make them anew at each
-        # replay, and what it has made is no one else's.
+        # The cache of autocast holds weights in 16 bits for the rest of a step. A graph must cast them anew at each
+        # replay, and nobody else may use its casts.
         try:
             self._warm_up(function)
             torch.clear_autocast_cache()
@@ -119,12 +125,13 @@ class Graphs:
             self._replay_backward, _ = record(self._backward, shared.pool, shared.stream)
         finally:
             torch.clear_autocast_cache()
-            self._outputs = []  # and with them what they have saved: the pool may lend it to the next capture
+            self._outputs = []  # frees what they have saved for the backward, so that the next capture may use it
 
     def _warm_up(self, function: Callable[..., list[Tensor]]) -> None:
-        """Launch all twice, so that kernels are compiled and loaded, and learn which parameters take part.
+        """Launch all twice, so that kernels are compiled and loaded, and find the parameters that take part.
 
-        What waits for the GPU, as a mixture of experts may do, raises the second time, and not within a capture.
+        An operation that waits for the GPU, as in some mixtures of experts, raises in the second launch, and so never
+        within a capture.
         """
         shared = self._shared
         with aside(shared.stream):
@@ -160,19 +167,19 @@ class Graphs:
             buffer.copy_(values)
 
     def _forward(self, function: Callable[..., list[Tensor]]) -> None:
-        """What the first graph does."""
+        """The work of the first graph."""
         self._outputs = function(*self._inputs)
         for buffer, output in zip(self._out, self._outputs):
             buffer.copy_(output.detach())
 
     def _backward(self) -> None:
-        """What the second graph does, with what the first has saved."""
+        """The work of the second graph, which reads what autograd has saved in the first."""
         parameters = [self._shared.parameters[n] for n in self._used]
         torch._foreach_copy_(self._grads, torch.autograd.grad(self._outputs, parameters, self._pull.unbind()))
 
 
 class _Replay(torch.autograd.Function):
-    """`Graphs` as a node of autograd's."""
+    """`Graphs` as a function of autograd."""
 
     @staticmethod
     def forward(ctx, graphs, inputs, rows, *parameters):
@@ -188,13 +195,13 @@ class _Replay(torch.autograd.Function):
 
 @contextmanager
 def waiting_refused(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """In it most of what waits for the GPU raises RuntimeError, unless there is no stream."""
+    """A context in which most operations that wait for the GPU raise RuntimeError. stream: None does nothing."""
     if stream is None:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch says that it does not notice everything
+        warnings.simplefilter("ignore")  # PyTorch warns that it does not notice every operation
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 WINDOW = 32
 """Batches whose sequences are sorted by length together, so that little is padded."""
 WIDTH = 64
-"""Tokens. Wider batches are padded to a multiple of it."""
+"""Batches wider than this many tokens are padded to a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class Document:
 class Batch:
     """Sequences, padded on the right, on the CPU.
 
-    ids [B, L] int64. next_supervised [B, L] bool: whether the token after each position is supervised. tokens: how many
-    there are without the padding.
+    ids: [B, L] int64
+    next_supervised: [B, L] bool; True where the token after a position is supervised
+    tokens: their number without the padding
     """
 
     ids: Tensor
@@ -44,7 +45,9 @@ class Batch:
         A slot t pairs the state at position t with the token at t + 1; a row has L - 1 of them. In step `ahead` it
         drafts the token that follows position t + 1 + ahead, where the target's prediction is its teacher.
 
-        Returns (slots, teachers), two int64 [R], ascending: indices into B * (L - 1) slots and B * L positions.
+        Returns (slots, teachers), two int64 [R], ascending: indices into B * (L - 1) slots and B * L positions. A row
+        of L = 4 tokens, all supervised, gives slots [0, 1] and teachers [1, 2] for ahead = 0 (slot 0 has read tokens 0
+        and 1, and drafts token 2, which position 1 predicts), and slots [0] and teachers [2] for ahead = 1.
         """
         first = 1 + ahead
         width = self.next_supervised.shape[1]
@@ -55,11 +58,12 @@ class Batch:
         """The `slots` of all steps, in the order of their teachers.
 
         Returns (slots, step_of, teachers), each int64 [R]: indices into steps * B * (L - 1) slots, the step of each,
-        and indices into B * L positions.
+        and indices into B * L positions. A row of L = 4 tokens, all supervised, gives for 2 steps slots [0, 1, 3],
+        step_of [0, 0, 1] and teachers [1, 2, 2]; slot 3 is slot 0 of step 1.
         """
         rows, width = self.ids.shape
         row, column = self.next_supervised.nonzero(as_tuple=True)
-        # In step i the slot 1 + i before a teacher learns from it, [n, steps], if the text does not begin behind it.
+        # In step i the slot 1 + i before a teacher learns from it, [n, steps], unless that is before the text.
         step_of = torch.arange(steps)
         slots = (row * (width - 1) + column - 1)[:, None] + step_of * (rows * (width - 1) - 1)
         teachers, real = (row * width + column)[:, None], column[:, None] > step_of
@@ -69,7 +73,7 @@ class Batch:
 def split(documents: list[Document], fraction: float, seed: int) -> tuple[list[Document], list[Document]]:
     """Documents in two parts: (for training, held out).
 
-    `fraction` of the documents is held out at random. Of a single document its end is, if anything in it is supervised.
+    `fraction` of the documents is held out at random, or the end of a single document that has supervised tokens.
     """
     if len(documents) == 1:
         if not documents[0].supervised.any():
@@ -94,9 +98,9 @@ def cut(documents: list[Document], length: int, shortest: int) -> list[Document]
 
 
 class Batches:
-    """Batches of pieces, in an order that depends on the seed and the step alone.
+    """Batches of pieces, in an order that only depends on the seed and the step.
 
-    So a training that was interrupted sees the batches that it would have seen.
+    So an interrupted training goes on with the batches that it would have had.
     """
 
     def __init__(self, pieces: list[Document], batch_size: int, seed: int):
@@ -126,7 +130,7 @@ class Batches:
 
 
 def move(values: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`, without waiting for what a GPU is doing."""
+    """A copy on `device`, made without waiting for a GPU."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 

@@ -17,9 +17,9 @@ from ..passes.tap_hidden_states import FINAL
 from .attention import Causal
 from .data import WIDTH, Batch, move
 from .features import Features
-from .loss import likeliest, soft_cross_entropy
-from .options import TrainingOptions
-from .sizes import draft_config, published_config
+from .loss import likeliest
+from .options import LAYER_OPTIONS, TrainingOptions
+from .sizes import check_taps, draft_config, published_config
 from .trainer import Trainer, as_master, seeded
 
 TRAINED_BLOCKS, MEASURED_BLOCKS = 512, 128
@@ -29,16 +29,20 @@ SLOTS = 1 << 16
 STATES = 5
 """States of the target that a draft reads by default."""
 ROWS = 256
-"""Slots of blocks that attend together. Each is computed against the context and against all of them."""
+"""Slots of blocks that attend together; each attends to the context and to all of these slots, most of them masked."""
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Blocks of T slots, n of each of B sequences, on the CPU.
 
-    anchors [B, n] int64: the position of each block's first token, ascending. counted [B, n, T] bool: the slots whose
-    token is supervised. A block that only fills a row, because other sequences have more of them, counts none. teachers
-    [B, n, T] int64: the index among B * L positions whose state predicts the slot's token; 0 where it is not counted.
+    anchors: [B, n] int64; the position of each block's first token, ascending
+    counted: [B, n, T] bool; True for a slot whose token is supervised. Sequences with fewer blocks than others are
+        filled up with blocks that have no such slot.
+    teachers: [B, n, T] int64; the index among B * L positions whose state predicts the slot's token, 0 if not counted
+
+    For L = 8, T = 4 and an anchor at 3 of the first sequence, slots 1 to 3 hold tokens 4 to 6, and their teachers are
+    positions 3 to 5.
     """
 
     anchors: Tensor
@@ -53,21 +57,16 @@ class Blocks:
 
 
 class DFlashTrainer(Trainer):
-    """Five layers over five of the target's states, unless options say otherwise.
+    """Five layers over five of the target's states, unless options name other numbers.
 
-    The mask, which fills a block's slots after the first, is the token that is supervised least often.
+    The mask token, which fills a block's slots after the first, is the token that is supervised least often.
     """
 
     name = "dflash"
-    takes = frozenset(
-        {
-            "num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "taps",
-            "block_size",
-        }
-    )  # fmt: skip
+    takes = LAYER_OPTIONS | {"taps", "block_size"}
     learning_rate = (2.4, 2e-3)
     causal = False
-    """Whether a slot sees of its block only what lies before it."""
+    """True if a slot does not see later slots of its block."""
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
         self.target, self.device = target, target.embedding.device
@@ -87,23 +86,15 @@ class DFlashTrainer(Trainer):
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
         """Cross entropy with the target's probabilities, a mean over the counted slots with weights.
 
-        The paper learns from the text's tokens where this takes the target's probabilities; its authors saw no
-        difference.
+        The paper learns from the text's tokens instead of the target's probabilities; its authors saw no difference.
         """
         most = min(TRAINED_BLOCKS, max(1, SLOTS // (len(batch.ids) * self.block_size)))
         drawn = self.draw_blocks(batch, most, torch.Generator().manual_seed(generator.initial_seed()))
         slots, teachers = drawn.slots()
         weights = self.slot_weights()[slots % self.block_size]
         normed = self.draft(batch, features, drawn).flatten(0, 2).index_select(0, move(slots, self.device))
-        # The last state is the one before the output matrix: its product is the teacher's logits.
-        final, weight = features.states[-1].flatten(0, 1), self.module.head_weight
-        return soft_cross_entropy(
-            normed,
-            weight,
-            teachers,
-            lambda positions: F.linear(final[positions], weight),
-            move(weights / weights.sum().clamp(min=1e-9), self.device),
-        )
+        weights = move(weights / weights.sum().clamp(min=1e-9), self.device)
+        return self.distillation_loss(normed, teachers, features.states[-1], weights)  # the last tap is FINAL
 
     def slot_weights(self) -> Tensor:
         """The weights of a block's slots in the loss, [T].
@@ -115,7 +106,7 @@ class DFlashTrainer(Trainer):
 
     @torch.no_grad()
     def accepted(self, batch: Batch, features: Features, steps: int) -> Iterator[tuple[int, int]]:
-        """See `Trainer.accepted`. The blocks depend on the batch alone, so that measurements can be compared."""
+        """See `Trainer.accepted`. The blocks only depend on the batch, so that measurements can be compared."""
         drawn = self.draw_blocks(batch, MEASURED_BLOCKS, torch.Generator().manual_seed(0))
         drafts = likeliest(self.draft(batch, features, drawn).flatten(0, 2), self.module.head_weight)
         counted, teachers = move(drawn.counted, self.device), move(drawn.teachers, self.device)
@@ -177,17 +168,17 @@ class DFlashTrainer(Trainer):
 class BlockAttention(Causal):
     """Attention of DFlash's blocks: a slot sees its block, and the context before the block's anchor.
 
-    context [B, L, h]: each layer makes keys and values of it. anchors [B, n] int64: positions, ascending, on the CPU.
-    Of its block a slot sees everything, or in the layers that `draft` has as causal what lies before it and itself. The
-    queries, keys and values that a layer passes have a row for each block, [B * n, ...].
+    A slot sees its whole block, or in causal layers of the draft only itself and earlier slots. A layer passes queries,
+    keys and values with a row for each block, [B * n, ...].
     """
 
     def __init__(self, draft: DFlashDraft, context: Tensor, anchors: Tensor):
+        """context: [B, L, h], of which each layer makes keys and values. anchors: see `Blocks`."""
         super().__init__()
         self.draft, self.context, self.shape = draft, context, anchors.shape
         positions = torch.arange(context.shape[1], device=context.device)[None]
         self.rope = draft.rotary_emb(context, positions)
-        # Blocks that attend together: their range, how much of the context some of them sees, and their anchors.
+        # Blocks that attend together: their range, the length of context that one of them sees at most, their anchors.
         size, self.groups = max(1, ROWS // draft.block_size), []
         for begin in range(0, anchors.shape[1], size):
             group = anchors[:, begin : begin + size]
@@ -206,7 +197,7 @@ class BlockAttention(Causal):
         groups, parts = q.shape[1] // k.shape[1], []
         q, k, v = (heads.unflatten(0, self.shape).transpose(1, 2) for heads in (q, k, v))
         for number, (blocks, seen, _) in enumerate(self.groups):
-            # [B, H, blocks * T, D]: the slots of a group, and behind the context their own keys and values.
+            # The slots of a group, [B, H, blocks * T, D], whose keys and values follow those of the context.
             own_q, own_k, own_v = (heads[:, :, blocks].flatten(2, 3) for heads in (q, k, v))
             joined = (torch.cat(pair, dim=2) for pair in ((keys[:, :, :seen], own_k), (values[:, :, :seen], own_v)))
             mask = self._mask(number, self.draft.causal[layer], groups, own_q.dtype)
@@ -214,18 +205,18 @@ class BlockAttention(Causal):
         return torch.cat(parts, dim=1).unflatten(1, (self.shape[1], -1)).flatten(0, 1)
 
     def _mask(self, number: int, causal: bool, groups: int, dtype: torch.dtype) -> Tensor:
-        """What the slots of a group see: 0, or minus infinity, [B, 1, groups * blocks * T, seen + blocks * T].
+        """The mask of a group of blocks, 0 or minus infinity, [B, 1, groups * blocks * T, seen + blocks * T].
 
-        groups: query heads that share keys, which `masked_attention` takes as rows.
+        groups: query heads that share keys, which `masked_attention` takes as rows
         """
         if (number, causal) not in self.masks:
             (_, seen, anchors), size = self.groups[number], self.draft.block_size
             device, count = anchors.device, anchors.shape[1] * size
             context = torch.arange(seen, device=device) < anchors.repeat_interleave(size, dim=1)[:, :, None]
             slot = torch.arange(count, device=device)
-            own = slot[:, None] // size == slot // size
-            own = own & (slot[:, None] >= slot) if causal else own
-            visible = torch.cat([context, own.expand(len(anchors), -1, -1)], dim=2)[:, None]
+            block = slot[:, None] // size == slot // size
+            block = block & (slot[:, None] >= slot) if causal else block
+            visible = torch.cat([context, block.expand(len(anchors), -1, -1)], dim=2)[:, None]
             mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -math.inf)
             self.masks[number, causal] = mask.repeat(1, 1, groups, 1)
         return self.masks[number, causal]
@@ -237,11 +228,3 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
         return tuple(2 + round(i * (num_layers - 4) / (STATES - 1)) for i in range(STATES))
     count = min(STATES, num_layers)
     return tuple(1 + round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count))
-
-
-def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
-    """ValueError if the target has no such states."""
-    if not taps or list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= num_layers:
-        raise ValueError(
-            f"taps: expected states from 0 to {num_layers}, ascending, got {', '.join(map(str, taps)) or 'none'}"
-        )

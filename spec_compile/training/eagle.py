@@ -13,8 +13,7 @@ from ..drafters.modules.layers import LayerKnobs
 from .attention import Causal
 from .data import Batch, move
 from .features import Features
-from .loss import soft_cross_entropy
-from .options import TrainingOptions
+from .options import LAYER_OPTIONS, TrainingOptions
 from .sizes import draft_config, published_config
 from .trainer import HeadTrainer, as_master, seeded
 
@@ -23,14 +22,14 @@ TOKEN_WEIGHT = 0.1
 NOISE, NOISE_LENGTH = 0.2, 512
 """Width of the uniform noise on states in a sequence of `NOISE_LENGTH` tokens; it shrinks as the sequence grows."""
 DEPTH = 5
-"""Tokens of a draft on which acceptance is measured. The loss looks at the first alone."""
+"""Tokens of a draft on which acceptance is measured. The loss only looks at the first."""
 
 
 class EagleTrainer(HeadTrainer):
-    """One layer, or as many as options say, from the state at a token and the next token to the state at the next."""
+    """A head of `num_layers` layers that predicts a token's state from the token and the state before it."""
 
     name = "eagle"
-    takes = frozenset({"num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"})
+    takes = LAYER_OPTIONS
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
         self.config = draft_config(target, options)
@@ -44,22 +43,19 @@ class EagleTrainer(HeadTrainer):
         """SmoothL1(g_t, f_{t+1}) + TOKEN_WEIGHT * cross entropy of head(g_t) with softmax(head(f_{t+1})).
 
         It is a mean over the slots t that draft a supervised token, where f is the target's state and g the output.
-        The input states have noise, because those that the head drafts from are inexact (section 4.2).
+        The input states have noise, because the head drafts from inexact states (section 4.2).
         """
         ids, (states,) = move(batch.ids, self.device), features.states
         noise = torch.rand(states.shape, generator=generator, device=self.device) - 0.5
         noisy = states + (noise * (NOISE * NOISE_LENGTH / ids.shape[1])).to(states.dtype)
         ((_, outputs),) = self.unroll(ids, noisy[:, :-1], Causal(), 1)
         slots, teachers = batch.slots(0)
-        share, states = 1 / max(1, len(slots)), states.flatten(0, 1)
+        share = 1 / max(1, len(slots))
         outputs = outputs.flatten(0, 1).index_select(0, move(slots, self.device))
-        expected = states[move(teachers, self.device)]
+        expected = states.flatten(0, 1)[move(teachers, self.device)]
         distance = F.smooth_l1_loss(outputs.float(), expected.float(), reduction="none").mean(-1).sum() * share
-        weight = self.module.head_weight
         weights = torch.full((len(slots),), TOKEN_WEIGHT * share, device=self.device)
-        return distance + soft_cross_entropy(
-            outputs, weight, teachers, lambda positions: F.linear(states[positions], weight), weights
-        )
+        return distance + self.distillation_loss(outputs, teachers, states, weights)
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
         """The tensors by SafeAILab's names. The embedding and the output matrix are the target's and not among them."""

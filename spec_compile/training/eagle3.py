@@ -1,6 +1,6 @@
 """EAGLE-3 heads, trained by training-time test (Li et al., arXiv:2503.01840, section 3.2).
 
-From each slot the head continues for several tokens, each time from its output before, as it will when it drafts.
+From each slot the head continues for several tokens, each time from its previous output, as it will when it drafts.
 """
 
 import torch
@@ -12,8 +12,8 @@ from ..drafters.modules.layers import LayerKnobs
 from .data import Batch, move
 from .features import Features
 from .loss import soft_cross_entropy
-from .options import TrainingOptions
-from .sizes import draft_config, frequent_tokens, published_config
+from .options import LAYER_OPTIONS, TrainingOptions
+from .sizes import check_taps, draft_config, frequent_tokens, published_config
 from .trainer import HeadTrainer, as_master, seeded
 
 DECAY = 0.8
@@ -21,15 +21,10 @@ DECAY = 0.8
 
 
 class Eagle3Trainer(HeadTrainer):
-    """One layer, or as many as options say, over three of the target's states, with an output matrix to train."""
+    """A head of `num_layers` layers over three of the target's states, with an output matrix to train."""
 
     name = "eagle3"
-    takes = frozenset(
-        {
-            "num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "draft_vocab_size", "taps", "ttt_steps",
-        }
-    )  # fmt: skip
+    takes = LAYER_OPTIONS | {"draft_vocab_size", "taps", "ttt_steps"}
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
         self.config = draft_config(target, options)
@@ -70,7 +65,7 @@ class Eagle3Trainer(HeadTrainer):
             name = name.replace("blocks.0.", f"{first}.").replace("blocks.", "layers.")
             tensors["lm_head.weight" if name == "head_weight" else name] = value
         kept, size = self.kept.cpu(), self.target.vocab_size
-        # d2t: what to add to a draft's token to get the target's. t2d: which of the target's tokens can be drafted.
+        # d2t: the difference of the target's token and the draft's. t2d: True for a token that can be drafted.
         tensors["d2t"] = kept - torch.arange(len(kept))
         tensors["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill(0, kept, True)
         layer_ids = published_layer_ids(self.taps, self.target.num_layers)
@@ -95,11 +90,7 @@ def published_layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
     A list that begins with 1 names the layers whose outputs are tapped, any other those whose inputs are.
     Raises ValueError if no list can name them or if the target has no such states.
     """
-    if not taps or list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= num_layers or taps[0] == 1:
-        raise ValueError(
-            f"taps: expected states from 0 to {num_layers}, ascending, the first of them not 1 (which published lists "
-            f"cannot say), got {', '.join(map(str, taps)) or 'none'}"
-        )
+    check_taps(taps, num_layers, excluded_first=1)
     return [tap - 1 for tap in taps] if taps[0] == 2 else list(taps)
 
 

@@ -18,17 +18,18 @@ from .capture import ByShape
 from .loss import likeliest
 
 TOKENS = 1 << 15
-"""Tokens that the target's layers process at a time, because transformers keeps their keys and values."""
+"""Tokens that the target's layers process at a time, because transformers stores their keys and values."""
 LOGITS = 1 << 30
-"""Bytes of logits in memory at a time, of a target that changes them behind its output matrix."""
+"""Bytes of logits in memory at a time, if the target changes them after the product with its output matrix."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """What the target computes for ids [B, L].
+    """The target's results for ids [B, L].
 
-    states: for each tap, [B, L, h]. logits: a function from indices int64 [n] among the B * L positions to the logits
-    [n, K] of the kept tokens. choices int64 [B, L]: the likeliest next token at each position, if it was asked for.
+    states: [B, L, h] for each tap
+    logits: a function from indices [n] int64 among the B * L positions to the logits [n, K] of the kept tokens
+    choices: [B, L] int64; the likeliest next token at each position, or None
     """
 
     states: list[Tensor]
@@ -40,19 +41,19 @@ class TargetFeatures:
     """Runs the frozen target over ids."""
 
     def __init__(self, model: PreTrainedModel, taps: tuple[int, ...], kept: Tensor | None = None):
-        """taps: as in `Head.taps`. kept int64 [K]: the tokens whose logits are wanted (None: all)."""
+        """taps: as in `Head.taps`. kept: [K] int64; the tokens whose logits are wanted (None: all)."""
         self.model, self.taps, self.kept = model, taps, kept
         self._weight = whole(model.get_output_embeddings().weight, keep=True).detach()
         self._kept_weight = self._weight if kept is None or len(kept) == len(self._weight) else self._weight[kept]
         states, logits = self._run(torch.arange(2, device=model.device)[None], with_logits=True)
-        # Some models scale or bound their logits behind the output matrix. Those of the others are made where needed.
+        # Some models scale or bound their logits after the output matrix. Other models' logits are made when needed.
         self._plain = torch.equal(F.linear(states[FINAL], self._weight).float(), logits.float())
         self._graphs: ByShape[Captured] = ByShape(type(model).__name__, model.device)
         self._pool = torch.cuda.graph_pool_handle() if self._graphs.captures else None
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, choices: bool = True) -> Features:
-        """The features of ids [B, L] int64, on the target's device. choices: whether these are computed, too.
+        """The features of ids [B, L] int64, on the target's device. choices: True to compute them, too.
 
         Padding on the right needs no mask, because causal layers do not see it from the tokens before it.
         """
@@ -62,13 +63,13 @@ class TargetFeatures:
         tapped = {tap: torch.cat([states[tap] for states, _ in parts]) for tap in parts[0][0]}
         if self._plain:
             final = tapped[FINAL].flatten(0, 1)
-            chosen = likeliest(final, self._weight).view(ids.shape) if choices else None
+            most_likely = likeliest(final, self._weight).view(ids.shape) if choices else None
             logits = partial(_product, final, self._kept_weight)
         else:
-            chosen = torch.cat([made.argmax(dim=-1) for _, made in parts])
+            most_likely = torch.cat([made.argmax(dim=-1) for _, made in parts])
             kept = [made if self.kept is None else made[..., self.kept] for _, made in parts]
             logits = torch.cat(kept).flatten(0, 1).__getitem__
-        return Features([tapped[tap] for tap in self.taps], logits, chosen)
+        return Features([tapped[tap] for tap in self.taps], logits, most_likely)
 
     def _replay(self, ids: Tensor) -> tuple[dict[int, Tensor], Tensor]:
         """`_run` without logits. On a GPU it is captured when ids of a shape come for the second time, because the

@@ -1,13 +1,13 @@
-"""Ctrl-C in a training: it ends behind the step that is running, so that no work is lost."""
+"""Ctrl-C in a training: it ends after the step that is running, so that no work is lost."""
 
 import signal
 import threading
 
 
 class Interrupts:
-    """A context in which the first SIGINT sets `asked`, and the second raises KeyboardInterrupt as ever.
+    """A context in which the first SIGINT sets `asked`, and the second raises KeyboardInterrupt.
 
-    Nothing changes in another thread than the main one, or where the program handles the signal itself.
+    It does nothing outside the main thread, or if the program handles the signal itself.
     """
 
     asked = False

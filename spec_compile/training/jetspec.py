@@ -7,9 +7,9 @@ from .dflash import DFlashTrainer
 
 
 class JetSpecTrainer(DFlashTrainer):
-    """A DFlash draft each of whose slots sees of its block only what lies before it.
+    """A DFlash draft in which a slot sees, of its block, only itself and earlier slots.
 
-    All slots weigh alike in the loss: an early slot cannot be spent on the later ones, which it does not see.
+    All slots have the same weight in the loss, because an early slot does not see the later ones and cannot help them.
     """
 
     name = "jetspec"

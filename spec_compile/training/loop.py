@@ -18,11 +18,11 @@ from .save import TrainingState, save_curve, save_state
 from .trainer import Trainer, trained_parameters
 
 BETAS = (0.9, 0.95)
-"""Of AdamW."""
+"""The coefficients of AdamW."""
 REPORT_SECONDS = 10.0
-"""Between two reports of progress; at first less."""
+"""Seconds between two reports of progress; less at first."""
 FIRST_SECONDS = 1.0
-"""Between the report of the first step and the next one."""
+"""Seconds between the report of the first step and the next report."""
 ENOUGH = 100
 """Steps below which a training by the clock is too short to be of use."""
 CLEAR = 0.1
@@ -30,16 +30,13 @@ CLEAR = 0.1
 UNREAD = 32
 """Losses that may stay on a GPU before they are read, because reading waits for the GPU."""
 EVALUATIONS = 10
-"""Parts of the training, after each of which but the last acceptance is measured."""
+"""Parts of the training; acceptance is measured after each but the last."""
 
 
 class Loop:
-    """Trains a draft until the steps or minutes in `options` are over, from `state` on.
+    """Trains a draft from `state` on, until the steps or minutes in `options` are over.
 
-    glance, held_out: held-out batches on which acceptance is measured on the way and in the end. folder: for the state.
-    publish: called with facts and acceptance, writes the draft as it is. report: called with each `Progress`.
-
-    Step s uses batch s, and random numbers that depend on the seed and s alone. So a training that goes on from `state`
+    Step s uses batch s, and random numbers that only depend on the seed and s. So a training that goes on from `state`
     gives the same draft as one without the interruption.
     """
 
@@ -56,6 +53,14 @@ class Loop:
         publish: Callable[[dict, list[float]], None],
         report: Callable[[Progress], None],
     ):
+        """Prepare the optimizer, and load the weights of `state`.
+
+        glance: held-out batches on which acceptance is measured during the training
+        held_out: batches on which it is measured in the end
+        folder: for checkpoints
+        publish: called with facts and acceptance, writes the draft
+        report: called with each `Progress`
+        """
         self.trainer, self.features, self.batches = trainer, features, batches
         self.glance, self.held_out = glance, held_out
         self.options, self.state, self.folder, self.publish, self.report = options, state, folder, publish, report
@@ -93,12 +98,12 @@ class Loop:
         return acceptance
 
     def _train(self, interrupts: Interrupts) -> None:
-        """Make all steps. KeyboardInterrupt, behind a checkpoint, if the user asks to stop."""
+        """Make all steps. KeyboardInterrupt, after a checkpoint, if the user asks to stop."""
         begin = saved = reported = time.perf_counter()
         known, waits, is_clear = (self.state.step, self.state.tokens, begin), 0.0, False
         while (share := self.share) < 1:
             self._step(share)
-            # On the way: acceptance after each part, progress every few seconds, a checkpoint every few minutes.
+            # Acceptance after each part, progress every few seconds, a checkpoint every few minutes.
             if self.held_out and int(share * EVALUATIONS) < int(self.share * EVALUATIONS) < EVALUATIONS:
                 self.state.evaluations.append((self.state.step, self.evaluate(self.glance, 1)[0]))
             now = time.perf_counter()
@@ -140,7 +145,7 @@ class Loop:
         return [accepted / max(1, reached) for reached, accepted in counts.tolist()]
 
     def save(self, acceptance: list[float]) -> None:
-        """Write a checkpoint: the state to go on from, and the draft with its card."""
+        """Write a checkpoint: the state, and the draft with its card."""
         self._read_losses()
         state = self.state
         state.weights = {name: value.detach().cpu() for name, value in self._parameters.items()}
@@ -156,7 +161,7 @@ class Loop:
         self.publish(facts, acceptance)
 
     def _step(self, share: float) -> None:
-        """One update of the weights. share: of the training that is done, which sets the learning rate."""
+        """Update the weights once. share: of the training that is done, which sets the learning rate."""
         state = self.state
         batch = self.batches[state.step]
         generator = torch.Generator(self.device).manual_seed(self.options.seed * 1_000_003 + state.step)

@@ -23,10 +23,13 @@ def soft_cross_entropy(
 
     It is -sum_r row_weights[r] * sum_v softmax(teacher)[r, v] * log_softmax(states weight^T)[r, v].
 
-    states [R, H] and weight [V, H] get gradients: computed in autocast's dtype, weight's summed in the dtype of weight.
-    teachers [R] int64: the position of each row's teacher, ascending, on the CPU. Rows that follow each other share the
-    logits of their teacher. teacher_logits: a function from positions [n], on the device, to logits [n, V].
-    row_weights [R]. Returns a scalar.
+    states: [R, H]; gets a gradient, computed in autocast's dtype
+    weight: [V, H]; gets a gradient, computed in autocast's dtype and summed in the dtype of weight
+    teachers: [R] int64, ascending, on the CPU; the position of each row's teacher. Rows of a teacher share its logits.
+    teacher_logits: a function from positions [n], on the device, to logits [n, V]
+    row_weights: [R]
+
+    Returns a scalar.
     """
     device = states.device.type
     if torch.is_autocast_enabled(device):
@@ -75,8 +78,10 @@ class _SoftCrossEntropy(torch.autograd.Function):
 def distil(logits: Tensor, teacher: Tensor, shared: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of each row, [R] in the dtype of row_weights, and its gradient with respect to the logits, [R, V].
 
-    logits [R, V], which may be overwritten. teacher [n, V]. shared [R] int64: each row's row of `teacher`.
-    row_weights [R].
+    logits: [R, V]; may be overwritten
+    teacher: [n, V]
+    shared: [R] int64; each row's row of `teacher`
+    row_weights: [R]
     """
     if logits.device.type == "cuda" and logits.dtype != torch.float64:
         from ..kernels.distil_kernel import launch

@@ -1,12 +1,11 @@
 """One block of multi-token prediction, trained to be applied step after step (FastMTP: Cai et al., arXiv:2509.18362).
 
-Step k reads the block's output of step k - 1 and the true next token. Its attention sees what it will see when it
-drafts, as in EAGLE-3; in FastMTP it sees the other slots of step k instead.
+Step k reads the block's output of step k - 1 and the true next token. Its attention sees the keys that it will see when
+it drafts, as in EAGLE-3; in FastMTP it sees the other slots of step k instead.
 """
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..drafters.checkpoints.mtp import FAMILIES, MtpBlock
 from ..drafters.checkpoints.target import Target
@@ -15,7 +14,6 @@ from ..errors import UnsupportedModelError
 from .attention import Causal
 from .data import Batch, move
 from .features import Features
-from .loss import soft_cross_entropy
 from .options import TrainingOptions
 from .trainer import HeadTrainer, as_master, seeded
 
@@ -66,14 +64,8 @@ class MtpTrainer(HeadTrainer):
         slots, step_of, teachers = batch.rollout(self.steps)
         shares = BETA ** torch.arange(self.steps)
         shares = shares / shares.sum() / step_of.bincount(minlength=self.steps).clamp(min=1)
-        target_states, weight = features.states[0].flatten(0, 1), self.module.head_weight
-        return soft_cross_entropy(
-            self.rolled_out(batch, features, slots),
-            weight,
-            teachers,
-            lambda positions: F.linear(target_states[positions], weight),
-            move(shares[step_of], self.device),
-        )
+        normed = self.rolled_out(batch, features, slots)
+        return self.distillation_loss(normed, teachers, features.states[0], move(shares[step_of], self.device))
 
     def publish(self) -> tuple[dict, dict[str, Tensor]]:
         """The tensors by Qwen's names, ``mtp.*``, and the target's config. Each expert has tensors of its own."""
@@ -85,7 +77,7 @@ class MtpTrainer(HeadTrainer):
 
 
 def _apart(name: str, value: Tensor) -> dict[str, Tensor]:
-    """The tensor by its name; or if it joins all experts' (``experts.gate_up_proj``), each expert's by theirs."""
+    """The tensor by its name. One of all experts (``experts.gate_up_proj``) becomes tensors of each expert."""
     stem, _, joined_name = name.rpartition(".")
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(joined_name)
     if parts is None or not stem.endswith(".experts"):

@@ -1,4 +1,4 @@
-"""On-policy text: the target continues prompts, so that a draft learns from what it will have to draft."""
+"""On-policy text: the target continues prompts, so that a draft learns from texts like those that it will draft."""
 
 import gc
 import time
@@ -34,13 +34,15 @@ def continue_documents(
     model: PreTrainedModel, documents: list[Document], length: int, seed: int, options: dict,
     tell: Callable[[str], None] = say_nothing,
 ) -> list[Document]:  # fmt: skip
-    """The documents' `prompts`, each with the target's answer behind it. Only the answers are supervised.
+    """The documents' `prompts`, each followed by the target's answer. Only the answers are supervised.
 
-    model: in eval mode; it does not change. length: tokens of a prompt and its answer at most. seed: of draws; the
-    global random state is left alone. options: for ``model.generate()``. tell: called with a line before the first
-    answer and after the last.
+    model: in eval mode; it does not change
+    length: tokens of a prompt and its answer at most
+    seed: of draws; the global random state does not change
+    options: for ``model.generate()``
+    tell: called with a line before the first answer and after the last
 
-    `speculate` accelerates the model. Where it refuses, transformers' own loop runs, with one warning.
+    `speculate` accelerates the model. If it refuses, transformers' own loop runs, with one warning.
     """
     asked = [prompt for document in documents for prompt in prompts(document, length)]
     if not asked:
@@ -73,8 +75,8 @@ def continue_documents(
 def prompts(document: Document, length: int) -> list[list[int]]:
     """The parts of a document that the target shall continue, each as token ids.
 
-    That is what lies before the last supervised part, if it is shorter than `length`. A text that is supervised
-    throughout is cut into pieces of `length` tokens, and the first half of each is a prompt.
+    This is the text before the last supervised part, if it is shorter than `length`. A text that is fully supervised is
+    cut into pieces of `length` tokens, and the first half of each is a prompt.
     """
     ids, supervised = document.ids, document.supervised
     if bool(supervised.all()):
@@ -86,7 +88,7 @@ def prompts(document: Document, length: int) -> list[list[int]]:
 
 
 def most_rows(model: PreTrainedModel, longest: int, tokens: int) -> int:
-    """Prompts in a batch at most. longest: tokens of a prompt; tokens: of a prompt with its answer."""
+    """Prompts in a batch at most. longest: tokens of a prompt. tokens: of a prompt with its answer."""
     config, device = model.config.get_text_config(decoder=True), model.device
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

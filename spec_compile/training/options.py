@@ -8,11 +8,10 @@ from ..errors import check_int
 from ..tree import MAX_NODES
 
 LARGEST = 1 << 31
-"""Of any integer option."""
-ABOUT_THE_DRAFT = (
-    "num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "draft_vocab_size",
-    "taps", "ttt_steps", "block_size",
-)  # fmt: skip
+"""The largest value of an integer option."""
+LAYER_OPTIONS = frozenset({"num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"})
+"""Options of a draft's layers."""
+ABOUT_THE_DRAFT = (*sorted(LAYER_OPTIONS), "draft_vocab_size", "taps", "ttt_steps", "block_size")
 """Options that only some algorithms have."""
 
 
@@ -20,20 +19,22 @@ ABOUT_THE_DRAFT = (
 class TrainingOptions:
     """Options of `train_draft`.
 
-    steps, minutes: when to end; give one (default: 30 minutes). batch_size: sequences a step. sequence_length: tokens a
-    sequence at most (default: 2048, or what the target can hold). learning_rate: the highest (default: by the size of
-    the head). warmup: share of the training in which it rises. clip: largest norm of a gradient. seed: of the weights,
-    the order of the data and all else that is random.
-
+    steps, minutes: when to end; give one (default: 30 minutes)
+    batch_size: sequences a step
+    sequence_length: tokens a sequence at most (default: 2048, or what the target can hold)
+    learning_rate: the highest (default: by the size of the head)
+    warmup: share of the training in which it rises
+    clip: largest norm of a gradient
+    seed: of the weights, the order of the data and all else that is random
     num_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of the draft's layers, except in
-    mtp (default: one layer, for dflash and jetspec five, with the target's sizes). draft_vocab_size: tokens that an
-    EAGLE-3 head can draft, the most frequent of the data (default: all of up to 40,000, or else 32,000). taps: states
-    of the target that eagle3, dflash and jetspec read (0: the embeddings, i: the residual stream after layer i;
-    default: three or five, from early to late). ttt_steps: draft tokens that are unrolled in training (default: 7 for
-    eagle3, 3 for mtp). block_size: slots of DFlash's and JetSpec's blocks, the first of which is the last token of the
-    text (default: 16).
-
-    checkpoint_minutes: between two checkpoints.
+        mtp (default: one layer, for dflash and jetspec five, with the target's sizes)
+    draft_vocab_size: tokens that an EAGLE-3 head can draft, the most frequent of the data (default: all of up to
+        40,000, or else 32,000)
+    taps: states of the target that eagle3, dflash and jetspec read (0: the embeddings, i: the residual stream after
+        layer i; default: three or five, from early to late)
+    ttt_steps: draft tokens that are unrolled in training (default: 7 for eagle3, 3 for mtp)
+    block_size: slots of DFlash's and JetSpec's blocks, the first of which is the last token of the text (default: 16)
+    checkpoint_minutes: between two checkpoints
     """
 
     steps: int | None = None
@@ -60,11 +61,7 @@ class TrainingOptions:
             raise ValueError("steps and minutes: give one of them, which says when to end")
         if self.steps is None and self.minutes is None:
             object.__setattr__(self, "minutes", 30.0)
-        counts = (
-            "steps", "batch_size", "sequence_length", "num_layers", "intermediate_size", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "draft_vocab_size", "ttt_steps",
-        )  # fmt: skip
-        for name in counts:
+        for name in ("steps", "batch_size", "sequence_length", *sorted(LAYER_OPTIONS), "draft_vocab_size", "ttt_steps"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, LARGEST)
         check_int("seed", self.seed, 0, LARGEST)

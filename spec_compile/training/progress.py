@@ -7,14 +7,19 @@ from dataclasses import dataclass
 
 from transformers.utils import logging
 
+LINES = 10
+"""Lines that a training prints, about, if stderr is no terminal."""
+
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training is.
+    """The progress of a training.
 
-    share: done so far, from 0 to 1. loss: the mean of the steps since the last `Progress`. acceptance: the share of
-    first drafts accepted on held-out text when last measured, or None before that. seconds: of training so far.
-    seconds_left: expected.
+    share: of the training that is done, from 0 to 1
+    loss: the mean of the steps since the last `Progress`
+    acceptance: the share of first drafts accepted on held-out text when last measured, or None before that
+    seconds: of training so far
+    seconds_left: expected
     """
 
     step: int
@@ -33,14 +38,10 @@ class Progress:
         )
 
 
-LINES = 10
-"""Lines that are printed in a training, about, if stderr is no terminal."""
-
-
 class Printer:
-    """Context manager to call with each `Progress`, which shows it on stderr.
+    """A context manager that shows each `Progress` it is called with on stderr.
 
-    On a terminal it is a bar. Elsewhere the first is printed, and then one for each tenth of the training.
+    On a terminal it is a bar. Otherwise a line is printed for the first one, and for each tenth of the training.
     """
 
     def __enter__(self) -> "Printer":
@@ -77,7 +78,7 @@ def tell(message: str) -> None:
 
 
 def say_nothing(message: str) -> None:
-    """Takes the place of `tell` where nothing shall be printed."""
+    """Print nothing, in the place of `tell`."""
 
 
 @contextmanager

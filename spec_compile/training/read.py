@@ -11,7 +11,7 @@ from torch import Tensor
 from .data import Document
 
 TOKENIZED = 1024
-"""Texts that are tokenized at a time."""
+"""Texts that are tokenized in one call."""
 
 
 def read(
@@ -20,11 +20,13 @@ def read(
     """The documents of training data.
 
     data: a .txt or .jsonl file, or an iterable of texts, token ids and mappings. A mapping, or a line of a .jsonl file,
-    has "text", or "prompt" and "completion", or "messages" (roles and contents, for the tokenizer's chat template). Of
-    the latter two only the model's part is supervised. The tokenizer's end of sequence is added to texts.
-    tokenizer: the target's; token ids do without. vocab_size: ids must lie below it. name: of the argument, for errors.
-    on_policy: whether the target will write the answers. Then "prompt" may stand alone and messages may end with the
-    user's, and nothing of such an ending is supervised.
+        has "text", or "prompt" and "completion", or "messages" (roles and contents, for the tokenizer's chat template).
+        With a prompt or messages only the model's part is supervised. Texts get the tokenizer's end of sequence.
+    tokenizer: the target's; not needed for token ids
+    vocab_size: of the target; an id that is not below it is an error
+    name: of the argument, for errors
+    on_policy: True if the target will write the answers. Then a "prompt" needs no "completion", messages may end with
+        the user's, and nothing of such an ending is supervised.
 
     Raises TypeError or ValueError, with `name`, if an item is none of these or if there is no text at all.
     """
@@ -48,30 +50,31 @@ def _items(data, name: str) -> Iterable[tuple[str, object]]:
         text = path.read_text()
         if path.suffix == ".txt":
             return [(str(path), text)]
-        return [(f"{path}:{number}", _parse(line, path, number)) for number, line in _lines(text)]
+        return [(f"{path}:{number}", parse_json(line, f"{path}:{number}")) for number, line in numbered_lines(text)]
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise TypeError(f"{name}: expected a file or an iterable of texts or token ids, got {type(data).__name__}")
     return ((f"{name}[{number}]", item) for number, item in enumerate(data))
 
 
-def _lines(text: str) -> list[tuple[int, str]]:
+def numbered_lines(text: str) -> list[tuple[int, str]]:
     """The lines that are not blank, with their numbers from 1."""
     return [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 
-def _parse(line: str, path: Path, number: int):
+def parse_json(line: str, label: str):
+    """The value of a line of JSON, which errors call `label`."""
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+        raise ValueError(f"{label}: not JSON: {error}") from error
 
 
 @dataclass(frozen=True)
 class _Text:
     """A document that is not tokenized yet.
 
-    parts: its texts in order, each with whether it is supervised. special: whether the tokenizer adds its special
-    tokens at the beginning and the end; a chat template has written them already.
+    parts: its texts in order, each with True if it is supervised
+    special: True to add the tokenizer's special tokens at the beginning and the end; a chat template has added its own
     """
 
     label: str
@@ -80,7 +83,7 @@ class _Text:
 
 
 class _Reader:
-    """Makes documents of items with one tokenizer, which gets many texts at a time."""
+    """Makes documents of items with one tokenizer, which gets many texts in a call."""
 
     def __init__(self, tokenizer, vocab_size: int | None, on_policy: bool):
         self.tokenizer, self.vocab_size, self.on_policy = tokenizer, vocab_size, on_policy
@@ -99,7 +102,7 @@ class _Reader:
         """The documents in the same order, all as token ids."""
         for begin in range(0, len(contents), TOKENIZED):
             group = contents[begin : begin + TOKENIZED]
-            # Every part of the group with whether it gets special tokens, which only a document's first part does.
+            # Every part of the group, with True if it gets special tokens, which only a document's first part does.
             parts = [
                 (text, content.special and not number)
                 for content in group
@@ -125,7 +128,7 @@ class _Reader:
         ids = [token for part in encoded for token in part]
         supervised = [learned for part, (_, learned) in zip(encoded, text.parts) for _ in part]
         end = self.tokenizer.eos_token_id
-        # An answer ends with the end of sequence, so that a draft learns to propose it. A lone prompt goes on.
+        # An answer ends with the end of sequence, so that a draft learns to propose it. A prompt has no end.
         answered = text.parts[-1][1]
         if text.special and answered and end is not None and ids and ids[-1] != end:
             ids.append(end)
@@ -171,9 +174,9 @@ class _Reader:
     def _converse(self, messages, label: str) -> list[_Text]:
         """The documents of a conversation, as the chat template renders it.
 
-        It is one document with every answer supervised. Some templates render earlier answers in another way once more
-        messages follow (they drop earlier reasoning); then each answer has a document of its own. What the user says
-        last is left out, unless the target will answer it.
+        It is one document with every answer supervised. Some templates render an answer differently once more messages
+        follow (they drop earlier reasoning); then each answer has its own document. Messages after the last answer are
+        left out, unless the target will answer them.
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError(f"{label}: messages need a tokenizer with a chat template")
@@ -195,7 +198,7 @@ class _Reader:
             )
         last = asked[0] if asked else spans[-1][1]
         if not all(last.startswith(after) for _, after in spans):
-            # An earlier answer is rendered otherwise later: one document for each answer.
+            # An earlier answer is rendered differently later: one document for each answer.
             turns = [[(before, False), (after[len(before) :], True)] for before, after in spans]
             turns += [[(prompt, False)] for prompt in asked]
             return [self._text(label, turn, special=False) for turn in turns]

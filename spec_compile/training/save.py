@@ -24,16 +24,20 @@ TEXTS = "continuations.pt"
 CURVE = "curve.csv"
 """File of losses and acceptance."""
 VERSION = 1
-"""Of the state's format. Another version's is refused."""
+"""The version of the state's format; a state of another version is refused."""
 
 
 @dataclass
 class TrainingState:
-    """How far a training is.
+    """The progress of a training, from which it can go on.
 
-    identity: what must be the same if it is to go on, by name. seconds: of training. tokens: trained on. losses: of
-    each step. evaluations: (step, share of first drafts accepted on held-out text). weights: the head's trained
-    parameters in their training dtype. optimizer: its state_dict.
+    identity: by name, the values that must be the same to go on
+    seconds: of training
+    tokens: trained on
+    losses: of each step
+    evaluations: (step, share of first drafts accepted on held-out text)
+    weights: the head's trained parameters in their training dtype
+    optimizer: its state_dict
     """
 
     identity: dict
@@ -56,7 +60,7 @@ def open_folder(output: str | Path, identity: dict, resume: bool) -> TrainingSta
         raise ValueError(f"output: {folder} is a file; expected a folder to be made, or that of an earlier training")
     path = folder / STATE
     if not path.is_file():
-        # A training that was stopped before its first checkpoint leaves the answers, and perhaps a partial file.
+        # A training that stops before its first checkpoint leaves the answers, and perhaps a partial file.
         names = (
             [] if not folder.exists() else [item.name for item in folder.iterdir() if item.name not in (TEXTS, CURVE)]
         )

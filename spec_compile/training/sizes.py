@@ -1,4 +1,4 @@
-"""The config of a new draft, which has its target's sizes where options say nothing else."""
+"""The config of a new draft, which has its target's sizes unless options name others."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ KEPT_TOKENS = 32_000
 def draft_config(target: Target, options: TrainingOptions, layers: int = 1) -> LlamaConfig:
     """The config of a draft's layers.
 
-    layers: how many there are by default. Raises ValueError, naming the option, if such layers cannot be built.
+    layers: their number by default. Raises ValueError, naming the option, if such layers cannot be built.
     """
     config, size = target.config, target.hidden_size
     heads, head_dim = _heads(config, options)
@@ -85,6 +85,16 @@ def published_config(config: LlamaConfig, target: Target, architecture: str, **m
         "torch_dtype": str(target.embedding.dtype).removeprefix("torch."),
         **more,
     }
+
+
+def check_taps(taps: tuple[int, ...], num_layers: int, excluded_first: int | None = None) -> None:
+    """ValueError if the target has no such states, or if the first one is excluded."""
+    in_range = taps and 0 <= taps[0] <= taps[-1] <= num_layers and taps[0] != excluded_first
+    if not in_range or list(taps) != sorted(set(taps)):
+        but = "" if excluded_first is None else f" the first of them not {excluded_first} (no published list says it),"
+        raise ValueError(
+            f"taps: expected states from 0 to {num_layers}, ascending,{but} got {', '.join(map(str, taps)) or 'none'}"
+        )
 
 
 def frequent_tokens(counts: Tensor, size: int | None, always: list[int]) -> Tensor | None:

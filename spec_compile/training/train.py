@@ -40,21 +40,25 @@ TRAINERS: dict[str, type[Trainer]] = {
 """The algorithms whose drafts can be trained. A new one is one file in this folder and one entry."""
 ALIASES = {"nextn": "mtp"}
 FREE = ("steps", "minutes", "checkpoint_minutes")
-"""Options that may change when a training goes on."""
+"""Options that may have changed when a training goes on."""
 LONGEST = 2048
 """Tokens of a sequence by default, at most."""
 HELD_OUT_TOKENS, GLANCE_TOKENS = 1 << 16, 1 << 13
-"""Held-out tokens on which acceptance is measured: in the end, and on the way."""
+"""Held-out tokens on which acceptance is measured: in the end, and during the training."""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What `train_draft` did.
+    """The result of `train_draft`.
 
-    path: the folder with the head. acceptance: the share of first drafts on held-out text that equal the target's
-    choice, or None without such text. acceptance_by_depth: the share of drafts that equal it down to depth 1, 2, ...
-    losses: of each step. evaluations: (step, acceptance) on the way, measured on a part of the held-out text.
-    tokens: those trained on, counted again in each epoch. seconds: of training, also before an interruption.
+    path: the folder with the head
+    acceptance: the share of first drafts on held-out text that equal the target's choice, or None without such text
+    acceptance_by_depth: the share of drafts that equal it down to depth 1, 2, ...
+    losses: of each step
+    evaluations: (step, acceptance) during the training, measured on a part of the held-out text
+    steps: updates of the weights
+    tokens: trained on, counted again in each epoch
+    seconds: of training, including the time before an interruption
     """
 
     path: Path
@@ -86,19 +90,20 @@ def train_draft(
 ) -> TrainingResult:
     """Train a draft head for `model` and write it to folder `output`, for ``speculate(model, algo, draft=output)``.
 
-    model: a causal language model of transformers (or peft's wrapper around one) in eval mode. It does not change. The
-    head is trained on its device, in mixed precision on a GPU or if the model has 16 bits. algo: "eagle3", "eagle",
-    "mtp", "dflash" or "jetspec". data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them
-    (`read`). output: a new folder, or that of a training to go on with. tokenizer: the model's, if the data is text.
-    validation: the share of documents that is held out, or texts as in `data`, or 0.
-    on_policy: True, or options for ``generate()``, to train on what the model itself writes after the data's prompts;
-    then the data may be prompts without answers. resume: whether to go on with the training in `output`, whose head is
-    the same as without the interruption. progress: called with a `Progress` about every ten seconds, at first more
-    often (default: it is shown on stderr). options: those of `TrainingOptions`, which are listed below.
+    model: a causal language model of transformers, or peft's wrapper around one, in eval mode. It does not change. The
+        head is trained on its device, in mixed precision on a GPU or if the model has 16 bits.
+    algo: "eagle3", "eagle", "mtp", "dflash" or "jetspec"
+    data: texts, lists of token ids, conversations, or a .txt or .jsonl file of them (`read`)
+    output: a new folder, or the folder of a training to go on with
+    tokenizer: the model's, if the data is text
+    validation: the share of documents that is held out, or texts as in `data`, or 0
+    on_policy: True, or options for ``generate()``, to train on the model's own answers to prompts, which need no others
+    resume: True to go on with the training in `output`, whose head is the same as without the interruption
+    progress: called with a `Progress` about every ten seconds, at first more often (default: it is shown on stderr)
+    options: of `TrainingOptions`, which are listed below
 
-    Raises TypeError, ValueError or UnsupportedModelError, naming the argument, before any work starts, and
-    FloatingPointError if the loss becomes infinite or NaN; the last checkpoint is kept. After Ctrl-C the step that runs
-    is finished and kept, and KeyboardInterrupt is raised.
+    Raises TypeError, ValueError or UnsupportedModelError, naming the argument, before any work starts. Keeps a
+    checkpoint and raises FloatingPointError if the loss becomes infinite or NaN, or KeyboardInterrupt after Ctrl-C.
     """
     model = _plain(model)
     _check_types(output, on_policy, resume, progress)
@@ -119,18 +124,17 @@ def train_draft(
         state = open_folder(folder, identity, resume)
         if on_policy is not False:
             documents, held_out = _continued(folder, identity, model, documents, held_out, length, on_policy, line)
-            # The answers have other counts of tokens, which decide what the head can draft.
+            # The answers have other counts of tokens, which decide the tokens that the head can draft.
             trainer = trainer_class(target, parsed, texts.count_tokens(documents, target.vocab_size))
             pieces, reserve = _cut(documents, held_out, length, trainer.shortest)
-        # Acceptance is measured on a part of the held-out text on the way, and on more of it in the end.
         glance, measured = (texts.sample(reserve, parsed.batch_size, n) for n in (GLANCE_TOKENS, HELD_OUT_TOKENS))
         about = _about(pieces, measured, length, model.device, parsed, on_policy is not False)
         line(f"training on {about['sequences']}, {about['text']}; held out: {about['held-out text']}")
         publish = partial(_publish, model, trainer, about, folder)
-        features = TargetFeatures(model, trainer.taps, trainer.kept)
-        parts = trainer, features, Batches(pieces, parsed.batch_size, parsed.seed), glance, measured
+        inputs = TargetFeatures(model, trainer.taps, trainer.kept), Batches(pieces, parsed.batch_size, parsed.seed)
         with Printer() if progress is None else nullcontext(progress) as report:
-            return _result(folder, state, Loop(*parts, parsed, state, folder, publish, report).run())
+            loop = Loop(trainer, *inputs, glance, measured, parsed, state, folder, publish, report)
+            return _result(folder, state, loop.run())
 
 
 train_draft.__doc__ = "\n".join(
@@ -159,7 +163,7 @@ def _check_types(output, on_policy, resume, progress) -> None:
 def _publish(
     model: PreTrainedModel, trainer: Trainer, about: dict, folder: Path, facts: dict, acceptance: list[float]
 ) -> None:
-    """Write the head as it is now, with what its card says: `about` the training, and `facts` of how far it is."""
+    """Write the head as it is now. Its card has `about`, facts of the training, and `facts` of its progress."""
     card = write_card(model, trainer.name, about | facts, acceptance, folder)
     save_head(folder, *trainer.publish(), model.dtype, card)
 
@@ -168,7 +172,7 @@ def _about(
     pieces: list[Document], held_out: list[Batch], length: int, device: torch.device, options: TrainingOptions,
     on_policy: bool,
 ) -> dict:  # fmt: skip
-    """What the head's card says of its training."""
+    """The facts of a training for the head's card."""
     return {
         "sequences": f"{len(pieces):,} of up to {length} tokens",
         "text": f"{sum(len(piece.ids) for piece in pieces):,} tokens" + (", the model's own" if on_policy else ""),
@@ -182,7 +186,7 @@ def _about(
 def _identity(
     trainer_class: type[Trainer], model, options: TrainingOptions, documents: list[Document], on_policy
 ) -> dict:
-    """What must be the same if a training is to go on."""
+    """The values that must be the same for a training to go on."""
     return {
         "algo": trainer_class.name,
         "target": f"{type(model).__name__} {fingerprint(model)}",
@@ -202,7 +206,7 @@ def _trainer_of(algo: str) -> type[Trainer]:
 
 
 def _plain(model: PreTrainedModel) -> PreTrainedModel:
-    """The model inside peft's wrapper, behind `speculate` and under ``torch.compile``."""
+    """The model itself, without peft's wrapper, `speculate` and ``torch.compile``."""
     model = underlying(model)
     model = adapters.base_of(model) if adapters.is_wrapped(model) else model
     model = model.speculation.original if isinstance(model, SpeculativeMixin) else model

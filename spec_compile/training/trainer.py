@@ -15,14 +15,14 @@ from .attention import Causal, Rollout
 from .capture import Rows
 from .data import Batch, move
 from .features import Features
-from .loss import likeliest
+from .loss import likeliest, soft_cross_entropy
 
 
 class Trainer(ABC):
     """A new draft for a target, and its loss.
 
-    It is built from (target, options, counts), where counts, int64 [V], says how often each token is supervised.
-    Raises ValueError or UnsupportedModelError if no such draft can be made.
+    It is built from (target, options, counts); counts [V] int64: how often each token is supervised. Raises ValueError
+    or UnsupportedModelError if no such draft can be made.
     """
 
     name = ""
@@ -34,11 +34,11 @@ class Trainer(ABC):
     taps: tuple[int, ...]
     """The target's states that the draft reads, as in `Head.taps`."""
     kept: Tensor | None = None
-    """int64 [K]: the tokens from whose logits, the target's, it learns (None: from all)."""
+    """[K] int64: the tokens from whose logits of the target it learns (None: from all)."""
     learns_from_choices = False
-    """Whether its loss needs the target's choices."""
+    """True if its loss needs the target's choices."""
     module: nn.Module
-    """The draft. Its parameters are those to train, in float32; tensors shared with the target are not parameters."""
+    """The draft. Its parameters are trained, in float32; tensors shared with the target are not parameters."""
     steps: int
     """Tokens of a draft on which it is trained or measured."""
 
@@ -51,8 +51,21 @@ class Trainer(ABC):
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
         """The loss of a batch, a scalar with a gradient.
 
-        batch: on the CPU. features: of its ids, on the draft's device. generator: the source of this step's randomness.
+        batch: on the CPU
+        features: of its ids, on the draft's device
+        generator: the source of this step's random numbers
         """
+
+    def distillation_loss(self, normed: Tensor, teachers: Tensor, states: Tensor, row_weights: Tensor) -> Tensor:
+        """The `soft_cross_entropy` of a draft that shares the target's output matrix.
+
+        normed: [R, h]; the draft's outputs
+        teachers: [R] int64; see `soft_cross_entropy`
+        states: [B, L, h]; the target's states before its output matrix, whose product has the teachers' logits
+        row_weights: [R]
+        """
+        states, weight = states.flatten(0, 1), self.module.head_weight
+        return soft_cross_entropy(normed, weight, teachers, lambda rows: F.linear(states[rows], weight), row_weights)
 
     @abstractmethod
     def accepted(self, batch: Batch, features: Features, steps: int) -> Iterator[tuple[int, int]]:
@@ -67,7 +80,7 @@ class Trainer(ABC):
 
 
 class HeadTrainer(Trainer):
-    """Trainer of a `Head`, which drafts token by token, each from its output before."""
+    """Trainer of a `Head`, which drafts one token after the other, each from its previous output."""
 
     module: Head
 
@@ -79,9 +92,12 @@ class HeadTrainer(Trainer):
     def unroll(self, ids: Tensor, state: Tensor, attention: Causal, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The head's outputs as it drafts from every slot at once, with the text's tokens in place of drafts.
 
-        ids [B, T + 1] int64, state [B, T, H]. In step i, slot t reads token t + 1 + i of the text at position t + i,
-        with `state` in step 0 and then with its output of the step before. Past the end of the text it reads padding.
-        Yields (recycled, normed) of each step, both [B, T, H].
+        ids: [B, T + 1] int64
+        state: [B, T, H]
+
+        In step i, slot t reads token t + 1 + i of the text at position t + i, with `state` in step 0 and with its
+        previous output after that. Past the end of the text it reads padding. Yields (recycled, normed) of each step,
+        both [B, T, H].
         """
         positions = torch.arange(state.shape[1], device=ids.device).expand(len(ids), -1)
         for step in range(steps):
@@ -129,7 +145,7 @@ class HeadTrainer(Trainer):
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context in which random weights depend on `seed` alone. It restores the global random state."""
+    """A context in which random weights only depend on `seed`. It restores the global random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -147,7 +163,7 @@ def as_master(head: Head, embedding: Tensor) -> Head:
 
 
 class FusedNorm(LlamaRMSNorm):
-    """RMS norm by one kernel in each direction. transformers' takes ten, whose launches cost a small head its time."""
+    """RMS norm by one kernel in each direction, where transformers launches ten, which takes a small head's time."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):

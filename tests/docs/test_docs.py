@@ -1,6 +1,5 @@
 """Every code block of the README and of docs/ runs, or at least says nothing that is not so."""
 
-import argparse
 import ast
 import dataclasses
 import importlib.util
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import spec_compile
 from spec_compile import __main__ as command_line
@@ -133,14 +133,8 @@ def flags(words: list[str]) -> list[str]:
 
 def known_flags(command: str) -> list[str]:
     """Of a command of ``python -m spec_compile``."""
-    if command == "serve":
-        return [flag for parameter in command_line.serving.make_command().params for flag in parameter.opts]
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers()
-    command_line._add_audit(commands)
-    command_line.cli.add_command(commands)
-    command_line.tune_kernels.add_command(commands)
-    return list(commands.choices[command]._option_string_actions)
+    parameters = get_command(command_line.application).commands[command].params
+    return [flag for parameter in parameters for flag in parameter.opts]
 
 
 def test_the_options_are_those_of_the_dataclasses():

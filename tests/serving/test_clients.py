@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +11,11 @@ from server_fixtures import EAGER, PROMPT, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_compile import speculate
-from spec_compile.serving import specdec_bench
-from spec_compile.serving.specdec_bench import SpecCompileModel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "peers"))
+
+import specdec_bench
+from specdec_bench import SpecCompileModel
 
 TEXTS = ["def mean(values):\n", "import json\n\nx =", "class Stack:\n    def"]
 

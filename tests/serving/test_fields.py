@@ -13,6 +13,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx, which fastapi's tests 
 
 from server_fixtures import PROMPT, events, expected, load_alone, running, save_model
 from transformers import GenerationConfig, LogitsProcessor
+from typer.main import get_command
 
 from spec_compile.serving.fields import CHAT, COMPLETION, RESPONSE, WITHOUT_EFFECT
 
@@ -375,10 +376,11 @@ def test_a_served_name_stands_for_the_model(client, sdk, folder):
 
 def test_only_flags_that_do_something_are_taken():
     """Of transformers' own, those for its cache, its compilation and several models are not there."""
-    from spec_compile.serving.cli import make_command
+    from spec_compile.__main__ import application
     from spec_compile.serving.server import build
 
-    flags = {flag for parameter in make_command().params for flag in parameter.opts if flag.startswith("--")}
+    command = get_command(application).commands["serve"]
+    flags = {flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")}
     assert flags - {"--help"} == {
         "--algo", "--draft", "--options", "--slots", "--max-queue", "--tensor-parallel", "--served-model-name",
         "--grace",

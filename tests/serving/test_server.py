@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 
 from spec_compile.batching.lanes import Lanes
 from spec_compile.serving import drain, followers
-from spec_compile.serving.call import CURRENT, Call
+from spec_compile.serving.call import CURRENT, HttpCall
 from spec_compile.serving.server import build
 
 SHORT = {"prompt": PROMPT, "max_tokens": 24}
@@ -244,7 +244,7 @@ def test_a_slow_client_loses_its_own_request_alone(client, alone, monkeypatch):
     monkeypatch.setattr(requests, "most_unread", 20)
 
     async def ask():
-        CURRENT.set(slow := Call(asyncio.get_running_loop(), limit_field="max_tokens"))
+        CURRENT.set(slow := HttpCall(asyncio.get_running_loop(), limit_field="max_tokens"))
         config = GenerationConfig(do_sample=True, temperature=2.0, max_new_tokens=1500, eos_token_id=-1)
         ids = alone[1](PROMPT)["input_ids"]
         pieces, _ = requests.generate_streaming(None, alone[1], {"input_ids": ids}, config, "slow")

@@ -69,11 +69,11 @@ def test_ctrl_c_ends_in_one_line(command, often, tmp_path, capsys):
 
 @pytest.mark.parametrize("place", ["load_model", "train_draft"])
 def test_ctrl_c_before_the_first_step(command, capsys, place):
-    with mock.patch(f"spec_compile.training.cli.{place}", side_effect=KeyboardInterrupt):
+    with mock.patch(f"spec_compile.__main__.{place}", side_effect=KeyboardInterrupt):
         assert main([*command, "--steps", "4"]) == 130
     told = capsys.readouterr().err.splitlines()
     assert told[-1].endswith("head keeps no checkpoint; the same command begins anew") and "Traceback" not in told
-    with mock.patch("spec_compile.training.cli.load_model", side_effect=KeyboardInterrupt):
+    with mock.patch("spec_compile.__main__.load_model", side_effect=KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             main(["--traceback", *command])
 

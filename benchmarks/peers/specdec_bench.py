@@ -1,7 +1,7 @@
 """An engine for specdec_bench, NVIDIA's benchmark of speculative decoding (Model-Optimizer, examples/specdec_bench).
 
-Its run.py takes engines from tables: add ``"SPEC_COMPILE": SpecCompileModel`` to `engines_available`, and
-``"SPEC_COMPILE": "max_cache_len"`` to `_MAX_SEQ_LEN_KEY`.
+Its run.py takes engines from tables: with this folder on PYTHONPATH add ``"SPEC_COMPILE": SpecCompileModel`` to
+`engines_available`, and ``"SPEC_COMPILE": "max_cache_len"`` to `_MAX_SEQ_LEN_KEY`.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from ..api import speculate
+from spec_compile import speculate
 
 ALGORITHMS = {
     "EAGLE3": "eagle3",
@@ -28,15 +28,15 @@ ALGORITHMS = {
 }
 """Our algorithm for each of specdec_bench's. NONE is n-grams with one node a round, which is plain decoding."""
 PARALLEL = {"EAGLE3": "p_eagle", "DRAFT_TARGET": "pard", "PARD": "pard"}
-"""Our algorithm where run.py is told --parallel_drafting: one forward of the draft gives all its tokens."""
+"""Our algorithm for each of specdec_bench's with --parallel_drafting: one forward of the draft gives all its tokens."""
 STEPPED = ("EAGLE3", "EAGLE", "DRAFT_TARGET", "PARD", "MTP")
-"""Those that take the length of a chain (--draft_length)."""
+"""The algorithms that take the length of a chain (--draft_length)."""
 BLOCKS = ("DFLASH", "DSPARK")
-"""Those that take the slots of a block (--block_size) in its place."""
+"""The algorithms that take the slots of a block (--block_size) instead."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "beam_width")
 """The sampling_kwargs that are served."""
 EVERYTHING = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-"""What a benchmark means by a temperature alone, whatever the model's own generation config says."""
+"""Settings besides the temperature: a benchmark that gives only a temperature wants no others, though the model may."""
 UNUSED = {"tokenizer_path"}
 """Arguments that mean nothing here, because prompts come as token ids."""
 
@@ -68,10 +68,11 @@ class SpecCompileModel:
     ):
         """Load and wrap the model.
 
-        sampling_kwargs: of `SAMPLING`; a temperature above 0 asks for sampling. speculative_num_steps: drafts in a
-        chain, or levels of a tree; those of `BLOCKS` do not look at it. block_size: slots of a block, of those alone
-        (default: as many as the draft was trained with). speculative_num_draft_tokens: nodes of a tree, the root
-        included. options: of `speculate`; those of "engine_args" come here.
+        sampling_kwargs: settings in `SAMPLING`; a temperature above 0 asks for sampling.
+        speculative_num_steps: drafts in a chain, or levels of a tree; the algorithms in `BLOCKS` ignore it.
+        speculative_num_draft_tokens: nodes of a tree, the root included.
+        block_size: slots of a block, only for `BLOCKS` (default: as many as the draft was trained with).
+        options: of `speculate`; run.py passes its "engine_args" here.
 
         Raises ValueError, naming the argument, for what this engine does not do, and what `speculate` raises.
         """
@@ -85,7 +86,7 @@ class SpecCompileModel:
         sampling(sampling_kwargs)  # raises
         options |= sizes(
             speculative_algorithm or "NONE", speculative_num_steps, speculative_num_draft_tokens, block_size
-        )  # fmt: skip
+        )
         if draft_model_dir and speculative_algorithm not in (None, "NONE"):
             options["draft"] = draft_model_dir
         options = {name: value for name, value in options.items() if name not in UNUSED}
@@ -133,7 +134,7 @@ class SpecCompileModel:
         return {"output_ids": [chunks], "output_logits": None, "token_times": times}
 
     def get_serving_config(self) -> dict:
-        """What the benchmark writes into configuration.json: names, numbers and lists alone."""
+        """The facts that the benchmark writes into configuration.json, all of them JSON."""
         speculation = self.model.speculation
         options = {
             name: value if isinstance(value, str | int | float | list | dict | None) else repr(value)
