@@ -39,6 +39,8 @@ def soak(fast, rng, count, slots):
     before = fast.speculation.engine.idle_batch
     manager = fast.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=slots))
     assert before is None or manager.scheduler is before  # the rows, with all that is compiled, serve again
+    if fast.speculation.options.compile:
+        manager.warmup()
     manager.start()
     cancelled = set()
     try:
