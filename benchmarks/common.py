@@ -1,6 +1,6 @@
 """Shared by all benchmarks: prompts, answers in turn, stamps, rows of results, tables.
 
-It imports nothing of this package, so that tests may import it by its path alone.
+It imports nothing of this package, so that tests can also import it by its path.
 """
 
 import json

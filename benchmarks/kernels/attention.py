@@ -7,11 +7,11 @@
 Trees: a graph launches the kernel once for each of several caches, more than the L2 cache holds; times are medians of
 replays, for one launch. `floor` is the time to read the keys and values once at the speed of a large copy, `math` the
 time of the two matrix products at the speed of a large product. Prompts go through a cache in chunks of 2048, as in a
-session; they are compared with PyTorch's own causal attention over the whole prompt at once. The last lines are
-`compact` over 32 layers, with every row moved.
+session; they are compared with PyTorch's own causal attention over the whole prompt at once.
 """
 
 import argparse
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from benchmarks.common import RESULTS, stamp, write_json
 from benchmarks.rounds.shapes import TEXT_TREE
 from benchmarks.timers import bandwidth, captured, median_ms, product_speed, replay_us
 from spec_compile.kernels.attention import BACKENDS, Use
-from spec_compile.kernels.compact import compact
 from spec_compile.tree import ancestry
 
 MODELS = {"llama-3.1-8b": (32, 8, 128), "llama-3.2-1b": (32, 8, 64), "qwen3-0.6b": (16, 8, 128)}
@@ -148,21 +147,6 @@ def prompts(caches: Caches, args) -> list[dict]:
     return rows
 
 
-def compaction() -> list[dict]:
-    """A row for each number of slots: microseconds to move all of them in every layer, and to move none."""
-    rows = []
-    caches = Caches(*MODELS["llama-3.1-8b"], 1024)
-    tensors, lengths = [cache for layer in caches.layers for cache in layer], torch.tensor([1024], device="cuda")
-    for nodes in (16, 64):
-        path = torch.arange(nodes, device="cuda")[None].clone()
-        path[:, 1:-1] += 1
-        still, count = torch.arange(nodes, device="cuda")[None], torch.tensor([nodes - 1], device="cuda")
-        times = [replay_us(captured(partial(compact, tensors, lengths, which, count))) for which in (path, still)]
-        print(f"compact, {nodes} slots of {LAYERS} layers: {times[0]:.1f} µs, {times[1]:.1f} with nothing to move")
-        rows.append({"nodes": nodes, "microseconds": times[0], "nothing_to_move": times[1]})
-    return rows
-
-
 def available(name: str) -> bool:
     try:
         BACKENDS[name].load(Use(name))
@@ -185,7 +169,7 @@ def main():
     args.backends = [name for name in args.backends if available(name)]
     copies, products = bandwidth()["copy"], product_speed()
     facts = stamp(torch.device("cuda")) | {"copy_bytes_per_second": copies, "product_flops": products}
-    results = {"models": {}}
+    results = json.loads(args.output.read_text()) if args.output.exists() else {"models": {}}
     print(f"{facts['gpu']}, torch {torch.__version__}: copies {copies / 1e12:.2f} TB/s, products "
           f"{products / 1e12:.0f} TFLOP/s; µs a layer, bfloat16, batch 1")  # fmt: skip
     for model in args.models:
@@ -196,8 +180,6 @@ def main():
             parts[name] = [{**row, "stamp": facts} for row in measure(caches, args)]
             write_json(args.output, results)
         del caches
-    results["compaction"] = [{**row, "stamp": facts} for row in compaction()]
-    write_json(args.output, results)
 
 
 if __name__ == "__main__":

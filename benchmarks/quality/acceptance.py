@@ -101,10 +101,10 @@ def hf_systems(model: PreTrainedModel, draft: PreTrainedModel | None, fixed: dic
 def wrap(model: PreTrainedModel, names: list[str], heads: Path, draft: PreTrainedModel | None, **more) -> dict:
     """Our systems by name, not compiled yet. more: options that all of them get."""
     ours = {}
-    for name, (algo, kind, options) in OURS.items():
-        if name in names and (kind != "model" or draft is not None):
-            source = {"draft": draft if kind == "model" else str(heads / kind)} if kind else {}
-            ours[name] = spec_compile.speculate(model, algo, **source, **options, **more)
+    for name, (algo, source, options) in OURS.items():
+        if name in names and (source != "model" or draft is not None):
+            head = {"draft": draft if source == "model" else str(heads / source)} if source else {}
+            ours[name] = spec_compile.speculate(model, algo, **head, **options, **more)
     return ours
 
 
@@ -228,8 +228,8 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     options.device = torch.device(options.device)
     options.heads = options.heads or Path(options.model) / "heads"
-    kind = "gpu" if options.device.type == "cuda" else "cpu"
-    options.json = options.json or RESULTS / f"acceptance_{kind}.json"
+    hardware = "gpu" if options.device.type == "cuda" else "cpu"
+    options.json = options.json or RESULTS / f"acceptance_{hardware}.json"
     asked, names = options.systems is not None, options.systems or OURS
     options.systems = [name for name in names if OURS[name][0] in options.algos]
     absent = {name: reason for name in options.systems if (reason := lacking(OURS[name], options.heads))}

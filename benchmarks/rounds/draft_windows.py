@@ -54,9 +54,9 @@ def answered(fast: PreTrainedModel, text: torch.Tensor, answers: dict, args: arg
     answer_of(8)  # warm-up
     _, first = answer_of(1)
     fast.speculation.stats.reset()
-    answer, whole = answer_of(args.new_tokens)
+    answer, seconds = answer_of(args.new_tokens)
     equal = torch.equal(answer, answers.setdefault(len(text), answer))
-    length, rate = fast.speculation.stats.accept_length, (args.new_tokens - 1) / (whole - first)
+    length, rate = fast.speculation.stats.accept_length, (args.new_tokens - 1) / (seconds - first)
     return {"accept_length": round(length, 3), "tokens_per_second": round(rate, 1), "equal": equal}
 
 

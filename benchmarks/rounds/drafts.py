@@ -43,24 +43,28 @@ DRAFTS = {
         f"DFlash, tree of 64{JOINED}": ("dflash", "dflash", dict(LARGE, ngram=True)),
     },
 }
-"""Target's shape -> name -> algorithm, kind of draft, options."""
+"""Target's shape -> name -> algorithm, form of the draft, options."""
 
 
-def make(kind: str, model: PreTrainedModel, small: LlamaConfig) -> torch.nn.Module:
-    """A draft of this kind for `model`, with random weights. small: config of the draft model."""
+def make(form: str, model: PreTrainedModel, small: LlamaConfig) -> torch.nn.Module:
+    """A draft for `model`, with random weights.
+
+    form: "model", "eagle", "eagle3", "dflash" or "mtp"
+    small: config of the draft model
+    """
     config = model.config
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     with model.device:
-        if kind == "model":
+        if form == "model":
             return AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16).eval()
-        if kind == "eagle":
+        if form == "eagle":
             head = EagleHead(config, embedding, output, fc_bias=False)
-        elif kind == "eagle3":
+        elif form == "eagle3":
             middle = config.num_hidden_layers // 2
             taps = (2, middle, config.num_hidden_layers - 3)
             head = Eagle3Head(config, embedding, taps, config.hidden_size, draft_vocab_size=32000)
             head.draft_to_target = torch.arange(32000)
-        elif kind == "dflash":
+        elif form == "dflash":
             five, knobs = (2, 10, 18, 26, 34), LayerKnobs(num_layers=5, qk_norm=True)
             sizes = draft_config(Target.of(model), TrainingOptions(), layers=5)
             head = DFlashDraft(sizes, embedding, output, five, 16, 151669, knobs)
@@ -133,17 +137,17 @@ def measure(
     rounds: `captured.rounds`
     """
     rows, times = [], {}
-    for name, (algorithm, kind, options) in DRAFTS[shape].items():
+    for name, (algorithm, form, options) in DRAFTS[shape].items():
         if names and name not in names:
             continue
-        draft = make(kind, model, AutoConfig.for_model("llama", **small))
+        draft = make(form, model, AutoConfig.for_model("llama", **small))
         begin = time.perf_counter()
         fast = spec_compile.speculate(model, algorithm, draft=draft, max_cache_len=2048, check=False, **options)
         nodes = fast.speculation.engine.runtime.algorithm.plan.nodes
         ms = rounds(fast, 1024, 1, [nodes])[nodes]
         ready = time.perf_counter() - begin
-        own = draft_bytes(draft, options.get("num_steps", 1))
-        row = dict(name=name, nodes=nodes, ms=ms, ready_seconds=ready, **floors(target_bytes + own, speeds, ms))
+        drafted = draft_bytes(draft, options.get("num_steps", 1))
+        row = dict(name=name, nodes=nodes, ms=ms, ready_seconds=ready, **floors(target_bytes + drafted, speeds, ms))
         separate_ms(fast, nodes, 1)  # compiles and captures
         with alone():
             row["separate_ms"] = separate_ms(fast, nodes)

@@ -83,8 +83,8 @@ def build(name: str, device: str = "cuda") -> PreTrainedModel:
     The embedding of a mixture has large weights, see `IDENTITY`.
     """
     shape, dtype, quantise = QUANTISED.get(name, (name, torch.bfloat16, None))
-    kind, sizes = SHAPES[shape]
-    config = AutoConfig.for_model(kind, **sizes)
+    model_type, sizes = SHAPES[shape]
+    config = AutoConfig.for_model(model_type, **sizes)
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     torch.manual_seed(0)
     with torch.device(device):

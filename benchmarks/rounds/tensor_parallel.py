@@ -34,22 +34,22 @@ CUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "lm
 
 def spread(name: str, mesh: DeviceMesh) -> PreTrainedModel:
     """A model of the named shape, in bfloat16; each rank makes its own parts of the random weights."""
-    kind, sizes = DENSE[name]
-    config = AutoConfig.for_model(kind, **sizes)
+    model_type, sizes = DENSE[name]
+    config = AutoConfig.for_model(model_type, **sizes)
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    own = torch.Generator("cuda").manual_seed(1 + mesh.get_rank())
-    common = torch.Generator("cuda").manual_seed(0)
+    of_rank = torch.Generator("cuda").manual_seed(1 + mesh.get_rank())
+    shared = torch.Generator("cuda").manual_seed(0)
     for path, parameter in model.named_parameters():
         owner, _, leaf = path.rpartition(".")
         dim, shape = CUTS.get(owner.rpartition(".")[2]), list(parameter.shape)
         if dim is not None:
             shape[dim] //= mesh.size()
-        made = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-        made.normal_(0, 0.02, generator=common if dim is None else own)
-        whole = made if dim is None else DTensor.from_local(made, mesh, [Shard(dim)], run_check=False)
-        model.get_submodule(owner)._parameters[leaf] = nn.Parameter(whole, requires_grad=False)
+        part = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+        part.normal_(0, 0.02, generator=shared if dim is None else of_rank)
+        weight = part if dim is None else DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
+        model.get_submodule(owner)._parameters[leaf] = nn.Parameter(weight, requires_grad=False)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to("cuda")
     return model.eval()
 

@@ -1,7 +1,7 @@
 """The tables of README.md and of the pages in docs (`FILES`), made from benchmarks/results/*.json only."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.common import LOOKUP, RESULTS, ROOT
@@ -145,16 +145,21 @@ def acceptance(results: Results, file: str) -> str:
     return table(("", *columns), rows)
 
 
+def shape_rows(results: Results, part: str) -> Iterator[tuple[str, dict]]:
+    """The title of a shape and a row, for all rows of a part of gpu.json."""
+    for shape, title in SHAPES.items():
+        for row in results.all("gpu", "shapes", shape, part):
+            yield title, results.seen(row)
+
+
 def gpu_steps(results: Results) -> str:
     rows = []
-    for shape, title in SHAPES.items():
-        for row in results.all("gpu", "shapes", shape, "steps"):
-            results.seen(row)
-            runs = f"{min(row['runs']):.2f} to {max(row['runs']):.2f} in {len(row['runs'])}"
-            note = ", ".join(f"{key} {value}" for key, value in row.get("lookup", {}).items())
-            if row["system"] == SPECULATIVE:
-                note = f"accept length {row['accept_length']:.2f}, which random weights make meaningless"
-            rows.append((title, row["system"], f"{row['ms']:.2f}", runs, floors(row), note))
+    for title, row in shape_rows(results, "steps"):
+        runs = f"{min(row['runs']):.2f} to {max(row['runs']):.2f} in {len(row['runs'])}"
+        note = ", ".join(f"{key} {value}" for key, value in row.get("lookup", {}).items())
+        if row["system"] == SPECULATIVE:
+            note = f"accept length {row['accept_length']:.2f}, which random weights make meaningless"
+        rows.append((title, row["system"], f"{row['ms']:.2f}", runs, floors(row), note))
     return table(("shape", "generate()", "ms a token", "runs", "times the floor (copy, read)", ""), rows)
 
 
@@ -185,20 +190,16 @@ def invariance(results: Results) -> str:
 
 def gpu_drafts(results: Results) -> str:
     rows = []
-    for shape, title in SHAPES.items():
-        for row in results.all("gpu", "shapes", shape, "drafts"):
-            results.seen(row)
-            cells = (f"{row['ms']:.2f} ({floors(row)})", f"{row['separate_ms']:.2f}")
-            rows.append((f"{title}, {row['name']}", str(row["nodes"]), f"{row['floor_copy_ms']:.2f}", *cells))
+    for title, row in shape_rows(results, "drafts"):
+        cells = (f"{row['ms']:.2f} ({floors(row)})", f"{row['separate_ms']:.2f}")
+        rows.append((f"{title}, {row['name']}", str(row["nodes"]), f"{row['floor_copy_ms']:.2f}", *cells))
     return table(("target, draft", "nodes", "floor (copy)", "a round", "two graphs, acceptance on the host"), rows)
 
 
 def gpu_prompts(results: Results) -> str:
     rows = []
-    for shape, title in SHAPES.items():
-        for row in results.all("gpu", "shapes", shape, "prompts"):
-            results.seen(row)
-            rows.append((title, f"{row['tokens']:,}", f"{row['HF']:,.0f}", f"{row['ours']:,.0f}"))
+    for title, row in shape_rows(results, "prompts"):
+        rows.append((title, f"{row['tokens']:,}", f"{row['HF']:,.0f}", f"{row['ours']:,.0f}"))
     return table(("shape", "tokens", "transformers, tokens/s", "ours, tokens/s"), rows)
 
 
