@@ -39,7 +39,7 @@ wheel: setup
 	$(VENV)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 bench: setup
-	$(VENV)/bin/python benchmarks/cpu.py
+	$(VENV)/bin/python -m benchmarks.cpu
 
 setup: $(READY)
 

@@ -1,16 +1,17 @@
-"""What a call of generate() costs before its first round: milliseconds of the host, part by part.
+"""The cost of a call of generate() before its first round: milliseconds of the host, part by part.
 
-    python benchmarks/call.py --device cuda --model qwen3-0.6b
-    python benchmarks/call.py --no-compile
+    python -m benchmarks.call --device cuda --model qwen3-0.6b
+    python -m benchmarks.call --no-compile
 
-For each width of the prompt: a call for one token, ours and transformers' own, and ours when transformers prepares it,
-as it does the first of calls alike. The parts are times of the host alone, which on a GPU runs ahead. The operations
-and the waits for the GPU are those until the first round is launched. Whether the model has changed ("watch") is looked
-up before that on a CPU, and on a GPU while it computes.
+For each width of the prompt: a call for one token, ours and transformers' own, and ours prepared by transformers, which
+prepares the first of several similar calls. The parts are times of the host only, which on a GPU runs ahead. The
+operations and the waits for the GPU are counted until the first round is launched. The look for changes of the model
+("watch") comes before that on a CPU, and on a GPU while it computes.
 """
 
 import argparse
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,13 +19,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the path of this file also runs it
+
 import torch
-from common import DEMO_MODEL, RESULTS, pin, stamp, synchronize, write_json
-from shapes import SHAPES, build, text_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import spec_compile
+from benchmarks.common import DEMO_MODEL, RESULTS, elapsed, pin, stamp, synchronize, write_json
+from benchmarks.rounds.shapes import SHAPES, build, text_tokens
 from spec_compile.capture.watch import Watch
 from spec_compile.runtime import generate
 from spec_compile.runtime.call import Call
@@ -42,11 +45,11 @@ PARTS = {
     "first trees": (Steps, "propose"),
     "first round": (Call, "launch"),
 }
-"""Part -> the function whose time it is."""
+"""Part -> the function that is timed."""
 
 
 class Launched(Exception):
-    """The first round of a call is launched, or on a CPU is to be run. `at`: the time."""
+    """Raised at the launch of a call's first round, or on a CPU before that round. `at`: the time."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +68,7 @@ class Operations(TorchDispatchMode):
 
 @contextmanager
 def timed_parts(spent: dict[str, float]) -> Iterator[None]:
-    """A context in which the seconds of each part are added to `spent`."""
+    """A context that adds the seconds of each part to `spent`."""
 
     def timed(name: str, function: Callable) -> Callable:
         def run(*args):
@@ -88,7 +91,7 @@ def timed_parts(spent: dict[str, float]) -> Iterator[None]:
 
 
 def time_of_launch(call: Callable) -> float:
-    """Make a call that ends when its first round is launched; the time of that."""
+    """Make a call that ends at the launch of its first round, and return the time of the launch."""
     launch = Call.launch
 
     def launched(self: Call) -> None:
@@ -105,8 +108,7 @@ def time_of_launch(call: Callable) -> float:
 
 
 def operations(call: Callable) -> tuple[int, int]:
-    """Operations of torch before a call launches its first round, the prefill's left out, and how often the host waits
-    for a GPU."""
+    """The operations of torch before a call's first round, without the prefill's, and the waits for a GPU."""
     on_gpu = torch.cuda.is_available()
     prefill = patch.object(Steps, "prefill", lambda *_: None)
     with prefill, Operations() as counted, warnings.catch_warnings(record=True) as waits:
@@ -122,19 +124,12 @@ def operations(call: Callable) -> tuple[int, int]:
 
 
 def milliseconds(call: Callable, device: torch.device, repeats: int) -> float:
-    """The median of a call's milliseconds until its answer is there."""
-    times = []
-    for _ in range(repeats):
-        synchronize(device)
-        begin = time.perf_counter()
-        call()
-        synchronize(device)
-        times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times)
+    """The median milliseconds of a call until its answer is ready."""
+    return statistics.median(elapsed(call, device)[1] for _ in range(repeats)) * 1e3
 
 
 def breakdown(call: Callable, device: torch.device, repeats: int) -> dict[str, float]:
-    """The median milliseconds of the host in each part, and until the first round is launched."""
+    """The median milliseconds of the host in each part, and until the launch of the first round."""
     rows: list[dict[str, float]] = []
     for _ in range(repeats):
         spent: dict[str, float] = {}
@@ -147,7 +142,7 @@ def breakdown(call: Callable, device: torch.device, repeats: int) -> dict[str, f
 
 
 def measure(model, fast, width: int, options) -> dict:
-    """The row of one width of the prompt."""
+    """The row for one width of the prompt."""
     ids = text_tokens(width, model.config.vocab_size - 1)[None].to(model.device) + 1
     asked = dict(do_sample=False, max_new_tokens=1, eos_token_id=None, pad_token_id=0)
     calls = {"ours": lambda: fast.generate(ids, **asked), "HF": lambda: model.generate(ids, **asked)}
@@ -173,8 +168,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--widths", type=int, nargs="+", default=[16, 512, 2048])
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="of a CPU's rounds")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a CPU")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="do not compile the rounds of a CPU")
     parser.add_argument("--json", type=Path, default=RESULTS / "call.json")
     options = parser.parse_args()
     if options.device == "cpu":

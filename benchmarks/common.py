@@ -1,4 +1,7 @@
-"""What the benchmarks share: prompts, answers in turn, machine facts, pinned threads."""
+"""Shared by all benchmarks: prompts, answers in turn, stamps, rows of results, tables.
+
+It imports nothing of this package, so that tests can also import it by its path.
+"""
 
 import json
 import os
@@ -7,38 +10,45 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from spec_compile.drafters import ALGORITHMS, parse_algorithm
 
-HERE = Path(__file__).parent
-DEMO_MODEL = HERE.parent / "examples" / "tiny_coder"
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+DEMO_MODEL = ROOT / "examples" / "tiny_coder"
+PROMPTS = HERE / "prompts"
 RESULTS = HERE / "results"
 SOURCES = (":/", ":(top,exclude)benchmarks/results", ":(top,exclude)*.md")
-"""What of the tree may change figures, as git names it."""
+"""The files that may change figures, as git names them."""
 LOOKUP = "HF prompt lookup"
 LOOKUPS = [
     dict(prompt_lookup_num_tokens=tokens, max_matching_ngram_size=size) for tokens in (10, 16, 24) for size in (2, 3)
 ]
-"""Settings of transformers' prompt lookup of which the best is taken."""
+"""Settings of transformers' prompt lookup; a comparison takes the fastest."""
+GREEDY, PLAIN = "HF greedy", "plain steps"
+"""Systems that others are compared with: transformers' greedy decoding, and ours without drafts."""
 
 
 def pin(threads: int) -> None:
-    """Run on `threads` cores and no others."""
+    """Keep this process on `threads` cores."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
 
 
 def read_prompts(path: Path, count: int) -> list[str]:
-    """The first `count` prompts of a JSON-lines file (fields `prompt`, or `turns` of which the first)."""
+    """The first `count` prompts of a JSON-lines file (its field `prompt`, or the first of `turns`)."""
     with open(path) as file:
         rows = [json.loads(line) for line, _ in zip(file, range(count))]
     return [row["prompt"] if "prompt" in row else row["turns"][0] for row in rows]
@@ -47,14 +57,13 @@ def read_prompts(path: Path, count: int) -> list[str]:
 def refuse_trained(path: Path, count: int, trained_on: list[Path]) -> None:
     """ValueError if one of the first `count` prompts of a file is in a file that a head was trained on.
 
-    trained_on: text, or JSON lines whose strings are looked at, whatever their fields; white space does not matter.
+    trained_on: files of text, or of JSON lines, of which every string is searched; white space does not matter.
     """
     prompts = [words(text) for text in read_prompts(path, count)]
     for file in trained_on:
         lines = file.read_text().splitlines()
-        known = words(
-            " ".join(text for line in lines for text in (_strings(line) if file.suffix == ".jsonl" else [line]))
-        )
+        texts = chain.from_iterable(map(_strings, lines)) if file.suffix == ".jsonl" else lines
+        known = words(" ".join(texts))
         seen = [text for text in prompts if text in known]
         if seen:
             raise ValueError(
@@ -81,9 +90,9 @@ def _strings(line: str) -> list[str]:
 
 
 def lacking(system: tuple[str, str | None, dict], heads: Path) -> str:
-    """Why a system cannot run, or "".
+    """The reason why a system cannot run, or "".
 
-    system: its algorithm; its draft, a folder of `heads`, "model" or None; and its options.
+    system: the algorithm; the draft (a folder in `heads`, "model" or None); the options.
     """
     algo, draft, settings = system
     if draft not in (None, "model") and not (heads / draft / "config.json").is_file():
@@ -96,9 +105,9 @@ def lacking(system: tuple[str, str | None, dict], heads: Path) -> str:
 def prompts_of(
     workload: str, folder: Path, count: int, tokenizer, longest: int, as_chat: bool = False
 ) -> list[Tensor]:  # fmt: skip
-    """The last `longest` tokens of the first prompts of a workload; of "random", random ids.
+    """The last `longest` tokens of each of the first prompts of a workload; for "random", random ids.
 
-    as_chat: each prompt is a user's turn, in the form of the tokenizer's chat template.
+    as_chat: put each prompt into the tokenizer's chat template, as a user's turn.
     """
     if workload == "random":
         generator = torch.Generator().manual_seed(0)
@@ -122,27 +131,33 @@ def read_bandwidth() -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what was asked of it."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def timed(generate: Callable, ids: Tensor) -> tuple[Tensor, float]:
-    """The answer without the prompt, and the seconds until it was there."""
-    synchronize(ids.device)
+def elapsed(call: Callable, device: torch.device) -> tuple:
+    """The result of a call, and the seconds until the device has finished it, the host included."""
+    synchronize(device)
     begin = time.perf_counter()
-    output = generate(ids)
-    synchronize(ids.device)
-    return output[0, ids.shape[1] :], time.perf_counter() - begin
+    result = call()
+    synchronize(device)
+    return result, time.perf_counter() - begin
+
+
+def timed(generate: Callable, ids: Tensor) -> tuple[Tensor, float]:
+    """The answer without the prompt, and the seconds that it took."""
+    output, seconds = elapsed(partial(generate, ids), ids.device)
+    return output[0, ids.shape[1] :], seconds
 
 
 def answer_in_turn(
     systems: dict[str, Callable], ours: dict, prompts: list[Tensor], repeats: int
 ) -> tuple[dict[str, list[Tensor]], dict[str, float]]:
-    """Answers of every system to every prompt, and its tokens a second, the median of the repeats.
+    """The answers of every system to every prompt, and its tokens a second, the median of the repeats.
 
-    ours: those of the systems that are wrapped models. Their counters are of these answers, their tries empty before
-    each.
+    ours: the wrapped models among the systems. Their counters count these answers only; their tries are emptied before
+    each answer.
     """
     answers, seconds = {name: [] for name in systems}, {name: [0.0] * repeats for name in systems}
     for fast in ours.values():
@@ -161,7 +176,7 @@ def answer_in_turn(
 
 
 def machine(device: torch.device | None = None) -> dict:
-    """Names and versions that belong beside every figure; of a GPU, too, if that is the device."""
+    """Names and versions of the machine and the libraries; the GPU's name, too, if `device` is one."""
     import transformers
 
     cpu = platform.processor()
@@ -180,9 +195,9 @@ def machine(device: torch.device | None = None) -> dict:
 
 
 def commit() -> str:
-    """The commit of the tree, with "+dirty" if a tracked file other than results and their tables differs from it.
+    """The commit of the tree, with "+dirty" if a tracked file other than results and tables has changed.
 
-    Where the tree has no repository around it, the environment variable BENCHMARK_COMMIT says it.
+    Outside a repository it is the value of the environment variable BENCHMARK_COMMIT.
     """
 
     def git(*arguments: str) -> str:
@@ -197,13 +212,14 @@ def commit() -> str:
 
 
 def stamp(device: torch.device | None = None) -> dict:
-    """What belongs to every row of results: commit, date (UTC), command, machine and versions."""
-    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-    return {"commit": commit(), "date": date, "command": " ".join(sys.argv), **machine(device)}
+    """The facts that every row of results carries: commit, date (UTC), command, machine and versions."""
+    date, script = datetime.now(UTC).strftime("%Y-%m-%d %H:%M"), Path(sys.argv[0]).resolve()
+    name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else sys.argv[0]
+    return {"commit": commit(), "date": date, "command": " ".join([name, *sys.argv[1:]]), **machine(device)}
 
 
 def write_json(path: Path, report) -> None:
-    """Write results, one row (a dict with a "stamp") a line."""
+    """Write results, a line for each row (a dict with a "stamp")."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_lines(report, "") + "\n")
 
@@ -220,19 +236,36 @@ def _lines(value, indent: str) -> str:
 
 
 def merge_rows(before: list[dict], rows: list[dict], keys: tuple[str, ...]) -> list[dict]:
-    """Rows of earlier runs, and those of this one in the place of what has the same values of `keys`."""
+    """The rows of earlier runs, of which rows of this run replace those with the same values of `keys`."""
     by_key = {tuple(row.get(key) for key in keys): row for row in [*before, *rows]}
     return list(by_key.values())
 
 
-def save_rows(path: Path, rows: list[dict], keys: tuple[str, ...], name: str = "rows") -> None:
-    """Write `merge_rows` of the rows in a file, if it exists, and these. name: of the list in the file."""
+def save_rows(path: Path, rows: list[dict], keys: tuple[str, ...], facts: dict, name: str = "rows") -> None:
+    """Merge rows into the list `name` of a file (see `merge_rows`). facts: the stamp of each of them."""
     report = json.loads(path.read_text()) if path.exists() else {}
-    write_json(path, report | {name: merge_rows(report.get(name, []), rows, keys)})
+    stamped = [{**row, "stamp": facts} for row in rows]
+    write_json(path, report | {name: merge_rows(report.get(name, []), stamped, keys)})
+
+
+def draw(columns: Iterable[str], rows: Iterable[Iterable[str]], title: str = "") -> Table:
+    """A table for the terminal: the first column on the left, figures on the right."""
+    table = Table(title=title or None, title_justify="left")
+    for number, column in enumerate(columns):
+        widest = max(map(len, column.split()), default=0)
+        table.add_column(column, justify="right" if number else "left", no_wrap=number == 0, min_width=widest)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def show(columns: Iterable[str], rows: Iterable[Iterable[str]], title: str = "", width: int = 200) -> None:
+    """Print `draw` of them."""
+    Console(width=width).print(draw(columns, rows, title))
 
 
 def floors(count: float, speeds: dict[str, float], ms: float) -> dict[str, float]:
-    """The time in which `count` bytes pass at each speed (bytes a second), and how many times that `ms` is."""
+    """Milliseconds that `count` bytes take at each speed (bytes a second), and `ms` divided by them."""
     out = {}
     for name, speed in speeds.items():
         floor = count / speed * 1e3
@@ -241,7 +274,7 @@ def floors(count: float, speeds: dict[str, float], ms: float) -> dict[str, float
 
 
 def median_difference(pairs: list) -> dict:
-    """Milliseconds a token from runs of two lengths, each run ((tokens, seconds), (tokens, seconds))."""
+    """Milliseconds a token, from pairs of a short and a long run, each run (tokens, seconds)."""
     runs = []
     for (few, short), (many, long) in pairs:
         if many <= few:
@@ -253,9 +286,9 @@ def median_difference(pairs: list) -> dict:
 def best_lookup(
     model, prompts: list[Tensor], fixed: dict, settings: list[dict] = LOOKUPS
 ) -> tuple[dict, list[dict]]:  # fmt: skip
-    """The fastest of `settings` on `prompts`, and each with its tokens a second.
+    """The fastest of `settings` on `prompts`, and all of them with their tokens a second.
 
-    The prompts are not those that are measured afterwards. fixed: options of generate().
+    prompts: for tuning only; others are measured afterwards. fixed: options of generate().
     """
     tried = []
     for setting in settings:
@@ -275,7 +308,7 @@ def fastest(tried: list[dict]) -> dict:
 def split_prompts(
     workload: str, folder: Path, count: int, tuning: int, tokenizer, longest: int, as_chat: bool = False
 ) -> tuple[list, list]:  # fmt: skip
-    """The first `count` prompts of a workload, to be measured, and the next `tuning` ones, by which systems are set."""
+    """The first `count` prompts of a workload, which are measured, and the next `tuning`, which choose settings."""
     prompts = prompts_of(workload, folder, count + tuning, tokenizer, longest, as_chat)
     if len(prompts) < count + tuning:
         raise ValueError(f"{workload}: {len(prompts)} prompts; {count} are measured and {tuning} more are for tuning")

@@ -1,15 +1,14 @@
 """Tokens a second on a CPU: HF greedy, HF prompt lookup, ours without drafts, ours with n-gram drafts.
 
-    python benchmarks/cpu.py [--threads 2] [--prompts 10] [--new-tokens 128] [--repeats 3] [--json FILE]
-    python benchmarks/cpu.py --model FOLDER --as-chat [--dtype bfloat16] --folder FOLDER --workloads NAME ...
+    python -m benchmarks.cpu [--threads 2] [--prompts 10] [--new-tokens 128] [--repeats 3] [--json FILE]
+    python -m benchmarks.cpu --model FOLDER --as-chat [--dtype bfloat16] --folder FOLDER --workloads NAME ...
 
-Every prompt is answered by all four in turn, in one process, `--repeats` times over; a figure is the median over the
-repeats of (all tokens of a workload) / (all seconds). The trie is emptied before every answer, so that nothing is known
-but the prompt. Transformers' prompt lookup has the fastest of its settings (--lookup-tokens; n-grams of 2 or 3) on
-prompts of the workload that are not measured. "random" prompts are uniformly random token ids. The floor is the time in
-which the weights can be read. In bfloat16 answers may differ where two logits are nearly equal; in float32 they must
-not.
-Then the prompts of one workload in batches of 1, 2, 4 and 8 rows, and sampled one by one.
+All four answer every prompt in turn, in one process, --repeats times; a figure is the median over the repeats of (all
+tokens of a workload) / (all seconds). The trie is emptied before every answer, so that only the prompt is known.
+Transformers' prompt lookup has the fastest of its settings (--lookup-tokens; n-grams of 2 or 3) on prompts of the
+workload that are not measured. "random" prompts are uniformly random token ids. The floor is the time to read the
+weights. In bfloat16 answers may differ at two nearly equal logits; in float32 they must not. After that, the prompts of
+one workload are answered in batches of 1, 2, 4 and 8 rows, and sampled one by one.
 """
 
 import argparse
@@ -19,37 +18,40 @@ import time
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the path of this file also runs it
+
 import torch
-from common import (
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import spec_compile
+from benchmarks.common import (
     DEMO_MODEL,
-    HERE,
     LOOKUP,
     LOOKUPS,
+    PROMPTS,
     RESULTS,
     answer_in_turn,
     best_lookup,
+    elapsed,
     pin,
     prompts_of,
     read_bandwidth,
     read_prompts,
+    show,
     split_prompts,
     stamp,
     write_json,
 )
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-import spec_compile
 
 WORKLOADS = ("code_editing", "bug_fixing", "code_completion", "maths", "chat", "random")
 TUNING = 2
-"""Prompts of each workload by which prompt lookup is set."""
+"""Prompts of each workload that choose the setting of prompt lookup."""
 console = Console(stderr=True)
 
 
 def batches(model, fast, tokenizer, texts: list[str], sizes: list[int], fixed: dict, repeats: int) -> dict:
-    """Tokens a second of HF greedy and of ours for the same prompts in left-padded batches of each size."""
+    """Tokens a second of HF greedy and ours for the same prompts, in left-padded batches of each size."""
     tokenizer.padding_side = "left"
     rates = {}
     for size in sizes:
@@ -64,9 +66,9 @@ def batches(model, fast, tokenizer, texts: list[str], sizes: list[int], fixed: d
                 outputs = []
                 for name, system in (("HF greedy", model), ("ours, n-gram", fast)):
                     fast.speculation.ngram.reset()
-                    begin = time.perf_counter()
-                    outputs.append(system.generate(**group, **fixed))
-                    seconds[name][repeat] += time.perf_counter() - begin
+                    output, spent = elapsed(partial(system.generate, **group, **fixed), model.device)
+                    outputs.append(output)
+                    seconds[name][repeat] += spent
                 if repeat == 0:
                     width = group.input_ids.shape[1]
                     tokens += int((outputs[0][:, width:] != fixed["pad_token_id"]).sum())
@@ -81,10 +83,10 @@ def workload_rows(
     model, ours: dict, prompts: tuple[list, list], fixed: dict, repeats: int,
     lookups: list[dict] = LOOKUPS,
 ) -> tuple[dict, int]:  # fmt: skip
-    """Figures of one workload, and how many answers of ours all equal HF greedy.
+    """Figures of one workload, and the number of prompts whose answers of ours all equal HF greedy.
 
-    ours: name -> wrapped model. prompts: those to measure, and those by which prompt lookup is set, to one of
-    `lookups`.
+    ours: name -> wrapped model
+    prompts: to measure, and to choose one of `lookups`, the settings of prompt lookup
     """
     lookup, tried = best_lookup(model, prompts[1], fixed, lookups)
     systems = {
@@ -115,9 +117,9 @@ def sampled(model, fast, prompts: list[torch.Tensor], fixed: dict, settings: dic
             for number, ids in enumerate(prompts):
                 fast.speculation.ngram.reset()
                 torch.manual_seed(number)
-                begin = time.perf_counter()
-                out = system.generate(ids, **{**fixed, "do_sample": True, **settings})
-                seconds[name][repeat] += time.perf_counter() - begin
+                options = {**fixed, "do_sample": True, **settings}
+                out, spent = elapsed(partial(system.generate, ids, **options), model.device)
+                seconds[name][repeat] += spent
                 count += out.shape[1] - ids.shape[1]
             tokens[name] = count
     return {name: statistics.median(tokens[name] / s for s in times) for name, times in seconds.items()}
@@ -128,16 +130,20 @@ def main() -> None:
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--as-chat", action="store_true", help="prompts in the form of the tokenizer's chat template")
-    parser.add_argument("--lookup-tokens", type=int, nargs="+", default=[10, 16, 24], help="of prompt lookup, to try")
+    parser.add_argument(
+        "--lookup-tokens", type=int, nargs="+", default=[10, 16, 24], help="of prompt lookup; all are tried"
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=10, help="prompts of each workload, the first ones")
+    parser.add_argument("--prompts", type=int, default=10, help="first prompts of each workload")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="names of JSON-lines files in --folder")
-    parser.add_argument("--folder", type=Path, default=HERE / "prompts")
+    parser.add_argument("--folder", type=Path, default=PROMPTS)
     parser.add_argument("--num-draft-tokens", type=int, default=16)
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8], help="of prompts of code_completion")
-    parser.add_argument("--sampling", action=argparse.BooleanOptionalAction, default=True, help="measure it, too")
+    parser.add_argument(
+        "--batches", type=int, nargs="*", default=[1, 2, 4, 8], help="rows of batches of code_completion"
+    )
+    parser.add_argument("--sampling", action=argparse.BooleanOptionalAction, default=True, help="also sampled answers")
     parser.add_argument("--json", type=Path, default=RESULTS / "cpu.json")
     options = parser.parse_args()
     pin(options.threads)
@@ -172,24 +178,20 @@ def main() -> None:
             console.print(f"[red]{workload}: {len(prompts[0]) - same} answers differ from HF greedy")
         console.print(f"{workload}: " + ", ".join(f"{name} {rate:.0f}/s" for name, rate in rates.items()))
 
-    texts = read_prompts(HERE / "prompts" / "code_completion.jsonl", 16) if options.batches else []
+    texts = read_prompts(PROMPTS / "code_completion.jsonl", 16) if options.batches else []
     batch_rates = batches(model, fast, tokenizer, texts, options.batches, fixed, options.repeats)
     settings = dict(temperature=0.7, top_p=0.9, top_k=50)
     few = prompts_of(options.workloads[0], options.folder, options.prompts, tokenizer, longest, options.as_chat)
     sampling_rates = sampled(model, fast, few, fixed, settings, options.repeats) if options.sampling else {}
 
     title = f"tokens/s, {options.new_tokens} new tokens, batch 1, {options.dtype}, {options.threads} threads"
-    table = Table(title=title)
-    for column in ("workload", *rates, "accept length", "vs HF greedy", "vs HF lookup"):
-        table.add_column(column, justify="left" if column == "workload" else "right")
+    cells = []
     for workload, result in results.items():
         rates = result["tokens_per_second"]
-        ours = rates["ours, n-gram"]
-        table.add_row(
-            workload, *(f"{rate:.0f}" for rate in rates.values()), f"{result['accept_length']:.2f}",
-            f"{ours / rates['HF greedy']:.2f}×", f"{ours / rates[LOOKUP]:.2f}×",
-        )  # fmt: skip
-    Console().print(table)
+        ratios = (f"{rates['ours, n-gram'] / rates[name]:.2f}×" for name in ("HF greedy", LOOKUP))
+        speeds = (f"{rate:.0f}" for rate in rates.values())
+        cells.append((workload, *speeds, f"{result['accept_length']:.2f}", *ratios))
+    show(("workload", *rates, "accept length", "vs HF greedy", "vs HF lookup"), cells, title)
     for size, rates in batch_rates.items():
         print(f"batch of {size}: " + ", ".join(f"{name} {rates[name]:.0f}/s" for name in ("HF greedy", "ours, n-gram")))
     print(f"{options.workloads[0]}, {settings}: " + ", ".join(f"{n} {r:.0f}/s" for n, r in sampling_rates.items()))

@@ -1,29 +1,29 @@
 """Rounds on a GPU against the byte floor, and a token of generate() against transformers: shapes with random weights.
 
-    python benchmarks/gpu.py [--shapes llama-8b qwen3-8b llama-1b qwen3-0.6b smollm2-135m] [--contexts 1024 8192 32768]
-                             [--batches 1 4 8] [--prompts 8192 32768] [--baselines] [--drafts [NAME ...]] [--demo]
-                             [--json FILE]
+    python -m benchmarks.gpu [--shapes llama-8b qwen3-8b llama-1b qwen3-0.6b smollm2-135m]
+        [--contexts 1024 8192 32768] [--batches 1 4 8] [--prompts 8192 32768] [--baselines] [--drafts [NAME ...]]
+        [--demo] [--json FILE]
 
-Two kinds of times, that are not to be mixed:
-"rounds" are replays of the captured graph of one round, without the host, beside the floor: the time in which the bytes
-it must read (weights once, keys and values of the context once) pass at the speed of a large copy, or of a large read.
-"steps" (--baselines) are tokens of generate(), the host included, of transformers' own ways and of ours alike: the
-difference of the times of two lengths by that of the tokens, medians of at least three runs in turn (see steps.py).
+There are two kinds of times, which must not be mixed:
+"rounds" are replays of the captured graph of one round, without the host. The floor is the time to move the bytes that
+it must read (weights once, keys and values of the context once) at the speed of a large copy, or of a large read.
+"steps" (--baselines) are tokens of generate(), the host included, of transformers' own ways and of ours: the difference
+of the times of two lengths divided by that of the tokens, medians of at least three runs in turn (see
+rounds/token_times.py).
 
-Prompts are tokens of real text (benchmarks/prompts), and the trees of n-gram rounds have all nodes and the form of one
-proposed there. Since the weights are random, what is accepted is not meaningful:
-the figure of ours to compare is that of plain steps, and that with drafts is given with its accept length. "simulated"
-rates are an accept length that is assumed, not measured, by the time of a round. Of mixtures, the nodes of a round are
-unlike tokens, and the floor counts the experts that they choose, which are printed beside those expected of choices
-that are independent. Nodes of real text have more experts in common. "wrapping" is the peak of memory from the built
-model until warm-up ends, beside the bytes of weights and cache: measure each shape in a process of its own, or the last
-one's rest may count.
-"loop" is how much longer a round takes in generate() than its graph alone: over plain steps, where nothing is drafted
-and text that repeats itself changes nothing, and with --demo over rounds with drafts on real text; both say how many
-rounds.
+Prompts are tokens of real text (benchmarks/prompts); the trees of n-gram rounds have all nodes and the form of a tree
+of real text. Weights are random, so acceptance means nothing: compare our plain steps; the row with drafts has its
+accept length. "simulated" rates divide an assumed accept length by the time of a round. The nodes of a mixture's round
+are different tokens; the floor counts the experts that they choose, printed next to the number that independent choices
+would give. Nodes of real text have more experts in common.
+"wrapping" is the peak of memory from the built model until warm-up ends, next to the bytes of weights and cache.
+Measure each shape in a separate process, or memory of the previous one may count.
+"loop" is the time of a round in generate() beyond that of its graph: over plain steps, which draft nothing, so that
+repetitive text changes nothing, and with --demo over rounds with drafts on real text. Both have the number of rounds.
+
 Rows of earlier runs that this one does not measure stay in the file, with their own stamps. Several runs may share a
-GPU, each with a file of its own, if the environment variable BENCHMARK_TURNS names one file for all: they build and
-compile side by side, and what is timed runs alone.
+GPU, each with its own file, if the environment variable BENCHMARK_TURNS names one file for all: they build and compile
+in parallel, and take turns to time.
 """
 
 import argparse
@@ -31,22 +31,34 @@ import gc
 import itertools
 import json
 import statistics
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
-import drafts
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the path of this file also runs it
+
 import torch
-from common import DEMO_MODEL, HERE, RESULTS, floors, merge_rows, prompts_of, stamp, write_json
-from kernel_families import families
-from quantised_shapes import QUANTISED
-from rounds import rounds
-from shapes import DENSE, SHAPES, build, distinct_experts, read_bytes, stored_bytes, text_tokens, weight_bytes
-from steps import LENGTHS, PLAIN, steps
-from timers import alone, bandwidth, call_ms
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_compile
+from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, floors, merge_rows, prompts_of, stamp, write_json
+from benchmarks.rounds import drafts
+from benchmarks.rounds.captured import rounds
+from benchmarks.rounds.families import families
+from benchmarks.rounds.quantised_shapes import QUANTISED
+from benchmarks.rounds.shapes import (
+    DENSE,
+    SHAPES,
+    build,
+    distinct_experts,
+    read_bytes,
+    stored_bytes,
+    text_tokens,
+    weight_bytes,
+)
+from benchmarks.rounds.token_times import LENGTHS, PLAIN, steps
+from benchmarks.timers import alone, bandwidth, call_ms
 from spec_compile.runtime.prefill_chunks import FIXED, chunks
 
 DRAFT_MODEL = "llama-1b"
@@ -56,25 +68,25 @@ SIMULATED = 3.0
 
 
 def loop(fast, ids: torch.Tensor, new: int) -> dict[str, float]:
-    """How much longer a round takes in generate() than its captured graph alone, and what is launched and awaited.
+    """The time of a round in generate() beyond that of its captured graph, and the launches and waits.
 
-    The time of a round's graph is that of its size at this context.
+    The graph's time is that of the round's size at this context.
     """
     from torch.profiler import ProfilerActivity, profile
 
     def generate():
-        fast.speculation.ngram.reset()  # an answer that is known already would be accepted whole
+        fast.speculation.ngram.reset()  # a known answer would be accepted as a whole
         fast.generate(ids, max_new_tokens=new, do_sample=False)
 
     generate()
     stats = fast.speculation.stats
-    alone = rounds(fast, ids.shape[1] + new // 2, 1, list(fast.speculation.engine.runtime.sizes))
+    graph_ms = rounds(fast, ids.shape[1] + new // 2, 1, list(fast.speculation.engine.runtime.sizes))
     gap = []
     for _ in range(5):
         stats.reset()
         generate()
         seconds = stats.seconds["verify"] + stats.seconds["host"]
-        graphs = sum(count * alone[size] for size, count in stats.nodes.items()) / 1e3
+        graphs = sum(count * graph_ms[size] for size, count in stats.nodes.items()) / 1e3
         gap.append((seconds - graphs) / stats.rounds)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         stats.reset()
@@ -82,7 +94,7 @@ def loop(fast, ids: torch.Tensor, new: int) -> dict[str, float]:
     names = [event.name for event in seen.events()]
     session = fast.speculation.engine.session(1)
     steps = chunks(ids.shape[1] - 1, session.steps.prefill_sizes, FIXED["cuda"])
-    prompt = sum(session._prefill_key(size) > 0 for size in steps)  # those that are captured
+    prompt = sum(session.steps._prefill_key(size) > 0 for size in steps)  # captured ones only
     return {
         "gap_us": statistics.median(gap) * 1e6,
         "graph_launches_per_round": (sum("GraphLaunch" in name for name in names) - prompt) / stats.rounds,
@@ -93,7 +105,7 @@ def loop(fast, ids: torch.Tensor, new: int) -> dict[str, float]:
 
 
 def prompts(fast, model, lengths: list[int]) -> list[dict[str, float]]:
-    """Tokens a second of prompts of these lengths, the first new token included, here and in transformers, in turn."""
+    """Tokens a second of prompts of these lengths, the first new token included, ours and transformers', in turn."""
     rows = []
     for length in lengths:
         ids, repeats = text_tokens(length, model.config.vocab_size)[None].to(model.device), 3 if length <= 32768 else 1
@@ -110,7 +122,7 @@ def prompts(fast, model, lengths: list[int]) -> list[dict[str, float]]:
 
 
 def round_rows(fast, batches: list[int], contexts: list[int], sizes: list[int], speeds: dict) -> list[dict]:
-    """A row for each batch, context and size: the captured graph of a round alone, beside the floors."""
+    """A row for each batch, context and size: the captured graph of a round, and its floors."""
     rows = []
     for batch, context in itertools.product(batches, contexts):
         if batch > 1 and context > 8192:
@@ -135,7 +147,7 @@ def round_rows(fast, batches: list[int], contexts: list[int], sizes: list[int], 
 
 
 def step_rows(model, fast, plain, options, speeds: dict) -> list[dict]:
-    """A token of generate(), of transformers' ways and of ours (see steps.py), at a context of about 1,024."""
+    """A token of generate(), transformers' and ours (see rounds/token_times.py), at a context of about 1,024."""
     ids, tuning = text_tokens(2048, model.config.vocab_size)[None].to(model.device).split(1024, dim=1)
     rows = steps(model, plain, fast, ids, [tuning], options.repeats)
     context = ids.shape[1] + sum(LENGTHS) // 2
@@ -149,7 +161,7 @@ def step_rows(model, fast, plain, options, speeds: dict) -> list[dict]:
 
 
 def wrapping(fast, weights: int) -> dict[str, int]:
-    """The peak of the GPU's memory since the model was built, beside the bytes of its weights then and of the cache."""
+    """The peak of the GPU's memory since the model was built, and the bytes of its weights and of the cache."""
     peak = torch.cuda.max_memory_allocated()
     cache = sum(buffer.nbytes for buffer in fast.speculation.engine.session(1).state.kv.buffers())
     print(
@@ -160,7 +172,7 @@ def wrapping(fast, weights: int) -> dict[str, int]:
 
 
 def measure(name: str, options) -> dict:
-    """All that `options` asks for of one shape: parts, each a row or a list of rows; and the speed of memory."""
+    """The parts that `options` asks for of one shape, each a row or a list of rows; and the speed of memory."""
     gc.collect()
     model = build(name)
     torch.cuda.empty_cache()
@@ -196,18 +208,18 @@ def measure(name: str, options) -> dict:
     if options.drafts is not None and name in drafts.DRAFTS:
         read = read_bytes(fast, 1024)
         result["drafts"] = drafts.measure(name, options.drafts, model, SHAPES[DRAFT_MODEL][1], read, speeds, rounds)
-    if options.baselines:  # last, as it drops all that torch.compile has made
+    if options.baselines:  # last, because it drops all compiled code
         result["steps"] = step_rows(model, fast, plain, options, speeds)
     return result
 
 
 def demo_loop() -> dict:
-    """The loop of rounds with n-gram drafts, of the demo model: its text, an answer to a question, hardly repeats."""
+    """The loop of rounds with n-gram drafts on the demo model; its text, an answer to a question, hardly repeats."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.bfloat16).cuda().eval()
     fast = spec_compile.speculate(model)
     fast.speculation.warmup()
-    return loop(fast, prompts_of("chat", HERE / "prompts", 1, tokenizer, 1024)[0].cuda(), LENGTHS[1])
+    return loop(fast, prompts_of("chat", PROMPTS, 1, tokenizer, 1024)[0].cuda(), LENGTHS[1])
 
 
 KEYS = {
@@ -217,11 +229,11 @@ KEYS = {
     "prompts": ("tokens",),
     "drafts": ("name",),
 }
-"""Parts that are lists of rows, and what a row is known by."""
+"""Parts that are lists of rows -> the fields that tell their rows apart."""
 
 
 def merged(before: dict, result: dict, stamped: dict) -> dict:
-    """The parts of a shape after a run: its own with the stamp, and those of earlier runs that it did not measure."""
+    """The parts of a shape after a run: its own with the stamp, and the others of earlier runs."""
     after = dict(before)
     for part, rows in result.items():
         if part in KEYS:
@@ -240,10 +252,12 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--prompts", type=int, nargs="+", default=[], help="also the speed of prompts of these lengths")
     parser.add_argument("--baselines", action="store_true", help="also a token of generate(), transformers' and ours")
-    parser.add_argument("--repeats", type=int, default=3, help="of each length of --baselines, in turn")
-    parser.add_argument("--families", action="store_true", help="also what each family of kernels takes in a round")
-    parser.add_argument("--drafts", nargs="*", help="also draft heads and models, or those named (see drafts.py)")
-    parser.add_argument("--warm", action="store_true", help="only the seconds until ready, in a second process")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each length of --baselines, in turn")
+    parser.add_argument("--families", action="store_true", help="also the time of each family of kernels in a round")
+    parser.add_argument(
+        "--drafts", nargs="*", help="also draft heads and models, or only those named (see rounds/drafts.py)"
+    )
+    parser.add_argument("--warm", action="store_true", help="only the seconds until ready, for a second process")
     parser.add_argument("--demo", action="store_true", help="also the loop of the demo model's rounds")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json")
     options = parser.parse_args()

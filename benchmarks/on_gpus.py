@@ -1,13 +1,18 @@
-"""Everything that needs GPUs, tests too, side by side on those of a machine, each job with a log and results.
+"""Everything that needs GPUs, tests included, in parallel on the GPUs of a machine, each job with a log and results.
 
-    python benchmarks/on_gpus.py --out FOLDER [--phases tests sanitizer rounds quiet together] [--jobs NAME ...]
+    python -m benchmarks.on_gpus --out FOLDER [--phases tests sanitizer rounds quiet together] [--jobs NAME ...]
                                  [--model FOLDER --prompts FOLDER [--heads FOLDER]] [--minutes 10]
 
-The phases run one after the other. "tests": those marked gpu. "sanitizer": tests of kernels under compute-sanitizer's
-memcheck and racecheck. "rounds": rounds of all shapes, drafts, quantised kernels; they build and compile side by side
-and time in turns (see `timers.alone`). "quiet": what the host limits, one job a GPU, and with --model a real model's
-answers, throughput and quantised forms. "together": what takes two GPUs at once. A job starts when its gigabytes are
-free on a GPU. What has not ended after --minutes is stopped; the lines that matter of each log are printed at the end.
+The phases run one after another:
+tests: the tests marked gpu
+sanitizer: tests of kernels under compute-sanitizer's memcheck and racecheck
+rounds: rounds of all shapes, drafts, quantised kernels; they build and compile in parallel and take turns to time (see
+    `timers.alone`)
+quiet: benchmarks that the host limits, one job a GPU; with --model a real model's answers, throughput, quantised forms
+together: benchmarks that take two GPUs at once
+
+A job starts when its gigabytes are free on a GPU. Jobs that have not ended after --minutes are stopped; the lines of
+each log that match `TOLD` are printed at the end.
 """
 
 import argparse
@@ -21,7 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import HERE
+
+from benchmarks.common import PROMPTS, ROOT
 
 PHASES = "tests", "sanitizer", "rounds", "quiet", "together"
 TOLD = re.compile(r" ms|passed|failed|FAILED|Error|ERROR SUMMARY|tokens/s|[0-9]/[0-9]|peak of|us$|kernels;")
@@ -30,7 +36,7 @@ PYTEST = "-m pytest -m gpu -q -o addopts=--import-mode=importlib -p no:cacheprov
 AT_ONCE = 8
 """Jobs that share a GPU."""
 WAVE = 5
-"""Seconds within which the jobs of "rounds" that share a GPU begin: a later one would keep them all from timing."""
+"""Seconds within which the jobs of "rounds" that share a GPU begin; a later one would delay the timing of all."""
 ONE = "--contexts 1024 --batches 1 --families --sizes"
 SIZES, FEW = f"{ONE} 1 16 64", f"{ONE} 1 4 16"
 TREE = "EAGLE-3, tree of 16 in 5 steps"
@@ -46,12 +52,15 @@ SANITIZED = {
     "rest": "--every 10 tests/ngram/test_match.py tests/kernels/test_top_logits.py tests/kernels/test_lattice.py "
             "tests/kernels/test_copy_row.py -k 'not graph and not never_waits and not models'",
 }  # fmt: skip
-"""Tests under compute-sanitizer: one in so many of a file, but none of a captured graph, where memory has to come from
-PyTorch's pools, and none so large that they take minutes."""
+"""Tests under compute-sanitizer: one in so many of a file; no captured graphs, whose memory must come from PyTorch's
+pools; and no test that takes minutes."""
 
 
 class Job(NamedTuple):
-    """A command, in the folder `benchmarks` or, if it runs tests, in that above. gigabytes: of the GPU, at most."""
+    """Arguments of Python; in the phase "sanitizer" a tool and tests, in "together" arguments of torchrun.
+
+    gigabytes: most memory of the GPU that it takes
+    """
 
     phase: str
     name: str
@@ -60,12 +69,12 @@ class Job(NamedTuple):
 
 
 def rounds(name: str, shape: str, more: str, gigabytes: int = 19) -> Job:
-    return Job("rounds", name, f"gpu.py --shapes {shape} {more} --json OUT/{name}.json", gigabytes)
+    return Job("rounds", name, f"-m benchmarks.gpu --shapes {shape} {more} --json OUT/{name}.json", gigabytes)
 
 
 def paths(kernels: bool) -> str:
     """The files of tests of kernels, or all others."""
-    files = sorted((HERE.parent / "tests").rglob("test_*.py"))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
     return " ".join(str(file) for file in files if (file.parent.name in KERNELS) == kernels)
 
 
@@ -84,7 +93,8 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         rounds("batch-4", "llama-8b", "--contexts 1024 --batches 4 --sizes 1 16 64"),
         rounds("draft-model", "llama-8b", f"{ONE} 4 --drafts 'draft model of 1B, 5 steps'", 24),
         rounds("qwen3-8b", "qwen3-8b", f"{SIZES} --drafts"),
-        Job("rounds", "invariance", "invariance.py --sizes 1 16 64 --batches 1 4 --json OUT/invariance.json"),
+        Job("rounds", "invariance", "-m benchmarks.rounds.invariance --sizes 1 16 64 --batches 1 4 "
+            "--json OUT/invariance.json"),
         rounds("small", "llama-1b qwen3-0.6b smollm2-135m", SIZES, 8),
         rounds("fp8", "llama-8b-fp8", SIZES), rounds("int4", "llama-8b-int4", SIZES),
         rounds("nf4", "llama-8b-nf4", SIZES),
@@ -92,29 +102,32 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         rounds("qwen3-30b", "qwen3-30b-a3b", FEW, 68), rounds("qwen3-30b-fp8", "qwen3-30b-a3b-fp8", FEW, 68),
         rounds("falcon-h1", "falcon-h1-7b", SIZES), rounds("nemotron-h", "nemotron-h-8b", SIZES),
         rounds("hybrids", "lfm2-1.2b qwen3.5-9b", SIZES),
-        Job("quiet", "call", "call.py --device cuda --model qwen3-0.6b --json OUT/call.json"),
-        Job("quiet", "packed", "packed_kernel.py --output OUT/packed.json"),
-        Job("quiet", "attention", "attention_tuning.py --output OUT/attention.json"),
-        Job("quiet", "training", "training.py --json OUT/training.json", 60),
+        Job("quiet", "call", "-m benchmarks.call --device cuda --model qwen3-0.6b --json OUT/call.json"),
+        Job("quiet", "matmul", "-m benchmarks.kernels.matmul --json OUT/matmul.json"),
+        Job("quiet", "attention", "-m benchmarks.kernels.attention --output OUT/attention.json"),
+        Job("quiet", "training", "-m benchmarks.training.train --json OUT/training.json", 60),
         Job("together", "two-gpus", "tests/support/two_gpus.py"),
-        Job("together", "tensor-parallel", "benchmarks/tensor_parallel.py --drafts --json OUT/tensor_parallel.json"),
+        Job("together", "all-reduce", "-m tests.support.all_reduce_on_gpus"),
+        Job("together", "tensor-parallel", "-m benchmarks.rounds.tensor_parallel --drafts "
+            "--json OUT/tensor_parallel.json"),
     ]  # fmt: skip
     if options.model:
         shared, files = f"--model {options.model} --dtype bfloat16", sorted(options.prompts.glob("*.jsonl"))
         texts, names = " ".join(map(str, files)), " ".join(path.stem for path in files)
         heads = f"--heads {options.heads}" if options.heads else "--algorithms ngram draft"
         made += [
-            Job("quiet", "bits", f"bits.py {shared} --device cuda --prompts {texts} {heads} --exact --sampled "
-                "--workers 7 --minutes 2 --json OUT/bits.json"),
-            Job("quiet", "serving", f"serving.py {shared} --chat --prompts {options.prompts} --workloads {names} "
-                "--in-flight 1 16 64 --times --shape llama-8b --json OUT/serving.json", 60),
-            Job("quiet", "quantised", f"quantised.py --model {options.model} --as-chat --json OUT/quantised.json"),
+            Job("quiet", "bits", f"-m benchmarks.quality.bits {shared} --device cuda --prompts {texts} {heads} --exact "
+                "--sampled --workers 7 --minutes 2 --json OUT/bits.json"),
+            Job("quiet", "serving", f"-m benchmarks.serving {shared} --chat --prompts {options.prompts} "
+                f"--workloads {names} --in-flight 1 16 64 --times --shape llama-8b --json OUT/serving.json", 60),
+            Job("quiet", "quantised", f"-m benchmarks.quality.quantised --model {options.model} --as-chat "
+                "--json OUT/quantised.json"),
         ]  # fmt: skip
     return [job for job in made if job.phase in options.phases and (not options.jobs or job.name in options.jobs)]
 
 
 def arguments(job: Job, options: argparse.Namespace) -> list[str]:
-    """What to start."""
+    """The command line of a job."""
     words = shlex.split(job.command.replace("OUT/", f"{options.out.resolve()}/"))
     if job.phase == "sanitizer":
         tests = [sys.executable, *shlex.split(PYTEST), "-n0", "-v", *words[1:]]
@@ -130,7 +143,9 @@ class Runner:
     def __init__(self, options: argparse.Namespace):
         self.options, self.begin, self.running = options, time.monotonic(), {}
         facts = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        self.gigabytes = [each.total_memory / 1e9 - 14 for each in facts]  # what the speed of memory is measured with
+        self.gigabytes = [
+            each.total_memory / 1e9 - 14 for each in facts
+        ]  # the buffers that measure the speed of memory
         self.ids = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(facts))))).split(",")
 
     @property
@@ -138,13 +153,16 @@ class Runner:
         return time.monotonic() - self.begin
 
     def start(self, job: Job, gpu: int) -> None:
-        folder = HERE.parent if job.phase in ("sanitizer", "tests", "together") else HERE
-        imported = [*map(str, (HERE.parent, HERE, HERE.parent / "tests" / "support")), os.environ.get("PYTHONPATH", "")]
+        tests = ROOT / "tests"
+        folder = tests if job.phase in ("sanitizer", "tests") else ROOT
+        imported = [*map(str, (ROOT, tests / "support")), os.environ.get("PYTHONPATH", "")]
         more = {"PYTHONPATH": ":".join(imported), "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1"}
         if job.phase != "together":
             more["CUDA_VISIBLE_DEVICES"] = self.ids[gpu]
         if job.phase == "sanitizer":
-            more["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # a tensor has an allocation of its own, whose ends are seen
+            more["PYTORCH_NO_CUDA_MEMORY_CACHING"] = (
+                "1"  # each tensor is one allocation, so that its bounds are checked
+            )
         if job.phase == "rounds":
             more |= {"BENCHMARK_TURNS": f"/tmp/turns-{self.ids[gpu]}", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
         log = open(self.options.out / f"{job.name}.txt", "w")
@@ -160,7 +178,7 @@ class Runner:
                 del self.running[job]
 
     def place(self, job: Job) -> int | None:
-        """A GPU with room for a job, the one with the fewest."""
+        """The GPU with the fewest jobs of those with room for this job, or None."""
         if job.phase == "together":
             return None if self.running else 0
         on: list[list[Job]] = [[] for _ in self.gigabytes]
@@ -176,7 +194,7 @@ class Runner:
         return min(free, key=lambda gpu: len(on[gpu]), default=None)
 
     def run(self, waiting: list[Job]) -> None:
-        """All jobs of a phase."""
+        """Run all jobs of a phase."""
         while waiting or self.running:
             for job in [*waiting]:
                 if (gpu := self.place(job)) is not None:
@@ -195,9 +213,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
-    parser.add_argument("--jobs", nargs="+", help="these alone")
-    parser.add_argument("--model", type=Path, help="a real model, for bits, serving and quantised")
-    parser.add_argument("--prompts", type=Path, default=HERE / "prompts", help="folder of JSON-lines files for it")
+    parser.add_argument("--jobs", nargs="+", help="run only these")
+    parser.add_argument("--model", type=Path, help="a real model for the jobs bits, serving and quantised")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="folder of JSON-lines files for it")
     parser.add_argument("--heads", type=Path, help="folder of its heads")
     parser.add_argument("--minutes", type=float, default=10)
     options = parser.parse_args()

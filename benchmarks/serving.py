@@ -1,56 +1,59 @@
 """Throughput of many requests at once: tokens a second with so many in flight, with drafts and without, in one run.
 
-    python benchmarks/serving.py [--model NAME] [--in-flight 1 4 16 64] [--requests 96] [--new-tokens 128]
+    python -m benchmarks.serving [--model NAME] [--in-flight 1 4 16 64] [--requests 96] [--new-tokens 128]
         [--systems plain ngram] [--draft PATH] [--no-static] [--times] [--shape llama-8b --rows 16] [--json FILE]
 
-As many requests as --in-flight says are under way at any time, until all are answered. Answers are greedy and have all
-their tokens; end-of-sequence tokens end nothing. Beside them generate() answers the same prompts in static batches of
-that many rows, which wait for their slowest; --no-static leaves these out. Each line has the median and the 99th
-percentile of the seconds until a request's first token, and the 99th percentile of the seconds that it waited for a
-row. The first requests of each number are a warm-up. The last lines divide rates: by that of static batches, and with
-drafts by that without.
+--in-flight requests are under way at any time, until all are answered. Answers are greedy and have all their tokens;
+end-of-sequence tokens do not end them. For comparison generate() answers the same prompts in static batches of as many
+rows, which wait for their slowest; --no-static leaves these out. Each line has the median and the 99th percentile of
+the seconds until a request's first token, and the 99th percentile of the seconds that it waited for a row. The first
+requests of each number are a warm-up. The last lines divide rates: by that of static batches, and with drafts by that
+without.
 
 --shape also times the captured rounds of a shape with random weights over --rows sequences with 1,024 tokens each (see
-gpu.py), beside two floors: the time in which their bytes pass, and that in which their arithmetic is done, both at
-speeds measured before. Random weights accept nothing worth telling: tokens a second are at accept lengths that are
-simulated, and 1.0, which is plain steps. "model" is the shape of --model, with its weights.
+gpu.py), next to two floors: the time to move their bytes, and the time of their arithmetic, both at measured speeds.
+The acceptance of random weights means nothing: tokens a second are given at simulated accept lengths, and at 1.0, which
+is plain steps. "model" is the shape of --model, with its weights.
 """
 
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections import Counter
 from itertools import zip_longest
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the path of this file also runs it
+
 import torch
-from common import DEMO_MODEL, HERE, RESULTS, pin, prompts_of, read_bandwidth, save_rows, stamp, synchronize
-from rounds import rounds
-from shapes import DENSE, build, token_bytes, weight_bytes
-from timers import bandwidth, median_ms
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import spec_compile
+from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, elapsed, pin, prompts_of, read_bandwidth, save_rows, stamp
+from benchmarks.rounds.captured import rounds
+from benchmarks.rounds.shapes import DENSE, build, token_bytes, weight_bytes
+from benchmarks.timers import bandwidth, product_speed
 
 LONGEST = 512
-"""Tokens of a prompt at most."""
+"""Most tokens of a prompt."""
 WORKLOADS = ["chat", "code_editing", "docstrings", "maths", "code_completion", "bug_fixing"]
 STATIC = ", static batch"
 CONTEXT = 1024
-"""Tokens of a sequence in the rounds that are timed alone."""
+"""Tokens of a sequence in the rounds of --shape."""
 SIMULATED = (2.0, 3.0, 4.0)
-"""Accept lengths assumed for them."""
+"""Accept lengths assumed for these rounds."""
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which so large a share of `values` lies."""
+    """The value with a share `share` of `values` below it: [1, 2, 3, 4] and 0.5 give 3."""
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
 def in_flight(manager, prompts: list[list[int]], count: int, new_tokens: int) -> dict:
-    """Answer all prompts, `count` at a time; what it took."""
+    """Answer all prompts, `count` at a time. Returns rates and waits."""
     waiting, outputs, begin = list(reversed(prompts)), [], time.perf_counter()
     for _ in range(min(count, len(prompts))):
         manager.add_request(waiting.pop(), max_new_tokens=new_tokens, eos_token_id=-1)
@@ -76,22 +79,23 @@ def in_flight(manager, prompts: list[list[int]], count: int, new_tokens: int) ->
 
 
 def static(fast, tokenizer, prompts: list[list[int]], count: int, new_tokens: int) -> dict:
-    """The same by generate() with batches of `count` rows."""
-    begin, tokens = time.perf_counter(), 0
-    for index in range(0, len(prompts), count):
-        batch = tokenizer.pad({"input_ids": prompts[index : index + count]}, return_tensors="pt", padding_side="left")
-        answer = fast.generate(
-            **batch.to(fast.device), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None,
-            pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
-        tokens += new_tokens * len(answer)
-    synchronize(fast.device)
-    return {"tokens_per_s": tokens / (time.perf_counter() - begin)}
+    """The same with generate(), in batches of `count` rows."""
+    asked = dict(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=tokenizer.pad_token_id)
+
+    def answer() -> None:
+        for index in range(0, len(prompts), count):
+            some = {"input_ids": prompts[index : index + count]}
+            batch = tokenizer.pad(some, return_tensors="pt", padding_side="left")
+            fast.generate(**batch.to(fast.device), **asked)
+
+    return {"tokens_per_s": new_tokens * len(prompts) / elapsed(answer, fast.device)[1]}
 
 
 class Times:
-    """Where a manager's thread spends its time, and the clients' threads in `add_request`: seconds by name, summed up
-    from now on. A GPU computes meanwhile; it is what limits where most of the time is "wait"."""
+    """Seconds by name of a manager's thread, and of the clients' threads in `add_request`, summed from now on.
+
+    A GPU computes meanwhile; it is the limit if most of the time is "wait".
+    """
 
     def __init__(self, manager):
         self.seconds, self._decoder = Counter(), manager.scheduler.decoder
@@ -124,7 +128,7 @@ class Times:
         return timed
 
     def text(self, rounds: int) -> str:
-        """A line with the microseconds of each round; begins anew."""
+        """A line with the microseconds of each round. Resets the sums."""
         self.seconds["collect"] -= self.seconds["wait"]
         parts = ", ".join(f"{name} {seconds / rounds * 1e6:.0f}" for name, seconds in self.seconds.most_common())
         self.seconds.clear()
@@ -132,14 +136,14 @@ class Times:
 
 
 def forget(fast) -> None:
-    """No text of a request so far helps later ones."""
+    """Drop the texts of all requests, which would help later ones."""
     fast.speculation.refresh()
     if fast.speculation.engine.name == "ngram":
         fast.speculation.ngram.reset()
 
 
 def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> list[dict]:
-    """Rows of the table for one system."""
+    """The rows of one system."""
     rows = []
     slots = ContinuousBatchingConfig(max_requests_per_batch=max(options.in_flight))
     config = GenerationConfig(do_sample=False, pad_token_id=tokenizer.pad_token_id)
@@ -173,7 +177,7 @@ def measure(name: str, fast, tokenizer, prompts: list[list[int]], options) -> li
 
 
 def read_requests(options, tokenizer) -> list[list[int]]:
-    """Token ids of `options.requests` prompts, taken from the workloads in turn, in a fixed random order."""
+    """Token ids of `options.requests` prompts from the workloads in turn, in a fixed random order."""
     sets = [
         prompts_of(name, options.prompts, options.requests, tokenizer, LONGEST, options.chat)
         for name in options.workloads
@@ -186,19 +190,13 @@ def read_requests(options, tokenizer) -> list[list[int]]:
     return prompts
 
 
-def matmul_speed(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """Multiplications and additions a second of a product of two square matrices."""
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / median_ms(lambda: a @ b, 10) * 1e3
-
-
 def round_rows(name: str, options, model) -> list[dict]:
-    """Rounds of `options.rows` sequences alone, beside the floors of bytes and arithmetic."""
+    """Rounds of `options.rows` sequences, without the host, and the floors of bytes and arithmetic."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     model = model if name == "model" else build(name, device.type)
     speed = bandwidth()["copy"] if on_gpu else read_bandwidth()
-    arithmetic = matmul_speed(device, model.dtype, 8192 if on_gpu else 1024)
+    arithmetic = product_speed(device, model.dtype, 8192 if on_gpu else 1024)
     fast = spec_compile.speculate(
         model, num_draft_tokens=max(options.nodes), max_cache_len=CONTEXT + 1024, compile=not options.eager, check=False
     )
@@ -221,7 +219,7 @@ def round_rows(name: str, options, model) -> list[dict]:
 
 
 def ratios(rows: list[dict]) -> list[str]:
-    """A line for each system and number: its rate by that of static batches, and by that of plain steps."""
+    """A line for each system and number in flight: its rate divided by that of static batches, and of plain steps."""
     rates = {(row["system"], row["in_flight"]): row["tokens_per_s"] for row in rows}
     lines = []
     for (name, count), rate in rates.items():
@@ -251,22 +249,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--workloads", nargs="+", default=WORKLOADS)
-    parser.add_argument("--prompts", type=Path, default=HERE / "prompts", help="folder of the workloads' files")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="folder of the workloads' files")
     parser.add_argument("--chat", action="store_true", help="prompts in the form of the chat template")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--systems", nargs="+", default=["plain", "ngram"], help="plain steps, and algorithms")
-    parser.add_argument("--draft", default=None, help="of the algorithms that need one")
+    parser.add_argument("--draft", default=None, help="draft of the algorithms that need one")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-cache-len", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=2, help="on a CPU")
+    parser.add_argument("--threads", type=int, default=2, help="threads of a CPU")
     parser.add_argument("--eager", action="store_true", help="do not compile")
-    parser.add_argument("--static", action=argparse.BooleanOptionalAction, default=True, help="static batches, too")
-    parser.add_argument("--times", action="store_true", help="also where the time of a round goes")
-    parser.add_argument("--shape", choices=["model", *DENSE], help="whose rounds are timed alone")
-    parser.add_argument("--rows", type=int, default=16, help="sequences of those rounds")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16], help="of each of them")
+    parser.add_argument("--static", action=argparse.BooleanOptionalAction, default=True, help="also static batches")
+    parser.add_argument("--times", action="store_true", help="also the parts of a round's time")
+    parser.add_argument("--shape", choices=["model", *DENSE], help="time rounds of this shape, too")
+    parser.add_argument("--rows", type=int, default=16, help="sequences of these rounds")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16], help="nodes of each sequence")
     parser.add_argument("--json", type=Path, default=RESULTS / "serving.json")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -288,11 +286,11 @@ def main(arguments: list[str] | None = None) -> None:
     print(*ratios(rows), sep="\n")
     stamped = stamp(model.device)
     facts = {"model": Path(options.model).name, "requests": len(prompts), "new_tokens": options.new_tokens}
-    rows = [{**row, **facts, "stamp": stamped} for row in rows]
-    save_rows(options.json, rows, ("model", "system", "in_flight"))
+    rows = [{**row, **facts} for row in rows]
+    save_rows(options.json, rows, ("model", "system", "in_flight"), stamped)
     if options.shape:
-        timed = [{**row, "stamp": stamped} for row in round_rows(options.shape, options, model)]
-        save_rows(options.json, timed, ("shape", "rows", "nodes"), "rounds")
+        timed = round_rows(options.shape, options, model)
+        save_rows(options.json, timed, ("shape", "rows", "nodes"), stamped, "rounds")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times of calls on a GPU, and the speed of its memory."""
+"""Times of calls on a GPU, and the speed of its memory and its arithmetic."""
 
 import fcntl
 import os
@@ -16,9 +16,9 @@ if _turns:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """What runs inside waits until no other process builds, compiles or times a model on this GPU.
+    """A context that no other process shares: others that build, compile or time a model on this GPU wait.
 
-    The environment variable BENCHMARK_TURNS names a file by which processes take turns; without it nothing is awaited.
+    The environment variable BENCHMARK_TURNS names the file by which processes take turns; without it nothing waits.
     """
     if _turns:
         torch.cuda.synchronize()
@@ -30,12 +30,12 @@ def alone() -> Iterator[None]:
     finally:
         if _turns:
             fcntl.flock(_turns, fcntl.LOCK_UN)
-            time.sleep(1)  # others that wait for their turn come before what this one builds next
+            time.sleep(1)  # others that wait for their turn come before this process builds again
             fcntl.flock(_turns, fcntl.LOCK_SH)
 
 
 def bandwidth() -> dict[str, float]:
-    """Bytes a second of a large read and of a large copy (read plus written)."""
+    """Bytes a second of a large read, and of a large copy (read plus written)."""
 
     def speeds(data: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
         read = median_ms(lambda: data.view(torch.int64).max(), 10)
@@ -47,10 +47,31 @@ def bandwidth() -> dict[str, float]:
     return measured
 
 
-def median_ms(function: Callable, repeats: int, warm: int = 3, before: Callable = lambda: None) -> float:
-    """Median milliseconds of a call. before: is called before each, and not timed.
+def product_speed(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, size: int = 8192) -> float:
+    """Multiplications and additions a second of a product of two square random matrices."""
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
+    return 2 * size**3 / median_ms(lambda: a @ b, 10) * 1e3
 
-    A GPU is busy while the host launches what is timed, so that the launch is not among it.
+
+def captured(run: Callable, **how) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of the launches of `run`, which runs once before. how: arguments of ``torch.cuda.graph``."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **how):
+        run()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, repeats: int = 15, before: Callable = lambda: None) -> float:
+    """Median microseconds of a replay. before: as of `median_ms`."""
+    return median_ms(graph.replay, repeats, before=before) * 1e3
+
+
+def median_ms(function: Callable, repeats: int, warm: int = 3, before: Callable = lambda: None) -> float:
+    """Median milliseconds of a call. before: called before each call, and not timed.
+
+    The host launches the call while the GPU is still busy, so that the launch takes no part of the time.
     """
     times = []
     for _ in range(warm + repeats):
@@ -62,7 +83,7 @@ def median_ms(function: Callable, repeats: int, warm: int = 3, before: Callable 
 
 
 def call_ms(function: Callable) -> float:
-    """Milliseconds of a call on the GPU, between events (without one: on the wall)."""
+    """Milliseconds of a call on the GPU, between two events; without a GPU, by the clock."""
     if not torch.cuda.is_available():
         start = time.perf_counter()
         function()

@@ -1,4 +1,4 @@
-"""The passes for a loop of one's own: ``torch.compile(backend="spec")`` on a forward that scores texts.
+"""The passes for your own loop: ``torch.compile(backend="spec")`` on a forward that scores texts.
 
 python examples/compile_backend.py [--layers 8]
 """

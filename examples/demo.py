@@ -73,16 +73,16 @@ class TestStack(unittest.TestCase):
     def test_pop_empty(self):
 """
 HEADS = {"EAGLE-3": ("eagle3", {"num_steps": 5}), "DFlash": ("dflash", {"topk": 4, "num_draft_tokens": 16})}
-"""Name -> algorithm, which is also the name of its folder, and options: a chain, and a tree out of one block."""
+"""Name -> algorithm, which is also the name of the head's folder, and options: a chain, and a tree from one block."""
 PLAIN, LOOKUP, NGRAM = "transformers", "its prompt lookup", "n-gram"
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = 600
-"""Characters of a prompt that are printed, the last ones."""
+"""The number of a prompt's last characters that are printed."""
 
 
 @dataclass
 class Answer:
-    """The tokens of an answer, the seconds it took, and the tokens of each round (transformers: how many rounds)."""
+    """The tokens and seconds of an answer, and the tokens of each round (transformers: the number of rounds)."""
 
     ids: list[int]
     seconds: float
@@ -98,7 +98,7 @@ class Answer:
 
 
 def coloured(tokenizer, ids: list[int], rounds: list[int]) -> Text:
-    """The text of `ids`; what a round accepted from its draft is coloured, rounds in turn green and cyan."""
+    """The text of `ids`; accepted drafts are coloured, in turn green and cyan by round."""
     text, place = Text(), 0
     for number, gained in enumerate(rounds):
         drafted, bonus = ids[place : place + gained - 1], ids[place + gained - 1 : place + gained]
@@ -109,12 +109,12 @@ def coloured(tokenizer, ids: list[int], rounds: list[int]) -> Text:
 
 
 def bars(rounds: list[int], most: int = 14) -> str:
-    """A bar a round, as high as the tokens it gained, of the first rounds."""
+    """A bar for each of the first rounds, as high as its tokens."""
     return "".join(BARS[min(gained, len(BARS)) - 1] for gained in rounds[:most]) + "…" * (len(rounds) > most)
 
 
 def ask_transformers(model, inputs, options: dict) -> Answer:
-    """An answer of its own generate(), with its forwards counted."""
+    """An answer of transformers' own generate(), with its forwards counted."""
     calls = 0
 
     def count(*_):
@@ -130,7 +130,7 @@ def ask_transformers(model, inputs, options: dict) -> Answer:
 
 
 def ask(fast, inputs, options: dict) -> Answer:
-    """An answer of ours, with nothing known but the prompt."""
+    """An answer of ours; n-grams know only the prompt."""
     if fast.speculation.engine.name == "ngram":
         fast.speculation.ngram.reset()
     begin = time.perf_counter()
@@ -182,7 +182,7 @@ def parse() -> argparse.Namespace:
 
 
 def waiting(console: Console, doing: str, work: Callable) -> object:
-    """What `work` returns. `doing` is printed at once; the lines that `work` reports are shown while it runs."""
+    """The result of `work`. `doing` is printed at once; the lines that `work` reports are shown while it runs."""
     begin = time.perf_counter()
     console.print(f"[bold]•[/bold] {doing} …", highlight=False)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -194,12 +194,12 @@ def waiting(console: Console, doing: str, work: Callable) -> object:
 
 
 def load(options: argparse.Namespace) -> tuple:
-    """The tokenizer and the model. The imports are here because they take seconds, of which the user is told."""
+    """The tokenizer and the model. The imports are here because they take seconds, which the user should see."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    import spec_compile  # noqa: F401  (its import is a part of what is waited for)
+    import spec_compile  # noqa: F401  (its import takes part of these seconds)
 
     logging.disable_progress_bar()
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -210,7 +210,7 @@ def load(options: argparse.Namespace) -> tuple:
 
 
 def prepare(model, options: argparse.Namespace, algo: str, settings: dict, report: Callable[[str], None]):
-    """The model with drafts of this kind, compiled."""
+    """The model with drafts by `algo`, compiled."""
     import spec_compile
 
     report("capturing the model as a graph, and checking the graph")
@@ -221,7 +221,7 @@ def prepare(model, options: argparse.Namespace, algo: str, settings: dict, repor
 
 
 def read_prompts(tokenizer, device: str) -> dict:
-    """Title -> inputs."""
+    """The prompts: title -> inputs."""
     from spec_compile.runtime.draft_length import SizePolicy
 
     method = inspect.cleandoc("    " + inspect.getsource(SizePolicy.learn)) + "\n"

@@ -1,4 +1,4 @@
-"""JSON of a schema: a grammar of xgrammar (`pip install xgrammar`) decides which tokens are legal, drafts make it fast.
+"""JSON by a schema: a grammar of xgrammar (`pip install xgrammar`) permits tokens, drafts make decoding fast.
 
 python examples/json_schema.py [--eager]      # --eager: do not compile, which starts sooner and runs slower
 """

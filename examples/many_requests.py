@@ -1,4 +1,4 @@
-"""Many requests at once: a batch, a stream beside it, options of its own for each, and a request that is cancelled.
+"""Many requests at once: a batch, a stream next to it, different options for each, and a cancelled request.
 
 python examples/many_requests.py [--eager] [--new-tokens 48]
 """

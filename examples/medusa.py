@@ -60,7 +60,7 @@ class Medusa(Algorithm):
 
 
 class MedusaDrafter(Drafter):
-    """Keeps the hidden state that the last committed token was predicted from."""
+    """Keeps the hidden state that predicted the last committed token."""
 
     def __init__(self, heads: MedusaHeads, tree: BlockTree, batch: int):
         super().__init__()

@@ -1,9 +1,9 @@
-"""A file of prompts to a file of answers, with Ray Data. Needs spec_compile[ray].
+"""Answers a file of prompts with Ray Data. Needs spec_compile[ray].
 
 python examples/ray_data.py PROMPTS.jsonl ANSWERS.jsonl [--device cuda] [--model MODEL --algo ALGO] [--actors 4]
 
-PROMPTS has a JSON object with "id" and "prompt" in each line. Stopped at any moment and started again, it answers what
-has no answer in ANSWERS yet.
+PROMPTS has a JSON object with "id" and "prompt" in each line. If it is stopped and started again, it answers only the
+prompts without an answer in ANSWERS.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 python examples/ray_serve.py [--device cuda] [--model MODEL --algo eagle3 --draft DRAFT] [--replicas 4] [--stay]
 
-On a cluster, start Ray on every machine (`ray start`) and run this on one of them: it joins the cluster of its machine.
+On a cluster, start Ray on every machine (`ray start`) and run this on one of them; it joins that cluster.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One model over the GPUs of one host, or over processes on a CPU: every process has a part of each layer.
+"""One model on several GPUs of a host, or in several processes on a CPU: every process has a part of each layer.
 
 torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py [--model NAME] [--algo ngram] [--eager]
 

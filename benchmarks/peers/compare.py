@@ -1,23 +1,23 @@
-"""Other engines beside this library: one model, the same heads and prompts, one machine, one run.
+"""This library compared with other engines: one model, the same heads and prompts, one machine, one run.
 
-    python benchmarks/peers/compare.py --model FOLDER --heads FOLDER [--engines ours transformers vllm sglang]
+    python -m benchmarks.peers.compare --model FOLDER --heads FOLDER [--engines ours transformers vllm sglang]
         [--drafts plain n-gram EAGLE-3 DFlash JetSpec MTP "EAGLE-3 + n-gram"] [--workloads chat maths ...]
         [--folder DIR] [--trained-on FILE ...] [--prompts 10] [--new-tokens 128] [--repeats 3] [--device cuda]
         [--json FILE]
 
-Every engine and setting runs in a process of its own, one after another (worker.py). All get the same token ids (with
+Every engine and setting runs in a separate process, one after another (worker.py). All get the same token ids (with
 the chat template, if the tokenizer has one), answer greedily, one prompt at a time, and stop at the same tokens. Prefix
-caches are off, and n-grams forget between answers where an engine can. Two prompts of each set are not measured: the
-first warms up, and by both a setting is chosen where several are tried (`SYSTEMS` lists them); the table has the best
-of each engine for each set, the file all of them.
+caches are off, and n-grams forget between answers if the engine can. Two prompts of each set are not measured: the
+first warms up, and both choose among the settings (`SYSTEMS` lists them); the table has the best setting of each engine
+for each set, the file all of them.
 
 Heads are folders eagle3, dflash, jetspec and mtp of --heads, in their published formats, as `python -m spec_compile
-train` writes them; those that are not there are left out. --trained-on names the files that the heads were trained on:
-a prompt that is in one of them is refused.
+train` writes them; missing ones are left out. --trained-on names the files that the heads were trained on: a prompt
+that occurs in one of them is refused.
 
-The accept length of all is the tokens a forward of the target behind the prompt, steps without drafts included. "same":
-answers that equal those of the engine's own plain steps. What an engine refuses, or does not survive, is a row with the
-reason. An engine that is not installed is refused in this way, too. Rows that a run leaves out stay in the file.
+The accept length is the tokens a forward of the target after the prompt, steps without drafts included. "same": answers
+that equal those of the engine's own plain steps. If an engine refuses a setting, crashes or is not installed, its row
+has the reason. Rows that a run leaves out stay in the file.
 """
 
 import argparse
@@ -31,14 +31,21 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-import torch  # noqa: E402
-from common import DEMO_MODEL, LOOKUPS, RESULTS, refuse_trained, save_rows, split_prompts, stamp  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # noqa: E402
+from benchmarks.common import (
+    DEMO_MODEL,
+    LOOKUPS,
+    PROMPTS,
+    RESULTS,
+    ROOT,
+    refuse_trained,
+    save_rows,
+    show,
+    split_prompts,
+    stamp,
+)
 
 TREE = dict(num_steps=5, topk=4, num_draft_tokens=16)
 VLLM_NGRAM = [dict(num_speculative_tokens=tokens, prompt_lookup_max=size, prompt_lookup_min=1)
@@ -46,7 +53,7 @@ VLLM_NGRAM = [dict(num_speculative_tokens=tokens, prompt_lookup_max=size, prompt
 
 
 def ours(algo: str, draft: bool = True, **options) -> dict:
-    """A setting of ours. draft: whether the folder of the head belongs to it."""
+    """A setting of ours. draft: True if it takes the folder of the head."""
     return {"algo": algo, **options} | ({"draft": "HEAD"} if draft else {})
 
 
@@ -92,28 +99,27 @@ SYSTEMS = {
     }),
     "EAGLE-3 + n-gram": ("eagle3", {"ours": [ours("eagle3", ngram=True, **TREE)]}),
 }  # fmt: skip
-"""Drafts -> folder of --heads (None: needs no head), and the settings that are tried by engine. HEAD is that folder."""
+"""Drafts -> folder of --heads (None: needs no head), and by engine the settings to try. HEAD stands for that folder."""
 KEYS = ("model", "dtype", "engine", "drafts")
-"""What tells the rows of the results apart."""
+"""The fields that tell the rows of the results apart."""
 TUNING = 2
-"""Prompts of each set by which settings are chosen."""
+"""Prompts of each set that choose the setting."""
 
 
 def filled(setting, head: str):
-    """`setting` with the folder of the head in the place of HEAD."""
+    """`setting` with HEAD replaced by the folder of the head."""
     if isinstance(setting, dict):
         return {name: filled(value, head) for name, value in setting.items()}
     return head if setting == "HEAD" else setting
 
 
 def start(task: dict, timeout: float) -> dict:
-    """The result of a task, from a process of its own."""
+    """The result of a task, from a new process."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / name for name in ("task.json", "result.json")]
         paths[0].write_text(json.dumps(task))
-        library = str(HERE.parent.parent)
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), library])}
-        command = [sys.executable, str(HERE / "worker.py"), *map(str, paths)]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])}
+        command = [sys.executable, "-m", "benchmarks.peers.worker", *map(str, paths)]
         process = subprocess.Popen(command, env=env, stdout=sys.stderr, start_new_session=True)
         try:
             status = process.wait(timeout)
@@ -121,7 +127,7 @@ def start(task: dict, timeout: float) -> dict:
             return {"refused": f"no result after {timeout:.0f} seconds"}
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # engines have processes of their own, which hold GPU memory
+                os.killpg(process.pid, signal.SIGKILL)  # engines start further processes, which hold GPU memory
             process.wait()
         if not paths[1].exists():
             return {"refused": f"its process ended with status {status}"}
@@ -129,23 +135,23 @@ def start(task: dict, timeout: float) -> dict:
 
 
 def best(results: list[dict], settings: list[dict], sets: list[str]) -> dict:
-    """A row of figures by set, of the setting that was fastest over the set's tuning prompts; and all that were tried.
+    """A row of figures by set, each of the fastest setting over the set's tuning prompts; and all that were tried.
 
-    results: of the settings in their order. "refused" only if none was served.
+    results: one for each setting, in order. The row is "refused" only if no setting was served.
     """
     tried = [{"setting": setting, **result} for setting, result in zip(settings, results)]
     served = [one for one in tried if "sets" in one]
     if not served:
         return {"refused": tried[0]["refused"], "tried": tried}
-    chosen = {}
+    fastest_by_set = {}
     for name in sets:
         fastest = max(served, key=lambda one: one["sets"][name]["tuning_tokens_per_second"])
-        chosen[name] = {"setting": fastest["setting"], **fastest["sets"][name]}
-    return {"version": served[0]["version"], "sets": chosen, "tried": tried}
+        fastest_by_set[name] = {"setting": fastest["setting"], **fastest["sets"][name]}
+    return {"version": served[0]["version"], "sets": fastest_by_set, "tried": tried}
 
 
 def compare_answers(row: dict, plain: dict[str, dict], eos: list[int]) -> None:
-    """Put "same" into the figures of each set: the answers equal to those of the engine's plain steps. Drop answers.
+    """Set "same" in the figures of each set: the answers equal to those of the engine's plain steps. Drop the answers.
 
     plain: engine -> set -> answers; a row of plain steps adds its own.
     """
@@ -164,18 +170,8 @@ def compare_answers(row: dict, plain: dict[str, dict], eos: list[int]) -> None:
             figures.pop("answers", None)
 
 
-def table(rows: list[dict], sets: list[str]) -> Table:
-    """A line for each system: accept length and tokens a second by set."""
-    shown = Table(title="accept length, tokens/s (answers equal to plain)", title_justify="left")
-    for column in ("drafts", "engine", *sets):
-        shown.add_column(column, no_wrap=column not in sets)
-    for row in rows:
-        shown.add_row(row["drafts"], f"{row['engine']} {row.get('version', '')}", *cells(row, sets))
-    return shown
-
-
 def cells(row: dict, sets: list[str]) -> list[str]:
-    """The figures of each set, or why there are none."""
+    """The figures of each set, or the reason why there are none."""
     return [row["refused"]] if "refused" in row else [cell(row["sets"][name]) for name in sets]
 
 
@@ -189,23 +185,23 @@ def cell(figures: dict) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO_MODEL))
-    parser.add_argument("--heads", type=Path, help="default: heads of the model")
+    parser.add_argument("--heads", type=Path, help="folder of the heads (default: heads of the model)")
     parser.add_argument("--engines", nargs="+", default=["ours", "transformers", "vllm"],
                         choices=["ours", "transformers", "vllm", "sglang"])  # fmt: skip
     parser.add_argument("--drafts", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--workloads", nargs="+", default=["chat", "code_completion", "maths", "code_editing"])
-    parser.add_argument("--folder", type=Path, default=HERE.parent / "prompts")
+    parser.add_argument("--folder", type=Path, default=PROMPTS)
     parser.add_argument("--trained-on", type=Path, nargs="+", default=[])
-    parser.add_argument("--prompts", type=int, default=10, help="of each workload that are measured")
-    parser.add_argument("--longest", type=int, default=1024, help="tokens of a prompt, of which the last are kept")
+    parser.add_argument("--prompts", type=int, default=10, help="prompts of each workload that are measured")
+    parser.add_argument("--longest", type=int, default=1024, help="tokens of a prompt, the last ones")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--settings", type=int, default=8, help="tried at most for each engine and drafts")
+    parser.add_argument("--settings", type=int, default=8, help="most settings to try for each engine and drafts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds of a process")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that a process may take")
     parser.add_argument("--eager", action="store_true", help="do not compile ours")
-    parser.add_argument("--threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--threads", type=int, default=2, help="threads of a CPU")
     parser.add_argument("--json", type=Path, default=RESULTS / "peers.json")
     options = parser.parse_args(arguments)
     options.heads = options.heads or Path(options.model) / "heads"
@@ -213,7 +209,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_task(options: argparse.Namespace) -> dict:
-    """What all engines are given. ValueError if a head was trained on a prompt."""
+    """The task that all engines get. ValueError if a head was trained on a prompt."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     sets, chat = {}, bool(getattr(tokenizer, "chat_template", None))
     longest = min(
@@ -233,7 +229,7 @@ def make_task(options: argparse.Namespace) -> dict:
 
 
 def measure(drafts: str, engine: str, task: dict, options: argparse.Namespace) -> dict | None:
-    """The row of an engine with these drafts; None if `SYSTEMS` has no setting of it."""
+    """The row of an engine with these drafts; None if `SYSTEMS` has no setting for it."""
     folder, engines = SYSTEMS[drafts]
     settings = [filled(one, str(options.heads / str(folder))) for one in engines.get(engine, [])][: options.settings]
     if not settings:
@@ -256,11 +252,14 @@ def main(arguments: list[str] | None = None) -> None:
             if row := measure(drafts, engine, task, options):
                 compare_answers(row, plain, task["eos"])
                 rows.append(row)
-                # Now, so that a run that is stopped has left what it measured.
-                save_rows(options.json, [{**row, "stamp": facts}], KEYS)
+                save_rows(options.json, [row], KEYS, facts)  # at once, so that a stopped run keeps its rows
                 said = "; ".join(cells(row, options.workloads))
                 print(f"{time.perf_counter() - begin:5.0f} s: {drafts}, {engine}: {said}", flush=True)
-    Console(width=200).print(table(rows, options.workloads))
+    lines = [
+        (row["drafts"], f"{row['engine']} {row.get('version', '')}", *cells(row, options.workloads)) for row in rows
+    ]
+    title = "accept length, tokens/s (answers equal to plain)"
+    show(("drafts", "engine", *options.workloads), lines, title)
 
 
 if __name__ == "__main__":

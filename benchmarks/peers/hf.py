@@ -5,7 +5,7 @@ import transformers
 
 
 class Transformers:
-    """A model as it is."""
+    """A model without this library."""
 
     version = transformers.__version__
 
@@ -32,7 +32,7 @@ class Transformers:
         return output[0, len(ids) :].tolist()
 
     def rounds(self, answer: list[int]) -> tuple[int, int]:
-        # The prompt's forward gives the first token, or with drafts the first few; it is taken to give one.
+        # The prompt's forward gives the first token, or with drafts the first few; it counts as one token.
         return max(self.forwards - 1, 1), max(len(answer) - 1, 1)
 
 

@@ -6,7 +6,7 @@ import sglang
 class Sglang:
     """An `Engine` for one request at a time, without a tokenizer and without a cache of prefixes.
 
-    Its n-grams remember earlier answers, which cannot be forgotten.
+    Its n-grams remember earlier answers and cannot forget them.
     """
 
     version = sglang.__version__

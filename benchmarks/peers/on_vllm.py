@@ -30,8 +30,10 @@ class Vllm:
         return list(output.outputs[0].token_ids)
 
     def rounds(self, answer: list[int]) -> tuple[int, int]:
-        """The prompt's forward gives the first token; each one behind it a token, and those that it accepts. (vLLM's
-        own mean acceptance length leaves out the steps in which nothing was drafted.)"""
+        """The prompt's forward gives the first token; each later one gives a token and the drafts that it accepts.
+
+        vLLM's own mean acceptance length leaves out steps in which nothing was drafted.
+        """
         before, self.accepted = self.accepted, sum(m.value for m in self.llm.get_metrics() if m.name == COUNTER)
         given = len(answer) - 1
         return max(given - (self.accepted - before), 1), max(given, 1)

@@ -1,11 +1,14 @@
-"""The process of one engine with one setting: loads, warms up, answers; started by compare.py.
+"""The process of one engine with one setting: it loads, warms up and answers; started by compare.py.
 
-    python benchmarks/peers/worker.py TASK.json RESULT.json
+    python -m benchmarks.peers.worker TASK.json RESULT.json
 
-A task has "engine", one of `ENGINES`; "model"; "setting", which the engine's module explains; "dtype", "device",
-"new_tokens", "max_len" (tokens of a prompt and its answer at most), "eos" (ids that end an answer), "repeats"; and
-"sets": name -> "tuning" and "measured" prompts as token ids. Every engine gets the same ids, one prompt at a time,
-greedily, and stops at the same tokens.
+A task has these fields; every engine gets the same:
+engine: one of `ENGINES`
+setting: a dict that the engine's module explains
+model, dtype, device, new_tokens, repeats
+max_len: most tokens of a prompt and its answer
+eos: ids that end an answer
+sets: name -> "tuning" and "measured" prompts, as token ids
 """
 
 import importlib
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 ENGINES = {"ours": "ours", "transformers": "hf", "vllm": "on_vllm", "sglang": "on_sglang"}
-"""Engine -> its module here, which has `load(task)`."""
+"""Engine -> its module in this folder, which has `load(task)`."""
 
 
 class Engine(Protocol):
@@ -27,13 +30,13 @@ class Engine(Protocol):
     version: str
 
     def forget(self) -> None:
-        """Drop what earlier answers have left."""
+        """Drop everything that earlier answers have left in caches and tries."""
 
     def answer(self, ids: list[int]) -> list[int]:
-        """The answer to a prompt, without the prompt; its end-of-sequence token, if there is one, is the last."""
+        """The answer to a prompt, without the prompt, with its end-of-sequence token if there is one."""
 
     def rounds(self, answer: list[int]) -> tuple[int, int] | None:
-        """Of the last answer: forwards of the target behind the prompt, and the tokens that they gave."""
+        """The forwards of the target after the prompt in the last answer, and the tokens that they gave."""
 
 
 def measure(engine: Engine, sets: dict, repeats: int) -> dict:
@@ -44,9 +47,12 @@ def measure(engine: Engine, sets: dict, repeats: int) -> dict:
 
 
 def measure_set(engine: Engine, prompts: dict, repeats: int) -> dict:
-    """tokens_per_second (all seconds of an answer, its prompt's included; the median over the repeats), accept_length
-    (tokens a forward behind the prompt; None if the engine does not say), answers, and the rate over the tuning
-    prompts, by which a setting is chosen."""
+    """The figures of one set.
+
+    tokens_per_second: the prompt's seconds included; the median over the repeats
+    tuning_tokens_per_second: over the tuning prompts, to choose a setting
+    accept_length: tokens a forward after the prompt; None if the engine does not say
+    """
     tokens, seconds, _, _ = run(engine, prompts["tuning"])
     result = {"tuning_tokens_per_second": tokens / seconds}
     runs = [run(engine, prompts["measured"]) for _ in range(repeats)]
@@ -60,7 +66,7 @@ def measure_set(engine: Engine, prompts: dict, repeats: int) -> dict:
 
 
 def run(engine: Engine, prompts: list[list[int]]) -> tuple[int, float, list[list[int]], list[tuple[int, int]]]:
-    """Tokens, seconds, answers, and `Engine.rounds` of each, of prompts one after another."""
+    """Tokens, seconds, answers, and the `Engine.rounds` of each answer, for prompts one after another."""
     seconds, answers, counts = 0.0, [], []
     for ids in prompts:
         engine.forget()
@@ -72,11 +78,11 @@ def run(engine: Engine, prompts: list[list[int]]) -> tuple[int, float, list[list
 
 
 def work(task: dict) -> dict:
-    """The result: "version" and "sets", or "refused", why this engine does not serve the setting."""
+    """The result: "version" and "sets"; or "refused", the reason why this engine does not serve the setting."""
     begin = time.perf_counter()
     try:
-        engine = importlib.import_module(ENGINES[task["engine"]]).load(task)
-    except Exception as error:  # of any kind: what an engine does not serve is a result
+        engine = importlib.import_module(f"benchmarks.peers.{ENGINES[task['engine']]}").load(task)
+    except Exception as error:  # any error: a setting that an engine does not serve is a result
         traceback.print_exc()
         return {"refused": f"{type(error).__name__}: {error}".splitlines()[0]}
     ready = time.perf_counter() - begin

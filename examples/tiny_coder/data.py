@@ -66,7 +66,7 @@ PACKAGE_CAP = 32_000_000  # bytes: no single package may dominate
 
 
 def licence_of(dist: metadata.Distribution, family: str) -> str | None:
-    """The licence as the package states it, or None when that contradicts the allow-list."""
+    """The licence that the package states, or None if it contradicts the allow-list."""
     meta = dist.metadata
     classifiers = [c.split("::")[-1].strip() for c in meta.get_all("Classifier") or [] if "License" in c]
     field = (meta.get("License") or "").strip().splitlines()
@@ -82,7 +82,7 @@ def licence_of(dist: metadata.Distribution, family: str) -> str | None:
 
 
 def find_sources(smoke: bool) -> tuple[list[tuple[str, str]], dict[str, dict]]:
-    """All candidate files as (package, path), and what is known about each package."""
+    """All candidate files as (package, path), and the facts about each package."""
     files, packages = [], {}
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     version = ".".join(map(str, sys.version_info[:3]))
@@ -110,7 +110,7 @@ def find_sources(smoke: bool) -> tuple[list[tuple[str, str]], dict[str, dict]]:
 
 
 def strip_header(text: str) -> str:
-    """Without the comment block at the top when it is a licence notice."""
+    """The text without the comment block at the top, if that is a licence notice."""
     lines = text.split("\n")
     end = 0
     while end < len(lines) and (lines[end].startswith("#") or not lines[end].strip()):
@@ -120,7 +120,7 @@ def strip_header(text: str) -> str:
 
 
 def read_source(path: str) -> str | None:
-    """Cleaned text of one file, or None when it is not worth learning from (or does not parse)."""
+    """The cleaned text of a file, or None if it does not parse or teaches nothing."""
     try:
         raw = Path(path).read_bytes()
         if not 300 <= len(raw) <= 250_000:
@@ -165,7 +165,7 @@ def load_corpus(pool, smoke: bool) -> tuple[list[tuple[str, str]], list[tuple[st
     return train, val, {name: info for name, info in packages.items() if info["files"]}
 
 
-# Indentation is one token with the newline before it; digits stand alone; a word takes one space.
+# Indentation is one token with the newline before it; each digit is a token; a word takes one space.
 _SPLIT = r"\n+ *| ?[\p{L}_]+|\p{N}| ?[^\s\p{L}\p{N}_]+|[^\S\n]+(?!\S)|[^\S\n]+"
 
 

@@ -114,7 +114,7 @@ class Code:
                            "None", "True", "False", f'"{rng.choice(_NAMES)}"', "-1", "()", "[]"])  # fmt: skip
 
 
-# Each transformation returns (instruction, before, after), or None where it does not apply.
+# Each transformation returns (instruction, before, after), or None if it does not apply.
 
 
 def rename_variable(c: Code):
@@ -286,7 +286,7 @@ def remove_docstring(c: Code):
 
 
 def type_hints(c: Code):
-    """Strip the annotations of a function, or (the same backwards) add them."""
+    """Strip the annotations of a function, or add them (the reverse)."""
     args, fn = c.fn.args, c.fn
     defaults = dict(zip(reversed([a.arg for a in args.posonlyargs + args.args]), reversed(args.defaults)))
     defaults |= {a.arg: d for a, d in zip(args.kwonlyargs, args.kw_defaults) if d is not None}
@@ -361,7 +361,7 @@ def add_parameter(c: Code):
 
 
 def operator(c: Code):
-    """Change an operator, told as a change or as a bug to fix."""
+    """Change an operator; the instruction asks for the change, or for a fix of the bug."""
     sites = []
     for node in ast.walk(c.fn or c.tree):
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
@@ -634,7 +634,7 @@ def write_function(unit: str, rng) -> tuple[str, str] | None:
 
 
 def document(unit: str, rng, eot: str) -> str | None:
-    """One training document: an edit, at times two in a row, or a function written on request."""
+    """A training document: an edit, sometimes two in a row, or a function written on request."""
     if rng.random() < 0.08:
         made = write_function(unit, rng)
         return "".join(made) + eot if made else None

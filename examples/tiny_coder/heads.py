@@ -3,12 +3,12 @@
     python examples/tiny_coder/heads.py --work WORK --out OUT             # one H200
     python examples/tiny_coder/heads.py --work WORK --out OUT --smoke     # any CPU: only to see that it runs
 
-1. Prompts from the corpus of the model itself (data.py): functions cut off where their body begins, and the
-   instructions of editing documents (edits.py). Those of the files that were held out there are held out here.
-2. The model's own greedy answers to them, and beside these some of the corpus as it is.
+1. Prompts from the model's own corpus (data.py): functions without their bodies, and the instructions of editing
+   documents (edits.py). Files that were held out from the model are held out from the heads.
+2. The model's own greedy answers to them, and also some unchanged texts of the corpus.
 3. ``python -m spec_compile train`` for each head.
 
-What WORK and OUT hold already is not done again.
+Steps whose results are already in WORK and OUT are skipped.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import torch
 
 HERE = Path(__file__).parent
 SEQUENCE, NEW = 1024, 192
-"""Tokens of a sequence, and of an answer at most."""
+"""Tokens of a sequence, and most tokens of an answer."""
 PROMPTS, HELD_OUT, TEXTS = 24_000, 512, 6_000
 LONGEST_PROMPT, LONGEST_TEXT = 2400, 3600
-"""Characters."""
+"""Most characters of a prompt, and of a text."""
 OPTIONS = {"batch_size": 32, "sequence_length": SEQUENCE, "checkpoint_minutes": 1}
 HEADS = {
     "eagle3": {
@@ -42,7 +42,7 @@ HEADS = {
     "dflash": {"taps": [2, 5, 8], "block_size": 8, "num_layers": 3, "intermediate_size": 240},
     "mtp": {"ttt_steps": 5, "learning_rate": 2e-3},
 }  # fmt: skip
-"""Options of each, so that all three together are small enough for a repository."""
+"""Options of each head; all three together are small enough for a repository."""
 NOTE = """
 ## Data
 
@@ -63,7 +63,7 @@ Apache-2.0, as the demo model.
 
 
 def code_prompts(text: str, rng, limit: int) -> list[str]:
-    """Functions without their body, half of them after the code that stands before them."""
+    """Functions without their bodies, half of them after the code that precedes them."""
     lines, found = text.split("\n"), []
     nodes = (node for node in ast.walk(edits.parse(text)) if isinstance(node, edits.FUNCS))
     functions = [node for node in nodes if node.body[0].lineno > node.lineno and len(node.body) > 1]
@@ -83,7 +83,7 @@ def code_prompts(text: str, rng, limit: int) -> list[str]:
 
 
 def edit_prompts(text: str, rng, limit: int) -> list[str]:
-    """Editing instructions with the code to be edited, and some functions asked for in words."""
+    """Editing instructions with the code to edit, and some requests for functions in words."""
     found = []
     for unit in edits.units(text, rng, limit):
         if rng.random() < 0.08:
@@ -142,7 +142,7 @@ def answer(path: Path, prompts: list[str], device: str, new: int) -> list[str]:
 
 
 def answer_all(path: Path, prompts: list[str], device: str, new: int) -> list[dict]:
-    """All with their answers, made by several processes on one GPU."""
+    """All prompts with their answers, made by several processes on one GPU."""
     count = 4 if device == "cuda" else 1
     with multiprocessing.get_context("spawn").Pool(count) as pool:
         shares = pool.starmap(answer, [(path, prompts[n::count], device, new) for n in range(count)])
@@ -179,7 +179,7 @@ def command(algo: str, args, folder: Path) -> list[str]:
 
 
 def finish(folder: Path, facts: dict) -> None:
-    """Leave what drafting needs, and say in the card what the data was."""
+    """Keep the files that drafting needs, and describe the data in the card."""
     card = (folder / "README.md").read_text()
     card = card.replace("library_name", "license: apache-2.0\nlibrary_name", 1)
     card = card.rsplit("; the\ntraining goes on", 1)[0] + ".\n"
@@ -189,11 +189,11 @@ def finish(folder: Path, facts: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, default=HERE, help="of train.py")
-    parser.add_argument("--work", type=Path, required=True, help="for the data")
-    parser.add_argument("--out", type=Path, required=True, help="for the heads, a folder each")
+    parser.add_argument("--model", type=Path, default=HERE, help="the model that train.py made")
+    parser.add_argument("--work", type=Path, required=True, help="folder of the data")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the heads, each in its own")
     parser.add_argument("--heads", nargs="*", default=list(HEADS), choices=HEADS)
-    parser.add_argument("--minutes", type=float, default=4, help="of training, each")
+    parser.add_argument("--minutes", type=float, default=4, help="minutes of training for each head")
     parser.add_argument("--together", action="store_true", help="train the heads at the same time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--smoke", action="store_true", help="little of everything, for a CPU")

@@ -19,7 +19,7 @@ COMMON = dict(
 
 
 def _sizes(architecture: str, layers: int) -> tuple[str, dict]:
-    """Type of the model, and its own sizes. Every fourth layer has attention, but in Falcon-H1 every layer has both."""
+    """Type of the model -> its sizes. Every fourth layer has attention; in Falcon-H1 every layer has both."""
     with_attention = [i % 4 == 3 for i in range(layers)]
     return {
         "lfm2": ("lfm2", dict(block_auto_adjust_ff_dim=False,
@@ -36,7 +36,7 @@ ARCHITECTURES = ("lfm2", "qwen3_5", "falcon_h1")
 
 
 class Hybrid(nn.Module):
-    """A causal LM of transformers that is trained as `model.Llama` is."""
+    """A causal LM of transformers, trained in the same way as `model.Llama`."""
 
     def __init__(self, architecture: str, layers: int):
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -6,8 +6,8 @@
 
     python examples/tiny_coder/train.py --out OUT --minutes 9.6 --architecture qwen3_5   # a hybrid, see hybrid.py
 
-The third makes a model of half the size, which learns the larger one's probabilities and has its tokenizer, as a
-draft model for it. Heads for a hybrid: heads.py --model OUT.
+The third makes a draft model of half the size, which learns the larger model's probabilities and has its tokenizer.
+Heads for a hybrid: heads.py --model OUT.
 
 The corpus (data.py) is the Python code installed on this machine; about 40 % of each batch are editing
 documents made from it (edits.py) by worker processes while the training runs. The schedule follows the
@@ -58,7 +58,7 @@ def tokenizer_at(path: str):
 
 
 def cut(text: str, rng) -> list[str]:
-    """The text in pieces that end with a newline: prompts stop there too, before the indentation joins its token."""
+    """The text in pieces that end with a newline; prompts also end there, so that indentation stays a separate token."""
     ends = [m.end() for m in re.finditer(r'(""")?\n(?= )', text) if rng.random() < (0.3 if m[1] else 0.02)]
     return [text[a:b] for a, b in zip([0, *ends], [*ends, None])]
 
@@ -109,7 +109,7 @@ def edit_tasks(job) -> list[tuple[str, str]]:
 
 
 def tokenizer_sample(train, budget: int) -> list[str]:
-    """Texts of about `budget` characters, and editing documents: their words belong into the vocabulary too."""
+    """Texts of about `budget` characters, and editing documents, whose words belong in the vocabulary, too."""
     sample = []
     for _, text in train:
         sample.append(text)
@@ -123,7 +123,7 @@ def tokenizer_sample(train, budget: int) -> list[str]:
 
 
 class EditStream:
-    """Keeps the workers busy until `capacity` rows lie on the device; serves unseen rows first."""
+    """Keeps the workers busy until the device holds `capacity` rows; serves unseen rows first."""
 
     def __init__(self, pool, tok_path, paths, capacity, device, workers):
         self.pool, self.tok_path, self.paths = pool, tok_path, paths
@@ -158,7 +158,7 @@ class EditStream:
 
 
 class RawStream:
-    """Windows of the concatenated files; every pass is shuffled and cut at another phase."""
+    """Windows of the concatenated files, shuffled and cut at another offset in every pass."""
 
     def __init__(self, tokens, length):
         self.tokens, self.length, self.passes, self.order = tokens, length, -1, tokens.new_empty(0)
@@ -391,7 +391,7 @@ def main() -> None:
         "exact": "not measured", "tasks": len(tasks), "held_out": len(val), "total": f"{args.minutes:g}",
         "versions": f"PyTorch {torch.__version__.split('+')[0]}",
     }  # fmt: skip
-    write_card(args.out, packages, facts, [])  # in case that the rest takes too long
+    write_card(args.out, packages, facts, [])  # in case the rest takes too long
     exact, samples = final_evaluation(hf, args.out, tasks, device, reserve - 15)
     facts["exact"] = exact
     write_card(args.out, packages, facts, samples)

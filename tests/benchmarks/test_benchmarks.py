@@ -1,5 +1,6 @@
 """The benchmarks' own arithmetic, and one tiny run of what they measure."""
 
+import importlib
 import json
 import sys
 from functools import partial
@@ -13,23 +14,25 @@ from models import ADMITTED, HYBRIDS, prompts
 from spec_compile import speculate
 from spec_compile.kernels import experts
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import acceptance  # noqa: E402
-import bits  # noqa: E402
-import common  # noqa: E402
-import cpu  # noqa: E402
-import gpu  # noqa: E402
-import on_gpus  # noqa: E402
-import quantised  # noqa: E402
-import quantised_layers  # noqa: E402
-import quantised_shapes  # noqa: E402
-import shapes  # noqa: E402
-import steps  # noqa: E402
-import tables  # noqa: E402
+from benchmarks import common, cpu, gpu, on_gpus
+from benchmarks.quality import acceptance, bits, quantised
+from benchmarks.rounds import quantised_layers, quantised_shapes, shapes, token_times
+from benchmarks.tables import render
 
+SCRIPTS = [path for path in sorted(common.HERE.rglob("*.py")) if "argparse.ArgumentParser(" in path.read_text()]
 FACTS = {"commit", "date", "command", "cpu", "threads", "python", "torch", "transformers"}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(common.HERE)))
+def test_every_script_explains_itself(path, monkeypatch, capsys):
+    """--help shows the command that runs it."""
+    name = ".".join(path.relative_to(common.ROOT).with_suffix("").parts)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(name).main()
+    assert end.value.code == 0 and f"-m {name.removesuffix('.__main__')} " in capsys.readouterr().out
 
 
 def test_a_token_costs_the_difference_of_two_lengths():
@@ -50,7 +53,7 @@ def test_systems_take_turns_and_are_warm():
 
         return generate
 
-    result = steps.step_times({"a": system("a"), "b": system("b")}, torch.zeros(1, 3), (2, 5), repeats=3)
+    result = token_times.step_times({"a": system("a"), "b": system("b")}, torch.zeros(1, 3), (2, 5), repeats=3)
     assert calls[:4] == [("a", 5), ("a", 2), ("b", 5), ("b", 2)]  # the longer one first, untimed
     assert calls[4:] == [("a", 2), ("a", 5), ("b", 2), ("b", 5)] * 3
     assert [len(row["runs"]) for row in result.values()] == [3, 3]
@@ -67,10 +70,10 @@ def test_prompts_for_tuning_are_not_measured():
         def __call__(self, text, return_tensors):
             return type("Ids", (), {"input_ids": torch.tensor([[hash(text) % 1000]])})
 
-    some, tuning = common.split_prompts("chat", BENCHMARKS / "prompts", 10, 2, Words(), 100)
+    some, tuning = common.split_prompts("chat", common.PROMPTS, 10, 2, Words(), 100)
     assert len(some) == 10 and len(tuning) == 2
     with pytest.raises(ValueError, match="chat: 12 prompts; 11 are measured and 2 more are for tuning"):
-        common.split_prompts("chat", BENCHMARKS / "prompts", 11, 2, Words(), 100)
+        common.split_prompts("chat", common.PROMPTS, 11, 2, Words(), 100)
 
 
 def test_floors_of_a_copy_and_of_a_read():
@@ -134,18 +137,20 @@ def test_parts_that_a_gpu_run_leaves_out_stay():
 
 
 def test_the_tables_are_what_the_results_say():
-    for path in tables.FILES:
+    for path in render.FILES:
         text = path.read_text()
-        assert "<!-- figures: " in text and tables.render(text) == text, f"{path}: run benchmarks/tables.py --write"
+        assert "<!-- figures: " in text and render.render(text) == text, (
+            f"{path}: run python -m benchmarks.tables --write"
+        )
 
 
 def test_tables_from_made_up_results(tmp_path):
     facts = dict(commit="abc", date="2026-01-02 03:04", gpu="GPU X", torch="2", transformers="5")
-    systems = {steps.EAGER: 20.0, common.LOOKUP: 8.0, steps.STATIC: 9.0, steps.PLAIN: 4.0}
+    systems = {token_times.EAGER: 20.0, common.LOOKUP: 8.0, token_times.STATIC: 9.0, token_times.PLAIN: 4.0}
     rows = [dict(system=name, ms=ms, runs=[ms], stamp=facts) for name, ms in systems.items()]
     common.write_json(tmp_path / "gpu.json", {"shapes": {"llama-8b": {"steps": rows}}})
     marks = "<!-- figures: {} -->\nold\n<!-- end of figures -->"
-    text = tables.render("a\n" + marks.format("summary") + "\nb\n" + marks.format("gpu_steps"), tmp_path)
+    text = render.render("a\n" + marks.format("summary") + "\nb\n" + marks.format("gpu_steps"), tmp_path)
     assert "| 8.00 ms (prompt lookup) | 4.00 ms | 2.0× |" in text  # the fastest of theirs by plain steps of ours
     assert "Measured at: commit abc, 2026-01-02, GPU X, torch 2, transformers 5." in text
     rows = {"HF greedy": 10.0, common.LOOKUP: 40.0, "n-gram, 16 nodes": 100.0}
@@ -153,12 +158,12 @@ def test_tables_from_made_up_results(tmp_path):
     rows["HF assistant"] = {"tokens_per_second": 80.0, "stamp": {**facts, "commit": "another run's"}}
     rows["EAGLE-3 and n-gram, tree of 16"] = rows.pop("n-gram, 16 nodes")
     common.write_json(tmp_path / "acceptance_smollm2.json", {"workloads": {"gsm8k_test": {"systems": rows}}})
-    text = tables.render(text, tmp_path)
+    text = render.render(text, tmp_path)
     assert "| 40 tokens/s (prompt lookup) | 100 tokens/s | 2.5× |" in text
     assert "not measured" in text and "old" not in text and "| Llama-3.1-8B | HF eager | 20.00 |" in text
-    assert tables.render(text, tmp_path) == text
+    assert render.render(text, tmp_path) == text
     with pytest.raises(KeyError, match="nothing"):
-        tables.render(marks.format("nothing"))
+        render.render(marks.format("nothing"))
 
 
 @pytest.fixture(scope="module")
@@ -172,11 +177,17 @@ def test_gpu_steps_on_a_tiny_model(tiny):
     model.generation_config.eos_token_id = plain.generation_config.eos_token_id = None
     fast.generation_config.eos_token_id = None
     ids, tuning = (row for row in prompts()[0][:2])
-    rows = {row["system"]: row for row in steps.steps(model, plain, fast, ids, [tuning], 2, (2, 6))}
-    assert list(rows) == [steps.EAGER, common.LOOKUP, steps.STATIC, steps.PLAIN, steps.SPECULATIVE]
+    rows = {row["system"]: row for row in token_times.steps(model, plain, fast, ids, [tuning], 2, (2, 6))}
+    assert list(rows) == [
+        token_times.EAGER,
+        common.LOOKUP,
+        token_times.STATIC,
+        token_times.PLAIN,
+        token_times.SPECULATIVE,
+    ]
     assert all(len(row["runs"]) == 2 and row["new_tokens"] == [2, 6] for row in rows.values())
     assert rows[common.LOOKUP]["lookup"] in common.LOOKUPS and len(rows[common.LOOKUP]["tried"]) == 6
-    assert rows[steps.SPECULATIVE]["accept_length"] >= 1
+    assert rows[token_times.SPECULATIVE]["accept_length"] >= 1
     assert set(plain.speculation.stats.nodes) == {1}  # nothing was drafted
 
 
@@ -325,7 +336,7 @@ def test_acceptance_and_cpu_on_a_tiny_model(tiny):
 
 
 def test_systems_that_cannot_run_are_left_out_unless_they_are_named(monkeypatch, capsys):
-    heads = BENCHMARKS.parent / "examples" / "tiny_coder" / "heads"
+    heads = common.DEMO_MODEL / "heads"
     assert (
         common.lacking(("eagle3", "eagle3", {"num_steps": 5}), heads)
         == common.lacking(("ngram", None, {}), heads)
@@ -426,7 +437,7 @@ def two_gpus(monkeypatch, tmp_path):
     """A function: names of phases -> the options of a run on two GPUs that are not there."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=105e9))
-    fixed = dict(out=tmp_path, jobs=None, model=Path("model"), prompts=BENCHMARKS / "prompts", heads=None, minutes=1)
+    fixed = dict(out=tmp_path, jobs=None, model=Path("model"), prompts=common.PROMPTS, heads=None, minutes=1)
     return lambda *phases: SimpleNamespace(phases=phases, **fixed)
 
 
@@ -435,9 +446,13 @@ def test_every_job_on_gpus_has_a_script_and_a_log_of_its_own(two_gpus):
     jobs = on_gpus.jobs(options)
     assert len({job.name for job in jobs}) == len(jobs) > 30 and {job.phase for job in jobs} == {*on_gpus.PHASES}
     for job in jobs:
-        files = [word for word in on_gpus.arguments(job, options) if word.endswith(".py")]
-        folder = BENCHMARKS.parent / {"sanitizer": "tests", "together": ""}.get(job.phase, "benchmarks")
-        assert files and all((folder / file).exists() for file in files), job
+        words = on_gpus.arguments(job, options)
+        folder = common.ROOT / "tests" if job.phase in ("sanitizer", "tests") else common.ROOT
+        files = [folder / word for word in words if word.endswith(".py")]
+        files += [
+            common.ROOT / f"{word.replace('.', '/')}.py" for word in words if word.startswith(("benchmarks.", "tests."))
+        ]
+        assert files and all(file.exists() for file in files), job
 
 
 def test_jobs_start_where_their_memory_is_free(two_gpus):

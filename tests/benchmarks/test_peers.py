@@ -1,4 +1,4 @@
-"""Benchmarks that compare: other engines beside ours, trees of many nodes, many requests."""
+"""Benchmarks that compare: other engines with ours, and many requests; and the prompts of heads."""
 
 import json
 import sys
@@ -9,18 +9,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import chats  # noqa: E402
-import common  # noqa: E402
-import compare  # noqa: E402
-import hold_out  # noqa: E402
-import serving  # noqa: E402
-import wide_trees  # noqa: E402
-import worker  # noqa: E402
-
-from spec_compile.drafters.trees.block import BlockTree  # noqa: E402
+from benchmarks import common, serving
+from benchmarks.peers import compare, worker
+from benchmarks.training import chats, hold_out
 
 
 class Counting:
@@ -170,54 +163,6 @@ def test_a_model_writes_both_sides_of_a_chat(monkeypatch):
     prompts = [f"[user]{turn}{end}[assistant]" for turn in turns]
     assert asked[1:] == [(prompts, False, 0), (prompts, True, 1)]
     assert [chat[0]["content"] for chat in talk] == turns * 2 and talk[0][1] == {"role": "assistant", "content": "yes"}
-
-
-def test_the_best_nodes_are_those_of_the_library():
-    torch.manual_seed(0)
-    scores = torch.randn(1, 4, 5).log_softmax(-1).sort(dim=-1, descending=True).values
-    tokens = torch.arange(20).view(1, 4, 5)
-    ours, parents, totals = BlockTree(4, 5, 16)(torch.tensor([99]), scores, tokens)
-    best = wide_trees.best_of_block(scores[0].double().tolist(), tokens[0].tolist(), 15)
-    assert best.tokens == ours[0, 1:].tolist() and best.parents == (parents[0, 1:] - 1).tolist()
-    assert best.expected(16) == pytest.approx(1 + totals[0, 1:].exp().sum().item(), rel=1e-5)
-
-
-def test_what_trees_of_two_sizes_accept():
-    best = wide_trees.Candidates(tokens=[5, 6, 7, 8], parents=[-1, 0, -1, 1], probabilities=[0.5, 0.4, 0.3, 0.2])
-    assert [best.accepted(nodes, [5, 6, 8, 1]) for nodes in (2, 3, 5)] == [2, 3, 4]  # the target's own token included
-    assert best.accepted(5, [7, 7]) == 2 and best.accepted(3, [7, 7]) == 1 and best.accepted(5, [5]) == 1
-    assert wide_trees.replay([best] * 4, [5, 6, 7, 5], 3) == (4, 2)
-    assert best.expected(3) == pytest.approx(1.9)
-
-
-def test_whether_more_nodes_pay(tmp_path, monkeypatch):
-    monkeypatch.setattr(wide_trees, "pin", lambda threads: None)
-    lengths = {64: 5.0, 128: 6.0}
-    assert "128 nodes pay: 1.200x the accept length of 64, 1.100x" in wide_trees.verdict(
-        lengths, {64: 5.0, 128: 5.5}, 64, 128, 0.5
-    )
-    assert "128 nodes do not pay" in wide_trees.verdict(lengths, {64: 5.0, 128: 6.2}, 64, 128, 0.0)
-    assert "+20.0%" in wide_trees.verdict(lengths, {}, 64, 128, 0.0)
-    rounds = [
-        dict(batch=b, context=c, nodes=n, ms=b + n) for b, c, n in ((8, 9, 16), (2, 9, 64), (1, 9, 64), (1, 8, 32))
-    ]
-    common.write_json(tmp_path / "gpu.json", {"shapes": {"x": {"rounds": rounds}}})
-    assert wide_trees.times_of(tmp_path / "gpu.json", "x", 9) == {128: 66, 64: 65}
-    wide_trees.main(["--workloads", "--times", "64:5,128:6", "--json", str(tmp_path / "wide.json")])
-    rows = json.loads((tmp_path / "wide.json").read_text())["rows"]
-    assert [(row["how"], row["draft"]) for row in rows] == [("simulated", name) for name in ("easy", "medium", "hard")]
-
-
-@pytest.mark.slow
-def test_trees_over_what_the_demo_heads_propose(tmp_path, monkeypatch):
-    monkeypatch.setattr(wide_trees, "pin", lambda threads: None)  # a child forked later cannot use two threads
-    options = ["--workloads", "chat", "--prompts", "1", "--new-tokens", "8", "--json", str(tmp_path / "wide.json")]
-    wide_trees.main(options)
-    rows = json.loads((tmp_path / "wide.json").read_text())["rows"]
-    assert [row["how"] for row in rows] == ["simulated"] * 3 + ["replayed"] * 2
-    for row in rows:
-        lengths = list(row["accept_length"].values())
-        assert lengths == sorted(lengths) and lengths[0] >= 1
 
 
 def test_rates_are_divided_by_static_batches_and_plain_steps():

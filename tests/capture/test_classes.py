@@ -18,8 +18,9 @@ from spec_compile.capture import check_generation, hooks
 from spec_compile.capture.trace import capture
 from spec_compile.runtime import past
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import architectures
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.common import RESULTS, ROOT
+from benchmarks.quality import architectures
 
 ROWS, IDS, MASK = models.prompts()
 ASIDE = "only transformers' own generate() does this"
@@ -92,10 +93,10 @@ def test_the_table_has_every_class_once():
 
 
 def test_the_docs_show_the_table_of_the_last_sweep():
-    record = json.loads((architectures.HERE / "results" / "architectures.json").read_text())
+    record = json.loads((RESULTS / "architectures.json").read_text())
     table = architectures.table(record["outcomes"], record["machine"]["transformers"])
     assert not set(record["counts"]) & set(architectures.BAD)
-    assert table in (architectures.HERE.parent / "docs" / "models.md").read_text()
+    assert table in (ROOT / "docs" / "models.md").read_text()
 
 
 def test_a_difference_counts_unless_it_is_a_near_tie():

@@ -1,7 +1,7 @@
 """The kernel that sums the parts of all ranks: in Triton's interpreter, in float32.
 
 One process plays all ranks, first as each sender and then as each receiver; or processes with memory in common wait for
-each other as GPUs do. ``benchmarks/all_reduce.py`` checks the same on GPUs.
+each other as GPUs do. ``tests/support/all_reduce_on_gpus.py`` checks the same on GPUs.
 """
 
 import random

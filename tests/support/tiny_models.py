@@ -1,6 +1,6 @@
 """A tiny random model of any causal LM class of transformers, and whether `speculate` serves it with the same answer.
 
-`examine` is what `benchmarks/architectures.py` runs for every class, and `test_classes.py` for some.
+`examine` is what `benchmarks/quality/architectures.py` runs for every class, and `test_classes.py` for some.
 """
 
 import inspect

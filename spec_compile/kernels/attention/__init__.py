@@ -48,7 +48,7 @@ def choose(use: Use, graph: ModelGraph) -> Backend:
     """The backend of `graph` for this use.
 
     "auto" is the first of `BACKENDS` that can run every layer: ours on a GPU, which was the fastest with trees in every
-    measurement (benchmarks/attention_kernel.py), and sdpa on a CPU. For prompts on a GPU it is the faster one of ours
+    measurement (benchmarks/kernels/attention.py), and sdpa on a CPU. For prompts on a GPU it is the faster one of ours
     and FlashInfer's, if the kernels of the latter are compiled already; this is measured once (`measure.fastest`).
 
     Raises ValueError if the backend does not run on the graph's device, and UnsupportedModelError if it lacks a feature

@@ -113,7 +113,7 @@ def prompt_tuning(rows: int, groups: int, key_dim: int, value_dim: int, itemsize
 def tree_tuning(
     rows: int, pairs: int, capacity: int, key_dim: int, value_dim: int, itemsize: int, device: int
 ) -> Tuning:
-    """The tuning for a tree with `rows` rows for each of `pairs` = B * Hkv, from ``benchmarks/attention_tuning.py`` on
+    """The tuning for a tree with `rows` rows for each of `pairs` = B * Hkv, from ``benchmarks/kernels/attention.py`` on
     an H200.
 
     block_n, least and most decide the bits of results, so they depend only on the sizes of heads. Each program waits

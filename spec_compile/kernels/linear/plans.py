@@ -68,7 +68,7 @@ OUTPUTS = Tile(64, 256, 16, 4, 4), Tile(64, 128, 64, 4, 5), Tile(64, 64, 128, 4,
 SHARED = Tile(64, 256, 16, 4, 4), Tile(64, 128, 64, 4, 5), Tile(64, 64, 128, 4, 4)
 SHORT = Tile(64, 128, 16, 4, 5), Tile(64, 128, 64, 4, 5), Tile(64, 64, 128, 4, 4)
 FEW_OUTPUTS = Tile(16, 256, 16, 4, 4), Tile(16, 256, 64, 4, 3), Tile(16, 64, 256, 4, 4)
-"""Tuned by ``python benchmarks/matmul_kernel.py --tune`` on an H200 with the layers of Llama-3.1-8B, Llama-3.2-1B,
+"""Tuned by ``python -m benchmarks.kernels.matmul --tune`` on an H200 with the layers of Llama-3.1-8B, Llama-3.2-1B,
 Qwen3-0.6B and SmolLM2-135M, and for more than 64 rows by `--wide` with those of Llama-3.1-8B."""
 PACKED = {
     8: (Tile(64, 128, 16, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 128, 128, 8, 3)),
@@ -76,7 +76,7 @@ PACKED = {
 }
 ALONE = Tile(128, 256, 16, 4, 4), Tile(256, 256, 64, 8, 3), Tile(128, 256, 128, 8, 2)
 """Of quantised weights, by their bits, and of 4 bits where no programs share the columns; for up to 64 rows tuned by
-``python benchmarks/packed_kernel.py`` on an H200 with the layers of Llama-3.1-8B. A tile of twice the outputs reads x
+``python -m benchmarks.kernels.matmul`` on an H200 with the layers of Llama-3.1-8B. A tile of twice the outputs reads x
 half as often, which at 64 rows is most of what it reads."""
 PARTS = {(1024, 3072): 4, (4096, 1024): 1}
 """Programs that share the columns, by (outputs, inputs), where it was found to differ from the rule in `plan`."""

@@ -1,0 +1,173 @@
+"""The time of the all-reduce of tensor parallelism on the GPUs of one host, next to NCCL's and torch's.
+
+    torchrun --nproc-per-node 2 -m benchmarks.kernels.all_reduce [--only time layers] [--limit 55]
+
+time: microseconds of one sum in a graph of many; "plain" sums numbers of 16 bits, "added" float32 parts with the
+residual stream and the norm's first half; then "added" for each block size.
+layers: milliseconds of the products of all layers of a model of 8B parameters: without sums ("none"), with ours, and
+with NCCL's; and the microseconds that one of our sums adds, if products send and if the summing kernel sends.
+
+The script ends after --limit seconds. tests/support/all_reduce_on_gpus.py compares the bits.
+"""
+
+import argparse
+import faulthandler
+import functools
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from benchmarks.timers import captured, replay_us
+from spec_compile.kernels import all_reduce, all_reduce_launch, all_reduce_memory, counters
+from spec_compile.kernels.linear import all_reduce_add, stream
+from spec_compile.kernels.linear.plans import squared_columns
+
+ops = torch.ops.spec_compile
+DEVICE, DTYPE = "cuda", torch.bfloat16
+PHASES = "time", "layers"
+SHAPES = [(rows, size) for size in (4096, 8192) for rows in (1, 4, 16, 64)]
+BLOCKS = {1: (128, 256, 512), 16: (512, 1024), 64: (1024, 2048, 4096)}
+LAYER = (3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168)
+"""Shapes of a layer's weights of Llama-3.1-8B on each of two ranks: q, k and v; o; gate and up; down."""
+
+
+def say(*words) -> None:
+    if dist.get_rank() == 0:
+        print(*words, flush=True)
+
+
+def parts_of(shape, seed: int, dtype=torch.float32) -> list[torch.Tensor]:
+    """The parts of all ranks, the same on each rank."""
+    numbers = torch.Generator(DEVICE).manual_seed(seed)
+    return [torch.randn(shape, generator=numbers, device=DEVICE).to(dtype) for _ in range(dist.get_world_size())]
+
+
+def added(group_name: str, parts, residual, weight) -> tuple[torch.Tensor, ...]:
+    """Stream, scaled stream and squares, as `small_m_all_reduce_add` returns them, from this rank's part."""
+    exchange, behind = all_reduce_memory.EXCHANGES[group_name], stream.stream_behind(residual, weight, 0.0)
+    out, squared = torch.empty_like(residual), squared_columns(residual.shape[1])
+    all_reduce_launch.all_reduce_add(exchange, parts[dist.get_rank()], out, behind, squared)
+    return out, behind.scaled, behind.squares
+
+
+def graph_of(run) -> torch.cuda.CUDAGraph:
+    """A graph of `run`. NCCL's own thread asks the device during the capture."""
+    return captured(run, capture_error_mode="thread_local")
+
+
+def graph_time(run, count: int, repeats: int = 7) -> float:
+    """Microseconds in a graph of one of the `count` steps of `run`. A replay before each brings the ranks together."""
+    graph = graph_of(run)
+    return replay_us(graph, repeats, before=graph.replay) / count
+
+
+def measure(group_name: str) -> None:
+    say("time: us of one in a graph of many")
+    say("rows  size  KB |  NCCL one-shot two-shot | plain added | added by block")
+    for rows, size in SHAPES:
+        nccl, one, two, plain, fused, blocks = measure_shape(group_name, rows, size)
+        start = f"{rows:4} {size:5} {rows * size * 2 >> 10:3} | {nccl:5.1f} {one:8.1f} {two:8.1f}"
+        say(f"{start} | {plain:5.1f} {fused:5.1f} | {blocks}")
+
+
+def measure_shape(group_name: str, rows: int, size: int, count: int = 64) -> tuple:
+    """The figures of a line."""
+    x = torch.zeros(rows, size, dtype=DTYPE, device=DEVICE)
+    parts, weight, symm_mem = parts_of((rows, size), 0), x[0].clone(), torch.ops.symm_mem
+    shared = symmetric_memory.empty(rows * size, dtype=DTYPE, device=DEVICE).zero_()
+    symmetric_memory.rendezvous(shared, group_name)
+
+    def chained(function, x=x):
+        for _ in range(count):
+            x = function(x)
+
+    def add(x):
+        return added(group_name, parts, x, weight)[0]
+
+    def again(function):
+        return graph_time(lambda: [function() for _ in range(count)], count)
+
+    times = [
+        again(lambda: dist.all_reduce(x)),
+        again(lambda: symm_mem.one_shot_all_reduce(shared, "sum", group_name)),
+        again(lambda: symm_mem.two_shot_all_reduce_(shared, "sum", group_name)),
+        graph_time(lambda: chained(lambda x: ops.all_reduce(x, group_name)), count),
+        graph_time(lambda: chained(add), count),
+    ]
+    blocks, usual = {}, all_reduce_launch.block_for
+    for block in BLOCKS.get(rows, ()):
+        all_reduce_launch.block_for = lambda *_, block=block: block
+        blocks[block] = round(graph_time(lambda: chained(add), count), 1)
+    all_reduce_launch.block_for = usual
+    return *times, blocks
+
+
+def layers(group_name: str, counts, number: int = 32) -> None:
+    say("layers: ms of the products of", number, "layers; N | none, products send, a kernel sends | us a sum adds")
+    make = functools.partial(torch.empty, dtype=DTYPE, device=DEVICE)
+    weights = [[make(shape).normal_(0, 0.01) for shape in LAYER] for _ in range(number)]
+    norm = torch.ones(4096, dtype=DTYPE, device=DEVICE)
+    exchange, reducer = all_reduce_memory.EXCHANGES[group_name], all_reduce.REDUCERS[group_name]
+    for rows in counts:
+        x = torch.randn(rows, 4096, dtype=DTYPE, device=DEVICE)
+
+        def run(add, *more, x=x):
+            scaled, squares = x, torch.ones(len(x), 4096 // squared_columns(4096), device=DEVICE)
+            for qkv, o, gate_up, down in weights:
+                inside = ops.normed_matmul(scaled, squares, qkv, None, 1e-5)[:, :2048]
+                x, scaled, squares = add(inside, o, None, x, norm, 0.0, *more)
+                inside = ops.normed_swiglu(scaled, squares, gate_up, 1e-5)
+                x, scaled, squares = add(inside, down, None, x, norm, 0.0, *more)
+
+        none = graph_time(lambda: run(ops.small_m_add), 1000)
+        sent = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
+        all_reduce_add.product_sends, usual = lambda *_: False, all_reduce_add.product_sends
+        apart = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
+        all_reduce_add.product_sends = usual
+        each = [round((time - none) * 1e3 / (2 * number), 2) for time in (sent, apart)]
+        say(f"{rows:3} | {none:6.3f} {sent:6.3f} {apart:6.3f} | {each}")
+        all_reduce_memory.release(group_name)
+        library = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
+        all_reduce_memory.EXCHANGES[group_name], all_reduce.REDUCERS[group_name] = exchange, reducer
+        say(f"{rows:3} | NCCL {library:6.3f}")
+
+
+def start(limit: float) -> tuple[str, str | None]:
+    """Begin the process group of a script that ends after `limit` seconds.
+
+    Returns the name of the group, and the reason why there is no exchange of our own, or None.
+    """
+    faulthandler.dump_traceback_later(limit, exit=True)
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a rank that trapped reports before it ends
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here needs it
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    rank, gpus = int(os.environ["RANK"]), torch.cuda.device_count()
+    device = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(device)
+    backend = {"backend": "nccl", "device_id": device} if gpus >= int(os.environ["WORLD_SIZE"]) else {"backend": "gloo"}
+    dist.init_process_group(**backend, timeout=timedelta(seconds=limit))
+    reason = all_reduce_memory.prepare(dist.group.WORLD, device)
+    counters.prepare(device)
+    machine = f"{dist.get_world_size()} ranks, {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    say(machine, f"no exchange: {reason}" if reason else "with an exchange")
+    return dist.group.WORLD.group_name, reason
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--limit", type=float, default=55)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="of the phase layers")
+    options = parser.parse_args()
+    name, reason = start(options.limit)
+    phases = {"time": lambda: measure(name), "layers": lambda: layers(name, options.rows)}
+    for phase in [each for each in PHASES if each in options.only and reason is None]:
+        phases[phase]()
+    os._exit(0)  # destroying the group would wait for the captured graphs
+
+
+if __name__ == "__main__":
+    main()

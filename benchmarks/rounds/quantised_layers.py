@@ -1,0 +1,104 @@
+"""Linear layers rounded to nearest and packed in the layouts of several libraries, none of which is needed."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from spec_compile.capture.quantised import QuantisedLinear
+from spec_compile.kernels.linear.quantised import Packed
+from spec_compile.kernels.linear.quantised.bitsandbytes import Table4
+from spec_compile.kernels.linear.quantised.compressed_tensors import Int4Group
+from spec_compile.kernels.linear.quantised.fp8_block import FP8, Fp8Block
+from spec_compile.kernels.linear.quantised.gptq import Gptq
+from spec_compile.kernels.linear.quantised.torchao import Int8Weight
+
+GROUP = 64
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Quantiles of a normal distribution (QLoRA, arXiv 2305.14314, appendix E)."""
+
+
+def fp8(weight: Tensor) -> Packed:
+    """Fine-grained FP8 with a scale for each 128 x 128 weights; activations are in FP8, too. weight [O, I]."""
+    outputs, inputs = weight.shape
+    padded = F.pad(weight.float(), (0, -inputs % 128, 0, -outputs % 128))
+    blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scales = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / 448
+    codes = (
+        (blocks / scales[:, None, :, None]).to(FP8).flatten(2).flatten(0, 1)[:outputs, :inputs].clone()
+    )  # a view keeps its base
+    return Packed(Fp8Block(128, 128), {"weight": codes, "weight_scale_inv": scales}, None, inputs)
+
+
+def int8(weight: Tensor) -> Packed:
+    """torchao's int8 weights, with a scale for each output."""
+    scales = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
+    codes = (weight.float() / scales).round().to(torch.int8)
+    return Packed(Int8Weight(), {"qdata": codes, "scale": scales}, None, weight.shape[1])
+
+
+def int4(weight: Tensor, group: int = GROUP) -> Packed | None:
+    """compressed-tensors W4A16, symmetric, in groups of `group` inputs; None if they do not divide the inputs."""
+    if weight.shape[1] % group:
+        return None
+    words, scales = _words(weight, group)
+    return Packed(Int4Group(group), {"weight_packed": words, "weight_scale": scales}, None, weight.shape[1])
+
+
+def gptq(weight: Tensor, group: int = 128) -> Packed:
+    """GPTQ's layout of 4 bits, symmetric, in groups of `group` inputs, in order. weight [O, I] float16."""
+    words, scales = _words(weight, group)
+    groups = torch.arange(weight.shape[1], dtype=torch.int32, device=weight.device) // group
+    zeros = words.new_full((scales.shape[1], len(words) // 8), 0x77777777)  # files have them less 1
+    parts = {"qweight": words.T.contiguous(), "qzeros": zeros, "scales": scales.T.contiguous(), "g_idx": groups}
+    return Packed(Gptq(1), parts, None, weight.shape[1])
+
+
+def _words(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """weight [O, I] in symmetric 4 bits: words [O, I / 8] int32, and scales [O, I / group] in the weight's dtype.
+
+    A word holds 8 inputs, the first in the lowest 4 bits: codes 1, 2, 3, 0, 0, 0, 0, 0 give 0x321.
+    """
+    groups = weight.float().unflatten(1, (-1, group))
+    scales = (groups.abs().amax(dim=2).clamp(min=1e-12) / 7.5).to(weight.dtype)
+    codes = (groups / scales.float()[:, :, None]).round().clamp(-8, 7).flatten(1).long() + 8
+    words = (codes.unflatten(1, (-1, 8)) << (4 * torch.arange(8, device=codes.device))).sum(dim=2).to(torch.int32)
+    return words, scales
+
+
+def nf4(weight: Tensor) -> Packed | None:
+    """bitsandbytes NF4 in blocks of 64."""
+    if weight.shape[1] % GROUP:
+        return None
+    table = torch.tensor(NF4, device=weight.device)
+    blocks = weight.float().view(-1, GROUP)
+    scales = blocks.abs().amax(dim=1)
+    between = (table[1:] + table[:-1]) / 2
+    codes = torch.bucketize(blocks / scales.clamp(min=1e-12)[:, None], between).to(torch.uint8).view(-1, 2)
+    parts = {"weight": codes[:, :1] << 4 | codes[:, 1:], "absmax": scales, "code": table}
+    return Packed(Table4(GROUP, 0), parts, None, weight.shape[1])
+
+
+FORMATS = {"fp8": fp8, "int8": int8, "int4": int4, "nf4": nf4}
+
+
+def pack_layers(model: PreTrainedModel, pack: Callable[[Tensor], Packed | None]) -> list[str]:
+    """Replace the linear layers of `model` by packed ones, in place, except the output head.
+
+    pack: a function such as those of `FORMATS`. Returns the paths of layers whose sizes the format does not take.
+    """
+    head, left = model.get_output_embeddings(), []
+    for path in [path for path, part in model.named_modules() if type(part) is nn.Linear and part is not head]:
+        layer = model.get_submodule(path)
+        packed = pack(layer.weight.detach())
+        if packed is None:
+            left.append(path)
+        else:
+            model.set_submodule(path, QuantisedLinear(packed._replace(bias=layer.bias)))
+    return left

@@ -1,0 +1,57 @@
+"""Quantised models of published shapes: random weights in the formats of checkpoints (see `shapes.SHAPES`)."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import FineGrainedFP8Config, PreTrainedModel
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+from benchmarks.rounds.quantised_layers import fp8, gptq, int4, nf4, pack_layers
+from spec_compile.capture.mxfp4 import PRODUCTS, Mxfp4Experts
+from spec_compile.kernels.experts.mxfp4 import GROUP
+from spec_compile.kernels.linear.quantised.fp8_block import FP8
+
+FP8_SCALES, MXFP4_SCALES = (0.01, 0.03), (119, 122)
+"""Ranges of random scales [from, below) that give weights of about 0.02, as transformers initialises them."""
+
+
+def fp8_mixture(model: PreTrainedModel) -> None:
+    """Replace linear layers and experts by transformers' own for fine-grained FP8, with random weights."""
+    device = model.device
+    model.config.quantization_config = FineGrainedFP8Config()
+    replace_with_fp8_linear(model, ["lm_head"], model.config.quantization_config)
+    for part in model.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None and weight.is_meta:
+                value = torch.empty(weight.shape, dtype=torch.bfloat16, device=device)
+                value = value.uniform_(*FP8_SCALES).float() if "scale" in name else value.normal_().to(FP8)
+                part._parameters[name] = nn.Parameter(value, requires_grad=False)
+
+
+def mxfp4_experts(model: PreTrainedModel) -> None:
+    """Replace the experts of a gpt-oss by random ones in MXFP4, as `load_mxfp4` holds them, layer by layer."""
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        weights = {name: _random_mxfp4(getattr(experts, name)) for name in PRODUCTS}
+        biases = {name: getattr(experts, f"{name}_bias") for name in PRODUCTS}
+        layer.mlp.experts = Mxfp4Experts(weights, biases, experts.alpha, experts.limit)
+
+
+def _random_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Random blocks and scales, laid out as in checkpoints, for a weight of shape [E, I, O]."""
+    experts, inputs, outputs = weight.shape
+    shape = experts, outputs, inputs // GROUP
+    blocks = torch.randint(0, 256, (*shape, GROUP // 2), dtype=torch.uint8, device=weight.device)
+    return blocks, torch.randint(*MXFP4_SCALES, shape, dtype=torch.uint8, device=weight.device)
+
+
+QUANTISED = {
+    "llama-8b-fp8": ("llama-8b", torch.bfloat16, partial(pack_layers, pack=fp8)),
+    "llama-8b-int4": ("llama-8b", torch.bfloat16, partial(pack_layers, pack=partial(int4, group=128))),
+    "llama-8b-gptq": ("llama-8b", torch.float16, partial(pack_layers, pack=gptq)),
+    "llama-8b-nf4": ("llama-8b", torch.bfloat16, partial(pack_layers, pack=nf4)),
+    "qwen3-30b-a3b-fp8": ("qwen3-30b-a3b", torch.bfloat16, fp8_mixture),
+    "gpt-oss-20b-mxfp4": ("gpt-oss-20b", torch.bfloat16, mxfp4_experts),
+}
+"""Name -> the shape, the dtype of all that is not quantised, and a function that quantises a model in place."""

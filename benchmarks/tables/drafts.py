@@ -1,0 +1,104 @@
+"""Tables about drafts: the columns that others publish, other engines, trees of many nodes, windows, and training."""
+
+from benchmarks.tables.figures import NONE, SHAPES, Results, table
+
+WORKLOADS = {
+    "code_editing": "code editing (EditEval)",
+    "bug_fixing": "bug fixing (HumanEvalFix)",
+    "code_completion": "code completion (HumanEval)",
+    "maths": "maths (GSM8K)",
+    "chat": "chat (MT-bench)",
+    "docstrings": "docstrings",
+    "random": "random tokens",
+}
+HEADS = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "dflash": "DFlash", "jetspec": "JetSpec"}
+
+
+def measured_sets(results: Results, file: str) -> list[str]:
+    """The names of the sets of a file, in the order of `WORKLOADS`."""
+    names = list(results.get(file, "workloads"))
+    return [name for name in WORKLOADS if name in names] + [name for name in names if name not in WORKLOADS]
+
+
+def published(results: Results, file: str) -> str:
+    """The columns that others publish: a row for each set and system of ours."""
+    rows = []
+    for name in measured_sets(results, file):
+        for system, row in results.get(file, "workloads", name, "systems").items():
+            if "first_token_s" not in row or "accept_length" not in row:
+                continue
+            results.seen(row)
+            depths = " ".join(f"{share:.2f}" for share in row["acceptance_by_depth"][:5])
+            times = (f"{row['first_token_s'] * 1e3:.1f} ms", f"{row['further_token_s'] * 1e3:.2f} ms")
+            gain = f"{row['over_plain']:.2f}×" if "over_plain" in row else NONE
+            rate = f"{1 / row['further_token_s']:,.0f}"
+            rows.append((name.replace("_", " "), system, f"{row['accept_length']:.2f}", depths, rate, *times, gain))
+    columns = ("category", "drafts", "accept length", "acceptance by position", "tokens/s a user", "first token (TTFT)",
+               "a further token (TPOT)", "vs plain steps")  # fmt: skip
+    return table(columns, rows)
+
+
+def peers(results: Results) -> str:
+    """A row for each engine and way of drafting, a column for each set: accept length and tokens a second.
+
+    The last column counts the answers of all sets that equal those of the same engine without drafts.
+    """
+    every = results.all("peers", "rows")
+    names = list(dict.fromkeys(name for row in every for name in row.get("sets", {})))
+    rows = []
+    for row in map(results.seen, every):
+        cells = [row["refused"], *[""] * (len(names) - 1)] if "refused" in row else [
+            f"{figures['accept_length'] or 0:.2f}, {figures['tokens_per_second']:,.0f}" if figures else NONE
+            for figures in (row["sets"].get(name) for name in names)
+        ]  # fmt: skip
+        compared = [figures for figures in row.get("sets", {}).values() if "same" in figures]
+        same, of = (sum(figures[key] for figures in compared) for key in ("same", "of"))
+        cells.append(f"{same}/{of}" if compared else "")
+        rows.append((row["model"], row["drafts"], f"{row['engine']} {row.get('version', '')}".strip(), *cells))
+    sets = (name.replace("_", " ") for name in names)
+    return table(("model", "drafts", "engine", *sets, "answers equal to its plain steps"), rows)
+
+
+def wide_trees(results: Results) -> str:
+    rows = []
+    for row in map(results.seen, results.all("wide_trees", "rows")):
+        lengths = row["accept_length"]
+        gains = (f"{lengths[many] / lengths[few] - 1:+.0%}" for few, many in (("64", "128"), ("128", "256")))
+        rows.append(
+            (row["how"], row["draft"].replace("_", " "), *(f"{length:.2f}" for length in lengths.values()), *gains)
+        )
+    sizes = ("16 nodes", "32", "64", "128", "256")
+    return table(("", "draft", *sizes, "128 over 64", "256 over 128"), rows)
+
+
+def draft_windows(results: Results) -> str:
+    """Accept lengths of a real model without a window and with each."""
+    return by_window(results, "accept_length")
+
+
+def draft_window_rounds(results: Results) -> str:
+    """Milliseconds of a shape's round without a window and with each."""
+    return by_window(results, "ms")
+
+
+def by_window(results: Results, figure: str) -> str:
+    """A row for each model, head and context that have this figure, a column for each window."""
+    rows = [row for row in results.all("draft_windows", "rows") if figure in row]
+    windows = sorted({row["window"] or 0 for row in rows})
+    cells = {(row["model"], row["algo"], row["context"], row["window"] or 0): results.seen(row)[figure] for row in rows}
+    lines = []
+    for model, algo, context in dict.fromkeys(key[:3] for key in sorted(cells)):
+        of_windows = (cells.get((model, algo, context, window)) for window in windows)
+        names = SHAPES.get(model, model), HEADS[algo], f"{context:,}"
+        lines.append((*names, *("" if cell is None else f"{cell:.2f}" for cell in of_windows)))
+    titles = (f"the last {window:,}" if window else "all of the text" for window in windows)
+    return table(("target", "head", "context", *titles), lines)
+
+
+def training(results: Results) -> str:
+    """A row for each head."""
+    rows = []
+    for row in map(results.seen, results.all("training", "rows")):
+        figures = f"{row['tokens_per_second']:,}", f"{row['peak_gigabytes']:.1f} GB" if "peak_gigabytes" in row else ""
+        rows.append((row["model"], HEADS[row["algorithm"]], *figures))
+    return table(("target", "head", "tokens/s", "peak memory"), rows)

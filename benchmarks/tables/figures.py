@@ -1,0 +1,91 @@
+"""Results read from their files, and cells of tables."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.common import RESULTS
+
+NONE = "not measured"
+SHAPES = {
+    "llama-8b": "Llama-3.1-8B",
+    "qwen3-8b": "Qwen3-8B",
+    "llama-1b": "Llama-3.2-1B",
+    "qwen3-0.6b": "Qwen3-0.6B",
+    "llama-70b": "Llama-3.1-70B",
+    "smollm2-135m": "SmolLM2-135M",
+    "llama-8b-fp8": "Llama-3.1-8B, FP8",
+    "llama-8b-int4": "Llama-3.1-8B, 4 bits",
+    "llama-8b-nf4": "Llama-3.1-8B, NF4",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "qwen3-30b-a3b-fp8": "Qwen3-30B-A3B, FP8",
+    "gpt-oss-20b-mxfp4": "gpt-oss-20b, MXFP4",
+    "mixtral-8x7b": "Mixtral-8x7B",
+    "nemotron-h-8b": "Nemotron-H-8B",
+    "qwen3.5-9b": "Qwen3.5-9B",
+    "qwen3-next-80b": "Qwen3-Next-80B-A3B, 32 of 48 layers",
+    "falcon-h1-7b": "Falcon-H1-7B",
+    "lfm2-1.2b": "LFM2-1.2B",
+}
+"""Shape -> its name in tables."""
+
+
+class Results:
+    """Rows of the results, and the stamps of those that were looked up."""
+
+    def __init__(self, folder: Path = RESULTS):
+        self.folder, self.stamps = folder, []
+
+    def get(self, file: str, *keys: str) -> dict | list:
+        """The value under these keys ({} if it was never measured)."""
+        path = self.folder / f"{file}.json"
+        value = json.loads(path.read_text()) if path.exists() else {}
+        for key in keys:
+            value = value.get(key, {})
+        return self.seen(value)
+
+    def row(self, file: str, *keys: str, **values) -> dict:
+        """The first row of a list that has these values ({} if none has)."""
+        rows = [row for row in self.all(file, *keys) if all(row.get(key) == value for key, value in values.items())]
+        return self.seen(rows[0]) if rows else {}
+
+    def all(self, file: str, *keys: str) -> list[dict]:
+        """The rows of a list; their stamps are not noted."""
+        value = Results(self.folder).get(file, *keys)
+        return list(value) if isinstance(value, list) else []
+
+    def seen(self, value):
+        """`value`; notes its stamp if it has one."""
+        if isinstance(value, dict) and "stamp" in value and value["stamp"] not in self.stamps:
+            self.stamps.append(value["stamp"])
+        return value
+
+    def caption(self) -> str:
+        """The stamps of all rows that were looked up: for each machine its commits, and the first and last day."""
+        places: dict[str, list[dict]] = {}
+        for facts in self.stamps:
+            where = facts.get("gpu") or f"{facts['cpu']}, {facts['threads']} threads"
+            versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
+            places.setdefault(f"{where}, {versions}", []).append(facts)
+        parts = []
+        for place, some in places.items():
+            commits, days = sorted({one["commit"] for one in some}), sorted({one["date"][:10] for one in some})
+            span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+            parts.append(f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}, {span}, {place}")
+        return "Measured at: " + "; ".join(sorted(parts)) + "." if parts else "Nothing here has been measured."
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def number(row: dict, key: str, form: str = "{:.2f}") -> str:
+    return form.format(row[key]) if row.get(key) is not None else NONE
+
+
+def floors(row: dict) -> str:
+    """The times of a row divided by the floor of a copy, and of a read."""
+    return f"{row['over_copy']:.2f}×, {row['over_read']:.2f}×" if "over_copy" in row else ""

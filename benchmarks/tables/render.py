@@ -1,0 +1,354 @@
+"""The tables of README.md and of the pages in docs (`FILES`), made from benchmarks/results/*.json only."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.common import LOOKUP, RESULTS, ROOT
+from benchmarks.rounds.token_times import EAGER, PLAIN, SPECULATIVE, STATIC
+from benchmarks.tables.drafts import (
+    WORKLOADS,
+    draft_window_rounds,
+    draft_windows,
+    measured_sets,
+    peers,
+    published,
+    training,
+    wide_trees,
+)
+from benchmarks.tables.figures import NONE, SHAPES, Results, floors, number, table
+
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FILES = [path for path in PAGES if BLOCK.search(path.read_text())]
+BEST = (LOOKUP, STATIC, EAGER, "HF greedy", "HF assistant")
+"""Transformers' own ways to generate."""
+
+
+def best_step(results: Results, shape: str) -> dict:
+    """The row of the fastest of transformers' own ways."""
+    rows = [row for row in results.all("gpu", "shapes", shape, "steps") if row["system"] in BEST]
+    return results.seen(min(rows, key=lambda row: row["ms"])) if rows else {}
+
+
+def step_cells(results: Results, shape: str) -> tuple[str, ...]:
+    """Transformers' best way, ours by plain steps, the ratio, and the hardware."""
+    best, plain = best_step(results, shape), results.row("gpu", "shapes", shape, "steps", system=PLAIN)
+    if not best or not plain:
+        return NONE, NONE, "", ""
+    name, ratio = best["system"].removeprefix("HF "), best["ms"] / plain["ms"]
+    return f"{best['ms']:.2f} ms ({name})", f"{plain['ms']:.2f} ms", f"{ratio:.1f}×", hardware(plain)
+
+
+def rates(results: Results, file: str, workload: str, name: str) -> dict[str, float]:
+    """Tokens a second of the system `name` and of all others in its run."""
+    systems = results.get(file, "workloads", workload, "systems")
+    stamp = results.seen(systems.get(name, {})).get("stamp")
+    return {other: row["tokens_per_second"] for other, row in systems.items() if row["stamp"] == stamp}
+
+
+def rate_cells(results: Results, file: str, workload: str, ours: str) -> tuple[str, ...]:
+    """Transformers' best way, one of ours, the ratio, and the hardware, all of one run."""
+    systems = rates(results, file, workload, ours)
+    if LOOKUP not in systems or ours not in systems:
+        return NONE, NONE, "", ""
+    stamped = results.get(file, "workloads", workload, "systems", ours)
+    return *compared(systems, ours), hardware(stamped)
+
+
+def peer_cells(results: Results, workload: str) -> tuple[str, ...]:
+    """vLLM with its best drafts, ours with EAGLE-3 and n-grams, the ratio, and the hardware."""
+    rows = [row for row in results.all("peers", "rows") if workload in row.get("sets", {})]
+    joined = next((row for row in rows if (row["engine"], row["drafts"]) == ("ours", "EAGLE-3 + n-gram")), None)
+    theirs = [row for row in rows if row["engine"] == "vllm"]
+    if joined is None or not theirs:
+        return NONE, NONE, "", ""
+
+    def rate(row: dict) -> float:
+        return row["sets"][workload]["tokens_per_second"]
+
+    best = results.seen(max(theirs, key=rate))
+    cells = f"{rate(best):,.0f} tokens/s (vLLM, {best['drafts']})", f"{rate(joined):,.0f} tokens/s"
+    return *cells, f"{rate(joined) / rate(best):.1f}×", hardware(results.seen(joined))
+
+
+def compared(speeds: dict[str, float], ours: str) -> tuple[str, str, str]:
+    """The fastest of transformers' own ways, one of ours, and the ratio."""
+    best = max((name for name in speeds if name in BEST), key=speeds.get)
+    theirs = f"{speeds[best]:,.0f} tokens/s ({best.removeprefix('HF ')})"
+    return theirs, f"{speeds[ours]:,.0f} tokens/s", f"{speeds[ours] / speeds[best]:.1f}×"
+
+
+def hardware(row: dict) -> str:
+    """The hardware that measured a row."""
+    stamp = row["stamp"]
+    return stamp["gpu"].removeprefix("NVIDIA ") if stamp.get("gpu") else f"{stamp['threads']} CPU cores"
+
+
+def round_cells(results: Results, shape: str, draft: str) -> tuple[str, ...]:
+    """The floor of a round with a draft, the round, the ratio, and the hardware."""
+    row = results.row("gpu", "shapes", shape, "drafts", name=draft)
+    if not row:
+        return NONE, NONE, "", ""
+    cells = f"{row['floor_copy_ms']:.2f} ms (floor: reading the weights)", f"{row['ms']:.2f} ms"
+    return *cells, f"{row['over_copy']:.2f}× the floor", hardware(row)
+
+
+def summary(results: Results) -> str:
+    """The rows of README.md."""
+    sets = {"editeval": "code editing", "gsm8k_test": "maths", "mt_bench": "chat"}
+    model, tree = "SmolLM2-135M, EAGLE-3 and n-grams", "EAGLE-3, tree of 16 in 5 steps"
+
+    def on_cpu(key: str) -> tuple[str, ...]:
+        return rate_cells(results, "acceptance_smollm2", key, "EAGLE-3 and n-gram, tree of 16")
+
+    rows = [
+        *((f"{model}, {name}", *peer_cells(results, key), "`peers.compare`") for key, name in sets.items()),
+        *(
+            (f"{model}, {sets[key]}", *on_cpu(key), "`quality.acceptance --as-chat`")
+            for key in ("editeval", "gsm8k_test")
+        ),
+        ("Llama-3.1-8B shape, one token without drafts", *step_cells(results, "llama-8b"), "`gpu --baselines`"),
+        ("Llama-3.1-8B shape, a round of EAGLE-3's tree", *round_cells(results, "llama-8b", tree), "`gpu --drafts`"),
+    ]
+    return table(("", "compared with", "spec_compile", "", "hardware", "`python -m benchmarks.`"), rows)
+
+
+def cpu_workloads(results: Results) -> str:
+    names = ("HF greedy", LOOKUP, "ours, no drafts", "ours, n-gram")
+    rows = []
+    for workload, title in WORKLOADS.items():
+        row = results.get("cpu", "workloads", workload)
+        if row:
+            speeds = row["tokens_per_second"]
+            ours = speeds["ours, n-gram"]
+            ratios = (f"{ours / speeds[name]:.1f}×" if name in speeds else "" for name in names[:2])
+            cells = (number(speeds, name, "{:.0f}") for name in names)
+            rows.append((title, *cells, f"{row['accept_length']:.2f}", *ratios))
+    return table(("workload", *names, "accept length", "vs greedy", "vs lookup"), rows)
+
+
+def cpu_batches(results: Results) -> str:
+    rows = []
+    for size, row in results.get("cpu", "batches").items():
+        results.seen(row)
+        rows.append((size, *(f"{row[name]:.0f}" for name in ("HF greedy", "ours, n-gram"))))
+    row = results.get("cpu", "sampling")
+    if row:
+        rows.append(("1, sampled", f"{row['HF sampling']:.0f}", f"{row['ours, n-gram']:.0f}"))
+    return table(("rows", "transformers", "ours, n-gram"), rows)
+
+
+def acceptance(results: Results, file: str) -> str:
+    """A row for each system, two columns for each workload."""
+    workloads = measured_sets(results, file)
+    systems = {name: results.get(file, "workloads", name, "systems") for name in workloads}
+    rows = []
+    for name in dict.fromkeys(name for some in systems.values() for name in some):
+        cells = []
+        for workload in workloads:
+            row = results.seen(systems[workload].get(name, {}))
+            cells += [f"{row['accept_length']:.2f}" if "accept_length" in row else ""]
+            cells += [number(row, "tokens_per_second", "{:,.0f}")]
+            cells += [f"{row['identical']}/{row['prompts']}" if row else ""]
+        rows.append((name, *cells))
+    columns = [column for name in workloads for column in (name.replace("_", " "), "tokens/s", "same")]
+    return table(("", *columns), rows)
+
+
+def shape_rows(results: Results, part: str) -> Iterator[tuple[str, dict]]:
+    """The title of a shape and a row, for all rows of a part of gpu.json."""
+    for shape, title in SHAPES.items():
+        for row in results.all("gpu", "shapes", shape, part):
+            yield title, results.seen(row)
+
+
+def gpu_steps(results: Results) -> str:
+    rows = []
+    for title, row in shape_rows(results, "steps"):
+        runs = f"{min(row['runs']):.2f} to {max(row['runs']):.2f} in {len(row['runs'])}"
+        note = ", ".join(f"{key} {value}" for key, value in row.get("lookup", {}).items())
+        if row["system"] == SPECULATIVE:
+            note = f"accept length {row['accept_length']:.2f}, which random weights make meaningless"
+        rows.append((title, row["system"], f"{row['ms']:.2f}", runs, floors(row), note))
+    return table(("shape", "generate()", "ms a token", "runs", "times the floor (copy, read)", ""), rows)
+
+
+def gpu_rounds(results: Results) -> str:
+    """A row for each shape, batch and context, a column for each size."""
+    sizes, rows = (1, 4, 16, 64), []
+    for shape, title in SHAPES.items():
+        every = results.all("gpu", "shapes", shape, "rounds")
+        for batch, context in sorted({(row["batch"], row["context"]) for row in every}):
+            key = dict(batch=batch, context=context)
+            some = [results.row("gpu", "shapes", shape, "rounds", **key, nodes=nodes) for nodes in sizes]
+            any_row = next(row for row in every if (row["batch"], row["context"]) == (batch, context))
+            cells = (f"{row['ms']:.2f} ({floors(row)})" if row else "" for row in some)
+            bounds = f"{any_row['floor_copy_ms']:.2f}, {any_row['floor_read_ms']:.2f}"
+            rows.append((f"{title}, {batch}, {context:,}", bounds, *cells))
+    return table(("shape, batch, context", "floor (copy, read)", *(f"N={size}" for size in sizes)), rows)
+
+
+def invariance(results: Results) -> str:
+    """A row for each batch, context and size: our rounds, those with libraries' products, and the ratio."""
+    rows = []
+    for row in map(results.seen, results.all("invariance", "rows")):
+        key = f"{SHAPES[row['shape']]}, {row['batch']}, {row['context']:,}"
+        ratio = f"{row['invariant'] / row['library']:.2f}"
+        rows.append((key, str(row["nodes"]), f"{row['invariant']:.2f}", f"{row['library']:.2f}", ratio))
+    return table(("shape, batch, context", "N", "the same bits", "libraries' products", "ratio"), rows)
+
+
+def gpu_drafts(results: Results) -> str:
+    rows = []
+    for title, row in shape_rows(results, "drafts"):
+        cells = (f"{row['ms']:.2f} ({floors(row)})", f"{row['separate_ms']:.2f}")
+        rows.append((f"{title}, {row['name']}", str(row["nodes"]), f"{row['floor_copy_ms']:.2f}", *cells))
+    return table(("target, draft", "nodes", "floor (copy)", "a round", "two graphs, acceptance on the host"), rows)
+
+
+def gpu_prompts(results: Results) -> str:
+    rows = []
+    for title, row in shape_rows(results, "prompts"):
+        rows.append((title, f"{row['tokens']:,}", f"{row['HF']:,.0f}", f"{row['ours']:,.0f}"))
+    return table(("shape", "tokens", "transformers, tokens/s", "ours, tokens/s"), rows)
+
+
+def attention(results: Results) -> str:
+    names, rows = ("floor", "triton", "flex", "flashinfer", "sdpa"), []
+    for row in results.all("attention", "models", "llama-3.1-8b", "trees"):
+        if row["nodes"] == 16:
+            results.seen(row)
+            rows.append((f"{row['context']:,}", *(number(row, name, "{:.1f}") for name in names)))
+    return table(("context", *names), rows)
+
+
+def attention_prompts(results: Results) -> str:
+    every = results.all("attention", "models", "llama-3.1-8b", "prompts")
+    ways = list(dict.fromkeys(row["way"] for row in every))
+    rows = []
+    for tokens in sorted({row["tokens"] for row in every}):
+        some = [results.row("attention", "models", "llama-3.1-8b", "prompts", tokens=tokens, way=way) for way in ways]
+        rows.append((f"{tokens:,}", *(f"{row['tokens_per_second'] / 1e6:.2f}" if row else NONE for row in some)))
+    return table(("tokens", *ways), rows)
+
+
+def kv_cache_dtype(results: Results) -> str:
+    rows = []
+    for name, row in results.get("kv_cache_dtype", "sets").items():
+        results.seen(row)
+        accept, cells = row["accept_length"], []
+        for dtype in ("fp8", "fp8_per_token_head"):
+            measured = dtype in accept
+            cells += (f"{accept[dtype]:.2f}", f"{row['same'][dtype]} of {row['of']}") if measured else (NONE, NONE)
+        rows.append((name.replace("_", " "), f"{accept['auto']:.2f}", *cells))
+    columns = "fp8", "same answer", "fp8_per_token_head", "same answer"
+    return table(("prompts", "accept length, 16 bits", *columns), rows)
+
+
+def bits(results: Results) -> str:
+    rows = []
+    for row in results.all("bits", "rows"):
+        if row["set"] == "all":
+            results.seen(row)
+            rows.append((row["model"], row["system"], row["mode"], f"{row['equal']} of {row['of']}"))
+    return table(("model", "drafts", "tokens are", "same answers as plain steps"), rows)
+
+
+def quantised(results: Results) -> str:
+    """A row for each format of the weights of a model."""
+    rows = []
+    for name, row in results.get("quantised").items():
+        rates = (f"{row['tokens_per_s'][system]:,.1f}" for system in ("plain steps", "n-gram"))
+        size = f"{results.seen(row)['layer_bytes'] / 1e6:.0f} MB"
+        rows.append((name, row["verdict"], *rates, f"{row['accept_length']:.2f}", size))
+    titles = "plain steps, tokens/s", "n-gram, tokens/s", "accept length", "weights of the layers"
+    return table(("layers", "answers", *titles), rows)
+
+
+def serving(results: Results) -> str:
+    """A row for each way of drafting and number in flight, next to a static batch of as many rows."""
+    rows, static = [], ", static batch"
+    for row in results.all("serving", "rows"):
+        if row["system"].endswith(static):
+            continue
+        same = dict(model=row["model"], in_flight=row["in_flight"], system=row["system"] + static)
+        batch = results.row("serving", "rows", **same)
+        compared_with = ("", "")
+        if batch:
+            compared_with = f"{batch['tokens_per_s']:,.0f}", f"{row['tokens_per_s'] / batch['tokens_per_s']:.2f}"
+        waits = (f"{row[key] * 1e3:.0f} ms" for key in ("first_token_s", "first_token_p99_s"))
+        cells = str(row["in_flight"]), f"{results.seen(row)['tokens_per_s']:,.0f}", *compared_with, *waits
+        rows.append((row["model"], row["system"], *cells))
+    rows.sort(key=lambda row: (*row[:2], int(row[2])))
+    titles = "tokens/s", "static batch", "ratio", "first token after", "99th percentile"
+    return table(("model", "drafts", "in flight", *titles), rows)
+
+
+def serving_rounds(results: Results) -> str:
+    """A row for each number of nodes of a round over many sequences, with its floors."""
+    rows = []
+    for row in map(results.seen, results.all("serving", "rounds")):
+        times = (f"{row[key]:.2f} ms" for key in ("ms", "bytes_ms", "arithmetic_ms"))
+        rates = ", ".join(f"{rate:,.0f} at {length}" for length, rate in row["simulated_tokens_per_s"].items())
+        rows.append((f"{SHAPES[row['shape']]}, {row['rows']}", str(row["nodes"]), *times, rates))
+    titles = "floor of bytes", "floor of arithmetic", "tokens/s at simulated accept lengths"
+    return table(("shape, sequences", "nodes of each", "a round", *titles), rows)
+
+
+def tensor_parallel(results: Results) -> str:
+    rows = []
+    for row in map(results.seen, results.all("tensor_parallel", "rows")):
+        same = dict(batch=1, context=row["context"]) if row["system"] == "n-gram" else {
+            "name": row["system"].rpartition(", on ")[0]}  # fmt: skip
+        on_one = {
+            str(one["nodes"]): one["ms"]
+            for one in results.all("gpu", "shapes", row["shape"], "rounds" if "batch" in same else "drafts")
+            if same.items() <= one.items()
+        }
+        name = SHAPES[row["shape"]]
+        for nodes, ms in row["ms"].items():
+            cell = f"{on_one[nodes]:.2f} ms" if nodes in on_one else "does not fit"
+            rows.append((name, row["system"], nodes, f"{ms:.2f} ms", cell))
+    return table(("shape", "drafts", "N", "two GPUs", "one GPU"), rows)
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "summary": summary,
+    "cpu_workloads": cpu_workloads,
+    "cpu_batches": cpu_batches,
+    "cpu_acceptance": lambda results: acceptance(results, "acceptance_cpu"),
+    "gpu_steps": gpu_steps,
+    "gpu_rounds": gpu_rounds,
+    "invariance": invariance,
+    "gpu_drafts": gpu_drafts,
+    "draft_windows": draft_windows,
+    "draft_window_rounds": draft_window_rounds,
+    "training": training,
+    "gpu_prompts": gpu_prompts,
+    "gpu_acceptance": lambda results: acceptance(results, "acceptance_gpu"),
+    "attention": attention,
+    "attention_prompts": attention_prompts,
+    "kv_cache_dtype": kv_cache_dtype,
+    "bits": bits,
+    "quantised": quantised,
+    "serving": serving,
+    "serving_rounds": serving_rounds,
+    "hybrid_acceptance": lambda results: acceptance(results, "acceptance_hybrid"),
+    "smollm2_acceptance": lambda results: acceptance(results, "acceptance_smollm2"),
+    "smollm2_published": lambda results: published(results, "acceptance_smollm2"),
+    "peers": peers,
+    "wide_trees": wide_trees,
+    "tensor_parallel": tensor_parallel,
+}
+
+
+def render(text: str, folder: Path = RESULTS) -> str:
+    """`text` with its tables made from the results of `folder`. KeyError if a table is not in `TABLES`."""
+
+    def fill(match: re.Match) -> str:
+        results = Results(folder)
+        body = TABLES[match[2]](results)
+        return f"{match[1]}\n{body}\n\n{results.caption()}\n{match[3]}"
+
+    return BLOCK.sub(fill, text)

@@ -1,0 +1,111 @@
+"""Chats that a model has with itself, to train its draft heads on.
+
+    python -m benchmarks.training.chats --model FOLDER --out chats.jsonl [--count 10000] [--prompts train.jsonl]
+        [--answers 3] [--new-tokens 256] [--device cuda] [--dtype bfloat16]
+
+A model that was tuned on chats also writes a user's turn, if its template is cut off where that turn begins (Magpie: Xu
+et al., arXiv:2406.08464). --count such turns are drawn, half of them after one of `OPENINGS`, and answered greedily, as
+the measured prompts are. --prompts adds prompts from a file of chats without answers, such as hold_out.py writes; each
+gets a greedy answer, and drawn ones up to --answers. hold_out.py leaves measured prompts out of its file.
+
+The file has a JSON line with `messages` for each chat, for `python -m spec_compile train --data chats.jsonl`. Chats are
+written at once, so that a stopped run keeps its chats.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from spec_compile.training.data import Document
+from spec_compile.training.on_policy import continue_documents
+
+DRAWN = dict(do_sample=True, temperature=1.0, top_p=0.95, top_k=0)
+AGAIN = dict(do_sample=True, temperature=0.7, top_p=0.95, top_k=0)
+TURN, LEAST, LONGEST = 160, 12, 1024
+"""Most tokens of a user's turn, fewest characters of one, most tokens of a prompt to answer."""
+TOGETHER = 2048
+"""User's turns that are drawn and then answered at a time."""
+OPENINGS = (
+    "Write a Python function that", "Change the function so that it", "Fix the error in this code:\n\n```python\n",
+    "How many", "Solve this problem step by step: ", "Rewrite this text: ",
+)  # fmt: skip
+"""Every other turn begins with one of these, in turn, because a small model by itself hardly ever asks for code."""
+
+
+class Chats:
+    """Writes turns of chats with one model."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, new_tokens: int):
+        self.model, self.tokenizer, self.new_tokens = model, tokenizer, new_tokens
+
+    def user_turns(self, count: int, seed: int = 0) -> list[str]:
+        """Up to `count` different turns of a user; turns that did not end are dropped."""
+        text = self.tokenizer.apply_chat_template([{"role": "user", "content": "\0"}], tokenize=False)
+        begin = text[: text.index("\0")]
+        openings = [OPENINGS[n // 2 % len(OPENINGS)] if n % 2 else "" for n in range(count)]
+        asked = [self._document(begin + opening) for opening in openings]
+        written = self._continue(asked, DRAWN | {"max_new_tokens": TURN}, seed)
+        turns = [(opening + text).strip() for opening, (text, ended) in zip(openings, written) if ended]
+        return list(dict.fromkeys(turn for turn in turns if len(turn) >= LEAST))
+
+    def answers(self, prompts: list[str], drawn: int = 0) -> Iterator[list[dict]]:
+        """The chats of all prompts with a greedy answer each, followed by `drawn` others of each."""
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        asked = [self._document(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+                 for chat in chats]  # fmt: skip
+        pairs = [(chat, document) for chat, document in zip(chats, asked) if len(document.ids) <= LONGEST]
+        for repeat in range(1 + drawn):
+            options = (AGAIN if repeat else dict(do_sample=False)) | {"max_new_tokens": self.new_tokens}
+            written = self._continue([document for _, document in pairs], options, repeat)
+            for (chat, _), (text, _) in zip(pairs, written):
+                if text := text.strip():
+                    yield [*chat, {"role": "assistant", "content": text}]
+
+    def _document(self, text: str) -> Document:
+        """A document for the model to continue."""
+        ids = torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int32)
+        return Document(ids, torch.zeros(len(ids), dtype=torch.bool))
+
+    def _continue(self, documents: list[Document], options: dict, seed: int) -> list[tuple[str, bool]]:
+        """The continuation of each document, and True if it ended."""
+        length = LONGEST + options["max_new_tokens"]
+        written = continue_documents(self.model, documents, length, seed, options, print)
+        end = self.tokenizer.eos_token_id
+        answers = [document.ids[document.supervised].tolist() for document in written]
+        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        return [(text, answer[-1] == end) for text, answer in zip(texts, answers)]
+
+
+def all_chats(writer: Chats, options: argparse.Namespace) -> Iterator[list[dict]]:
+    """All chats, one after another."""
+    if options.prompts:
+        lines = options.prompts.read_text().splitlines()
+        yield from writer.answers([json.loads(line)["messages"][-1]["content"] for line in lines], options.answers - 1)
+    for first in range(0, options.count, TOGETHER):
+        yield from writer.answers(writer.user_turns(min(TOGETHER, options.count - first), seed=first))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a folder, or a name on the hub; its tokenizer has a template")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=10000, help="user's turns that the model writes")
+    parser.add_argument("--prompts", type=Path, help="chats without answers, one a line")
+    parser.add_argument("--answers", type=int, default=3, help="answers of each of these prompts")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="auto")
+    options = parser.parse_args(arguments)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(options.device).eval()
+    with options.out.open("w", buffering=1) as file:
+        for chat in all_chats(Chats(model, tokenizer, options.new_tokens), options):
+            file.write(json.dumps({"messages": chat}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Training of draft heads (`train_draft`): tokens a second, and the loss of every step.
+
+    python -m benchmarks.training.train [--algorithms eagle3 dflash] [--device cuda] [--steps 60] [--model MODEL]
+
+The target has the shape of a small one (30 layers of 576, 135 million parameters) and random weights, unless --model
+names another. Sequences of up to --length tokens, of very different lengths, are joined from random pieces of
+benchmarks/prompts. To compare two trees of the package, run this script with either in PYTHONPATH: data, seeds and
+their order are the same, so that losses can be compared step by step. "tokens_per_second" leaves the first --warm-up
+steps out. --profile prints the operations that take the time.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import spec_compile
+from benchmarks.common import RESULTS, save_rows, stamp, synchronize
+from benchmarks.training.on_policy import build, make_prompts
+from spec_compile.training.loop import Loop
+
+SHAPES = {"eagle3": {}, "eagle": {}, "mtp": {}, "dflash": {"num_layers": 2}, "jetspec": {"num_layers": 2}}
+"""Algorithm -> options that differ from the defaults."""
+
+
+def make_texts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Sequences of token ids, most of them much shorter than `length`."""
+    rng = random.Random(1)
+    return [
+        [token % vocab_size for token in document.ids.tolist()][: max(40, int(length * rng.random() ** 0.5))]
+        for document in make_prompts(count)
+    ]
+
+
+class Clock:
+    """Counts tokens and seconds of the steps after the first `warm_up`, and profiles the last of these if `profile`."""
+
+    def __init__(self, device: torch.device, warm_up: int, steps: int, profile: bool):
+        self.device, self.warm_up, self.steps, self.profile = device, warm_up, steps, profile
+        self.tokens = self.seconds = 0.0
+        self._step = Loop._step
+
+    def step(self, loop: Loop, share: float) -> None:
+        """Replaces `Loop._step`."""
+        number = loop.state.step
+        if number == self.warm_up:
+            synchronize(self.device)
+            self._begin = time.perf_counter(), loop.state.tokens
+        if self.profile and number == self.warm_up - 1:
+            with torch.profiler.profile() as profiler:
+                self._step(loop, share)
+                synchronize(self.device)
+            by = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+            print(profiler.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=60))
+        else:
+            self._step(loop, share)
+        if number == self.steps - 1:
+            synchronize(self.device)
+            self.seconds = time.perf_counter() - self._begin[0]
+            self.tokens = loop.state.tokens - self._begin[1]
+
+
+def train(model: PreTrainedModel, algo: str, texts: list[list[int]], args: argparse.Namespace) -> dict:
+    """Train one head. Returns tokens a second, and the losses."""
+    clock = Clock(model.device, args.warm_up, args.steps, args.profile)
+    options = SHAPES[algo] | args.options
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(Loop, "_step", lambda *given: clock.step(*given)):
+        result = spec_compile.train_draft(
+            model, algo, data=texts, output=Path(folder) / algo, validation=0, steps=args.steps,
+            batch_size=args.batch, sequence_length=args.length, learning_rate=1e-3, progress=lambda _: None, **options,
+        )  # fmt: skip
+    name = Path(args.model).name if args.model else f"random, {args.layers} layers"
+    row = {"model": name, "algorithm": algo, "tokens_per_second": round(clock.tokens / clock.seconds)}
+    row |= {"tokens": int(clock.tokens), "seconds": round(clock.seconds, 2)}
+    row["losses"] = [round(loss, 6) for loss in result.losses]
+    if model.device.type == "cuda":
+        row["peak_gigabytes"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+        torch.cuda.reset_peak_memory_stats()
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithms", nargs="+", default=["eagle3", "dflash"], choices=list(SHAPES))
+    parser.add_argument("--model", help="a folder or a name on the hub")
+    parser.add_argument("--layers", type=int, default=30, help="layers of the target with random weights")
+    parser.add_argument("--texts", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--warm-up", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--options", type=json.loads, default={}, help="options of train_draft, as JSON")
+    parser.add_argument("--profile", action="store_true", help="print the operations of a step")
+    parser.add_argument("--json", type=Path, default=RESULTS / "training.json")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    if args.model is None:
+        model = build(args.layers, device)
+    else:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
+    texts = make_texts(args.texts, args.length, model.get_output_embeddings().weight.shape[0])
+    facts = stamp(device)
+    for algo in args.algorithms:
+        row = train(model, algo, texts, args)
+        print(json.dumps(row), flush=True)
+        save_rows(args.json, [row], ("model", "algorithm"), facts)
+
+
+if __name__ == "__main__":
+    main()
