@@ -153,21 +153,17 @@ class Runner:
         return time.monotonic() - self.begin
 
     def start(self, job: Job, gpu: int) -> None:
-        tests = ROOT / "tests"
-        folder = tests if job.phase in ("sanitizer", "tests") else ROOT
-        imported = [*map(str, (ROOT, tests / "support")), os.environ.get("PYTHONPATH", "")]
+        imported = [*map(str, (ROOT, ROOT / "tests" / "support")), os.environ.get("PYTHONPATH", "")]
         more = {"PYTHONPATH": ":".join(imported), "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1"}
         if job.phase != "together":
             more["CUDA_VISIBLE_DEVICES"] = self.ids[gpu]
         if job.phase == "sanitizer":
-            more["PYTORCH_NO_CUDA_MEMORY_CACHING"] = (
-                "1"  # each tensor is one allocation, so that its bounds are checked
-            )
+            more["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # one allocation a tensor, so that its bounds are checked
         if job.phase == "rounds":
             more |= {"BENCHMARK_TURNS": f"/tmp/turns-{self.ids[gpu]}", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
         log = open(self.options.out / f"{job.name}.txt", "w")
         command, environment = arguments(job, self.options), os.environ | more
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         self.running[job] = process, gpu, self.seconds
 
     def reap(self) -> None:

@@ -142,7 +142,7 @@ class SpecCompileModel:
         }
         slots = self.manager.continuous_batching_config.max_requests_per_batch
         return {
-            "engine": "spec_compile", "version": version("spec_compile"), "algo": speculation.algorithm,
+            "engine": "spec_compile", "version": version("spec_compile"), "algo": speculation.engine.name,
             "max_concurrent_requests": slots, "options": options,
         }  # fmt: skip
 

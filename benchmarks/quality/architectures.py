@@ -45,7 +45,7 @@ NOT_CLASSES = [
         "encoder-decoders (T5), RoPE that changes with the length, models on several devices or in training mode",
     ),
     (
-        "left to transformers' own loop, with a warning",
+        "run by transformers' own loop, with a warning",
         "classes outside transformers with their own `_sample`, `prepare_inputs_for_generation`, "
         "`_update_model_kwargs_for_generation` or loop in `generate`",
     ),

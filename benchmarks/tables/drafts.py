@@ -59,18 +59,6 @@ def peers(results: Results) -> str:
     return table(("model", "drafts", "engine", *sets, "answers equal to its plain steps"), rows)
 
 
-def wide_trees(results: Results) -> str:
-    rows = []
-    for row in map(results.seen, results.all("wide_trees", "rows")):
-        lengths = row["accept_length"]
-        gains = (f"{lengths[many] / lengths[few] - 1:+.0%}" for few, many in (("64", "128"), ("128", "256")))
-        rows.append(
-            (row["how"], row["draft"].replace("_", " "), *(f"{length:.2f}" for length in lengths.values()), *gains)
-        )
-    sizes = ("16 nodes", "32", "64", "128", "256")
-    return table(("", "draft", *sizes, "128 over 64", "256 over 128"), rows)
-
-
 def draft_windows(results: Results) -> str:
     """Accept lengths of a real model without a window and with each."""
     return by_window(results, "accept_length")

@@ -14,7 +14,6 @@ from benchmarks.tables.drafts import (
     peers,
     published,
     training,
-    wide_trees,
 )
 from benchmarks.tables.figures import NONE, SHAPES, Results, floors, number, table
 
@@ -338,7 +337,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "smollm2_acceptance": lambda results: acceptance(results, "acceptance_smollm2"),
     "smollm2_published": lambda results: published(results, "acceptance_smollm2"),
     "peers": peers,
-    "wide_trees": wide_trees,
     "tensor_parallel": tensor_parallel,
 }
 

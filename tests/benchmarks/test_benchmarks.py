@@ -447,8 +447,7 @@ def test_every_job_on_gpus_has_a_script_and_a_log_of_its_own(two_gpus):
     assert len({job.name for job in jobs}) == len(jobs) > 30 and {job.phase for job in jobs} == {*on_gpus.PHASES}
     for job in jobs:
         words = on_gpus.arguments(job, options)
-        folder = common.ROOT / "tests" if job.phase in ("sanitizer", "tests") else common.ROOT
-        files = [folder / word for word in words if word.endswith(".py")]
+        files = [common.ROOT / word for word in words if word.endswith(".py")]
         files += [
             common.ROOT / f"{word.replace('.', '/')}.py" for word in words if word.startswith(("benchmarks.", "tests."))
         ]

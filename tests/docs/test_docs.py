@@ -120,8 +120,9 @@ def check_command(words: list[str]) -> None:
         assert set(words[1:]) <= set(targets), words
     elif words[:3] == ["python", "-m", "spec_compile"]:
         assert set(flags(words)) <= set(known_flags(words[3])), words
-    elif words[0] == "python" and words[1] != "-m":
-        text = (ROOT / words[1]).read_text()
+    elif words[0] == "python" and (words[1] != "-m" or words[2].startswith("benchmarks.")):
+        file = words[1] if words[1] != "-m" else words[2].replace(".", "/") + ".py"
+        text = (ROOT / file).read_text()
         assert [flag for flag in flags(words) if f'"{flag}"' not in text] == [], words
     else:
         assert words[0] in ELSEWHERE or words[2] in ("build", "pytest"), words

@@ -125,7 +125,7 @@ def test_building_steps_leaves_states_alone():
     session.state.max_lengths.add_(16)
     before = [session.state.kv.states[number][0].clone() for number in range(2)]
     flags = session.state.finished.clone(), session.state.prompt_lengths.clone()
-    with torch.no_grad(), session._untouched():
+    with torch.no_grad(), session.steps._untouched():
         session.steps.get(Step.ROUND, 4)(128)
         session.steps.get(Step.PREFILL)(32, 128)
     for number, state in enumerate(before):

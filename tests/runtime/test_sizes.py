@@ -238,6 +238,6 @@ def test_costs_are_measured_over_tokens_that_differ():
     session = speculate(model, compile=False).speculation.engine.session(2)
     trees = []
     for _ in range(2):
-        session._seconds(lambda: trees.append(session.state.tree_tokens.clone()), ())
+        session.steps._seconds(lambda: trees.append(session.state.tree_tokens.clone()), ())
         session.state.root()
     assert torch.equal(*trees) and trees[0].unique().numel() > models.VOCAB / 2

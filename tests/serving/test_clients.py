@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_compile import speculate
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "peers"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peers"))
 
 import specdec_bench
 from specdec_bench import SpecCompileModel
