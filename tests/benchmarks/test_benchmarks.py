@@ -436,7 +436,7 @@ def test_every_job_on_gpus_has_a_script_and_a_log_of_its_own(two_gpus):
     assert len({job.name for job in jobs}) == len(jobs) > 30 and {job.phase for job in jobs} == {*on_gpus.PHASES}
     for job in jobs:
         files = [word for word in on_gpus.arguments(job, options) if word.endswith(".py")]
-        folder = BENCHMARKS.parent / {"sanitizer": "tests", "together": ""}.get(job.phase, "benchmarks")
+        folder = BENCHMARKS.parent / {"sanitizer": "", "together": ""}.get(job.phase, "benchmarks")
         assert files and all((folder / file).exists() for file in files), job
 
 
