@@ -1,5 +1,4 @@
-"""DFlash: blocks against their formulas, every published format, trees against all paths, and whole rounds against
-plain decoding and against a draft without any cache."""
+"""DFlash: blocks are their formulas, every setting of a block matters, and blocks see the right context."""
 
 import dataclasses
 

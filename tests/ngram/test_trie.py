@@ -1,4 +1,4 @@
-"""The n-gram trie: golden trees, and random operations against a model made of plain dictionaries."""
+"""The n-gram trie: golden trees, eviction, arguments, and several threads."""
 
 import random
 import threading

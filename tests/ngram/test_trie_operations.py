@@ -1,4 +1,4 @@
-"""Random operations on a trie against a slow model in Python: whole runs, overlays and batches."""
+"""Random operations on a trie against a model made of plain dictionaries: whole runs, overlays and batches."""
 
 import heapq
 import random

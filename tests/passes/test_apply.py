@@ -1,4 +1,4 @@
-"""Every pass on toy graphs of its own: what it rewrites, what it leaves, and that the numbers stay."""
+"""The pipeline of passes: it reports each pass, leaves the captured graph alone, and refuses a wrong order."""
 
 import pytest
 from toy_graphs import toy
@@ -10,8 +10,6 @@ from spec_compile.passes.apply import check_order
 from spec_compile.passes.fuse_rotary import fuse_rotary
 from spec_compile.passes.merge_linears import merge_linears
 from spec_compile.passes.tidy import tidy
-
-# --- the runner
 
 
 def test_the_pipeline_reports_each_pass_and_leaves_the_captured_graph_alone():

@@ -16,8 +16,6 @@ from spec_compile.passes import Settings
 from spec_compile.passes.fuse_append import fuse_append
 from spec_compile.runtime.steps.regions import cut
 
-# fuse_append --------------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def small_m(half_on_gpu, monkeypatch):

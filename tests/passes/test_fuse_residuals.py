@@ -13,8 +13,6 @@ from spec_compile.passes.fuse_residuals import fuse_residuals
 from spec_compile.passes.row_invariance import variant_parts
 from spec_compile.runtime.steps.regions import cut
 
-# fuse_residuals -----------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(

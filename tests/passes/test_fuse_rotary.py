@@ -35,8 +35,6 @@ from spec_compile.passes.tidy import tidy
 from spec_compile.runtime.steps.regions import cut
 from spec_compile.tree import ancestry
 
-# fuse_rotary, fuse_qk_norms, fuse_norms: graphs of 16 bits that verify on a GPU; the ops' plain meanings run here
-
 JOINED = (fuse_rotary, fuse_qk_norms, fuse_norms)
 
 

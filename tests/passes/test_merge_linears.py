@@ -12,8 +12,6 @@ from spec_compile.graph import attribute, calls
 from spec_compile.passes import Settings
 from spec_compile.passes.merge_linears import merge_linears
 
-# --- merge_linears
-
 
 class Parallel(nn.Module):
     """Linear layers side by side: `groups` of (input number, biased) each."""

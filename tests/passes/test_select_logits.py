@@ -12,8 +12,6 @@ from spec_compile.passes import Settings
 from spec_compile.passes.select_logits import select_logits
 from spec_compile.passes.tap_hidden_states import tap_hidden_states
 
-# --- select_logits
-
 
 def test_logits_of_all_rows():
     _, graph = toy({})

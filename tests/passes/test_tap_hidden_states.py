@@ -6,8 +6,6 @@ from toy_graphs import Rewritten, example, toy
 
 from spec_compile.passes.tap_hidden_states import tap_hidden_states
 
-# --- tap_hidden_states
-
 
 @pytest.mark.parametrize("wanted", [(0,), (3,), (0, 1, 2, 3), (2, 0)])
 def test_taps_of_a_toy(wanted):

@@ -13,8 +13,6 @@ from spec_compile.graph import calls
 from spec_compile.passes import Settings
 from spec_compile.passes.tidy import tidy
 
-# --- tidy
-
 
 class Casts(nn.Module):
     def __init__(self, *steps):

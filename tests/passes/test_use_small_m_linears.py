@@ -12,9 +12,6 @@ from spec_compile.passes.use_small_m_linears import use_small_m_linears
 needs_avx512 = pytest.mark.skipif(not avx512.SUPPORTED, reason="needs a CPU with AVX-512, and the package built")
 
 
-# use_small_m_linears ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(3)
 @needs_avx512
 @pytest.mark.parametrize("length", [2, 4, 5, 9])

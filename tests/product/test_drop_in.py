@@ -1,4 +1,4 @@
-"""The drop-in, feature by feature: the same call on a model and on its speculative shadow gives the same answer."""
+"""The drop-in, by features of generate(): the same call on a model and on its shadow gives the same answer."""
 
 import functools
 import logging

@@ -1,6 +1,8 @@
-"""The layout: folders import only from below, files and functions stay short, mutations fit the source."""
+"""The layout: folders import only from below, files and functions stay short, tests mirror the package."""
 
 import ast
+import functools
+import re
 import runpy
 from pathlib import Path
 
@@ -57,3 +59,63 @@ def test_every_mutation_fits_the_source():
         assert text.count(mutation.old) == 1, f"{mutation.name}: {mutation.file}"
         named = mutation.tests.split()[0].partition("::")[0]
         assert (ROOT / named).is_file(), f"{mutation.name}: {named}"
+
+
+TESTS = ROOT / "tests"
+FOLDERS = {path.name for path in TESTS.iterdir() if path.is_dir()} - {"support"}
+ELSEWHERE = {
+    "batching.generate_batch": "batching", "batching.model": "batching",  # methods of what speculate() returns
+    "capture.admit": "capture", "capture.config_reads": "capture", "capture.ranks": "parallel",  # inside speculate()
+    "capture.taps": "drafters", "capture.weight_values": "batching", "outcome": "runtime", "recording": "report",
+    "passes.forward": "product", "passes.forward.graph": "product", "passes.forward.grouped_attention": "product",
+    "passes.forward.join_linears": "product", "passes.forward.tidy_forward": "product",  # of the backend "spec"
+    "report.accounts": "report", "report.explain": "report",  # repr() and explain() of what speculate() returns
+    "runtime.turns": "batching",
+}  # fmt: skip
+"""Modules that no test of their folder imports, and the folder of tests that run them by a public path."""
+
+
+@functools.cache
+def named(file):
+    """The dotted names that a file imports or has as text: `from spec_compile import cache` gives both parts of it."""
+    package, names = file.relative_to(ROOT).parts[:-1], set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *filter(None, [node.module])])
+            names.update([base, *(f"{base}.{alias.name}" for alias in node.names)])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # a path to patch, or a script
+            names.update(re.findall(r"^spec_compile[\w.]+$", node.value))
+            names.update(map(".".join, re.findall(r"from (spec_compile[\w.]*) import (\w+)", node.value)))
+    return names
+
+
+def folder_of(module):
+    """The folder of tests that mirrors a module of the package; for one at the top it is product."""
+    top = module.split(".")[1:2]
+    return top[0] if top and top[0] in FOLDERS else "product"
+
+
+def test_modules_are_tested_in_their_folder():
+    """A test of the mirrored folder imports each module, or imports one of the same folder that does so."""
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES}
+    helpers = {file.stem: file for file in (TESTS / "support").glob("*.py")}
+    reached = set()
+    for folder in FOLDERS:
+        files = {name: file for name, file in modules.items() if folder_of(name) == folder} | helpers
+        todo, seen = [*(TESTS / folder).glob("test_*.py")], set()
+        while todo:
+            names = named(todo.pop())
+            new = (names | {name.rpartition(".")[0] for name in names}) & files.keys() - seen
+            todo += [files[name] for name in new]
+            seen |= new
+        reached |= seen
+    assert {name.removeprefix("spec_compile.") for name in modules.keys() - reached} == ELSEWHERE.keys()
+    assert set(ELSEWHERE.values()) <= FOLDERS
+
+
+@pytest.mark.parametrize("file", sorted(TESTS.rglob("*.py")), ids=lambda file: str(file.relative_to(TESTS)))
+def test_no_test_imports_a_test(file):
+    assert not [name for name in named(file) if name.rpartition(".")[2].startswith("test_")]

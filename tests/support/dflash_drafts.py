@@ -26,9 +26,6 @@ from spec_compile.kernels import ops
 BLOCK, MASK, H = drafts.BLOCK, drafts.MASK, drafts.H
 
 
-# --- the formulas
-
-
 @dataclasses.dataclass(frozen=True)
 class Meaning:
     """What a flavour's config means."""
@@ -122,9 +119,6 @@ def convolved(t, name, x):
     return convolve(0, x), functools.partial(convolve, 1)
 
 
-# --- blocks
-
-
 def loader(folder):
     """A function: name of a flavour -> what was written, its draft, and what `our_logits` makes of it."""
 
@@ -165,8 +159,6 @@ def our_logits(draft, size=BLOCK, state=(), **options):
 def difference(ours, right):
     return max(float(np.abs(a.numpy() - b).max() / np.abs(b).max()) for a, b in zip(ours, right))
 
-
-# --- whole rounds
 
 SCHEDULES = {
     "chain": dict(),
@@ -263,7 +255,5 @@ def paths_of(tokens, parents):
         paths.append((*paths[parent], token))
     return paths[1:]
 
-
-# --- on a GPU
 
 MODES = {"graphs": dict(), "eager": dict(cuda_graphs=False, compile=False)}

@@ -8,9 +8,6 @@ PLACES = 3
 """Tokens after the prompt whose joint distribution is compared."""
 
 
-# --- statistics
-
-
 def p_value(counts, expected):
     """Chi-square of counts [C, n] against expectations [C, n], one multinomial a row; cells below 5 are pooled."""
     statistic = degrees = 0

@@ -8,9 +8,6 @@ import numpy as np
 HEADS, KV, D, H = drafts.HEADS, drafts.KV, drafts.D, drafts.H
 
 
-# The formulas
-
-
 def rms(x, weight, eps=1e-5):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 

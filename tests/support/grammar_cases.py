@@ -17,9 +17,6 @@ TABLE[:, EOS] += 1
 GRAMMARS = [fake.grammar(VOCAB, seed=seed, final={3, 7}) for seed in range(3)]
 
 
-# --- the acceptors
-
-
 def plain(grammars, processors, ends=True):
     """The texts that transformers' greedy loop gives the rows of `grammars`."""
     ids, ended = torch.ones(len(grammars), 1, dtype=torch.int64), torch.zeros(len(grammars), dtype=torch.bool)
@@ -72,7 +69,6 @@ WARPERS = {
     "top-k": [TemperatureLogitsWarper(2.0), TopKLogitsWarper(3)],
     "penalty": [RepetitionPenaltyLogitsProcessor(1.5)],
 }
-# --- generate()
 
 CALLS = {
     "one row": dict(grammar=0, rows=1),

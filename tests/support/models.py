@@ -1,6 +1,6 @@
 """Tiny random causal LMs for the tests: `ADMITTED`, `HYBRIDS` and `REFUSED` map a name to a zero-argument
 builder of a fresh fp32 CPU eval() model.  Two calls give equal weights, and the global random
-state is left alone.  `python tests/models.py [name ...]` prints what Hugging Face's own greedy
+state is left alone.  `python tests/support/models.py [name ...]` prints what Hugging Face's own greedy
 generation does with each."""
 
 import functools

@@ -126,9 +126,6 @@ class Rewritten:
 PREFILL = Use(role="prefill")
 
 
-# --- use_tree_attention
-
-
 def new_cache(layers, batch, slots):
     return [torch.zeros(batch, KV, slots, SIZE) for _ in range(2 * layers)]
 

@@ -45,9 +45,6 @@ def train(folder, algo="eagle3", model=None, **options):
     return train_draft(model or target(), algo, output=folder, **defaults | options)
 
 
-# Data
-
-
 def chatter(template):
     made = AutoTokenizer.from_pretrained(CODER)
     made.chat_template = template
@@ -60,6 +57,5 @@ TALK = [
     {"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"},
     {"role": "user", "content": "three?"}, {"role": "assistant", "content": "four"},
 ]  # fmt: skip
-# GPU
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

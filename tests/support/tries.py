@@ -1,4 +1,4 @@
-"""Tries for tests: a slow model of one in Python, and ways to fill it."""
+"""Tries for tests: ways to make, fill and read them."""
 
 import torch
 
@@ -33,9 +33,6 @@ def check_tree(tokens, parents, count):
     assert all(0 <= parents[i] < i for i in range(1, count))
     assert len({(parents[i], tokens[i]) for i in range(1, count)}) == count - 1
     assert tokens[count:] == [0] * (len(tokens) - count) == parents[count:]
-
-
-# ---- batches ------------------------------------------------------------------------------------------------
 
 
 def outputs(batch, n):

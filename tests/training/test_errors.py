@@ -25,8 +25,6 @@ from spec_compile.errors import UnsupportedModelError
 from spec_compile.training import save
 from spec_compile.training.read import read
 
-# Errors
-
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),

@@ -17,8 +17,6 @@ from spec_compile.training import data as texts
 from spec_compile.training.features import TargetFeatures
 from spec_compile.training.read import read
 
-# Features
-
 
 def hooks(model):
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())

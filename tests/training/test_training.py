@@ -1,5 +1,5 @@
-"""Training of draft heads: what is learned against slow meanings, what is written against what is read, and that a
-training which was interrupted gives the head of one that was not."""
+"""Whole trainings of draft heads: heads load as they were trained, a training that was interrupted gives the head of
+one that was not, and other programs can read what is written."""
 
 import functools
 import itertools
