@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import spec_compile
-from spec_compile.compat import held_tensors
+from spec_compile.inventory import held_tensors
 
 
 def quantised(model: PreTrainedModel, pack) -> tuple[PreTrainedModel, list[str]]:

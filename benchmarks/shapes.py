@@ -10,7 +10,7 @@ from hybrid_shapes import HYBRIDS
 from quantised_shapes import QUANTISED
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from spec_compile.compat import held_items, held_tensors
+from spec_compile.inventory import held_items, held_tensors
 
 LLAMA_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                   original_max_position_embeddings=8192)  # fmt: skip

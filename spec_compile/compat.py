@@ -1,7 +1,7 @@
 """The differences between supported versions of torch and transformers, and the private parts that we touch."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface
 from transformers.integrations import finegrained_fp8, moe
+
+from .inventory import configured
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -33,7 +35,7 @@ bits wherever the model rounds them, whatever is fused, so that rounds of all si
 the argmax of a row that is not there. With 5 rows and tiles of 8 that would end the process."""
 
 EXPERTS_INTERFACES = moe.ALL_EXPERTS_FUNCTIONS, finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
-"""Tables of what computes routed experts, by the name that `set_experts_implementation` gives a model."""
+"""Tables of what computes routed experts, by the name that `_experts_implementation` of a configuration gives."""
 default_gate = moe._default_apply_gate
 """The gate of experts that have none of their own."""
 
@@ -57,39 +59,12 @@ def attention_implementation(model: nn.Module, name: str, function: Callable) ->
 
     No mask function is registered under `name`, so transformers builds no mask. Every config is restored on exit.
     """
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-    before = [(config, config._attn_implementation) for config in configs if hasattr(config, "_attn_implementation")]
     AttentionInterface.register(name, function)
     try:
-        for config, _ in before:
-            config._attn_implementation = name
-        yield
+        with configured(model, "_attn_implementation", name):
+            yield
     finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation
         AttentionInterface._global_mapping.pop(name, None)
-
-
-def set_experts_implementation(model: nn.Module, name: str) -> list[tuple[PreTrainedConfig, str]]:
-    """Let `model` compute its routed experts by the function that is registered as `name` -> its configurations, and
-    what each named before."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-    configs = [config for config in configs if hasattr(config, "_experts_implementation")]
-    before = [(config, config._experts_implementation) for config in configs]
-    for config in configs:
-        config._experts_implementation = name
-    return before
-
-
-@contextmanager
-def experts_implementation(model: nn.Module, name: str) -> Iterator[None]:
-    """A context in which `model` computes its routed experts by the function that is registered as `name`."""
-    before = set_experts_implementation(model, name)
-    try:
-        yield
-    finally:
-        for config, implementation in before:
-            config._experts_implementation = implementation
 
 
 def check_compiler() -> None:
@@ -159,24 +134,6 @@ def tensors_in(value) -> list[Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for part in value for tensor in tensors_in(part)]
     return [value] if isinstance(value, Tensor) else []
-
-
-def held_items(holder) -> Iterable[tuple[str, Tensor | None]]:
-    """Names and tensors of a module's parameters or buffers, as they are held: without those that are made when they
-    are read (see `kernels.linear.quantised.one_layout`). compressed-tensors puts mappings of its own there."""
-    return dict.items(holder) if isinstance(holder, dict) else holder.items()
-
-
-def held_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers of a module and its parts, as they are held."""
-    for part in module.modules():
-        for holder in (part._parameters, part._buffers):
-            yield from (tensor for _, tensor in held_items(holder) if tensor is not None)
-
-
-def held_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters among `held_tensors`."""
-    return (tensor for tensor in held_tensors(module) if isinstance(tensor, nn.Parameter))
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from mutation_list import MUTATIONS
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    "errors compat extensions", "graph tree", "cache outcome forks parallel", "kernels", "ngram", "config", "passes",
-    "capture", "drafting stats recording", "runtime", "drafters", "report", "batching", "api",
+    "errors extensions inventory", "compat", "graph tree", "cache outcome forks parallel", "kernels", "ngram", "config",
+    "passes", "capture", "drafting stats recording", "runtime", "drafters", "report", "batching", "api",
     "audit backend command_line", "training serving tune_kernels",
 )  # fmt: skip
 """The modules and folders of the package, from the bottom to the top. One level's do not import each other."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ..compat import held_tensors
 from ..errors import UnsupportedModelError
+from ..inventory import held_tensors
 from ..kernels.linear.quantised.one_layout import Restoring
 from .compiled import strip
 from .followed import FollowedConfig, FollowsGenerationConfig, follow, followed

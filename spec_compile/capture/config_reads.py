@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..inventory import configs_of
+
 CONFIG_BOOKKEEPING = {
     "dtype", "is_encoder_decoder", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
     "torch_dtype", "use_cache", "use_return_dict",
@@ -17,8 +19,7 @@ CONFIG_BOOKKEEPING = {
 @contextmanager
 def config_reads(model: nn.Module) -> Iterator[list[tuple[Any, set[str]]]]:
     """A context that collects which names are read of each config of `model`. The list that it yields fills up."""
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    reads = [(config, set()) for config in configs.values() if isinstance(config, PreTrainedConfig)]
+    reads = [(config, set()) for config in configs_of(model) if isinstance(config, PreTrainedConfig)]
     classes = [type(config) for config, _ in reads]
     try:
         for config, names in reads:

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from ..compat import EXPERTS_INTERFACES, default_gate, experts_implementation
+from ..compat import EXPERTS_INTERFACES, default_gate
+from ..inventory import configured
 from ..kernels.experts import DOWN, UP, Kind
 from ..kernels.linear.quantised.fp8_block import FP8
 from ..kernels.linear.quantised.layout import class_path, require, require_scale
 
-IMPLEMENTATION = "spec_compile"
+IMPLEMENTATION, SELECTOR = "spec_compile", "_experts_implementation"
+"""Our function in transformers' tables, and the attribute of a configuration that names the function to call."""
 GPT_OSS = "GptOssExperts._apply_gate"
 
 
@@ -21,7 +23,7 @@ def marked_experts(model: nn.Module) -> AbstractContextManager:
     One function serves all families, because their experts are modules of one form (transformers'
     ``use_experts_implementation``). A mixture that does not ask the interface keeps its own forward.
     """
-    return experts_implementation(model, IMPLEMENTATION)
+    return configured(model, SELECTOR, IMPLEMENTATION)
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..compat import set_experts_implementation
 from ..errors import UnsupportedModelError
+from ..inventory import set_in_configs
 from ..kernels.linear import QUANTISED, hold_packed, quantised
 from .adapters import twin
-from .experts import IMPLEMENTATION, are_packed
+from .experts import IMPLEMENTATION, SELECTOR, are_packed
 from .mxfp4 import are_mxfp4, library_tensors, mark_mxfp4
 from .sharded import is_sharded
 
@@ -35,8 +35,9 @@ ADVICE = {
 }
 
 
-def admit_quantisation(model: PreTrainedModel) -> None:
-    """UnsupportedModelError if `model` has quantised weights that are not read, by the name of format and layer."""
+def admit_quantisation(model: PreTrainedModel) -> set[str]:
+    """The paths of packed layers and experts, all of which are read; UnsupportedModelError, naming format and layer, if
+    others have quantised weights."""
     method = _admit_method(model)
     if method in ("gptq", "awq") and any(hasattr(part, "gate_up_proj") for part in model.modules()):
         _refuse(
@@ -61,6 +62,7 @@ def admit_quantisation(model: PreTrainedModel) -> None:
         for key, tensor in part._parameters.items():
             if tensor is not None and _library_of(type(tensor)) | _library_of(type(tensor.data)):
                 _refuse(model, f"has weights of class {type(tensor.data).__name__} ({path}.{key}), {_advice(name)}")
+    return packed
 
 
 def packed_layers(model: nn.Module) -> dict[str, quantised.Packed]:
@@ -138,7 +140,7 @@ def with_plain_meaning(model: PreTrainedModel) -> PreTrainedModel:
     if not packed_layers(model) and not library_tensors(model):
         return model
     model = mark(twin(model))
-    set_experts_implementation(model, IMPLEMENTATION)
+    set_in_configs(model, SELECTOR, IMPLEMENTATION)
     return model
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..compat import held_tensors
 from ..errors import UnsupportedModelError
+from ..inventory import held_tensors
 from ..kernels import all_reduce_memory
 from ..parallel.ranks import Alone
 from ..parallel.start import ADVICE

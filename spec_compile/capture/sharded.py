@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..compat import held_parameters
 from ..errors import UnsupportedModelError
+from ..inventory import held_parameters
 from .compiled import PREFIX
 
 Fake = tuple[PreTrainedModel, FakeTensorMode]

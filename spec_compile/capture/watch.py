@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..compat import held_items
+from ..inventory import held_items
 from .compiled import underlying
 from .hooks import METHODS, OF_CLASSES
 from .weights import AGAIN, Slot

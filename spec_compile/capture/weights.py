@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..compat import held_items
+from ..inventory import held
 from ..kernels.linear.quantised import update
 from .mxfp4 import library_tensors
 from .quantised import packed_layers
@@ -148,12 +148,8 @@ def _layouts(model: nn.Module) -> dict[str, tuple]:
 
 
 def _slots(module: nn.Module, prefix: str) -> Iterable[Slot]:
-    for path, part in module.named_modules(prefix=prefix.removesuffix(".")):
-        for holder in (part._parameters, part._buffers):
-            for name, tensor in held_items(holder):
-                if tensor is not None:
-                    storage = tensor.detach() if type(tensor.data) is Tensor else None
-                    yield Slot(f"{path}.{name}" if path else name, holder, name, tensor, storage)
+    for each in held(module, prefix):
+        yield Slot(*each, each.tensor.detach() if type(each.tensor.data) is Tensor else None)
 
 
 def _layout(tensor: Tensor) -> tuple:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..compat import held_parameters
+from ..inventory import held_parameters
 from .ranks import ALONE, Alone, Ranks
 
 TIMEOUT = datetime.timedelta(minutes=10)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..compat import held_parameters, held_tensors
+from ..inventory import held, held_parameters, held_tensors
 
 PADDING = 7
 """Padding tokens on the left of the padded batch."""
@@ -146,11 +146,9 @@ def _float32_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedMod
         return nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
 
     exact = copy.deepcopy(model, {id(tensor): widened(tensor) for tensor in held_tensors(model)})
-    for part in exact.modules():
-        for holder in (part._parameters, part._buffers):
-            for name, tensor in holder.items():  # what the copying has made
-                if tensor is not None and (_is_narrow(tensor) or tensor.device != device):
-                    holder[name] = widened(tensor)
+    for each in held(exact):  # what the copying has made
+        if _is_narrow(each.tensor) or each.tensor.device != device:
+            each.holder[each.name] = widened(each.tensor)
     if exact.config._attn_implementation not in ("sdpa", "eager"):
         exact.set_attn_implementation("eager")  # not every other one takes float32
     return exact
