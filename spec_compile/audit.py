@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from .api import speculate
 from .cache import PAGE, Cache
+from .capture.yardstick import first_unequal
 from .graph import ModelGraph
 from .passes.row_invariance import variant_parts
 from .report.audit import EXPECTED, MIN_DRAWS, Bits, Distance, Greedy, Logits, Report, Sampled
@@ -120,7 +121,7 @@ def _greedy(plain: Any, fast: Any, ids: Tensor, options: dict) -> Decoded:
     speculative = fast.generate(ids, **options)[0, ids.shape[1] :].tolist()
     # Without a step transformers' own loop has run, and nothing of ours was compared.
     compared = min(len(answer), len(speculative)) if stats.steps > before else 0
-    position = next((n for n, pair in enumerate(zip(answer, speculative)) if pair[0] != pair[1]), None)
+    position = first_unequal(answer, speculative)
     if position is not None:
         row = Greedy(compared, position, answer[position], speculative[position])
     elif len(answer) == len(speculative):
@@ -200,7 +201,8 @@ def _compare_bits(bits: Bits, fast: Any, decoded: Decoded, sequence: Tensor, log
         bits.same += 1
         return
     # Logits are of the same text up to the first token that differs, its own included.
-    alike = next((n for n, (a, b) in enumerate(zip(*answers)) if a != b), len(logits))
+    position = first_unequal(*answers)
+    alike = len(logits) if position is None else position
     pair = [each[: alike + 1][: min(len(logits), len(steps_logits))] for each in (logits, steps_logits)]
     unequal = pair[0] != pair[1]
     if unequal.any():

@@ -8,19 +8,9 @@ from transformers.generation import GenerationMixin
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from . import adapters, hooks
-from .checks import (
-    LONGEST,
-    announced_window,
-    compare_logits,
-    compare_rounding,
-    exact_logits,
-    has_half,
-    in_float32_if_possible,
-    on_some_text,
-    random_ids,
-    reaches,
-)
+from .checks import LONGEST, announced_window, on_some_text, random_ids, reaches
 from .quantised import with_plain_meaning
+from .yardstick import compare_logits, compare_rounding, exact_logits, has_half, in_float32_if_possible
 
 STEPS = 4
 """Tokens that are generated, the first from the prompt and the others from the cache."""

@@ -9,7 +9,6 @@ Where rounding may send a token to other experts, a difference on one text is no
 differs on each of several texts.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,19 +21,10 @@ from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, calls
 from ..kernels.recurrence.linear import BLOCK
 from ..tree import ancestry
-from .float32 import HALF, in_float32
+from .float32 import in_float32
 from .quantised import with_plain_meaning
+from .yardstick import compare_logits, compare_rounding, exact_logits, has_half, in_float32_if_possible
 
-log = logging.getLogger("spec_compile")
-
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
-"""Largest accepted difference of any logit between runs in this dtype, relative to the logits' spread."""
-NOISE = 3.0
-"""Largest accepted distance of 16-bit logits to the float32 result, as a multiple of that of a plain forward. It is the
-root mean square over the vocabulary, at the position where that is largest."""
-LEAST_NOISE = 1e-5
-"""The part of the logits' spread that may always be such a distance: that of a model which computes in float32 and has
-some weights of 16 bits is the rounding of float32 alone."""
 TEXTS = 4
 """Random texts that a model with routed experts may be checked on."""
 LONGEST = 1024
@@ -128,35 +118,6 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
     on_some_text(graph, check)
 
 
-def compare_logits(name: str, what: str, got: Tensor, expected: Tensor) -> None:
-    """UnsupportedModelError if logits [..., V] in float32 or float64 differ by more than `TOLERANCE`.
-
-    name: of the model's class. what: the part that computed `got`, for the message.
-    """
-    spread = expected.std().clamp(min=1e-6)
-    error = ((got - expected).abs().max() / spread).item()
-    limit = TOLERANCE[expected.dtype]
-    if not error <= limit:
-        raise UnsupportedModelError(
-            f"model: {name}: {what} differs from the model's own forward by {error:.1e} of the logits' spread "
-            f"(allowed: {limit:.0e}); it would change the answer"
-        )
-
-
-def compare_rounding(name: str, what: str, got: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """UnsupportedModelError if `got` is more than `NOISE` times as far from `exact` as `plain` is.
-
-    All are logits [..., V]: of what is checked and of a plain forward, both in 16 bits, and of the float32 result.
-    name, what: as for `compare_logits`.
-    """
-    error, noise = ((x.float() - exact).square().mean(dim=-1).sqrt().max().item() for x in (got, plain))
-    if not error <= max(NOISE * noise, LEAST_NOISE * exact.std().item()):
-        raise UnsupportedModelError(
-            f"model: {name}: {what} differs from the model's own forward: its logits are {error:.1e} away from those "
-            f"in float32, a plain forward's {noise:.1e} (allowed: {NOISE:g} times that); it would change the answer"
-        )
-
-
 def _tree_logits(
     verify: ModelGraph, graph: ModelGraph, ids: Tensor, prefix: int, ancestors: Tensor, depth: Tensor, path: list[int]
 ) -> Tensor:
@@ -208,41 +169,6 @@ def on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
         except UnsupportedModelError:
             if seed == last:
                 raise
-
-
-def has_half(graph: ModelGraph) -> bool:
-    """Whether any weights have 16 bits."""
-    return any(parameter.dtype in HALF for parameter in graph.gm.parameters())
-
-
-def exact_logits(name: str, run: Callable[[], Tensor]) -> Tensor:
-    """Logits of the captured graph in float32."""
-    logits, reason = _in_float32(run)
-    if logits is None:
-        raise UnsupportedModelError(
-            f"model: {name} cannot be checked, because its graph does not run in float32 ({reason}); check=False "
-            "omits the check"
-        )
-    return logits
-
-
-def in_float32_if_possible(what: str, run: Callable[[], Tensor]) -> Tensor | None:
-    """Logits in float32; or None, with a line in the log, if an op has no float32 form."""
-    logits, reason = _in_float32(run)
-    if logits is None:
-        log.info("%s is checked in 16 bits alone, because it does not run in float32 (%s)", what, reason)
-    return logits
-
-
-def _in_float32(run: Callable[[], Tensor]) -> tuple[Tensor | None, str]:
-    """The result of `run` in float32, or None and the reason."""
-    try:
-        with in_float32():
-            return run(), ""
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return None, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def reaches(graph: ModelGraph) -> list[int]:

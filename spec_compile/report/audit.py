@@ -6,21 +6,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..capture.yardstick import DEVIATIONS, LEAST_SPREAD, MORE_NOISE, NEAR_TIE
+
 SIGNIFICANCE = 1e-3
 """Sampling fails the audit if the target gives frequencies at least as far off with less than this probability."""
 EXPECTED = 5.0
 """Tokens expected more rarely than this are counted together, as the chi-square test needs."""
 MIN_DRAWS = int(20 * EXPECTED)
 """Contexts drawn less often are not tested, because too few of their tokens would be counted one by one."""
-NEAR_TIE = 3.0
-"""Two logits are a near-tie if they differ by at most so many standard deviations of the noise. If nothing but rounding
-separates the models, one first difference in a thousand is larger."""
-MORE_NOISE = 0.03
-"""Share by which the speculative logits may be farther from the float32 copy than the target's are."""
-DEVIATIONS = 3.0
-"""Standard errors by which that share must be exceeded before the logits fail the audit."""
-LEAST_SPREAD = 0.1
-"""Least standard deviation of that share over positions, because a few positions may agree by chance."""
 LOSSLESS, NOT_LOSSLESS, NOT_TESTED = "lossless", "NOT LOSSLESS", "NOT TESTED"
 
 

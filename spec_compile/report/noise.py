@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ..capture.yardstick import FLOOR, rms
 from ..inventory import held, held_parameters, held_tensors
 
 PADDING = 7
 """Padding tokens on the left of the padded batch."""
-FLOOR = {torch.float32: 3.3e-6, torch.float64: 1e-12}
-"""Least noise in a dtype, as a share of the largest logit, because libraries differ in sums and in exp."""
 
 
 @dataclass
@@ -42,7 +41,7 @@ class Scatter:
 
     def excess(self, logits: Tensor) -> Tensor:
         """log(distance of `logits` [positions, V] / distance of the orders) at each position, float32 [positions]."""
-        return (_rms(logits.float() - self.exact).clamp(min=self.floor) / self.distance).log()
+        return (rms(logits.float() - self.exact).clamp(min=self.floor) / self.distance).log()
 
     def errors(self, logits: Tensor) -> Tensor:
         """The mean and the largest distance of `logits` [positions, V] from `exact`, float32 [positions, 2]."""
@@ -75,7 +74,7 @@ class Reference:
         distances, gaps = [], []
         for logits in _orders(self.model, text, count):
             error = logits - exact
-            distances.append(_rms(error))
+            distances.append(rms(error))
             gaps.append(error.gather(-1, two).diff(dim=-1)[:, 0])
         floor = max(FLOOR.get(self.model.dtype, 0.0) * float(exact.abs().max()), 1e-30)
         distance = torch.stack(distances).quantile(0.5, dim=0).clamp(min=floor)
@@ -84,12 +83,7 @@ class Reference:
 
 def gap_noise(gaps: Tensor, floor: float = 0.0) -> float:
     """Root mean square of `gaps` [orders, positions] over the positions, of the median order."""
-    return max(float(_rms(gaps).quantile(0.5)), floor)
-
-
-def _rms(values: Tensor) -> Tensor:
-    """Root mean square over the last dimension."""
-    return values.square().mean(dim=-1).sqrt()
+    return max(float(rms(gaps).quantile(0.5)), floor)
 
 
 def _logits(model: PreTrainedModel, ids: Tensor, count: int, **arguments) -> Tensor:
