@@ -23,7 +23,7 @@ def load_model(arguments: argparse.Namespace) -> tuple[PreTrainedModel, object]:
     """The model, on its device and in eval mode, and its tokenizer. ValueError if they cannot be loaded."""
     name = arguments.model
     local = Path(name).expanduser()
-    # What looks like a path is not looked up on the hub, whose error would be about something else.
+    # A name that looks like a path is not looked up on the hub, whose error would not mention the folder.
     if not local.exists() and (local.is_absolute() or name.startswith((".", "~")) or name.count(os.sep) > 1):
         raise ValueError(f"--model: there is no folder {name}")
     if local.is_file():

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What rounds are built for, computed from the options and the draft.
+    """The demands of an algorithm on rounds, computed from the options and the draft.
 
-    nodes: most nodes of a tree, the root included. taps: hidden states of the target that `Drafter.prefill` and
-    `Drafter.observe` are given, numbered as in `passes.Settings`. lookahead_slots: cache slots beyond the verified
-    nodes that a drafter writes. draws: whether tokens are drawn at random, and ``state.propose`` is given the
-    distributions that they were drawn from. sizes: how many nodes a round verifies: "fixed" (always `nodes`, and every
-    tree has as many), "tree" (as many as the trees have) or "adaptive" (fewer where that has paid).
+    nodes: most nodes of a tree, the root included.
+    taps: hidden states of the target for `Drafter.prefill` and `Drafter.observe`, numbered as in `passes.Settings`.
+    lookahead_slots: cache slots beyond the verified nodes that a drafter writes.
+    draws: True if tokens are drawn at random, and ``state.propose`` gets the distributions that they were drawn from.
+    sizes: nodes that a round verifies: "fixed" (always `nodes`, as many as every tree has), "tree" (as many as the
+        trees have) or "adaptive" (fewer if that has paid).
     """
 
     nodes: int
@@ -39,37 +40,37 @@ class Drafter(nn.Module):
     `propose` and, after each verification, `observe` and `propose`; and `finish`.
 
     The methods marked [graph] run inside the compiled round. Small tensors that they change are buffers registered on
-    the drafter itself, which are put back after a round of warm-up; keys and values are in a `cache.Cache`.
-    max_kv_len: slots of a cache to look at on a CPU, which hold everything when the round ends.
+    the drafter itself, which are restored after a round of warm-up; keys and values are in a `cache.Cache`.
+    max_kv_len: slots of a cache that a step on a CPU reads; they hold everything that the round writes.
     """
 
     fuses: bool = True
-    """Whether `propose` is compiled in one part with what comes before it in the round. Otherwise `compile` does it."""
+    """True if `propose` is compiled in one part with the end of the round. Otherwise `compile` compiles it."""
 
     seconds: float = 0.0
-    """Time spent proposing on the host since the drafter was made (0 where it is part of the graph)."""
+    """Time spent proposing on the host since the drafter was made; 0 if `propose` is part of the graph."""
 
     def compile(self, compiler: "PartCompiler") -> None:
-        """Compile the parts of `propose` by `compiler`. It is called for each kind of round, and again when the caches
-        have grown."""
+        """Compile the parts of `propose` by `compiler`. Called for each kind of round, and after caches have grown."""
 
     def mute(self) -> None:
-        """The rounds until the buffers are put back are warm-up, so leave no trace outside them."""
+        """Leave no trace outside the buffers until they are restored: the rounds until then are warm-up."""
 
     def start(
         self, state: "State", prompts: list[list[int]], references: list[Tensor], share_text: bool = True
     ) -> None:
         """A call of generate() begins.
 
-        prompts: token ids, one list a row. references: texts [n] int64 that the output may copy from. share_text:
-        whether later calls may draft from what this one reads and writes.
+        prompts: token ids, one list a row.
+        references: [n] int64 each; texts that the output may copy from.
+        share_text: True if later calls may draft from the texts of this one.
         """
 
     def prefill(self, state: "State", ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
         """[graph] The target has processed a chunk of the prompts.
 
-        ids, positions [B, T] int64: tokens at slots ``state.lengths`` onwards. features: for each tap the hidden states
-        [B, T, C] of these tokens.
+        ids, positions: [B, T] int64; tokens at slots ``state.lengths`` onwards.
+        features: for each tap the hidden states [B, T, C] of these tokens.
         """
 
     def observe(
@@ -77,8 +78,8 @@ class Drafter(nn.Module):
     ) -> None:
         """[graph] The target has verified trees, and what was accepted is committed.
 
-        features: for each tap the hidden states [B, N, C] of the verified nodes. begin [B] int64: ``state.lengths``
-        before the commit.
+        features: for each tap the hidden states [B, N, C] of the verified nodes.
+        begin: [B] int64; ``state.lengths`` before the commit.
         """
 
     def propose(self, state: "State", max_kv_len: int) -> None:
@@ -86,35 +87,35 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def share(self, other: "Drafter") -> None:
-        """Take the first rows of `other`, a drafter of the same algorithm for more rows, in place of rows of its own.
-        What `enter` and `leave` do to `other` is then true of this one, too."""
+        """Use the first rows of `other`, a drafter of the same algorithm for more rows, in place of rows of its own.
+        Calls of `enter` and `leave` on `other` then apply to this one, too."""
         for name, buffer in list(self.named_buffers(recurse=False)):
             setattr(self, name, getattr(other, name)[: len(buffer)])
         for cache, larger in zip(caches(self), caches(other)):
             cache.share(larger)
 
     def small_buffers(self) -> list[Tensor]:
-        """The buffers on the drafter itself, and on those that it is made of."""
+        """The buffers of the drafter itself and of drafters inside it."""
         return list(self.buffers(recurse=False))
 
     def row_buffers(self) -> list[Tensor]:
-        """Those of `small_buffers` that have an entry for each row [B, ...], which move with a row."""
+        """The `small_buffers` with an entry for each row [B, ...], which moves with the row."""
         return self.small_buffers()
 
     def enter(self, row: int, share_text: bool) -> None:
-        """A text begins in one row, while the others go on. share_text: see `start`."""
+        """Begin a text in one row, while the others go on. share_text: see `start`."""
         for buffer in self.row_buffers():
             buffer[row].zero_()
 
     def vacate(self, row: int) -> None:
-        """The text of a row goes on in a row of another drafter of the same algorithm, which has what the row had."""
+        """Forget a row, whose text and buffers have moved to another drafter of the same algorithm."""
 
     def leave(self, state: "State", row: int, length: int, share_text: bool) -> None:
-        """The text of one row is over. length: tokens of the row less one."""
+        """End the text of one row. length: tokens of the row less one."""
 
     def finish(self, lengths: list[int]) -> None:
-        """The call of generate() is over, by an error, too. lengths: tokens of each row less one; empty if no round
-        had begun."""
+        """End a call of generate(), also after an error. lengths: tokens of each row less one; empty if no round had
+        begun."""
 
 
 def caches(drafter: Drafter) -> list[Cache]:
@@ -123,28 +124,28 @@ def caches(drafter: Drafter) -> list[Cache]:
 
 
 class Algorithm:
-    """A way of drafting for one model, ready to make drafters of any batch size. `plan` is set by each."""
+    """A way of drafting for one model. It makes drafters of any batch size. Each sets `plan`."""
 
     plan: DraftPlan
 
     graph: ModelGraph | None = None
-    """The draft, if it runs in rounds with a cache of its own."""
+    """The graph of a draft that runs in rounds with a cache of its own."""
 
     draft_module: nn.Module | None = None
-    """The draft whose weights ``speculation.refresh()`` takes over, as the user knows it."""
+    """The user's draft module, whose weights ``speculation.refresh()`` takes over."""
 
     store: "NgramStore | None" = None
-    """The n-grams that it drafts from, if it does."""
+    """The n-grams that it drafts from, if any."""
 
     @property
     def remembers(self) -> bool:
-        """Whether its drafters hold keys and values of the text, so that a prompt whose keys and values the target has
-        must be processed again where theirs are of another text."""
+        """True if its drafters hold keys and values of the text. Then a prompt that the target has cached must still be
+        processed again if the drafters' are of another text."""
         return self.graph is not None
 
     @property
     def stored(self) -> int:
-        """How much every rank has to have stored alike for the same drafts."""
+        """The size of its store, which must be the same on all ranks for the same drafts."""
         return 0
 
     @property
@@ -153,7 +154,7 @@ class Algorithm:
         return 0 if self.graph is None else self.graph.token_bytes
 
     def refresh(self) -> None:
-        """Weights have changed in place: compute anew what was copied from them."""
+        """Compute copies of weights anew, because the weights have changed in place."""
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         """The drafter for `batch` sequences of up to `slots` tokens."""

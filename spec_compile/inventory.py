@@ -1,4 +1,4 @@
-"""What a model consists of: its configurations, and its parameters and buffers as its modules hold them.
+"""The inventory of a model: its configurations, and its parameters and buffers as its modules hold them.
 
 Some layers make tensors when they are read (see `kernels.linear.quantised.one_layout`). Nothing here reads those.
 """

@@ -1,4 +1,4 @@
-"""Admission: a model that cannot be served exactly is refused before any work, by name and with the reason."""
+"""Admission: a model that cannot be served exactly is refused before any work, with its name and the reason."""
 
 import importlib.util
 
@@ -56,7 +56,7 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
 
 
 def _admit_tensors(model: PreTrainedModel, packed: set[str]) -> None:
-    """Refuse devices and dtypes that cannot be served. packed: the paths of modules whose dtypes are known to be."""
+    """Refuse devices and dtypes that cannot be served. packed: paths of quantised modules, whose dtypes are known."""
     devices = sorted({str(p.device) for p in held_parameters(model)})
     if len(devices) != 1:
         raise UnsupportedModelError(

@@ -1,12 +1,12 @@
 """The checks after capture: a model is refused unless the graphs compute what it computes.
 
-Rounding to 16 bits hides small faults, so two questions are asked. **What is computed?** Both sides run in float32 with
-the same weights (`in_float32`), where rounding is a millionth of the logits' spread. A scale, mask, position, window or
-eps that is off shows there. **How is it rounded?** Both sides run in the model's 16 bits, as they will in use. Their
-distance to the float32 result may be a few times that of a plain forward of the same text, which is the model's noise.
+Rounding to 16 bits hides small faults, so a model of 16 bits is compared twice, by the limits in `yardstick`:
 
-Where rounding may send a token to other experts, a difference on one text is no evidence. Such a model is refused if it
-differs on each of several texts.
+- In float32 with the same weights (`in_float32`). A wrong scale, mask, position, window or eps shows there.
+- In its 16 bits, as it will be used. Wrong rounding shows there.
+
+In a mixture of experts, rounding may send a token to other experts, so a difference on one text proves nothing. Such a
+model is refused if it differs on each of several texts.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from .yardstick import compare_logits, compare_rounding, exact_logits, has_half,
 TEXTS = 4
 """Random texts that a model with routed experts may be checked on."""
 LONGEST = 1024
-"""Tokens of the longest text of a check. A longer window is only checked to be passed to attention."""
+"""Tokens of the longest text of a check. For a longer window, only its argument to attention is checked."""
 CAPTURE = "the captured graph"
 TREE = "the tree attention of the rewritten graph"
 
@@ -37,10 +37,8 @@ TREE = "the tree attention of the rewritten graph"
 def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
     """Compare the captured graph with the model's own forward on random ids, longer than any window.
 
-    Quantised layers have their plain meaning on both sides.
-
-    A model of 16 bits whose own forward does not run in float32 (FlashAttention does not) is compared in 16 bits alone.
-    Raises UnsupportedModelError if they differ.
+    Quantised layers have their plain meaning on both sides. A model whose own forward does not run in float32, as with
+    FlashAttention, is compared only in 16 bits. Raises UnsupportedModelError if they differ.
     """
     name, model = type(model).__name__, with_plain_meaning(model)
     windows = reaches(graph)
@@ -49,8 +47,8 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
         raise UnsupportedModelError(
             f"model: {name} has a sliding window of {announced} that its attention is not told of"
         )
-    behind = BLOCK + 17 if graph.recurrences else 17
-    length = min(max([24, announced, *windows]) + behind, LONGEST, graph.position_limit or LONGEST)
+    more = BLOCK + 17 if graph.recurrences else 17
+    length = min(max([24, announced, *windows]) + more, LONGEST, graph.position_limit or LONGEST)
 
     def check(seed: int) -> None:
         ids = random_ids(graph, 2, length, seed).to(model.device)
@@ -65,7 +63,7 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
         if not has_half(graph):
             with in_float32():
                 return compare_logits(name, CAPTURE, captured(), expected())
-        # In float32: what is computed. In 16 bits: how it is rounded, where each side is the other's yardstick.
+        # First the computation in float32, then the rounding in 16 bits, where each side is the other's yardstick.
         exact, wide = exact_logits(name, captured), in_float32_if_possible("the model's own forward", expected)
         plain, ours = expected(), captured()
         if wide is None:
@@ -79,15 +77,14 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
 
 @torch.no_grad()
 def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
-    """Compare a small tree behind a prefix with plain forwards of the captured graph over each of its paths.
+    """Compare a small tree after a prefix with plain forwards of the captured graph over each of its paths.
 
-    Where the model has recurrences, a path of the tree is committed, and the same tree is compared behind it, because
-    what a commit does to a state shows nowhere else.
-
-    An attention backend for 16 bits alone is compared in 16 bits alone. Raises UnsupportedModelError if they differ.
+    If the model has recurrences, a path of the tree is then committed and the same tree compared after it, because only
+    later tokens show how a commit changed a state. An attention backend that takes only 16 bits is compared only in 16
+    bits. Raises UnsupportedModelError if they differ.
     """
     windows = reaches(graph)
-    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 6, 7, 8, 8, 12, 14]  # 16 nodes behind 16: sizes of rounds
+    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 6, 7, 8, 8, 12, 14]  # 16 nodes, as many as a round may have
     path = [0, 2, 5, 8, 13] if graph.recurrences else []
     shown = len(parents) + len(path)
     prefix = min(max([13, *windows]) + 3, LONGEST, (graph.position_limit or LONGEST) - shown)
@@ -95,13 +92,13 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
 
     def check(seed: int) -> None:
         ids = random_ids(graph, 1, prefix + len(parents), seed).to(graph.device)
-        behind = torch.cat([ids[:, :prefix], ids[:, prefix:][:, path], ids[:, prefix:]], dim=1)
+        committed = torch.cat([ids[:, :prefix], ids[:, prefix:][:, path], ids[:, prefix:]], dim=1)
 
         def linear() -> Tensor:
             first = _linear_logits(graph, ids, prefix, ancestors[0].tolist())
             if not path:
                 return first
-            return torch.cat([first, _linear_logits(graph, behind, prefix + len(path), ancestors[0].tolist())])
+            return torch.cat([first, _linear_logits(graph, committed, prefix + len(path), ancestors[0].tolist())])
 
         def tree(dtype: torch.dtype) -> Tensor:
             like = replace(graph, dtype=dtype, layers=verify.layers)
@@ -123,7 +120,7 @@ def _tree_logits(
 ) -> Tensor:
     """Logits [N, V] of the tree's nodes by `verify`, with a cache of `graph`'s dtype.
 
-    path: nodes to be committed, behind which the same tree is verified again -> [2 N, V]. []: none.
+    path: nodes to commit, after which the same tree is verified again, so that the result is [2 N, V]; may be empty.
     """
     slots, begin = ids.shape[1] + len(path), prefix - 2 if path else 0
     kept = replace(graph, scaled_cache=verify.scaled_cache)
@@ -149,7 +146,10 @@ def _tree_logits(
 
 
 def _linear_logits(graph: ModelGraph, ids: Tensor, prefix: int, ancestors: list[int]) -> Tensor:
-    """Logits [N, V] at the end of each node's path, where each path is run as a separate text."""
+    """Logits [N, V] at the end of each node's path. Each path is run as a text of its own.
+
+    ancestors: the bits of each node; 0b1011 says that the path of node 3 is nodes 0, 1, 3.
+    """
     nodes, slots = len(ancestors), ids.shape[1]
     paths = [[j for j in range(nodes) if bits >> j & 1] for bits in ancestors]
     texts = ids.repeat(nodes, 1)  # a path's last token does not see what follows it
@@ -161,7 +161,7 @@ def _linear_logits(graph: ModelGraph, ids: Tensor, prefix: int, ancestors: list[
 
 
 def on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
-    """Run ``check(seed)`` once; or if the model routes to experts, until it passes, at most `TEXTS` times."""
+    """Run ``check(seed)`` once. If the model routes to experts, run it until it passes, at most `TEXTS` times."""
     last = TEXTS - 1 if calls(graph.gm, torch.ops.aten.topk.default) else 0
     for seed in range(last + 1):
         try:
@@ -172,8 +172,8 @@ def on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
 
 
 def reaches(graph: ModelGraph) -> list[int]:
-    """Tokens behind which something new shows in some layer: a window's end, the end of a second chunk a few tokens
-    later, and where biases are large, because some models round them to 8 bits."""
+    """Lengths of text after which some layer behaves differently: the end of a window, the end of a second chunk less a
+    few tokens, and `LONGEST` for biases by distance, which some models round to 8 bits where they are large."""
     windows = [layer.window for layer in graph.layers if layer.window is not None]
     chunks = [max(2 * layer.chunk - 6, 1) for layer in graph.layers if layer.chunk is not None]
     return windows + chunks + [LONGEST] * any(layer.slopes for layer in graph.layers)
