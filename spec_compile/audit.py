@@ -1,4 +1,4 @@
-"""`audit` tests whether speculation is lossless here: it compares tokens, logits and draws with plain decoding.
+"""`audit` tests that speculation is lossless on this machine: it compares tokens, logits and draws with plain decoding.
 
 From the command line it is ``python -m spec_compile audit``.
 """
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from .api import speculate
 from .cache import PAGE, Cache
+from .capture.yardstick import first_unequal
 from .graph import ModelGraph
 from .passes.row_invariance import variant_parts
 from .report.audit import EXPECTED, MIN_DRAWS, Bits, Distance, Greedy, Logits, Report, Sampled
@@ -27,7 +28,7 @@ LOOKUP_TOKENS = 10
 
 @dataclass
 class Decoded:
-    """A prompt `ids` [1, T], its greedy answers by plain decoding of transformers and by rounds, and what they say."""
+    """A prompt `ids` [1, T], transformers' greedy answer, that of rounds, and their comparison."""
 
     ids: Tensor
     row: Greedy
@@ -52,12 +53,12 @@ def audit(
     model: a result of `speculate`, or a transformers model, which is audited with the n-gram algorithm.
     prompts: token ids, or texts with a `tokenizer`.
     max_new_tokens: tokens of each greedy answer. The answers are compared token by token.
-    samples: if above 0, draws of `sample_tokens` tokens for each prompt. In every context that was drawn often enough,
-    the next tokens' frequencies are compared with the target's probabilities after the same logits processors.
-    logits: whether the logits behind the speculative answers are compared with those of a float32 copy of the model.
-    They may be as far from it as the target's are. So may those of the rewritten graph without the compiler, because
-    the compiler's fusions round less and would hide small errors. Then answers and logits are also compared bit for bit
-    with plain steps of the same engine, and transformers' prompt lookup with its greedy answers.
+    samples: draws of `sample_tokens` tokens for each prompt; 0 for none. In every context that was drawn often enough,
+        the next tokens' frequencies are compared with the target's probabilities after the same logits processors.
+    logits: compare the logits of the speculative answers with those of a float32 copy of the model. They may be as far
+        from it as the target's are. So may those of the rewritten graph without the compiler, because the compiler's
+        fusions round less and would hide small errors. Answers and logits are also compared bit for bit with plain
+        steps of the same engine, and transformers' prompt lookup with its greedy answers.
     generate_options: for both ``generate()``.
 
     Raises TypeError or ValueError if a prompt is no text or ids, or samples are too few, before anything is decoded.
@@ -80,7 +81,7 @@ def audit(
 
 
 def check_samples(samples: int, sample_tokens: int = 1) -> None:
-    """Raise TypeError or ValueError if `samples` draws of `sample_tokens` tokens cannot be tested."""
+    """TypeError or ValueError if `samples` draws of `sample_tokens` tokens cannot be tested."""
     for name, value in (("samples", samples), ("sample_tokens", sample_tokens)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name}: expected an integer, got {value!r}")
@@ -118,9 +119,9 @@ def _greedy(plain: Any, fast: Any, ids: Tensor, options: dict) -> Decoded:
     answer = plain.generate(ids, **options)[0, ids.shape[1] :].tolist()
     before = stats.steps
     speculative = fast.generate(ids, **options)[0, ids.shape[1] :].tolist()
-    # Without a step transformers' own loop has run, and nothing of ours was compared.
+    # If no step was counted, transformers' own loop has run, and nothing of ours was compared.
     compared = min(len(answer), len(speculative)) if stats.steps > before else 0
-    position = next((n for n, pair in enumerate(zip(answer, speculative)) if pair[0] != pair[1]), None)
+    position = first_unequal(answer, speculative)
     if position is not None:
         row = Greedy(compared, position, answer[position], speculative[position])
     elif len(answer) == len(speculative):
@@ -133,9 +134,9 @@ def _greedy(plain: Any, fast: Any, ids: Tensor, options: dict) -> Decoded:
 
 
 def _weigh(report: Report, plain: Any, fast: Any, decoded: list[Decoded], options: dict | None) -> None:
-    """Add to `report` what the float32 copy says of logits, and their noise where tokens differ.
+    """Add to `report` the distances of logits from the float32 copy, and the noise where tokens differ.
 
-    options: for ``generate()``; None leaves only the noise where tokens differ.
+    options: for ``generate()``; None adds only the noise where tokens differ.
     """
     tested = [each for each in decoded if each.row.compared]
     differing = [
@@ -147,7 +148,7 @@ def _weigh(report: Report, plain: Any, fast: Any, decoded: list[Decoded], option
     reference, gaps = Reference(plain), []
     if options is not None and tested:
         gaps = _weigh_answers(report, reference, fast, tested, options)
-    # Of each first difference the two tokens' logits in float32, and the noise of their difference at that position.
+    # At each first difference: the two tokens' logits in float32, and the noise of their difference.
     nearby = []
     for each, tokens in differing:
         same = each.plain[: each.row.position]
@@ -156,7 +157,7 @@ def _weigh(report: Report, plain: Any, fast: Any, decoded: list[Decoded], option
         each.row.logits = float(scatter.exact[-1, tokens[0]]), float(scatter.exact[-1, tokens[1]])
         each.row.noise = gap_noise(scatter.gaps[:, -1:], scatter.floor)
         nearby.append(scatter.gaps)
-    # One position says little about noise: that over all compared positions counts if it is larger.
+    # One position tells little about noise, so the noise over all compared positions counts if it is larger.
     for each, _ in differing:
         each.row.noise = max(each.row.noise, gap_noise(torch.cat(gaps or nearby, dim=1)))
 
@@ -164,14 +165,14 @@ def _weigh(report: Report, plain: Any, fast: Any, decoded: list[Decoded], option
 def _weigh_answers(
     report: Report, reference: Reference, fast: Any, tested: list[Decoded], options: dict
 ) -> list[Tensor]:
-    """Add to `report` what is said of the logits behind all answers, of their bits, and of transformers' lookup.
+    """Add to `report` the comparisons of all answers' logits and bits, and of transformers' lookup.
 
     Returns the gaps of each answer's `Scatter`.
     """
     verify = fast.speculation.engine.runtime.verify
     gaps, excesses, errors, bits = [], [], [], Bits(promised=not variant_parts(verify))
     for each in tested:
-        # The logits behind a speculative answer, and those of the rewritten graph over the same text.
+        # The logits of a speculative answer, and those of the rewritten graph over the same text.
         sequence, logits = _speculative_logits(fast, each.ids, options)
         text = sequence[:, :-1]
         scatter = reference.scatter(text, len(logits))
@@ -186,10 +187,11 @@ def _weigh_answers(
 
 
 def _compare_bits(bits: Bits, fast: Any, decoded: Decoded, sequence: Tensor, logits: Tensor, options: dict) -> None:
-    """Add to `bits` how speculative answers and their logits [positions, V] compare with plain steps of ours.
+    """Add to `bits` the comparison of a speculative answer with plain steps of the same engine.
 
-    sequence [1, T]: the prompt and the answer whose logits these are; ``decoded.speculative`` is that of rounds which
-    accept inside.
+    decoded: its ``speculative`` is the answer of rounds that accept on the device.
+    sequence: [1, T]; the prompt and the answer of rounds that also return logits.
+    logits: [positions, V]; of that answer.
     """
     engine, begin = fast.speculation.engine, decoded.ids.shape[1]
     with plain_steps(engine):
@@ -199,8 +201,9 @@ def _compare_bits(bits: Bits, fast: Any, decoded: Decoded, sequence: Tensor, log
     if answers[0] == answers[1] == decoded.speculative and torch.equal(logits, steps_logits):
         bits.same += 1
         return
-    # Logits are of the same text up to the first token that differs, its own included.
-    alike = next((n for n, (a, b) in enumerate(zip(*answers)) if a != b), len(logits))
+    # Logits are comparable up to those of the first token that differs, because the text before it is the same.
+    position = first_unequal(*answers)
+    alike = len(logits) if position is None else position
     pair = [each[: alike + 1][: min(len(logits), len(steps_logits))] for each in (logits, steps_logits)]
     unequal = pair[0] != pair[1]
     if unequal.any():
@@ -210,7 +213,7 @@ def _compare_bits(bits: Bits, fast: Any, decoded: Decoded, sequence: Tensor, log
 
 
 def _same_by_lookup(plain: Any, decoded: list[Decoded], options: dict) -> int | None:
-    """How many answers of transformers' prompt lookup equal its greedy ones; None if it does not take this model."""
+    """The number of answers by transformers' prompt lookup that equal its greedy ones; None if it refuses the model."""
     options = {**options, "do_sample": False, "prompt_lookup_num_tokens": LOOKUP_TOKENS}
     same = 0
     for each in decoded:
@@ -270,7 +273,7 @@ def _sampled(plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, opti
 def _followers(
     plain: Any, fast: Any, ids: Tensor, samples: int, tokens: int, options: dict
 ) -> dict[tuple[int, ...], Counter]:
-    """For each context (the tokens drawn so far), how often each token was drawn next by the speculative model."""
+    """The counts of each next token that the speculative model drew, by context (the tokens drawn so far)."""
     followers: dict[tuple[int, ...], Counter] = {}
     drawn, ends = 0, _ends(plain, options)
     while drawn < samples:

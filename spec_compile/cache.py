@@ -15,10 +15,10 @@ PAGE = 128
 
 
 class States(nn.Module):
-    """The states of B sequences in every recurrence of a graph, and a stash of what their trees would change.
+    """The states of B sequences in every recurrence of a graph, and the stash of their trees' inputs.
 
-    A state is behind the committed tokens. It changes where a chunk of a prompt is processed, and where nodes of a tree
-    are committed; the verification of a tree reads it alone.
+    A state is that after the committed tokens. It changes when a chunk of a prompt is processed and when nodes of a
+    tree are committed; the verification of a tree only reads it.
     """
 
     def __init__(self, graph: ModelGraph, batch: int):
@@ -42,7 +42,7 @@ class States(nn.Module):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """How many tokens of a chunk count [B], the lengths of the prompts [B], and the parts of each recurrence."""
+        """The tokens of a chunk that count [B], the lengths of the prompts [B], and the parts of each recurrence."""
         parts = [tensor for number in range(len(self.kinds)) for tensor in (self[number][0], *self[number][1])]
         return [*self.counts, *parts]
 
@@ -115,13 +115,12 @@ class Cache(nn.Module):
 
     @property
     def argument(self) -> list[Tensor]:
-        """What a rewritten graph takes as ``cache``."""
+        """The argument ``cache`` of a rewritten graph."""
         return [*self.tensors, *self.states.tensors]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Keys and values of each layer in turn, each [B, Hkv, slots, D], and behind them their scales, if they have
-        any, [B, Hkv, slots, 2], as `attention.call.AttentionCall` takes them."""
+        """For each layer its keys and values [B, Hkv, slots, D], and its scales [B, Hkv, slots, 2] if it has any."""
         return list(self.buffers(recurse=False))
 
     def layer(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -132,7 +131,7 @@ class Cache(nn.Module):
 
     @property
     def slots(self) -> int:
-        """Tokens that each row has room for."""
+        """Tokens for which each row has room."""
         return self.tensors[0].shape[2]
 
     def share(self, other: "Cache") -> None:
@@ -142,7 +141,7 @@ class Cache(nn.Module):
         self.states.share(other.states)
 
     def resize(self, slots: int) -> list[Tensor]:
-        """Put empty tensors of `slots` slots in place of the present `tensors`, and return the latter."""
+        """Replace `tensors` by empty ones of `slots` slots, and return the old ones."""
         before = self.tensors
         for name, tensor in list(self.named_buffers(recurse=False)):
             batch, heads, _, size = tensor.shape
@@ -151,7 +150,7 @@ class Cache(nn.Module):
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros whose memory is taken only where it is written: on a CPU anonymous pages, which a fork does not share."""
+    """Zeros. On a CPU they are anonymous pages, which take memory when written and which a fork does not share."""
     size = torch.Size(shape).numel() * dtype.itemsize
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
-"""The differences between supported versions of torch and transformers, and the private parts that we touch."""
+"""The differences between supported versions of torch and transformers, and the private parts that are used."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface
 from transformers.integrations import finegrained_fp8, moe
+
+from .inventory import configured
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -25,26 +27,26 @@ INDUCTOR_OPTIONS = {"cpp.simdlen": 1} if TORCH < (2, 13) else {}
 """Options of every compilation. Before 2.13, some integer and mask expressions that Inductor vectorises on a CPU give
 wrong results or do not compile (seen with 2.11: argmax over several rows, range checks of dynamic embeddings)."""
 CPU_OPTIONS = {**INDUCTOR_OPTIONS, "realize_reads_threshold": 0}
-"""Options on a CPU. Values that layers share are computed once, so that the layers' kernels are alike."""
+"""Options on a CPU. Values that layers share are computed once, so that all layers have the same kernels."""
 GPU_OPTIONS = {"triton.cudagraphs": False, "emulate_precision_casts": True, "assert_indirect_indexing": False}
-"""Options on a GPU. Rounds are captured into CUDA graphs by `runtime.steps`, not by Inductor. Values are rounded to 16
-bits wherever the model rounds them, whatever is fused, so that rounds of all sizes compute the same. Inductor (2.11 to
-2.13) asserts that an index is in range for rows behind the last one, too, if a reduction over few elements made it:
-the argmax of a row that is not there. With 5 rows and tiles of 8 that would end the process."""
+"""Options on a GPU. `runtime.steps` captures rounds into CUDA graphs, not Inductor. Fused values are rounded to 16 bits
+wherever the model rounds them, so that rounds of all sizes compute the same. Assertions of indices are off, because
+Inductor (2.11 to 2.13) also checks rows that do not exist: with 5 rows and tiles of 8, the argmax of row 6 would end
+the process."""
 
 EXPERTS_INTERFACES = moe.ALL_EXPERTS_FUNCTIONS, finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
-"""Tables of what computes routed experts, by the name that `set_experts_implementation` gives a model."""
+"""Tables of the functions that compute routed experts, by the value of `_experts_implementation` in a configuration."""
 default_gate = moe._default_apply_gate
-"""The gate of experts that have none of their own."""
+"""The gate of experts without one of their own."""
 
 gather_flat = dist.all_gather_single if TORCH >= (2, 13) else dist.all_gather_into_tensor
 """``gather_flat(output, input, group=)``: the inputs of all ranks one after the other; its old name warns."""
 
 
 def renew_compile_threads() -> None:
-    """Make Inductor start a new pool of threads, in a forked process, which has none of its parent's threads.
+    """Make Inductor start a new pool of threads in a forked process, which has none of its parent's threads.
 
-    Inductor forgets its pools of processes by itself.
+    Inductor itself replaces its pools of processes.
     """
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is not None:
@@ -57,39 +59,12 @@ def attention_implementation(model: nn.Module, name: str, function: Callable) ->
 
     No mask function is registered under `name`, so transformers builds no mask. Every config is restored on exit.
     """
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-    before = [(config, config._attn_implementation) for config in configs if hasattr(config, "_attn_implementation")]
     AttentionInterface.register(name, function)
     try:
-        for config, _ in before:
-            config._attn_implementation = name
-        yield
+        with configured(model, "_attn_implementation", name):
+            yield
     finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation
         AttentionInterface._global_mapping.pop(name, None)
-
-
-def set_experts_implementation(model: nn.Module, name: str) -> list[tuple[PreTrainedConfig, str]]:
-    """Let `model` compute its routed experts by the function that is registered as `name` -> its configurations, and
-    what each named before."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-    configs = [config for config in configs if hasattr(config, "_experts_implementation")]
-    before = [(config, config._experts_implementation) for config in configs]
-    for config in configs:
-        config._experts_implementation = name
-    return before
-
-
-@contextmanager
-def experts_implementation(model: nn.Module, name: str) -> Iterator[None]:
-    """A context in which `model` computes its routed experts by the function that is registered as `name`."""
-    before = set_experts_implementation(model, name)
-    try:
-        yield
-    finally:
-        for config, implementation in before:
-            config._experts_implementation = implementation
 
 
 def check_compiler() -> None:
@@ -106,20 +81,20 @@ def check_compiler() -> None:
 
 
 _traced: list[ShapeEnv | None] = []
-"""Of compilations since `forget_shapes`."""
+"""The shapes of compilations since `forget_shapes`."""
 
 
 def forget_code(code: CodeType) -> None:
-    """Free what Dynamo has compiled for a function's code.
+    """Free the results of Dynamo for a function's code.
 
-    Without this it is never freed: Dynamo keeps the code by that of the compiled function, which the code's own cache
-    holds, and the module in which the function was defined keeps Inductor's result under a name of its own.
+    Nothing else frees them. The cache of the code holds the compiled function, whose code Dynamo uses as the key of the
+    original code; and the module that defines the function has Inductor's result in a global variable.
     """
     torch._dynamo.eval_frame.remove_from_cache(code)
 
 
 def inductor(options: dict[str, Any]) -> Callable:
-    """The backend Inductor with these options, whose traces `forget_shapes` frees."""
+    """The backend Inductor with these options. `forget_shapes` frees its traces."""
 
     def compile_graph(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
         from torch._inductor.compile_fx import compile_fx
@@ -133,10 +108,10 @@ def inductor(options: dict[str, Any]) -> Callable:
 
 
 def forget_shapes(*graphs: torch.fx.GraphModule) -> None:
-    """Free what symbolic shapes hold of compilations by `inductor` that are over, and of these exported graphs.
+    """Free the tensors of past compilations by `inductor`, and of these exported graphs, that symbolic shapes hold.
 
-    Else it is never freed: caches with no bound refer to every `ShapeEnv`, and each has tensors and a cache of its own
-    whose sizes, which are in C++, refer to it.
+    Nothing else frees them: unbounded caches refer to every `ShapeEnv`, and each has tensors, and a cache with sizes in
+    C++ that refer back to it.
     """
     values = [node.meta.get("val") for gm in graphs for node in gm.graph.nodes]
     modes = {id(value.fake_mode): value.fake_mode for value in values if isinstance(value, FakeTensor)}
@@ -150,7 +125,7 @@ def forget_shapes(*graphs: torch.fx.GraphModule) -> None:
 
 
 def has_amx() -> bool:
-    """Whether the CPU multiplies matrices of bfloat16 by AMX."""
+    """True if the CPU multiplies matrices of bfloat16 by AMX."""
     return torch.cpu._is_amx_tile_supported()
 
 
@@ -161,26 +136,8 @@ def tensors_in(value) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-def held_items(holder) -> Iterable[tuple[str, Tensor | None]]:
-    """Names and tensors of a module's parameters or buffers, as they are held: without those that are made when they
-    are read (see `kernels.linear.quantised.one_layout`). compressed-tensors puts mappings of its own there."""
-    return dict.items(holder) if isinstance(holder, dict) else holder.items()
-
-
-def held_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers of a module and its parts, as they are held."""
-    for part in module.modules():
-        for holder in (part._parameters, part._buffers):
-            yield from (tensor for _, tensor in held_items(holder) if tensor is not None)
-
-
-def held_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters among `held_tensors`."""
-    return (tensor for tensor in held_tensors(module) if isinstance(tensor, nn.Parameter))
-
-
 def argmax(logits: Tensor) -> Tensor:
-    """``logits.argmax(-1)``, int64 [...], of equal ones the first, as two plain reductions (see `INDUCTOR_OPTIONS`)."""
+    """``logits.argmax(-1)``, int64 [...], the first of equals, by two plain reductions (see `INDUCTOR_OPTIONS`)."""
     size = logits.shape[-1]
     indices = torch.arange(size, device=logits.device)
     largest = logits == logits.amax(dim=-1, keepdim=True)
@@ -188,7 +145,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def backend_of(module: nn.Module) -> Callable | None:
-    """The function of the ``backend=`` with which ``torch.compile`` compiled a module, or None."""
+    """The ``backend=`` with which ``torch.compile`` compiled a module, or None."""
     backend = getattr(getattr(module, "dynamo_ctx", None), "callback", None)
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend

@@ -22,19 +22,21 @@ class Options:
     """Options of `speculate` with every algorithm.
 
     num_draft_tokens: nodes verified a round, the root included (1 to 64; 1: plain decoding, nothing is drafted).
-    max_cache_len: tokens a sequence may hold, prompt included (default: what the model was trained for, as
-    far as a quarter of the memory goes; on a GPU 8192 at most). compile: run rounds through Inductor (False: eagerly,
-    for debugging; same tokens). cuda_graphs: on a GPU, capture each round in one CUDA graph (False: for debugging; same
-    tokens). check: compare the captured graphs with the model's own forward before use. merge_linears: make one matrix
-    product of linear layers of one input (q, k and v; gate and up). attention_backend: what runs attention on a GPU: a
-    name of `kernels.attention.BACKENDS`, "auto", or a dict of names for "prefill" (prompts), "verify" and "draft" (a
-    draft's trees; a head's prompts, too). kv_cache_dtype: "auto" (the model's), "fp8": on a GPU, keys and values of the
-    target rounded to float8_e4m3fn, which halves them, and changes answers a little; or "fp8_per_token_head": on any
-    device, the same with a scale for each token and KV head. exact: what `speculate` must
-    promise: "bits" refuses, by name, every model and setting in which the logits of a token may depend on what is
-    drafted beside it; "auto" refuses none of them, and `explain()` names what stands in the way. tensor_parallel: the
-    processes that share the model, each on a GPU of its own: None (this one alone), "auto" (all that torchrun has
-    started), their number, or a process group or device mesh.
+    max_cache_len: tokens a sequence may hold, prompt included (default: the length that the model was trained for, as
+        far as a quarter of the memory goes; on a GPU 8192 at most).
+    compile: run rounds through Inductor (False: eagerly, for debugging; same tokens).
+    cuda_graphs: on a GPU, capture each round in one CUDA graph (False: for debugging; same tokens).
+    check: compare the captured graphs with the model's own forward before use.
+    merge_linears: make one matrix product of linear layers of one input (q, k and v; gate and up).
+    attention_backend: the kernels of attention on a GPU: a name of `kernels.attention.BACKENDS`, "auto", or a dict of
+        names for "prefill" (prompts), "verify" and "draft" (a draft's trees; a head's prompts, too).
+    kv_cache_dtype: the target's keys and values in the cache: "auto" (the model's dtype); "fp8": on a GPU, rounded to
+        float8_e4m3fn, which halves them and changes answers a little; or "fp8_per_token_head": on any device, the same
+        with a scale for each token and KV head.
+    exact: "bits" refuses, by name, every model and setting in which the logits of a token may depend on the drafts in
+        its tree; "auto" refuses none of them, and `explain()` names the parts that prevent it.
+    tensor_parallel: the processes that share the model, each on a GPU of its own: None (only this one), "auto" (all
+        that torchrun has started), their number, or a process group or device mesh.
     """
 
     num_draft_tokens: int = 16
@@ -52,7 +54,7 @@ class Options:
         hints = get_type_hints(type(self))
         for field in fields(self):
             value, types = getattr(self, field.name), get_args(hints[field.name]) or (hints[field.name],)
-            # A bool is an int in Python, but not as an option; an int may stand for a float.
+            # A bool is an int in Python but not as an option. An int is taken as a float.
             fits = Any in types or (isinstance(value, types) and (bool in types or not isinstance(value, bool)))
             if not fits and not (float in types and type(value) is int):
                 expected = " or ".join(each.__name__ for each in types if each is not type(None))
@@ -91,8 +93,10 @@ class Options:
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """What each option of a dataclass means, by its name: the text after the name and a colon, where a line or a
-    sentence in the docstring of the class, or of one of its bases, begins with the name. Several names may share it."""
+    """The meaning of each option of a dataclass, by name, from the docstrings of the class and its bases.
+
+    A line or a sentence there that begins with "name: " or "name, name: " is followed by the meaning of these options.
+    """
     names, said = "|".join(field.name for field in fields(cls)), dict[str, str]()
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         text = inspect.cleandoc(base.__doc__ or "")
@@ -104,13 +108,13 @@ def meanings(cls: type) -> dict[str, str]:
 
 
 def kind(hint: Any) -> str:
-    """A type as a reader knows it ("": any, which the meaning tells)."""
+    """The name of a type for readers; "" for any type, which the meaning describes."""
     parts = [part for part in (get_args(hint) if type(None) in get_args(hint) else (hint,)) if part is not type(None)]
     return " or ".join(getattr(part, "__name__", str(part)) for part in parts if part is not Any)
 
 
 def added(cls: type, to: type | None = None) -> list[Field]:
-    """The fields of a dataclass that `to` does not have with the same default."""
+    """The fields of a dataclass, without those that `to` has with the same default."""
     known = {} if to is None else {field.name: field.default for field in fields(to)}
     return [field for field in fields(cls) if field.name not in known or known[field.name] != field.default]
 

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What rounds are built for, computed from the options and the draft.
+    """The demands of an algorithm on rounds, computed from the options and the draft.
 
-    nodes: most nodes of a tree, the root included. taps: hidden states of the target that `Drafter.prefill` and
-    `Drafter.observe` are given, numbered as in `passes.Settings`. lookahead_slots: cache slots beyond the verified
-    nodes that a drafter writes. draws: whether tokens are drawn at random, and ``state.propose`` is given the
-    distributions that they were drawn from. sizes: how many nodes a round verifies: "fixed" (always `nodes`, and every
-    tree has as many), "tree" (as many as the trees have) or "adaptive" (fewer where that has paid).
+    nodes: most nodes of a tree, the root included.
+    taps: hidden states of the target for `Drafter.prefill` and `Drafter.observe`, numbered as in `passes.Settings`.
+    lookahead_slots: cache slots beyond the verified nodes that a drafter writes.
+    draws: True if tokens are drawn at random, and ``state.propose`` gets the distributions that they were drawn from.
+    sizes: nodes that a round verifies: "fixed" (always `nodes`, as many as every tree has), "tree" (as many as the
+        trees have) or "adaptive" (fewer if that has paid).
     """
 
     nodes: int
@@ -45,8 +46,7 @@ class RoundParts(nn.Module):
     """Time spent proposing on the host since the drafter was made (0 if it is part of the graph)."""
 
     def compile(self, compiler: "PartCompiler") -> None:
-        """Compile the parts of `propose` by `compiler`. It is called for each kind of round, and again when the caches
-        have grown."""
+        """Compile the parts of `propose` by `compiler`. Called for each kind of round, and after caches have grown."""
 
     def mute(self) -> None:
         """Warm-up begins: until the buffers are put back, rounds must leave no trace outside them."""
@@ -99,15 +99,16 @@ class Drafter(RowBookkeeping):
     ) -> None:
         """A call of generate() begins.
 
-        prompts: token ids, one list a row. references: texts [n] int64 that the output may copy from. share_text:
-        whether later calls may draft from what this one reads and writes.
+        prompts: token ids, one list a row.
+        references: [n] int64 each; texts that the output may copy from.
+        share_text: True if later calls may draft from the texts of this one.
         """
 
     def prefill(self, state: "State", ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
         """[graph] The target has processed a chunk of the prompts.
 
-        ids, positions [B, T] int64: tokens at slots ``state.lengths`` onwards. features: for each tap the hidden states
-        [B, T, C] of these tokens.
+        ids, positions: [B, T] int64; tokens at slots ``state.lengths`` onwards.
+        features: for each tap the hidden states [B, T, C] of these tokens.
         """
 
     def observe(
@@ -115,8 +116,8 @@ class Drafter(RowBookkeeping):
     ) -> None:
         """[graph] The target has verified trees, and what was accepted is committed.
 
-        features: for each tap the hidden states [B, N, C] of the verified nodes. begin [B] int64: ``state.lengths``
-        before the commit.
+        features: for each tap the hidden states [B, N, C] of the verified nodes.
+        begin: [B] int64; ``state.lengths`` before the commit.
         """
 
     def propose(self, state: "State", max_kv_len: int) -> None:
@@ -124,8 +125,8 @@ class Drafter(RowBookkeeping):
         raise NotImplementedError
 
     def finish(self, lengths: list[int]) -> None:
-        """The call of generate() is over, by an error, too. lengths: tokens of each row less one; empty if no round
-        had begun."""
+        """End a call of generate(), also after an error. lengths: tokens of each row less one; empty if no round had
+        begun."""
 
 
 def caches(drafter: nn.Module) -> list[Cache]:
@@ -134,28 +135,28 @@ def caches(drafter: nn.Module) -> list[Cache]:
 
 
 class Algorithm:
-    """A way of drafting for one model, ready to make drafters of any batch size. `plan` is set by each."""
+    """A way of drafting for one model. It makes drafters of any batch size. Each sets `plan`."""
 
     plan: DraftPlan
 
     graph: ModelGraph | None = None
-    """The draft, if it runs in rounds with a cache of its own."""
+    """The graph of a draft that runs in rounds with a cache of its own."""
 
     draft_module: nn.Module | None = None
-    """The draft whose weights ``speculation.refresh()`` takes over, as the user knows it."""
+    """The user's draft module, whose weights ``speculation.refresh()`` takes over."""
 
     store: "NgramStore | None" = None
-    """The n-grams that it drafts from, if it does."""
+    """The n-grams that it drafts from, if any."""
 
     @property
     def remembers(self) -> bool:
-        """Whether its drafters hold keys and values of the text, so that a prompt whose keys and values the target has
-        must be processed again where theirs are of another text."""
+        """True if its drafters hold keys and values of the text. Then a prompt that the target has cached must still be
+        processed again if the drafters' are of another text."""
         return self.graph is not None
 
     @property
     def stored(self) -> int:
-        """How much every rank has to have stored alike for the same drafts."""
+        """The size of its store, which must be the same on all ranks for the same drafts."""
         return 0
 
     @property
@@ -164,7 +165,7 @@ class Algorithm:
         return 0 if self.graph is None else self.graph.token_bytes
 
     def refresh(self) -> None:
-        """Weights have changed in place: compute anew what was copied from them."""
+        """Compute copies of weights anew, because the weights have changed in place."""
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         """The drafter for `batch` sequences of up to `slots` tokens."""

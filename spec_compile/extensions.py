@@ -1,7 +1,7 @@
-"""The compiled modules: those in the package's own folder, or the installed ones, if they are of the same sources.
+"""The compiled modules: those in the package's own folder, or the installed ones if they have the same sources.
 
-Python prefers ``./spec_compile`` in the folder where it was started. In a clone nothing is compiled there, not by a
-plain ``pip install .`` either, so the installed modules are used, if they are of this version and of the same C++.
+Python prefers ``./spec_compile`` in the folder where it was started. In a clone nothing is compiled there, even after
+``pip install .``, so the installed modules are used if they are of this version and of the same C++.
 """
 
 import importlib.metadata
@@ -25,7 +25,7 @@ class OtherSourcesError(ImportError):
 def load(name: str) -> ModuleType:
     """The compiled module of a name in `SOURCES`.
 
-    Raises ModuleNotFoundError if it is compiled nowhere, and OtherSourcesError if that was done with other sources.
+    Raises ModuleNotFoundError if it is compiled nowhere, and OtherSourcesError if only from other sources.
     """
     full = f"{__package__}.{name}"
     try:

@@ -1,7 +1,7 @@
 """``os.fork`` with several threads: objects that must be usable in the child are registered here.
 
-The child has the memory of all threads but runs only the one that forked. A lock that another thread had acquired would
-stay locked in the child, and an object that it was changing would stay half changed.
+The child has the memory of all threads but runs only the one that forked. A lock that another thread holds would stay
+locked in the child, and an object that it is changing would stay half changed.
 """
 
 import os
@@ -12,7 +12,7 @@ from .compat import COMPILE_LOCK, renew_compile_threads
 
 
 class Forks(Protocol):
-    """An object for `register`. fork_order: locks are acquired in this order, the one in which threads acquire them."""
+    """An object for `register`. fork_order: locks are acquired in this order, as threads acquire them."""
 
     fork_order: int
 
@@ -25,7 +25,7 @@ class Forks(Protocol):
 
 _registered: "weakref.WeakSet[Forks]" = weakref.WeakSet()
 _waiting: list[Forks] = []
-"""Objects that are locked around the fork that is going on."""
+"""Objects that are locked for the current fork."""
 
 
 def register(forking: Forks) -> None:

@@ -13,12 +13,16 @@ LAYER = re.compile(r"\.(?:layers|h|blocks|decoder_layers)\.(\d+)(?:\.|$)")
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One attention layer: its shapes, and what its attention does besides softmax(q k^T) v.
+    """One attention layer: its shapes, and the additions to softmax(scale * q k^T) v.
 
-    heads, kv_heads: of queries, and of keys and values. key_dim, value_dim: sizes of a head. scale multiplies scores.
-    window: tokens that the layer sees back, None for all. softcap bounds scores. sinks: whether it has learned sinks.
-    chunk: a token sees only those with the same position // chunk, None for all. slopes: whether biases by the distance
-    (ALiBi) are added to scores.
+    heads, kv_heads: number of heads of queries, and of keys and values.
+    key_dim, value_dim: sizes of a head.
+    scale: factor of the scores.
+    window: tokens that a token sees back; None for all.
+    softcap: bound of the scores; None for none.
+    sinks: True if it has learned sinks.
+    chunk: a token sees only tokens with the same position // chunk; None for all.
+    slopes: True if biases by distance (ALiBi) are added to the scores.
     """
 
     heads: int
@@ -35,11 +39,12 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class RecurrenceSpec:
-    """One recurrence: its kind, and what a batch of sequences keeps of it.
+    """One recurrence: its kind, and the tensors that a batch of sequences keeps of it.
 
-    kind: a key of `kernels.recurrence.KINDS`. state: shape of a row's state. stash: for each input that a commit reads,
-    a shape, and whether it has no entry for each row. dtypes: of the state and of each part of the stash; None is the
-    dtype of the model.
+    kind: a key of `kernels.recurrence.KINDS`.
+    state: shape of a row's state.
+    stash: for each input that a commit reads, its shape, and True if all rows share it.
+    dtypes: of the state and of each part of the stash; None for the dtype of the model.
     """
 
     kind: str
@@ -49,13 +54,13 @@ class RecurrenceSpec:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of the state and of each part of the stash, without rows."""
+        """The shapes of the state and of each part of the stash, without rows."""
         return [self.state, *(shape for shape, _ in self.stash)]
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """The result of one pass: a sentence on what it changed, the call nodes before and after, the code after it."""
+    """The result of one pass: a sentence about the change, the call nodes before and after, the code after it."""
 
     name: str
     summary: str
@@ -79,25 +84,25 @@ class ModelGraph:
     hidden_size: int
     dtype: torch.dtype
     position_limit: int | None
-    """Rows of the learned position table (None: the model has no such table)."""
+    """Rows of the learned position table; None if the model has none."""
     head_weight: str
-    """Name of the output embedding's weight in `gm` ("": it has none)."""
+    """Name of the output embedding's weight in `gm`; "" if it has none."""
     log: list[PassReport] = field(default_factory=list)
     cache_dtype: torch.dtype | None = None
-    """The dtype of cached keys and values (None: `dtype`)."""
+    """The dtype of cached keys and values; None for `dtype`."""
     scaled_cache: bool = False
-    """Whether they have a scale for each token and KV head."""
+    """True if cached keys and values have a scale for each token and KV head."""
     is_functional = True
-    """Whether a call whose result nobody reads can be dropped."""
+    """True if a call whose result nobody reads can be dropped."""
     backend: str = ""
-    """Name of its attention backend ("": its layers have no cache yet)."""
+    """Name of its attention backend; "" if its layers have no cache yet."""
     recurrences: tuple[RecurrenceSpec, ...] = ()
     clamps_prompts: bool = False
-    """Whether the model clamps the time steps of prompts, and not those of tokens that it generates."""
+    """True if the model clamps the time steps of prompts, and not those of tokens that it generates."""
     shifts_positions: bool = False
-    """Whether positions may run ahead of slots, or behind: multi-axis RoPE counts less than the tokens of a picture."""
+    """True if positions may differ from slots: multi-axis RoPE gives a picture fewer positions than it has tokens."""
     decoder_layers: int = 0
-    """Decoder layers of a model, which may have attention, recurrences, both or none (0: as many as attend)."""
+    """Number of decoder layers with attention, recurrences, both or none; 0 for the number of attention layers."""
 
     def __post_init__(self):
         self.decoder_layers = self.decoder_layers or len(self.layers)
@@ -140,13 +145,13 @@ def calls(gm: fx.GraphModule, target=None) -> list[fx.Node]:
 
 
 def owner(node: fx.Node) -> str:
-    """Path of the innermost module that issued a node ('' if unknown)."""
+    """Path of the innermost module that issued a node; "" if it is not known."""
     stack = node.meta.get("nn_module_stack")
     return next(reversed(stack.values()))[0] if stack else ""
 
 
 def layer_of(node: fx.Node) -> int | None:
-    """Number of the decoder layer that issued a node; None: it stands outside of them."""
+    """Number of the decoder layer that issued a node; None for a node outside of them."""
     for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values()):
         match = LAYER.search(path)
         if match:

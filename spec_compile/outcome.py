@@ -1,4 +1,4 @@
-"""`Outcome`: what a round tells the host, packed into one tensor of integers so that one copy brings it."""
+"""`Outcome`: the message of a round to the host, packed into one tensor of integers so that one copy brings it."""
 
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ def pack(
     gained: Tensor, finished: Tensor, next_count: Tensor, next_hint: Tensor, depth: Tensor,
     tokens: Tensor, path: Tensor, tree_tokens: Tensor, tree_parents: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Int64 [B, 5 + 4 N] of what every row [B], and every node [B, N], has to tell; `unpack` reads it."""
+    """All values in one int64 tensor [B, 5 + 4 N]: first those of rows [B], then those of nodes [B, N]."""
     header = torch.stack([gained, finished.to(torch.int64), next_count, next_hint, depth], dim=1)
     return torch.cat([header, tokens, path, tree_tokens, tree_parents], dim=1)
 

@@ -10,8 +10,9 @@ class Verified:
     """One row's part in a round: the tree that was verified, and its outcome.
 
     tokens, parents: the tree's nodes without padding, parents first. Node 0 is the root, the last committed token, with
-    parent -1. path: the accepted nodes from the root down. gained: the tokens that the row gained, which are those of
-    ``path[1:]`` and the bonus token.
+        parent -1.
+    path: the accepted nodes from the root down.
+    gained: the tokens that the row gained: those of ``path[1:]`` and the bonus token.
     """
 
     tokens: list[int]
@@ -22,7 +23,7 @@ class Verified:
 
 @dataclass
 class RecordedRound:
-    """One round. nodes: its size N. seconds: of the host. rows: one a sequence, None where it had finished."""
+    """One round. nodes: its size N. seconds: of the host. rows: one for each sequence; None if it had finished."""
 
     nodes: int
     seconds: float
@@ -33,8 +34,10 @@ class RecordedRound:
 class Recording:
     """One generate(), round by round.
 
-    prompts: token ids of each row. rounds: in order. A row's text is its prompt and all that its rounds gained, even if
-    a stopping criterion cuts the answer in the middle of a round. seconds: as in `Stats`, of this call.
+    prompts: token ids of each row.
+    rounds: in order. A row's text is its prompt and all that its rounds gained, even if a stopping criterion cuts the
+        answer in the middle of a round.
+    seconds: as in `Stats`, of this call.
     """
 
     prompts: list[list[int]]

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 class Stats:
     """Counters since the start or the last `reset`.
 
-    rounds: how many were run. tokens: committed in all rows. steps: summed over rounds, the rows that were unfinished;
-    plain decoding would need `tokens` of them. offered[d], accepted[d]: how often a tree reached depth d + 1, and how
-    often a node was accepted there. nodes: how often each size was verified. trace: for each round of the last
-    generate(), the number of tokens that each row gained. seconds: of prefill, draft, verify (with accept and commit),
-    host (the rest of the loop) and compile.
+    rounds: number of rounds.
+    tokens: tokens committed in all rows.
+    steps: unfinished rows, summed over rounds; plain decoding would need `tokens` of them.
+    offered: offered[d] counts trees that reached depth d + 1.
+    accepted: accepted[d] counts trees that had a node accepted at depth d + 1.
+    nodes: number of rounds by the number of nodes that they verified.
+    trace: for each round of the last generate(), the number of tokens that each row gained.
+    seconds: of prefill, draft, verify (with accept and commit), host (the rest of the loop) and compile.
     """
 
     rounds: int = 0
@@ -33,7 +36,7 @@ class Stats:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """Of the trees verified with a node at depth d + 1, the share that had one accepted there."""
+        """For each depth d + 1, the share of trees with a node accepted there among those that have a node there."""
         return [a / o for a, o in zip(self.accepted, self.offered)]
 
     def reset(self) -> None:
@@ -82,7 +85,7 @@ class Stats:
 
 
 class Clock:
-    """Divides the time that passes among the entries of ``stats.seconds``, without the time spent compiling."""
+    """Divides the time that passes, less that spent compiling, among the entries of ``stats.seconds``."""
 
     def __init__(self, stats: Stats):
         self._stats = stats

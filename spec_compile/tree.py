@@ -11,10 +11,13 @@ MAX_NODES = 64
 
 @dataclass
 class Tree:
-    """A batch of trees. tokens, parents [B, N] int64 (parent of the root: -1); real [B, N] bool: slots in use.
+    """A batch of trees.
 
-    probs [B, N, V], if the drafts were drawn at random: the distribution from which each node's children were drawn,
-    without replacement, in the order of their numbers.
+    tokens: [B, N] int64.
+    parents: [B, N] int64; -1 for the root.
+    real: [B, N] bool; True for nodes in use.
+    probs: [B, N, V], if drafts were drawn at random; the distribution from which each node's children were drawn,
+        without replacement, in the order of their numbers.
     """
 
     tokens: Tensor
@@ -29,11 +32,12 @@ class Tree:
 
 @dataclass
 class Accepted:
-    """The result of a verification, B rows of N slots.
+    """The result of a verification of N nodes in B rows.
 
-    path [B, N]: tree nodes from the root down, the first ``count`` of them accepted. tokens [B, N]: the token that
-    follows each node of the path, so that the first ``count`` of them are what this round adds (the last is the bonus
-    token). count [B]: at least 1.
+    path: [B, N] int64; nodes from the root down, of which the first `count` are accepted.
+    tokens: [B, N] int64; the token after each node of the path. The first `count` are the tokens gained, with the bonus
+        token last.
+    count: [B] int64; at least 1.
     """
 
     path: Tensor
@@ -41,17 +45,18 @@ class Accepted:
     count: Tensor
 
     def first(self, longest: int) -> tuple[Tensor, Tensor]:
-        """Nodes and tokens [B, L] of paths of at most L = `longest` (1 in a tree of one node); behind `count`: any."""
+        """Nodes and tokens [B, longest] of the paths ([B, 1] if N = 1). Entries from `count` on are undefined."""
         nodes = self.path.shape[1]
         places = torch.arange(1 if nodes == 1 else longest, device=self.path.device).clamp(max=nodes - 1)
         return self.path.index_select(1, places), self.tokens.index_select(1, places)
 
 
 def ancestry(parents: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
-    """parents [B, N] -> (ancestors [B, N] int64 with bit j set if j is i or above i, depth [B, N] of each node).
+    """parents [B, N] -> (ancestors [B, N] int64, depth [B, N] int64). Bit j of node i is set if j is i or above i.
 
-    most: an upper bound on N that is known without looking (a graph for many N has one number of passes).
-    Pointer jumping: each pass doubles the number of generations seen, so log2(N) passes do.
+    parents [-1, 0, 1, 0] give ancestors [0b0001, 0b0011, 0b0111, 0b1001] and depths [0, 1, 2, 1].
+    most: an upper bound on N that is a constant, so that a graph for any N has a fixed number of passes.
+    Pointer jumping: each pass doubles the number of generations seen, so log2(N) passes are enough.
     """
     nodes = parents.shape[1]
     above = parents.clamp(min=0)

@@ -43,7 +43,7 @@ def _got(device: torch.device) -> str:
 
 
 def _line(name: str, outcome: tune.Outcome) -> str:
-    """A product in the table that the command prints."""
+    """The line of a product that the command prints."""
     change = "stays" if outcome.plan is None else f"-> {outcome.after:.1f} us, {outcome.plan.parts} parts"
     refused = f"; bits of rows differed in {outcome.refused} faster plans" if outcome.refused else ""
     return f"{name}: {outcome.before:.1f} us for 1, 16 and 64 rows {change}{refused}"

@@ -419,11 +419,11 @@ OTHERS = [
         "tests/product/test_reentry.py -k another_thread_waits",
     ),
     Mutation(
-        "the checks never refuse", "spec_compile/capture/checks.py",
+        "the checks never refuse", "spec_compile/capture/yardstick.py",
         "if not error <= limit:", "if not error <= limit + 1e9:", "tests/capture/test_checks.py",
     ),
     Mutation(
-        "the checks never refuse in 16 bits", "spec_compile/capture/checks.py",
+        "the checks never refuse in 16 bits", "spec_compile/capture/yardstick.py",
         "if not error <= max(NOISE * noise,", "if not error <= max(1e9,", "tests/capture/test_checks.py",
     ),
     Mutation(
@@ -439,7 +439,7 @@ OTHERS = [
 ]  # fmt: skip
 TOLERANCES = [
     Mutation(
-        f"the checks allow a hundred times more in {dtype}", "spec_compile/capture/checks.py",
+        f"the checks allow a hundred times more in {dtype}", "spec_compile/capture/yardstick.py",
         f"torch.{dtype}: {value}", f"torch.{dtype}: 1e2 * {value}", "tests/capture/test_checks.py",
     )
     for dtype, value in (("float64", "1e-4"), ("float32", "1e-3"))
@@ -449,10 +449,10 @@ TOLERANCES = [
         f"{name} = {value}", f"{name} = {lenient}", tests,
     )
     for file, name, value, lenient, tests in (
-        ("capture/checks", "NOISE", "3.0", "300.0", "tests/capture/test_checks.py"),
-        ("report/audit", "NEAR_TIE", "3.0", "300.0", "tests/report/test_audit.py -k near_tie"),
-        ("report/audit", "MORE_NOISE", "0.03", "3.0", "tests/report/test_audit.py -k beyond_the_noise"),
-        ("report/audit", "DEVIATIONS", "3.0", "300.0", "tests/report/test_audit.py -k beyond_the_noise"),
+        ("capture/yardstick", "NOISE", "3.0", "300.0", "tests/capture/test_checks.py"),
+        ("capture/yardstick", "NEAR_TIE", "3.0", "300.0", "tests/report/test_audit.py -k near_tie"),
+        ("capture/yardstick", "MORE_NOISE", "0.03", "3.0", "tests/report/test_audit.py -k beyond_the_noise"),
+        ("capture/yardstick", "DEVIATIONS", "3.0", "300.0", "tests/report/test_audit.py -k beyond_the_noise"),
         ("report/audit", "SIGNIFICANCE", "1e-3", "1e-5", "tests/report/test_audit.py -k one_in_a_thousand"),
     )
 ] + [

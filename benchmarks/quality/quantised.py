@@ -23,7 +23,7 @@ import spec_compile
 from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, answer_in_turn, prompts_of, stamp, write_json
 from benchmarks.quality.kv_cache_dtype import compared
 from benchmarks.rounds.quantised_layers import FORMATS, pack_layers
-from spec_compile.compat import held_tensors
+from spec_compile.inventory import held_tensors
 
 
 def quantised(model: PreTrainedModel, pack) -> tuple[PreTrainedModel, list[str]]:

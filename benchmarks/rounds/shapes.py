@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from benchmarks.common import DEMO_MODEL, PROMPTS, read_prompts
 from benchmarks.rounds.quantised_shapes import QUANTISED
-from spec_compile.compat import held_items, held_tensors
+from spec_compile.inventory import held_items, held_tensors
 
 LLAMA_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                   original_max_position_embeddings=8192)  # fmt: skip

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ..compat import held_tensors
 from ..errors import UnsupportedModelError
+from ..inventory import held_tensors
 from ..kernels.linear.quantised.one_layout import Restoring
 from .compiled import strip
 from .followed import FollowedConfig, FollowsGenerationConfig, follow, followed
@@ -15,7 +15,7 @@ from .mxfp4 import library_tensors
 
 
 def is_wrapped(model) -> bool:
-    """Whether `model` is a peft ``PeftModel`` around a transformers model, or what `wrap_alike` made of one."""
+    """True if `model` is a peft ``PeftModel`` around a transformers model, or a result of `wrap_alike`."""
     return isinstance(model, nn.Module) and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
@@ -59,15 +59,15 @@ class _Generates(FollowsGenerationConfig):
 
 
 def rebuild(make: Callable, original: nn.Module, own: tuple) -> nn.Module:
-    """What ``make(original)`` gives, with the generation config that another such model had for its own."""
+    """``make(original)`` with the generation config of another such model; own: as `FollowedConfig.own` returned it."""
     made = make(original)
     followed(made).restore(*own)
     return made
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy of all modules and configurations over the same tensors: to be traced, or to have hooks, while other
-    threads run `model`. It runs without ``torch.compile``."""
+    """A copy of all modules and configurations that shares the tensors, without ``torch.compile``. It can be traced, or
+    be given hooks, while other threads run `model`."""
     shared = [*library_tensors(model), *held_tensors(model)]
     for part in model.modules():
         shared += [holder for holder in (part._parameters, part._buffers) if isinstance(holder, Restoring)]
@@ -76,7 +76,7 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 def shallow(module: nn.Module, cls: type | None = None) -> nn.Module:
-    """Another object over the same state, whose modules can be replaced without touching the first."""
+    """A second object over the same state. Replacing its modules does not change the first."""
     other = object.__new__(cls or type(module))
     other.__dict__.update(module.__dict__)
     for name in ("_parameters", "_buffers", "_modules"):

@@ -1,4 +1,4 @@
-"""Admission: a model that cannot be served exactly is refused before any work, by name and with the reason."""
+"""Admission: a model that cannot be served exactly is refused before any work, with its name and the reason."""
 
 import importlib.util
 
@@ -7,11 +7,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
-from ..compat import held_parameters
 from ..errors import UnsupportedModelError
+from ..inventory import held_parameters
 from ..kernels import HALF
 from .layers import ATTENTION, PARTS, layer_types
-from .quantised import admit_quantisation, packed_experts, packed_layers
+from .quantised import admit_quantisation
 from .recurrences import has_recurrences
 
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -45,8 +45,7 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
     nested = [r for r in rope.values() if isinstance(r, dict)] if rope else []
     for rope_type in {r.get("rope_type", "default") for r in (nested or [rope])} & GROWING_ROPE:
         _refuse(model, f"uses RoPE of type {rope_type!r}, whose frequencies change with the length of the text")
-    admit_quantisation(model)
-    _admit_tensors(model)
+    _admit_tensors(model, admit_quantisation(model))
     if exact == "bits" and (model.device.type != "cuda" or model.dtype not in HALF):
         raise UnsupportedModelError(
             "exact: bits are promised in bfloat16 and float16 on a GPU of compute capability 8.0 or later, "
@@ -56,7 +55,8 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
         raise ValueError(f"model: {type(model).__name__} is in training mode; call model.eval() first")
 
 
-def _admit_tensors(model: PreTrainedModel) -> None:
+def _admit_tensors(model: PreTrainedModel, packed: set[str]) -> None:
+    """Refuse devices and dtypes that cannot be served. packed: paths of quantised modules, whose dtypes are known."""
     devices = sorted({str(p.device) for p in held_parameters(model)})
     if len(devices) != 1:
         raise UnsupportedModelError(
@@ -66,7 +66,6 @@ def _admit_tensors(model: PreTrainedModel) -> None:
         if devices != ["cpu"]:
             _refuse(model, "is partly offloaded (hf_device_map); load all of it onto one device")
     _admit_device(model, torch.device(devices[0]))
-    packed = *packed_layers(model), *packed_experts(model)
     read = {id(p) for path in packed for p in held_parameters(model.get_submodule(path))}
     unknown = sorted({str(p.dtype) for p in held_parameters(model) if id(p) not in read} - {str(d) for d in DTYPES})
     if unknown:

@@ -8,19 +8,9 @@ from transformers.generation import GenerationMixin
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from . import adapters, hooks
-from .checks import (
-    LONGEST,
-    announced_window,
-    compare_logits,
-    compare_rounding,
-    exact_logits,
-    has_half,
-    in_float32_if_possible,
-    on_some_text,
-    random_ids,
-    reaches,
-)
+from .checks import LONGEST, announced_window, on_some_text, random_ids, reaches
 from .quantised import with_plain_meaning
+from .yardstick import compare_logits, compare_rounding, exact_logits, has_half, in_float32_if_possible
 
 STEPS = 4
 """Tokens that are generated, the first from the prompt and the others from the cache."""
@@ -31,11 +21,11 @@ GENERATE = "the model's own generate(), over its cache,"
 
 @torch.no_grad()
 def check_generation(model: PreTrainedModel, graph: ModelGraph) -> bool:
-    """Compare a few steps of transformers' `generate` with the captured graph; return whether padded batches are equal.
+    """Compare a few steps of transformers' `generate` with the captured graph; return True if padded batches agree.
 
-    A forward over a whole text cannot show what a model does with its cache, or with the mask of a batch that is padded
-    on the left. The result is True without a comparison if the model overrides methods of transformers' loop, because
-    that loop then serves it. Raises UnsupportedModelError if rows without padding differ.
+    A forward over a whole text does not use the model's cache, nor the mask of a batch that is padded on the left. If
+    the model overrides methods of transformers' loop, that loop serves it, and True is returned without a comparison.
+    Raises UnsupportedModelError if rows without padding differ.
     """
     if hooks.overridden(model):
         return True
@@ -61,7 +51,7 @@ def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, paddi
     """UnsupportedModelError if `generate` fails or differs. ids [B, T]: the first `padding[b]` of row b are masked."""
     name, ids = type(model).__name__, ids.to(model.device)
 
-    # The captured graph clamps time steps everywhere, the model in prompts alone.
+    # The captured graph clamps time steps everywhere, the model clamps them only in prompts.
     tokens = 1 if graph.clamps_prompts else STEPS
 
     def steps() -> tuple[Tensor, Tensor]:
@@ -83,7 +73,7 @@ def _compare_steps(model: PreTrainedModel, graph: ModelGraph, ids: Tensor, paddi
 def _generated_logits(
     model: PreTrainedModel, ids: Tensor, padding: tuple[int, ...], tokens: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Logits [B, steps, V] by `generate`, and the texts [B, T + steps - 1] behind them, their padding on the right."""
+    """Logits [B, steps, V] of `generate`, and the texts [B, T + steps - 1] that they follow, padded on the right."""
     pads = torch.tensor(padding, device=ids.device)[:, None]
     mask = (torch.arange(ids.shape[1], device=ids.device) >= pads).long()
     try:
@@ -106,7 +96,7 @@ def _captured_logits(graph: ModelGraph, texts: Tensor, padding: tuple[int, ...],
 
 
 def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: int):
-    """So many greedy tokens by transformers' `generate`, with the raw logits of each, whatever the model's settings."""
+    """Generate `tokens` greedy tokens by transformers' `generate`, with raw logits and without the model's settings."""
     other = adapters.shallow(model)
     other.generation_config = GenerationConfig(pad_token_id=0)
     return GenerationMixin.generate(

@@ -1,15 +1,14 @@
 """The checks after capture: a model is refused unless the graphs compute what it computes.
 
-Rounding to 16 bits hides small faults, so two questions are asked. **What is computed?** Both sides run in float32 with
-the same weights (`in_float32`), where rounding is a millionth of the logits' spread. A scale, mask, position, window or
-eps that is off shows there. **How is it rounded?** Both sides run in the model's 16 bits, as they will in use. Their
-distance to the float32 result may be a few times that of a plain forward of the same text, which is the model's noise.
+Rounding to 16 bits hides small faults, so a model of 16 bits is compared twice, by the limits in `yardstick`:
 
-Where rounding may send a token to other experts, a difference on one text is no evidence. Such a model is refused if it
-differs on each of several texts.
+- In float32 with the same weights (`in_float32`). A wrong scale, mask, position, window or eps shows there.
+- In its 16 bits, as it will be used. Wrong rounding shows there.
+
+In a mixture of experts, rounding may send a token to other experts, so a difference on one text proves nothing. Such a
+model is refused if it differs on each of several texts.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,23 +21,14 @@ from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, calls
 from ..kernels.recurrence.linear import BLOCK
 from ..tree import ancestry
-from .float32 import HALF, in_float32
+from .float32 import in_float32
 from .quantised import with_plain_meaning
+from .yardstick import compare_logits, compare_rounding, exact_logits, has_half, in_float32_if_possible
 
-log = logging.getLogger("spec_compile")
-
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
-"""Largest accepted difference of any logit between runs in this dtype, relative to the logits' spread."""
-NOISE = 3.0
-"""Largest accepted distance of 16-bit logits to the float32 result, as a multiple of that of a plain forward. It is the
-root mean square over the vocabulary, at the position where that is largest."""
-LEAST_NOISE = 1e-5
-"""The part of the logits' spread that may always be such a distance: that of a model which computes in float32 and has
-some weights of 16 bits is the rounding of float32 alone."""
 TEXTS = 4
 """Random texts that a model with routed experts may be checked on."""
 LONGEST = 1024
-"""Tokens of the longest text of a check. A longer window is only checked to be passed to attention."""
+"""Tokens of the longest text of a check. For a longer window, only its argument to attention is checked."""
 CAPTURE = "the captured graph"
 TREE = "the tree attention of the rewritten graph"
 
@@ -47,10 +37,8 @@ TREE = "the tree attention of the rewritten graph"
 def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
     """Compare the captured graph with the model's own forward on random ids, longer than any window.
 
-    Quantised layers have their plain meaning on both sides.
-
-    A model of 16 bits whose own forward does not run in float32 (FlashAttention does not) is compared in 16 bits alone.
-    Raises UnsupportedModelError if they differ.
+    Quantised layers have their plain meaning on both sides. A model whose own forward does not run in float32, as with
+    FlashAttention, is compared only in 16 bits. Raises UnsupportedModelError if they differ.
     """
     name, model = type(model).__name__, with_plain_meaning(model)
     windows = reaches(graph)
@@ -59,8 +47,8 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
         raise UnsupportedModelError(
             f"model: {name} has a sliding window of {announced} that its attention is not told of"
         )
-    behind = BLOCK + 17 if graph.recurrences else 17
-    length = min(max([24, announced, *windows]) + behind, LONGEST, graph.position_limit or LONGEST)
+    more = BLOCK + 17 if graph.recurrences else 17
+    length = min(max([24, announced, *windows]) + more, LONGEST, graph.position_limit or LONGEST)
 
     def check(seed: int) -> None:
         ids = random_ids(graph, 2, length, seed).to(model.device)
@@ -75,7 +63,7 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
         if not has_half(graph):
             with in_float32():
                 return compare_logits(name, CAPTURE, captured(), expected())
-        # In float32: what is computed. In 16 bits: how it is rounded, where each side is the other's yardstick.
+        # First the computation in float32, then the rounding in 16 bits, where each side is the other's yardstick.
         exact, wide = exact_logits(name, captured), in_float32_if_possible("the model's own forward", expected)
         plain, ours = expected(), captured()
         if wide is None:
@@ -89,15 +77,14 @@ def check_capture(model: PreTrainedModel, graph: ModelGraph) -> None:
 
 @torch.no_grad()
 def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
-    """Compare a small tree behind a prefix with plain forwards of the captured graph over each of its paths.
+    """Compare a small tree after a prefix with plain forwards of the captured graph over each of its paths.
 
-    Where the model has recurrences, a path of the tree is committed, and the same tree is compared behind it, because
-    what a commit does to a state shows nowhere else.
-
-    An attention backend for 16 bits alone is compared in 16 bits alone. Raises UnsupportedModelError if they differ.
+    If the model has recurrences, a path of the tree is then committed and the same tree compared after it, because only
+    later tokens show how a commit changed a state. An attention backend that takes only 16 bits is compared only in 16
+    bits. Raises UnsupportedModelError if they differ.
     """
     windows = reaches(graph)
-    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 6, 7, 8, 8, 12, 14]  # 16 nodes behind 16: sizes of rounds
+    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 6, 7, 8, 8, 12, 14]  # 16 nodes, as many as a round may have
     path = [0, 2, 5, 8, 13] if graph.recurrences else []
     shown = len(parents) + len(path)
     prefix = min(max([13, *windows]) + 3, LONGEST, (graph.position_limit or LONGEST) - shown)
@@ -105,13 +92,13 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
 
     def check(seed: int) -> None:
         ids = random_ids(graph, 1, prefix + len(parents), seed).to(graph.device)
-        behind = torch.cat([ids[:, :prefix], ids[:, prefix:][:, path], ids[:, prefix:]], dim=1)
+        committed = torch.cat([ids[:, :prefix], ids[:, prefix:][:, path], ids[:, prefix:]], dim=1)
 
         def linear() -> Tensor:
             first = _linear_logits(graph, ids, prefix, ancestors[0].tolist())
             if not path:
                 return first
-            return torch.cat([first, _linear_logits(graph, behind, prefix + len(path), ancestors[0].tolist())])
+            return torch.cat([first, _linear_logits(graph, committed, prefix + len(path), ancestors[0].tolist())])
 
         def tree(dtype: torch.dtype) -> Tensor:
             like = replace(graph, dtype=dtype, layers=verify.layers)
@@ -128,41 +115,12 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
     on_some_text(graph, check)
 
 
-def compare_logits(name: str, what: str, got: Tensor, expected: Tensor) -> None:
-    """UnsupportedModelError if logits [..., V] in float32 or float64 differ by more than `TOLERANCE`.
-
-    name: of the model's class. what: the part that computed `got`, for the message.
-    """
-    spread = expected.std().clamp(min=1e-6)
-    error = ((got - expected).abs().max() / spread).item()
-    limit = TOLERANCE[expected.dtype]
-    if not error <= limit:
-        raise UnsupportedModelError(
-            f"model: {name}: {what} differs from the model's own forward by {error:.1e} of the logits' spread "
-            f"(allowed: {limit:.0e}); it would change the answer"
-        )
-
-
-def compare_rounding(name: str, what: str, got: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """UnsupportedModelError if `got` is more than `NOISE` times as far from `exact` as `plain` is.
-
-    All are logits [..., V]: of what is checked and of a plain forward, both in 16 bits, and of the float32 result.
-    name, what: as for `compare_logits`.
-    """
-    error, noise = ((x.float() - exact).square().mean(dim=-1).sqrt().max().item() for x in (got, plain))
-    if not error <= max(NOISE * noise, LEAST_NOISE * exact.std().item()):
-        raise UnsupportedModelError(
-            f"model: {name}: {what} differs from the model's own forward: its logits are {error:.1e} away from those "
-            f"in float32, a plain forward's {noise:.1e} (allowed: {NOISE:g} times that); it would change the answer"
-        )
-
-
 def _tree_logits(
     verify: ModelGraph, graph: ModelGraph, ids: Tensor, prefix: int, ancestors: Tensor, depth: Tensor, path: list[int]
 ) -> Tensor:
     """Logits [N, V] of the tree's nodes by `verify`, with a cache of `graph`'s dtype.
 
-    path: nodes to be committed, behind which the same tree is verified again -> [2 N, V]. []: none.
+    path: nodes to commit, after which the same tree is verified again, so that the result is [2 N, V]; may be empty.
     """
     slots, begin = ids.shape[1] + len(path), prefix - 2 if path else 0
     kept = replace(graph, scaled_cache=verify.scaled_cache)
@@ -188,7 +146,10 @@ def _tree_logits(
 
 
 def _linear_logits(graph: ModelGraph, ids: Tensor, prefix: int, ancestors: list[int]) -> Tensor:
-    """Logits [N, V] at the end of each node's path, where each path is run as a separate text."""
+    """Logits [N, V] at the end of each node's path. Each path is run as a text of its own.
+
+    ancestors: the bits of each node; 0b1011 says that the path of node 3 is nodes 0, 1, 3.
+    """
     nodes, slots = len(ancestors), ids.shape[1]
     paths = [[j for j in range(nodes) if bits >> j & 1] for bits in ancestors]
     texts = ids.repeat(nodes, 1)  # a path's last token does not see what follows it
@@ -200,7 +161,7 @@ def _linear_logits(graph: ModelGraph, ids: Tensor, prefix: int, ancestors: list[
 
 
 def on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
-    """Run ``check(seed)`` once; or if the model routes to experts, until it passes, at most `TEXTS` times."""
+    """Run ``check(seed)`` once. If the model routes to experts, run it until it passes, at most `TEXTS` times."""
     last = TEXTS - 1 if calls(graph.gm, torch.ops.aten.topk.default) else 0
     for seed in range(last + 1):
         try:
@@ -210,44 +171,9 @@ def on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
                 raise
 
 
-def has_half(graph: ModelGraph) -> bool:
-    """Whether any weights have 16 bits."""
-    return any(parameter.dtype in HALF for parameter in graph.gm.parameters())
-
-
-def exact_logits(name: str, run: Callable[[], Tensor]) -> Tensor:
-    """Logits of the captured graph in float32."""
-    logits, reason = _in_float32(run)
-    if logits is None:
-        raise UnsupportedModelError(
-            f"model: {name} cannot be checked, because its graph does not run in float32 ({reason}); check=False "
-            "omits the check"
-        )
-    return logits
-
-
-def in_float32_if_possible(what: str, run: Callable[[], Tensor]) -> Tensor | None:
-    """Logits in float32; or None, with a line in the log, if an op has no float32 form."""
-    logits, reason = _in_float32(run)
-    if logits is None:
-        log.info("%s is checked in 16 bits alone, because it does not run in float32 (%s)", what, reason)
-    return logits
-
-
-def _in_float32(run: Callable[[], Tensor]) -> tuple[Tensor | None, str]:
-    """The result of `run` in float32, or None and the reason."""
-    try:
-        with in_float32():
-            return run(), ""
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return None, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-
-
 def reaches(graph: ModelGraph) -> list[int]:
-    """Tokens behind which something new shows in some layer: a window's end, the end of a second chunk a few tokens
-    later, and where biases are large, because some models round them to 8 bits."""
+    """Lengths of text after which some layer behaves differently: the end of a window, the end of a second chunk less a
+    few tokens, and `LONGEST` for biases by distance, which some models round to 8 bits where they are large."""
     windows = [layer.window for layer in graph.layers if layer.window is not None]
     chunks = [max(2 * layer.chunk - 6, 1) for layer in graph.layers if layer.chunk is not None]
     return windows + chunks + [LONGEST] * any(layer.slopes for layer in graph.layers)

@@ -11,8 +11,8 @@ PREFIX = "_orig_mod."
 
 
 def underlying(value: Any) -> Any:
-    """The function or module under all layers of ``torch.compile`` and ``torch.compiler.disable``; any other value
-    as it is."""
+    """The function or module under all layers of ``torch.compile`` and ``torch.compiler.disable``. Any other value is
+    returned unchanged."""
     while True:
         if isinstance(value, OptimizedModule):
             value = value._orig_mod
@@ -25,7 +25,7 @@ def underlying(value: Any) -> Any:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether calls of the model, or of a module inside, go through ``torch.compile``."""
+    """True if calls of the model, or of a module inside, go through ``torch.compile``."""
     return any(
         isinstance(part, OptimizedModule)
         or vars(part).get("_compiled_call_impl") is not None
@@ -37,8 +37,8 @@ def is_compiled(model: nn.Module) -> bool:
 def strip(copied: nn.Module, original: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copied`, a deep copy of `original`, without ``torch.compile``.
 
-    A compiled function refers to the module that it was made of, so a copy of the module would still run the original.
-    memo: of the copy, with which the function under it is bound to the copied module.
+    A compiled function refers to its module, so a copy of the module would still run the original.
+    memo: of the deep copy. It binds the function that was compiled to the copied module.
     """
     for part in original.modules():
         forward = vars(part).get("forward")

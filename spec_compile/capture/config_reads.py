@@ -1,4 +1,4 @@
-"""Which values of a model's configs its forward depends on."""
+"""`config_reads`: the values of a model's configs on which its forward depends."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,18 +7,19 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..inventory import configs_of
+
 CONFIG_BOOKKEEPING = {
     "dtype", "is_encoder_decoder", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
     "torch_dtype", "use_cache", "use_return_dict",
 }  # fmt: skip
-"""Values of configs that select outputs. Logits do not depend on them."""
+"""Values of configs that select outputs, on which logits do not depend."""
 
 
 @contextmanager
 def config_reads(model: nn.Module) -> Iterator[list[tuple[Any, set[str]]]]:
-    """A context that collects which names are read of each config of `model`. The list that it yields fills up."""
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    reads = [(config, set()) for config in configs.values() if isinstance(config, PreTrainedConfig)]
+    """A context that adds, for each config of `model`, the names that are read to the set that it yields with it."""
+    reads = [(config, set()) for config in configs_of(model) if isinstance(config, PreTrainedConfig)]
     classes = [type(config) for config, _ in reads]
     try:
         for config, names in reads:
@@ -31,7 +32,7 @@ def config_reads(model: nn.Module) -> Iterator[list[tuple[Any, set[str]]]]:
 
 
 def _recording(cls: type, names: set[str]) -> type:
-    """A subclass of a config's class that adds the public names that are read to `names`."""
+    """A subclass of a config's class that adds to `names` each public name that is read."""
 
     def read(self, name: str):
         if not name.startswith("_"):

@@ -6,27 +6,29 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from ..compat import EXPERTS_INTERFACES, default_gate, experts_implementation
+from ..compat import EXPERTS_INTERFACES, default_gate
+from ..inventory import configured
 from ..kernels.experts import DOWN, UP, ExpertFormat
 from ..kernels.linear.quantised.fp8_block import FP8
 from ..kernels.linear.quantised.layout import class_path, require, require_scale
 
-IMPLEMENTATION = "spec_compile"
+IMPLEMENTATION, SELECTOR = "spec_compile", "_experts_implementation"
+"""Our function in transformers' tables, and the attribute of a configuration that names the function to call."""
 GPT_OSS = "GptOssExperts._apply_gate"
 
 
 def marked_experts(model: nn.Module) -> AbstractContextManager:
     """A context in which `model` shows its routed experts as markers.
 
-    One function serves all families, because their experts are modules of one form (transformers'
-    ``use_experts_implementation``). A mixture that does not ask the interface keeps its own forward.
+    One function serves all families, because transformers' ``use_experts_implementation`` gives their experts one form.
+    A mixture that does not ask the interface keeps its own forward.
     """
-    return experts_implementation(model, IMPLEMENTATION)
+    return configured(model, SELECTOR, IMPLEMENTATION)
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward of a mixture's experts: hidden_states [T, H], top_k_index, top_k_weights [T, k] -> [T, H]."""
-    if getattr(module, "has_post_expert_norm", False):  # stands between the second product and the weights
+    if getattr(module, "has_post_expert_norm", False):  # a norm between the second product and the weights
         return EXPERTS_INTERFACES[0]["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
     first, second = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
     layout = dict(transposed=getattr(module, "is_transposed", False), biased=module.has_bias)
@@ -50,7 +52,7 @@ def _parts(module: nn.Module, name: str) -> list[Tensor]:
 
 
 def _gate(module: nn.Module) -> dict:
-    """The fields of an `ExpertFormat` for the gate between the products; "none": it stays in the graph."""
+    """The fields of an `ExpertFormat` for the gate between the products; with "none" the gate stays in the graph."""
     method = type(module)._apply_gate
     is_default = method is default_gate or _is_plain_fp8(module)
     if module.has_gate and is_default and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
@@ -61,13 +63,13 @@ def _gate(module: nn.Module) -> dict:
 
 
 def _is_plain_fp8(module: nn.Module) -> bool:
-    """Whether experts of FP8 have the default gate."""
+    """True if these are experts of FP8 with the default gate."""
     changes = "swiglu_alpha", "limit", "gate_softcap"
     return _block(module) > 0 and all(getattr(module, name, None) is None for name in changes)
 
 
 def are_packed(module: nn.Module) -> bool:
-    """True if a module is a mixture's experts in FP8; UnreadError if their layout is none of `ExpertFormat`'s."""
+    """True if a module is a mixture's experts in FP8; UnreadError if `ExpertFormat` cannot describe their layout."""
     if class_path(module) != "transformers.integrations.finegrained_fp8.FP8Experts":
         return False
     size = module.block_size
@@ -83,6 +85,6 @@ def are_packed(module: nn.Module) -> bool:
 
 
 def _block(module: nn.Module) -> int:
-    """The size of blocks of weights that share a scale; 0: they are not quantised."""
+    """The size of blocks of weights that share a scale; 0 if they are not quantised."""
     size = getattr(module, "block_size", None)
     return 0 if size is None else size[0]

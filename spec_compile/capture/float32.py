@@ -1,4 +1,4 @@
-"""Arithmetic in float32 for models of 16 bits, without a copy of their weights: the reference that checks need."""
+"""`in_float32`: arithmetic in float32 for models of 16 bits without a copy of their weights, for the checks."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -13,22 +13,21 @@ from ..kernels.linear import NORMED, PRODUCTS, SMALL_M, quantised
 
 aten = torch.ops.aten
 SELECTIONS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
-"""Ops that select elements, of which only the result is converted, because their tables may be large."""
+"""Ops that select elements. Only their result is converted, because their tables may be large."""
 MATMULS = {aten.mm.default, aten.addmm.default}
 HEADS = {SMALL_M.op, NORMED[0]}
-"""Products that an output head may be, besides."""
+"""Our products that an output head may be."""
 COLUMNS = 1 << 12
-"""Outputs of a matrix product whose weights are converted at a time, because an output head may be large."""
+"""Outputs of a matrix product whose weights are converted together, because an output head may be large."""
 
 
 @contextmanager
 def in_float32() -> Iterator[None]:
     """A context in which PyTorch computes in float32 what it would compute in 16 bits.
 
-    Every op gets its operands of 16 bits as float32, one op's at a time, and a cast to 16 bits stays in float32.
-    Quantised layers do not round activations, and their weights mean what their format says.
-    Nothing is rounded to TF32, and nothing is compiled. An op that has no float32 form raises what it raises; one
-    that would write to a tensor of 16 bits raises RuntimeError.
+    Every op gets its operands of 16 bits as float32, and a cast to 16 bits stays in float32. Quantised layers do not
+    round activations, and their weights mean what their format says. Nothing is rounded to TF32 or compiled. An op
+    without a float32 form raises its own error, and one that would write to a tensor of 16 bits raises RuntimeError.
     """
     unrounded = quantised.unrounded_activations()
     with full_precision(), torch.compiler.set_stance("force_eager"), unrounded, _Float32():
@@ -37,12 +36,12 @@ def in_float32() -> Iterator[None]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """A context in which matrix products of float32 are not rounded to TF32 or bfloat16, whatever the user allows."""
+    """A context in which matrix products of float32 are not rounded to TF32 or bfloat16, even if the user allows it."""
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     before = [backend.fp32_precision for backend in backends]
     try:
         legacy = torch.get_float32_matmul_precision()
-    except RuntimeError:  # PyTorch has two switches, and the user has set the new one alone
+    except RuntimeError:  # PyTorch has two switches, and the user has set only the new one
         legacy = None
     try:
         _set_precision(legacy and "highest", ["ieee"] * len(backends))
@@ -69,7 +68,7 @@ class _Float32(TorchDispatchMode):
         if func in (experts.UP, experts.DOWN):
             args = *args[:-1], experts.unrounded(args[-1])
         is_view, written = _aliasing(func)
-        if is_view:  # widened when it is used
+        if is_view:  # converted by the op that uses it
             return func(*args, **kwargs)
         if func in SELECTIONS:
             return _widened(func(*args, **kwargs))
@@ -92,8 +91,8 @@ class _Float32(TorchDispatchMode):
 
 
 def _by_outputs(multiply: Callable, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
-    """``multiply(weight, bias)``, some outputs at a time, which are in this dimension of the weight and the last of the
-    bias."""
+    """``multiply(weight, bias)`` for `COLUMNS` outputs at a time. dim: of the weight, that counts outputs; the bias
+    counts them in its last."""
     if weight.dtype not in HALF or weight.shape[dim] <= COLUMNS:
         return multiply(_widened(weight), _widened(bias))
     out, begin = None, 0
@@ -108,14 +107,14 @@ def _by_outputs(multiply: Callable, weight: torch.Tensor, bias: torch.Tensor | N
 
 @functools.cache
 def _aliasing(func) -> tuple[bool, list[int]]:
-    """Whether an op returns a view of an operand, and the indices of the operands that it writes to."""
+    """True if an op returns a view of an operand; and the indices of the operands that it writes to."""
     aliases = [argument.alias_info for argument in func._schema.arguments]
     written = [index for index, alias in enumerate(aliases) if alias is not None and alias.is_write]
     return any(alias is not None for alias in aliases) and not written, written
 
 
 def _widened(value):
-    """A tensor of 16 bits as float32, a dtype of 16 bits as float32's, also in lists and tuples; all else as it is."""
+    """Tensors of 16 bits as float32 and dtypes of 16 bits as float32, in lists and tuples too; others unchanged."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in HALF else value
     if isinstance(value, (list, tuple)):

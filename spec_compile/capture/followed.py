@@ -12,10 +12,10 @@ SCALARS = (type(None), bool, int, float, str)
 
 
 class FollowedConfig:
-    """A copy of a model's generation config that follows changes of it, and that may be changed without touching it.
+    """A copy of a model's generation config. It follows changes of the original, and its changes stay with it.
 
-    A value that was changed in the copy is the copy's own from then on. All other values follow the original's, whether
-    that was changed in place or replaced. A config that is assigned is used as it is, until the original's is assigned.
+    A value that is changed in the copy no longer follows. All others do, after changes of the original in place and
+    after its replacement. A config that is assigned takes the copy's place until the original's is assigned.
     """
 
     def __init__(self, original: nn.Module):
@@ -29,26 +29,26 @@ class FollowedConfig:
             return self._assigned
         source = self._original.generation_config
         if self._is_new(source):
-            with self._lock:  # because a value that was just brought up to date looks like one that was changed
+            with self._lock:  # because another thread would take a value that was just updated for one set by the user
                 self._follow(source)
         return self._copy
 
     def set(self, config: GenerationConfig | None) -> None:
-        """Take another config. The original's, or the one that follows it, ends that."""
+        """Take another config. The original's, or the copy that follows it, starts to follow again."""
         if config is self._original.generation_config:
             self._begin()
         else:
             self._assigned = None if config is self._copy else config
 
     def own(self) -> tuple[GenerationConfig | None, dict[str, Any]]:
-        """What is not the original's: the config that was assigned, if there is one, and values that were changed."""
+        """The config that was assigned, if there is one, and the values that were changed in the copy."""
         with self._lock:
             self._follow(self._original.generation_config)
             ours = _values(self._copy)
             return self._assigned, {name: ours[name] for name in sorted(self._own) if name in ours}
 
     def restore(self, assigned: GenerationConfig | None, values: dict[str, Any]) -> None:
-        """Take over what `own` gave for another model."""
+        """Take over the result of `own` for another model."""
         self._assigned = assigned
         _values(self._copy).update(values)
 
@@ -59,7 +59,7 @@ class FollowedConfig:
         self._remember(source)
 
     def _is_new(self, source: GenerationConfig) -> bool:
-        """Whether the original's config is another one than when it was last looked at, or has other values."""
+        """True if the original's config was replaced, or has other values, since it was last looked at."""
         values = _values(source)
         try:
             if source is not self._source or values != self._plain:
@@ -89,7 +89,7 @@ class FollowedConfig:
 
 
 class FollowsGenerationConfig:
-    """Put in front of a model's own class, makes ``generation_config`` that of its `FollowedConfig`."""
+    """A base before a model's own class. Its ``generation_config`` is that of its `FollowedConfig`."""
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -108,7 +108,7 @@ def follow(model: nn.Module, followed: FollowedConfig) -> None:
 
 
 def followed(model: nn.Module) -> FollowedConfig:
-    """What `follow` gave to a model."""
+    """The config that `follow` gave to a model."""
     return vars(model)["_followed_config"]
 
 
@@ -121,7 +121,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    """A copy by which values are compared, also objects inside that have no equality of their own."""
+    """A copy that == compares, also if there are objects inside that have no equality of their own."""
     if isinstance(value, (list, tuple)):
         return type(value), [*map(_frozen, value)]
     if isinstance(value, dict):
@@ -132,7 +132,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _differs(values: dict[str, Any], frozen: dict[str, Any], name: str) -> bool:
-    """Whether a value is another than the one that was frozen. One that cannot be compared is if it was replaced."""
+    """True if a value differs from the frozen one. Values that cannot be compared differ if they were replaced."""
     now, was = _frozen(values[name]) if name in values else ABSENT, frozen.get(name, ABSENT)
     try:
         return now is not was and (type(now) is not type(was) or bool(now != was))

@@ -1,4 +1,4 @@
-"""Methods that transformers' decoding loop calls and a round does not: a model with its own is left to that loop."""
+"""Methods that transformers' decoding loop calls and rounds do not. A model that overrides one is left to that loop."""
 
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -6,21 +6,21 @@ from types import FunctionType
 from transformers import GenerationMixin
 
 HOOKS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-"""What the loop consists of. transformers calls what prepares a request before the loop (``_prepare_*``,
-``_get_logits_processor``, ``_expand_inputs_for_generation``), and beam search alone calls ``_reorder_cache``."""
+"""The methods of the loop. It does not include ``_prepare_*``, ``_get_logits_processor`` and
+``_expand_inputs_for_generation``, which are called before it, and ``_reorder_cache``, which only beam search calls."""
 METHODS = [name for name, value in vars(GenerationMixin).items() if isinstance(value, FunctionType)]
-"""Methods of ``generate()`` and all that it calls."""
+"""The methods of ``generate()`` and of everything that it calls."""
 OF_CLASSES = {"generate", "_sample", "_beam_search", "_assisted_decoding"}
-"""Those of `METHODS` that transformers looks up in a model's class alone, and ``generate()``, which is looked up at
-every call."""
+"""The `METHODS` that transformers looks up in a model's class, not on the object; and ``generate()``, which is looked
+up at every call."""
 TRUSTED = ("transformers", "torch", "spec_compile")
 """Packages whose overrides stay served: `check_generation` compares what they do with the captured graph."""
 
 
 def overridden(model, names: tuple[str, ...] = HOOKS) -> str | None:
-    """The first of the methods that a class outside transformers, or the object itself, has replaced, and where."""
+    """The first of the methods that the object itself or a class outside transformers replaces, and where."""
     for name in names:
-        if name in vars(model) and name != "_sample":  # transformers looks up `_sample` in the class alone
+        if name in vars(model) and name != "_sample":  # transformers looks up `_sample` only in the class
             return f"{name} (set on the {type(model).__name__} object)"
         for cls in type(model).__mro__:
             if name in vars(cls) and not is_trusted(cls, vars(cls)[name]):
@@ -31,7 +31,7 @@ def overridden(model, names: tuple[str, ...] = HOOKS) -> str | None:
 
 
 def is_trusted(cls: type, function: Callable) -> bool:
-    """Whether a method and all that it wraps were written in the packages that are trusted, the class included."""
+    """True if the class, the method and all functions that it wraps are from `TRUSTED` packages."""
     return _package(cls.__module__) in TRUSTED and all(_package(module) in TRUSTED for module in _modules(function))
 
 

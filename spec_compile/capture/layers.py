@@ -1,4 +1,4 @@
-"""What each decoder layer of a captured graph must show: its attention, its recurrence, both or neither."""
+"""The check that each decoder layer of a captured graph shows its attention, its recurrence, both or neither."""
 
 from collections import Counter
 
@@ -19,12 +19,12 @@ PARTS = {
     "mlp": set(),
     "moe": set(),
 }
-"""By the type that the configuration gives to a layer, what mixes its tokens."""
+"""The parts that mix tokens in a layer, by the type that the configuration gives it."""
 MARKERS = torch.ops.spec_compile.attention.default, torch.ops.spec_compile.recurrence.default
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
-    """The type of each layer; empty if the configuration does not say."""
+    """The type of each layer; empty if the configuration names none."""
     return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
 
 

@@ -1,4 +1,4 @@
-"""gpt-oss's experts in MXFP4: `load_mxfp4`, which keeps them packed, and those that transformers has packed.
+"""gpt-oss's experts in MXFP4: `load_mxfp4` keeps them packed, and those that transformers has packed are read.
 
 transformers unpacks such experts while it loads, unless it runs on a GPU with the package `kernels`. Then it keeps them
 in tensors of triton_kernels, which are neither parameters nor buffers, in an order that depends on the GPU.
@@ -22,10 +22,12 @@ LIBRARY = "transformers.integrations.mxfp4"
 
 
 class Mxfp4Experts(nn.Module):
-    """The experts of a layer of gpt-oss in MXFP4. Buffers have the weights in the order of the kernel, see `mxfp4`; a
-    state dict has them as files do.
+    """The experts of a layer of gpt-oss in MXFP4. Buffers have the weights in the order of the kernel (see `mxfp4`), a
+    state dict has them in the order of files.
 
-    weights: blocks and scales of each of `PRODUCTS`. biases [E, O]: of each. alpha, limit: of the gate.
+    weights: blocks and scales of each of `PRODUCTS`.
+    biases: [E, O] of each of `PRODUCTS`.
+    alpha, limit: of the gate.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Mxfp4Experts(nn.Module):
 
 
 class _FromFile(nn.Module):
-    """The tensors of a layer's experts as files have them, and the numbers of their gate."""
+    """The tensors of a layer's experts in the order of files, and the numbers of their gate."""
 
     def __init__(self, config: GptOssConfig, alpha: float, limit: float):
         super().__init__()
@@ -96,9 +98,9 @@ class _GptOss(GptOssForCausalLM):
 def load_mxfp4(name: str | PathLike, **options) -> GptOssForCausalLM:
     """A gpt-oss whose experts stay in MXFP4, on any device and without the package `kernels`.
 
-    name, options: of ``GptOssForCausalLM.from_pretrained``, but quantization_config. ``save_pretrained`` writes the
-    experts as they were published.
+    name, options: as for ``GptOssForCausalLM.from_pretrained``, without quantization_config.
 
+    ``save_pretrained`` writes the experts as they were published.
     Raises ValueError if the checkpoint is not a gpt-oss in MXFP4 or lacks weights.
     """
     if "quantization_config" in options:
@@ -128,13 +130,13 @@ def load_mxfp4(name: str | PathLike, **options) -> GptOssForCausalLM:
 
 
 def library_tensors(model: nn.Module) -> list:
-    """What transformers' packed experts keep outside of parameters and buffers."""
+    """The tensors that transformers' packed experts keep outside of parameters and buffers."""
     names = [*PRODUCTS, *(f"{name}_precision_config" for name in PRODUCTS)]
     return [getattr(part, name) for part in model.modules() if _is_packed_by_library(part) for name in names]
 
 
 def are_mxfp4(module: nn.Module) -> bool:
-    """Whether a module is a mixture, or its experts, in MXFP4; UnreadError if transformers keeps them otherwise."""
+    """True if a module is a mixture, or its experts, in MXFP4; UnreadError if transformers keeps them in other ways."""
     if not _is_packed_by_library(module):
         return isinstance(module, Mxfp4Experts) or class_path(module) == f"{LIBRARY}.Mxfp4GptOssMLP"
     for name in PRODUCTS:
@@ -145,7 +147,7 @@ def are_mxfp4(module: nn.Module) -> bool:
 
 
 def mark_mxfp4(model: nn.Module) -> None:
-    """Put `Mxfp4Experts`, a copy, in the place of experts that transformers has packed, in `model`, a twin."""
+    """In `model`, a twin, replace experts that transformers has packed by a copy, `Mxfp4Experts`."""
     for part in model.modules():
         if class_path(part) == f"{LIBRARY}.Mxfp4GptOssMLP":  # its forward does not call its router
             part.__class__, part.experts = GptOssMLP, _copied(part.experts)
@@ -156,11 +158,11 @@ def _is_packed_by_library(module: nn.Module) -> bool:
 
 
 _copies: "WeakValueDictionary[tuple, Mxfp4Experts]" = WeakValueDictionary()
-"""By the addresses of what they were made of."""
+"""The copies, by the addresses of their sources."""
 
 
 def _copied(experts: nn.Module) -> Mxfp4Experts:
-    """The experts that transformers has packed, once for all graphs."""
+    """A copy of experts that transformers has packed, made once for all graphs."""
     tensors = {name: (getattr(experts, name), getattr(experts, f"{name}_precision_config")) for name in PRODUCTS}
     key = tuple(part.storage.data.data_ptr() for weight, how in tensors.values() for part in (weight, how.weight_scale))
     copy = _copies.get(key)
@@ -177,5 +179,5 @@ def _copied(experts: nn.Module) -> Mxfp4Experts:
 
 
 def _published(tensor) -> Tensor:
-    """The numbers of one of triton_kernels' tensors, as files have them, the bytes of a row in the last dimension."""
+    """The numbers of a tensor of triton_kernels in the order of files: the last dimension has the bytes of a row."""
     return tensor.storage.layout.unswizzle_data(tensor.storage.data).transpose(-1, -2)

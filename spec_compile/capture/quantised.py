@@ -1,4 +1,4 @@
-"""Quantised targets: which are served, decided by the configuration and by the classes of modules.
+"""Quantised targets. The configuration and the classes of modules decide which are served.
 
 A dtype says little here: GPTQ and AWQ keep their weights in buffers, torchao's tensors claim bfloat16, and a
 method that transformers does not know leaves weights that were never scaled.
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..compat import set_experts_implementation
 from ..errors import UnsupportedModelError
+from ..inventory import set_in_configs
 from ..kernels.linear import QUANTISED, hold_packed, quantised
 from .adapters import twin
-from .experts import IMPLEMENTATION, are_packed
+from .experts import IMPLEMENTATION, SELECTOR, are_packed
 from .mxfp4 import are_mxfp4, library_tensors, mark_mxfp4
 from .sharded import is_sharded
 
@@ -21,22 +21,23 @@ READ = {
     "fp8": "fine-grained FP8", "compressed-tensors": "compressed-tensors", "gptq": "GPTQ", "awq": "AWQ",
     "bitsandbytes": "bitsandbytes NF4 and FP4", "torchao": "torchao int8, float8 and grouped weights", "mxfp4": "MXFP4",
 }  # fmt: skip
-"""Methods of ``quantization_config`` whose packed layers are read, by how people name them."""
+"""Methods of ``quantization_config`` whose packed layers are read, and the name that people use for each."""
 UNPACKED = {"gguf": "GGUF"}
 """Methods that transformers unpacks while it loads."""
 LIBRARIES = {
     "aqlm", "auto_gptq", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fp_quant", "gptqmodel",
     "hqq", "optimum", "quark", "spqr_quant", "torchao", "vptq",
 }  # fmt: skip
-"""Packages whose modules and tensors hold quantised weights, besides ``transformers.integrations``."""
+"""Packages whose modules and tensors hold quantised weights; so do those of ``transformers.integrations``."""
 ADVICE = {
     "Linear8bitLt": "load it with load_in_4bit=True, because a row's answer depends on outliers of other rows here",
     "GgufLinear": "load its original checkpoint, or an FP8 one",
 }
 
 
-def admit_quantisation(model: PreTrainedModel) -> None:
-    """UnsupportedModelError if `model` has quantised weights that are not read, by the name of format and layer."""
+def admit_quantisation(model: PreTrainedModel) -> set[str]:
+    """The paths of packed layers and experts. UnsupportedModelError, with the format and the layer, if a module has
+    quantised weights that are not read."""
     method = _admit_method(model)
     if method in ("gptq", "awq") and any(hasattr(part, "gate_up_proj") for part in model.modules()):
         _refuse(
@@ -61,16 +62,17 @@ def admit_quantisation(model: PreTrainedModel) -> None:
         for key, tensor in part._parameters.items():
             if tensor is not None and _library_of(type(tensor)) | _library_of(type(tensor.data)):
                 _refuse(model, f"has weights of class {type(tensor.data).__name__} ({path}.{key}), {_advice(name)}")
+    return packed
 
 
 def packed_layers(model: nn.Module) -> dict[str, quantised.Packed]:
-    """The quantised linear layers of a model, by path; UnreadError, naming the first that is laid out otherwise."""
+    """The quantised linear layers of a model, by path; UnreadError, naming the first whose layout is not read."""
     layers = {path: _named(path, part, _read) for path, part in model.named_modules()}
     return {path: packed for path, packed in layers.items() if packed is not None}
 
 
 def hold_one_layout(model: PreTrainedModel) -> None:
-    """Let layers that a kernel reads in a layout of its own hold their weights in that alone, one after the other."""
+    """Make layers that a kernel reads in a layout of its own hold their weights only in that, layer by layer."""
     dtype = model.get_output_embeddings().weight.dtype
     for part in model.modules():
         packed = _read(part)
@@ -80,7 +82,7 @@ def hold_one_layout(model: PreTrainedModel) -> None:
 
 
 def _read(part: nn.Module) -> quantised.Packed | None:
-    """`quantised.read`, which does not know a `QuantisedLinear` in a user's model."""
+    """`quantised.read`, also for a `QuantisedLinear` in a user's model, which that does not know."""
     packed = quantised.read(part)
     return part.packed if packed is None and isinstance(part, QuantisedLinear) else packed
 
@@ -93,7 +95,7 @@ def packed_experts(model: nn.Module) -> set[str]:
 
 
 def _named(path: str, part: nn.Module, read: Callable):
-    """What `read` gives for a module; UnreadError, naming the module."""
+    """``read(part)``, whose UnreadError is made to name the module."""
     try:
         return read(part)
     except quantised.UnreadError as error:
@@ -101,7 +103,7 @@ def _named(path: str, part: nn.Module, read: Callable):
 
 
 class QuantisedLinear(nn.Module):
-    """A quantised linear layer with its plain meaning. It holds the tensors of the layer that it was `read` from."""
+    """A quantised linear layer with its plain meaning. It holds the tensors of the layer that it was read from."""
 
     def __init__(self, packed: quantised.Packed):
         super().__init__()
@@ -112,7 +114,7 @@ class QuantisedLinear(nn.Module):
 
     @property
     def packed(self) -> quantised.Packed:
-        """The layer that this was made of."""
+        """The layer that this was made from."""
         parts = {name: getattr(self, name) for name in self._names}
         return quantised.Packed(quantised.layout_of(self._kind), parts, self.bias, self._inputs)
 
@@ -121,8 +123,8 @@ class QuantisedLinear(nn.Module):
 
 
 def mark(model: PreTrainedModel) -> PreTrainedModel:
-    """`model`, a `twin`, which is changed: every quantised layer becomes a `QuantisedLinear`, and experts that
-    transformers has packed become `Mxfp4Experts`."""
+    """Change `model`, a `twin`: quantised layers become `QuantisedLinear`, and experts that transformers has packed
+    become `Mxfp4Experts`."""
     for path, packed in packed_layers(model).items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantisedLinear(packed))
@@ -134,11 +136,11 @@ def mark(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def with_plain_meaning(model: PreTrainedModel) -> PreTrainedModel:
-    """`model`, or if it has quantised layers, which may run nowhere but on a GPU, a marked twin."""
+    """`model`; or a marked twin if it has quantised layers, because these may run only on a GPU."""
     if not packed_layers(model) and not library_tensors(model):
         return model
     model = mark(twin(model))
-    set_experts_implementation(model, IMPLEMENTATION)
+    set_in_configs(model, SELECTOR, IMPLEMENTATION)
     return model
 
 
@@ -164,7 +166,7 @@ def _admit_method(model: PreTrainedModel) -> str | None:
 
 
 def _is_quantised(part: nn.Module) -> bool:
-    """Whether a module is of a class that computes with quantised weights."""
+    """True if a module is of a class that computes with quantised weights."""
     module = type(part).__module__
     return module.startswith("transformers.integrations.") or bool(_library_of(type(part)))
 

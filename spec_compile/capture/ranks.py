@@ -1,4 +1,4 @@
-"""What the ranks of tensor parallelism agree on before a model is shared out among them."""
+"""The facts that the ranks of tensor parallelism agree on before they share a model."""
 
 from functools import partial
 from typing import Any
@@ -9,18 +9,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..compat import held_tensors
 from ..errors import UnsupportedModelError
+from ..inventory import held_tensors
 from ..kernels import all_reduce_memory
 from ..parallel.ranks import Alone
 from ..parallel.start import ADVICE
 
 SAMPLES = 1024
-"""Numbers of a parameter that its checksum looks at."""
+"""Numbers of each parameter that go into the checksum."""
 
 
 def _check_placement(model: PreTrainedModel) -> None:
-    """UnsupportedModelError if a model that is to be shared out among ranks is spread over devices already."""
+    """UnsupportedModelError if a model that ranks are to share is already spread over devices."""
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
         raise UnsupportedModelError(
@@ -31,7 +31,7 @@ def _check_placement(model: PreTrainedModel) -> None:
 
 
 def facts(model: PreTrainedModel, algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same on all ranks, by name: the model and its weights, the draft, the options, the libraries.
+    """The facts that must be the same on all ranks, by name: model, weights, draft, options and libraries.
 
     UnsupportedModelError if the model is spread over devices.
     """
@@ -48,7 +48,7 @@ def facts(model: PreTrainedModel, algorithm: str, options: dict[str, Any]) -> di
 
 
 def share_memory(ranks: Alone, device: torch.device) -> None:
-    """Let the ranks' GPUs add up sums by a kernel over memory that they share, where that is to be had."""
+    """Let the ranks' GPUs add up sums by a kernel over memory that they share, if they can share memory."""
     if ranks.size == 1 or device.type != "cuda":
         return
     reason = all_reduce_memory.prepare(ranks.group, device)
@@ -58,7 +58,7 @@ def share_memory(ranks: Alone, device: torch.device) -> None:
 
 @torch.no_grad()
 def checksum(module: nn.Module) -> bytes:
-    """Bytes that differ for weights that differ, but for single numbers: of shapes, and of samples of whole tensors."""
+    """Bytes of the shapes, dtypes and samples of all tensors. A change of a few numbers may leave them the same."""
     parts, shapes = [], []
     for tensor in held_tensors(module):
         shapes.append((tuple(tensor.shape), str(tensor.dtype)))

@@ -1,4 +1,4 @@
-"""Recurrences of transformers' models: the functions that are replaced by the marker op during the trace."""
+"""Recurrences of transformers' models: functions that the marker op replaces during the trace."""
 
 import math
 import sys
@@ -91,17 +91,17 @@ FUNCTIONS: dict[str, Callable] = {
     "mamba2_chunk_scan": _state_space,
     "mamba_selective_scan": _selective_scan,
 }
-"""By the name that every modelling file of transformers gives to the function that is replaced."""
+"""Our functions, by the name that modelling files of transformers give to the function that each replaces."""
 
 
 def _homes(model: nn.Module) -> list[tuple[ModuleType, str]]:
-    """The modules of Python in which classes of `model` are defined, and the functions that they have of these."""
+    """The modules of Python that define classes of `model`, each with the name of a function of `FUNCTIONS` in it."""
     files = {type(module).__module__ for module in model.modules()} & sys.modules.keys()
     return [(sys.modules[file], name) for file in files for name in FUNCTIONS if hasattr(sys.modules[file], name)]
 
 
 def has_recurrences(model: nn.Module) -> bool:
-    """Whether the model's layers may call functions that can be replaced."""
+    """True if the model's layers may call functions that can be replaced."""
     return bool(_homes(model))
 
 

@@ -1,4 +1,4 @@
-"""Models whose parameters transformers has spread over ranks as DTensors: a twin to trace, then their own tensors."""
+"""Models whose parameters transformers has spread over ranks as DTensors: a twin is traced and given their tensors."""
 
 import copy
 
@@ -8,23 +8,23 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..compat import held_parameters
 from ..errors import UnsupportedModelError
+from ..inventory import held_parameters
 from .compiled import PREFIX
 
 Fake = tuple[PreTrainedModel, FakeTensorMode]
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks hold parts of the parameters of a model."""
+    """True if ranks hold parts of the parameters of a model."""
     return any(isinstance(parameter, DTensor) for parameter in held_parameters(model))
 
 
 def fake_twin(model: PreTrainedModel) -> Fake:
-    """A model of the same class and configuration whose tensors have whole shapes, devices, and no memory; and the mode
-    in which they were made.
+    """A model of the same class and configuration, and the mode in which its tensors were made. They have whole shapes
+    and devices, and no memory.
 
-    transformers has replaced the forwards of a sharded model, so it cannot be traced itself.
+    The sharded model itself cannot be traced, because transformers has replaced its forwards.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.device(model.device):
@@ -40,7 +40,7 @@ def fake_twin(model: PreTrainedModel) -> Fake:
 
 
 def bind(gm: fx.GraphModule, model: PreTrainedModel) -> None:
-    """Put the tensors of a sharded model in the place of those of its twin, which `gm` was traced of.
+    """Replace the tensors of a twin by those of the sharded model, in the graph `gm` that was traced from the twin.
 
     UnsupportedModelError if the graph reads a tensor that is no parameter or buffer of the model.
     """

@@ -1,4 +1,4 @@
-"""The hidden states that a draft reads, from forwards of transformers' own."""
+"""The hidden states that a draft reads, from transformers' own forwards."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,17 +13,18 @@ from ..passes.tap_hidden_states import FINAL
 
 @contextmanager
 def tapped(model: PreTrainedModel, taps: tuple[int, ...]) -> Iterator[list[Tensor]]:
-    """A context whose value holds, behind it, the tapped states [B, T, C] of what `model` has processed inside.
+    """A context that yields a list. When it ends, the list holds for each tap the states [B, T, C] of all tokens that
+    `model` has processed inside. Several forwards are chunks of one text.
 
-    model: a twin, because it has hooks inside. taps: numbered as in `passes.Settings`. Several forwards are chunks of
-    one text.
+    model: a twin, because it is given hooks.
+    taps: numbered as in `passes.Settings`.
     """
     states, result = defaultdict(list), list[Tensor]()
 
     def keep(tap: int, value: Tensor | tuple) -> None:
         states[tap].append(value[0] if isinstance(value, tuple) else value)
 
-    layers = decoder_layers(model)  # what a layer is given includes what a picture adds behind the layer before
+    layers = decoder_layers(model)  # their inputs are read, because a picture may add to the output of the layer before
     handles = [
         *(
             layer.register_forward_pre_hook(lambda module, args, tap=tap: keep(tap, args))

@@ -31,7 +31,7 @@ HARMLESS = {
 
 
 class _Attention:
-    """The attention function given to transformers during the trace: it numbers the layers and emits markers."""
+    """The attention function that transformers calls during the trace. It numbers the layers and emits markers."""
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.count = model, 0
@@ -65,7 +65,7 @@ class _Forward(nn.Module):
 
 
 def capture(model: PreTrainedModel) -> ModelGraph:
-    """Trace `model` (already admitted) into a `ModelGraph` that shares its parameters, whole or parts of ranks.
+    """Trace `model`, which was admitted, into a `ModelGraph` that shares its parameters, or a rank's parts of them.
 
     Raises UnsupportedModelError if the trace fails, or does not show exactly one attention call per layer.
     """
@@ -98,8 +98,11 @@ def capture(model: PreTrainedModel) -> ModelGraph:
 
 
 def capture_head(head: nn.Module, width: int | None = None) -> ModelGraph:
-    """Trace a draft head, ``forward(input_ids [B, T], positions [B, T], state [B, T, width])``, that calls the marker
-    op itself; the graph shares its parameters. width: None for a head that takes no state."""
+    """Trace a draft head that calls the marker op itself. The graph shares its parameters.
+
+    head: ``forward(input_ids [B, T], positions [B, T], state [B, T, width])``.
+    width: of the state; None for a head that takes none.
+    """
     parameter = next(head.parameters())
     arguments = _example(parameter.device)
     if width is not None:
@@ -112,7 +115,7 @@ def capture_head(head: nn.Module, width: int | None = None) -> ModelGraph:
 
 
 def _example(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and positions [2, 7] to trace with."""
+    """Tokens and positions [2, 7] for the trace."""
     return torch.zeros(2, 7, dtype=torch.int64, device=device), torch.arange(7, device=device).expand(2, 7)
 
 
@@ -159,7 +162,7 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule, limits: list[int]) -> 
 
 
 def _depends_on(node: fx.Node, placeholder: str) -> bool:
-    """Whether the values of a tensor are computed from those of an input."""
+    """True if the values of a tensor are computed from those of an input."""
     seen, todo = set(), [node]
     while todo:
         node = todo.pop()

@@ -1,7 +1,7 @@
-"""`Watch` notices and describes what has changed in a model since its graphs were captured.
+"""`Watch` notices and describes changes of a model since its graphs were captured.
 
 At every call a `_Fingerprint` is compared: flat lists that C code builds in a fraction of a millisecond. If it differs,
-every module is examined by name, to decide whether the difference can change an answer, and to describe it.
+every module is examined by name, to describe each difference that can change an answer.
 """
 
 import copy
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..compat import held_items
+from ..inventory import held_items
 from .compiled import underlying
 from .hooks import METHODS, OF_CLASSES
 from .weights import AGAIN, Slot
@@ -32,7 +32,7 @@ BOOKKEEPING = {
     "generation_config", "gradient_checkpointing", "hf_device_map", "kernel_config", "loss_type", "name_or_path",
     "rope_deltas", "warnings_issued",
 }  # fmt: skip
-"""Attributes of modules on which no logits depend in evaluation mode (of `rope_deltas`: beside the position ids)."""
+"""Attributes of modules on which no logits depend in evaluation mode, for `rope_deltas` if position ids are passed."""
 HARMLESS_HOOKS = ("<locals>.make_inputs_require_grads", "<locals>.output_capturing_hook")
 """Hooks that transformers registers while a model is used; they change no value."""
 GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
@@ -41,7 +41,7 @@ ABSENT = "absent"
 
 
 class Change(NamedTuple):
-    """A difference from the captured model. text: what it is, without advice. remedy: a key of `REMEDIES`."""
+    """A difference from the captured model. text: the difference, without advice. remedy: a key of `REMEDIES`."""
 
     text: str
     remedy: str = "speculate"
@@ -55,28 +55,31 @@ REMEDIES = {
 
 
 def describe(changes: list[Change]) -> str:
-    """A sentence on the first change with the strongest remedy, the number of others, and what to do."""
+    """A sentence with the first change of the strongest remedy, the number of others, and the remedy."""
     first = max(changes, key=lambda change: [*REMEDIES].index(change.remedy))
     more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
     return f"{first.text}{more}; {REMEDIES[first.remedy]}"
 
 
 class _Facts(NamedTuple):
-    """Everything besides the values of its tensors on which a module's computation depends."""
+    """Everything on which a module's computation depends, except the values of its tensors."""
 
     cls: type
     forward: Callable
     values: dict[str, Any]
     empty: dict[str, bool]
-    """Of each parameter and buffer, whether it is None."""
+    """True for each parameter and buffer that is None."""
     modules: dict[str, nn.Module | None]
     hooks: list
 
 
 class Watch:
-    """Watches a target `model`, the object `fast` that speculates for it, and the `slots` of all weights.
+    """Watches a target for changes.
 
-    reads: of each config the names that were read while the model was captured (see `config_reads`).
+    model: the target.
+    fast: the object that speculates for it.
+    slots: of all weights.
+    reads: for each config the names that were read while the model was captured (see `config_reads`).
     """
 
     def __init__(self, model: nn.Module, fast: nn.Module, slots: list[Slot], reads: list[tuple[Any, set[str]]]):
@@ -123,12 +126,12 @@ class Watch:
 
 
 class _Fingerprint:
-    """All that is watched, in fast lists. It refers to dictionaries inside `fast`, not to `fast`, to avoid a cycle."""
+    """All that is watched, in flat lists. It refers to dictionaries inside `fast`, not to `fast`, to avoid a cycle."""
 
     def __init__(self, parts: list[nn.Module], fast: nn.Module, slots: list[Slot], settings: list[tuple[Any, str]]):
         self._parts, self._settings = parts, settings
         self._classes = [*{type(part) for part in parts}]
-        # Where values are read from: scalars by groups of equal names, containers and identities as (dict, name).
+        # Scalars are read in groups of modules with the same names, containers and identities as (dict, name).
         single, several, same = defaultdict(list), [], []
         for part in parts:
             values, attributes = _values(part), vars(part)
@@ -156,7 +159,7 @@ class _Fingerprint:
         self._reference = copy.deepcopy(self._containers()), self._lists(fast)
 
     def differs(self, fast: nn.Module) -> bool:
-        """Whether anything is other than when this was taken."""
+        """True if anything has changed since this was taken."""
         try:
             return any(self._empty) or (self._containers(), self._lists(fast)) != self._reference
         except Exception:  # an attribute was deleted, or is no tensor any more
@@ -195,8 +198,8 @@ def _facts(part: nn.Module, followed: bool = False) -> _Facts:
 
 
 def _values(part: nn.Module, followed: bool = False) -> dict[str, Any]:
-    """The attributes that a forward or a generate() may read: plain values, tensors that are no parameters, functions,
-    the config. followed: without methods of generate(), because a call goes by those that this object has."""
+    """The attributes that a forward or generate() may read: plain values, tensors that are no parameters, functions and
+    the config. followed: leave out methods of generate(), because the call uses this object's own."""
     private = isinstance(part, PreTrainedModel)  # transformers keeps notes in a model's private attributes
     return {
         name: value
@@ -211,13 +214,13 @@ def _values(part: nn.Module, followed: bool = False) -> dict[str, Any]:
 
 
 def _is_own_method(part: nn.Module, name: str, value: Any) -> bool:
-    """Whether a value that was set on a module is its class's method of that name."""
+    """True if a value that was set on a module is its class's method of that name."""
     is_bound = isinstance(value, MethodType) and value.__self__ is part
     return is_bound and value.__func__ is getattr(type(part), name, None)
 
 
 def _forward(part: nn.Module) -> Callable:
-    """The function that a call of the module runs, without torch.compile around it."""
+    """The function that a call of the module runs, without the layers of torch.compile."""
     forward = underlying(vars(part).get("forward", type(part).forward))
     return forward.__func__ if getattr(forward, "__self__", None) is part else forward
 
@@ -287,7 +290,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text or the like, or a collection of them, so that == compares it."""
+    """True if a value is a number, a text or the like, or a collection of them, so that == compares it."""
     return _is_scalar(value) or _is_container(value)
 
 

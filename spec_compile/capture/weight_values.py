@@ -1,4 +1,4 @@
-"""`WeightValues`, which tells whether weights hold other values than before, as after a training step."""
+"""`WeightValues` notices that weights hold other values than before, as after a training step."""
 
 from collections.abc import Iterable
 
@@ -11,8 +11,8 @@ from .weights import Slot
 class WeightValues:
     """The values of the weights in `slots`, as they were when this was made or when `have_changed` last ran.
 
-    torch counts the writes to a tensor. It does not count writes through ``tensor.data`` and by other libraries, which
-    only a sum over all bits shows; that reads every weight once, as a round of decoding does.
+    torch counts the writes to a tensor, but not those through ``tensor.data`` and by other libraries. Only a sum over
+    all bits shows these; it reads every weight once, as a round of decoding does.
     """
 
     def __init__(self, slots: Iterable[Slot]):
@@ -20,9 +20,9 @@ class WeightValues:
         self._writes, self._sums = self._count_writes(), self._sum_bits()
 
     def have_changed(self, is_sure: bool = True) -> bool:
-        """Whether any weight has been written to since the last call.
+        """True if any weight has been written to since the last call.
 
-        is_sure: whether to compare the bits, too, if no write was counted.
+        is_sure: compare the bits, too, if no write was counted.
         """
         before, self._writes = self._writes, self._count_writes()
         has_changed = before != self._writes

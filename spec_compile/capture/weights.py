@@ -1,4 +1,4 @@
-"""The storage that the graphs read: new weights are copied into it, for captured graphs hold its addresses."""
+"""The storage that the graphs read. New weights are copied into it, because captured graphs hold its addresses."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..compat import held_items
+from ..inventory import held
 from ..kernels.linear.quantised import update
 from .mxfp4 import library_tensors
 from .quantised import packed_layers
@@ -18,9 +18,11 @@ AGAIN = "call speculate() again"
 class Slot:
     """A parameter or buffer of a module, as it was at speculate().
 
-    path: its full name. holder, name: where the module keeps it. tensor: the object that the graphs hold. storage: a
-    view of the memory that the graphs read, which outlives whatever is put in its place (None: a tensor subclass, whose
-    memory cannot be told). borrowed: a draft's slot that holds the target's own tensor.
+    path: its full name.
+    holder, name: the module's dictionary that has it, and its name there.
+    tensor: the object that the graphs hold.
+    storage: a view of the memory that the graphs read; None for a tensor subclass, whose memory is not known.
+    borrowed: True for a draft's slot that holds the target's own tensor.
     """
 
     path: str
@@ -32,17 +34,17 @@ class Slot:
 
     @property
     def current(self) -> Tensor | None:
-        """What the module has there now."""
+        """The tensor that the module has there now."""
         return dict.get(self.holder, self.name)
 
     @property
     def key(self) -> tuple:
-        """Equal for slots of one tied weight."""
+        """A key that slots of one tied weight share."""
         return (id(self.tensor),) if self.storage is None else _layout(self.storage)
 
     @property
     def moved(self) -> bool:
-        """Whether the module computes with other memory than the graphs."""
+        """True if the module computes with other memory than the graphs."""
         current = self.current
         if self.storage is None or not isinstance(current, Tensor):
             return current is not self.tensor
@@ -50,7 +52,7 @@ class Slot:
 
     @property
     def misfit(self) -> str | None:
-        """Why the values that the module has there now cannot be taken over, if they cannot."""
+        """The reason why the values that the module has now cannot be taken over, or None."""
         current = self.current
         if not isinstance(current, Tensor):
             return "is gone"
@@ -78,8 +80,8 @@ class SharedWeights:
     def take_over(self) -> None:
         """Copy the values of tensors that were moved or replaced into the graphs' memory, and make them views of it.
 
-        ValueError, before anything is copied, if one is of another shape, dtype or device, has no values, or is shared
-        with others than it was, or if a quantised layer is laid out otherwise.
+        ValueError, before anything is copied, if one has another shape, dtype or device, has no values or is tied to
+        other weights than before, or if a quantised layer has another layout.
         """
         if _layouts(self._target) != self._layouts:
             raise ValueError(f"the layout of quantised layers, or what cannot be copied, has changed; {AGAIN}")
@@ -148,16 +150,12 @@ def _layouts(model: nn.Module) -> dict[str, tuple]:
 
 
 def _slots(module: nn.Module, prefix: str) -> Iterable[Slot]:
-    for path, part in module.named_modules(prefix=prefix.removesuffix(".")):
-        for holder in (part._parameters, part._buffers):
-            for name, tensor in held_items(holder):
-                if tensor is not None:
-                    storage = tensor.detach() if type(tensor.data) is Tensor else None
-                    yield Slot(f"{path}.{name}" if path else name, holder, name, tensor, storage)
+    for each in held(module, prefix):
+        yield Slot(*each, each.tensor.detach() if type(each.tensor.data) is Tensor else None)
 
 
 def _layout(tensor: Tensor) -> tuple:
-    """Equal for tensors that are the same numbers in memory."""
+    """A key that tensors of the same numbers in memory share."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 

@@ -1,4 +1,4 @@
-"""`CommandRing`: what the first rank decides, on its way to the others through memory that they share."""
+"""`CommandRing`: the decisions of the first rank, sent to the others through memory that they share."""
 
 import itertools
 import mmap
@@ -13,18 +13,21 @@ import numpy as np
 WORDS = 1 << 18
 """Numbers that the ring holds."""
 SPINS, NAP = 2000, 50e-6
-"""A reader looks so often without a pause, and then after each pause of so many seconds."""
+"""A reader looks SPINS times without a pause, and then after each pause of NAP seconds."""
 LOOKS = 2000
-"""After so many naps a reader makes sure that the others are alive."""
+"""Looks after which a reader makes sure that the others are alive."""
 
 
 class CommandRing:
     """A ring of int64 that one process writes and the others of the same host read.
 
-    rank, size: the reader's number and how many processes there are; 0 writes. path: of the file that is shared; None
-    makes one. check_peers: raises if a process has died; it is called while nothing arrives.
+    Each message is its length and its numbers: [7, 8] is written as 2, 7, 8. The memory begins with `size` words that
+    count the numbers which each process has written or read.
 
-    Each message is its length and its numbers. Words 0 to size - 1 count what each process has written or read so far.
+    rank: number of this process; 0 writes.
+    size: number of processes.
+    path: of the file that is shared; None makes one.
+    check_peers: raises if a process has died; it is called while nothing arrives.
     """
 
     def __init__(self, rank: int, size: int, path: str | None, check_peers: Callable[[], None]):
@@ -42,7 +45,7 @@ class CommandRing:
         self._counts, self._ring = words[:size], words[size:]
 
     def unlink(self) -> None:
-        """Take the file's name away, once every process has opened it."""
+        """Remove the file's name. Every process has opened it."""
         Path(self.path).unlink()
 
     @property
@@ -51,7 +54,7 @@ class CommandRing:
         return int(self._counts[self.rank])
 
     def skip_to(self, position: int) -> None:
-        """A reader leaves out what was written before a position of the writer."""
+        """Leave out messages, as a reader, up to a position of the writer."""
         self._counts[self.rank] = position
 
     def write(self, numbers: list[int]) -> None:

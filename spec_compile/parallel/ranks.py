@@ -1,7 +1,7 @@
 """`Ranks`: the processes that share one model, as one of them sees them.
 
-All of them run the same code. What a clock, a measurement, a callback or the host decides, the first rank decides, and
-the others take it over (`Ranks.lead`). Before that they agree on what they were asked for (`Ranks.agree`).
+All of them run the same code. Decisions by a clock, a measurement, a callback or the host are made by the first rank,
+and the others take them over (`Ranks.lead`). Before, they check that all were asked for the same (`Ranks.agree`).
 """
 
 import hashlib
@@ -20,15 +20,15 @@ from .commands import CommandRing
 from .slices import Slices
 
 WIDTH = 4096
-"""Bytes of what a rank says when the ranks agree."""
+"""Bytes of the message that a rank sends when the ranks agree."""
 DECISION, ABORT = 0, 1
-"""How a message of the first rank begins."""
+"""The first number of a message of the first rank."""
 GRACE = 2.0
-"""Seconds that a process which is being killed takes to be seen as dead."""
+"""Seconds until a process that is being killed is seen as dead."""
 
 
 class Alone:
-    """One process that shares its model with no other, with the interface of `Ranks`."""
+    """A process that shares its model with no other, with the interface of `Ranks`."""
 
     rank, size, leads, name = 0, 1, True, ""
     notes: Sequence[str] = ()
@@ -47,7 +47,7 @@ class Alone:
 
     @contextmanager
     def together(self, what: str, parts: dict[str, Any]) -> Iterator[None]:
-        """A context after which the ranks `agree` on `parts`, which may be filled inside; errors inside are told."""
+        """A context that ends with `agree` on `parts`, which may be filled inside. The other ranks learn of errors."""
         try:
             yield
         except Exception as error:
@@ -71,11 +71,14 @@ ALONE = Alone()
 class Ranks(Alone):
     """The group of tensor parallelism, and this process's number in it.
 
-    group: of torch.distributed, whose collectives carry sums. talk: one of the same ranks on CPUs. gpu: names
-    this process's GPU, "" on a CPU. Making one is a collective call: all ranks do it. ValueError if two share a GPU.
+    All ranks make one together. ValueError if two share a GPU.
 
-    rank, size: this process's number, and how many there are. leads: whether it is the first. name: the group's, for
-    `kernels.all_reduce`. slices: this rank's parts of parameters.
+    group: of torch.distributed; its collectives carry sums.
+    talk: a group of the same ranks on CPUs.
+    gpu: the name of this process's GPU, "" on a CPU.
+
+    Attributes: rank and size (this process's number, and the number of processes), leads (True for the first), name (of
+    the group, for `kernels.all_reduce`), slices (this rank's parts of parameters).
     """
 
     def __init__(self, group: dist.ProcessGroup, talk: dist.ProcessGroup, gpu: str = ""):
@@ -84,9 +87,9 @@ class Ranks(Alone):
         self.group, self._talk = group, talk
         self.slices = Slices(self.rank, self.size)
         self.failure = ""
-        """Why no call can be served any more."""
+        """The reason why no call can be served any more, or ""."""
         self.find_missing: Callable[[], int | None] = lambda: None
-        """After an error of the GPU: the rank that it waited for in vain."""
+        """Returns, after an error of the GPU, the rank that it waited for in vain."""
         self.notes: list[str] = []
         """Lines about the exchange for ``explain()``."""
         self._processes: list[tuple[int, float]] = []
@@ -110,7 +113,7 @@ class Ranks(Alone):
             self._ring.unlink()
 
     def lead(self, decide: Callable[[], Sequence[int]], check: int = 0) -> list[int]:
-        """What `decide` returns on the first rank, integers; on the others it is not called.
+        """The integers that `decide` returns on the first rank. It is not called on the others.
 
         check: a number that must be the same on all ranks. RuntimeError if it is not, or if the first rank has given up
         the call.
@@ -146,9 +149,11 @@ class Ranks(Alone):
     def agree(self, what: str, parts: dict[str, Any], error: BaseException | None = None) -> None:
         """Make sure that all ranks were asked for the same. All of them call this.
 
-        what: the call, for messages. parts: what they must agree on, by name, each a value with a `repr` of its own or
-        bytes. error: why this rank cannot go on, if it cannot; then nothing is raised here.
-        ValueError on every other rank if one has an error or another value, with the part and the ranks.
+        what: the call, for messages.
+        parts: the facts to agree on, by name; each is bytes, or a value with a `repr` of its own.
+        error: the reason why this rank cannot go on, or None. With one, nothing is raised here.
+
+        ValueError on every other rank, with the part and the ranks, if one has an error or another value.
         """
         if self.failure:
             raise RuntimeError(self.failure)
@@ -225,5 +230,5 @@ class Ranks(Alone):
 
 
 def digest(value: Any) -> str:
-    """A short text that differs for values that differ."""
+    """A short text that stands for a value."""
     return hashlib.blake2b(value if isinstance(value, bytes) else repr(value).encode(), digest_size=8).hexdigest()

@@ -10,9 +10,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Cut(NamedTuple):
-    """How a tensor is divided: dimension `dim` is `blocks` equal stretches, each of them in `parts` equal parts.
+    """How a tensor is divided: dimension `dim` has `blocks` equal blocks, each of them in `parts` equal parts.
 
-    There may be fewer parts than ranks; then neighbours share one.
+    A rank takes its part of every block: of 8 rows, ``Cut(0, 2, blocks=2)`` gives rows 0, 1, 4, 5 to the first of two
+    ranks. With fewer parts than ranks, neighbours share one.
     """
 
     dim: int
@@ -21,7 +22,7 @@ class Cut(NamedTuple):
 
 
 ONCE = Cut(0, 0)
-"""Of a tensor that the first rank has, and the others have zeros of."""
+"""The first rank has the whole tensor, the others have zeros."""
 
 
 class Slices:
@@ -32,9 +33,9 @@ class Slices:
         self._made: dict[tuple[int, Cut], tuple[Tensor, Cut, Tensor]] = {}
 
     def part(self, parameter: Tensor, cut: Cut) -> Tensor:
-        """This rank's part of a parameter, contiguous; a view where the part lies in one piece.
+        """This rank's part of a parameter, contiguous; a view if the part lies in one piece.
 
-        Of a DTensor that is cut alike, it is the tensor that the rank has of it, so that memory is taken once.
+        For a DTensor that is cut in the same way, it is the DTensor's local tensor, which takes no more memory.
         """
         key = id(parameter), cut
         if key not in self._made:
@@ -51,7 +52,7 @@ class Slices:
                 part.data.copy_(self._take(parameter, cut))
 
     def _take(self, parameter: Tensor, cut: Cut) -> Tensor:
-        """Where the parts do not divide a block, the last one ends with zeros."""
+        """This rank's part of each block. Zeros fill up the last part of a block that `cut.parts` does not divide."""
         taken, weight = [], whole(parameter).detach()
         if cut is ONCE:
             return weight if self.rank == 0 else torch.zeros_like(weight)
@@ -67,11 +68,11 @@ class Slices:
 
 
 _whole = WeakIdKeyDictionary()
-"""DTensor -> all of it, gathered once for those who need it whole."""
+"""DTensors and the whole tensors that were gathered of them."""
 
 
 def whole(parameter: Tensor, keep: bool = False) -> Tensor:
-    """All of a parameter, which every rank asks for if it is a DTensor. keep: whether others will ask for it, too."""
+    """All of a parameter. If it is a DTensor, every rank calls this. keep: hold the result for later calls."""
     if not isinstance(parameter, DTensor):
         return parameter
     if parameter in _whole:
@@ -83,7 +84,7 @@ def whole(parameter: Tensor, keep: bool = False) -> Tensor:
 
 
 def local_part(parameter: Tensor, cut: Cut) -> Tensor | None:
-    """What this rank has of a DTensor, if that is the part by `cut`."""
+    """The local tensor of a DTensor, if it is the part by `cut`; otherwise None."""
     if not isinstance(parameter, DTensor) or cut is ONCE:
         return None
     (placement,), local = parameter.placements, parameter._local_tensor

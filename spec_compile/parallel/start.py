@@ -1,4 +1,4 @@
-"""The option ``tensor_parallel``: which processes share a model."""
+"""The option ``tensor_parallel``: the processes that share a model."""
 
 import datetime
 import os
@@ -9,19 +9,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..compat import held_parameters
+from ..inventory import held_parameters
 from .ranks import ALONE, Alone, Ranks
 
 TIMEOUT = datetime.timedelta(minutes=10)
-"""After which a rank that waits for another gives up. One that dies is noticed at once."""
+"""A rank that waits so long for another gives up. The death of one is noticed at once."""
 ADVICE = "start the script by torchrun --standalone --nproc-per-node N"
 
 
 def find_ranks(option: Any, model: Any) -> Alone:
     """The ranks that the option ``tensor_parallel`` of `speculate` names, or that transformers has spread a model over.
 
-    option: None; "auto": all processes that torchrun started; their number; or a process group, or a device mesh of one
-    dimension. model: what the user gave. All ranks call this.
+    All ranks call this.
+
+    option: None; "auto" for all processes that torchrun started; their number; a process group; or a device mesh of one
+    dimension.
+    model: the user's.
+
     Raises TypeError or ValueError, naming the option, if there are no such processes.
     """
     if isinstance(option, Alone):
@@ -56,7 +60,7 @@ def find_ranks(option: Any, model: Any) -> Alone:
 
 
 def gpu_of(device: torch.device) -> str:
-    """What tells the GPUs of a host apart; "" for a CPU."""
+    """The id of a GPU, which no other GPU of the host has; "" for a CPU."""
     if device.type != "cuda":
         return ""
     torch.cuda.set_device(device)  # the collectives' streams and memory are those of the current device
@@ -64,7 +68,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def _world(device: torch.device) -> dist.ProcessGroup | None:
-    """The group of all processes, made if torchrun has started several and nobody has made it."""
+    """The group of all processes. It is made here if torchrun has started several and nobody has made it."""
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return None

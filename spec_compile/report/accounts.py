@@ -1,4 +1,4 @@
-"""`Accounts`, what a `Speculation` tells of itself: its repr, the passes, and pages about recorded answers."""
+"""`Accounts`: the methods by which a `Speculation` describes itself and recorded answers."""
 
 import dataclasses
 import reprlib
@@ -24,7 +24,7 @@ class Accounts:
     original: PreTrainedModel
 
     def __repr__(self) -> str:
-        """The algorithm, the options that are not at their default, a draft among them, the device and the dtype."""
+        """The algorithm, options that are not at their default (such as the draft), the device and the dtype."""
         parts = [f"algo={self.engine.name!r}"]
         for field in dataclasses.fields(self.options):
             value = getattr(self.options, field.name)
@@ -39,12 +39,12 @@ class Accounts:
         return self.engine.runtime.stats
 
     def explain(self) -> str:
-        """What each pass changed, and what a round does."""
+        """A readable account of the changes by each pass, and of a round."""
         return explain(self)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """A context in which generate() records every tree that it verifies, until the next recording, for `report`."""
+        """A context in which generate() records every tree that it verifies, for `report`. The last call is kept."""
         before, self.engine.records = self.engine.records, True
         try:
             yield
@@ -57,7 +57,9 @@ class Accounts:
         It shows text by rounds, accept lengths, times, and every tree with its accepted nodes. It needs no network.
         With n-grams the trees show parts of other calls' texts, unless these ran with ``share_text=False``.
 
-        path: of the file. tokenizer: the model's, to show text in place of token ids.
+        path: of the file.
+        tokenizer: the model's, to show text in place of token ids.
+
         Raises RuntimeError if nothing was recorded, and TypeError if `tokenizer` cannot decode.
         """
         if self.engine.recording is None:
@@ -68,7 +70,7 @@ class Accounts:
 
 
 def _short(value: Any) -> str:
-    """A value in a line: a text whole, the beginning of a list, and the class of an object."""
+    """A value in one line: texts and numbers in full, lists shortened, and the class of any other object."""
     if isinstance(value, str | Path | bool | int | float):
         return repr(str(value) if isinstance(value, Path) else value)
     return reprlib.repr(value) if isinstance(value, list | tuple | dict) else f"<{type(value).__name__}>"

@@ -6,21 +6,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..capture.yardstick import DEVIATIONS, LEAST_SPREAD, MORE_NOISE, NEAR_TIE
+
 SIGNIFICANCE = 1e-3
-"""Sampling fails the audit if the target gives frequencies at least as far off with less than this probability."""
+"""Sampling fails the audit if the target would give frequencies at least as far off with a smaller probability."""
 EXPECTED = 5.0
 """Tokens expected more rarely than this are counted together, as the chi-square test needs."""
 MIN_DRAWS = int(20 * EXPECTED)
 """Contexts drawn less often are not tested, because too few of their tokens would be counted one by one."""
-NEAR_TIE = 3.0
-"""Two logits are a near-tie if they differ by at most so many standard deviations of the noise. If nothing but rounding
-separates the models, one first difference in a thousand is larger."""
-MORE_NOISE = 0.03
-"""Share by which the speculative logits may be farther from the float32 copy than the target's are."""
-DEVIATIONS = 3.0
-"""Standard errors by which that share must be exceeded before the logits fail the audit."""
-LEAST_SPREAD = 0.1
-"""Least standard deviation of that share over positions, because a few positions may agree by chance."""
 LOSSLESS, NOT_LOSSLESS, NOT_TESTED = "lossless", "NOT LOSSLESS", "NOT TESTED"
 
 
@@ -28,10 +21,12 @@ LOSSLESS, NOT_LOSSLESS, NOT_TESTED = "lossless", "NOT LOSSLESS", "NOT TESTED"
 class Greedy:
     """One prompt, decoded greedily by both.
 
-    compared: tokens compared; 0 if no round was run. position: of the first difference, counted in generated tokens, or
-    None if all agree. plain, speculative: the tokens at that position, or None where the answer had ended. logits: the
-    target's logits of the two in float32. noise: the standard deviation of their difference among the target's orders
-    of computation (see `noise`), at that position or over all that were compared, whichever is larger.
+    compared: tokens compared; 0 if no round was run.
+    position: of the first difference, counted in generated tokens; None if all agree.
+    plain, speculative: the tokens at that position; None if the answer had ended.
+    logits: the target's logits of the two tokens in float32.
+    noise: standard deviation of their difference over the target's orders of computation (see `noise`), at that
+        position or over all that were compared, whichever is larger.
     """
 
     compared: int
@@ -53,8 +48,9 @@ class Greedy:
 class Logits:
     """How far the speculative logits of all prompts are from a float32 copy of the target, next to the target's logits.
 
-    positions: how many were compared. excess: the mean over them of the logarithm of (distance of the speculative
-    logits from the copy) / (distance of the target's orders of computation from it). error: of that mean, standard.
+    positions: number of positions that were compared.
+    excess: mean of log(distance of the speculative logits from the copy / distance of the target's own from it).
+    error: standard error of that mean.
     """
 
     positions: int
@@ -70,7 +66,7 @@ class Logits:
 
     @property
     def verdict(self) -> str:
-        """ "same" if they are no farther from the float32 copy than the target's noise, or else "DIFFERENT"."""
+        """ "same" if they are no farther from the float32 copy than the target's own, or else "DIFFERENT"."""
         return "same" if self.excess - DEVIATIONS * self.error <= math.log1p(MORE_NOISE) else "DIFFERENT"
 
     def __str__(self) -> str:
@@ -81,11 +77,13 @@ class Logits:
 
 @dataclass
 class Bits:
-    """Speculative rounds beside plain steps of the same engine, which draft nothing.
+    """Speculative rounds compared with plain steps of the same engine, which draft nothing.
 
-    answers: prompts that were decoded by both. same: of them those whose tokens and logits are equal in every bit.
-    largest: difference of two logits. part: the first of the graph that differs ("": not known). promised: whether the
-    graph promises the same bits (see `passes.row_invariance`).
+    answers: number of prompts that were decoded by both.
+    same: number of answers whose tokens and logits are equal in every bit.
+    largest: the largest difference of two logits.
+    part: the first part of the graph that differs; "" if it is not known.
+    promised: True if the graph promises the same bits (see `passes.row_invariance`).
     """
 
     answers: int = 0
@@ -110,7 +108,7 @@ class Bits:
 
 @dataclass
 class Distance:
-    """How far logits are from a float32 copy of the model: (mean, largest), of ours and of transformers' own."""
+    """The mean and the largest distance of logits from a float32 copy of the model, for ours and transformers' own."""
 
     ours: tuple[float, float]
     theirs: tuple[float, float]
@@ -130,8 +128,10 @@ class Distance:
 class Sampled:
     """The chi-square test of draws after one prompt: next tokens' frequencies against the target's probabilities.
 
-    draws: sequences drawn. contexts: prefixes that were drawn often enough to be tested. chi_square, freedom: the
-    statistic and its degrees of freedom, summed over those contexts. untested: prefixes drawn too seldom.
+    draws: number of sequences.
+    contexts: number of prefixes that were drawn often enough to be tested.
+    chi_square, freedom: the statistic and its degrees of freedom, summed over the contexts.
+    untested: number of prefixes that were drawn too seldom.
     """
 
     draws: int
@@ -155,9 +155,13 @@ class Sampled:
 class Report:
     """The result of `audit`; ``print(report)`` shows its tables.
 
-    greedy, sampled: a row for each prompt. accept_length: of the speculative model since its start. logits, graph: of
-    the answers, and of the rewritten graph without the compiler; None if they were not compared, like bits and
-    distance. lookup: answers of transformers' prompt lookup that equal its greedy ones, or None.
+    greedy, sampled: a row for each prompt.
+    accept_length: of the speculative model since its start.
+    logits: of the answers; None if logits were not compared, as with the next three.
+    graph: logits of the rewritten graph without the compiler.
+    bits: rounds compared with plain steps.
+    distance: of logits from float32.
+    lookup: number of answers by transformers' prompt lookup that equal its greedy ones; None if it was not run.
     """
 
     greedy: list[Greedy] = field(default_factory=list)
@@ -184,7 +188,7 @@ class Report:
 
     @property
     def lossless(self) -> bool:
-        """Whether every prompt was tested, nothing but near-ties differs, and logits and draws are the target's."""
+        """True if every prompt was tested, nothing but near-ties differs, and logits and draws are the target's."""
         return self.verdict == LOSSLESS
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The bits that `audit` compares: speculative rounds beside plain steps of the same engine, which draft nothing."""
+"""The bits that `audit` compares: speculative rounds and plain steps of the same engine, which draft nothing."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from ..stats import Stats
 from ..tree import MAX_NODES, ancestry
 
 PATHS = (MAX_NODES // 2, 8, 2)
-"""Nodes of the paths that `first_difference` runs, each but the root with a rival."""
+"""Nodes of the paths that `first_difference` runs. Every node but the root has a rival."""
 
 
 @contextmanager
 def plain_steps(engine: Engine) -> Iterator[None]:
-    """A context in which the engine verifies roots alone, and counts in statistics of its own."""
+    """A context in which the engine verifies only roots, and counts in separate statistics."""
     stats = engine.runtime.stats
     engine.drafts, engine.runtime.stats = False, Stats()
     try:
@@ -34,8 +34,8 @@ def plain_steps(engine: Engine) -> Iterator[None]:
 def first_difference(engine: Engine, text: Tensor) -> str:
     """The first part of the rewritten graph, not compiled, whose bits in a tree are not those of plain steps.
 
-    The trees have the last tokens of `text` [1, T] on a path, and beside each of them a rival. Returns "" if every bit
-    is the same, or if the layers of the model cannot be told apart.
+    The trees have the last tokens of `text` [1, T] on a path, and a rival of each. Returns "" if every bit is the same,
+    or if the layers of the model cannot be told apart.
     """
     taps = (*range(engine.captured.decoder_layers + 1), FINAL)
     try:
@@ -57,7 +57,7 @@ def first_difference(engine: Engine, text: Tensor) -> str:
 
 
 def _both(graph: ModelGraph, text: Tensor, begin: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Taps and logits [1, T - begin, *] of `text` [1, T] from `begin` on: as a path of a tree, and by plain steps."""
+    """Taps and logits [1, T - begin, *] of `text` [1, T] from `begin` on, as a path of a tree and by plain steps."""
     length = text.shape[1]
     slots = -(-(length + MAX_NODES) // PAGE) * PAGE
     buffers = Cache(graph, 1, slots)
@@ -78,9 +78,12 @@ def _both(graph: ModelGraph, text: Tensor, begin: int) -> tuple[list[Tensor], li
 
 
 def _tree(graph: ModelGraph, path: Tensor, begin: Tensor, cache: list[Tensor], slots: int) -> list[Tensor]:
-    """Logits and taps [1, count, *] of `path` [1, count] behind the position `begin` [1, 1], in a tree with rivals."""
+    """Logits and taps [1, count, *] of `path` [1, count], whose root is at `begin` [1, 1], in a tree with rivals.
+
+    Nodes come level by level: the root, then each token of the path (odd numbers) followed by its rival (even numbers).
+    The path r, a, b gives nodes r, a, a', b, b' with parents -1, 0, 0, 1, 1.
+    """
     count = path.shape[1]
-    # Nodes: the root, then a token of the path (of odd number) and its rival (the even one behind it), level by level.
     tokens = torch.stack([path, (path + 1) % graph.vocab_size], dim=2).flatten(1)[:, [0, *range(2, 2 * count)]]
     on_path = [0, *range(1, 2 * count - 1, 2)]
     parents = [-1, *(parent for parent in on_path[:-1] for _ in range(2))]

@@ -1,4 +1,4 @@
-"""Accounts of the rewritten model that people can read: `explain` and `dump`."""
+"""`explain` and `dump`: readable accounts of the rewritten model."""
 
 import importlib.util
 from pathlib import Path
@@ -32,7 +32,7 @@ def explain(speculation) -> str:
 
 
 def _layers(graph: ModelGraph) -> str:
-    """How many layers there are, and what attends in them."""
+    """The number of layers and of their heads."""
     layers = f"{graph.decoder_layers} layers"
     if not graph.layers:
         return f"{layers}, none attends"
@@ -49,14 +49,14 @@ def _backends(engine) -> str:
 
 
 def _bits(parts: list[str]) -> list[str]:
-    """Whether the bits of a token's logits depend on what is drafted beside it, and the parts by which they do."""
+    """Lines that say if the bits of a token's logits are the same in any tree, or which parts prevent it."""
     if not parts:
         return ["same bits whatever is drafted: yes"]
     return ["same bits whatever is drafted: not promised, because of", *(f"  {part}" for part in parts)]
 
 
 def _plans(graph) -> list[str]:
-    """Where the plans of matrix products come from, on a GPU that runs their kernels."""
+    """A line about the source of the plans of matrix products, on a GPU that runs their kernels."""
     if small_m.lack_of_device(graph.device) is not None:
         return []
     path = small_m.tuned_file(graph.device)
@@ -66,7 +66,7 @@ def _plans(graph) -> list[str]:
 def dump(model, directory) -> list[Path]:
     """Write the readable graph after every pass of a speculative `model` to `directory`; returns the files.
 
-    With depyf installed, its view of the compiled round (decompiled bytecode, graphs, kernels) is written beside them.
+    With depyf installed, its view of the compiled round (decompiled bytecode, graphs, kernels) is written, too.
     """
     speculation = getattr(model, "speculation", None)
     if speculation is None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from ..recording import Recording
 
 TEMPLATE = Path(__file__).with_name("page.html")
-"""The page, with a placeholder for its data. Its styles and scripts are in it, so that it loads nothing."""
+"""The page, with a placeholder for its data. It has its styles and scripts inside and loads nothing."""
 UTF8_BYTES = 4
-"""Bytes of a character at most, and so the most tokens that it can be divided into."""
+"""Most bytes of a character, and so the most tokens of one."""
 
 
 def write(recording: Recording, path, tokenizer=None, model: str = "", algorithm: str = "") -> Path:
@@ -44,7 +44,7 @@ def _texts(recording: Recording, tokenizer) -> dict:
 
 
 def _pieces(decode, prompt: list[int], output: list[int]) -> list[str]:
-    """The text that each token of `output` adds behind `prompt`.
+    """The text that each token of `output` adds after `prompt`.
 
     A token that ends inside a character adds nothing, and the token that completes the character adds it.
     """
@@ -62,6 +62,6 @@ def _pieces(decode, prompt: list[int], output: list[int]) -> list[str]:
 
 
 def _word(decode, token: int) -> str:
-    """The text of a token inside a sentence, because some tokenizers drop the space before a first word."""
+    """The text of a token inside a sentence: some tokenizers drop the space before a first word."""
     once, twice = decode([token]), decode([token, token])
     return twice[len(once) :] if twice.startswith(once) else once

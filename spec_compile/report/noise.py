@@ -1,9 +1,9 @@
 """The noise that `audit` allows: how far a model's logits move when the same sums are done in another order.
 
-In 16 bits every order of computation (the text at once, in pieces behind a cache, in a padded batch, token by token)
+In 16 bits every order of computation (the text at once, in pieces through a cache, in a padded batch, token by token)
 rounds differently, and each is legitimate. All of them approximate the model in float32, so the distance of an order
 from a float32 copy of the same weights is the model's noise. A speculative model that computes the same function is as
-far from the copy as the orders are. One that computes another function is farther, if only a little, at every position.
+far from the copy as the orders are. One that computes another function is farther at every position.
 """
 
 import copy
@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..compat import held_parameters, held_tensors
+from ..capture.yardstick import FLOOR, rms
+from ..inventory import held, held_parameters, held_tensors
 
 PADDING = 7
 """Padding tokens on the left of the padded batch."""
-FLOOR = {torch.float32: 3.3e-6, torch.float64: 1e-12}
-"""Least noise in a dtype, as a share of the largest logit, because libraries differ in sums and in exp."""
 
 
 @dataclass
 class Scatter:
     """The exact logits at the last positions of a text, and how far the target's orders of computation are from them.
 
-    exact: float32 [positions, V], of the float32 copy. steps: the same, of the model itself token by token.
-    distance: float32 [positions], the root mean square over the vocabulary of an order's distance from `exact`, of the
-    median order. gaps: float32 [orders, positions], the error of
-    each order in the difference of two logits. floor: the least distance that counts.
+    exact: [positions, V] float32; logits of the float32 copy.
+    steps: [positions, V] float32; logits of the model itself, token by token.
+    distance: [positions] float32; root mean square of (order - `exact`) over the vocabulary, for the median order.
+    gaps: [orders, positions] float32; the error of each order in the difference of two logits.
+    floor: the least distance that counts.
     """
 
     exact: Tensor
@@ -42,7 +42,7 @@ class Scatter:
 
     def excess(self, logits: Tensor) -> Tensor:
         """log(distance of `logits` [positions, V] / distance of the orders) at each position, float32 [positions]."""
-        return (_rms(logits.float() - self.exact).clamp(min=self.floor) / self.distance).log()
+        return (rms(logits.float() - self.exact).clamp(min=self.floor) / self.distance).log()
 
     def errors(self, logits: Tensor) -> Tensor:
         """The mean and the largest distance of `logits` [positions, V] from `exact`, float32 [positions, 2]."""
@@ -51,10 +51,9 @@ class Scatter:
 
 
 class Reference:
-    """A model beside a copy of it in float32, if it has 16 bits; otherwise the model itself is the reference.
+    """A model and its float32 reference: a copy if the model has 16 bits, otherwise the model itself.
 
-    The copy takes 4 bytes a parameter, on the model's device if that has room, otherwise on the CPU. `model` itself is
-    not changed.
+    The copy takes 4 bytes a parameter, on the model's device if that has room, otherwise on the CPU.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -66,7 +65,7 @@ class Reference:
     def scatter(self, text: Tensor, count: int, pair: tuple[int, int] | None = None) -> Scatter:
         """Measure the last `count` positions of `text` [1, T].
 
-        ``gaps`` compares the two largest logits; at the last position those of the tokens `pair`, if they are passed.
+        ``gaps`` are those of the two largest logits. pair: the tokens to compare at the last position instead.
         """
         exact = _logits(self.exact, text.to(self.exact.device), count)[0].to(text.device)
         two = exact.topk(2, dim=-1).indices
@@ -75,7 +74,7 @@ class Reference:
         distances, gaps = [], []
         for logits in _orders(self.model, text, count):
             error = logits - exact
-            distances.append(_rms(error))
+            distances.append(rms(error))
             gaps.append(error.gather(-1, two).diff(dim=-1)[:, 0])
         floor = max(FLOOR.get(self.model.dtype, 0.0) * float(exact.abs().max()), 1e-30)
         distance = torch.stack(distances).quantile(0.5, dim=0).clamp(min=floor)
@@ -83,13 +82,8 @@ class Reference:
 
 
 def gap_noise(gaps: Tensor, floor: float = 0.0) -> float:
-    """Root mean square of `gaps` [orders, positions] over the positions, of the median order."""
-    return max(float(_rms(gaps).quantile(0.5)), floor)
-
-
-def _rms(values: Tensor) -> Tensor:
-    """Root mean square over the last dimension."""
-    return values.square().mean(dim=-1).sqrt()
+    """Root mean square of `gaps` [orders, positions] over the positions, for the median order."""
+    return max(float(rms(gaps).quantile(0.5)), floor)
 
 
 def _logits(model: PreTrainedModel, ids: Tensor, count: int, **arguments) -> Tensor:
@@ -98,7 +92,7 @@ def _logits(model: PreTrainedModel, ids: Tensor, count: int, **arguments) -> Ten
 
 
 def _forward(model: PreTrainedModel, ids: Tensor, count: int, **arguments):
-    """The model's output, with logits of the last `count` positions alone if it can leave out the others."""
+    """The model's output. If the model can leave out other logits, it has only those of the last `count` positions."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = count
     return model(ids, **arguments)
@@ -107,7 +101,7 @@ def _forward(model: PreTrainedModel, ids: Tensor, count: int, **arguments):
 def _orders(model: PreTrainedModel, text: Tensor, count: int) -> Iterator[Tensor]:
     """Logits [count, V] of the last positions of `text` [1, T], by each legitimate order of computation.
 
-    The last one is that of `generate`: a step a token behind the first of these positions.
+    The last order is that of `generate`: the text up to the first of these positions, then one step a token.
     """
     length = text.shape[1]
     yield _logits(model, text, count)[0]
@@ -118,7 +112,7 @@ def _orders(model: PreTrainedModel, text: Tensor, count: int) -> Iterator[Tensor
 
 
 def _in_pieces(model: PreTrainedModel, text: Tensor, count: int, ends) -> Tensor:
-    """Logits [count, V] of the last positions, with the text put through a cache in pieces that end at `ends`."""
+    """Logits [count, V] of the last positions, from pieces of the text that end at `ends` and share a cache."""
     cache, begin, logits = None, 0, []
     for end in ends:
         output = _forward(model, text[:, begin:end], min(end - begin, count), past_key_values=cache, use_cache=True)
@@ -146,11 +140,9 @@ def _float32_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedMod
         return nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
 
     exact = copy.deepcopy(model, {id(tensor): widened(tensor) for tensor in held_tensors(model)})
-    for part in exact.modules():
-        for holder in (part._parameters, part._buffers):
-            for name, tensor in holder.items():  # what the copying has made
-                if tensor is not None and (_is_narrow(tensor) or tensor.device != device):
-                    holder[name] = widened(tensor)
+    for each in held(exact):  # what the copying has made
+        if _is_narrow(each.tensor) or each.tensor.device != device:
+            each.holder[each.name] = widened(each.tensor)
     if exact.config._attn_implementation not in ("sdpa", "eager"):
         exact.set_attn_implementation("eager")  # not every other one takes float32
     return exact

@@ -12,9 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
 from spec_compile.capture import checks, float32
-from spec_compile.capture.checks import check_capture, check_tree, compare_rounding
+from spec_compile.capture.checks import check_capture, check_tree
 from spec_compile.capture.float32 import full_precision, in_float32
 from spec_compile.capture.trace import capture
+from spec_compile.capture.yardstick import compare_rounding
 from spec_compile.graph import ModelGraph, calls
 from spec_compile.kernels.attention import attention_calls
 from spec_compile.kernels.linear import NORMED, SMALL_M

@@ -14,7 +14,7 @@ from toy_graphs import prefix_then_chunk
 from spec_compile import passes, speculate
 from spec_compile.capture.quantised import hold_one_layout, packed_layers
 from spec_compile.capture.trace import capture
-from spec_compile.compat import held_tensors
+from spec_compile.inventory import held_tensors
 from spec_compile.kernels.linear import quantised, small_m
 from spec_compile.kernels.linear.quantised.one_layout import PARTS, Restoring
 

@@ -27,10 +27,10 @@ from spec_compile import UnsupportedModelError, load_mxfp4, passes, speculate
 from spec_compile.capture.checks import check_tree
 from spec_compile.capture.quantised import packed_layers
 from spec_compile.capture.trace import capture
-from spec_compile.compat import held_tensors
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.graph import ModelGraph, calls
+from spec_compile.inventory import held_tensors
 from spec_compile.kernels import experts, linear
 from spec_compile.kernels.linear import QUANTISED, quantised
 from spec_compile.passes import fuse_append, fuse_residuals, fuse_swiglu, use_small_m_linears

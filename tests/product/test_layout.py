@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MUTATIONS = runpy.run_path(str(ROOT / "tests/mutation_list.py"))["MUTATIONS"]
 LEVELS = (
-    "errors compat extensions", "graph tree", "cache outcome forks parallel", "kernels", "ngram", "config", "passes",
-    "capture", "drafting stats recording", "runtime", "drafters", "report", "batching", "api",
+    "errors extensions inventory", "compat", "graph tree", "cache outcome forks parallel", "kernels", "ngram", "config",
+    "passes", "capture", "drafting stats recording", "runtime", "drafters", "report", "batching", "api",
     "audit backend", "training serving tune_kernels",
 )  # fmt: skip
 """The modules and folders of the package, from the bottom to the top. One level's do not import each other."""
@@ -70,7 +70,7 @@ ELSEWHERE = {
     "passes.forward": "product", "passes.forward.graph": "product", "passes.forward.grouped_attention": "product",
     "passes.forward.join_linears": "product", "passes.forward.tidy_forward": "product",  # of the backend "spec"
     "report.accounts": "report", "report.explain": "report",  # repr() and explain() of what speculate() returns
-    "runtime.turns": "batching",
+    "forks": "product",
 }  # fmt: skip
 """Modules that no test of their folder imports, and the folder of tests that run them by a public path."""
 

@@ -6,7 +6,7 @@ import time
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from spec_compile.compat import held_tensors
+from spec_compile.inventory import held_tensors
 
 
 def held_bytes(*modules: nn.Module) -> int:

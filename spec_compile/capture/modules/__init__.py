@@ -1,13 +1,14 @@
 """Modules of transformers that are changed in a twin, so that their capture shows attention and experts as markers.
 
-Each function of `MODULES` changes one module, and what it computes stays the same. The checks after capture compare it
-with the model's own forward, so that a wrong one is refused.
+Each function of `MODULES` changes one module, whose result stays the same. The checks after capture compare it with the
+model's own forward, so that a wrong one is refused.
 """
 
 from collections.abc import Callable
 
 from torch import nn
 
+from ...kernels.linear.quantised.layout import class_path
 from . import alibi, attention, experts
 from .attention import Attend
 
@@ -15,10 +16,9 @@ from .attention import Attend
 def connect(model: nn.Module, attend: Attend) -> list[int]:
     """Change every module of `model`, a twin, whose class is in `MODULES`.
 
-    attend: the attention function that they call. Returns the positions that the tables of some of them are limited to.
+    attend: the attention function that they call. Returns the lengths of tables of positions, which limit a text.
     """
-    classes = [(f"{type(module).__module__}.{type(module).__qualname__}", module) for module in model.modules()]
-    limits = [MODULES[name](module, attend) for name, module in classes if name in MODULES]
+    limits = [MODULES[name](part, attend) for part in model.modules() if (name := class_path(part)) in MODULES]
     return [limit for limit in limits if limit is not None]
 
 
@@ -44,4 +44,4 @@ _BY_CLASS: dict[str, Callable[[nn.Module, Attend], int | None]] = {
     "xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding": attention.xglm_positions,
 }
 MODULES = {f"transformers.models.{name}": function for name, function in _BY_CLASS.items()}
-"""What changes a module, by the path of its class."""
+"""The function that changes a module, by the path of its class."""

@@ -1,4 +1,4 @@
-"""Attention with linear biases (ALiBi), made to call the marker with the slopes of its heads; and Falcon's without."""
+"""Changes of attention with linear biases (ALiBi), so that it calls the marker with its heads' slopes; and Falcon's."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from .attention import Attend, heads_of, source_of
 
 
 def falcon(module: nn.Module, attend: Attend) -> None:
-    """Rotary positions, or ALiBi. Keys and values of a group of query heads are kept once."""
+    """Rotary positions or ALiBi. A group of query heads shares one copy of its keys and values."""
     source, uses_alibi = source_of(module), module.config.alibi
     if uses_alibi:
         ones = torch.ones(1, 2, dtype=torch.int64, device=module.dense.weight.device)
@@ -42,7 +42,7 @@ def bloom(module: nn.Module, attend: Attend) -> None:
 
 
 def bloom_model(model: nn.Module, attend: Attend) -> None:
-    """A decoder without biases, which nothing reads any more. PyTorch 2.11 cannot trace how they are reshaped."""
+    """The decoder builds no biases: nothing reads them, and PyTorch 2.11 cannot trace how they are reshaped."""
     model.build_alibi_tensor = lambda *_, **__: None
 
 
@@ -64,7 +64,7 @@ def mpt(module: nn.Module, attend: Attend) -> int:
 
 
 def mpt_model(model: nn.Module, attend: Attend) -> None:
-    """A decoder that cannot do without a mask."""
+    """A decoder without the mask that the original cannot do without."""
 
     def forward(input_ids: Tensor, **_) -> BaseModelOutputWithPastAndCrossAttentions:
         hidden_states = model.wte(input_ids)

@@ -1,4 +1,4 @@
-"""Attention that does not call transformers' attention interface, or tells it too little, made to call the marker."""
+"""Changes of attention that does not call transformers' attention interface, or passes it too little."""
 
 import functools
 import sys
@@ -20,7 +20,7 @@ def gptj(module: nn.Module, attend: Attend) -> None:
 
 
 def codegen(module: nn.Module, attend: Attend) -> int:
-    """As GPT-J; the table of rotations is indexed by positions."""
+    """Like GPT-J, with a table of rotations that positions index."""
     _replace_scores(module, attend, 1 / module.scale_attn)
     return module.embed_positions.shape[0]
 
@@ -78,7 +78,7 @@ def xglm_positions(module: nn.Module, attend: Attend) -> int:
 
 
 def diffllama(module: nn.Module, attend: Attend) -> None:
-    """Differential attention (Ye et al. 2024): two calls with the same scores are one with values side by side."""
+    """Differential attention (Ye et al. 2024). Its two calls with the same scores become one with both values."""
 
     def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_) -> tuple[Tensor, None]:
         projections = module.q_proj, module.k_proj, module.v_proj
@@ -97,13 +97,13 @@ def diffllama(module: nn.Module, attend: Attend) -> None:
 
 
 def phimoe(module: nn.Module, attend: Attend) -> None:
-    """A window that only the mask knows."""
+    """Only the mask has the window."""
     module.forward = functools.partial(module.forward, sliding_window=module.config.sliding_window)
 
 
 def doge(module: nn.Module, attend: Attend) -> int:
-    """A bias a key and head, computed from the value: one more column of the keys. A window that only the mask knows.
-    More keys than `keep_window_size` are not all seen."""
+    """A bias for each key and head, computed from the value, is one more column of the keys. Only the mask has the
+    window. A longer text than `keep_window_size` would leave out some keys, so that is the limit."""
 
     def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_) -> tuple[Tensor, None]:
         projections = module.q_proj, module.k_proj, module.v_proj
@@ -120,8 +120,8 @@ def doge(module: nn.Module, attend: Attend) -> int:
 
 
 def llama4(layer: nn.Module, attend: Attend) -> None:
-    """Chunks of positions in layers with rotary positions; in the others queries are scaled by their position, which
-    the attention counts for itself."""
+    """Layers with rotary positions attend in chunks. The others scale queries by their position, which the attention
+    would count itself; it is given the positions instead."""
     module, own = layer.self_attn, layer.forward
     chunk = module.config.attention_chunk_size if _is_chunked(module) else None
 

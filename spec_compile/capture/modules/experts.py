@@ -9,7 +9,7 @@ from .attention import Attend
 
 
 def aria(module: nn.Module, attend: Attend) -> None:
-    """Weights that lie [E, I, O]; before transformers 5.18 they were those of two modules."""
+    """Weights [E, I, O]; before transformers 5.18 two modules had them."""
     experts, top = module.experts, module.router
     split = hasattr(experts, "fc1")
     first, second = (experts.fc1.weight, experts.fc2.weight) if split else (experts.gate_up_proj, experts.down_proj)
@@ -26,7 +26,7 @@ def aria(module: nn.Module, attend: Attend) -> None:
 
 
 def dbrx(module: nn.Module, attend: Attend) -> None:
-    """Gate and up are two weights, and those of all experts lie one below the other."""
+    """Gate and up are two weights, each [E * I, H] with the experts one after the other."""
     for name in ("w1", "v1", "w2"):
         weight = getattr(module.mlp, name).detach().unflatten(0, (module.num_experts, module.ffn_hidden_size))
         module.register_buffer(name, weight, persistent=False)
@@ -42,7 +42,7 @@ def dbrx(module: nn.Module, attend: Attend) -> None:
 
 
 def longcat_flash(module: nn.Module, attend: Attend) -> None:
-    """The experts behind the routed ones give their input back."""
+    """The experts numbered after the routed ones return their input."""
     if module.gate_up_proj is None:
         return
 

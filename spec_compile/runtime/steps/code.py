@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...cache import PAGE
-from ...compat import COMPILE_LOCK, held_items
+from ...compat import COMPILE_LOCK
 from ...graph import ModelGraph
+from ...inventory import held_items
 from .compile import PartCompiler
 from .regions import describe
 
