@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from spec_compile.kernels import all_reduce, all_reduce_launch, all_reduce_memory, counters
+from spec_compile.kernels import all_reduce, all_reduce_kernel, counters
 from spec_compile.kernels.linear import all_reduce_add, small_m, stream
 from spec_compile.kernels.linear.plans import squared_columns
 
@@ -63,9 +63,9 @@ def in_pairs(squares: torch.Tensor) -> torch.Tensor:
 
 def added(group_name: str, parts, residual, weight) -> tuple[torch.Tensor, ...]:
     """Stream, scaled and squares of this rank's part, as `small_m_all_reduce_add` has them."""
-    exchange, behind = all_reduce_memory.EXCHANGES[group_name], stream.stream_behind(residual, weight, 0.0)
+    exchange, behind = all_reduce.EXCHANGES[group_name], stream.stream_behind(residual, weight, 0.0)
     out, squared = torch.empty_like(residual), squared_columns(residual.shape[1])
-    all_reduce_launch.all_reduce_add(exchange, parts[dist.get_rank()], out, behind, squared)
+    all_reduce_kernel.all_reduce_add(exchange, parts[dist.get_rank()], out, behind, squared)
     return out, behind.scaled, behind.squares
 
 
@@ -146,7 +146,7 @@ def report(name: str, bad: dict) -> None:
     """Say which cases differ on any rank."""
     results = [None] * dist.get_world_size()
     dist.all_gather_object(results, {case: count for case, count in bad.items() if count})
-    exchange = next(iter(all_reduce_memory.EXCHANGES.values()))
+    exchange = next(iter(all_reduce.EXCHANGES.values()))
     clear = bool((exchange.slots == -1).all())
     say(f"{name}: {len(bad)} cases,", "all bits as they should be" if not any(results) else f"DIFFERENT {results}")
     say(f"  turn {int(exchange.state[0])}, slots empty: {clear}, counters zero: {counters.all_zero()}")
@@ -237,11 +237,11 @@ def measure_shape(group_name: str, rows: int, size: int, count: int = 64) -> tup
         graph_time(lambda: chained(lambda x: ops.all_reduce(x, group_name)), count),
         graph_time(lambda: chained(add), count),
     ]
-    blocks, usual = {}, all_reduce_launch.block_for
+    blocks, usual = {}, all_reduce_kernel.block_for
     for block in BLOCKS.get(rows, ()):
-        all_reduce_launch.block_for = lambda *_, block=block: block
+        all_reduce_kernel.block_for = lambda *_, block=block: block
         blocks[block] = round(graph_time(lambda: chained(add), count), 1)
-    all_reduce_launch.block_for = usual
+    all_reduce_kernel.block_for = usual
     return *times, blocks
 
 
@@ -250,7 +250,7 @@ def layers(group_name: str, counts, number: int = 32) -> None:
     make = functools.partial(torch.empty, dtype=DTYPE, device=DEVICE)
     weights = [[make(shape).normal_(0, 0.01) for shape in LAYER] for _ in range(number)]
     norm = torch.ones(4096, dtype=DTYPE, device=DEVICE)
-    exchange, reducer = all_reduce_memory.EXCHANGES[group_name], all_reduce.REDUCERS[group_name]
+    exchange, reducer = all_reduce.EXCHANGES[group_name], all_reduce.REDUCERS[group_name]
     for rows in counts:
         x = torch.randn(rows, 4096, dtype=DTYPE, device=DEVICE)
 
@@ -269,9 +269,9 @@ def layers(group_name: str, counts, number: int = 32) -> None:
         all_reduce_add.product_sends = usual
         each = [round((time - none) * 1e3 / (2 * number), 2) for time in (sent, apart)]
         say(f"{rows:3} | {none:6.3f} {sent:6.3f} {apart:6.3f} | {each}")
-        all_reduce_memory.release(group_name)
+        all_reduce.release(group_name)
         library = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
-        all_reduce_memory.EXCHANGES[group_name], all_reduce.REDUCERS[group_name] = exchange, reducer
+        all_reduce.EXCHANGES[group_name], all_reduce.REDUCERS[group_name] = exchange, reducer
         say(f"{rows:3} | NCCL {library:6.3f}")
 
 
@@ -279,7 +279,7 @@ def deadline(group_name: str) -> None:
     """The last phase, because the device of a rank that gave up is of no more use."""
     late, x = dist.get_world_size() - 1, torch.ones(4096, device=DEVICE)
     ops.all_reduce(x, group_name)
-    all_reduce_memory.set_deadline(group_name, 0.5)
+    all_reduce.set_deadline(group_name, 0.5)
     torch.cuda.synchronize()
     if dist.get_rank() == late:
         time.sleep(4)
@@ -292,7 +292,7 @@ def deadline(group_name: str) -> None:
     except RuntimeError as raised:
         error = str(raised).splitlines()[0]
     seconds = time.perf_counter() - begun
-    named = all_reduce_memory.missing_rank(group_name)
+    named = all_reduce.missing_rank(group_name)
     say(f"deadline: after {seconds:.2f} s {error!r}; late: rank {named} (is {late})")
 
 
@@ -312,7 +312,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     backend = {"backend": "nccl", "device_id": device} if gpus >= int(os.environ["WORLD_SIZE"]) else {"backend": "gloo"}
     dist.init_process_group(**backend, timeout=timedelta(seconds=arguments.limit))
-    reason = all_reduce_memory.prepare(dist.group.WORLD, device)
+    reason = all_reduce.prepare(dist.group.WORLD, device)
     counters.prepare(device)
     machine = f"{dist.get_world_size()} ranks, {torch.cuda.get_device_name()}, torch {torch.__version__}"
     say(machine, f"no exchange: {reason}" if reason else "with an exchange")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from places import GPU, INTERPRETER
 from ranks import run_ranks
 
-from spec_compile.kernels import all_reduce, all_reduce_launch, all_reduce_memory
+from spec_compile.kernels import all_reduce, all_reduce_kernel
 from spec_compile.kernels.linear import small_m, stream
 from spec_compile.kernels.linear.plans import squared_columns
 
@@ -26,7 +26,7 @@ def exchanges_of(ranks, words):
     """An exchange of each rank; all memory is this process's."""
     slots = [torch.empty(2, ranks, words, dtype=torch.int32).share_memory_() for _ in range(ranks)]
     addresses = [each.data_ptr() for each in slots]
-    exchanges = [all_reduce_memory.make_exchange(each, rank, addresses) for rank, each in enumerate(slots)]
+    exchanges = [all_reduce.make_exchange(each, rank, addresses) for rank, each in enumerate(slots)]
     for each in exchanges:
         each.state.share_memory_()
     return exchanges
@@ -44,7 +44,7 @@ def summed(exchanges, parts, block=None):
     outs = [torch.empty_like(part) for part in parts]
     for step in (dict(receive=False), dict(send=False)):
         for exchange, part, out in zip(exchanges, parts, outs):
-            all_reduce_launch.launch(exchange, part, out, block=block, **step)
+            all_reduce_kernel.launch(exchange, part, out, block=block, **step)
     for exchange in exchanges:
         assert (exchange.slots == -1).all() and exchange.state[1] == 0 == exchange.late[0]
     return outs
@@ -56,7 +56,7 @@ def added(exchanges, parts, behind, block=None):
     outs, squared = [torch.empty_like(part) for part in parts], squared_columns(parts[0].shape[1])
     for step in (dict(receive=False), dict(send=False)):
         for exchange, part, out, each in zip(exchanges, parts, outs, streams):
-            all_reduce_launch.launch(exchange, part, out, each, squared, block=block, **step)
+            all_reduce_kernel.launch(exchange, part, out, each, squared, block=block, **step)
     return [(out, each.scaled, each.squares) for out, each in zip(outs, streams)]
 
 
@@ -111,7 +111,7 @@ def test_one_gpu_has_the_same_bits():
     product, first, second = torch.empty(3, 48), stream.stream_behind(*behind), stream.stream_behind(*behind)
     small_m.launch(x, weight, None, product, 1, tile)
     small_m.launch(x, weight, None, outs[0], 1, tile, stream=first)
-    all_reduce_launch.all_reduce_add(None, product, outs[1], second, squared_columns(48))
+    all_reduce_kernel.all_reduce_add(None, product, outs[1], second, squared_columns(48))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(first.scaled, second.scaled) and torch.equal(first.squares, second.squares)
 
@@ -130,7 +130,7 @@ def test_products_send_for_themselves(parts):
         want = stream.plain_stream(in_order(products), *behind)
         for exchange in exchanges:
             out, each = torch.empty(3, 80), stream.stream_behind(*behind)
-            all_reduce_launch.all_reduce_add(exchange, None, out, each, squared_columns(80))
+            all_reduce_kernel.all_reduce_add(exchange, None, out, each, squared_columns(80))
             assert torch.equal(out, want[0]) and torch.equal(each.scaled, want[1])
             torch.testing.assert_close(each.squares, want[2])
     assert all((each.slots == -1).all() and each.state.tolist()[:2] == [2, 0] for each in exchanges)
@@ -163,13 +163,13 @@ def wait_for_each_other(rank, exchanges, seed):
         if pause.random() < 0.3:
             time.sleep(pause.random() * 0.05)
         if turn % 5 < 3:
-            out = all_reduce_launch.all_reduce(exchanges[rank], parts[rank])
+            out = all_reduce_kernel.all_reduce(exchanges[rank], parts[rank])
         else:  # a product with the unit matrix, of which programs send as they are done
             out, unit = torch.empty(8, 40), torch.eye(40)
             parts = parts.flatten()[: len(parts) * 320].view(-1, 8, 40)
             small_m.launch(parts[rank], unit, None, None, 1, small_m.Tile(16, 32, 16, 4, 1), exchange=exchanges[rank])
             behind = stream.stream_behind(torch.zeros(8, 40), unit[0], 0.0)
-            all_reduce_launch.all_reduce_add(exchanges[rank], None, out, behind, squared_columns(40))
+            all_reduce_kernel.all_reduce_add(exchanges[rank], None, out, behind, squared_columns(40))
         bad += int((out != in_order(parts)).sum())
     return bad, int(exchanges[rank].state[0])
 
@@ -182,15 +182,15 @@ def test_processes_wait_for_each_other(ranks, tmp_path):
 
 def test_large_sums_are_a_librarys():
     exchange = exchanges_of(2, 64)[0]
-    assert all_reduce_launch.takes(exchange, torch.empty(512)) and not all_reduce_launch.takes(
+    assert all_reduce_kernel.takes(exchange, torch.empty(512)) and not all_reduce_kernel.takes(
         exchange, torch.empty(513)
     )
-    assert not all_reduce_launch.takes(exchange, torch.empty(0))
-    assert not all_reduce_launch.takes(exchange, torch.empty(8, dtype=torch.float64))
+    assert not all_reduce_kernel.takes(exchange, torch.empty(0))
+    assert not all_reduce_kernel.takes(exchange, torch.empty(8, dtype=torch.float64))
 
 
 def test_blocks_fill_the_gpu():
-    assert [all_reduce_launch.block_for(rows, 4096, 132) for rows in (1, 4, 5, 16, 64, 1000)] == [
+    assert [all_reduce_kernel.block_for(rows, 4096, 132) for rows in (1, 4, 5, 16, 64, 1000)] == [
         128, 128, 256, 512, 2048, 4096,
     ]  # fmt: skip
 
@@ -209,13 +209,13 @@ def test_product_of_a_rank(monkeypatch):
 
 def test_a_rank_that_did_not_come():
     exchange = exchanges_of(2, 64)[1]
-    all_reduce_memory.EXCHANGES[GROUP] = exchange
+    all_reduce.EXCHANGES[GROUP] = exchange
     try:
-        assert all_reduce_memory.missing_rank(GROUP) is None
-        all_reduce_memory.set_deadline(GROUP, 1.5)
+        assert all_reduce.missing_rank(GROUP) is None
+        all_reduce.set_deadline(GROUP, 1.5)
         assert exchange.state.tolist() == [0, 0, 1_500_000_000]
         exchange.late[:] = torch.tensor([1, 5])
-        assert all_reduce_memory.missing_rank(GROUP) == 0
+        assert all_reduce.missing_rank(GROUP) == 0
     finally:
-        all_reduce_memory.release(GROUP)
-    assert all_reduce_memory.missing_rank(GROUP) is None and not GPU
+        all_reduce.release(GROUP)
+    assert all_reduce.missing_rank(GROUP) is None and not GPU

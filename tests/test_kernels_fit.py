@@ -213,8 +213,8 @@ print(json.dumps(results))
 """
 
 ALL_REDUCE = """
-from spec_compile.kernels import all_reduce_launch as launch
-from spec_compile.kernels.all_reduce_memory import make_exchange
+from spec_compile.kernels import all_reduce_kernel as launch
+from spec_compile.kernels.all_reduce import make_exchange
 
 
 class OnGpu(Compiled):

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..all_reduce import all_reduce
-from ..all_reduce_memory import EXCHANGES, Exchange
+from ..all_reduce import EXCHANGES, Exchange, all_reduce
 from ..ops import as_rows
 from .plans import squared_columns
 from .small_m import launch, plan_of, run
 from .stream import plain_stream, stream_behind
 
 try:
-    from ..all_reduce_launch import all_reduce_add
+    from ..all_reduce_kernel import all_reduce_add
 except ImportError:  # no Triton, and so no plan
     all_reduce_add = None
 
@@ -29,7 +28,7 @@ def small_m_all_reduce_add(
     """`small_m_add` of the sum of all ranks' products: x [..., I] and weight [O, I] are a rank's own, and so is the
     bias; residual [..., O], norm_weight [O] and what it returns are the same on all ranks, to the bit.
 
-    group_name: of the ranks. Where their GPUs have memory in common (`all_reduce_memory.prepare`) one kernel adds up;
+    group_name: of the ranks. Where their GPUs have memory in common (`all_reduce.prepare`) one kernel adds up;
     else `all_reduce` comes before it.
     """
     how = plan_of(x, weight)

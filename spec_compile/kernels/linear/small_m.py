@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import HALF, dependent_launch
-from ..all_reduce_memory import Exchange
+from ..all_reduce import Exchange
 from ..counters import zero_counters
 from ..ops import as_rows
 from . import tuned
