@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from spec_compile.kernels import all_reduce, all_reduce_kernel, counters
-from spec_compile.kernels.linear import all_reduce_add, small_m, stream
+from spec_compile.kernels.linear import product_ops, small_m
 from spec_compile.kernels.linear.plans import squared_columns
+from spec_compile.kernels.linear.product import Product
 
 ops = torch.ops.spec_compile
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -62,8 +63,8 @@ def in_pairs(squares: torch.Tensor) -> torch.Tensor:
 
 
 def added(group_name: str, parts, residual, weight) -> tuple[torch.Tensor, ...]:
-    """Stream, scaled and squares of this rank's part, as `small_m_all_reduce_add` has them."""
-    exchange, behind = all_reduce.EXCHANGES[group_name], stream.stream_behind(residual, weight, 0.0)
+    """Stream, scaled and squares of this rank's part, as `product_to_stream` has them."""
+    exchange, behind = all_reduce.EXCHANGES[group_name], product_ops.stream_after(residual, weight, 0.0)
     out, squared = torch.empty_like(residual), squared_columns(residual.shape[1])
     all_reduce_kernel.all_reduce_add(exchange, parts[dist.get_rank()], out, behind, squared)
     return out, behind.scaled, behind.squares
@@ -71,7 +72,7 @@ def added(group_name: str, parts, residual, weight) -> tuple[torch.Tensor, ...]:
 
 def wanted(parts, residual, weight) -> tuple[torch.Tensor, ...]:
     """What `added` has to be."""
-    total, scaled, _ = stream.plain_stream(in_order(parts).to(residual.dtype), residual, weight, 0.0)
+    total, scaled, _ = product_ops.plain_stream(in_order(parts).to(residual.dtype), residual, weight, 0.0)
     return total, scaled, in_pairs(total.float().square().unflatten(1, (-1, squared_columns(total.shape[1]))))
 
 
@@ -136,9 +137,9 @@ def products(group_name: str, rows: int = 16) -> tuple:
     x, weights = parts_of((rows, 2048), 4, DTYPE), parts_of((4096, 2048), 5, DTYPE)
     residual, norm = parts_of((rows, 4096), 6, DTYPE)[0], parts_of((4096,), 7, DTYPE)[0]
     rank, got = dist.get_rank(), []
-    arguments = x[rank], weights[rank], None, residual, norm, 0.0, group_name
-    captured(lambda: got.append(ops.small_m_all_reduce_add(*arguments))).replay()
-    parts = [small_m.run(*each, None, small_m.plan_of(*each), dtype=torch.float32) for each in zip(x, weights)]
+    arguments = x[rank], weights[rank], None, residual, norm, 0.0
+    captured(lambda: got.append(ops.product_to_stream(*arguments, group_name=group_name))).replay()
+    parts = [small_m.run(Product(*each), small_m.plan_of(*each), torch.float32) for each in zip(x, weights)]
     return got[-1], wanted(parts, residual, norm)
 
 
@@ -170,9 +171,10 @@ class Stress:
             residual, norm = self.numbers[0][:4096].to(DTYPE).expand(rows, -1), self.weights[0][:, 0]
             parts, products, rank = [part.to(DTYPE) for part in parts], [], dist.get_rank()
             for x, weight in zip(parts, self.weights):
-                products.append(small_m.run(x, weight, None, small_m.plan_of(x, weight), dtype=torch.float32))
-            arguments = parts[rank], self.weights[rank], None, residual, norm, 0.0, self.group_name
-            got, want = ops.small_m_all_reduce_add(*arguments), wanted(products, residual, norm)
+                products.append(small_m.run(Product(x, weight), small_m.plan_of(x, weight), torch.float32))
+            arguments = parts[rank], self.weights[rank], None, residual, norm, 0.0
+            got = ops.product_to_stream(*arguments, group_name=self.group_name)
+            want = wanted(products, residual, norm)
         elif kind == "added":
             residual, weight = parts[0].neg().to(DTYPE), parts[1][0].to(DTYPE)
             got, want = added(self.group_name, parts, residual, weight), wanted(parts, residual, weight)
@@ -254,23 +256,23 @@ def layers(group_name: str, counts, number: int = 32) -> None:
     for rows in counts:
         x = torch.randn(rows, 4096, dtype=DTYPE, device=DEVICE)
 
-        def run(add, *more, x=x):
+        def run(group_name="", x=x):
             scaled, squares = x, torch.ones(len(x), 4096 // squared_columns(4096), device=DEVICE)
             for qkv, o, gate_up, down in weights:
-                inside = ops.normed_matmul(scaled, squares, qkv, None, 1e-5)[:, :2048]
-                x, scaled, squares = add(inside, o, None, x, norm, 0.0, *more)
-                inside = ops.normed_swiglu(scaled, squares, gate_up, 1e-5)
-                x, scaled, squares = add(inside, down, None, x, norm, 0.0, *more)
+                inside = ops.product(scaled, qkv, squares=squares, eps=1e-5)[:, :2048]
+                x, scaled, squares = ops.product_to_stream(inside, o, None, x, norm, 0.0, group_name=group_name)
+                inside = ops.product(scaled, gate_up, squares=squares, eps=1e-5, gated=True)
+                x, scaled, squares = ops.product_to_stream(inside, down, None, x, norm, 0.0, group_name=group_name)
 
-        none = graph_time(lambda: run(ops.small_m_add), 1000)
-        sent = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
-        all_reduce_add.product_sends, usual = lambda *_: False, all_reduce_add.product_sends
-        apart = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
-        all_reduce_add.product_sends = usual
+        none = graph_time(run, 1000)
+        sent = graph_time(lambda: run(group_name), 1000)
+        product_ops.product_sends, usual = lambda *_: False, product_ops.product_sends
+        apart = graph_time(lambda: run(group_name), 1000)
+        product_ops.product_sends = usual
         each = [round((time - none) * 1e3 / (2 * number), 2) for time in (sent, apart)]
         say(f"{rows:3} | {none:6.3f} {sent:6.3f} {apart:6.3f} | {each}")
         all_reduce.release(group_name)
-        library = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
+        library = graph_time(lambda: run(group_name), 1000)
         all_reduce.EXCHANGES[group_name], all_reduce.REDUCERS[group_name] = exchange, reducer
         say(f"{rows:3} | NCCL {library:6.3f}")
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
+from spec_compile.kernels.linear import product as products
 from spec_compile.kernels.linear import small_m as kernel
 from spec_compile.kernels.linear.plans import CUT, Plan, Tile, ceil_div, plan
 from spec_compile.kernels.linear.tune import graph_time
@@ -70,7 +71,8 @@ class Product:
 
     def multiply(self, rows: int, parts: int, tile: Tile, weight=None) -> torch.Tensor:
         out = self.x.new_empty(rows, self.shape[0])
-        kernel.launch(self.x[:rows], self.weights[0] if weight is None else weight, None, out, parts, tile)
+        layer = products.Product(self.x[:rows], self.weights[0] if weight is None else weight)
+        kernel.launch(layer, out, parts, tile)
         return out
 
     def time(self, rows: int, parts: int = 0, tile: Tile | None = None) -> float:
@@ -186,7 +188,7 @@ def _compile(job) -> str | None:
         kernel.small_m_kernel = Warm(kernel.small_m_kernel)
     x, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16, device="cuda") for rows in (tile.block_n, outputs))
     try:
-        kernel.launch(x, weight, None, x.new_empty(len(x), outputs), parts, tile)
+        kernel.launch(products.Product(x, weight), x.new_empty(len(x), outputs), parts, tile)
     except Exception as error:
         return f"{tile}: {type(error).__name__} {str(error)[:100]}"
     return None

@@ -33,6 +33,7 @@ from quantised_layers import NF4  # noqa: E402
 from spec_compile.kernels.experts import launch  # noqa: E402
 from spec_compile.kernels.linear import small_m, tune  # noqa: E402
 from spec_compile.kernels.linear.plans import AT_ONCE, packed_plan  # noqa: E402
+from spec_compile.kernels.linear.product import Product  # noqa: E402
 from spec_compile.kernels.linear.quantised import nibbles  # noqa: E402
 from spec_compile.kernels.linear.quantised.fp8_block import FP8, Fp8Block  # noqa: E402
 
@@ -45,23 +46,23 @@ MANNERS = [dict(prefetch=count) for count in (1, 2, 4, 8)] + [dict(late=1), dict
 """How the fastest tile is begun and followed, tried at the end."""
 
 
-def int4(outputs: int, inputs: int) -> tune.Product:
+def int4(outputs: int, inputs: int) -> tune.ProductShape:
     layout = nibbles.Nibbles(128, 0, 1)
     units = layout.units(torch.rand(inputs // 128, outputs, device=DEVICE).bfloat16() / 16, nibbles.ZERO)
-    return tune.Product(outputs, inputs, layout.kind, torch.bfloat16, [(_words(outputs, inputs // 8), units)])
+    return tune.ProductShape(outputs, inputs, layout.kind, torch.bfloat16, [(_words(outputs, inputs // 8), units)])
 
 
-def nf4(outputs: int, inputs: int) -> tune.Product:
+def nf4(outputs: int, inputs: int) -> tune.ProductShape:
     codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
     scales = torch.rand(inputs // 64, outputs, device=DEVICE)
     layout, parts = nibbles.pack_with_table(codes, torch.tensor(NF4, device=DEVICE), scales)
-    return tune.Product(outputs, inputs, layout.kind, torch.bfloat16, [tuple(parts)])
+    return tune.ProductShape(outputs, inputs, layout.kind, torch.bfloat16, [tuple(parts)])
 
 
-def fp8(outputs: int, inputs: int) -> tune.Product:
+def fp8(outputs: int, inputs: int) -> tune.ProductShape:
     weight = torch.randn(outputs, inputs, device=DEVICE).to(FP8)
     scales = torch.rand(-(-outputs // 128), -(-inputs // 128), device=DEVICE)
-    return tune.Product(outputs, inputs, Fp8Block(128, 128).kind, torch.bfloat16, [(weight, scales)])
+    return tune.ProductShape(outputs, inputs, Fp8Block(128, 128).kind, torch.bfloat16, [(weight, scales)])
 
 
 def _words(*shape: int) -> torch.Tensor:
@@ -71,7 +72,7 @@ def _words(*shape: int) -> torch.Tensor:
 FORMATS = {"int4": int4, "nf4": nf4, "fp8": fp8}
 
 
-def candidates(product: tune.Product, rows: int):
+def candidates(product: tune.ProductShape, rows: int):
     """(parts, tile) of what `tune-kernels` tries, for so many rows."""
     chip = small_m.chip(torch.device(DEVICE)) if ON_GPU else CHIP
     present = packed_plan(product.outputs, product.inputs, product.bits, *chip)
@@ -87,7 +88,7 @@ def compile_all(formats: list[str], counts: list[int]) -> None:
     begin, jobs = time.perf_counter(), set()
     for name in formats:
         for shape in MODELS["8B"][:4] if name in FORMATS else ():
-            product = tune.Product(*shape, FORMATS[name](128, 512).kind, torch.bfloat16, [])
+            product = tune.ProductShape(*shape, FORMATS[name](128, 512).kind, torch.bfloat16, [])
             for rows in counts:
                 jobs |= {(name, parts, tile._replace(late=1, prefetch=1)) for parts, tile in candidates(product, rows)}
     jobs |= expert_tiles.jobs([name for name in formats if name in expert_tiles.SHAPES], counts)
@@ -107,7 +108,7 @@ def _compile(job) -> str | None:
         else:
             (parts, tile), product = how, FORMATS[name](4096, 4096)
             (weight, scales), out = product.weights[0], torch.empty(tile.block_n, 4096, device=DEVICE).bfloat16()
-            small_m.launch(out, weight, None, out, parts, tile, scales=scales, kind=product.kind)
+            small_m.launch(Product(out, weight, None, scales, product.kind), out, parts, tile)
     except Exception as error:
         return f"{job}: {type(error).__name__} {str(error)[:100]}"
     return None
@@ -142,7 +143,7 @@ def time_linear(name: str, counts: list[int], bandwidth: float) -> dict[str, dic
     return results
 
 
-def _plan(product: tune.Product, times: dict[int, list]) -> str:
+def _plan(product: tune.ProductShape, times: dict[int, list]) -> str:
     """The fastest plan whose rows have the same bits, of tiles for all rows that were timed."""
     grouped = defaultdict(lambda: defaultdict(list))
     for taken in times.values():
@@ -174,7 +175,7 @@ def check(formats: list[str], counts: list[int]) -> None:
                 want = layout.product(x, [weight, scales], None)
                 for tile in {tile for _, tile in candidates(product, rows)}:
                     out = torch.empty_like(want)
-                    small_m.launch(x, weight, None, out, 1, tile, scales=scales, kind=product.kind)
+                    small_m.launch(Product(x, weight, None, scales, product.kind), out, 1, tile)
                     torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
                     tiles += 1
         print(f"{name}: {tiles} tiles", flush=True)

@@ -55,7 +55,7 @@ def _got(device: torch.device) -> str:
     return str(device) if device.type != "cuda" else "a machine on which torch sees no GPU"
 
 
-def _line(name: str, outcome: tune.Outcome) -> str:
+def _line(name: str, outcome: tune.SearchResult) -> str:
     """A product in the table that the command prints."""
     change = "stays" if outcome.plan is None else f"-> {outcome.after:.1f} us, {outcome.plan.parts} parts"
     refused = f"; bits of rows differed in {outcome.refused} faster plans" if outcome.refused else ""

@@ -15,8 +15,10 @@ from places import GPU, INTERPRETER
 from ranks import run_ranks
 
 from spec_compile.kernels import all_reduce, all_reduce_kernel
-from spec_compile.kernels.linear import small_m, stream
+from spec_compile.kernels.linear import small_m
 from spec_compile.kernels.linear.plans import squared_columns
+from spec_compile.kernels.linear.product import Product
+from spec_compile.kernels.linear.product_ops import plain_stream, product_to_stream, stream_after
 
 pytestmark = INTERPRETER
 GROUP = "a group of tests"
@@ -52,7 +54,7 @@ def summed(exchanges, parts, block=None):
 
 def added(exchanges, parts, behind, block=None):
     """The stream, scaled and squares that each rank has of the parts and (residual, weight, offset)."""
-    streams = [stream.stream_behind(*behind) for _ in parts]
+    streams = [stream_after(*behind) for _ in parts]
     outs, squared = [torch.empty_like(part) for part in parts], squared_columns(parts[0].shape[1])
     for step in (dict(receive=False), dict(send=False)):
         for exchange, part, out, each in zip(exchanges, parts, outs, streams):
@@ -84,7 +86,7 @@ def test_stream_and_norm_behind_the_sum(ranks, rows, size, block, offset, seed):
     torch.manual_seed(seed)
     parts, residual, weight = list(torch.randn(ranks, rows, size)), torch.randn(rows, size), torch.randn(size)
     results = added(exchanges_of(ranks, 1 << 15), parts, (residual, weight, offset), block)
-    want = stream.plain_stream(in_order(parts), residual, weight, offset)
+    want = plain_stream(in_order(parts), residual, weight, offset)
     for got in results:
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
         torch.testing.assert_close(got[2], want[2])
@@ -108,9 +110,9 @@ def test_one_gpu_has_the_same_bits():
     x, weight = torch.randn(3, 64), torch.randn(48, 64)
     behind = torch.randn(3, 48), torch.randn(48), 1.0
     tile, outs = small_m.Tile(16, 32, 16, 4, 1), torch.empty(2, 3, 48)
-    product, first, second = torch.empty(3, 48), stream.stream_behind(*behind), stream.stream_behind(*behind)
-    small_m.launch(x, weight, None, product, 1, tile)
-    small_m.launch(x, weight, None, outs[0], 1, tile, stream=first)
+    product, first, second = torch.empty(3, 48), stream_after(*behind), stream_after(*behind)
+    small_m.launch(Product(x, weight), product, 1, tile)
+    small_m.launch(Product(x, weight, after=first), outs[0], 1, tile)
     all_reduce_kernel.all_reduce_add(None, product, outs[1], second, squared_columns(48))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(first.scaled, second.scaled) and torch.equal(first.squares, second.squares)
@@ -125,11 +127,11 @@ def test_products_send_for_themselves(parts):
         x, weights, bias = torch.randn(ranks, 3, 512), torch.randn(ranks, 80, 512), [torch.randn(80), None, None]
         products = torch.empty(ranks, 3, 80)
         for exchange, product, *factors in zip(exchanges, products, x, weights, bias):
-            small_m.launch(*factors, product, parts, tile)
-            small_m.launch(*factors, None, parts, tile, exchange=exchange)
-        want = stream.plain_stream(in_order(products), *behind)
+            small_m.launch(Product(*factors), product, parts, tile)
+            small_m.launch(Product(*factors, after=exchange), None, parts, tile)
+        want = plain_stream(in_order(products), *behind)
         for exchange in exchanges:
-            out, each = torch.empty(3, 80), stream.stream_behind(*behind)
+            out, each = torch.empty(3, 80), stream_after(*behind)
             all_reduce_kernel.all_reduce_add(exchange, None, out, each, squared_columns(80))
             assert torch.equal(out, want[0]) and torch.equal(each.scaled, want[1])
             torch.testing.assert_close(each.squares, want[2])
@@ -167,8 +169,9 @@ def wait_for_each_other(rank, exchanges, seed):
         else:  # a product with the unit matrix, of which programs send as they are done
             out, unit = torch.empty(8, 40), torch.eye(40)
             parts = parts.flatten()[: len(parts) * 320].view(-1, 8, 40)
-            small_m.launch(parts[rank], unit, None, None, 1, small_m.Tile(16, 32, 16, 4, 1), exchange=exchanges[rank])
-            behind = stream.stream_behind(torch.zeros(8, 40), unit[0], 0.0)
+            sent = Product(parts[rank], unit, after=exchanges[rank])
+            small_m.launch(sent, None, 1, small_m.Tile(16, 32, 16, 4, 1))
+            behind = stream_after(torch.zeros(8, 40), unit[0], 0.0)
             all_reduce_kernel.all_reduce_add(exchanges[rank], None, out, behind, squared_columns(40))
         bad += int((out != in_order(parts)).sum())
     return bad, int(exchanges[rank].state[0])
@@ -200,11 +203,10 @@ def test_product_of_a_rank(monkeypatch):
     monkeypatch.setitem(all_reduce.REDUCERS, GROUP, lambda part: part + 1)
     x, weight, bias = torch.randn(2, 3, 32), torch.randn(48, 32), torch.randn(48)
     residual, norm = torch.randn(2, 3, 48), torch.randn(48)
-    op = torch.ops.spec_compile.small_m_all_reduce_add.default
-    want = stream.small_m_add(x, weight, bias + 1, residual, norm, 1.0)
-    for got, expected in zip(op(x, weight, bias, residual, norm, 1.0, GROUP), want):
+    want = product_to_stream(x, weight, bias + 1, residual, norm, 1.0)
+    for got, expected in zip(product_to_stream(x, weight, bias, residual, norm, 1.0, group_name=GROUP), want):
         torch.testing.assert_close(got, expected)
-    torch.library.opcheck(op, (x, weight, bias, residual, norm, 1.0, GROUP))
+    torch.library.opcheck(product_to_stream, (x, weight, bias, residual, norm, 1.0), dict(group_name=GROUP))
 
 
 def test_a_rank_that_did_not_come():

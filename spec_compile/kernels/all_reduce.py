@@ -110,7 +110,7 @@ EXCHANGES: dict[str, Exchange] = {}
 def prepare(group: dist.ProcessGroup, device: torch.device, words: int = WORDS) -> str | None:
     """Make the group's memory on this rank's GPU; all ranks call it at the same time. -> Why it cannot be had, or None.
 
-    From then on `all_reduce` and `small_m_all_reduce_add` of the group use it. All ranks get the same answer, but for
+    From then on `all_reduce` and `product_to_stream` of the group use it. All ranks get the same answer, but for
     the reason's words; without the memory the ops go through torch.distributed.
     """
     if group.group_name in EXCHANGES:

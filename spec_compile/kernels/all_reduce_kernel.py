@@ -120,7 +120,7 @@ def all_reduce_kernel(
     RANKS: tl.constexpr, BLOCK: tl.constexpr, SQUARED: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
     PDL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the ranks' parts [rows, size] to out; with a residual what `small_m_add` gives of the sum.
+    """The sum of the ranks' parts [rows, size] to out; with a residual what `product_to_stream` gives of the sum.
 
     Grid (programs,), all of which must run at the same time: they take tiles [BLOCK] of rows in turn. slots [2, RANKS,
     words] int32; peers: the addresses of all ranks' slots; state [3], late [2] int64. Each rank runs both SEND and

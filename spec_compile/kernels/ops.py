@@ -6,10 +6,18 @@ size.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node that calls an op, by the names of the op's schema, defaults included."""
+    schema = node.target._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return {**defaults, **dict(zip((argument.name for argument in schema), node.args)), **node.kwargs}
 
 
 @torch.library.custom_op("spec_compile::attention", mutates_args=())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from ..kernels.ops import arguments_of
 from ..parallel.slices import ONCE, Cut
 from .products import SAME, Product, is_pointwise, name_of, product_of, shape_of
 
@@ -178,14 +179,14 @@ def _cut(plan: Plan, node: fx.Node, inputs: dict[fx.Node, Layout], size: int) ->
 
 def _attended(plan: Plan, node: fx.Node, inputs: dict[fx.Node, Layout], size: int) -> Layout:
     """Attention of a rank's heads. Sinks and slopes are those of its query heads; one key-value head is everyone's."""
-    q, k, v, sinks, *_ = node.args
-    slopes = node.args[9] if len(node.args) > 9 else None
+    call = arguments_of(node)
+    q, k, v = (call[name] for name in ("q", "k", "v"))
     wanted = {q: size} | dict.fromkeys((k, v), min(shape_of(k)[1], size))
     if {each: (layout.dim, layout.parts, layout.blocks) for each, layout in inputs.items()} != {
         each: (1, parts, 1) for each, parts in wanted.items() if parts > 1
     }:
         raise _NoRule
-    for vector in filter(None, (sinks, slopes)):
+    for vector in filter(None, (call["sinks"], call["slopes"])):
         if vector.op != "get_attr":
             raise _NoRule
         plan.cuts[node, vector] = Cut(0, size)

@@ -17,7 +17,7 @@ from ..graph import ModelGraph, attribute, calls, owner
 from ..kernels import HALF, experts, ops
 from ..kernels.attention.call import TARGETS
 from ..kernels.attention.tail_tiles import tail_tiles
-from ..kernels.linear import LINEARS, PLAIN, packing_of, small_m, weight_of
+from ..kernels.linear import LINEARS, PLAIN, small_m, weight_of
 from ..kernels.recurrence import advance_or_look, clamp_in_prompt, launch, walk_of
 
 INVARIANT_BACKEND = "triton"
@@ -95,8 +95,8 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
         return None if launch.has_kernels(kind) else f"recurrence of kind {kind}"
     if node.target in LINEARS and (source := weight_of(node)) is not None:
         weight = attribute(graph.gm, source.target)
-        kind = packing_of(node)[1:]
-        lack = small_m.lack(weight, *kind, graph.dtype) if kind else small_m.lack(weight)
+        kind = node.kwargs.get("kind", "")
+        lack = small_m.lack(weight, kind, graph.dtype if kind else None)
         lack = lack or ("library product" if node.target is PLAIN else None)
         return lack and f"product {weight.shape[1]} -> {weight.shape[0]} ({lack})"
     if node.target in (experts.UP, experts.DOWN):

@@ -16,6 +16,7 @@ from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, attribute, calls, owner
 from ..kernels import all_reduce  # noqa: F401  registers the ops
 from ..kernels.linear import head_products
+from ..kernels.ops import arguments_of
 from ..parallel.slices import Cut, whole
 from .apply import comes_after
 from .layouts import ALL, ATTENTION, MisfitError, Plan, derive
@@ -49,8 +50,8 @@ def shard(graph: ModelGraph, settings) -> str:
     gathered = _cut_head(graph, ranks)
     _gather_others(graph)
     graph.layers = tuple(
-        replace(layer, heads=shape_of(node.args[0])[1], kv_heads=shape_of(node.args[1])[1])
-        for layer, node in zip(graph.layers, calls(graph.gm, ATTENTION))
+        replace(layer, heads=shape_of(call["q"])[1], kv_heads=shape_of(call["k"])[1])
+        for layer, call in zip(graph.layers, map(arguments_of, calls(graph.gm, ATTENTION)))
     )
     return _summary(graph, plan, before, ranks) + gathered
 
@@ -58,10 +59,10 @@ def shard(graph: ModelGraph, settings) -> str:
 def _attending(graph: ModelGraph, size: int) -> dict[fx.Node, Cut]:
     """The products that feed queries, keys and values, with the cut of their outputs by heads."""
     cuts: dict[fx.Node, Cut] = {}
-    for node in calls(graph.gm, ATTENTION):
-        kv_parts = min(shape_of(node.args[1])[1], size)
-        for source, parts in zip(node.args[:3], (size, kv_parts, kv_parts)):
-            products = _sources(source, lambda each: True) if parts > 1 else None
+    for call in map(arguments_of, calls(graph.gm, ATTENTION)):
+        kv_parts = min(shape_of(call["k"])[1], size)
+        for name, parts in (("q", size), ("k", kv_parts), ("v", kv_parts)):
+            products = _sources(call[name], lambda each: True) if parts > 1 else None
             cuts |= {product.node: Cut(-1, parts) for product in products or ()}
     return cuts
 

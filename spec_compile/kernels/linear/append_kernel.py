@@ -14,8 +14,7 @@ from ..rounding import as_stored, scaled
 
 @triton.jit
 def load_for_heads(
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, lengths_ptr, pair, n, rows, nodes,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    heads, pair, n, rows, nodes, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     """What `store_heads` needs besides the product: cos of the first and of the second of each pair, sin of both
     [PAIRS, N], their weights of the norms [PAIRS, 1], which without norms mean nothing, and the slots [N]."""
@@ -23,15 +22,15 @@ def load_for_heads(
     head, d = pair // half, pair % half
     mask = (head < HEADS + KV_HEADS)[:, None] & (n < rows)[None, :]
     at = n[None, :].to(tl.int64) * D + d[:, None]
-    cos, next_cos = tl.load(cos_ptr + at, mask=mask, other=0.0), tl.load(cos_ptr + at + half, mask=mask, other=0.0)
-    sin, next_sin = tl.load(sin_ptr + at, mask=mask, other=0.0), tl.load(sin_ptr + at + half, mask=mask, other=0.0)
+    cos, next_cos = tl.load(heads.cos + at, mask=mask, other=0.0), tl.load(heads.cos + at + half, mask=mask, other=0.0)
+    sin, next_sin = tl.load(heads.sin + at, mask=mask, other=0.0), tl.load(heads.sin + at + half, mask=mask, other=0.0)
     weight, next_weight = d[:, None], d[:, None]
-    if q_norm_ptr is not None:
+    if heads.q_norm is not None:
         is_query = (head < HEADS)[:, None]
-        weight = tl.where(is_query, tl.load(q_norm_ptr + d)[:, None], tl.load(k_norm_ptr + d)[:, None])
+        weight = tl.where(is_query, tl.load(heads.q_norm + d)[:, None], tl.load(heads.k_norm + d)[:, None])
         d += half
-        next_weight = tl.where(is_query, tl.load(q_norm_ptr + d)[:, None], tl.load(k_norm_ptr + d)[:, None])
-    slot = tl.load(lengths_ptr + n // nodes, mask=n < rows, other=0) + n % nodes
+        next_weight = tl.where(is_query, tl.load(heads.q_norm + d)[:, None], tl.load(heads.k_norm + d)[:, None])
+    slot = tl.load(heads.lengths + n // nodes, mask=n < rows, other=0) + n % nodes
     return cos, next_cos, sin, next_sin, weight, next_weight, slot
 
 
@@ -47,9 +46,8 @@ def _inverse_rms(first, second, eps, D: tl.constexpr, PAIRS: tl.constexpr, N: tl
 
 @triton.jit
 def store_heads(
-    first, second, loaded, out_ptr, key_cache_ptr, value_cache_ptr, pair, n, rows, nodes, capacity, eps, offset,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, NORMED: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    PAIRS: tl.constexpr, N: tl.constexpr,
+    first, second, loaded, out_ptr, heads, pair, n, rows, nodes, capacity, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Queries into out [rows, HEADS * D]; keys and values into the caches [B, KV_HEADS, capacity, D], node i of row b
     of the batch at slot lengths[b] + i. loaded: by `load_for_heads`."""
@@ -62,10 +60,10 @@ def store_heads(
     cos, next_cos, sin, next_sin, weight, next_weight, slot = loaded
     x, y = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     a, b = x, y
-    if NORMED:
-        scale = _inverse_rms(x, y, eps, D, PAIRS, N)
-        a = scaled(x * scale, weight, offset, dtype, ROUND_FIRST)
-        b = scaled(y * scale, next_weight, offset, dtype, ROUND_FIRST)
+    if heads.q_norm is not None:
+        scale = _inverse_rms(x, y, heads.eps, D, PAIRS, N)
+        a = scaled(x * scale, weight, heads.offset, dtype, heads.offset is None)
+        b = scaled(y * scale, next_weight, heads.offset, dtype, heads.offset is None)
     turned = tl.fma(a, cos.to(tl.float32), -b * sin.to(tl.float32))
     next_turned = tl.fma(b, next_cos.to(tl.float32), a * next_sin.to(tl.float32))
     x = tl.where(is_turned[:, None], turned, x).to(dtype)
@@ -84,8 +82,8 @@ def store_heads(
     at = (batch * KV_HEADS * capacity + slot)[None, :] * D + (kv_head.to(tl.int64) * capacity * D + d)[:, None]
     stored = (inside & (slot < capacity))[None, :]
     mask = is_key[:, None] & stored
-    tl.store(key_cache_ptr + at, as_stored(x, key_cache_ptr), mask=mask)
-    tl.store(key_cache_ptr + at + half, as_stored(y, key_cache_ptr), mask=mask)
+    tl.store(heads.key_cache + at, as_stored(x, heads.key_cache), mask=mask)
+    tl.store(heads.key_cache + at + half, as_stored(y, heads.key_cache), mask=mask)
     mask = ((head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS))[:, None] & stored
-    tl.store(value_cache_ptr + at, as_stored(x, value_cache_ptr), mask=mask)
-    tl.store(value_cache_ptr + at + half, as_stored(y, value_cache_ptr), mask=mask)
+    tl.store(heads.value_cache + at, as_stored(x, heads.value_cache), mask=mask)
+    tl.store(heads.value_cache + at + half, as_stored(y, heads.value_cache), mask=mask)

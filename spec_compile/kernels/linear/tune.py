@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ...graph import ModelGraph, attribute
-from . import LINEARS, packing_of, small_m, tuned, weight_of
+from . import LINEARS, small_m, tuned, weight_of
 from .plans import MAX_ROWS, Plan, Tile, ceil_div, squared_columns
+from .product import Product
 from .quantised import layout_of
 
 WIDTHS = 16, 64, 128
@@ -42,7 +43,7 @@ GAIN = 0.98
 """A new plan takes at most so much of the time of the present one."""
 
 
-class Product(NamedTuple):
+class ProductShape(NamedTuple):
     """Products of one shape and format. weights: of each its weight and, where it is quantised, its scales."""
 
     outputs: int
@@ -60,7 +61,7 @@ class Product(NamedTuple):
         return tuned.name_of(self.kind, self.weights[0][0].dtype, self.outputs, self.inputs)
 
 
-class Outcome(NamedTuple):
+class SearchResult(NamedTuple):
     """How the search of a product ended. before, after: microseconds of 1, 16 and 64 rows together. plan: None if the
     present one stays. refused: plans in which bits of rows differed."""
 
@@ -70,22 +71,22 @@ class Outcome(NamedTuple):
     refused: int
 
 
-def products(graph: ModelGraph) -> list[Product]:
+def products(graph: ModelGraph) -> list[ProductShape]:
     """The products of a graph that the kernel multiplies, of each shape and format one entry. What stands around a
     product must not be fused into it yet."""
     groups: dict[tuple, list] = defaultdict(list)
     for node in graph.gm.graph.nodes:
         if node.target not in LINEARS or (source := weight_of(node)) is None:
             continue
-        weight, packing = attribute(graph.gm, source.target), packing_of(node)
-        scales, kind = (attribute(graph.gm, packing[0].target), packing[1]) if packing else (None, "")
+        weight, kind = attribute(graph.gm, source.target), node.kwargs.get("kind", "")
+        scales = attribute(graph.gm, node.kwargs["scales"].target) if kind else None
         if small_m.lack(weight, kind, graph.dtype) is None:
             inputs = node.args[0].meta["val"].shape[-1]
             groups[len(weight), inputs, kind].append((weight, scales))
-    return [Product(*key, graph.dtype, weights) for key, weights in groups.items()]
+    return [ProductShape(*key, graph.dtype, weights) for key, weights in groups.items()]
 
 
-def tune(product: Product, time: Callable | None = None) -> Outcome:
+def tune(product: ProductShape, time: Callable | None = None) -> SearchResult:
     """Search for a plan of a product. time: ``time(product, rows, parts, tile)`` -> microseconds."""
     time = time or time_of
     x = product.weights[0][0].new_empty(1, product.inputs, dtype=product.dtype)
@@ -101,12 +102,12 @@ def tune(product: Product, time: Callable | None = None) -> Outcome:
         if after > GAIN * before:
             break
         if same_bits(product, plan):
-            return Outcome(before, after, plan, refused)
+            return SearchResult(before, after, plan, refused)
         refused += 1
-    return Outcome(before, before, None, refused)
+    return SearchResult(before, before, None, refused)
 
 
-def candidates(product: Product, present: Plan, processors: int, memory: int) -> Iterator[tuple[int, int, Tile]]:
+def candidates(product: ProductShape, present: Plan, processors: int, memory: int) -> Iterator[tuple[int, int, Tile]]:
     """Rows of a tile, parts and tile of what is tried."""
     manner = dict(late=present.tiles[0].late, prefetch=present.tiles[0].prefetch, bits=product.bits)
     for width in WIDTHS:
@@ -131,20 +132,20 @@ def ranked(times: dict) -> list[tuple[float, Plan]]:
     return sorted(plans, key=lambda plan: plan[0])
 
 
-def same_bits(product: Product, plan: Plan) -> bool:
+def same_bits(product: ProductShape, plan: Plan) -> bool:
     """Whether a plan gives every row the same bits with any number of rows."""
     weight, scales = product.weights[0]
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(MAX_ROWS, product.inputs, device=weight.device, generator=generator).to(product.dtype)
 
     def multiply(rows: int) -> Tensor:
-        return small_m.run(x[:rows], weight, None, plan, scales=scales, kind=product.kind)
+        return small_m.run(Product(x[:rows], weight, None, scales, product.kind), plan)
 
     reference = multiply(MAX_ROWS)
     return all(torch.equal(multiply(rows), reference[:rows]) for rows in ROWS)
 
 
-def time_of(product: Product, rows: int, parts: int, tile: Tile) -> float:
+def time_of(product: ProductShape, rows: int, parts: int, tile: Tile) -> float:
     """Microseconds of one product, with weights that are in no cache."""
     from triton.runtime.errors import OutOfResources
 
@@ -158,7 +159,7 @@ def time_of(product: Product, rows: int, parts: int, tile: Tile) -> float:
 
     def run() -> None:
         for weight, scales in weights:
-            small_m.run(x, weight, None, plan, scales=scales, kind=product.kind)
+            small_m.run(Product(x, weight, None, scales, product.kind), plan)
 
     try:
         return graph_time(run) / len(weights)
