@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from spec_compile.kernels.linear import product as products
 from spec_compile.kernels.linear import small_m as kernel
-from spec_compile.kernels.linear.plans import CUT, Plan, Tile, ceil_div, plan
+from spec_compile.kernels.linear.plans import CUT, ProductPlan, ProductTile, ceil_div, plan
 from spec_compile.kernels.linear.tune import graph_time
 
 PARTS = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -69,13 +69,13 @@ class Product:
         ]
         self.x = torch.randn(512, inputs, device="cuda", generator=generator).bfloat16()
 
-    def multiply(self, rows: int, parts: int, tile: Tile, weight=None) -> torch.Tensor:
+    def multiply(self, rows: int, parts: int, tile: ProductTile, weight=None) -> torch.Tensor:
         out = self.x.new_empty(rows, self.shape[0])
         layer = products.Product(self.x[:rows], self.weights[0] if weight is None else weight)
         kernel.launch(layer, out, parts, tile)
         return out
 
-    def time(self, rows: int, parts: int = 0, tile: Tile | None = None) -> float:
+    def time(self, rows: int, parts: int = 0, tile: ProductTile | None = None) -> float:
         """Microseconds; without a tile of cuBLAS."""
 
         def run():
@@ -106,7 +106,7 @@ def read_bandwidth() -> float:
     return x.numel() * 2 / graph_time(lambda: _read[(528,)](x, out, x.numel() // 4096, 4096)) * 1e6
 
 
-def same_bits(product: Product, how: Plan) -> bool:
+def same_bits(product: Product, how: ProductPlan) -> bool:
     """Whether the rows of every product are those of the product of 512 rows."""
     reference = product.multiply(512, how.parts, how.tile(512))
     return all(
@@ -137,7 +137,7 @@ def product_speed() -> float:
 def wide(models, counts, bandwidth: float) -> dict:
     """The fastest tiles of `counts` rows of each shape, with the parts of its plan."""
     shapes = [(f"{model} {name}", shape) for model in models for name, shape in zip(PARTS, MODELS[model])]
-    tiles = [Tile(*tile) for tile in WIDE_TILES]
+    tiles = [ProductTile(*tile) for tile in WIDE_TILES]
     compile_all({(min(shape[0], 4096), plan(*shape).parts, tile) for _, shape in shapes for tile in tiles})
     speed, results = product_speed(), {}
     print(f"large products: {speed / 1e12:.0f} TFLOP/s", flush=True)
@@ -169,7 +169,7 @@ def candidates(outputs: int, inputs: int, rows: int):
         for parts in (1, 2, 3, 4, 6, 8):
             programs = tiles * parts * ceil_div(rows, width)
             if parts <= ceil_div(inputs, CUT) and (parts == 1 or programs <= 400):
-                yield parts, Tile(block_o, block_k, width, warps, stages)
+                yield parts, ProductTile(block_o, block_k, width, warps, stages)
 
 
 class Warm:

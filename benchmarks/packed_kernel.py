@@ -154,7 +154,7 @@ def _plan(product: tune.ProductShape, times: dict[int, list]) -> str:
     for parts, tiles in grouped.items():
         if set(tiles) == widths:
             best = [min(tiles[width]) for width in sorted(widths)]
-            plans.append((sum(taken for taken, _ in best), tune.Plan(parts, tuple(tile for _, tile in best))))
+            plans.append((sum(taken for taken, _ in best), tune.ProductPlan(parts, tuple(tile for _, tile in best))))
     for taken, plan in sorted(plans):
         if tune.same_bits(product, plan):
             return f"{taken:.2f} in all, parts {plan.parts}, {[tuple(tile)[:7] for tile in plan.tiles]}"

@@ -13,7 +13,7 @@ from spec_compile.kernels import counters
 from spec_compile.kernels.attention import tree_attention as attention
 from spec_compile.kernels.attention.call import Call
 from spec_compile.kernels.linear import small_m
-from spec_compile.kernels.linear.plans import Tile, appending, plan, squared_columns
+from spec_compile.kernels.linear.plans import ProductTile, appending, plan, squared_columns
 from spec_compile.kernels.linear.product import Normed, Product, QkvHeads
 from spec_compile.kernels.linear.product_ops import lack_of_append, product, product_to_heads
 
@@ -102,7 +102,7 @@ class Case:
             assert cache.float().isnan().all(3).all(1).cpu().equal(untouched)
 
 
-WIDE, NARROW = Tile(128, 32, 16, 8, 2), Tile(64, 64, 16, 4, 3, late=2, prefetch=3)
+WIDE, NARROW = ProductTile(128, 32, 16, 8, 2), ProductTile(64, 64, 16, 4, 3, late=2, prefetch=3)
 
 
 @pytest.mark.parametrize("parts, tile", [(1, NARROW), (1, WIDE), (2, NARROW._replace(block_o=16)), (3, NARROW)])

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from spec_compile.kernels import counters
 from spec_compile.kernels.linear import small_m as kernel
-from spec_compile.kernels.linear.plans import CUT, Tile, plan, squared_columns
+from spec_compile.kernels.linear.plans import CUT, ProductTile, plan, squared_columns
 from spec_compile.kernels.linear.product import Gate, Normed, Product, ResidualStream
 from spec_compile.kernels.linear.product_ops import product, product_to_stream
 
@@ -20,9 +20,9 @@ PLACES = places(torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 3e-3}
 ROWS = [1, 2, 5, 16, 17, 33, 64, 70]
 PLANS = {  # programs that share the columns, and a tile
-    "alone": (1, Tile(32, 32, 64, 4, 2)),
-    "two": (2, Tile(64, 64, 16, 4, 3, late=2, prefetch=3)),
-    "three": (3, Tile(16, 128, 32, 4, 4, prefetch=0)),
+    "alone": (1, ProductTile(32, 32, 64, 4, 2)),
+    "two": (2, ProductTile(64, 64, 16, 4, 3, late=2, prefetch=3)),
+    "three": (3, ProductTile(16, 128, 32, 4, 4, prefetch=0)),
 }
 EPS = 1e-5
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from spec_compile.kernels import counters
 from spec_compile.kernels.linear import quantised, small_m
-from spec_compile.kernels.linear.plans import Tile
+from spec_compile.kernels.linear.plans import ProductTile
 from spec_compile.kernels.linear.product import Gate, Product
 from spec_compile.kernels.linear.product_ops import product
 from spec_compile.kernels.linear.quantised.awq import Awq
@@ -103,7 +103,7 @@ DRAWN = {
     "table": bitsandbytes(False), "nested": bitsandbytes(True),
 }  # fmt: skip
 HALF = {name: torch.float16 if name in ("ct64 fp16", "gptq", "awq") else torch.bfloat16 for name in DRAWN}
-TILES = {8: Tile(64, 128, 16, 4, 2, bits=8), 4: Tile(64, 256, 16, 4, 2, bits=4)}
+TILES = {8: ProductTile(64, 128, 16, 4, 2, bits=8), 4: ProductTile(64, 256, 16, 4, 2, bits=4)}
 
 
 def prepared(name, outputs, inputs, device="cpu"):
@@ -164,7 +164,7 @@ def test_numbers_are_those_of_the_layout(name):
         if name.startswith("ct"):
             parts[1] *= factor
         packed, ours = layout.for_few_rows(parts, 384)
-        got = launch(torch.eye(384)[::7], packed, ours, 1, Tile(64, 256, 64, 4, 2, bits=4))
+        got = launch(torch.eye(384)[::7], packed, ours, 1, ProductTile(64, 256, 64, 4, 2, bits=4))
         assert torch.equal(got, packed.weight(ours, 384).float().T[::7])
         if name.startswith("ct"):
             assert packed.centred == (factor == 1)

@@ -29,7 +29,7 @@ WORDS = 1 << 20
 WARM_UP_SECONDS = 600.0
 """How long a rank waits for another before `set_deadline`: kernels are compiled in the meantime."""
 REDUCERS: dict[str, Callable[[Tensor], Tensor]] = {}
-"""What answers `all_reduce`, by the group's name: a function of the rank's partial sum, which it does not change."""
+"""The functions that answer `all_reduce`, by the group's name: of the rank's partial sum, which they do not change."""
 
 
 @torch.library.custom_op("spec_compile::all_reduce", mutates_args=())
@@ -84,10 +84,12 @@ def gather_parts(x: Tensor, group_name: str) -> Tensor:
 class Exchange:
     """A rank's memory for the all-reduces of its group.
 
-    rank: of `ranks`. slots [2, ranks, words] int32: where peers store their parts, -1 where there is none. peers:
-    the addresses of all ranks' slots in this process. state [3] int64: the turn, how many programs are done with it,
-    and the nanoseconds after which a missing part is an error. late [2] int64, pinned: 1 + the rank whose part was
-    missing, or 0, and the turn. handle: what keeps the peers' memory mapped.
+    rank: of `ranks`.
+    slots: [2, ranks, words] int32; peers store their parts here, -1 is a missing word.
+    peers: the addresses of all ranks' slots in this process.
+    state: [3] int64; the turn, the programs that are done with it, and how many nanoseconds a missing part may take.
+    late: [2] int64, pinned; 1 + the rank whose part was missing, or 0, and the turn.
+    handle: keeps the peers' memory mapped.
     """
 
     rank: int
@@ -110,8 +112,8 @@ EXCHANGES: dict[str, Exchange] = {}
 def prepare(group: dist.ProcessGroup, device: torch.device, words: int = WORDS) -> str | None:
     """Make the group's memory on this rank's GPU; all ranks call it at the same time. -> Why it cannot be had, or None.
 
-    From then on `all_reduce` and `product_to_stream` of the group use it. All ranks get the same answer, but for
-    the reason's words; without the memory the ops go through torch.distributed.
+    From then on `all_reduce` and `product_to_stream` of the group use it. All ranks get the same answer, but for the
+    reason's words; without the memory the ops go through torch.distributed.
     """
     if group.group_name in EXCHANGES:
         return None
@@ -183,7 +185,7 @@ def _lack_of_place(group: dist.ProcessGroup, device: torch.device) -> str | None
 
 
 def _on_all_ranks(action: Callable, group: dist.ProcessGroup, device: torch.device) -> tuple:
-    """What `action` returns, and None or, unless it succeeds on all ranks, why not."""
+    """The result of `action`, and None if it succeeds on all ranks, else the reason."""
     result = reason = None
     try:
         result = action()

@@ -2,17 +2,16 @@
 
 There is one hop and no signal, because the data are the signal (Lamport's form, as in TensorRT-LLM's one-shot
 all-reduce). Each rank has in its memory a slot for every rank, in which each word is `MISSING` until that rank has sent
-it. A rank stores its part in its slot of every peer's memory, and polls its own memory until no word is missing. What
-it has read it sets to `MISSING` again.
+it. A rank stores its part in its slot of every peer's memory, and polls its own memory until no word is missing. Then
+it sets the words to `MISSING` again.
 
 - **Two sets of slots take turns.** A peer may send for the next turn while this rank still reads. It sends for the turn
   after that only when it has this rank's part of the next turn, which this rank sends when the kernel that reads, and
   clears, is done. The turn is a number in device memory, because a captured graph does not know how often others ran.
-- **All ranks have equal bits**, because each of them adds float32 parts in the order of the ranks and rounds once. What
-  a number's sum is does not depend on where in a launch it stands, so the same row has the same bits in all launches.
+- **All ranks have equal bits**, because each of them adds float32 parts in the order of the ranks and rounds once. A
+  number's sum does not depend on where in a launch it stands, so the same row has the same bits in all launches.
 - **A product can send for itself.** Then this kernel begins while the product still runs, and has nothing to wait for
-  but words. What it reads that other kernels write, it reads from the L2 cache, and what it writes the product does not
-  read.
+  but words. It reads what other kernels write from the L2 cache, and the product reads nothing that it writes.
 - **No rank waits for ever.** When a part is missing for too long, the kernel writes whose, and traps.
 
 Import this module only where Triton is installed.
@@ -42,7 +41,7 @@ MISSING = tl.constexpr(-1)
 """A word that nobody has sent. As a float32 it is a NaN that no arithmetic gives, because theirs is `NAN`."""
 NAN = tl.constexpr(0x7FFFFFFF)
 TURN, ARRIVED, LIMIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What the numbers of `state` are: the turn, the programs that have arrived, the nanoseconds that one waits."""
+"""The numbers of `state`: the turn, the programs that have arrived, the nanoseconds that one waits."""
 
 
 @triton.jit
@@ -179,7 +178,7 @@ def all_reduce_kernel(
 
 
 def takes(exchange: "Exchange", part: Tensor) -> bool:
-    """Whether the kernel sums parts of this size and dtype."""
+    """True if the kernel sums parts of this size and dtype."""
     return 0 < part.numel() <= MAX_LAUNCHES * exchange.words and part.dtype.itemsize <= 4
 
 
@@ -194,9 +193,9 @@ def all_reduce(exchange: "Exchange", part: Tensor) -> Tensor:
 
 
 def all_reduce_add(exchange: "Exchange | None", part: Tensor | None, out: Tensor, stream, squared: int) -> None:
-    """The residual stream behind the sum of the ranks' parts [R, C] to out [R, C], and the first half of its next norm.
+    """The residual stream after the sum of the ranks' parts [R, C] to out [R, C], and the first half of its next norm.
 
-    stream: a `linear.small_m.Stream`. squared: columns whose squares are added up together. Without an exchange `part`
+    stream: a `ResidualStream`. squared: columns whose squares are added up together. Without an exchange `part`
     is the sum already; without a part the product before this launch sends it.
     """
     step = len(out) if exchange is None or part is None else exchange.words // out.shape[1]

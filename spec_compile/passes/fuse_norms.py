@@ -57,7 +57,7 @@ def match_norm(graph: ModelGraph, root: fx.Node) -> Norm | None:
 
 
 def root_mean_square(root: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
-    """What is divided by its root mean square, of which `root` is the reciprocal, the eps, and the quotient."""
+    """(x, eps, quotient) of x over its root mean square, of which `root` is the reciprocal; None if it is not that."""
     shifted = root.args[0]
     mean, eps = shifted.args if _is(shifted, aten.add.Tensor) else (None, None)
     square = mean.args[0] if _is(mean, aten.mean.dim) and mean.args[1:] == ([-1], True) else None
@@ -76,7 +76,7 @@ def _shifted(factor) -> tuple[fx.Node | None, float]:
 
 
 def _fuse(graph: ModelGraph, norm: Norm) -> bool:
-    """Put the kernel's op in the norm's place; whether it also adds."""
+    """Put the kernel's op in the norm's place. Returns True if it also adds."""
     x, weight, eps, offset, out = norm
     new, ops = graph.gm.graph.call_function, torch.ops.spec_compile
     adds = _is(x, aten.add.Tensor) and not x.kwargs and all(_is_rows(graph, part, x.meta["val"]) for part in x.args)

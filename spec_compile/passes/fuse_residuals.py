@@ -1,4 +1,4 @@
-"""fuse_residuals: on a GPU the residual stream and the norm behind it join the products that end and begin there."""
+"""fuse_residuals: on a GPU the residual stream and the norm after it join the products that end and begin there."""
 
 import operator
 
@@ -18,8 +18,8 @@ def fuse_residuals(graph: ModelGraph, settings) -> str:
     """Where a product is added to the residual stream and normed for the next one, put `product_to_stream`, and give
     the next `product` the sums of squares, so that the norm needs no kernel.
 
-    Only in bfloat16, because the first half of a norm may leave the range of float16. What else reads the normed
-    stream, as a hidden state that a draft taps does, gets a norm for itself. Where the ranks of tensor parallelism sum
+    Only in bfloat16, because the first half of a norm may leave the range of float16. Other readers of
+    the normed stream, such as a draft that taps a hidden state, get a norm of their own. Where the ranks of tensor parallelism sum
     their products before the addition, `product_to_stream` does it.
     """
     joined, fits = 0, graph.dtype == torch.bfloat16 and graph.device.type == "cuda"
@@ -34,7 +34,7 @@ def fuse_residuals(graph: ModelGraph, settings) -> str:
 
 
 def _product_and_residual(both: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """The summand that is a product for this sum alone, or what ranks sum of one, and the other summand."""
+    """The summand that is a product which only this sum reads, or the sum of ranks of one, and the other summand."""
     for summand, residual in (both.args[:2], both.args[1::-1]):
         product = _product(summand)
         alone = len(product.users) == len(summand.users) == 1
@@ -49,7 +49,7 @@ def _product(summand: fx.Node) -> fx.Node:
 
 
 def _begins(user: fx.Node, normed: fx.Node) -> bool:
-    """Whether a node is a product of the normed stream."""
+    """True if a node is a product of the normed stream."""
     return user.target == linear.PRODUCT and user.args[0] is normed
 
 

@@ -52,7 +52,7 @@ def _rotation(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
 
 
 def _are_halves(x: fx.Node, cat: fx.Node) -> bool:
-    """Whether `cat` is x with its halves swapped, the second, now first, negated."""
+    """True if `cat` is x with its halves swapped, the second, now first, negated."""
     parts, dim = (*cat.args, 0)[:2]
     half = x.meta["val"].shape[3] // 2
     if dim not in (-1, 3) or len(parts) != 2 or not _is(parts[0], aten.neg.default):

@@ -56,7 +56,7 @@ _apart = WeakIdKeyDictionary()
 
 
 def _is_apart(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
-    """Whether merging would move a parameter that a graph reads where it lies."""
+    """True if merging would move a parameter that a graph reads where it lies."""
     for dim, parameters in _operands(gm, group):
         if any(map(_apart.get, parameters)) and _joined(parameters, dim) is None:
             return True
@@ -64,7 +64,7 @@ def _is_apart(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
 
 
 def _operands(gm: fx.GraphModule, group: list[fx.Node]) -> list[tuple[int, list[Tensor]]]:
-    """Of each operand, the dimension of outputs, and the parameters of all layers."""
+    """For each operand the dimension of outputs, and the parameters of all layers."""
     first = group[0]
     dims = () if first.target is PLAIN else _layout(first).dims[: len(arguments_of(first)["parts"])]
     parameters = [[attribute(gm, operand.target) for operand in operands] for operands in zip(*map(operands_of, group))]
@@ -72,7 +72,7 @@ def _operands(gm: fx.GraphModule, group: list[fx.Node]) -> list[tuple[int, list[
 
 
 def _fits(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
-    """Whether the outputs of layers can lie one behind the other, so that no block with a scale of its own is cut."""
+    """True if the outputs of layers can follow each other, so that no block with a scale of its own is cut."""
     if group[0].target is PLAIN:
         return True
     layout = _layout(group[0])
@@ -81,7 +81,7 @@ def _fits(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
     return layout.fits([[attribute(gm, part.target) for part in arguments_of(node)["parts"]] for node in group])
 
 
-def _layout(node: fx.Node) -> quantised.Layout:
+def _layout(node: fx.Node) -> quantised.WeightLayout:
     """The layout of a quantised layer."""
     return quantised.layout_of(arguments_of(node)["kind"])
 
@@ -90,7 +90,7 @@ def _is_private(graph: ModelGraph, node: fx.Node, uses: dict[str, int]) -> bool:
     for operand in operands_of(node):
         if operand.op != "get_attr" or uses[operand.target] != 1 or operand.target == graph.head_weight:
             return False
-        if type(attribute(graph.gm, operand.target).data) is not Tensor:  # quantised, sharded: left alone
+        if type(attribute(graph.gm, operand.target).data) is not Tensor:  # quantised, sharded: not merged
             return False
     return True
 

@@ -44,13 +44,13 @@ def _is_short(node: fx.Node) -> bool:
 
 
 def _is_float32(node: fx.Node) -> bool:
-    """Whether it is a linear layer in float32 without a bias."""
+    """True if it is a linear layer in float32 without a bias."""
     x = node.args[0].meta.get("val")
     return len(node.args) == 2 and x is not None and x.dtype == torch.float32
 
 
 def _before_cast(node: fx.Node) -> fx.Node:
-    """What a node casts from 16 bits, if it does."""
+    """The input of a cast from 16 bits; any other node itself."""
     before = node.args[0].meta.get("val") if node.target in CASTS else None
     return node if before is None or before.dtype not in HALF else node.args[0]
 

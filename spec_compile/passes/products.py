@@ -1,4 +1,4 @@
-"""Products of a captured graph with its parameters, and what passes ask of any node: its op's name, its shape."""
+"""Products of a captured graph with its parameters, and facts about any node: its op's name, its shape."""
 
 import operator
 from collections.abc import Callable
@@ -14,9 +14,12 @@ SAME = {"alias", "clone", "contiguous", "copy_", "detach", "dropout", "to", "_to
 """ATen ops that keep the shape."""
 
 
-class Product(NamedTuple):
-    """A node that multiplies by a parameter. dims: the parameter's dimensions of what goes in and what comes out.
-    blocks: equal stretches of the latter, of each of which a column of the result is made, as of gate and up."""
+class WeightProduct(NamedTuple):
+    """A node that multiplies by a parameter.
+
+    dims: the parameter's dimensions of inputs and of outputs.
+    blocks: equal stretches of the outputs, such as gate and up, from each of which a column of the result is made.
+    """
 
     node: fx.Node
     weight: fx.Node
@@ -25,14 +28,14 @@ class Product(NamedTuple):
     blocks: int = 1
 
 
-def product_of(node: fx.Node) -> Product | None:
+def product_of(node: fx.Node) -> WeightProduct | None:
     """The product with a parameter that a node is: a linear layer, or one of the two of experts."""
     if node.target is aten.linear.default and node.args[1].op == "get_attr":
-        return Product(node, node.args[1], node.args[2] if len(node.args) > 2 else None, (1, 0))
+        return WeightProduct(node, node.args[1], node.args[2] if len(node.args) > 2 else None, (1, 0))
     if node.target in (experts.UP, experts.DOWN):
         kind, parts = experts.kind_of(node.args[-1]), experts.parts_of(node)
         blocks = 1 if kind.gate == "none" or kind.interleaved else 2
-        return Product(node, parts[0], kind.bias(parts), (1, 2) if kind.transposed else (2, 1), blocks)
+        return WeightProduct(node, parts[0], kind.bias(parts), (1, 2) if kind.transposed else (2, 1), blocks)
     return None
 
 

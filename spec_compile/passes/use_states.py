@@ -17,7 +17,7 @@ RECURRENCE, CLAMP = torch.ops.spec_compile.recurrence.default, torch.ops.spec_co
 def use_states(graph: ModelGraph, settings) -> str:
     """Replace each ``spec_compile::recurrence`` by `kernels.recurrence.advance_or_look` over a static state.
 
-    The states lie behind the keys and values in the input ``cache``, see `cache.States.tensors`.
+    The states follow the keys and values in the input ``cache``, see `cache.States.tensors`.
     """
     gm = graph.gm
     if not graph.recurrences:

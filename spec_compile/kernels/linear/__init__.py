@@ -1,7 +1,7 @@
 """Linear layers: the forms in which a graph computes ``F.linear``, one entry each in `FORMS`.
 
-Passes, regions and drafters ask here which form serves a weight, which nodes are products, and which op takes a gate. A
-new sort of weight is one more form and its kernel.
+Passes, regions and drafters ask here which form serves a weight, and which nodes are products. A new sort of weight is
+one more form and its kernel.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,12 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Form:
+class LinearForm:
     """A way to compute a linear layer.
 
-    op: ``op(x, weight, bias)`` as `F.linear`. device, dtypes: of the weights that it serves. few_rows: whether it
-    serves only products of few rows, those of a round.
+    op: ``op(x, weight, bias)`` as `F.linear`.
+    device, dtypes: of the weights that it serves.
+    few_rows: True if it serves only products of few rows, those of a round.
     """
 
     op: Callable
@@ -36,12 +37,12 @@ class Form:
 PRODUCT = torch.ops.spec_compile.product.default
 TO_STREAM = torch.ops.spec_compile.product_to_stream.default
 TO_HEADS = torch.ops.spec_compile.product_to_heads.default
-SMALL_M = Form(PRODUCT, "cuda", HALF, few_rows=True)
-AVX512 = Form(avx512.avx512_linear, "cpu", (torch.float32,), few_rows=True)
-TRANSPOSED = Form(transposed.transposed_linear, "cpu", (torch.bfloat16,), few_rows=True)
+SMALL_M = LinearForm(PRODUCT, "cuda", HALF, few_rows=True)
+AVX512 = LinearForm(avx512.avx512_linear, "cpu", (torch.float32,), few_rows=True)
+TRANSPOSED = LinearForm(transposed.transposed_linear, "cpu", (torch.bfloat16,), few_rows=True)
 FORMS = (SMALL_M, *((AVX512,) if avx512.SUPPORTED else ()), *((TRANSPOSED,) if transposed.SUPPORTED else ()))
 PLAIN = aten.linear.default
-"""The op of a captured linear layer, and of every one that no form serves."""
+"""The op of a captured linear layer. A layer that no form serves keeps it."""
 LINEARS = {PLAIN, PRODUCT, TO_STREAM, TO_HEADS} | {form.op for form in FORMS}
 """Ops of linear layers. A node's arguments are x, weight and bias as of ``F.linear``; all others stand in kwargs."""
 QUANTISED = torch.ops.spec_compile.quantised_linear.default
@@ -49,7 +50,7 @@ QUANTISED = torch.ops.spec_compile.quantised_linear.default
 PRODUCTS = LINEARS | {aten.addmm.default, QUANTISED}
 
 
-def choose(weight: Tensor, few_rows: bool) -> Form | None:
+def choose(weight: Tensor, few_rows: bool) -> LinearForm | None:
     """The form that serves a weight [O, I], in products of few rows or of any number; None: `PLAIN` does."""
     for form in FORMS:
         if weight.device.type == form.device and weight.dtype in form.dtypes and (few_rows or not form.few_rows):
@@ -69,8 +70,8 @@ def choose_packed(parts: list[Tensor], inputs: int, kind: str, dtype: torch.dtyp
 
 
 def hold_packed(module: nn.Module, packed: quantised.Packed, dtype: torch.dtype) -> None:
-    """Let a quantised layer hold its weights as `SMALL_M` reads them, alone, where it multiplies activations of a dtype
-    by them in another layout than the layer's."""
+    """Let a quantised layer hold its weights only in the layout that `SMALL_M` reads, if it multiplies activations of a
+    dtype and its layout differs from the layer's."""
     parts = [*packed.parts.values()]
     if packed.layout.packing or dtype not in HALF or small_m.lack_of_device(parts[0].device) is not None:
         return
@@ -86,7 +87,7 @@ def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether a node is a matrix product with a weight."""
+    """True if a node is a matrix product with a weight."""
     return node.target in PRODUCTS
 
 

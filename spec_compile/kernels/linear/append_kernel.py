@@ -1,8 +1,11 @@
 """The end of the product "small_m" whose outputs are queries, keys and values: norms, rotation, append to the cache.
 
-Import this module only where Triton is installed. A tile has PAIRS pairs of outputs (d, d + D / 2) of heads, which the
-rotation turns together, of N rows: the first and the second of each pair are [PAIRS, N]. Query heads come first, then
-those of keys, then those of values. All is rounded where `tree_attention` rounds it that appends for itself.
+The rotation of x, y, outputs d and d + D / 2 of a head, is x * cos - y * sin, y * cos + x * sin. A tile has PAIRS such
+pairs of N rows; x and y are [PAIRS, N]. Pair p is d = p % (D / 2) of head p // (D / 2): with D = 64, pair 70 is outputs
+6 and 38 of head 2. Query heads come first, then key heads, then value heads. Numbers are rounded where `tree_attention`
+rounds them if it appends for itself.
+
+Import this module only where Triton is installed.
 """
 
 import triton
@@ -16,8 +19,8 @@ from ..rounding import as_stored, scaled
 def load_for_heads(
     heads, pair, n, rows, nodes, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """What `store_heads` needs besides the product: cos of the first and of the second of each pair, sin of both
-    [PAIRS, N], their weights of the norms [PAIRS, 1], which without norms mean nothing, and the slots [N]."""
+    """The inputs of `store_heads` besides the product: cos of x and of y, sin of x and of y [PAIRS, N], weights of their
+    norms [PAIRS, 1], which mean nothing without norms, and the rows' slots in the caches [N]."""
     half: tl.constexpr = D // 2
     head, d = pair // half, pair % half
     mask = (head < HEADS + KV_HEADS)[:, None] & (n < rows)[None, :]
@@ -36,7 +39,7 @@ def load_for_heads(
 
 @triton.jit
 def _inverse_rms(first, second, eps, D: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr):
-    """1 / the root mean square of each head, of which the tile has whole ones -> [PAIRS, N]."""
+    """1 / the root mean square of each head -> [PAIRS, N]. The tile has whole heads."""
     half: tl.constexpr = D // 2
     heads: tl.constexpr = PAIRS // half
     squares = sum_rows_in_pairs(first * first, heads, half, N) + sum_rows_in_pairs(second * second, heads, half, N)
@@ -56,7 +59,7 @@ def store_heads(
     head, d = pair // half, pair % half
     is_query, is_turned = head < HEADS, head < HEADS + KV_HEADS
 
-    # The numbers as the product has them, normed, and rotated.
+    # Norm and rotate.
     cos, next_cos, sin, next_sin, weight, next_weight, slot = loaded
     x, y = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     a, b = x, y

@@ -71,7 +71,7 @@ class Product:
     x: [..., I]; activations of 16 bits.
     weight: [O, I]; of x's dtype, or codes.
     bias: [O].
-    scales, kind: of codes; the weight's `Layout` has this kind and a `packing`, and its parts are weight and scales.
+    scales, kind: of codes; their `WeightLayout` has this kind and a `packing`, and its parts are weight and scales.
     before: what x is besides activations.
     after: what becomes of the result; an `Exchange` sends it to all ranks of a group.
     """

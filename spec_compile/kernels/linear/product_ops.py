@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from .. import ops
 from ..all_reduce import EXCHANGES, Exchange, all_reduce
 from ..ops import as_rows
-from .plans import MAX_HEAD, Plan, appending, ceil_div, squared_columns
+from .plans import MAX_HEAD, ProductPlan, appending, ceil_div, squared_columns
 from .product import Gate, Normed, Product, QkvHeads, ResidualStream
 from .quantised import packed_linear
 from .small_m import launch, memory_of, plan_of, run
@@ -124,7 +124,7 @@ def _squares(stream: Tensor) -> Tensor:
     return wide.unflatten(1, (-1, squared_columns(size))).sum(dim=2)
 
 
-def _sum_of_ranks(layer: Product, plan: Plan, after: ResidualStream, group_name: str) -> Tensor:
+def _sum_of_ranks(layer: Product, plan: ProductPlan, after: ResidualStream, group_name: str) -> Tensor:
     """The residual stream [R, O] after the sum of all ranks' products, which stay in float32 until they are summed.
 
     If the GPUs share memory (`all_reduce.prepare`), one kernel sums; else `all_reduce` comes before it.

@@ -18,7 +18,7 @@ from .load_tile import addresses, load_tile
 from .nibbles_kernel import multiply_nibbles
 
 UNIT_ROWS: tl.constexpr = tl.constexpr(128)
-"""The scales of x's rows have memory for a multiple of this, which is no less than a tile's rows."""
+"""The scales of x's rows have memory for a multiple of this, which is at least a tile's rows."""
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def multiply_quantised(
 ):  # fmt: skip
     """The columns begin .. end of x times the weights -> sums [BLOCK_O, BLOCK_N].
 
-    weight, x: each a `Matrix`. FORMAT, GROUP: of `Layout.packing`. TABLE: `look_up` of its numbers, or None.
+    weight, x: each a `Matrix`. FORMAT, GROUP: of `WeightLayout.packing`. TABLE: `look_up` of its numbers, or None.
     """
     if FORMAT == "fp8_blocks":
         acc = _multiply_fp8_blocks(weight, x, o, n, begin, end, rows, inputs, late, GROUP, BLOCK_N, BLOCK_O, EVEN, PDL)
@@ -55,7 +55,7 @@ def _multiply_fp8_blocks(
     w_at, x_at = addresses(weight.data, o, weight.stride, k), addresses(x.data, n, x.stride, k)
     scale_at = weight.scales + o // SQUARE * tl.cdiv(inputs, SQUARE)
     stride_u = tl.cdiv(rows, UNIT_ROWS) * UNIT_ROWS
-    unit_at = x.scales + n  # of rows behind the last, it is any number
+    unit_at = x.scales + n  # any number after the last row
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     block = begin // SQUARE
     scale, unit = tl.load(scale_at + block), tl.load(unit_at + block * stride_u)

@@ -16,7 +16,7 @@ from ..all_reduce import Exchange
 from ..counters import zero_counters
 from ..ops import as_rows
 from . import tuned
-from .plans import CUT, MAX_ROWS, Plan, Tile, ceil_div, packed_plan, plan, squared_columns
+from .plans import CUT, MAX_ROWS, ProductPlan, ProductTile, ceil_div, packed_plan, plan, squared_columns
 from .product import Gate, Matrix, Product, QkvHeads, ResidualStream
 from .quantised import layout_of
 from .quantised.compressed_tensors import LARGEST
@@ -37,7 +37,7 @@ OLDEST = (8, 0)
 
 @functools.cache
 def chip(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors of a GPU, and bytes of shared memory that a program may take; none if it is too old."""
+    """Multiprocessors of a GPU, and bytes of shared memory that a program may take; 0, 0 if it is too old."""
     facts = torch.cuda.get_device_properties(device)
     if (facts.major, facts.minor) < OLDEST:
         return 0, 0
@@ -59,8 +59,7 @@ def lack_of_device(device: torch.device) -> str | None:
 
 
 def lack(weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> str | None:
-    """Why the kernel cannot multiply by `weight` [O, I], or of this kind, x of a dtype (None: of the weight's); None if
-    it can."""
+    """Why the kernel cannot multiply x of a dtype (None: the weight's) by a weight [O, I] of this kind; None if it can."""
     reason = lack_of_device(weight.device)
     if reason is not None:
         return reason
@@ -75,8 +74,8 @@ def lack(weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> st
     return None
 
 
-def plan_of(x: Tensor, weight: Tensor, kind: str = "") -> Plan | None:
-    """The plan where the kernel can run."""
+def plan_of(x: Tensor, weight: Tensor, kind: str = "") -> ProductPlan | None:
+    """The plan of a product; None if the kernel cannot run."""
     if not x.is_cuda or lack(weight, kind, x.dtype) is not None or (not kind and x.dtype != weight.dtype):
         return None
     rows = x.numel() // x.shape[-1]
@@ -86,7 +85,7 @@ def plan_of(x: Tensor, weight: Tensor, kind: str = "") -> Plan | None:
 
 
 @functools.cache
-def _plan(outputs: int, inputs: int, kind: str, dtype: torch.dtype, device: torch.device) -> Plan:
+def _plan(outputs: int, inputs: int, kind: str, dtype: torch.dtype, device: torch.device) -> ProductPlan:
     known = _tuned(device).get(tuned.name_of(kind, dtype, outputs, inputs))
     if known is not None:
         return known
@@ -96,16 +95,16 @@ def _plan(outputs: int, inputs: int, kind: str, dtype: torch.dtype, device: torc
 
 
 @functools.cache
-def _tuned(device: torch.device) -> dict[str, Plan]:
+def _tuned(device: torch.device) -> dict[str, ProductPlan]:
     return tuned.read(tuned_file(device))
 
 
 def tuned_file(device: torch.device) -> Path:
-    """The file of the plans that `tune-kernels` has found on a GPU, whether it is there or not."""
+    """The file of the plans that `tune-kernels` writes on a GPU; it need not exist."""
     return tuned.file_of(torch.cuda.get_device_name(device), triton.__version__)
 
 
-def run(product: Product, plan: Plan, dtype: torch.dtype | None = None) -> Tensor:
+def run(product: Product, plan: ProductPlan, dtype: torch.dtype | None = None) -> Tensor:
     """A product by a plan, as `launch` computes it -> [..., O], gated [..., O / 2], of a dtype (None: of x's)."""
     shape, x, bias = product.x.shape[:-1], as_rows(product.x), product.bias
     out = x.new_empty(len(x), len(product.weight) // (2 if isinstance(product.after, Gate) else 1), dtype=dtype)
@@ -114,7 +113,7 @@ def run(product: Product, plan: Plan, dtype: torch.dtype | None = None) -> Tenso
     return out.view(*shape, out.shape[1])
 
 
-def launch(product: Product, out: Tensor | None, parts: int, tile: Tile, early: bool | None = None) -> None:
+def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, early: bool | None = None) -> None:
     """Run the kernel on x [R, I] of any row stride, weight [O, I] and bias [O] contiguous.
 
     out: contiguous; [R, O], gated [R, O / 2], of heads the queries [R, H * D], R = B * N; None if the product is sent.
@@ -158,8 +157,8 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: Tile, early: 
 
 
 def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool, static: Tensor) -> tuple[Tensor, Tensor]:
-    """x [R, I] rounded by row as weights of a dtype are: codes [R, I], and scales [R] float32. Where weights are bytes,
-    because the GPU has no FP8, codes are numbers of x's dtype. static: the scale of all rows, or empty."""
+    """x [R, I] rounded by row to a dtype of weights: codes [R, I], and scales [R] float32. If weights are bytes, because
+    the GPU has no FP8, codes are numbers of x's dtype. static: the scale of all rows, or empty."""
     rows, inputs = x.shape
     codes = x.new_empty(rows, inputs, dtype=x.dtype if dtype == torch.uint8 else dtype)
     units, block = x.new_empty(rows, dtype=torch.float32), triton.next_power_of_2(inputs)

@@ -1,19 +1,21 @@
 """The kernel of the form "small_m": a product that takes about as long as reading the weights from memory.
 
-**A row's result has the same bits however many rows there are.** Every row goes through the same instructions of the
-tensor cores, which add its products up in one chain along the columns of the weights (`quantised_kernel` has others);
-where several programs share that chain, it is cut at columns that the shape of the weights decides, and their parts are
-added in ascending order.
+    out[n, o] = sum over k of x[n, k] * weight[o, k]
 
-What a plain kernel loses at its beginning and end is kept small:
+**A row's result has the same bits however many rows there are.** Every row goes through the same instructions of the
+tensor cores, which add its products up in one chain along the columns of the weights (`quantised_kernel` has others).
+If several programs share that chain, the shape of the weights decides at which columns it is cut, and the parts are
+added in ascending order: 1000 columns in 2 parts are cut at 512, because cuts are multiples of 256.
+
+The kernel loses little time at its beginning and end:
 
 - Programs begin while the kernel before them still runs (see `dependent_launch`), and fetch a few of their first
   weights to the L2 cache before they wait for it (to fetch more, or in bulk, made whole rounds slower). A kernel
   launched the same way after this one begins no earlier than when all that came before this one is done.
-- What stands around a product in a decoder layer is done while its sums are in registers: the RMSNorm of x before it
-  (`squares`), the gate of an MLP, the residual stream behind it with the first half of the next norm
-  (`_store_stream`), or what makes queries, keys and values of it (`append_kernel`). A part of a sum over ranks is sent
-  to all of them (`send`).
+- The steps around a product in a decoder layer are done while its sums are in registers: the RMSNorm of x before it
+  (`before`), the gate of an MLP, the addition to the residual stream with the first half of the next norm (`stream`),
+  or the norms, the rotation and the append of queries, keys and values (`heads`). A part of a sum over ranks is sent to
+  all of them (`sent`).
 
 Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
 [BLOCK_N, BLOCK_K], sums [BLOCK_O, BLOCK_N].
@@ -95,7 +97,7 @@ def _store_part(acc, shared, tile, part, BLOCK_N: tl.constexpr, BLOCK_O: tl.cons
 
 @triton.jit
 def _sum_of_parts(at, counter, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PARTS: tl.constexpr):
-    """The sum of all parts of a tile [BLOCK_O, BLOCK_N]. counter: 0 behind, as it was before the first one arrived."""
+    """The sum of all parts of a tile [BLOCK_O, BLOCK_N]. counter: 0 again, as before the first one arrived."""
     acc = tl.load(at, cache_modifier=".cg")
     for other in tl.static_range(1, PARTS):
         acc += tl.load(at + other * (BLOCK_O * BLOCK_N), cache_modifier=".cg")
@@ -194,8 +196,8 @@ def small_m_kernel(
     o = _weight_rows(tile, outputs, D // 2 if APPENDS else height, PAIRED, BLOCK_O)
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
 
-    # The product of those columns, acc [BLOCK_O, BLOCK_N]. What its end needs is loaded first if registers hold it.
-    EAGER: tl.constexpr = BLOCK_N <= (64 if FORMAT is None else 16) and BLOCK_O <= 128  # see `Tile.registers`
+    # The product of those columns, acc [BLOCK_O, BLOCK_N]. The inputs of its end are loaded first if registers hold them.
+    EAGER: tl.constexpr = BLOCK_N <= (64 if FORMAT is None else 16) and BLOCK_O <= 128  # see `ProductTile.registers`
     if PDL:
         _fetch_first_tiles(weight, o, begin, end, prefetch, BLOCK_K)
         wait_for_kernel_before()

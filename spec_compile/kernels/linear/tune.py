@@ -1,7 +1,7 @@
 """The search for the fastest plans of the matrix products of a model, on the GPU that it is on.
 
 A plan holds for every number of rows: tiles of different numbers of rows share its cuts of the columns and take the
-same instructions of the tensor cores. Whether all rows have the same bits is checked before a plan is taken.
+same instructions of the tensor cores. Before a plan is taken, the bits of all rows are compared.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...graph import ModelGraph, attribute
 from . import LINEARS, small_m, tuned, weight_of
-from .plans import MAX_ROWS, Plan, Tile, ceil_div, squared_columns
+from .plans import MAX_ROWS, ProductPlan, ProductTile, ceil_div, squared_columns
 from .product import Product
 from .quantised import layout_of
 
@@ -40,11 +40,11 @@ TILES = {  # by the bits of a weight and the rows of a tile: (block_o, block_k, 
     },
 }  # fmt: skip
 GAIN = 0.98
-"""A new plan takes at most so much of the time of the present one."""
+"""A new plan takes at most this share of the present one's time."""
 
 
 class ProductShape(NamedTuple):
-    """Products of one shape and format. weights: of each its weight and, where it is quantised, its scales."""
+    """Products of one shape and format. weights: of each product the weight and, if it is quantised, the scales."""
 
     outputs: int
     inputs: int
@@ -62,18 +62,22 @@ class ProductShape(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """How the search of a product ended. before, after: microseconds of 1, 16 and 64 rows together. plan: None if the
-    present one stays. refused: plans in which bits of rows differed."""
+    """The end of the search of a product.
+
+    before, after: microseconds of 1, 16 and 64 rows together.
+    plan: None if the present one stays.
+    refused: faster plans in which bits of rows differed.
+    """
 
     before: float
     after: float
-    plan: Plan | None
+    plan: ProductPlan | None
     refused: int
 
 
 def products(graph: ModelGraph) -> list[ProductShape]:
-    """The products of a graph that the kernel multiplies, of each shape and format one entry. What stands around a
-    product must not be fused into it yet."""
+    """The products of a graph that the kernel multiplies, one entry for each shape and format. No step around a product
+    may be fused into it yet."""
     groups: dict[tuple, list] = defaultdict(list)
     for node in graph.gm.graph.nodes:
         if node.target not in LINEARS or (source := weight_of(node)) is None:
@@ -107,12 +111,14 @@ def tune(product: ProductShape, time: Callable | None = None) -> SearchResult:
     return SearchResult(before, before, None, refused)
 
 
-def candidates(product: ProductShape, present: Plan, processors: int, memory: int) -> Iterator[tuple[int, int, Tile]]:
-    """Rows of a tile, parts and tile of what is tried."""
+def candidates(
+    product: ProductShape, present: ProductPlan, processors: int, memory: int
+) -> Iterator[tuple[int, int, ProductTile]]:
+    """Rows of a tile, parts, and the tile, of each plan to try."""
     manner = dict(late=present.tiles[0].late, prefetch=present.tiles[0].prefetch, bits=product.bits)
     for width in WIDTHS:
         for block_o, block_k, warps, stages in TILES[product.bits][width]:
-            tile = Tile(block_o, block_k, width, warps, stages, **manner)
+            tile = ProductTile(block_o, block_k, width, warps, stages, **manner)
             if block_o < squared_columns(product.outputs) or tile.fitting(memory) != tile:
                 continue
             most = min(8, product.inputs // 512, 3 * processors // ceil_div(product.outputs, block_o))
@@ -121,19 +127,19 @@ def candidates(product: ProductShape, present: Plan, processors: int, memory: in
                     yield width, parts, tile
 
 
-def ranked(times: dict) -> list[tuple[float, Plan]]:
+def ranked(times: dict) -> list[tuple[float, ProductPlan]]:
     """Plans, the fastest with few rows first, from times by (parts, instructions) and the rows of a tile."""
     plans = []
     for (parts, _), widths in times.items():
         best = [min(widths.get(width, [(float("inf"), None)])) for width in WIDTHS]
         if best[-1][0] < float("inf"):
             taken = sum(taken for taken, _ in best[:-1])
-            plans.append((taken, Plan(parts, tuple(tile for _, tile in best))))
+            plans.append((taken, ProductPlan(parts, tuple(tile for _, tile in best))))
     return sorted(plans, key=lambda plan: plan[0])
 
 
-def same_bits(product: ProductShape, plan: Plan) -> bool:
-    """Whether a plan gives every row the same bits with any number of rows."""
+def same_bits(product: ProductShape, plan: ProductPlan) -> bool:
+    """True if a plan gives every row the same bits with any number of rows."""
     weight, scales = product.weights[0]
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(MAX_ROWS, product.inputs, device=weight.device, generator=generator).to(product.dtype)
@@ -145,7 +151,7 @@ def same_bits(product: ProductShape, plan: Plan) -> bool:
     return all(torch.equal(multiply(rows), reference[:rows]) for rows in ROWS)
 
 
-def time_of(product: ProductShape, rows: int, parts: int, tile: Tile) -> float:
+def time_of(product: ProductShape, rows: int, parts: int, tile: ProductTile) -> float:
     """Microseconds of one product, with weights that are in no cache."""
     from triton.runtime.errors import OutOfResources
 
@@ -155,7 +161,7 @@ def time_of(product: ProductShape, rows: int, parts: int, tile: Tile) -> float:
     while len(weights) * size < 200 << 20 and len(weights) < 128:  # more than the L2 cache holds
         weight, scales = product.weights[0]
         weights.append((weight.clone(), scales))
-    plan = Plan(parts, (tile,))
+    plan = ProductPlan(parts, (tile,))
 
     def run() -> None:
         for weight, scales in weights:
