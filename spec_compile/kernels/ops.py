@@ -100,8 +100,8 @@ def tree_mask(
     window: how far back a position sees, itself included.
     chunk: positions see those with the same position // chunk.
 
-    lengths = [3], ancestors = [[0b001, 0b011, 0b101]] with 6 slots: node 0 sees slots 0 to 3, node 1 slots 0 to 4, node 2
-    slots 0 to 3 and 5.
+    lengths = [3], ancestors = [[0b001, 0b011, 0b101]] with 6 slots: node 0 sees slots 0 to 3, node 1 slots 0 to 4,
+    node 2 slots 0 to 3 and 5.
     """
     nodes = positions.shape[1]
     slot = torch.arange(max_kv_len, device=positions.device)

@@ -19,8 +19,8 @@ from ..rounding import as_stored, scaled
 def load_for_heads(
     heads, pair, n, rows, nodes, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """The inputs of `store_heads` besides the product: cos of x and of y, sin of x and of y [PAIRS, N], weights of their
-    norms [PAIRS, 1], which mean nothing without norms, and the rows' slots in the caches [N]."""
+    """The inputs of `store_heads` besides the product: cos of x and of y, sin of x and of y [PAIRS, N], weights of
+    their norms [PAIRS, 1], which mean nothing without norms, and the rows' slots in the caches [N]."""
     half: tl.constexpr = D // 2
     head, d = pair // half, pair % half
     mask = (head < HEADS + KV_HEADS)[:, None] & (n < rows)[None, :]

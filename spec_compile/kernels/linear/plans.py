@@ -89,8 +89,8 @@ PACKED = {
     8: (ProductTile(64, 128, 16, 4, 3), ProductTile(64, 128, 64, 4, 3), ProductTile(128, 128, 128, 8, 3)),
     4: (ProductTile(128, 256, 16, 4, 4), ProductTile(128, 256, 64, 8, 3), ProductTile(128, 256, 128, 8, 2)),
 }
-"""Tiles of quantised weights, by their bits; for up to 64 rows tuned by ``python benchmarks/packed_kernel.py`` on an H200
-with the layers of Llama-3.1-8B."""
+"""Tiles of quantised weights, by their bits; for up to 64 rows tuned by ``python benchmarks/packed_kernel.py`` on an
+H200 with the layers of Llama-3.1-8B."""
 UNSHARED = ProductTile(128, 256, 16, 4, 4), ProductTile(256, 256, 64, 8, 3), ProductTile(128, 256, 128, 8, 2)
 """Tiles of 4 bits if no programs share the columns. A tile of twice the outputs reads x half as often, which at 64 rows
 is most of what it reads."""
@@ -110,8 +110,8 @@ def squared_columns(size: int) -> int:
 
 
 def appending(tile: ProductTile, head: int, memory: int) -> ProductTile:
-    """The tile of a product that ends in heads. It has rows for a whole head of size `head` if heads are normed (0: they
-    are not)."""
+    """The tile of a product that ends in heads. It has rows for a whole head of size `head` if heads are normed (0:
+    they are not)."""
     if tile.block_o >= head:
         return tile
     return tile._replace(block_o=head, warps=8 if head > 64 else 4).fitting(memory)

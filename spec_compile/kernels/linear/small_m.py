@@ -59,7 +59,7 @@ def lack_of_device(device: torch.device) -> str | None:
 
 
 def lack(weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> str | None:
-    """Why the kernel cannot multiply x of a dtype (None: the weight's) by a weight [O, I] of this kind; None if it can."""
+    """Why the kernel cannot multiply x of a dtype (None: the weight's) by `weight` [O, I]; None if it can."""
     reason = lack_of_device(weight.device)
     if reason is not None:
         return reason
@@ -157,8 +157,8 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
 
 
 def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool, static: Tensor) -> tuple[Tensor, Tensor]:
-    """x [R, I] rounded by row to a dtype of weights: codes [R, I], and scales [R] float32. If weights are bytes, because
-    the GPU has no FP8, codes are numbers of x's dtype. static: the scale of all rows, or empty."""
+    """x [R, I] rounded by row to a dtype of weights: codes [R, I], and scales [R] float32. If weights are bytes,
+    because the GPU has no FP8, codes are numbers of x's dtype. static: the scale of all rows, or empty."""
     rows, inputs = x.shape
     codes = x.new_empty(rows, inputs, dtype=x.dtype if dtype == torch.uint8 else dtype)
     units, block = x.new_empty(rows, dtype=torch.float32), triton.next_power_of_2(inputs)

@@ -196,7 +196,7 @@ def small_m_kernel(
     o = _weight_rows(tile, outputs, D // 2 if APPENDS else height, PAIRED, BLOCK_O)
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
 
-    # The product of those columns, acc [BLOCK_O, BLOCK_N]. The inputs of its end are loaded first if registers hold them.
+    # The product of those columns, acc [BLOCK_O, BLOCK_N]. Inputs of its end are loaded first if registers hold them.
     EAGER: tl.constexpr = BLOCK_N <= (64 if FORMAT is None else 16) and BLOCK_O <= 128  # see `ProductTile.registers`
     if PDL:
         _fetch_first_tiles(weight, o, begin, end, prefetch, BLOCK_K)

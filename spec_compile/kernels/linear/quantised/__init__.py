@@ -31,8 +31,8 @@ def read(module: nn.Module) -> Packed | None:
 
 
 def hold_in_one_layout(module: nn.Module, source: Packed, form: tuple[WeightLayout, list[Tensor]]) -> None:
-    """Let a layer hold its weights only in the form that `WeightLayout.for_few_rows` has made of them, if that has all of
-    their bits."""
+    """Let a layer hold its weights only in the form that `WeightLayout.for_few_rows` has made of them, if that has all
+    of their bits."""
     layer = OneLayout(source, *form, REFILLED.get(type(source.layout)))
     if not layer.is_exact:
         return

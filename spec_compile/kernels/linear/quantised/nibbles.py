@@ -1,4 +1,4 @@
-"""4 bits as the kernel for few rows reads them: the layouts into which layers of all formats with 4 bits are repacked."""
+"""The layouts of 4 bits that the kernel for few rows reads; layers of all formats with 4 bits are repacked to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
