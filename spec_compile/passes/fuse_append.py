@@ -11,6 +11,7 @@ from ..kernels.attention.call import ROTATION
 from ..kernels.linear.product_ops import lack_of_append
 from .apply import comes_after
 from .fuse_rotary import rotating
+from .nodes import swaps_heads
 
 aten = torch.ops.aten
 
@@ -58,7 +59,7 @@ def _product_of(node: fx.Node) -> fx.Node | None:
 
 def _part(x: fx.Node) -> fx.Node | None:
     """The part [B, N, H * D] of a split of which x [B, H, N, D] is the heads, if only x reads it."""
-    if x.target != aten.transpose.int or {dim % 4 for dim in x.args[1:]} != {1, 2}:
+    if not swaps_heads(x):
         return None
     view = x.args[0]
     if view.target not in VIEWS or view.meta["val"].dim() != 4:

@@ -9,7 +9,8 @@ from torch import fx
 
 from ..kernels.ops import arguments_of
 from ..parallel.slices import ONCE, Cut
-from .products import SAME, WeightProduct, is_pointwise, name_of, product_of, shape_of
+from .nodes import SAME, is_pointwise, name_of, shape_of
+from .products import WeightProduct, product_of
 
 ATTENTION = torch.ops.spec_compile.attention.default
 REDUCTIONS = {"amax", "amin", "any", "mean", "softmax", "_softmax", "sum"}

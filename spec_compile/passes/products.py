@@ -1,4 +1,4 @@
-"""Products of a captured graph with its parameters, and facts about any node: its op's name, its shape."""
+"""Products of a captured graph with its parameters."""
 
 import operator
 from collections.abc import Callable
@@ -10,8 +10,6 @@ from torch import fx
 from ..kernels import experts
 
 aten = torch.ops.aten
-SAME = {"alias", "clone", "contiguous", "copy_", "detach", "dropout", "to", "_to_copy", "type_as"}
-"""ATen ops that keep the shape."""
 
 
 class WeightProduct(NamedTuple):
@@ -37,20 +35,6 @@ def product_of(node: fx.Node) -> WeightProduct | None:
         blocks = 1 if kind.gate == "none" or kind.interleaved else 2
         return WeightProduct(node, parts[0], kind.bias(parts), (1, 2) if kind.transposed else (2, 1), blocks)
     return None
-
-
-def name_of(node: fx.Node) -> str:
-    """The name of the op that a node calls, without namespace and overload."""
-    schema = getattr(node.target, "_schema", None)
-    return schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in SAME
-
-
-def shape_of(node: fx.Node) -> torch.Size:
-    return node.meta["val"].shape
 
 
 def output_sizes(products: list[fx.Node]) -> list[int]:

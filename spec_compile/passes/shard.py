@@ -19,8 +19,9 @@ from ..kernels.linear import head_products
 from ..kernels.ops import arguments_of
 from ..parallel.slices import Cut, whole
 from .apply import comes_after
+from .nodes import is_pointwise, name_of, shape_of
 from .placements import ALL, ATTENTION, MisfitError, ShardPlan, derive
-from .products import WeightProduct, is_pointwise, name_of, product_of, shape_of
+from .products import WeightProduct, product_of
 
 aten = torch.ops.aten
 ops = torch.ops.spec_compile

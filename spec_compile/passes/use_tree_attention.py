@@ -9,6 +9,7 @@ from ..graph import ModelGraph, calls
 from ..kernels import attention
 from ..kernels.ops import arguments_of
 from .apply import comes_after
+from .nodes import replace_node
 
 
 @comes_after("tidy")
@@ -48,9 +49,7 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
                 layer[name] = gm.graph.call_function(operator.getitem, (cache, index))
             arguments = {**{name: marker[name] for name in ("q", "k", "v")}, **block, **layer}
             new = gm.graph.call_function(op, kwargs=arguments)
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        gm.graph.erase_node(node)
+        replace_node(node, new)
     shared = attention.prepare(graph)
     windows = sum(layer.window is not None for layer in graph.layers)
     return (
