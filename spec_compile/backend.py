@@ -37,9 +37,9 @@ class BackendOptions:
     """Options of the backend, as ``torch.compile(module, backend="spec", options={...})``.
 
     merge_linears: one matrix product for linear layers of one input. The module's parameters become views of the
-    merged storage, with equal values (a tensor that shared a parameter's old storage no longer does). gqa: attention
-    over few query tokens reads each key-value head once. dump: a directory that receives the readable graph before and
-    after every pass.
+        merged storage, with equal values (a tensor that shared a parameter's old storage no longer does).
+    gqa: attention over few query tokens reads each key-value head once.
+    dump: a directory that receives the readable graph before and after every pass.
     """
 
     merge_linears: bool = True
@@ -57,7 +57,7 @@ class BackendOptions:
 def spec(gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None) -> Callable:
     """Compile a graph that Dynamo has traced.
 
-    Inference goes through our passes and Inductor, training through Inductor alone.
+    Inference goes through our passes and Inductor, training only through Inductor.
 
     gm: calls of torch, with parameters as placeholders. example_inputs: one for each placeholder.
     Returns a function of those inputs.
@@ -106,7 +106,7 @@ spec.reset = _graphs.clear  # called by torch._dynamo.reset()
 
 
 def _wants_gradients(gm: fx.GraphModule, inputs: list) -> bool:
-    """Whether a graph needs a backward: it turns gradients on, or they are on and an input requires them."""
+    """True if a graph needs a backward: it turns gradients on, or they are on and an input requires them."""
     if any(node.target is torch._C._set_grad_enabled and node.args[0] for node in calls(gm)):
         return True
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)

@@ -42,8 +42,8 @@ def _got(device: torch.device) -> str:
     return str(device) if device.type != "cuda" else "a machine on which torch sees no GPU"
 
 
-def _line(name: str, outcome: tune.Outcome) -> str:
-    """The line of a product that the command prints."""
+def _line(name: str, outcome: tune.SearchResult) -> str:
+    """A product in the table that the command prints."""
     change = "stays" if outcome.plan is None else f"-> {outcome.after:.1f} us, {outcome.plan.parts} parts"
     refused = f"; bits of rows differed in {outcome.refused} faster plans" if outcome.refused else ""
     return f"{name}: {outcome.before:.1f} us for 1, 16 and 64 rows {change}{refused}"

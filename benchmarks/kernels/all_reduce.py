@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from benchmarks.timers import captured, replay_us
-from spec_compile.kernels import all_reduce, all_reduce_launch, all_reduce_memory, counters
-from spec_compile.kernels.linear import all_reduce_add, stream
+from spec_compile.kernels import all_reduce, all_reduce_kernel, counters
+from spec_compile.kernels.linear import product_ops
 from spec_compile.kernels.linear.plans import squared_columns
 
 ops = torch.ops.spec_compile
@@ -46,10 +46,10 @@ def parts_of(shape, seed: int, dtype=torch.float32) -> list[torch.Tensor]:
 
 
 def added(group_name: str, parts, residual, weight) -> tuple[torch.Tensor, ...]:
-    """Stream, scaled stream and squares, as `small_m_all_reduce_add` returns them, from this rank's part."""
-    exchange, behind = all_reduce_memory.EXCHANGES[group_name], stream.stream_behind(residual, weight, 0.0)
+    """Stream, scaled stream and squares, as `product_to_stream` returns them, from this rank's part."""
+    exchange, behind = all_reduce.EXCHANGES[group_name], product_ops.stream_after(residual, weight, 0.0)
     out, squared = torch.empty_like(residual), squared_columns(residual.shape[1])
-    all_reduce_launch.all_reduce_add(exchange, parts[dist.get_rank()], out, behind, squared)
+    all_reduce_kernel.all_reduce_add(exchange, parts[dist.get_rank()], out, behind, squared)
     return out, behind.scaled, behind.squares
 
 
@@ -97,11 +97,11 @@ def measure_shape(group_name: str, rows: int, size: int, count: int = 64) -> tup
         graph_time(lambda: chained(lambda x: ops.all_reduce(x, group_name)), count),
         graph_time(lambda: chained(add), count),
     ]
-    blocks, usual = {}, all_reduce_launch.block_for
+    blocks, usual = {}, all_reduce_kernel.block_for
     for block in BLOCKS.get(rows, ()):
-        all_reduce_launch.block_for = lambda *_, block=block: block
+        all_reduce_kernel.block_for = lambda *_, block=block: block
         blocks[block] = round(graph_time(lambda: chained(add), count), 1)
-    all_reduce_launch.block_for = usual
+    all_reduce_kernel.block_for = usual
     return *times, blocks
 
 
@@ -110,28 +110,28 @@ def layers(group_name: str, counts, number: int = 32) -> None:
     make = functools.partial(torch.empty, dtype=DTYPE, device=DEVICE)
     weights = [[make(shape).normal_(0, 0.01) for shape in LAYER] for _ in range(number)]
     norm = torch.ones(4096, dtype=DTYPE, device=DEVICE)
-    exchange, reducer = all_reduce_memory.EXCHANGES[group_name], all_reduce.REDUCERS[group_name]
+    exchange, reducer = all_reduce.EXCHANGES[group_name], all_reduce.REDUCERS[group_name]
     for rows in counts:
         x = torch.randn(rows, 4096, dtype=DTYPE, device=DEVICE)
 
-        def run(add, *more, x=x):
+        def run(group_name="", x=x):
             scaled, squares = x, torch.ones(len(x), 4096 // squared_columns(4096), device=DEVICE)
             for qkv, o, gate_up, down in weights:
-                inside = ops.normed_matmul(scaled, squares, qkv, None, 1e-5)[:, :2048]
-                x, scaled, squares = add(inside, o, None, x, norm, 0.0, *more)
-                inside = ops.normed_swiglu(scaled, squares, gate_up, 1e-5)
-                x, scaled, squares = add(inside, down, None, x, norm, 0.0, *more)
+                inside = ops.product(scaled, qkv, squares=squares, eps=1e-5)[:, :2048]
+                x, scaled, squares = ops.product_to_stream(inside, o, None, x, norm, 0.0, group_name=group_name)
+                inside = ops.product(scaled, gate_up, squares=squares, eps=1e-5, gated=True)
+                x, scaled, squares = ops.product_to_stream(inside, down, None, x, norm, 0.0, group_name=group_name)
 
-        none = graph_time(lambda: run(ops.small_m_add), 1000)
-        sent = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
-        all_reduce_add.product_sends, usual = lambda *_: False, all_reduce_add.product_sends
-        apart = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
-        all_reduce_add.product_sends = usual
+        none = graph_time(run, 1000)
+        sent = graph_time(lambda: run(group_name), 1000)
+        product_ops.product_sends, usual = lambda *_: False, product_ops.product_sends
+        apart = graph_time(lambda: run(group_name), 1000)
+        product_ops.product_sends = usual
         each = [round((time - none) * 1e3 / (2 * number), 2) for time in (sent, apart)]
         say(f"{rows:3} | {none:6.3f} {sent:6.3f} {apart:6.3f} | {each}")
-        all_reduce_memory.release(group_name)
-        library = graph_time(lambda: run(ops.small_m_all_reduce_add, group_name), 1000)
-        all_reduce_memory.EXCHANGES[group_name], all_reduce.REDUCERS[group_name] = exchange, reducer
+        all_reduce.release(group_name)
+        library = graph_time(lambda: run(group_name), 1000)
+        all_reduce.EXCHANGES[group_name], all_reduce.REDUCERS[group_name] = exchange, reducer
         say(f"{rows:3} | NCCL {library:6.3f}")
 
 
@@ -149,7 +149,7 @@ def start(limit: float) -> tuple[str, str | None]:
     torch.cuda.set_device(device)
     backend = {"backend": "nccl", "device_id": device} if gpus >= int(os.environ["WORLD_SIZE"]) else {"backend": "gloo"}
     dist.init_process_group(**backend, timeout=timedelta(seconds=limit))
-    reason = all_reduce_memory.prepare(dist.group.WORLD, device)
+    reason = all_reduce.prepare(dist.group.WORLD, device)
     counters.prepare(device)
     machine = f"{dist.get_world_size()} ranks, {torch.cuda.get_device_name()}, torch {torch.__version__}"
     say(machine, f"no exchange: {reason}" if reason else "with an exchange")

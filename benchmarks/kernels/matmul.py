@@ -36,29 +36,29 @@ KEYS = ("model", "layer", "format")
 """The fields that tell the rows of the results apart."""
 
 
-def bf16(outputs: int, inputs: int) -> tune.Product:
+def bf16(outputs: int, inputs: int) -> tune.ProductShape:
     weight = torch.randn(outputs, inputs, device="cuda").mul_(inputs**-0.5).bfloat16()
-    return tune.Product(outputs, inputs, "", torch.bfloat16, [(weight, None)])
+    return tune.ProductShape(outputs, inputs, "", torch.bfloat16, [(weight, None)])
 
 
-def int4(outputs: int, inputs: int) -> tune.Product:
+def int4(outputs: int, inputs: int) -> tune.ProductShape:
     words = torch.randint(-(1 << 31), 1 << 31, (outputs, inputs // 8), dtype=torch.int32, device="cuda")
     layout = nibbles.Nibbles(128, 0, 1)
     units = layout.units(torch.rand(inputs // 128, outputs, device="cuda").bfloat16() / 16, nibbles.ZERO)
-    return tune.Product(outputs, inputs, layout.kind, torch.bfloat16, [(words, units)])
+    return tune.ProductShape(outputs, inputs, layout.kind, torch.bfloat16, [(words, units)])
 
 
-def nf4(outputs: int, inputs: int) -> tune.Product:
+def nf4(outputs: int, inputs: int) -> tune.ProductShape:
     codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8, device="cuda")
     scales = torch.rand(inputs // 64, outputs, device="cuda")
     layout, parts = nibbles.pack_with_table(codes, torch.tensor(NF4, device="cuda"), scales)
-    return tune.Product(outputs, inputs, layout.kind, torch.bfloat16, [tuple(parts)])
+    return tune.ProductShape(outputs, inputs, layout.kind, torch.bfloat16, [tuple(parts)])
 
 
-def fp8(outputs: int, inputs: int) -> tune.Product:
+def fp8(outputs: int, inputs: int) -> tune.ProductShape:
     weight = torch.randn(outputs, inputs, device="cuda").to(FP8)
     scales = torch.rand(math.ceil(outputs / 128), math.ceil(inputs / 128), device="cuda")
-    return tune.Product(outputs, inputs, Fp8Block(128, 128).kind, torch.bfloat16, [(weight, scales)])
+    return tune.ProductShape(outputs, inputs, Fp8Block(128, 128).kind, torch.bfloat16, [(weight, scales)])
 
 
 FORMATS = {"bf16": bf16, "int4": int4, "nf4": nf4, "fp8": fp8}

@@ -9,14 +9,12 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels import HALF, experts
-from ..kernels.linear import NORMED, PRODUCTS, SMALL_M, quantised
+from ..kernels.linear import PRODUCT, PRODUCTS, quantised
 
 aten = torch.ops.aten
 SELECTIONS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 """Ops that select elements. Only their result is converted, because their tables may be large."""
 MATMULS = {aten.mm.default, aten.addmm.default}
-HEADS = {SMALL_M.op, NORMED[0]}
-"""Our products that an output head may be."""
 COLUMNS = 1 << 12
 """Outputs of a matrix product whose weights are converted together, because an output head may be large."""
 
@@ -81,12 +79,14 @@ class _Float32(TorchDispatchMode):
                 raise RuntimeError(f"{func} writes to a tensor of 16 bits, which has no float32 form")
         if func in PRODUCTS:  # scales of 16 bits stay, because weights are rounded to their dtype
             names = [argument.name for argument in func._schema.arguments]
-            keep = ("parts", "scales", "weight", "bias") if func in HEADS else ("parts", "scales")
-            values = {name: x if name in keep else _widened(x) for name, x in zip(names, args)}
-            if func not in HEADS:
-                return func(**values, **kwargs)
-            weight, bias = values["weight"], values["bias"]
-            return _by_outputs(lambda w, b: func(**{**values, "weight": w, "bias": b}, **kwargs), weight, bias, 0)
+            values = {**dict(zip(names, args)), **kwargs}
+            is_head = func is PRODUCT and not values.get("gated")  # an output head may be one
+            keep = ("parts", "scales", "weight", "bias") if is_head else ("parts", "scales")
+            values = {name: x if name in keep else _widened(x) for name, x in values.items()}
+            if not is_head:
+                return func(**values)
+            weight, bias = values["weight"], values.get("bias")
+            return _by_outputs(lambda w, b: func(**{**values, "weight": w, "bias": b}), weight, bias, 0)
         return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
 
 

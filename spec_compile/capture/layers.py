@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..graph import calls, layer_of
+from ..kernels.ops import arguments_of
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 PARTS = {
@@ -40,7 +41,7 @@ def check_layers(model: PreTrainedModel, gm: fx.GraphModule) -> None:
                 f"{config.num_hidden_layers} layers; every layer must, or its own mask or state would be lost"
                 + ("" if own is None else f". A function was set as {f'{own}.forward'.lstrip('.')}; remove it")
             )
-        chunks = sum(len(node.args) > 8 and node.args[8] is not None for node in attention)
+        chunks = sum(arguments_of(node)["chunk"] is not None for node in attention)
         if chunks != layer_types(config).count("chunked_attention"):
             raise UnsupportedModelError(f"model: {name} has chunked layers that its attention is not told of")
         return

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..inventory import held_tensors
-from ..kernels import all_reduce_memory
+from ..kernels import all_reduce
 from ..parallel.ranks import Alone
 from ..parallel.start import ADVICE
 
@@ -51,8 +51,8 @@ def share_memory(ranks: Alone, device: torch.device) -> None:
     """Let the ranks' GPUs add up sums by a kernel over memory that they share, if they can share memory."""
     if ranks.size == 1 or device.type != "cuda":
         return
-    reason = all_reduce_memory.prepare(ranks.group, device)
-    ranks.find_missing = partial(all_reduce_memory.missing_rank, ranks.name)
+    reason = all_reduce.prepare(ranks.group, device)
+    ranks.find_missing = partial(all_reduce.missing_rank, ranks.name)
     ranks.notes = [f"sums over ranks: {'by our kernel' if reason is None else f'by NCCL, because {reason}'}"]
 
 

@@ -177,10 +177,10 @@ def _depends_on(node: fx.Node, placeholder: str) -> bool:
 
 
 def _layer(node: fx.Node) -> LayerSpec:
-    q, k, v, sinks, scale, window, softcap, _, *rest = node.args
-    chunk, slopes = (*rest, None, None)[:2]
-    q, k, v = (t.meta["val"] for t in (q, k, v))
+    call = ops.arguments_of(node)
+    q, k, v = (call[name].meta["val"] for name in ("q", "k", "v"))
     return LayerSpec(
         heads=q.shape[1], kv_heads=k.shape[1], key_dim=q.shape[3], value_dim=v.shape[3],
-        scale=scale, window=window, softcap=softcap, sinks=sinks is not None, chunk=chunk, slopes=slopes is not None,
+        sinks=call["sinks"] is not None, slopes=call["slopes"] is not None,
+        **{name: call[name] for name in ("scale", "window", "softcap", "chunk")},
     )  # fmt: skip

@@ -1,18 +1,35 @@
-"""Sums and rows that the ranks of tensor parallelism exchange: what the ops mean, by torch.distributed.
+"""Sums and rows that the ranks of tensor parallelism exchange: the ops, and the memory through which GPUs do it.
 
-A faster way for one group, such as a kernel over symmetric memory, is an entry in `REDUCERS` under the group's name.
+The ops go through torch.distributed, unless the group has an entry in `REDUCERS`. `prepare` makes one where the GPUs of
+a group can share memory. It is called before a graph is captured, and the memory stays until `release`, because
+captured graphs hold its addresses.
 """
 
+import functools
+import os
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..compat import gather_flat
 
+try:
+    from . import all_reduce_kernel
+except ImportError:  # no GPU
+    all_reduce_kernel = None
+
+WORDS = 1 << 20
+"""Float32 numbers of a rank's part that one launch sums; more are summed in several."""
+WARM_UP_SECONDS = 600.0
+"""How long a rank waits for another before `set_deadline`: kernels are compiled in the meantime."""
 REDUCERS: dict[str, Callable[[Tensor], Tensor]] = {}
-"""What answers `all_reduce`, by the group's name: a function of the rank's partial sum, which it does not change."""
+"""The functions that answer `all_reduce`, by the group's name: of the rank's partial sum, which they do not change."""
 
 
 @torch.library.custom_op("spec_compile::all_reduce", mutates_args=())
@@ -61,3 +78,119 @@ def gather_parts(x: Tensor, group_name: str) -> Tensor:
     parts = x.new_empty(group.size() * x.numel())
     gather_flat(parts, x.reshape(-1), group=group)
     return parts.view(group.size(), *x.shape)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A rank's memory for the all-reduces of its group.
+
+    rank: of `ranks`.
+    slots: [2, ranks, words] int32; peers store their parts here, -1 is a missing word.
+    peers: the addresses of all ranks' slots in this process.
+    state: [3] int64; the turn, the programs that are done with it, and how many nanoseconds a missing part may take.
+    late: [2] int64, pinned; 1 + the rank whose part was missing, or 0, and the turn.
+    handle: keeps the peers' memory mapped.
+    """
+
+    rank: int
+    ranks: int
+    slots: Tensor
+    peers: tuple[int, ...]
+    state: Tensor
+    late: Tensor
+    handle: object
+
+    @property
+    def words(self) -> int:
+        return self.slots.shape[2]
+
+
+EXCHANGES: dict[str, Exchange] = {}
+"""By the group's name."""
+
+
+def prepare(group: dist.ProcessGroup, device: torch.device, words: int = WORDS) -> str | None:
+    """Make the group's memory on this rank's GPU; all ranks call it at the same time. -> Why it cannot be had, or None.
+
+    From then on `all_reduce` and `product_to_stream` of the group use it. All ranks get the same answer, but for the
+    reason's words; without the memory the ops go through torch.distributed.
+    """
+    if group.group_name in EXCHANGES:
+        return None
+    reason, shape = _lack_of_place(group, device), (2, group.size(), words)
+    slots = handle = None
+    if reason is None:
+        empty = functools.partial(symmetric_memory.empty, shape, dtype=torch.int32, device=device)
+        slots, reason = _on_all_ranks(empty, group, device)
+    if reason is None:
+        meet = functools.partial(symmetric_memory.rendezvous, slots, group.group_name)
+        handle, reason = _on_all_ranks(meet, group, device)
+    if reason is not None:
+        return reason
+    offset = slots.data_ptr() - handle.buffer_ptrs[handle.rank]
+    exchange = make_exchange(slots, handle.rank, [address + offset for address in handle.buffer_ptrs], handle)
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # nobody sends before all slots are empty
+    torch.cuda.synchronize(device)
+    EXCHANGES[group.group_name] = exchange
+    REDUCERS[group.group_name] = functools.partial(_sum, exchange, group.group_name)
+    return None
+
+
+def _sum(exchange: Exchange, group_name: str, x: Tensor) -> Tensor:
+    """`all_reduce` of a group that has an exchange."""
+    if all_reduce_kernel.takes(exchange, x):
+        return all_reduce_kernel.all_reduce(exchange, x)
+    return sum_of_parts(x, group_name)
+
+
+def make_exchange(slots: Tensor, rank: int, addresses: list[int], handle=None) -> Exchange:
+    """An exchange of empty slots [2, ranks, words]; addresses: of all ranks' slots; handle: what keeps them mapped."""
+    device = slots.device
+    slots.fill_(-1)
+    state = torch.tensor([0, 0, int(WARM_UP_SECONDS * 1e9)], device=device)
+    late = torch.zeros(2, dtype=torch.int64, pin_memory=slots.is_cuda)
+    return Exchange(rank, len(addresses), slots, tuple(addresses), state, late, handle)
+
+
+def release(group_name: str) -> None:
+    """Let go of a group's memory. No graph that was captured with it may run any more."""
+    EXCHANGES.pop(group_name, None)
+    REDUCERS.pop(group_name, None)
+
+
+def set_deadline(group_name: str, seconds: float) -> None:
+    """From now on, captured graphs included, a part that is missing for so long ends the kernel with an error."""
+    EXCHANGES[group_name].state[2] = int(seconds * 1e9)
+
+
+def missing_rank(group_name: str) -> int | None:
+    """After an error of the device: the rank whose part did not come in time, if that was it."""
+    late = int(EXCHANGES[group_name].late[0]) if group_name in EXCHANGES else 0
+    return late - 1 if late else None
+
+
+def _lack_of_place(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks' GPUs cannot share memory, as far as their places tell."""
+    if all_reduce_kernel is None:
+        return "Triton is not installed"
+    here = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+    places = [here] * group.size()
+    dist.all_gather_object(places, here, group=group)
+    if len({host for host, _ in places}) > 1:
+        return "the ranks are on several hosts"
+    if len(set(places)) < len(places) and not os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"):
+        return "ranks share a GPU"
+    return None
+
+
+def _on_all_ranks(action: Callable, group: dist.ProcessGroup, device: torch.device) -> tuple:
+    """The result of `action`, and None if it succeeds on all ranks, else the reason."""
+    result = reason = None
+    try:
+        result = action()
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+    failed = torch.tensor(int(reason is not None), device=device)
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+    return result, reason or ("it failed on another rank" if failed else None)

@@ -2,34 +2,46 @@
 
 There is one hop and no signal, because the data are the signal (Lamport's form, as in TensorRT-LLM's one-shot
 all-reduce). Each rank has in its memory a slot for every rank, in which each word is `MISSING` until that rank has sent
-it. A rank stores its part in its slot of every peer's memory, and polls its own memory until no word is missing. What
-it has read it sets to `MISSING` again.
+it. A rank stores its part in its slot of every peer's memory, and polls its own memory until no word is missing. Then
+it sets the words to `MISSING` again.
 
 - **Two sets of slots take turns.** A peer may send for the next turn while this rank still reads. It sends for the turn
   after that only when it has this rank's part of the next turn, which this rank sends when the kernel that reads, and
   clears, is done. The turn is a number in device memory, because a captured graph does not know how often others ran.
-- **All ranks have equal bits**, because each of them adds float32 parts in the order of the ranks and rounds once. What
-  a number's sum is does not depend on where in a launch it stands, so the same row has the same bits in all launches.
+- **All ranks have equal bits**, because each of them adds float32 parts in the order of the ranks and rounds once. A
+  number's sum does not depend on where in a launch it stands, so the same row has the same bits in all launches.
 - **A product can send for itself.** Then this kernel begins while the product still runs, and has nothing to wait for
-  but words. What it reads that other kernels write, it reads from the L2 cache, and what it writes the product does not
-  read.
+  but words. It reads what other kernels write from the L2 cache, and the product reads nothing that it writes.
 - **No rank waits for ever.** When a part is missing for too long, the kernel writes whose, and traps.
 
 Import this module only where Triton is installed.
 """
 
+import functools
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import dependent_launch
 from .pairs import sum_in_pairs
 from .ptx import nanoseconds, trap
 
+if TYPE_CHECKING:
+    from .all_reduce import Exchange
+
+MAX_LAUNCHES = 8
+"""A sum that takes more launches than this is one of a prompt, which a library sums faster."""
+SMALLEST_BLOCK, LARGEST_BLOCK = 128, 4096
+"""Numbers of a row that a program takes at a time."""
 MISSING = tl.constexpr(-1)
 """A word that nobody has sent. As a float32 it is a NaN that no arithmetic gives, because theirs is `NAN`."""
 NAN = tl.constexpr(0x7FFFFFFF)
 TURN, ARRIVED, LIMIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What the numbers of `state` are: the turn, the programs that have arrived, the nanoseconds that one waits."""
+"""The numbers of `state`: the turn, the programs that have arrived, the nanoseconds that one waits."""
 
 
 @triton.jit
@@ -107,7 +119,7 @@ def all_reduce_kernel(
     RANKS: tl.constexpr, BLOCK: tl.constexpr, SQUARED: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
     PDL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the ranks' parts [rows, size] to out; with a residual what `small_m_add` gives of the sum.
+    """The sum of the ranks' parts [rows, size] to out; with a residual what `product_to_stream` gives of the sum.
 
     Grid (programs,), all of which must run at the same time: they take tiles [BLOCK] of rows in turn. slots [2, RANKS,
     words] int32; peers: the addresses of all ranks' slots; state [3], late [2] int64. Each rank runs both SEND and
@@ -163,3 +175,72 @@ def all_reduce_kernel(
         _move_turn_on(state_ptr, turn)  # what this rank's product read is here
         if PDL:
             gdc_wait()  # a kernel that is done means that all before it are
+
+
+def takes(exchange: "Exchange", part: Tensor) -> bool:
+    """True if the kernel sums parts of this size and dtype."""
+    return 0 < part.numel() <= MAX_LAUNCHES * exchange.words and part.dtype.itemsize <= 4
+
+
+def all_reduce(exchange: "Exchange", part: Tensor) -> Tensor:
+    """The sum of the ranks' parts of any shape, added in float32 in the order of the ranks and rounded once."""
+    flat = part.contiguous().view(1, -1)
+    out = torch.empty_like(flat)
+    for begin in range(0, part.numel(), exchange.words):
+        columns = slice(begin, begin + exchange.words)
+        launch(exchange, flat[:, columns], out[:, columns])
+    return out.view(part.shape)
+
+
+def all_reduce_add(exchange: "Exchange | None", part: Tensor | None, out: Tensor, stream, squared: int) -> None:
+    """The residual stream after the sum of the ranks' parts [R, C] to out [R, C], and the first half of its next norm.
+
+    stream: a `ResidualStream`. squared: columns whose squares are added up together. Without an exchange `part`
+    is the sum already; without a part the product before this launch sends it.
+    """
+    step = len(out) if exchange is None or part is None else exchange.words // out.shape[1]
+    for begin in range(0, len(out), max(step, 1)):
+        rows = slice(begin, begin + step)
+        residual, weight, offset, scaled, squares = stream
+        behind = residual[rows], weight, offset, scaled[rows], squares[rows]
+        launch(exchange, part if part is None else part[rows], out[rows], behind, squared)
+
+
+def launch(
+    exchange: "Exchange | None", part: Tensor | None, out: Tensor, stream=None, squared: int = 1, *, send: bool = True,
+    receive: bool = True, block: int | None = None,
+) -> None:  # fmt: skip
+    """Run the kernel on parts [R, C] of at most ``exchange.words`` numbers; arguments as of `all_reduce_add`.
+
+    send, receive: each rank does both, but one process that plays all ranks first sends as each. block: a power of two,
+    at least `squared`, which changes no bit.
+    """
+    (rows, size), early = out.shape, dependent_launch.available(out)
+    processors = _processors(out.device)
+    block = max(block or block_for(rows, size, processors), squared)
+    rank, ranks, slots, peers, state, late, words = 0, 1, None, None, None, None, 0
+    if exchange is not None:
+        rank, ranks, words = exchange.rank, exchange.ranks, exchange.words
+        slots, peers, state, late = exchange.slots, exchange.peers, exchange.state, exchange.late
+    residual, norm, offset, scaled, squares = stream or (None, None, 0.0, None, None)
+    all_reduce_kernel[(min(rows * -(-size // block), processors),)](
+        part, slots, peers, state, late, residual, norm, out, scaled, squares,
+        rank, rows, size, 0 if residual is None else residual.stride(0), offset, words,
+        RANKS=ranks, BLOCK=block, SQUARED=squared, SEND=send and ranks > 1 and part is not None, RECEIVE=receive,
+        PDL=early, ON_GPU=out.is_cuda, num_warps=min(max(block // 128, 1), 16),
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+
+
+def block_for(rows: int, size: int, processors: int) -> int:
+    """The smallest block for which each multiprocessor gets at most one, if there is one."""
+    block = SMALLEST_BLOCK
+    while block < LARGEST_BLOCK and rows * -(-size // block) > processors:
+        block *= 2
+    return block
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """How many programs surely run at the same time."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,8 +1,8 @@
-"""RMSNorm of groups of entries, with the gate before or behind it, in one small kernel.
+"""RMSNorm of groups of entries, with the gate before or after it, in one small kernel.
 
-Import this module only where Triton is installed. A program takes a group of a row, so that a row has the same bits
-beside any others. The kernel knows nothing of strides and alignment: Triton would otherwise choose another layout, and
-so another order of a sum, for rows that lie elsewhere.
+Import this module only where Triton is installed. A program takes a group of a row, so that other rows do not change a
+row's bits. The kernel knows nothing of strides and alignment: Triton would otherwise choose another layout, and so
+another order of a sum, for rows that lie elsewhere.
 """
 
 import torch
@@ -25,7 +25,7 @@ def gated_rms_norm(
     """RMSNorm of each `size` entries of x [..., C], times the activation of the gate -> [..., C] of the weight's dtype.
 
     gate: as many entries as x, in the same order, of any shape whose last dimension is a multiple of `size`. weight
-    [C]. activation: a key of `ACTIVATIONS`. gate_first: the gate comes before the norm (Mamba-2), otherwise behind it
+    [C]. activation: a key of `ACTIVATIONS`. gate_first: the gate comes before the norm (Mamba-2), otherwise after it
     (Gated DeltaNet). round_first: the norm is rounded before it is multiplied by the weight, and the product, too.
     Computed in float32. ValueError for a weight of another size.
     """

@@ -122,5 +122,5 @@ def _add_rms_norm(
 _rms_norm_of_heads = triton.jit(
     _add_rms_norm.fn, do_not_specialize=["stride_x", "stride_h", "heads"], do_not_specialize_on_alignment=["x"]
 )
-"""Heads of one token alone may lie at another address than those of many: in a copy, or where a product has put them.
-So this kernel knows nothing of strides and alignment, by which Triton would choose another order of a sum."""
+"""Heads of a single token may lie at another address than those of many: in a copy, or where a product has put them. So
+this kernel knows nothing of strides and alignment, for which Triton would choose another order of a sum."""

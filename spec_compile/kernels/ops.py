@@ -1,4 +1,4 @@
-"""Every op's plain-PyTorch meaning, which is also what runs (under Inductor) on a CPU.
+"""The plain-PyTorch meaning of every op, which also runs (under Inductor) on a CPU.
 
 Shapes: B rows, N tree nodes or chunk tokens, H query heads, Hkv key-value heads, G = H / Hkv, S cache slots, D head
 size.
@@ -6,10 +6,18 @@ size.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node that calls an op, by the names of the op's schema, defaults included."""
+    schema = node.target._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return {**defaults, **dict(zip((argument.name for argument in schema), node.args)), **node.kwargs}
 
 
 @torch.library.custom_op("spec_compile::attention", mutates_args=())
@@ -25,7 +33,7 @@ def attention(
     chunk: int | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention over a whole sequence; what capture sees in place of a model's own attention.
+    """Causal attention over a whole sequence, which capture puts in place of a model's own attention.
 
     q [B, H, T, Dk], k [B, Hkv, T, Dk], v [B, Hkv, T, Dv] -> [B, T, H, Dv]. `layer` only labels the node. The others
     are as in `attention.call.Call`.
@@ -82,17 +90,22 @@ def tree_mask(
     chunk: int | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """What the nodes of a block see of the cache: 0, or minus infinity, [B, 1, group * N, max_kv_len]. With slopes [H]
-    it is their `alibi` in place of 0, [B, H / group, group * N, max_kv_len].
+    """The mask of a block's nodes over the cache, [B, 1, group * N, max_kv_len]: 0 for visible slots, else minus
+    infinity. With slopes [H] it is their `alibi` in place of 0, [B, H / group, group * N, max_kv_len].
 
-    positions [B, N]: of the block's tokens. lengths [B]: committed slots of each row, all of them visible; the block
-    lies behind them. ancestors [B, N] int64: bit j of node i says that i sees block token j; None means a causal
-    chain. max_kv_len: slots that may hold anything visible. window: how far back a position sees, itself included.
+    positions: [B, N]; of the block's tokens.
+    lengths: [B]; committed slots of each row, all of them visible; the block lies in the slots after them.
+    ancestors: [B, N] int64; bit j of node i says that i sees block token j; None means a causal chain.
+    max_kv_len: slots that may hold anything visible.
+    window: how far back a position sees, itself included.
     chunk: positions see those with the same position // chunk.
+
+    lengths = [3], ancestors = [[0b001, 0b011, 0b101]] with 6 slots: node 0 sees slots 0 to 3, node 1 slots 0 to 4,
+    node 2 slots 0 to 3 and 5.
     """
     nodes = positions.shape[1]
     slot = torch.arange(max_kv_len, device=positions.device)
-    index = slot - lengths[:, None]  # a slot's place in the block; negative: committed
+    index = slot - lengths[:, None]  # a slot's number in the block; negative: committed
     inside = (index >= 0) & (index < nodes)
     index = index.clamp(0, nodes - 1)
     if ancestors is None:
@@ -233,7 +246,7 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 NGRAM_HOMES: dict[int, Callable[..., None]] = {}
-"""What answers `ngram_propose`, by handle: a function of (streams, tokens, committed, and the four outputs)."""
+"""The functions that answer `ngram_propose`, by handle: of (streams, tokens, committed, and the four outputs)."""
 
 
 @torch.library.custom_op("spec_compile::ngram_propose", mutates_args=())

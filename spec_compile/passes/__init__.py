@@ -30,11 +30,12 @@ from .use_tree_attention import use_tree_attention
 
 @dataclass(frozen=True)
 class Settings:
-    """What the passes are asked for.
+    """Options of the passes.
 
-    merge_linears: one matrix product for linear layers of one input. taps: hidden states to return after the logits,
-    numbered as transformers' ``hidden_states`` (0 the embeddings, i the residual stream after layer i; -1 what the
-    output head multiplies). attention: what the graph wants of its attention backend, and by its role what it is for.
+    merge_linears: True for one matrix product for linear layers of one input.
+    taps: hidden states to return after the logits, numbered as transformers' ``hidden_states`` (0 the embeddings, i the
+        residual stream after layer i; -1 the input of the output head).
+    attention: requirements on the attention backend; its role says what the graph is for.
     ranks: the processes that share the graph's weights.
     """
 
@@ -45,7 +46,7 @@ class Settings:
 
     @property
     def purpose(self) -> str:
-        """What the graph is for: to "verify" trees, to "prefill" caches, or to "draft"."""
+        """The use of the graph: to "verify" trees, to "prefill" caches, or to "draft"."""
         return self.attention.role
 
 
@@ -54,12 +55,12 @@ PIPELINE = [
     use_small_m_linears, fuse_swiglu, fuse_rotary, fuse_qk_norms, fuse_gated_norms, fuse_l2_norms, fuse_norms,
     order_sums, fuse_residuals, fuse_append,
 ]  # fmt: skip
-"""What `speculate` runs; `backend.PIPELINE` is what ``torch.compile(backend="spec")`` runs on a single forward."""
+"""The passes of `speculate`; `backend.PIPELINE` has those of ``torch.compile(backend="spec")``."""
 check_order(PIPELINE)
 
 
 def runnable(graph: ModelGraph, ranks: Alone) -> ModelGraph:
-    """A captured graph as every rank can run it: one whose parameters are spread over the ranks is shared out."""
+    """A captured graph that every rank can run: if its parameters are spread over the ranks, it is sharded."""
     is_spread = any(isinstance(parameter, DTensor) for parameter in graph.gm.parameters())
     return run(graph, Settings(ranks=ranks), [tidy, shard]) if is_spread else graph
 

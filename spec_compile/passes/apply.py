@@ -17,12 +17,12 @@ def comes_after(*names: str) -> Callable[[Callable], Callable]:
 
 
 def has_few_rows_on_gpu(graph, settings) -> bool:
-    """Whether a graph of 16 bits runs on a GPU and verifies or drafts, so that small kernels of ours pay."""
+    """True if a graph of 16 bits runs on a GPU and verifies or drafts, so that small kernels of ours pay."""
     return settings.purpose != "prefill" and graph.dtype in HALF and graph.device.type == "cuda"
 
 
 def check_order(pipeline: Iterable[Callable]) -> None:
-    """ValueError if a pass stands before one that it `comes_after`, or without it."""
+    """ValueError if a pass has no pass before it that it `comes_after`."""
     names: list[str] = []
     for rewrite in pipeline:
         missing = [name for name in getattr(rewrite, "comes_after", ()) if name not in names]
@@ -34,8 +34,9 @@ def check_order(pipeline: Iterable[Callable]) -> None:
 def apply(graph, settings, pipeline: Iterable[Callable], keep_code: bool = False, on_report: Callable | None = None):
     """Run every pass ``fn(graph, settings) -> summary`` on ``graph.gm``, in place, and fill ``graph.log`` anew.
 
-    graph: a `ModelGraph` or a `passes.forward.graph.ForwardGraph`. keep_code: whether reports hold the readable graph.
-    on_report: is given each report.
+    graph: a `ModelGraph` or a `passes.forward.graph.ForwardGraph`.
+    keep_code: True if reports hold the readable graph.
+    on_report: called with each report.
     """
     graph.log.clear()
     for rewrite in pipeline:

@@ -8,18 +8,18 @@ from torch import fx
 from ..graph import ModelGraph
 from ..kernels import linear
 from ..kernels.attention.call import ROTATION
-from ..kernels.linear import append
+from ..kernels.linear.product_ops import lack_of_append
 from .apply import comes_after
 from .fuse_rotary import rotating
+from .nodes import swaps_heads
 
-aten, ops = torch.ops.aten, torch.ops.spec_compile
-NORMED = ops.normed_matmul.default
+aten = torch.ops.aten
 
 
 @comes_after("merge_linears", "fuse_qk_norms", "fuse_residuals")
 def fuse_append(graph: ModelGraph, settings) -> str:
     """Where an attention call rotates queries and keys, and these and the values are heads of one product that nothing
-    else reads, put `small_m_append`. The call then finds the block in the cache.
+    else reads, put `product_to_heads`. The call then finds the block in the cache.
 
     Only in a graph that verifies, which has as few rows as the kernel takes.
     """
@@ -29,7 +29,7 @@ def fuse_append(graph: ModelGraph, settings) -> str:
         product = _product_of(node)
         if product is not None:
             q, v = (node.kwargs[name].meta["val"] for name in ("q", "v"))
-            lack = append.lack(q.shape[3], v.shape[3], node.kwargs.get("q_norm") is not None)
+            lack = lack_of_append(q.shape[3], v.shape[3], node.kwargs.get("q_norm") is not None)
             if node.kwargs.get("scales") is not None:
                 lack = "scales of keys and values"
             if lack is None:
@@ -54,12 +54,12 @@ def _product_of(node: fx.Node) -> fx.Node | None:
     if split.target != aten.split_with_sizes.default or len(split.args[1]) != 3 or len(split.users) != 3:
         return None
     product = split.args[0]
-    return product if product.target in (linear.SMALL_M.op, NORMED) and len(product.users) == 1 else None
+    return product if linear.ends_plainly(product) and len(product.users) == 1 else None
 
 
 def _part(x: fx.Node) -> fx.Node | None:
     """The part [B, N, H * D] of a split of which x [B, H, N, D] is the heads, if only x reads it."""
-    if x.target != aten.transpose.int or {dim % 4 for dim in x.args[1:]} != {1, 2}:
+    if not swaps_heads(x):
         return None
     view = x.args[0]
     if view.target not in VIEWS or view.meta["val"].dim() != 4:
@@ -74,16 +74,11 @@ VIEWS = {aten.view.default, aten.reshape.default, aten.unflatten.int}
 
 def _join(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
     call = node.kwargs
-    if product.target == NORMED:
-        x, squares, weight, bias, rms_eps = product.args[:5]
-    else:
-        x, weight, bias = product.args[:3]
-        squares, rms_eps = None, 0.0
-    ends = *(call.get(name) for name in ("cos", "sin", "q_norm", "k_norm")), call.get("eps", 0.0), call.get("offset")
+    end = {name: call.get(name) for name in ("cos", "sin", "q_norm", "k_norm", "key_cache", "value_cache", "lengths")}
+    end |= {"head_eps": call.get("eps", 0.0), "head_offset": call.get("offset")}
     with graph.inserting_before(node):
-        arguments = x, weight, bias, squares, rms_eps, *ends, call["key_cache"], call["value_cache"], call["lengths"]
-        arguments += linear.packing_of(product)
-        heads = graph.call_function(linear.APPENDS, arguments)
+        operands = *product.args[:2], linear.bias_of(product)
+        heads = graph.call_function(linear.TO_HEADS, operands, {**product.kwargs, **end})
         queries = graph.call_function(aten.transpose.int, (heads, 1, 2))
     heads.meta = {**product.meta, "val": call["q"].args[0].meta["val"]}
     queries.meta = dict(call["q"].meta)

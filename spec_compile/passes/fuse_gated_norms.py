@@ -84,7 +84,7 @@ def match_gated_norm(graph: ModelGraph, root: fx.Node) -> GatedNorm | None:
 
 
 def _gated(product: fx.Node) -> tuple[fx.Node, fx.Node | None, str]:
-    """What a product multiplies by the activation of a gate in float32, the gate, and its activation."""
+    """x, the gate and its activation, of a product of x and the activation of a gate in float32; gate None: no gate."""
     if product.target == aten.mul.Tensor:
         for x, gate in (product.args, product.args[::-1]):
             if isinstance(gate, fx.Node) and gate.target in GATES and gate.args[0].target in CASTS:
@@ -104,7 +104,7 @@ def _weight(graph: ModelGraph, product: fx.Node, is_rounded: bool) -> fx.Node | 
 
 
 def _origin(node: fx.Node, size: int = 1) -> fx.Node:
-    """What a node is a reshape of, as long as its last dimension is a multiple of `size`."""
+    """The node that a node is a reshape of, as long as its last dimension is a multiple of `size`."""
     while node.target == aten.reshape.default and node.args[0].meta["val"].shape[-1] % size == 0:
         node = node.args[0]
     return node

@@ -28,7 +28,7 @@ def fuse_l2_norms(graph: ModelGraph, settings) -> str:
 
 
 def _fuse(graph: fx.Graph, q: fx.Node, k: fx.Node) -> bool:
-    """Put the kernel's op in the place of both norms; whether they are norms that it computes."""
+    """Put the kernel's op in the place of both norms. Returns True if they are norms that it computes."""
     scale, normed = _scaled(q)
     norms = [_match(each) for each in (normed, k)]
     if None in norms or norms[0][1] != norms[1][1] or norms[0][0].meta["val"].shape != norms[1][0].meta["val"].shape:

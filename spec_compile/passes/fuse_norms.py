@@ -8,6 +8,7 @@ from torch import fx
 
 from ..graph import ModelGraph, attribute, calls
 from .apply import comes_after, has_few_rows_on_gpu
+from .nodes import calls_op
 
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.type_as.default}
@@ -57,29 +58,31 @@ def match_norm(graph: ModelGraph, root: fx.Node) -> Norm | None:
 
 
 def root_mean_square(root: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
-    """What is divided by its root mean square, of which `root` is the reciprocal, the eps, and the quotient."""
+    """(x, eps, quotient) of x over its root mean square, of which `root` is the reciprocal; None if it is not that."""
     shifted = root.args[0]
-    mean, eps = shifted.args if _is(shifted, aten.add.Tensor) else (None, None)
-    square = mean.args[0] if _is(mean, aten.mean.dim) and mean.args[1:] == ([-1], True) else None
-    if not isinstance(eps, float) or not _is(square, aten.pow.Tensor_Scalar) or square.args[1] != 2:
+    mean, eps = shifted.args if calls_op(shifted, aten.add.Tensor) else (None, None)
+    square = mean.args[0] if calls_op(mean, aten.mean.dim) and mean.args[1:] == ([-1], True) else None
+    if not isinstance(eps, float) or not calls_op(square, aten.pow.Tensor_Scalar) or square.args[1] != 2:
         return None
     wide, scaled = square.args[0], only_user(root)
-    return (wide, eps, scaled) if _is(scaled, aten.mul.Tensor) and wide in scaled.args else None
+    return (wide, eps, scaled) if calls_op(scaled, aten.mul.Tensor) and wide in scaled.args else None
 
 
 def _shifted(factor) -> tuple[fx.Node | None, float]:
     """Weight and offset of a factor ``weight.float() + offset``."""
     weight, offset = factor, 0.0
-    if _is(factor, aten.add.Tensor) and isinstance(factor.args[1], float):
+    if calls_op(factor, aten.add.Tensor) and isinstance(factor.args[1], float):
         weight, offset = factor.args
     return (weight.args[0] if _is_cast(weight, torch.float32) else weight), offset
 
 
 def _fuse(graph: ModelGraph, norm: Norm) -> bool:
-    """Put the kernel's op in the norm's place; whether it also adds."""
+    """Put the kernel's op in the norm's place. Returns True if it also adds."""
     x, weight, eps, offset, out = norm
     new, ops = graph.gm.graph.call_function, torch.ops.spec_compile
-    adds = _is(x, aten.add.Tensor) and not x.kwargs and all(_is_rows(graph, part, x.meta["val"]) for part in x.args)
+    adds = (
+        calls_op(x, aten.add.Tensor) and not x.kwargs and all(_is_rows(graph, part, x.meta["val"]) for part in x.args)
+    )
     with graph.gm.graph.inserting_before(x if adds else out):
         if adds:
             weight = graph.gm.graph.get_attr(weight.target)  # the norm's own node may come later
@@ -101,14 +104,10 @@ def only_user(node) -> fx.Node | None:
 
 def _other(product, factor: fx.Node):
     """By what a product multiplies `factor`."""
-    if not _is(product, aten.mul.Tensor):
+    if not calls_op(product, aten.mul.Tensor):
         return None
     a, b = product.args
     return b if a is factor else a
-
-
-def _is(node, target) -> bool:
-    return isinstance(node, fx.Node) and node.target == target
 
 
 def _is_cast(node, dtype: torch.dtype) -> bool:

@@ -7,6 +7,7 @@ from ..graph import ModelGraph, calls
 from .apply import comes_after
 from .fuse_norms import Norm, match_norm
 from .fuse_rotary import rotating
+from .nodes import swaps_heads
 
 aten = torch.ops.aten
 
@@ -31,17 +32,13 @@ def fuse_qk_norms(graph: ModelGraph, settings) -> str:
 
 def _norm_of(x: fx.Node, norms: dict[fx.Node, Norm]) -> Norm | None:
     """The norm over the last dimension that x [B, H, T, D] comes out of, maybe before heads and tokens were swapped."""
-    return norms.get(x.args[0] if _is_swap(x) else x)
+    return norms.get(x.args[0] if swaps_heads(x) else x)
 
 
 def _before(x: fx.Node, norm: Norm) -> fx.Node:
     """x as it would be without the norm."""
-    if not _is_swap(x):
+    if not swaps_heads(x):
         return norm.x
     swap = x.graph.call_function(x.target, (norm.x, *x.args[1:]))
     swap.meta = dict(x.meta)
     return swap
-
-
-def _is_swap(x: fx.Node) -> bool:
-    return x.target == aten.transpose.int and {dim % 4 for dim in x.args[1:]} == {1, 2}

@@ -1,4 +1,4 @@
-"""fuse_residuals: on a GPU the residual stream and the norm behind it join the products that end and begin there."""
+"""fuse_residuals: on a GPU the residual stream and the norm after it join the products that end and begin there."""
 
 import operator
 
@@ -7,6 +7,7 @@ from torch import fx
 
 from ..graph import ModelGraph, calls
 from ..kernels import linear
+from ..kernels.ops import arguments_of
 from .apply import comes_after
 
 ops = torch.ops.spec_compile
@@ -14,12 +15,12 @@ ops = torch.ops.spec_compile
 
 @comes_after("fuse_swiglu", "fuse_norms")
 def fuse_residuals(graph: ModelGraph, settings) -> str:
-    """Where a product is added to the residual stream and normed for the next one, put `small_m_add` and
-    `normed_matmul` or `normed_swiglu`, so that the norm needs no kernel.
+    """Where a product is added to the residual stream and normed for the next one, put `product_to_stream`, and give
+    the next `product` the sums of squares, so that the norm needs no kernel.
 
-    Only in bfloat16, because the first half of a norm may leave the range of float16. What else reads the normed
-    stream, as a hidden state that a draft taps does, gets a norm for itself. Where the ranks of tensor parallelism sum
-    their products before the addition, it is `small_m_all_reduce_add`.
+    Only in bfloat16, because the first half of a norm may leave the range of float16. Other readers of the normed
+    stream, such as a draft that taps a hidden state, get a norm of their own. If the ranks of tensor parallelism sum
+    their products before the addition, `product_to_stream` does it.
     """
     joined, fits = 0, graph.dtype == torch.bfloat16 and graph.device.type == "cuda"
     for both in calls(graph.gm, ops.add_rms_norm.default) if fits else []:
@@ -33,11 +34,11 @@ def fuse_residuals(graph: ModelGraph, settings) -> str:
 
 
 def _product_and_residual(both: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """The summand that is a product for this sum alone, or what ranks sum of one, and the other summand."""
+    """The summand that is a product which only this sum reads, or the sum of ranks of one, and the other summand."""
     for summand, residual in (both.args[:2], both.args[1::-1]):
         product = _product(summand)
         alone = len(product.users) == len(summand.users) == 1
-        if product.target == linear.SMALL_M.op and alone and summand is not residual:
+        if linear.ends_plainly(product) and alone and summand is not residual:
             return summand, residual
     return None, None
 
@@ -48,32 +49,25 @@ def _product(summand: fx.Node) -> fx.Node:
 
 
 def _begins(user: fx.Node, normed: fx.Node) -> bool:
-    """Whether a node is a product of the normed stream."""
-    return user.target in (linear.SMALL_M.op, linear.SMALL_M.swiglu) and user.args[0] is normed
+    """True if a node is a product of the normed stream."""
+    return user.target == linear.PRODUCT and user.args[0] is normed
 
 
 def _join(graph: fx.Graph, both: fx.Node, summand: fx.Node, residual: fx.Node, parts: dict, readers: list) -> None:
-    _, _, weight, eps, offset = both.args
-    product = _product(summand)
-    op, group = (ops.small_m_add, ()) if product is summand else (ops.small_m_all_reduce_add, summand.args[1:])
+    norm, product = arguments_of(both), _product(summand)
+    weight, eps, offset = norm["weight"], norm["eps"], norm["offset"]
+    end = {"residual": residual, "norm_weight": weight, "offset": offset or 0.0}
+    if product is not summand:
+        end["group_name"] = arguments_of(summand)["group_name"]
     with graph.inserting_before(both):
-        arguments = *product.args[:2], linear.bias_of(product), residual, weight, offset or 0.0, *group
-        arguments += linear.packing_of(product)
-        ended = graph.call_function(op.default, arguments)
+        operands = *product.args[:2], linear.bias_of(product)
+        ended = graph.call_function(linear.TO_STREAM, operands, {**product.kwargs, **end})
         ended.meta = {key: value for key, value in product.meta.items() if key != "val"}
         stream, scaled, squares = (graph.call_function(operator.getitem, (ended, index)) for index in range(3))
     stream.meta = dict(product.meta)
     for reader in readers:
-        with graph.inserting_before(reader):
-            if reader.target == linear.SMALL_M.op:
-                arguments = scaled, squares, reader.args[1], linear.bias_of(reader), eps, *linear.packing_of(reader)
-                new = graph.call_function(ops.normed_matmul.default, arguments)
-            else:
-                arguments = scaled, squares, reader.args[1], eps, *linear.packing_of(reader)
-                new = graph.call_function(ops.normed_swiglu.default, arguments)
-        new.meta = dict(reader.meta)
-        reader.replace_all_uses_with(new)
-        graph.erase_node(reader)
+        reader.args = scaled, *reader.args[1:]
+        reader.kwargs = {**reader.kwargs, "squares": squares, "eps": eps}
     if parts[1].users:
         with graph.inserting_before(parts[1]):
             apart = graph.call_function(ops.rms_norm.default, (stream, weight, eps, offset))

@@ -6,6 +6,7 @@ from torch import fx
 from ..graph import ModelGraph
 from ..kernels import HALF, attention
 from .apply import comes_after
+from .nodes import calls_op
 
 aten = torch.ops.aten
 
@@ -36,11 +37,15 @@ def rotating(graph: ModelGraph, settings) -> list[fx.Node]:
 def _rotation(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     """x [B, H, T, D], cos and sin [B, T, D] of ``x * cos[:, None] + cat([-x2, x1], -1) * sin[:, None]``, if it is that
     and all are of one dtype."""
-    if node.target != aten.add.Tensor or not all(_is(part, aten.mul.Tensor) for part in node.args):
+    if node.target != aten.add.Tensor or not all(calls_op(part, aten.mul.Tensor) for part in node.args):
         return None
     straight, turned = node.args
     (x, cos), (halves, sin) = straight.args, turned.args
-    if not (_is(cos, aten.unsqueeze.default) and _is(sin, aten.unsqueeze.default) and _is(halves, aten.cat.default)):
+    if not (
+        calls_op(cos, aten.unsqueeze.default)
+        and calls_op(sin, aten.unsqueeze.default)
+        and calls_op(halves, aten.cat.default)
+    ):
         return None
     if cos.args[1] != 1 or sin.args[1] != 1 or not _are_halves(x, halves):
         return None
@@ -52,17 +57,13 @@ def _rotation(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
 
 
 def _are_halves(x: fx.Node, cat: fx.Node) -> bool:
-    """Whether `cat` is x with its halves swapped, the second, now first, negated."""
+    """True if `cat` is x with its halves swapped, the second, now first, negated."""
     parts, dim = (*cat.args, 0)[:2]
     half = x.meta["val"].shape[3] // 2
-    if dim not in (-1, 3) or len(parts) != 2 or not _is(parts[0], aten.neg.default):
+    if dim not in (-1, 3) or len(parts) != 2 or not calls_op(parts[0], aten.neg.default):
         return False
     ends = parts[0].args[0], parts[1]
-    if not all(_is(end, aten.slice.Tensor) and end.args[0] is x and end.args[1] in (-1, 3) for end in ends):
+    if not all(calls_op(end, aten.slice.Tensor) and end.args[0] is x and end.args[1] in (-1, 3) for end in ends):
         return False
     (_, _, begin, _), (_, _, start, stop) = (end.args for end in ends)
     return (begin, start, stop) == (half, 0, half) and ends[0].meta["val"].shape[3] == half
-
-
-def _is(node, target) -> bool:
-    return isinstance(node, fx.Node) and node.target == target

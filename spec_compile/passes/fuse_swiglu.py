@@ -5,7 +5,7 @@ import operator
 import torch
 
 from ..graph import ModelGraph, calls
-from ..kernels.linear import gated_op, packing_of
+from ..kernels.linear import PRODUCT, bias_of, ends_plainly
 from .apply import comes_after
 
 aten = torch.ops.aten
@@ -13,14 +13,14 @@ aten = torch.ops.aten
 
 @comes_after("use_small_m_linears")
 def fuse_swiglu(graph: ModelGraph, settings) -> str:
-    """Replace ``silu(a) * b``, with a and b the halves of one product, by the op of its form that takes the gate."""
+    """Replace ``silu(a) * b``, with a and b the halves of one product, by that product with a gate."""
     joined = 0
     for product in calls(graph.gm, aten.mul.Tensor):
         for activated, up in (product.args, product.args[::-1]):
             source = _halves(activated, up)
             if source is not None:
                 with graph.gm.graph.inserting_before(product):
-                    fused = graph.gm.graph.call_function(gated_op(source), (*source.args[:2], *packing_of(source)))
+                    fused = graph.gm.graph.call_function(PRODUCT, source.args, {**source.kwargs, "gated": True})
                 fused.meta = dict(source.meta)
                 product.replace_all_uses_with(fused)
                 graph.gm.graph.erase_node(product)
@@ -30,7 +30,7 @@ def fuse_swiglu(graph: ModelGraph, settings) -> str:
 
 
 def _halves(activated, up):
-    """The product whose halves these are, the first through silu, if there is one and its form takes the gate."""
+    """The product whose halves these are, the first through silu, if there is one and it takes a gate."""
     if not all(isinstance(node, torch.fx.Node) for node in (activated, up)) or activated.target != aten.silu.default:
         return None
     gate = activated.args[0]
@@ -42,4 +42,4 @@ def _halves(activated, up):
     source, sizes = split.args[0], split.args[1]
     if len(sizes) != 2 or sizes[0] != sizes[1] or len(activated.users) > 1 or len(split.users) > 2:
         return None
-    return source if gated_op(source) else None
+    return source if ends_plainly(source) and bias_of(source) is None else None

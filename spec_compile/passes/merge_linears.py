@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..graph import ModelGraph, attribute
 from ..kernels.linear import PLAIN, linear_layers, operands_of, quantised, quantised_layers, with_operands
+from ..kernels.ops import arguments_of
 from .apply import comes_after
 from .products import output_sizes, put_product
 
@@ -38,7 +39,8 @@ def merge_linears(graph: ModelGraph, settings) -> str:
         if _is_private(graph, node, uses):
             operands = operands_of(node)
             dtype = attribute(graph.gm, operands[0].target).dtype
-            groups[node.args[0], node.target, len(operands), dtype, node.args[3:]].append(node)
+            kind = "" if node.target is PLAIN else arguments_of(node)["kind"]
+            groups[node.args[0], node.target, len(operands), dtype, kind].append(node)
     alike = [group for group in groups.values() if len(group) > 1 and _fits(graph.gm, group)]
     merged = [group for group in alike if not _is_apart(graph.gm, group)]
     for number, group in enumerate(merged):
@@ -54,7 +56,7 @@ _apart = WeakIdKeyDictionary()
 
 
 def _is_apart(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
-    """Whether merging would move a parameter that a graph reads where it lies."""
+    """True if merging would move a parameter that a graph reads where it lies."""
     for dim, parameters in _operands(gm, group):
         if any(map(_apart.get, parameters)) and _joined(parameters, dim) is None:
             return True
@@ -62,28 +64,33 @@ def _is_apart(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
 
 
 def _operands(gm: fx.GraphModule, group: list[fx.Node]) -> list[tuple[int, list[Tensor]]]:
-    """Of each operand, the dimension of outputs, and the parameters of all layers."""
+    """For each operand the dimension of outputs, and the parameters of all layers."""
     first = group[0]
-    dims = () if first.target is PLAIN else quantised.layout_of(first.args[3]).dims[: len(first.args[1])]
+    dims = () if first.target is PLAIN else _layout(first).dims[: len(arguments_of(first)["parts"])]
     parameters = [[attribute(gm, operand.target) for operand in operands] for operands in zip(*map(operands_of, group))]
     return list(itertools.zip_longest(dims, parameters, fillvalue=0))
 
 
 def _fits(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
-    """Whether the outputs of layers can lie one behind the other, so that no block with a scale of its own is cut."""
+    """True if the outputs of layers can follow each other, so that no block with a scale of its own is cut."""
     if group[0].target is PLAIN:
         return True
-    layout = quantised.layout_of(group[0].args[3])
+    layout = _layout(group[0])
     if not layout.merges or any(size % layout.step for size in output_sizes(group)[:-1]):
         return False
-    return layout.fits([[attribute(gm, part.target) for part in node.args[1]] for node in group])
+    return layout.fits([[attribute(gm, part.target) for part in arguments_of(node)["parts"]] for node in group])
+
+
+def _layout(node: fx.Node) -> quantised.WeightLayout:
+    """The layout of a quantised layer."""
+    return quantised.layout_of(arguments_of(node)["kind"])
 
 
 def _is_private(graph: ModelGraph, node: fx.Node, uses: dict[str, int]) -> bool:
     for operand in operands_of(node):
         if operand.op != "get_attr" or uses[operand.target] != 1 or operand.target == graph.head_weight:
             return False
-        if type(attribute(graph.gm, operand.target).data) is not Tensor:  # quantised, sharded: left alone
+        if type(attribute(graph.gm, operand.target).data) is not Tensor:  # quantised, sharded: not merged
             return False
     return True
 

@@ -7,6 +7,7 @@ from ..graph import ModelGraph, calls
 from ..kernels import HALF
 from .apply import comes_after, has_few_rows_on_gpu
 from .fuse_norms import CASTS
+from .nodes import replace_node
 
 aten, ops = torch.ops.aten, torch.ops.spec_compile
 LONGEST = 1024
@@ -30,11 +31,11 @@ def order_sums(graph: ModelGraph, settings) -> str:
             if node.args[2:] == (True,):
                 new.meta["val"] = node.meta["val"].squeeze(-1)
                 new = graph.gm.graph.call_function(aten.unsqueeze.default, (new, -1))
-        _replace(node, new)
+        replace_node(node, new)
     for node in products:
         with graph.gm.graph.inserting_before(node):
             new = graph.gm.graph.call_function(ops.linear_float32.default, tuple(map(_before_cast, node.args)))
-        _replace(node, new)
+        replace_node(node, new)
     return f"{len(sums)} sums and {len(products)} products in float32 ordered"
 
 
@@ -44,18 +45,12 @@ def _is_short(node: fx.Node) -> bool:
 
 
 def _is_float32(node: fx.Node) -> bool:
-    """Whether it is a linear layer in float32 without a bias."""
+    """True if it is a linear layer in float32 without a bias."""
     x = node.args[0].meta.get("val")
     return len(node.args) == 2 and x is not None and x.dtype == torch.float32
 
 
 def _before_cast(node: fx.Node) -> fx.Node:
-    """What a node casts from 16 bits, if it does."""
+    """The input of a cast from 16 bits; any other node itself."""
     before = node.args[0].meta.get("val") if node.target in CASTS else None
     return node if before is None or before.dtype not in HALF else node.args[0]
-
-
-def _replace(node: fx.Node, new: fx.Node) -> None:
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    node.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Products of a captured graph with its parameters, and what passes ask of any node: its op's name, its shape."""
+"""Products of a captured graph with its parameters."""
 
 import operator
 from collections.abc import Callable
@@ -10,13 +10,14 @@ from torch import fx
 from ..kernels import experts
 
 aten = torch.ops.aten
-SAME = {"alias", "clone", "contiguous", "copy_", "detach", "dropout", "to", "_to_copy", "type_as"}
-"""ATen ops that keep the shape."""
 
 
-class Product(NamedTuple):
-    """A node that multiplies by a parameter. dims: the parameter's dimensions of what goes in and what comes out.
-    blocks: equal stretches of the latter, of each of which a column of the result is made, as of gate and up."""
+class WeightProduct(NamedTuple):
+    """A node that multiplies by a parameter.
+
+    dims: the parameter's dimensions of inputs and of outputs.
+    blocks: equal stretches of the outputs, such as gate and up, from each of which a column of the result is made.
+    """
 
     node: fx.Node
     weight: fx.Node
@@ -25,29 +26,15 @@ class Product(NamedTuple):
     blocks: int = 1
 
 
-def product_of(node: fx.Node) -> Product | None:
+def product_of(node: fx.Node) -> WeightProduct | None:
     """The product with a parameter that a node is: a linear layer, or one of the two of experts."""
     if node.target is aten.linear.default and node.args[1].op == "get_attr":
-        return Product(node, node.args[1], node.args[2] if len(node.args) > 2 else None, (1, 0))
+        return WeightProduct(node, node.args[1], node.args[2] if len(node.args) > 2 else None, (1, 0))
     if node.target in (experts.UP, experts.DOWN):
         kind, parts = experts.format_of(node.args[-1]), experts.parts_of(node)
         blocks = 1 if kind.gate == "none" or kind.interleaved else 2
-        return Product(node, parts[0], kind.bias(parts), (1, 2) if kind.transposed else (2, 1), blocks)
+        return WeightProduct(node, parts[0], kind.bias(parts), (1, 2) if kind.transposed else (2, 1), blocks)
     return None
-
-
-def name_of(node: fx.Node) -> str:
-    """The name of the op that a node calls, without namespace and overload."""
-    schema = getattr(node.target, "_schema", None)
-    return schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in SAME
-
-
-def shape_of(node: fx.Node) -> torch.Size:
-    return node.meta["val"].shape
 
 
 def output_sizes(products: list[fx.Node]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Row invariance: which parts of a verify graph may give a row other bits when other rows are beside it.
+"""Row invariance: parts of a verify graph in which other rows may change a row's bits.
 
 A part is invariant if it is known to be: it stands in a list below, or a kernel of ours computes it in one order. All
 else is reported, because a library may choose another order of summation for another number of rows.
@@ -17,11 +17,11 @@ from ..graph import ModelGraph, attribute, calls, owner
 from ..kernels import HALF, experts, ops
 from ..kernels.attention.call import TARGETS
 from ..kernels.attention.tail_tiles import tail_tiles
-from ..kernels.linear import LINEARS, PLAIN, packing_of, small_m, weight_of
+from ..kernels.linear import LINEARS, PLAIN, small_m, weight_of
 from ..kernels.recurrence import advance_or_look, clamp_in_prompt, launch, walk_of
 
 INVARIANT_BACKEND = "triton"
-"""The attention backend that sums the keys of a node in an order which its position alone decides."""
+"""The attention backend that sums the keys of a node in an order which only its position decides."""
 MOVES = {
     "alias", "as_strided", "cat", "chunk", "clone", "concatenate", "contiguous", "copy", "copy_", "detach", "expand",
     "expand_as", "flatten", "flip", "gather", "index", "index_put", "index_select", "masked_select", "movedim",
@@ -95,8 +95,8 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
         return None if launch.has_kernels(kind) else f"recurrence of kind {kind}"
     if node.target in LINEARS and (source := weight_of(node)) is not None:
         weight = attribute(graph.gm, source.target)
-        kind = packing_of(node)[1:]
-        lack = small_m.lack(weight, *kind, graph.dtype) if kind else small_m.lack(weight)
+        kind = node.kwargs.get("kind", "")
+        lack = small_m.lack(weight, kind, graph.dtype if kind else None)
         lack = lack or ("library product" if node.target is PLAIN else None)
         return lack and f"product {weight.shape[1]} -> {weight.shape[0]} ({lack})"
     if node.target in (experts.UP, experts.DOWN):
@@ -114,7 +114,7 @@ def _reason(graph: ModelGraph, node: fx.Node) -> str | None:
 
 
 def _is_float(value) -> bool:
-    """Whether a node's value holds floats, whose sums depend on their order. An unknown value may."""
+    """True if a node's value holds floats, whose sums depend on their order. An unknown value may."""
     if isinstance(value, (tuple, list)):
         return any(map(_is_float, value))
     if isinstance(value, Tensor):
@@ -131,7 +131,7 @@ def _name(node: fx.Node) -> tuple[str, str]:
 
 
 def _is_scaling(node: fx.Node) -> bool:
-    """Whether a matrix product sums over a single element, as rotary's frequencies by positions."""
+    """True if a matrix product sums over a single element, as rotary's frequencies by positions."""
     first = node.args[1] if _name(node)[1] in ("addmm", "baddbmm") else node.args[0]
     return first.meta["val"].shape[-1] == 1
 

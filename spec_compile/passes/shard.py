@@ -1,7 +1,7 @@
 """shard: every rank of tensor parallelism computes its heads, its part of each MLP and expert, and its logits.
 
 Which weights may be cut follows from the graph: those whose products feed attention, or a product of which nothing but
-elementwise ops part them (Megatron-LM, arXiv:1909.08053, section 3). `layouts.derive` follows the parts through the
+elementwise ops part them (Megatron-LM, arXiv:1909.08053, section 3). `placements.derive` follows the parts through the
 graph and says where partial sums meet; a weight whose parts would not fit what follows stays whole.
 """
 
@@ -16,10 +16,12 @@ from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, attribute, calls, owner
 from ..kernels import all_reduce  # noqa: F401  registers the ops
 from ..kernels.linear import head_products
+from ..kernels.ops import arguments_of
 from ..parallel.slices import Cut, whole
 from .apply import comes_after
-from .layouts import ALL, ATTENTION, MisfitError, Plan, derive
-from .products import Product, is_pointwise, name_of, product_of, shape_of
+from .nodes import is_pointwise, name_of, shape_of
+from .placements import ALL, ATTENTION, MisfitError, ShardPlan, derive
+from .products import WeightProduct, product_of
 
 aten = torch.ops.aten
 ops = torch.ops.spec_compile
@@ -49,8 +51,8 @@ def shard(graph: ModelGraph, settings) -> str:
     gathered = _cut_head(graph, ranks)
     _gather_others(graph)
     graph.layers = tuple(
-        replace(layer, heads=shape_of(node.args[0])[1], kv_heads=shape_of(node.args[1])[1])
-        for layer, node in zip(graph.layers, calls(graph.gm, ATTENTION))
+        replace(layer, heads=shape_of(call["q"])[1], kv_heads=shape_of(call["k"])[1])
+        for layer, call in zip(graph.layers, map(arguments_of, calls(graph.gm, ATTENTION)))
     )
     return _summary(graph, plan, before, ranks) + gathered
 
@@ -58,16 +60,16 @@ def shard(graph: ModelGraph, settings) -> str:
 def _attending(graph: ModelGraph, size: int) -> dict[fx.Node, Cut]:
     """The products that feed queries, keys and values, with the cut of their outputs by heads."""
     cuts: dict[fx.Node, Cut] = {}
-    for node in calls(graph.gm, ATTENTION):
-        kv_parts = min(shape_of(node.args[1])[1], size)
-        for source, parts in zip(node.args[:3], (size, kv_parts, kv_parts)):
-            products = _sources(source, lambda each: True) if parts > 1 else None
+    for call in map(arguments_of, calls(graph.gm, ATTENTION)):
+        kv_parts = min(shape_of(call["k"])[1], size)
+        for name, parts in (("q", size), ("k", kv_parts), ("v", kv_parts)):
+            products = _sources(call[name], lambda each: True) if parts > 1 else None
             cuts |= {product.node: Cut(-1, parts) for product in products or ()}
     return cuts
 
 
 def _feeding(graph: ModelGraph) -> dict[fx.Node, int]:
-    """The products of which elementwise ops alone make the input of another product, with that input's width."""
+    """The products from which elementwise ops make the input of another product, with that input's width."""
     widths = {}
     for node in calls(graph.gm):
         if product_of(node) is not None:
@@ -77,11 +79,11 @@ def _feeding(graph: ModelGraph) -> dict[fx.Node, int]:
 
 
 def _keeps_columns(node: fx.Node) -> bool:
-    """Whether a column of what a node gives depends on one column of its inputs, or on one of each of their halves."""
+    """True if a column of a node's result depends on one column of its inputs, or on one of each of their halves."""
     return is_pointwise(node) or name_of(node) in ("chunk", "split", "split_with_sizes", "getitem")
 
 
-def _sources(node: fx.Node, passes_through) -> list[Product] | None:
+def _sources(node: fx.Node, passes_through) -> list[WeightProduct] | None:
     """The products that a value is computed from, by ops that `passes_through` accepts; None if there is another."""
     products, seen, todo = {}, set(), [node]
     while todo:
@@ -125,7 +127,7 @@ def _check_sizes(graph: ModelGraph, widths: dict[fx.Node, int], size: int) -> No
         )
 
 
-def _fitting_plan(graph: ModelGraph, columns: dict[fx.Node, Cut], size: int) -> Plan:
+def _fitting_plan(graph: ModelGraph, columns: dict[fx.Node, Cut], size: int) -> ShardPlan:
     """The plan with as many of `columns` as fit; the others are taken out of it."""
     while True:
         try:
@@ -135,7 +137,7 @@ def _fitting_plan(graph: ModelGraph, columns: dict[fx.Node, Cut], size: int) -> 
                 del columns[node]
 
 
-def _cut_weights(graph: ModelGraph, plan: Plan, ranks) -> None:
+def _cut_weights(graph: ModelGraph, plan: ShardPlan, ranks) -> None:
     """Put this rank's parts in the place of weights, and the parts' sizes in that of sizes."""
     for (node, weight), cut in plan.cuts.items():
         _replace_weight(graph, node, weight, cut, ranks)
@@ -147,11 +149,11 @@ def _cut_weights(graph: ModelGraph, plan: Plan, ranks) -> None:
             else:
                 arguments = [*arguments[:index], value, *arguments[index + 1 :]]
         node.args = (node.args[0], arguments, *node.args[2:])
-    for node, layout in plan.layouts.items():
-        if layout.dim is not None:
-            _shrink(node, layout.dim, layout.parts)
+    for node, placement in plan.placements.items():
+        if placement.dim is not None:
+            _shrink(node, placement.dim, placement.parts)
     for node, sizes in plan.sizes.items():
-        if node not in plan.layouts:  # an expansion of what all ranks have
+        if node not in plan.placements:  # an expansion of what all ranks have
             for index, value in sizes.items():
                 _shrink(node, index, shape_of(node)[index] // value)
 
@@ -193,7 +195,7 @@ def _shrink(node: fx.Node, dim: int, parts: int) -> None:
     node.meta["val"] = shrunk if tensors is value else shrunk[0]
 
 
-def _reduce(graph: ModelGraph, plan: Plan, ranks) -> None:
+def _reduce(graph: ModelGraph, plan: ShardPlan, ranks) -> None:
     """Add up partial sums before the first op that needs them whole."""
     for node, users in plan.reduced.items():
         if not users:
@@ -206,7 +208,7 @@ def _reduce(graph: ModelGraph, plan: Plan, ranks) -> None:
 
 
 def _cut_head(graph: ModelGraph, ranks) -> str:
-    """Let the output head compute this rank's logits, and gather all ranks' behind it."""
+    """Let the output head compute this rank's logits, and gather all ranks' logits after it."""
     heads = head_products(graph) if graph.head_weight else []
     for head in heads:
         vocab = shape_of(head)[-1]
@@ -228,8 +230,8 @@ def _cut_head(graph: ModelGraph, ranks) -> str:
     return "; logits gathered" if heads else ""
 
 
-def _summary(graph: ModelGraph, plan: Plan, before: tuple, ranks) -> str:
-    """What a rank has, and what stays whole."""
+def _summary(graph: ModelGraph, plan: ShardPlan, before: tuple, ranks) -> str:
+    """A sentence on the parts that a rank has, and the weights that stay whole."""
     was, now = before[0], graph.layers[0]
     sums = len(calls(graph.gm, ops.all_reduce.default))
     uncut = Counter(

@@ -7,7 +7,7 @@ from ..kernels.linear import head_products
 from .apply import comes_after
 
 FINAL = -1
-"""The tap of what the output head multiplies: the hidden state behind the final norm."""
+"""The tap of the output head's input: the hidden state after the final norm."""
 
 
 @comes_after("tidy")

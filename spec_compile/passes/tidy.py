@@ -1,4 +1,4 @@
-"""tidy: drop what tracing leaves behind and inference never needs, and what it took for granted of strides."""
+"""tidy: drop what tracing leaves and inference never needs, and its assumptions about strides."""
 
 import torch
 from torch import fx

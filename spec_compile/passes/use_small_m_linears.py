@@ -4,6 +4,7 @@ from torch import Tensor, fx
 
 from ..graph import ModelGraph, attribute
 from ..kernels import linear
+from ..kernels.ops import arguments_of
 from .apply import comes_after
 
 
@@ -14,7 +15,7 @@ def use_small_m_linears(graph: ModelGraph, settings) -> str:
     for node in linear.linear_layers(graph):
         form = linear.choose(attribute(graph.gm, node.args[1].target), few_rows=settings.purpose != "prefill")
         if form is not None:
-            node.target, node.args = form.op, (*node.args[:2], linear.bias_of(node))
+            node.target = form.op
             changed += 1
     packed, copied = _use_packed(graph) if settings.purpose != "prefill" else (0, 0)
     summary = f"{changed + packed} linear layers take the form for few rows"
@@ -25,9 +26,9 @@ def _use_packed(graph: ModelGraph) -> tuple[int, int]:
     """How many quantised layers have a kernel and now take it, and the bytes of weights that were copied for them."""
     changed = copied = 0
     for node in linear.quantised_layers(graph):
-        x, parts, _, kind = node.args
-        tensors = [attribute(graph.gm, part.target) for part in parts]
-        form = linear.choose_packed(tensors, x.meta["val"].shape[-1], kind, graph.dtype)
+        call = arguments_of(node)
+        tensors = [attribute(graph.gm, part.target) for part in call["parts"]]
+        form = linear.choose_packed(tensors, call["x"].meta["val"].shape[-1], call["kind"], graph.dtype)
         if form is not None:
             copied += _put(graph, node, f"packed_{changed}", *form)
             changed += 1
@@ -36,14 +37,15 @@ def _use_packed(graph: ModelGraph) -> tuple[int, int]:
 
 def _put(graph: ModelGraph, node: fx.Node, name: str, kind: str, tensors: list[Tensor]) -> int:
     """Put the kernel's product in place of a layer. Returns the bytes of weights that are copies."""
-    x, parts, bias, _ = node.args
-    parts, copied = list(parts), 0
+    call = arguments_of(node)
+    parts, copied = list(call["parts"]), 0
     with graph.gm.graph.inserting_before(node):
         for index, tensor in enumerate(tensors):
             if tensor.data_ptr() != attribute(graph.gm, parts[index].target).data_ptr():
                 copied += tensor.nbytes
                 parts[index] = _buffer(graph, f"{name}_{index}", tensor)
-    node.target, node.args = linear.SMALL_M.op, (x, parts[0], bias, parts[1], kind)
+    node.target, node.args = linear.PRODUCT, (call["x"], parts[0], call["bias"])
+    node.kwargs = {"scales": parts[1], "kind": kind}
     return copied
 
 

@@ -9,6 +9,7 @@ from torch import fx
 from ..graph import ModelGraph, calls
 from ..kernels.recurrence import advance_or_look, clamp_in_prompt, walk_of
 from .apply import comes_after
+from .nodes import replace_node
 
 RECURRENCE, CLAMP = torch.ops.spec_compile.recurrence.default, torch.ops.spec_compile.clamp_prompt.default
 
@@ -17,7 +18,7 @@ RECURRENCE, CLAMP = torch.ops.spec_compile.recurrence.default, torch.ops.spec_co
 def use_states(graph: ModelGraph, settings) -> str:
     """Replace each ``spec_compile::recurrence`` by `kernels.recurrence.advance_or_look` over a static state.
 
-    The states lie behind the keys and values in the input ``cache``, see `cache.States.tensors`.
+    The states follow the keys and values in the input ``cache``, see `cache.States.tensors`.
     """
     gm = graph.gm
     if not graph.recurrences:
@@ -32,7 +33,7 @@ def use_states(graph: ModelGraph, settings) -> str:
     for node in calls(gm, CLAMP):
         with gm.graph.inserting_before(node):
             new = gm.graph.call_function(clamp_in_prompt, (*node.args, positions, entry(begin + 1)))
-        _replace(node, new)
+        replace_node(node, new)
     rows = {"ancestors": inputs["ancestors"]}
     if graph.device.type == "cuda":
         with gm.graph.inserting_after(inputs["ancestors"]):
@@ -44,13 +45,7 @@ def use_states(graph: ModelGraph, settings) -> str:
             kind, tensors = node.args
             arguments = {"kind": kind, "inputs": tensors, "state": state, "stash": stash, "valid": valid}
             new = gm.graph.call_function(advance_or_look, kwargs={**arguments, **rows})
-        _replace(node, new)
+        replace_node(node, new)
         first += 1 + len(spec.stash)
     kinds = Counter(spec.kind for spec in graph.recurrences)
     return "states of " + ", ".join(f"{count} of kind {kind}" for kind, count in kinds.items())
-
-
-def _replace(node: fx.Node, new: fx.Node) -> None:
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    node.graph.erase_node(node)

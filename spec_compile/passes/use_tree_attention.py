@@ -7,7 +7,9 @@ from torch import fx
 
 from ..graph import ModelGraph, calls
 from ..kernels import attention
+from ..kernels.ops import arguments_of
 from .apply import comes_after
+from .nodes import replace_node
 
 
 @comes_after("tidy")
@@ -36,20 +38,18 @@ def use_tree_attention(graph: ModelGraph, settings) -> str:
         positions = _positions_of_slots(gm, positions, lengths)
     block = {"lengths": lengths, "ancestors": ancestors, "positions": positions}
     for number, node in enumerate(calls(gm, torch.ops.spec_compile.attention.default)):
-        q, k, v, sinks, scale, window, softcap, _, *rest = node.args
-        layer = {"sinks": sinks, "scale": scale, "softcap": softcap, "window": window}
-        layer |= {name: value for name, value in zip(("chunk", "slopes"), rest) if value is not None}
+        marker = arguments_of(node)
+        layer = {name: marker[name] for name in ("sinks", "scale", "softcap", "window")}
+        layer |= {name: marker[name] for name in ("chunk", "slopes") if marker[name] is not None}
         if backend.rotates:
             layer["scales"] = None
         with gm.graph.inserting_before(node):
             first = number * graph.layer_tensors
             for name, index in zip(("key_cache", "value_cache", "scales"), range(first, first + graph.layer_tensors)):
                 layer[name] = gm.graph.call_function(operator.getitem, (cache, index))
-            arguments = {"q": q, "k": k, "v": v, **block, **layer}
+            arguments = {**{name: marker[name] for name in ("q", "k", "v")}, **block, **layer}
             new = gm.graph.call_function(op, kwargs=arguments)
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        gm.graph.erase_node(node)
+        replace_node(node, new)
     shared = attention.prepare(graph)
     windows = sum(layer.window is not None for layer in graph.layers)
     return (

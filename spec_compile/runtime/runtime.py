@@ -14,7 +14,7 @@ from ..config import Options
 from ..drafting import Algorithm
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
-from ..kernels.all_reduce_memory import EXCHANGES, WARM_UP_SECONDS, set_deadline
+from ..kernels.all_reduce import EXCHANGES, WARM_UP_SECONDS, set_deadline
 from ..kernels.linear import MAX_ROWS
 from ..stats import Stats
 from .steps.code import Code, Form

@@ -18,7 +18,7 @@ from spec_compile.capture.trace import capture
 from spec_compile.capture.yardstick import compare_rounding
 from spec_compile.graph import ModelGraph, calls
 from spec_compile.kernels.attention import attention_calls
-from spec_compile.kernels.linear import NORMED, SMALL_M
+from spec_compile.kernels.linear import PRODUCT
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -202,9 +202,9 @@ def test_in_float32_a_large_output_head_is_widened_by_parts(bias, monkeypatch):
     squares, expected = torch.full((6, 1), 16.0), torch.nn.functional.linear(x.float(), weight.float())
     widened, shapes = float32._widened, []
     monkeypatch.setattr(float32, "_widened", lambda x: shapes.append(getattr(x, "shape", None)) or widened(x))
-    for op, arguments in ((SMALL_M.op, (x, weight, bias)), (NORMED[0], (x, squares, weight, bias, 0.0))):
+    for norm in ({}, dict(squares=squares, eps=0.0)):
         with in_float32():
-            out = op(*arguments)
+            out = PRODUCT(x, weight, bias, **norm)
         torch.testing.assert_close(out, expected + (0 if bias is None else bias.float()), atol=1e-5, rtol=1e-5)
     assert shapes.count((7, 16)) == 8 and (30, 16) not in shapes
 

@@ -198,10 +198,10 @@ def test_layers_take_the_kernel_for_few_rows(name, tmp_path, monkeypatch):
         assert "model.layers.0-1.mlp.down_proj: op quantised_linear" in variant_parts(ours)
         return
     assert not calls(ours.gm, QUANTISED) and variant_parts(ours) == []
-    own = torch.ops.spec_compile
-    fused = own.small_m_append, own.small_m_swiglu, own.normed_swiglu, own.small_m_add
     half = name in PACKED_BY_HAND  # float16, in which no norm joins a product
-    assert [len(calls(ours.gm, op.default)) for op in fused] == ([2, 2, 0, 0] if half else [2, 0, 2, 4])
+    assert [len(calls(ours.gm, op)) for op in (linear.TO_HEADS, linear.TO_STREAM)] == [2, 0 if half else 4]
+    gates = [node.kwargs for node in calls(ours.gm, linear.PRODUCT) if node.kwargs.get("gated")]
+    assert ["squares" in gate for gate in gates] == [not half] * 2
     for want, got in zip(prefix_then_chunk(plain.gm, graph), prefix_then_chunk(ours.gm, graph), strict=True):
         error = 0.12 if name in ("fp8_block", "ct_fp8") else 0.03  # codes of activations move, see docs/quantised.md
         assert (got.float() - want.float()).norm() < error * want.float().norm()

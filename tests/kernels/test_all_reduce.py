@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from places import GPU, INTERPRETER
 from ranks import run_ranks
 
-from spec_compile.kernels import all_reduce, all_reduce_launch, all_reduce_memory
-from spec_compile.kernels.linear import small_m, stream
+from spec_compile.kernels import all_reduce, all_reduce_kernel
+from spec_compile.kernels.linear import small_m
 from spec_compile.kernels.linear.plans import squared_columns
+from spec_compile.kernels.linear.product import Product
+from spec_compile.kernels.linear.product_ops import plain_stream, product_to_stream, stream_after
 
 pytestmark = INTERPRETER
 GROUP = "a group of tests"
@@ -26,7 +28,7 @@ def exchanges_of(ranks, words):
     """An exchange of each rank; all memory is this process's."""
     slots = [torch.empty(2, ranks, words, dtype=torch.int32).share_memory_() for _ in range(ranks)]
     addresses = [each.data_ptr() for each in slots]
-    exchanges = [all_reduce_memory.make_exchange(each, rank, addresses) for rank, each in enumerate(slots)]
+    exchanges = [all_reduce.make_exchange(each, rank, addresses) for rank, each in enumerate(slots)]
     for each in exchanges:
         each.state.share_memory_()
     return exchanges
@@ -44,7 +46,7 @@ def summed(exchanges, parts, block=None):
     outs = [torch.empty_like(part) for part in parts]
     for step in (dict(receive=False), dict(send=False)):
         for exchange, part, out in zip(exchanges, parts, outs):
-            all_reduce_launch.launch(exchange, part, out, block=block, **step)
+            all_reduce_kernel.launch(exchange, part, out, block=block, **step)
     for exchange in exchanges:
         assert (exchange.slots == -1).all() and exchange.state[1] == 0 == exchange.late[0]
     return outs
@@ -52,11 +54,11 @@ def summed(exchanges, parts, block=None):
 
 def added(exchanges, parts, behind, block=None):
     """The stream, scaled and squares that each rank has of the parts and (residual, weight, offset)."""
-    streams = [stream.stream_behind(*behind) for _ in parts]
+    streams = [stream_after(*behind) for _ in parts]
     outs, squared = [torch.empty_like(part) for part in parts], squared_columns(parts[0].shape[1])
     for step in (dict(receive=False), dict(send=False)):
         for exchange, part, out, each in zip(exchanges, parts, outs, streams):
-            all_reduce_launch.launch(exchange, part, out, each, squared, block=block, **step)
+            all_reduce_kernel.launch(exchange, part, out, each, squared, block=block, **step)
     return [(out, each.scaled, each.squares) for out, each in zip(outs, streams)]
 
 
@@ -84,7 +86,7 @@ def test_stream_and_norm_behind_the_sum(ranks, rows, size, block, offset, seed):
     torch.manual_seed(seed)
     parts, residual, weight = list(torch.randn(ranks, rows, size)), torch.randn(rows, size), torch.randn(size)
     results = added(exchanges_of(ranks, 1 << 15), parts, (residual, weight, offset), block)
-    want = stream.plain_stream(in_order(parts), residual, weight, offset)
+    want = plain_stream(in_order(parts), residual, weight, offset)
     for got in results:
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
         torch.testing.assert_close(got[2], want[2])
@@ -107,11 +109,11 @@ def test_one_gpu_has_the_same_bits():
     """A sum with nothing to add gives what the product's own kernel gives."""
     x, weight = torch.randn(3, 64), torch.randn(48, 64)
     behind = torch.randn(3, 48), torch.randn(48), 1.0
-    tile, outs = small_m.Tile(16, 32, 16, 4, 1), torch.empty(2, 3, 48)
-    product, first, second = torch.empty(3, 48), stream.stream_behind(*behind), stream.stream_behind(*behind)
-    small_m.launch(x, weight, None, product, 1, tile)
-    small_m.launch(x, weight, None, outs[0], 1, tile, stream=first)
-    all_reduce_launch.all_reduce_add(None, product, outs[1], second, squared_columns(48))
+    tile, outs = small_m.ProductTile(16, 32, 16, 4, 1), torch.empty(2, 3, 48)
+    product, first, second = torch.empty(3, 48), stream_after(*behind), stream_after(*behind)
+    small_m.launch(Product(x, weight), product, 1, tile)
+    small_m.launch(Product(x, weight, after=first), outs[0], 1, tile)
+    all_reduce_kernel.all_reduce_add(None, product, outs[1], second, squared_columns(48))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(first.scaled, second.scaled) and torch.equal(first.squares, second.squares)
 
@@ -120,17 +122,17 @@ def test_one_gpu_has_the_same_bits():
 def test_products_send_for_themselves(parts):
     """Programs of a product, some of which share columns, send what the product is, with a bias of one rank."""
     ranks, exchanges = 3, exchanges_of(3, 512)
-    tile, behind = small_m.Tile(32, 64, 16, 4, 1), (torch.randn(3, 80), torch.randn(80), 1.0)
+    tile, behind = small_m.ProductTile(32, 64, 16, 4, 1), (torch.randn(3, 80), torch.randn(80), 1.0)
     for _ in range(2):
         x, weights, bias = torch.randn(ranks, 3, 512), torch.randn(ranks, 80, 512), [torch.randn(80), None, None]
         products = torch.empty(ranks, 3, 80)
         for exchange, product, *factors in zip(exchanges, products, x, weights, bias):
-            small_m.launch(*factors, product, parts, tile)
-            small_m.launch(*factors, None, parts, tile, exchange=exchange)
-        want = stream.plain_stream(in_order(products), *behind)
+            small_m.launch(Product(*factors), product, parts, tile)
+            small_m.launch(Product(*factors, after=exchange), None, parts, tile)
+        want = plain_stream(in_order(products), *behind)
         for exchange in exchanges:
-            out, each = torch.empty(3, 80), stream.stream_behind(*behind)
-            all_reduce_launch.all_reduce_add(exchange, None, out, each, squared_columns(80))
+            out, each = torch.empty(3, 80), stream_after(*behind)
+            all_reduce_kernel.all_reduce_add(exchange, None, out, each, squared_columns(80))
             assert torch.equal(out, want[0]) and torch.equal(each.scaled, want[1])
             torch.testing.assert_close(each.squares, want[2])
     assert all((each.slots == -1).all() and each.state.tolist()[:2] == [2, 0] for each in exchanges)
@@ -163,13 +165,14 @@ def wait_for_each_other(rank, exchanges, seed):
         if pause.random() < 0.3:
             time.sleep(pause.random() * 0.05)
         if turn % 5 < 3:
-            out = all_reduce_launch.all_reduce(exchanges[rank], parts[rank])
+            out = all_reduce_kernel.all_reduce(exchanges[rank], parts[rank])
         else:  # a product with the unit matrix, of which programs send as they are done
             out, unit = torch.empty(8, 40), torch.eye(40)
             parts = parts.flatten()[: len(parts) * 320].view(-1, 8, 40)
-            small_m.launch(parts[rank], unit, None, None, 1, small_m.Tile(16, 32, 16, 4, 1), exchange=exchanges[rank])
-            behind = stream.stream_behind(torch.zeros(8, 40), unit[0], 0.0)
-            all_reduce_launch.all_reduce_add(exchanges[rank], None, out, behind, squared_columns(40))
+            sent = Product(parts[rank], unit, after=exchanges[rank])
+            small_m.launch(sent, None, 1, small_m.ProductTile(16, 32, 16, 4, 1))
+            behind = stream_after(torch.zeros(8, 40), unit[0], 0.0)
+            all_reduce_kernel.all_reduce_add(exchanges[rank], None, out, behind, squared_columns(40))
         bad += int((out != in_order(parts)).sum())
     return bad, int(exchanges[rank].state[0])
 
@@ -183,15 +186,15 @@ def test_processes_wait_for_each_other(ranks, tmp_path):
 
 def test_large_sums_are_a_librarys():
     exchange = exchanges_of(2, 64)[0]
-    assert all_reduce_launch.takes(exchange, torch.empty(512)) and not all_reduce_launch.takes(
+    assert all_reduce_kernel.takes(exchange, torch.empty(512)) and not all_reduce_kernel.takes(
         exchange, torch.empty(513)
     )
-    assert not all_reduce_launch.takes(exchange, torch.empty(0))
-    assert not all_reduce_launch.takes(exchange, torch.empty(8, dtype=torch.float64))
+    assert not all_reduce_kernel.takes(exchange, torch.empty(0))
+    assert not all_reduce_kernel.takes(exchange, torch.empty(8, dtype=torch.float64))
 
 
 def test_blocks_fill_the_gpu():
-    assert [all_reduce_launch.block_for(rows, 4096, 132) for rows in (1, 4, 5, 16, 64, 1000)] == [
+    assert [all_reduce_kernel.block_for(rows, 4096, 132) for rows in (1, 4, 5, 16, 64, 1000)] == [
         128, 128, 256, 512, 2048, 4096,
     ]  # fmt: skip
 
@@ -201,22 +204,21 @@ def test_product_of_a_rank(monkeypatch):
     monkeypatch.setitem(all_reduce.REDUCERS, GROUP, lambda part: part + 1)
     x, weight, bias = torch.randn(2, 3, 32), torch.randn(48, 32), torch.randn(48)
     residual, norm = torch.randn(2, 3, 48), torch.randn(48)
-    op = torch.ops.spec_compile.small_m_all_reduce_add.default
-    want = stream.small_m_add(x, weight, bias + 1, residual, norm, 1.0)
-    for got, expected in zip(op(x, weight, bias, residual, norm, 1.0, GROUP), want):
+    want = product_to_stream(x, weight, bias + 1, residual, norm, 1.0)
+    for got, expected in zip(product_to_stream(x, weight, bias, residual, norm, 1.0, group_name=GROUP), want):
         torch.testing.assert_close(got, expected)
-    torch.library.opcheck(op, (x, weight, bias, residual, norm, 1.0, GROUP))
+    torch.library.opcheck(product_to_stream, (x, weight, bias, residual, norm, 1.0), dict(group_name=GROUP))
 
 
 def test_a_rank_that_did_not_come():
     exchange = exchanges_of(2, 64)[1]
-    all_reduce_memory.EXCHANGES[GROUP] = exchange
+    all_reduce.EXCHANGES[GROUP] = exchange
     try:
-        assert all_reduce_memory.missing_rank(GROUP) is None
-        all_reduce_memory.set_deadline(GROUP, 1.5)
+        assert all_reduce.missing_rank(GROUP) is None
+        all_reduce.set_deadline(GROUP, 1.5)
         assert exchange.state.tolist() == [0, 0, 1_500_000_000]
         exchange.late[:] = torch.tensor([1, 5])
-        assert all_reduce_memory.missing_rank(GROUP) == 0
+        assert all_reduce.missing_rank(GROUP) == 0
     finally:
-        all_reduce_memory.release(GROUP)
-    assert all_reduce_memory.missing_rank(GROUP) is None and not GPU
+        all_reduce.release(GROUP)
+    assert all_reduce.missing_rank(GROUP) is None and not GPU

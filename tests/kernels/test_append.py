@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from spec_compile.kernels import counters
 from spec_compile.kernels.attention import tree_attention as attention
 from spec_compile.kernels.attention.call import AttentionCall
-from spec_compile.kernels.linear import append, small_m
-from spec_compile.kernels.linear.plans import Tile, appending, plan, squared_columns
-from spec_compile.kernels.linear.stream import normed_matmul
+from spec_compile.kernels.linear import small_m
+from spec_compile.kernels.linear.plans import ProductTile, appending, plan, squared_columns
+from spec_compile.kernels.linear.product import Normed, Product, QkvHeads
+from spec_compile.kernels.linear.product_ops import lack_of_append, product, product_to_heads
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 EPS = 1e-6
@@ -50,7 +51,7 @@ class Case:
             torch.full((batch, kv_heads, capacity, size), torch.nan, dtype=dtype).to(kept or dtype).to(device)
             for _ in "kv"
         ]
-        self.ends = small_m.Heads(*angles, *norm, EPS, offset, *self.caches, torch.tensor(lengths, device=device))
+        self.ends = QkvHeads(*angles, *norm, EPS, offset, *self.caches, torch.tensor(lengths, device=device))
 
     def op(self, rows=slice(None)):
         """The op, of some nodes of all rows of the batch -> queries [B, N, H, D]."""
@@ -58,14 +59,15 @@ class Case:
         if squares is not None:
             squares = squares.view(len(self.x), self.nodes, -1)[:, rows].flatten(0, 1).contiguous()
         ends = self.ends._replace(cos=self.ends.cos[:, rows], sin=self.ends.sin[:, rows])
-        return append.small_m_append(self.x[:, rows], self.weight, self.bias, squares, EPS, *ends)
+        return product_to_heads(self.x[:, rows], self.weight, self.bias, *ends, squares=squares, eps=EPS)
 
     def launch(self, parts, tile):
         """The kernel -> queries [B, N, H, D]."""
         flat = self.x.flatten(0, 1)
         out = flat.new_full((len(flat), self.heads[0] * self.size), torch.nan)
-        around = None if self.squares is None else small_m.Normed(self.squares, EPS)
-        small_m.launch(flat, self.weight, self.bias, out, parts, tile, normed=around, heads=self.ends)
+        around = None if self.squares is None else Normed(self.squares, EPS)
+        layer = Product(flat, self.weight, self.bias, before=around, after=self.ends)
+        small_m.launch(layer, out, parts, tile)
         assert counters.all_zero()
         return out.view(*self.x.shape[:2], -1, self.size)
 
@@ -100,7 +102,7 @@ class Case:
             assert cache.float().isnan().all(3).all(1).cpu().equal(untouched)
 
 
-WIDE, NARROW = Tile(128, 32, 16, 8, 2), Tile(64, 64, 16, 4, 3, late=2, prefetch=3)
+WIDE, NARROW = ProductTile(128, 32, 16, 8, 2), ProductTile(64, 64, 16, 4, 3, late=2, prefetch=3)
 
 
 @pytest.mark.sweep(3)
@@ -143,13 +145,14 @@ def test_op_on_a_cpu(options):
     case = Case(("cpu", torch.bfloat16), [2, 0], 5, size=16, inputs=48, **options)
     case.check(case.op())
     if case.caches[0].dtype != FP8:  # torch cannot compare it
-        torch.library.opcheck(append.small_m_append, (case.x, case.weight, case.bias, case.squares, EPS, *case.ends))
+        arguments = case.x, case.weight, case.bias, *case.ends
+        torch.library.opcheck(product_to_heads, arguments, dict(squares=case.squares, eps=EPS))
 
 
 def test_what_the_kernel_cannot_append_is_named():
-    assert append.lack(64, 64, True) is append.lack(256, 256, False) is None
-    assert append.lack(192, 128, False) == "keys of 192 and values of 128"
-    assert append.lack(128, 128, True) == "norms of heads of 128" and append.lack(48, 48, True)
+    assert lack_of_append(64, 64, True) is lack_of_append(256, 256, False) is None
+    assert lack_of_append(192, 128, False) == "keys of 192 and values of 128"
+    assert lack_of_append(128, 128, True) == "norms of heads of 128" and lack_of_append(48, 48, True)
 
 
 @pytest.mark.parametrize("processors, memory", [(132, 232_448), (108, 166_912), (128, 101_376)])
@@ -165,11 +168,8 @@ def test_plans_fit(outputs, inputs, processors, memory):
 def apart(case):
     """What the kernels compute that stood there before: (queries, key cache, value cache)."""
     ends, sizes = case.ends, [count * case.size for count in (case.heads[0], case.heads[1], case.heads[1])]
-    if case.squares is None:
-        product = small_m.small_m_matmul(case.x, case.weight, case.bias)
-    else:
-        product = normed_matmul(case.x, case.squares, case.weight, case.bias, EPS)
-    q, k, v = (part.unflatten(2, (-1, case.size)).transpose(1, 2) for part in product.split(sizes, 2))
+    out = product(case.x, case.weight, case.bias, squares=case.squares, eps=EPS)
+    q, k, v = (part.unflatten(2, (-1, case.size)).transpose(1, 2) for part in out.split(sizes, 2))
     caches = [torch.full_like(cache, torch.nan) for cache in case.caches]
     positions = ends.lengths[:, None] + torch.arange(case.nodes, device=case.x.device)
     rest = ends.lengths, None, positions, None, 1.0, None, None

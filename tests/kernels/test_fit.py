@@ -94,6 +94,7 @@ tree_attention.MANY = 1
 
 PRODUCTS = """
 from spec_compile.kernels.linear import plans, small_m
+from spec_compile.kernels.linear.product import Product, QkvHeads
 
 small_m.small_m_kernel = Compiled(small_m.small_m_kernel)
 for heads, kv_heads, size, inputs, norms in ((32, 8, 64, 2048, False), (16, 8, 128, 1024, True), (9, 3, 64, 576, True)):
@@ -102,9 +103,9 @@ for heads, kv_heads, size, inputs, norms in ((32, 8, 64, 2048, False), (16, 8, 1
     for rows in (1, 64, 300):
         x, out, angle = (torch.zeros(rows, n, dtype=torch.bfloat16) for n in (inputs, heads * size, size))
         cache, norm = torch.zeros(1, kv_heads, 4096, size, dtype=torch.bfloat16), angle[0] if norms else None
-        ends = small_m.Heads(angle[None], angle[None], norm, norm, 1e-6, None, cache, cache, torch.tensor([1024]))
+        ends = QkvHeads(angle[None], angle[None], norm, norm, 1e-6, None, cache, cache, torch.tensor([1024]))
         found, tile = [], plans.appending(how.tile(rows), size if norms else 0, memory)
-        small_m.launch(x, weight, None, out, how.parts, tile, heads=ends)
+        small_m.launch(Product(x, weight, after=ends), out, how.parts, tile)
         used = max(kernel.metadata.shared for kernel in found)
         results[f"{rows} rows, {heads} heads of {size}, norms {norms}"] = used
 
@@ -130,6 +131,7 @@ print(json.dumps(results))
 
 QUANTISED = """
 from spec_compile.kernels.linear import activations, plans, quantised, small_m
+from spec_compile.kernels.linear.product import Gate, Normed, Product
 
 
 class OnGpu(Compiled):
@@ -152,8 +154,8 @@ for kind, (dtype, rows) in KINDS.items():
     x, out = torch.empty(rows, inputs, dtype=half), torch.empty(rows, outputs // 2, dtype=half)
     scales = torch.empty(1, dtype=torch.int32 if kind.startswith("Nibbles") else torch.float32)
     found, how = [], plans.packed_plan(outputs, inputs, layout.bits, memory=memory)
-    normed = small_m.Normed(torch.empty(rows, 64), 1e-5)
-    small_m.launch(x, weight, None, out, how.parts, how.tile(rows), scales=scales, kind=kind, gated=True, normed=normed)
+    product = Product(x, weight, None, scales, kind, Normed(torch.empty(rows, 64), 1e-5), Gate())
+    small_m.launch(product, out, how.parts, how.tile(rows))
     results[f"{kind}, {rows} rows"] = max(kernel.metadata.shared for kernel in found)
     # The weights go to the tensor cores as they are, or from the registers in which they are decoded.
     *_, kernel = found
@@ -214,8 +216,8 @@ print(json.dumps(results))
 """
 
 ALL_REDUCE = """
-from spec_compile.kernels import all_reduce_launch as launch
-from spec_compile.kernels.all_reduce_memory import make_exchange
+from spec_compile.kernels import all_reduce_kernel as launch
+from spec_compile.kernels.all_reduce import make_exchange
 
 
 class OnGpu(Compiled):

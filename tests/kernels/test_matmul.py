@@ -12,16 +12,17 @@ from torch.nn import functional as F
 
 from spec_compile.kernels import counters
 from spec_compile.kernels.linear import small_m as kernel
-from spec_compile.kernels.linear import stream as streams
-from spec_compile.kernels.linear.plans import CUT, Tile, plan, squared_columns
+from spec_compile.kernels.linear.plans import CUT, ProductTile, plan, squared_columns
+from spec_compile.kernels.linear.product import Gate, Normed, Product, ResidualStream
+from spec_compile.kernels.linear.product_ops import product, product_to_stream
 
 PLACES = places(torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 3e-3}
 ROWS = [1, 2, 5, 16, 17, 33, 64, 70]
 PLANS = {  # programs that share the columns, and a tile
-    "alone": (1, Tile(32, 32, 64, 4, 2)),
-    "two": (2, Tile(64, 64, 16, 4, 3, late=2, prefetch=3)),
-    "three": (3, Tile(16, 128, 32, 4, 4, prefetch=0)),
+    "alone": (1, ProductTile(32, 32, 64, 4, 2)),
+    "two": (2, ProductTile(64, 64, 16, 4, 3, late=2, prefetch=3)),
+    "three": (3, ProductTile(16, 128, 32, 4, 4, prefetch=0)),
 }
 EPS = 1e-5
 
@@ -41,8 +42,9 @@ def draw(place, rows, outputs, inputs):
 
 def launch(x, weight, bias, parts, tile, **around):
     """The kernel's answer, checked to be whole and to leave its counters zero."""
-    out = x.new_full((x.shape[0], weight.shape[0] // (2 if around.get("gated") else 1)), torch.nan)
-    kernel.launch(x, weight, bias, out, parts, tile, **around)
+    gated = isinstance(around.get("after"), Gate)
+    out = x.new_full((x.shape[0], weight.shape[0] // (2 if gated else 1)), torch.nan)
+    kernel.launch(Product(x, weight, bias, **around), out, parts, tile)
     assert counters.all_zero()
     return out
 
@@ -82,7 +84,7 @@ def test_any_shape(place, outputs, inputs, plan):
 @pytest.mark.parametrize("outputs, inputs", [(2, 16), (70, 48), (128, 600)])
 def test_gated(place, outputs, inputs, plan):
     x, weight, _ = draw(place, 4, outputs, inputs)
-    assert error(launch(x, weight, None, *plan, gated=True), x, weight, gated=True) < 2 * TOLERANCE[place[1]]
+    assert error(launch(x, weight, None, *plan, after=Gate()), x, weight, gated=True) < 2 * TOLERANCE[place[1]]
 
 
 def test_rows_apart(place):
@@ -116,16 +118,16 @@ def test_residual_stream_and_norm(place, rows, size, offset, plan):
     x, first, first_bias, residual, norm, second, second_bias = layer(place, rows, 520, size, 34)
     squares = torch.full((rows, -(-size // 16)), torch.nan, device=x.device)
     scaled = torch.full_like(residual, torch.nan)
-    around = kernel.Stream(residual, norm, offset, scaled, squares)
-    stream = launch(x, first, first_bias, parts, tile, stream=around)
+    around = ResidualStream(residual, norm, offset, scaled, squares)
+    stream = launch(x, first, first_bias, parts, tile, after=around)
     wanted, normed = exact_stream(x, first, first_bias, residual, norm, offset)
     close = 2 * TOLERANCE[place[1]]
     assert (stream.double() - wanted).norm() < close * wanted.norm()
     assert torch.equal(scaled, (stream.float() * (norm.float() + offset)).to(x.dtype))
     torch.testing.assert_close(squares.sum(dim=1), stream.float().square().sum(dim=1), rtol=1e-5, atol=1e-5)
-    after = kernel.Normed(squares, EPS)
-    assert error(launch(scaled, second, second_bias, parts, tile, normed=after), normed, second, second_bias) < close
-    gated = launch(scaled, second, None, parts, tile, gated=True, normed=after)
+    before = Normed(squares, EPS)
+    assert error(launch(scaled, second, second_bias, parts, tile, before=before), normed, second, second_bias) < close
+    gated = launch(scaled, second, None, parts, tile, before=before, after=Gate())
     assert error(gated, normed, second, gated=True) < 2 * close
 
 
@@ -133,27 +135,28 @@ def test_residual_stream_and_norm(place, rows, size, offset, plan):
 def test_ops_on_a_cpu(dtype):
     x, weight, bias = draw(("cpu", dtype), 6, 24, 16)
     for y in (x, x.view(2, 3, 16), x.t().contiguous().t(), x[:0]):
-        assert torch.equal(torch.ops.spec_compile.small_m_matmul(y, weight, bias), F.linear(y, weight, bias))
+        assert torch.equal(product(y, weight, bias), F.linear(y, weight, bias))
         gate, up = F.linear(y, weight).chunk(2, -1)
-        assert torch.equal(torch.ops.spec_compile.small_m_swiglu(y, weight), F.silu(gate) * up)
-    torch.library.opcheck(kernel.small_m_matmul, (x.view(2, 3, 16), weight, bias))
-    torch.library.opcheck(kernel.small_m_swiglu, (x.view(2, 3, 16), weight))
+        assert torch.equal(product(y, weight, gated=True), F.silu(gate) * up)
+    torch.library.opcheck(product, (x.view(2, 3, 16), weight, bias))
+    torch.library.opcheck(product, (x.view(2, 3, 16), weight), dict(gated=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ops_around_the_residual_stream_on_a_cpu(dtype):
     x, first, first_bias, residual, norm, second, second_bias = layer(("cpu", dtype), 6, 16, 40, 24)
     x, residual = x.view(2, 3, 16), residual.view(2, 3, 40)
-    stream, scaled, squares = streams.small_m_add(x, first, first_bias, residual, norm, 1.0)
+    stream, scaled, squares = product_to_stream(x, first, first_bias, residual, norm, 1.0)
     assert torch.equal(stream, F.linear(x, first, first_bias) + residual) and squares.shape == (6, 3)
     _, normed = exact_stream(x.view(6, 16), first, first_bias, residual.view(6, 40), norm, 1.0)
-    out = streams.normed_matmul(scaled, squares, second, second_bias, EPS)
+    begun = dict(squares=squares, eps=EPS)
+    out = product(scaled, second, second_bias, **begun)
     assert out.shape == (2, 3, 24) and error(out.view(6, 24), normed, second, second_bias) < 3 * TOLERANCE[dtype]
-    gated = streams.normed_swiglu(scaled, squares, second, EPS)
+    gated = product(scaled, second, gated=True, **begun)
     assert error(gated.view(6, 12), normed, second, gated=True) < 6 * TOLERANCE[dtype]
-    torch.library.opcheck(streams.small_m_add, (x, first, first_bias, residual, norm, 0.0))
-    torch.library.opcheck(streams.normed_matmul, (scaled, squares, second, None, EPS))
-    torch.library.opcheck(streams.normed_swiglu, (scaled, squares, second, EPS))
+    torch.library.opcheck(product_to_stream, (x, first, first_bias, residual, norm, 0.0))
+    torch.library.opcheck(product, (scaled, second), begun)
+    torch.library.opcheck(product, (scaled, second), dict(gated=True, **begun))
 
 
 MODELS = [
@@ -195,8 +198,8 @@ def test_op_on_a_gpu(rows, dtype):
         tolerance = {**TOLERANCE, torch.float32: 2e-3}[dtype]  # TF32 may be allowed
         tolerance *= 3 if kernel.plan_of(x, weight) is None else 1  # cuBLAS may add partial sums in 16 bits
         for b in (None, bias):
-            assert error(kernel.small_m_matmul(x, weight, b), x, weight, b) < tolerance
-        assert error(kernel.small_m_swiglu(x, weight), x, weight, gated=True) < 3 * tolerance
+            assert error(product(x, weight, b), x, weight, b) < tolerance
+        assert error(product(x, weight, gated=True), x, weight, gated=True) < 3 * tolerance
 
 
 @pytest.mark.gpu
@@ -213,11 +216,11 @@ def test_same_bits_in_any_number_of_rows(monkeypatch, outputs, inputs, dtype, ea
     residual, norm = torch.randn(rows, outputs).to("cuda", dtype), torch.randn(outputs).to("cuda", dtype)
     squares = torch.rand(rows, -(-inputs // squared_columns(inputs)), device="cuda")
     ops = {
-        "product": lambda n: (kernel.small_m_matmul(x[:n], weight, bias),),
-        "swiglu": lambda n: (kernel.small_m_swiglu(x[:n], weight),),
-        "stream": lambda n: streams.small_m_add(x[:n], weight, bias, residual[:n], norm, 1.0),
-        "norm": lambda n: (streams.normed_matmul(x[:n], squares[:n], weight, None, EPS),),
-        "norm, swiglu": lambda n: (streams.normed_swiglu(x[:n], squares[:n], weight, EPS),),
+        "product": lambda n: (product(x[:n], weight, bias),),
+        "swiglu": lambda n: (product(x[:n], weight, gated=True),),
+        "stream": lambda n: product_to_stream(x[:n], weight, bias, residual[:n], norm, 1.0),
+        "norm": lambda n: (product(x[:n], weight, squares=squares[:n], eps=EPS),),
+        "norm, swiglu": lambda n: (product(x[:n], weight, squares=squares[:n], eps=EPS, gated=True),),
     }
     for name, op in ops.items():
         wanted = op(rows)
@@ -238,7 +241,7 @@ def test_chain_in_a_graph(rows):
     def run():
         y, outs = x, []
         for weight, scale in zip(weights * 6, scaled):
-            y = kernel.small_m_matmul(y, weight, None)
+            y = product(y, weight, None)
             y = y * 1.5 - 0.5 * y if scale else y
             outs.append(y)
         return outs

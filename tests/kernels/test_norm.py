@@ -152,9 +152,9 @@ def test_chain_in_a_graph(rows):
         for layer in range(12):
             for wide, narrow, scale in zip(weights[::2], weights[1::2], scales):
                 after()
-                y = ops.small_m_matmul(normed, wide, None)
+                y = ops.product(normed, wide)
                 after()
-                y = ops.small_m_matmul(y + 1 if layer % 3 == 0 else y, narrow, None)
+                y = ops.product(y + 1 if layer % 3 == 0 else y, narrow)
                 after()
                 stream, normed = ops.add_rms_norm(y, stream, scale, 1e-5, None)
                 outs += [stream, normed]

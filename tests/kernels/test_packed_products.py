@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 from spec_compile.kernels import counters
 from spec_compile.kernels.linear import quantised, small_m
-from spec_compile.kernels.linear.plans import Tile
+from spec_compile.kernels.linear.plans import ProductTile
+from spec_compile.kernels.linear.product import Gate, Product
+from spec_compile.kernels.linear.product_ops import product
 from spec_compile.kernels.linear.quantised.awq import Awq
 from spec_compile.kernels.linear.quantised.bitsandbytes import Table4
 from spec_compile.kernels.linear.quantised.compressed_tensors import (
@@ -101,7 +103,7 @@ DRAWN = {
     "table": bitsandbytes(False), "nested": bitsandbytes(True),
 }  # fmt: skip
 HALF = {name: torch.float16 if name in ("ct64 fp16", "gptq", "awq") else torch.bfloat16 for name in DRAWN}
-TILES = {8: Tile(64, 128, 16, 4, 2, bits=8), 4: Tile(64, 256, 16, 4, 2, bits=4)}
+TILES = {8: ProductTile(64, 128, 16, 4, 2, bits=8), 4: ProductTile(64, 256, 16, 4, 2, bits=4)}
 
 
 def prepared(name, outputs, inputs, device="cpu"):
@@ -112,8 +114,8 @@ def prepared(name, outputs, inputs, device="cpu"):
 
 
 def launch(x, layout, parts, count, tile, **around):
-    out = x.new_full((len(x), len(parts[0]) // (2 if around.get("gated") else 1)), torch.nan)
-    small_m.launch(x, parts[0], None, out, count, tile, scales=parts[1], kind=layout.kind, **around)
+    out = x.new_full((len(x), len(parts[0]) // (2 if isinstance(around.get("after"), Gate) else 1)), torch.nan)
+    small_m.launch(Product(x, parts[0], None, parts[1], layout.kind, **around), out, count, tile)
     assert counters.all_zero()
     return out
 
@@ -162,7 +164,7 @@ def test_numbers_are_those_of_the_layout(name):
         if name.startswith("ct"):
             parts[1] *= factor
         packed, ours = layout.for_few_rows(parts, 384)
-        got = launch(torch.eye(384)[::7], packed, ours, 1, Tile(64, 256, 64, 4, 2, bits=4))
+        got = launch(torch.eye(384)[::7], packed, ours, 1, ProductTile(64, 256, 64, 4, 2, bits=4))
         assert torch.equal(got, packed.weight(ours, 384).float().T[::7])
         if name.startswith("ct"):
             assert packed.centred == (factor == 1)
@@ -190,7 +192,7 @@ def test_products(name, rows, outputs, inputs, count):
     torch.testing.assert_close(got, layout.product(x, parts, None), rtol=1e-4, atol=1e-5)
     if name in ("fp8", "ct128", "ct int8"):
         gate, up = layout.product(x, parts, None).chunk(2, -1)
-        gated = launch(x, packed, ours, count, TILES[packed.bits], gated=True)
+        gated = launch(x, packed, ours, count, TILES[packed.bits], after=Gate())
         torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-4, atol=1e-5)
 
 
@@ -271,11 +273,11 @@ def test_bits_of_rows(name):
     for outputs, inputs in ((4096, 4096), (1536, 1024), (512, 2048)):
         _, (packed, (weight, scales)) = prepared(name, outputs, inputs, "cuda")
         x = torch.randn(300, inputs, device="cuda", dtype=HALF[name])
-        alone = torch.cat([small_m.small_m_matmul(row[None], weight, None, scales, packed.kind) for row in x[:64]])
+        alone = torch.cat([product(row[None], weight, None, scales, packed.kind) for row in x[:64]])
         for rows in (2, 16, 17, 64, 300):
-            got = small_m.small_m_matmul(x[:rows], weight, None, scales, packed.kind)
+            got = product(x[:rows], weight, None, scales, packed.kind)
             assert torch.equal(got[:64], alone[:rows]), rows
         wide = x if packed.rounds_rows else x.float()  # a row is rounded in its dtype
         want = packed.product(wide, [weight, scales], None).float()
-        got = small_m.small_m_matmul(x, weight, None, scales, packed.kind).float()
+        got = product(x, weight, None, scales, packed.kind).float()
         assert (got - want).norm() < 4e-3 * want.norm()

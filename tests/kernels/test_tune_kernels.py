@@ -19,7 +19,7 @@ SHAPES = [
 
 
 def product(outputs, inputs, kind=""):
-    return tune.Product(outputs, inputs, kind, torch.bfloat16, [(torch.empty(0), None)])
+    return tune.ProductShape(outputs, inputs, kind, torch.bfloat16, [(torch.empty(0), None)])
 
 
 def present(outputs, inputs, bits):
@@ -123,7 +123,7 @@ def test_a_search_on_a_gpu(kind):
     weights = [(weight, None)]
     if kind:
         weights = [((weight * 40).to(torch.int8), torch.ones(2048, 1, device="cuda"))]
-    mine = tune.Product(2048, 1024, kind, torch.bfloat16, weights)
+    mine = tune.ProductShape(2048, 1024, kind, torch.bfloat16, weights)
     outcome = tune.tune(mine)
     assert outcome.refused == 0 and 0 < outcome.after <= outcome.before
     assert outcome.plan is None or tune.same_bits(mine, outcome.plan)

@@ -27,7 +27,7 @@ def small_m(half_on_gpu, monkeypatch):
 def appending(graph):
     """Products that append, attention calls that find the block in the cache, and attention calls."""
     attention = attention_calls(graph)
-    products = len(calls(graph.gm, linear.APPENDS))
+    products = len(calls(graph.gm, linear.TO_HEADS))
     return products, sum(node.kwargs["k"] is node.kwargs["v"] is None for node in attention), len(attention)
 
 
@@ -80,7 +80,7 @@ def test_only_products_that_nothing_else_reads_append(small_m):
 
 
 def test_heads_that_products_cannot_append_are_named(small_m, monkeypatch):
-    monkeypatch.setattr("spec_compile.kernels.linear.append.MAX_HEAD", 8)
+    monkeypatch.setattr("spec_compile.kernels.linear.product_ops.MAX_HEAD", 8)
     graph = rewritten(small_m("qwen3"))
     assert appending(graph)[0] == 0
     assert graph.log[-1].summary.endswith("; apart because of norms of heads of 16")

@@ -18,6 +18,8 @@ LEVELS = (
 """The modules and folders of the package, from the bottom to the top. One level's do not import each other."""
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names.split()}
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_KERNEL = 400, 60, 80
+MOST_PARAMETERS = 40
+"""Of a kernel, or of a function that kernels call."""
 FILES = sorted((ROOT / "spec_compile").rglob("*.py"))
 INSIDE = [file for file in FILES if file.parent.name != "spec_compile" or not file.stem.startswith("__")]
 
@@ -49,6 +51,8 @@ def test_files_and_functions_are_short(file):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+            parameters = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+            assert not is_kernel or parameters <= MOST_PARAMETERS, f"{node.name}: {parameters} parameters"
             lines = node.end_lineno - node.lineno + 1
             assert lines <= (LONGEST_KERNEL if is_kernel else LONGEST_FUNCTION), f"{node.name}: {lines} lines"
 

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.kernels.all_reduce import DEVICE, DTYPE, SHAPES, added, graph_of, ops, parts_of, say, start
-from spec_compile.kernels import all_reduce_memory, counters
-from spec_compile.kernels.linear import small_m, stream
+from spec_compile.kernels import all_reduce, counters
+from spec_compile.kernels.linear import product_ops, small_m
 from spec_compile.kernels.linear.plans import squared_columns
+from spec_compile.kernels.linear.product import Product
 
 PHASES = "check", "stress", "deadline"
 
@@ -41,7 +42,7 @@ def in_pairs(squares: torch.Tensor) -> torch.Tensor:
 
 def wanted(parts, residual, weight) -> tuple[torch.Tensor, ...]:
     """The result that `added` must have."""
-    total, scaled, _ = stream.plain_stream(in_order(parts).to(residual.dtype), residual, weight, 0.0)
+    total, scaled, _ = product_ops.plain_stream(in_order(parts).to(residual.dtype), residual, weight, 0.0)
     return total, scaled, in_pairs(total.float().square().unflatten(1, (-1, squared_columns(total.shape[1]))))
 
 
@@ -82,9 +83,9 @@ def products(group_name: str, rows: int = 16) -> tuple:
     x, weights = parts_of((rows, 2048), 4, DTYPE), parts_of((4096, 2048), 5, DTYPE)
     residual, norm = parts_of((rows, 4096), 6, DTYPE)[0], parts_of((4096,), 7, DTYPE)[0]
     rank, got = dist.get_rank(), []
-    arguments = x[rank], weights[rank], None, residual, norm, 0.0, group_name
-    graph_of(lambda: got.append(ops.small_m_all_reduce_add(*arguments))).replay()
-    parts = [small_m.run(*each, None, small_m.plan_of(*each), dtype=torch.float32) for each in zip(x, weights)]
+    arguments = x[rank], weights[rank], None, residual, norm, 0.0
+    graph_of(lambda: got.append(ops.product_to_stream(*arguments, group_name=group_name))).replay()
+    parts = [small_m.run(Product(*each), small_m.plan_of(*each), torch.float32) for each in zip(x, weights)]
     return got[-1], wanted(parts, residual, norm)
 
 
@@ -92,7 +93,7 @@ def report(name: str, bad: dict) -> None:
     """Print the cases that differ on any rank."""
     results = [None] * dist.get_world_size()
     dist.all_gather_object(results, {case: count for case, count in bad.items() if count})
-    exchange = next(iter(all_reduce_memory.EXCHANGES.values()))
+    exchange = next(iter(all_reduce.EXCHANGES.values()))
     clear = bool((exchange.slots == -1).all())
     say(f"{name}: {len(bad)} cases,", "all bits as they should be" if not any(results) else f"DIFFERENT {results}")
     say(f"  turn {int(exchange.state[0])}, slots empty: {clear}, counters zero: {counters.all_zero()}")
@@ -116,9 +117,10 @@ class Stress:
             residual, norm = self.numbers[0][:4096].to(DTYPE).expand(rows, -1), self.weights[0][:, 0]
             parts, products, rank = [part.to(DTYPE) for part in parts], [], dist.get_rank()
             for x, weight in zip(parts, self.weights):
-                products.append(small_m.run(x, weight, None, small_m.plan_of(x, weight), dtype=torch.float32))
-            arguments = parts[rank], self.weights[rank], None, residual, norm, 0.0, self.group_name
-            got, want = ops.small_m_all_reduce_add(*arguments), wanted(products, residual, norm)
+                products.append(small_m.run(Product(x, weight), small_m.plan_of(x, weight), torch.float32))
+            arguments = parts[rank], self.weights[rank], None, residual, norm, 0.0
+            got = ops.product_to_stream(*arguments, group_name=self.group_name)
+            want = wanted(products, residual, norm)
         elif kind == "added":
             residual, weight = parts[0].neg().to(DTYPE), parts[1][0].to(DTYPE)
             got, want = added(self.group_name, parts, residual, weight), wanted(parts, residual, weight)
@@ -154,7 +156,7 @@ def deadline(group_name: str) -> None:
     """A rank that does not come. The last phase, because a rank that gave up can use its device no more."""
     late, x = dist.get_world_size() - 1, torch.ones(4096, device=DEVICE)
     ops.all_reduce(x, group_name)
-    all_reduce_memory.set_deadline(group_name, 0.5)
+    all_reduce.set_deadline(group_name, 0.5)
     torch.cuda.synchronize()
     if dist.get_rank() == late:
         time.sleep(4)
@@ -167,7 +169,7 @@ def deadline(group_name: str) -> None:
     except RuntimeError as raised:
         error = str(raised).splitlines()[0]
     seconds = time.perf_counter() - begun
-    named = all_reduce_memory.missing_rank(group_name)
+    named = all_reduce.missing_rank(group_name)
     say(f"deadline: after {seconds:.2f} s {error!r}; late: rank {named} (is {late})")
 
 

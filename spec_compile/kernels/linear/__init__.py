@@ -1,7 +1,7 @@
 """Linear layers: the forms in which a graph computes ``F.linear``, one entry each in `FORMS`.
 
-Passes, regions and drafters ask here which form serves a weight, which nodes are products, and which op takes a gate. A
-new sort of weight is one more form and its kernel.
+Passes, regions and drafters ask here which form serves a weight, and which nodes are products. A new sort of weight is
+one more form and its kernel.
 """
 
 from collections.abc import Callable
@@ -12,48 +12,45 @@ from torch import Tensor, fx, nn
 
 from ...graph import ModelGraph, attribute, calls
 from .. import HALF
-from . import all_reduce_add, append, avx512, quantised, small_m, stream, transposed  # noqa: F401
+from ..ops import arguments_of
+from . import avx512, product_ops, quantised, small_m, transposed  # noqa: F401
 from .plans import MAX_ROWS  # noqa: F401
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Form:
+class LinearForm:
     """A way to compute a linear layer.
 
-    op: ``op(x, weight, bias)`` as `F.linear`. device, dtypes: of the weights that it serves. few_rows: whether it
-    serves only products of few rows, those of a round. swiglu: ``swiglu(x, weight)`` is ``silu(gate) * up`` of the
-    halves of the product (None: there is no such op).
+    op: ``op(x, weight, bias)`` as `F.linear`.
+    device, dtypes: of the weights that it serves.
+    few_rows: True if it serves only products of few rows, those of a round.
     """
 
     op: Callable
     device: str
     dtypes: tuple[torch.dtype, ...]
     few_rows: bool
-    swiglu: Callable | None = None
 
 
-SMALL_M = Form(
-    torch.ops.spec_compile.small_m_matmul.default, "cuda", HALF, True, torch.ops.spec_compile.small_m_swiglu.default
-)
-AVX512 = Form(avx512.avx512_linear, "cpu", (torch.float32,), True)
-TRANSPOSED = Form(transposed.transposed_linear, "cpu", (torch.bfloat16,), True)
+PRODUCT = torch.ops.spec_compile.product.default
+TO_STREAM = torch.ops.spec_compile.product_to_stream.default
+TO_HEADS = torch.ops.spec_compile.product_to_heads.default
+SMALL_M = LinearForm(PRODUCT, "cuda", HALF, few_rows=True)
+AVX512 = LinearForm(avx512.avx512_linear, "cpu", (torch.float32,), few_rows=True)
+TRANSPOSED = LinearForm(transposed.transposed_linear, "cpu", (torch.bfloat16,), few_rows=True)
 FORMS = (SMALL_M, *((AVX512,) if avx512.SUPPORTED else ()), *((TRANSPOSED,) if transposed.SUPPORTED else ()))
 PLAIN = aten.linear.default
-"""The op of a captured linear layer, and of every one that no form serves."""
-NORMED = torch.ops.spec_compile.normed_matmul.default, torch.ops.spec_compile.normed_swiglu.default
-APPENDS = torch.ops.spec_compile.small_m_append.default
-ALL_REDUCED = torch.ops.spec_compile.small_m_all_reduce_add.default
-JOINED = torch.ops.spec_compile.small_m_add.default, ALL_REDUCED, *NORMED, APPENDS
-"""Products of the form "small_m" with what stands around them."""
-LINEARS = {PLAIN, *JOINED} | {op for form in FORMS for op in (form.op, form.swiglu) if op}
+"""The op of a captured linear layer. A layer that no form serves keeps it."""
+LINEARS = {PLAIN, PRODUCT, TO_STREAM, TO_HEADS} | {form.op for form in FORMS}
+"""Ops of linear layers. A node's arguments are x, weight and bias as of ``F.linear``; all others stand in kwargs."""
 QUANTISED = torch.ops.spec_compile.quantised_linear.default
 """The op of a captured quantised linear layer."""
 PRODUCTS = LINEARS | {aten.addmm.default, QUANTISED}
 
 
-def choose(weight: Tensor, few_rows: bool) -> Form | None:
+def choose(weight: Tensor, few_rows: bool) -> LinearForm | None:
     """The form that serves a weight [O, I], in products of few rows or of any number; None: `PLAIN` does."""
     for form in FORMS:
         if weight.device.type == form.device and weight.dtype in form.dtypes and (few_rows or not form.few_rows):
@@ -73,8 +70,8 @@ def choose_packed(parts: list[Tensor], inputs: int, kind: str, dtype: torch.dtyp
 
 
 def hold_packed(module: nn.Module, packed: quantised.Packed, dtype: torch.dtype) -> None:
-    """Let a quantised layer hold its weights as `SMALL_M` reads them, alone, where it multiplies activations of a dtype
-    by them in another layout than the layer's."""
+    """Let a quantised layer hold its weights only in the layout that `SMALL_M` reads, if it multiplies activations of a
+    dtype and its layout differs from the layer's."""
     parts = [*packed.parts.values()]
     if packed.layout.packing or dtype not in HALF or small_m.lack_of_device(parts[0].device) is not None:
         return
@@ -90,31 +87,24 @@ def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether a node is a matrix product with a weight."""
+    """True if a node is a matrix product with a weight."""
     return node.target in PRODUCTS
 
 
-def gated_op(node: fx.Node) -> Callable | None:
-    """The op that joins the SwiGLU of its halves to this product without a bias, if there is one."""
-    form = next((form for form in FORMS if node.target == form.op), None)
-    return None if form is None or bias_of(node) is not None else form.swiglu
+def ends_plainly(node: fx.Node) -> bool:
+    """True if a node is `PRODUCT` without a gate, so that another end may join it."""
+    return node.target == PRODUCT and not node.kwargs.get("gated")
 
 
 def weight_of(node: fx.Node) -> fx.Node | None:
     """The parameter [O, I] by which a linear layer multiplies, if it is one."""
-    weight = node.args[2 if node.target in NORMED else 1]
+    weight = node.args[1]
     return weight if weight.op == "get_attr" else None
 
 
 def bias_of(node: fx.Node) -> fx.Node | None:
     """The bias of a linear layer."""
     return node.args[2] if len(node.args) > 2 else None
-
-
-def packing_of(node: fx.Node) -> tuple:
-    """The last arguments of a product of the form "small_m" with a quantised weight, scales and kind; () of others."""
-    is_packed = isinstance(node.args[-1], str) and node.target not in (QUANTISED, ALL_REDUCED)
-    return tuple(node.args[-2:]) if is_packed else ()
 
 
 def linear_layers(graph: ModelGraph) -> list[fx.Node]:
@@ -131,16 +121,17 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     """The weights and the bias of a captured linear layer, quantised or not."""
     if node.target != QUANTISED:
         return list(node.args[1:])
-    _, parts, bias, _ = node.args
-    return [*parts, *([] if bias is None else [bias])]
+    call = arguments_of(node)
+    return [*call["parts"], *([] if call["bias"] is None else [call["bias"]])]
 
 
 def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple:
     """The arguments of a captured linear layer with others in place of its `operands_of`."""
     if node.target != QUANTISED:
         return (node.args[0], *operands)
-    x, parts, bias, kind = node.args
-    return x, operands[: len(parts)], None if bias is None else operands[-1], kind
+    call = arguments_of(node)
+    bias = None if call["bias"] is None else operands[-1]
+    return call["x"], operands[: len(call["parts"])], bias, call["kind"]
 
 
 def head_products(graph: ModelGraph) -> list[fx.Node]:

@@ -9,21 +9,24 @@ from .quantised.fp8_block import FP8
 from .quantised_kernel import UNIT_ROWS, round_blocks_kernel
 
 BLOCKS, FEW_ROWS = 8, 16
-"""Blocks of a row that one program rounds, and twice as many of more rows, which take fewer instructions."""
+"""A program rounds BLOCKS blocks of a row, or with more than FEW_ROWS rows twice as many."""
 
 
 @functools.cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether a GPU's tensor cores take FP8."""
+    """True if a GPU's tensor cores take FP8."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def rounded_blocks(x: Tensor, size: int, early: bool) -> tuple[Tensor, Tensor]:
     """`fp8_block.rounded_blocks` as codes and scales, by a kernel.
 
-    x [R, I] of any row stride; size: columns that share a scale; early: of `small_m.launch`. -> codes [R, I] of
-    float8_e4m3fn, or where the tensor cores have no such type of x's; scales [I / size, R] float32, with memory for
-    more rows.
+    x: [R, I], of any row stride.
+    size: columns that share a scale.
+    early: as of `small_m.launch`.
+
+    -> codes [R, I] of float8_e4m3fn, or of x's dtype if the tensor cores have no FP8;
+    scales [I / size, R] float32, with memory for more rows.
     """
     rows, inputs = x.shape
     blocks, of_program = -(-inputs // size), BLOCKS if rows <= FEW_ROWS else 2 * BLOCKS

@@ -1,8 +1,11 @@
 """The end of the product "small_m" whose outputs are queries, keys and values: norms, rotation, append to the cache.
 
-Import this module only where Triton is installed. A tile has PAIRS pairs of outputs (d, d + D / 2) of heads, which the
-rotation turns together, of N rows: the first and the second of each pair are [PAIRS, N]. Query heads come first, then
-those of keys, then those of values. All is rounded where `tree_attention` rounds it that appends for itself.
+The rotation of x, y, outputs d and d + D / 2 of a head, is x * cos - y * sin, y * cos + x * sin. A tile has PAIRS such
+pairs of N rows; x and y are [PAIRS, N]. Pair p is d = p % (D / 2) of head p // (D / 2): with D = 64, pair 70 is outputs
+6 and 38 of head 2. Query heads come first, then key heads, then value heads. Numbers are rounded where `tree_attention`
+rounds them if it appends for itself.
+
+Import this module only where Triton is installed.
 """
 
 import triton
@@ -14,30 +17,29 @@ from ..rounding import as_stored, scaled
 
 @triton.jit
 def load_for_heads(
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, lengths_ptr, pair, n, rows, nodes,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    heads, pair, n, rows, nodes, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """What `store_heads` needs besides the product: cos of the first and of the second of each pair, sin of both
-    [PAIRS, N], their weights of the norms [PAIRS, 1], which without norms mean nothing, and the slots [N]."""
+    """The inputs of `store_heads` besides the product: cos of x and of y, sin of x and of y [PAIRS, N], weights of
+    their norms [PAIRS, 1], which mean nothing without norms, and the rows' slots in the caches [N]."""
     half: tl.constexpr = D // 2
     head, d = pair // half, pair % half
     mask = (head < HEADS + KV_HEADS)[:, None] & (n < rows)[None, :]
     at = n[None, :].to(tl.int64) * D + d[:, None]
-    cos, next_cos = tl.load(cos_ptr + at, mask=mask, other=0.0), tl.load(cos_ptr + at + half, mask=mask, other=0.0)
-    sin, next_sin = tl.load(sin_ptr + at, mask=mask, other=0.0), tl.load(sin_ptr + at + half, mask=mask, other=0.0)
+    cos, next_cos = tl.load(heads.cos + at, mask=mask, other=0.0), tl.load(heads.cos + at + half, mask=mask, other=0.0)
+    sin, next_sin = tl.load(heads.sin + at, mask=mask, other=0.0), tl.load(heads.sin + at + half, mask=mask, other=0.0)
     weight, next_weight = d[:, None], d[:, None]
-    if q_norm_ptr is not None:
+    if heads.q_norm is not None:
         is_query = (head < HEADS)[:, None]
-        weight = tl.where(is_query, tl.load(q_norm_ptr + d)[:, None], tl.load(k_norm_ptr + d)[:, None])
+        weight = tl.where(is_query, tl.load(heads.q_norm + d)[:, None], tl.load(heads.k_norm + d)[:, None])
         d += half
-        next_weight = tl.where(is_query, tl.load(q_norm_ptr + d)[:, None], tl.load(k_norm_ptr + d)[:, None])
-    slot = tl.load(lengths_ptr + n // nodes, mask=n < rows, other=0) + n % nodes
+        next_weight = tl.where(is_query, tl.load(heads.q_norm + d)[:, None], tl.load(heads.k_norm + d)[:, None])
+    slot = tl.load(heads.lengths + n // nodes, mask=n < rows, other=0) + n % nodes
     return cos, next_cos, sin, next_sin, weight, next_weight, slot
 
 
 @triton.jit
 def _inverse_rms(first, second, eps, D: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr):
-    """1 / the root mean square of each head, of which the tile has whole ones -> [PAIRS, N]."""
+    """1 / the root mean square of each head -> [PAIRS, N]. The tile has whole heads."""
     half: tl.constexpr = D // 2
     heads: tl.constexpr = PAIRS // half
     squares = sum_rows_in_pairs(first * first, heads, half, N) + sum_rows_in_pairs(second * second, heads, half, N)
@@ -47,9 +49,8 @@ def _inverse_rms(first, second, eps, D: tl.constexpr, PAIRS: tl.constexpr, N: tl
 
 @triton.jit
 def store_heads(
-    first, second, loaded, out_ptr, key_cache_ptr, value_cache_ptr, pair, n, rows, nodes, capacity, eps, offset,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, NORMED: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    PAIRS: tl.constexpr, N: tl.constexpr,
+    first, second, loaded, out_ptr, heads, pair, n, rows, nodes, capacity, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Queries into out [rows, HEADS * D]; keys and values into the caches [B, KV_HEADS, capacity, D], node i of row b
     of the batch at slot lengths[b] + i. loaded: by `load_for_heads`."""
@@ -58,14 +59,14 @@ def store_heads(
     head, d = pair // half, pair % half
     is_query, is_turned = head < HEADS, head < HEADS + KV_HEADS
 
-    # The numbers as the product has them, normed, and rotated.
+    # Norm and rotate.
     cos, next_cos, sin, next_sin, weight, next_weight, slot = loaded
     x, y = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     a, b = x, y
-    if NORMED:
-        scale = _inverse_rms(x, y, eps, D, PAIRS, N)
-        a = scaled(x * scale, weight, offset, dtype, ROUND_FIRST)
-        b = scaled(y * scale, next_weight, offset, dtype, ROUND_FIRST)
+    if heads.q_norm is not None:
+        scale = _inverse_rms(x, y, heads.eps, D, PAIRS, N)
+        a = scaled(x * scale, weight, heads.offset, dtype, heads.offset is None)
+        b = scaled(y * scale, next_weight, heads.offset, dtype, heads.offset is None)
     turned = tl.fma(a, cos.to(tl.float32), -b * sin.to(tl.float32))
     next_turned = tl.fma(b, next_cos.to(tl.float32), a * next_sin.to(tl.float32))
     x = tl.where(is_turned[:, None], turned, x).to(dtype)
@@ -84,8 +85,8 @@ def store_heads(
     at = (batch * KV_HEADS * capacity + slot)[None, :] * D + (kv_head.to(tl.int64) * capacity * D + d)[:, None]
     stored = (inside & (slot < capacity))[None, :]
     mask = is_key[:, None] & stored
-    tl.store(key_cache_ptr + at, as_stored(x, key_cache_ptr), mask=mask)
-    tl.store(key_cache_ptr + at + half, as_stored(y, key_cache_ptr), mask=mask)
+    tl.store(heads.key_cache + at, as_stored(x, heads.key_cache), mask=mask)
+    tl.store(heads.key_cache + at + half, as_stored(y, heads.key_cache), mask=mask)
     mask = ((head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS))[:, None] & stored
-    tl.store(value_cache_ptr + at, as_stored(x, value_cache_ptr), mask=mask)
-    tl.store(value_cache_ptr + at + half, as_stored(y, value_cache_ptr), mask=mask)
+    tl.store(heads.value_cache + at, as_stored(x, heads.value_cache), mask=mask)
+    tl.store(heads.value_cache + at + half, as_stored(y, heads.value_cache), mask=mask)

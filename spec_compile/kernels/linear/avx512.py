@@ -17,7 +17,7 @@ except ImportError:  # the package was not built
     _avx512 = None
 
 MAX_ROWS = 16
-"""Of more rows BLAS makes better use of the caches; of one it reads the weights as fast as they come."""
+"""BLAS uses the caches better with more rows, and reads the weights as fast as they come with one."""
 LANES = 16
 """Floats of a vector, of which every row has a multiple."""
 SUPPORTED = _avx512 is not None and _avx512.supported()

@@ -1,7 +1,7 @@
 """A linear layer in float32 of rows and weights of 16 bits, as routers of experts have it; its sums have one order.
 
 Import this module only where Triton is installed. A program takes 16 rows, whose sums do not mix, and runs over all
-inputs, so that a row has the same bits beside any others. Products of two numbers of 16 bits are exact in float32.
+inputs, so that other rows do not change a row's bits. Products of two numbers of 16 bits are exact in float32.
 """
 
 import torch

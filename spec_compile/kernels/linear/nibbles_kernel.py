@@ -16,29 +16,30 @@ import triton
 import triton.language as tl
 
 from ..ptx import let_next_kernel_begin
+from .load_tile import addresses, load_rows
 
 
 @triton.jit
 def multiply_nibbles(
-    weight_ptr, unit_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+    weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+    TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """4 bits, in the order of `nibbles._Words`. unit_ptr: see `nibbles.Nibbles`, or `nibbles.TableNibbles` with FORMAT
-    "nibbles_table"."""
+    """`multiply_quantised` of 4 bits, in the order of `nibbles._Words`. The weight's scales are the units of
+    `nibbles.Nibbles`, or with FORMAT "nibbles_table" of `nibbles.TableNibbles`."""
     CENTRED: tl.constexpr = FORMAT == "nibbles_bf16_centred" or FORMAT == "nibbles_fp16_centred"
     PAIRS: tl.constexpr = CENTRED or TABLE is not None
     SPAN: tl.constexpr = 2 * GROUP if PAIRS and GROUP < 256 else GROUP  # columns of a unit
     DEPTH: tl.constexpr = 32 if GROUP == 32 else 64  # half-words that lie side by side, and columns of a step
-    table_ptr = unit_ptr
+    unit_ptr = weight.scales
     if TABLE is not None:
         unit_ptr = unit_ptr.to(tl.pointer_type(tl.int64)) + outputs
     half = tl.arange(0, DEPTH)
     if PTX:
-        w_at = weight_ptr.to(tl.pointer_type(tl.int16)) + o.to(tl.int64)[:, None] * (2 * stride_w) + half[None, :]
+        w_at = addresses(weight.data.to(tl.pointer_type(tl.int16)), o, 2 * weight.stride, half)
     else:
-        w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + half[None, :] // 2
-    x_at = x_ptr + n.to(tl.int64)[:, None] * stride_x + half[None, :]
+        w_at = addresses(weight.data, o, weight.stride, half // 2)
+    x_at = addresses(x.data, n, x.stride, half)
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     for start in tl.range(begin, end, 256):
         if PDL:
@@ -49,14 +50,10 @@ def multiply_nibbles(
                 words = tl.load(w_at + column // (4 if PTX else 8), eviction_policy="evict_first")
             if step * DEPTH % SPAN == 0:
                 unit = tl.load(unit_ptr + column // SPAN * outputs + o)[:, None]
-            if EVEN:
-                b = tl.load(x_at + column, mask=(n < rows)[:, None], other=0.0)
-            else:
-                inside = (half < inputs - column)[None, :]
-                b = tl.load(x_at + column, mask=(n < rows)[:, None] & inside, other=0.0)
+            b = load_rows(x_at, column, half, n, rows, inputs, EVEN)
             if TABLE is not None:
                 scale = (unit >> (32 if step * DEPTH % SPAN >= GROUP else 0)).to(tl.int32).to(tl.float32, bitcast=True)
-                a = _numbers_in_table(words, table_ptr, step % 4, TABLE, PTX) * scale
+                a = _numbers_in_table(words, weight.scales, step % 4, TABLE, PTX) * scale
             else:
                 a = _numbers(
                     words, unit + tl.zeros([BLOCK_O, DEPTH], tl.int32), step % 4, step * DEPTH % SPAN >= GROUP, FORMAT,

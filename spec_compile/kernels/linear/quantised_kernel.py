@@ -14,70 +14,59 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..ptx import let_next_kernel_begin
 from ..rounding import LARGEST_FP8, nearest_fp8, over_scale
+from .load_tile import addresses, load_tile
 from .nibbles_kernel import multiply_nibbles
 
 UNIT_ROWS: tl.constexpr = tl.constexpr(128)
-"""The scales of x's rows have memory for a multiple of this, which is no less than a tile's rows."""
+"""The scales of x's rows have memory for a multiple of this, which is at least a tile's rows."""
 
 
 @triton.jit
 def multiply_quantised(
-    weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+    weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+    TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The columns begin .. end of x times the weights -> sums [BLOCK_O, BLOCK_N]. FORMAT, GROUP: of `Layout.packing`.
-    TABLE: `look_up` of its numbers, or None. unit_ptr: the scales of x's rows, where x are codes. stride_w: elements of
-    weight_ptr in a row."""
+    """The columns begin .. end of x times the weights -> sums [BLOCK_O, BLOCK_N].
+
+    weight, x: each a `Matrix`. FORMAT, GROUP: of `WeightLayout.packing`. TABLE: `look_up` of its numbers, or None.
+    """
     if FORMAT == "fp8_blocks":
-        acc = _multiply_fp8_blocks(
-            weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, inputs, stride_w, stride_x, late, GROUP,
-            BLOCK_N, BLOCK_O, EVEN, PDL,
-        )  # fmt: skip
+        acc = _multiply_fp8_blocks(weight, x, o, n, begin, end, rows, inputs, late, GROUP, BLOCK_N, BLOCK_O, EVEN, PDL)
     elif FORMAT == "channels":
-        acc = _multiply_channels(
-            weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, inputs, stride_w, stride_x, late, BLOCK_N,
-            BLOCK_O, BLOCK_K, EVEN, PDL,
-        )  # fmt: skip
+        acc = _multiply_channels(weight, x, o, n, begin, end, rows, inputs, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL)
     else:
         acc = multiply_nibbles(
-            weight_ptr, scale_ptr, x_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-            FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, EVEN, PDL, PTX,
+            weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, EVEN, PDL,
+            PTX,
         )  # fmt: skip
     return acc
 
 
 @triton.jit
 def _multiply_fp8_blocks(
-    weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, inputs, stride_w, stride_x, late,
-    SQUARE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    weight, x, o, n, begin, end, rows, inputs, late, SQUARE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_O: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """FP8 with a scale for each SQUARE rows and columns of the weights [O / SQUARE, I / SQUARE], and x as
     `round_blocks_kernel` has rounded it. weight_ptr: float8_e4m3fn, or where the tensor cores have no such type its
     bytes."""
     k = tl.arange(0, SQUARE)
-    w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + k[None, :]
-    x_at = x_ptr + n.to(tl.int64)[:, None] * stride_x + k[None, :]
-    scale_at = scale_ptr + o // SQUARE * tl.cdiv(inputs, SQUARE)
+    w_at, x_at = addresses(weight.data, o, weight.stride, k), addresses(x.data, n, x.stride, k)
+    scale_at = weight.scales + o // SQUARE * tl.cdiv(inputs, SQUARE)
     stride_u = tl.cdiv(rows, UNIT_ROWS) * UNIT_ROWS
-    unit_at = unit_ptr + n  # of rows behind the last, it is any number
+    unit_at = x.scales + n  # any number after the last row
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     block = begin // SQUARE
     scale, unit = tl.load(scale_at + block), tl.load(unit_at + block * stride_u)
     for start in tl.range(begin, end, SQUARE):
         if PDL:
             let_next_kernel_begin((end - start + SQUARE - 1) // SQUARE, late)
-        if EVEN:
-            a = tl.load(w_at + start, eviction_policy="evict_first")
-            b = tl.load(x_at + start, mask=(n < rows)[:, None], other=0.0)
-        else:
-            inside = (k < inputs - start)[None, :]
-            a = tl.load(w_at + start, mask=inside, other=0.0, eviction_policy="evict_first")
-            b = tl.load(x_at + start, mask=(n < rows)[:, None] & inside, other=0.0)
+        a, b = load_tile(w_at, x_at, start, k, n, rows, inputs, EVEN)
         # The scales of the next tile are on their way while this one is multiplied.
         block = tl.minimum(start + SQUARE, end - 1) // SQUARE
         following, following_unit = tl.load(scale_at + block), tl.load(unit_at + block * stride_u)
-        if weight_ptr.dtype.element_ty == tl.uint8:
+        if weight.data.dtype.element_ty == tl.uint8:
             part = tl.dot(_float_of_fp8(a, b.dtype), b.T, input_precision="ieee")
         else:
             part = tl.dot(a, b.T)
@@ -139,29 +128,22 @@ def _float_of_fp8(codes, dtype: tl.constexpr):
 
 @triton.jit
 def _multiply_channels(
-    weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, inputs, stride_w, stride_x, late,
+    weight, x, o, n, begin, end, rows, inputs, late,
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """8 bits with a scale for each output: int8, or FP8 as in `_multiply_fp8_blocks`. unit_ptr: of x that `round_rows`
     has rounded to the same type, the scale of each row; else None, and only weights are quantised."""
-    INTEGERS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
-    BYTES: tl.constexpr = weight_ptr.dtype.element_ty == tl.uint8
-    ROUNDED: tl.constexpr = unit_ptr is not None
     k = tl.arange(0, BLOCK_K)
-    w_at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + k[None, :]
-    x_at = x_ptr + n.to(tl.int64)[:, None] * stride_x + k[None, :]
-    scale = tl.load(scale_ptr + o).to(tl.float32)
+    INTEGERS: tl.constexpr = weight.data.dtype.element_ty == tl.int8
+    BYTES: tl.constexpr = weight.data.dtype.element_ty == tl.uint8
+    ROUNDED: tl.constexpr = x.scales is not None
+    w_at, x_at = addresses(weight.data, o, weight.stride, k), addresses(x.data, n, x.stride, k)
+    scale = tl.load(weight.scales + o).to(tl.float32)
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.int32 if INTEGERS and ROUNDED else tl.float32)
     for start in tl.range(begin, end, BLOCK_K):
         if PDL:
             let_next_kernel_begin((end - start + BLOCK_K - 1) // BLOCK_K, late)
-        if EVEN:
-            a = tl.load(w_at + start, eviction_policy="evict_first")
-            b = tl.load(x_at + start, mask=(n < rows)[:, None], other=0.0)
-        else:
-            inside = (k < inputs - start)[None, :]
-            a = tl.load(w_at + start, mask=inside, other=0.0, eviction_policy="evict_first")
-            b = tl.load(x_at + start, mask=(n < rows)[:, None] & inside, other=0.0)
+        a, b = load_tile(w_at, x_at, start, k, n, rows, inputs, EVEN)
         if ROUNDED and INTEGERS:
             acc = tl.dot(a, b.T, acc, out_dtype=tl.int32)
         elif ROUNDED and not BYTES:
@@ -174,10 +156,10 @@ def _multiply_channels(
             wide = _float_of_fp8(a, tl.float32) if BYTES else a.to(tl.float32)
             acc = tl.dot((wide * scale[:, None]).to(b.dtype), b.T, acc, input_precision="ieee")
     if ROUNDED:
-        unit = tl.load(unit_ptr + n, mask=n < rows, other=0.0)
+        unit = tl.load(x.scales + n, mask=n < rows, other=0.0)
         acc = acc.to(tl.float32) * (scale[:, None] * unit[None, :])
     elif INTEGERS:
-        acc *= scale.to(x_ptr.dtype.element_ty).to(tl.float32)[:, None]
+        acc *= scale.to(x.data.dtype.element_ty).to(tl.float32)[:, None]
     return acc
 
 

@@ -1,19 +1,21 @@
 """The kernel of the form "small_m": a product that takes about as long as reading the weights from memory.
 
-**A row's result has the same bits however many rows there are.** Every row goes through the same instructions of the
-tensor cores, which add its products up in one chain along the columns of the weights (`quantised_kernel` has others);
-where several programs share that chain, it is cut at columns that the shape of the weights decides, and their parts are
-added in ascending order.
+    out[n, o] = sum over k of x[n, k] * weight[o, k]
 
-What a plain kernel loses at its beginning and end is kept small:
+**A row's result has the same bits however many rows there are.** Every row goes through the same instructions of the
+tensor cores, which add its products up in one chain along the columns of the weights (`quantised_kernel` has others).
+If several programs share that chain, the shape of the weights decides at which columns it is cut, and the parts are
+added in ascending order: 1000 columns in 2 parts are cut at 512, because cuts are multiples of 256.
+
+The kernel loses little time at its beginning and end:
 
 - Programs begin while the kernel before them still runs (see `dependent_launch`), and fetch a few of their first
   weights to the L2 cache before they wait for it (to fetch more, or in bulk, made whole rounds slower). A kernel
   launched the same way after this one begins no earlier than when all that came before this one is done.
-- What stands around a product in a decoder layer is done while its sums are in registers: the RMSNorm of x before it
-  (`squares`), the gate of an MLP, the residual stream behind it with the first half of the next norm
-  (`_store_stream`), or what makes queries, keys and values of it (`append_kernel`). A part of a sum over ranks is sent
-  to all of them (`send`).
+- The steps around a product in a decoder layer are done while its sums are in registers: the RMSNorm of x before it
+  (`before`), the gate of an MLP, the addition to the residual stream with the first half of the next norm (`stream`),
+  or the norms, the rotation and the append of queries, keys and values (`heads`). A part of a sum over ranks is sent to
+  all of them (`sent`).
 
 Import this module only where Triton is installed. Shapes of a tile: weights [BLOCK_O, BLOCK_K], activations
 [BLOCK_N, BLOCK_K], sums [BLOCK_O, BLOCK_N].
@@ -26,6 +28,7 @@ from ..all_reduce_kernel import send, slot_of_turn
 from ..pairs import sum_in_pairs, sum_rows_in_pairs
 from ..ptx import let_next_kernel_begin, prefetch_l2, wait_for_kernel_before
 from .append_kernel import load_for_heads, store_heads
+from .load_tile import addresses, load_tile
 from .quantised_kernel import multiply_quantised
 
 
@@ -50,67 +53,40 @@ def _weight_rows(tile, outputs, half, PAIRED: tl.constexpr, BLOCK_O: tl.constexp
 
 
 @triton.jit
-def _fetch_first_tiles(weight_ptr, o, begin, end, stride_w, prefetch, BLOCK_K: tl.constexpr):
+def _fetch_first_tiles(weight, o, begin, end, prefetch, BLOCK_K: tl.constexpr):
     """Fetch at most `prefetch` of a program's first tiles to the L2 cache. o [BLOCK_O]: its rows of the weights."""
-    SIZE: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth
+    SIZE: tl.constexpr = weight.data.dtype.element_ty.primitive_bitwidth
     BITS: tl.constexpr = 4 if SIZE == 32 else SIZE
     LINES: tl.constexpr = BLOCK_K * BITS // 1024  # of 128 bytes
     line = tl.arange(0, LINES if LINES > 1 else 1) * (1024 // SIZE)
-    lines = weight_ptr + o.to(tl.int64)[:, None] * stride_w + begin * BITS // SIZE + line[None, :]
+    lines = weight.data + o.to(tl.int64)[:, None] * weight.stride + begin * BITS // SIZE + line[None, :]
     for step in range(0, tl.minimum(tl.cdiv(end - begin, BLOCK_K), prefetch)):
         prefetch_l2((lines + step * (BLOCK_K * BITS // SIZE)).to(tl.int64))
 
 
 @triton.jit
 def _multiply(
-    weight_ptr, x_ptr, o, n, begin, end, rows, inputs, stride_x, late,
+    weight, x, o, n, begin, end, rows, inputs, late,
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The columns begin .. end -> sums [BLOCK_O, BLOCK_N], in one chain. EVEN: no tile reaches beyond the inputs."""
     k = tl.arange(0, BLOCK_K)
-    w_at = weight_ptr + o.to(tl.int64)[:, None] * inputs + k[None, :]
-    x_at = x_ptr + n.to(tl.int64)[:, None] * stride_x + k[None, :]
+    w_at, x_at = addresses(weight.data, o, weight.stride, k), addresses(x.data, n, x.stride, k)
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     for start in tl.range(begin, end, BLOCK_K):
         if PDL:
             let_next_kernel_begin((end - start + BLOCK_K - 1) // BLOCK_K, late)
-        if EVEN:
-            a = tl.load(w_at + start, eviction_policy="evict_first")
-            b = tl.load(x_at + start, mask=(n < rows)[:, None], other=0.0)
-        else:
-            inside = (k < inputs - start)[None, :]
-            a = tl.load(w_at + start, mask=inside, other=0.0, eviction_policy="evict_first")
-            b = tl.load(x_at + start, mask=(n < rows)[:, None] & inside, other=0.0)
+        a, b = load_tile(w_at, x_at, start, k, n, rows, inputs, EVEN)
         acc = tl.dot(a, b.T, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def _product(
-    weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """`_multiply`, or what a format of quantised weights has in its place."""
-    if FORMAT is None:
-        acc = _multiply(
-            weight_ptr, x_ptr, o, n, begin, end, rows, inputs, stride_x, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL
-        )
-    else:
-        acc = multiply_quantised(
-            weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-            FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX,
-        )  # fmt: skip
-    return acc
-
-
-@triton.jit
-def _store_part(
-    acc, partial_ptr, arrived_ptr, tile, part, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
+def _store_part(acc, shared, tile, part, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PARTS: tl.constexpr):
     """Store the program's part of a tile -> where the first part is, the tile's counter, and whether all have arrived.
     partial [tiles, PARTS, BLOCK_N, BLOCK_O]: as what an end adds, columns of out lie side by side; arrived [tiles]."""
     SIZE: tl.constexpr = BLOCK_O * BLOCK_N
+    partial_ptr, arrived_ptr = shared
     number = tl.program_id(0) * (tl.num_programs(1) // PARTS) + tile
     at = partial_ptr + number.to(tl.int64) * (PARTS * SIZE)
     at += tl.arange(0, BLOCK_O)[:, None] + tl.arange(0, BLOCK_N)[None, :] * BLOCK_O
@@ -121,7 +97,7 @@ def _store_part(
 
 @triton.jit
 def _sum_of_parts(at, counter, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PARTS: tl.constexpr):
-    """The sum of all parts of a tile [BLOCK_O, BLOCK_N]. counter: 0 behind, as it was before the first one arrived."""
+    """The sum of all parts of a tile [BLOCK_O, BLOCK_N]. counter: 0 again, as before the first one arrived."""
     acc = tl.load(at, cache_modifier=".cg")
     for other in tl.static_range(1, PARTS):
         acc += tl.load(at + other * (BLOCK_O * BLOCK_N), cache_modifier=".cg")
@@ -130,9 +106,9 @@ def _sum_of_parts(at, counter, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PAR
 
 
 @triton.jit
-def _divided_by_rms(acc, squares, bias, inputs, eps, BLOCK_N: tl.constexpr, BLOCK_TERMS: tl.constexpr):
+def _divided_by_rms(acc, squares, bias, inputs, eps):
     """acc [HEIGHT, BLOCK_N] over the root mean square of each row of x, plus bias [HEIGHT]."""
-    scale = tl.rsqrt(sum_in_pairs(squares, BLOCK_N, BLOCK_TERMS) / inputs + eps)
+    scale = tl.rsqrt(sum_in_pairs(squares, squares.shape[0], squares.shape[1]) / inputs + eps)
     return tl.fma(acc, scale[None, :] + tl.zeros_like(acc), bias[:, None] + tl.zeros_like(acc))
 
 
@@ -146,41 +122,41 @@ def _load_bias(bias_ptr, o):
 
 
 @triton.jit
-def _load_squares(squares_ptr, n, rows, TERMS: tl.constexpr, BLOCK_TERMS: tl.constexpr):
-    """Sums of the squares of the stream [rows, TERMS] -> those of a tile's rows [BLOCK_N, BLOCK_TERMS]."""
-    term = tl.arange(0, BLOCK_TERMS)
+def _load_squares(squares_ptr, n, rows, TERMS: tl.constexpr):
+    """Sums of the squares of the stream [rows, TERMS] -> those of a tile's rows [BLOCK_N, TERMS], rounded up."""
+    term = tl.arange(0, triton.next_power_of_2(TERMS))
     mask = (n < rows)[:, None] & (term < TERMS)[None, :]
     return tl.load(squares_ptr + n[:, None] * TERMS + term[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_stream(residual_ptr, norm_ptr, column, n, rows, height, stride_r):
-    """The residual stream before the product [HEIGHT, BLOCK_N], and the weight of the norm behind it [HEIGHT]."""
+def _load_stream(stream, column, n, rows, height, stride_r):
+    """The residual stream before the product [HEIGHT, BLOCK_N], and the weight of the norm after it [HEIGHT]."""
     mask = (column < height)[:, None] & (n < rows)[None, :]
-    before = tl.load(residual_ptr + n[None, :].to(tl.int64) * stride_r + column[:, None], mask=mask, other=0.0)
-    return before, tl.load(norm_ptr + column, mask=column < height, other=0.0)
+    before = tl.load(stream.residual + n[None, :].to(tl.int64) * stride_r + column[:, None], mask=mask, other=0.0)
+    return before, tl.load(stream.weight + column, mask=column < height, other=0.0)
 
 
 @triton.jit
 def _store_stream(
-    acc, before, norm, out_ptr, scaled_ptr, new_squares_ptr, column, n, tile, rows, height, offset,
+    acc, residual, norm, out_ptr, stream, column, n, tile, rows, height,
     BLOCK_N: tl.constexpr, HEIGHT: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
     """The residual stream with the sums [HEIGHT, BLOCK_N] added, to out [rows, height], and the first half of the next
-    RMSNorm: times its weight to scaled [rows, height], and each SQUARED columns' sum of squares to new_squares."""
+    RMSNorm: times its weight to scaled [rows, height], and each SQUARED columns' sum of squares to squares."""
     mask = (column < height)[:, None] & (n < rows)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    total = (acc.to(dtype).to(tl.float32) + before.to(tl.float32)).to(dtype)
+    total = (acc.to(dtype).to(tl.float32) + residual.to(tl.float32)).to(dtype)
     at = n[None, :].to(tl.int64) * height + column[:, None]
     tl.store(out_ptr + at, total, mask=mask)
     wide = tl.where(mask, total.to(tl.float32), 0.0)
-    factor = norm.to(tl.float32) + offset
-    tl.store(scaled_ptr + at, (wide * factor[:, None]).to(dtype), mask=mask)
+    factor = norm.to(tl.float32) + stream.offset
+    tl.store(stream.scaled + at, (wide * factor[:, None]).to(dtype), mask=mask)
     groups: tl.constexpr = HEIGHT // SQUARED
     sums = sum_rows_in_pairs(wide * wide, groups, SQUARED, BLOCK_N)
     group = tile * groups + tl.arange(0, groups)
     mask = (group * SQUARED < height)[:, None] & (n < rows)[None, :]
-    tl.store(new_squares_ptr + n[None, :] * tl.cdiv(height, SQUARED) + group[:, None], sums, mask=mask)
+    tl.store(stream.squares + n[None, :] * tl.cdiv(height, SQUARED) + group[:, None], sums, mask=mask)
 
 
 @triton.jit
@@ -200,79 +176,74 @@ def _send(value, peers, slot, column, n, rows, height, rank, RANKS: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows", "late", "prefetch", "nodes", "rank"])
 def small_m_kernel(
-    x_ptr, unit_ptr, weight_ptr, scale_ptr, bias_ptr, squares_ptr, residual_ptr, norm_ptr, out_ptr, scaled_ptr,
-    new_squares_ptr, partial_ptr, arrived_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_cache_ptr, value_cache_ptr,
-    lengths_ptr, rows, outputs, inputs, stride_w, stride_x, stride_r, late, prefetch, eps, offset, nodes, capacity,
-    head_eps, head_offset, peers, state_ptr, rank, words, RANKS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr,
-    BLOCK_TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROUND_FIRST: tl.constexpr, FORMAT: tl.constexpr,
-    GROUP: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr,
+    x, weight, bias_ptr, out_ptr, shared, before, stream, heads, sent, rank, rows, outputs, inputs, stride_r, nodes,
+    capacity, late, prefetch, RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr, SQUARED: tl.constexpr,
+    GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of x's rows, tiles of the weights' rows * PARTS): those that read the same weights begin together."""
+    """out = x @ weight.T, and what stands around it. Grid (tiles of x's rows, tiles of the weights' rows * PARTS):
+    programs that read the same weights begin together."""
     # This program's tile [BLOCK_O, BLOCK_N], and its part of the columns: begin .. end.
     tile, part, begin, end = _share_of_program(inputs, CUT, PARTS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
 
     # Rows of the weights in the tile, o [BLOCK_O]; HEIGHT columns of out come of them.
-    APPENDS: tl.constexpr = cos_ptr is not None
+    APPENDS: tl.constexpr = heads is not None
     PAIRED: tl.constexpr = GATED or APPENDS  # of the gate and the up projection, or of the halves of a head
     HEIGHT: tl.constexpr = BLOCK_O // 2 if PAIRED else BLOCK_O
     height = outputs // 2 if PAIRED else outputs
     o = _weight_rows(tile, outputs, D // 2 if APPENDS else height, PAIRED, BLOCK_O)
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
 
-    # The product of those columns, acc [BLOCK_O, BLOCK_N]. What its end needs is loaded first if registers hold it.
-    EAGER: tl.constexpr = BLOCK_N <= (64 if FORMAT is None else 16) and BLOCK_O <= 128  # see `Tile.registers`
+    # The product of those columns, acc [BLOCK_O, BLOCK_N]. Inputs of its end are loaded first if registers hold them.
+    EAGER: tl.constexpr = BLOCK_N <= (64 if FORMAT is None else 16) and BLOCK_O <= 128  # see `ProductTile.registers`
     if PDL:
-        _fetch_first_tiles(weight_ptr, o, begin, end, stride_w, prefetch, BLOCK_K)
+        _fetch_first_tiles(weight, o, begin, end, prefetch, BLOCK_K)
         wait_for_kernel_before()
     if RANKS > 1:
+        peers, state_ptr, words = sent
         slot = slot_of_turn(state_ptr, rank, words, RANKS)
-    if EAGER and squares_ptr is not None:
-        squares = _load_squares(squares_ptr, n, rows, TERMS, BLOCK_TERMS)
-    if EAGER and residual_ptr is not None:
-        before, norm = _load_stream(residual_ptr, norm_ptr, column, n, rows, height, stride_r)
+    if EAGER and before is not None:
+        squares = _load_squares(before.squares, n, rows, TERMS)
+    if EAGER and stream is not None:
+        residual, norm = _load_stream(stream, column, n, rows, height, stride_r)
     if EAGER and APPENDS:
-        loaded = load_for_heads(
-            cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, lengths_ptr, column, n, rows, nodes, HEADS, KV_HEADS, D
-        )
-    acc = _product(
-        weight_ptr, scale_ptr, x_ptr, unit_ptr, o, n, begin, end, rows, outputs, inputs, stride_w, stride_x, late,
-        FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL, PTX,
-    )  # fmt: skip
+        loaded = load_for_heads(heads, column, n, rows, nodes, HEADS, KV_HEADS, D)
+    if FORMAT is None:
+        acc = _multiply(weight, x, o, n, begin, end, rows, inputs, late, BLOCK_N, BLOCK_O, BLOCK_K, EVEN, PDL)
+    else:
+        acc = multiply_quantised(
+            weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT, GROUP, TABLE, BLOCK_N, BLOCK_O, BLOCK_K,
+            EVEN, PDL, PTX,
+        )  # fmt: skip
 
     done = True
     if PARTS > 1:
-        at, counter, done = _store_part(acc, partial_ptr, arrived_ptr, tile, part, BLOCK_N, BLOCK_O, PARTS)
-    # What comes behind the product, with the sums in registers. Where programs share the columns, the last one does it.
+        at, counter, done = _store_part(acc, shared, tile, part, BLOCK_N, BLOCK_O, PARTS)
+    # The steps after the product, with the sums in registers. Where programs share the columns, the last one does them.
     if done:
-        if not EAGER and squares_ptr is not None:
-            squares = _load_squares(squares_ptr, n, rows, TERMS, BLOCK_TERMS)
-        if not EAGER and residual_ptr is not None:
-            before, norm = _load_stream(residual_ptr, norm_ptr, column, n, rows, height, stride_r)
+        if not EAGER and before is not None:
+            squares = _load_squares(before.squares, n, rows, TERMS)
+        if not EAGER and stream is not None:
+            residual, norm = _load_stream(stream, column, n, rows, height, stride_r)
         if not EAGER and APPENDS:
-            loaded = load_for_heads(
-                cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, lengths_ptr, column, n, rows, nodes, HEADS, KV_HEADS, D
-            )
+            loaded = load_for_heads(heads, column, n, rows, nodes, HEADS, KV_HEADS, D)
         if PARTS > 1:
             acc = _sum_of_parts(at, counter, BLOCK_N, BLOCK_O, PARTS)
-        if squares_ptr is not None:
-            acc = _divided_by_rms(acc, squares, _load_bias(bias_ptr, o), inputs, eps, BLOCK_N, BLOCK_TERMS)
+        if before is not None:
+            acc = _divided_by_rms(acc, squares, _load_bias(bias_ptr, o), inputs, before.eps)
         elif bias_ptr is not None:
             acc += _load_bias(bias_ptr, o)[:, None]
         if PAIRED:
             first, second = acc.reshape(HEIGHT, 2, BLOCK_N).permute(0, 2, 1).split()
         if APPENDS:
             store_heads(
-                first, second, loaded, out_ptr, key_cache_ptr, value_cache_ptr, column, n, rows, nodes, capacity,
-                head_eps, head_offset, HEADS, KV_HEADS, D, q_norm_ptr is not None, ROUND_FIRST, HEIGHT, BLOCK_N,
+                first, second, loaded, out_ptr, heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, D, HEIGHT,
+                BLOCK_N,
             )  # fmt: skip
-        elif residual_ptr is not None:
-            _store_stream(
-                acc, before, norm, out_ptr, scaled_ptr, new_squares_ptr, column, n, tile, rows, height, offset,
-                BLOCK_N, HEIGHT, SQUARED,
-            )  # fmt: skip
+        elif stream is not None:
+            _store_stream(acc, residual, norm, out_ptr, stream, column, n, tile, rows, height, BLOCK_N, HEIGHT, SQUARED)
         elif GATED:
             _store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, rows, height)
         elif RANKS > 1:

@@ -1,7 +1,7 @@
 """The search for the fastest plans of the matrix products of a model, on the GPU that it is on.
 
 A plan holds for every number of rows: tiles of different numbers of rows share its cuts of the columns and take the
-same instructions of the tensor cores. Whether all rows have the same bits is checked before a plan is taken.
+same instructions of the tensor cores. Before a plan is taken, the bits of all rows are compared.
 """
 
 import itertools
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ...graph import ModelGraph, attribute
-from . import LINEARS, packing_of, small_m, tuned, weight_of
-from .plans import MAX_ROWS, Plan, Tile, ceil_div, squared_columns
+from . import LINEARS, small_m, tuned, weight_of
+from .plans import MAX_ROWS, ProductPlan, ProductTile, ceil_div, squared_columns
+from .product import Product
 from .quantised import layout_of
 
 WIDTHS = 16, 64, 128
@@ -39,11 +40,11 @@ TILES = {  # by the bits of a weight and the rows of a tile: (block_o, block_k, 
     },
 }  # fmt: skip
 GAIN = 0.98
-"""A new plan takes at most so much of the time of the present one."""
+"""A new plan takes at most this share of the present one's time."""
 
 
-class Product(NamedTuple):
-    """Products of one shape and format. weights: of each its weight and, where it is quantised, its scales."""
+class ProductShape(NamedTuple):
+    """Products of one shape and format. weights: of each product the weight and, if it is quantised, the scales."""
 
     outputs: int
     inputs: int
@@ -60,32 +61,36 @@ class Product(NamedTuple):
         return tuned.name_of(self.kind, self.weights[0][0].dtype, self.outputs, self.inputs)
 
 
-class Outcome(NamedTuple):
-    """How the search of a product ended. before, after: microseconds of 1, 16 and 64 rows together. plan: None if the
-    present one stays. refused: plans in which bits of rows differed."""
+class SearchResult(NamedTuple):
+    """The end of the search of a product.
+
+    before, after: microseconds of 1, 16 and 64 rows together.
+    plan: None if the present one stays.
+    refused: faster plans in which bits of rows differed.
+    """
 
     before: float
     after: float
-    plan: Plan | None
+    plan: ProductPlan | None
     refused: int
 
 
-def products(graph: ModelGraph) -> list[Product]:
-    """The products of a graph that the kernel multiplies, of each shape and format one entry. What stands around a
-    product must not be fused into it yet."""
+def products(graph: ModelGraph) -> list[ProductShape]:
+    """The products of a graph that the kernel multiplies, one entry for each shape and format. No step around a product
+    may be fused into it yet."""
     groups: dict[tuple, list] = defaultdict(list)
     for node in graph.gm.graph.nodes:
         if node.target not in LINEARS or (source := weight_of(node)) is None:
             continue
-        weight, packing = attribute(graph.gm, source.target), packing_of(node)
-        scales, kind = (attribute(graph.gm, packing[0].target), packing[1]) if packing else (None, "")
+        weight, kind = attribute(graph.gm, source.target), node.kwargs.get("kind", "")
+        scales = attribute(graph.gm, node.kwargs["scales"].target) if kind else None
         if small_m.lack(weight, kind, graph.dtype) is None:
             inputs = node.args[0].meta["val"].shape[-1]
             groups[len(weight), inputs, kind].append((weight, scales))
-    return [Product(*key, graph.dtype, weights) for key, weights in groups.items()]
+    return [ProductShape(*key, graph.dtype, weights) for key, weights in groups.items()]
 
 
-def tune(product: Product, time: Callable | None = None) -> Outcome:
+def tune(product: ProductShape, time: Callable | None = None) -> SearchResult:
     """Search for a plan of a product. time: ``time(product, rows, parts, tile)`` -> microseconds."""
     time = time or time_of
     x = product.weights[0][0].new_empty(1, product.inputs, dtype=product.dtype)
@@ -101,17 +106,19 @@ def tune(product: Product, time: Callable | None = None) -> Outcome:
         if after > GAIN * before:
             break
         if same_bits(product, plan):
-            return Outcome(before, after, plan, refused)
+            return SearchResult(before, after, plan, refused)
         refused += 1
-    return Outcome(before, before, None, refused)
+    return SearchResult(before, before, None, refused)
 
 
-def candidates(product: Product, present: Plan, processors: int, memory: int) -> Iterator[tuple[int, int, Tile]]:
-    """Rows of a tile, parts and tile of what is tried."""
+def candidates(
+    product: ProductShape, present: ProductPlan, processors: int, memory: int
+) -> Iterator[tuple[int, int, ProductTile]]:
+    """Rows of a tile, parts, and the tile, of each plan to try."""
     manner = dict(late=present.tiles[0].late, prefetch=present.tiles[0].prefetch, bits=product.bits)
     for width in WIDTHS:
         for block_o, block_k, warps, stages in TILES[product.bits][width]:
-            tile = Tile(block_o, block_k, width, warps, stages, **manner)
+            tile = ProductTile(block_o, block_k, width, warps, stages, **manner)
             if block_o < squared_columns(product.outputs) or tile.fitting(memory) != tile:
                 continue
             most = min(8, product.inputs // 512, 3 * processors // ceil_div(product.outputs, block_o))
@@ -120,31 +127,31 @@ def candidates(product: Product, present: Plan, processors: int, memory: int) ->
                     yield width, parts, tile
 
 
-def ranked(times: dict) -> list[tuple[float, Plan]]:
+def ranked(times: dict) -> list[tuple[float, ProductPlan]]:
     """Plans, the fastest with few rows first, from times by (parts, instructions) and the rows of a tile."""
     plans = []
     for (parts, _), widths in times.items():
         best = [min(widths.get(width, [(float("inf"), None)])) for width in WIDTHS]
         if best[-1][0] < float("inf"):
             taken = sum(taken for taken, _ in best[:-1])
-            plans.append((taken, Plan(parts, tuple(tile for _, tile in best))))
+            plans.append((taken, ProductPlan(parts, tuple(tile for _, tile in best))))
     return sorted(plans, key=lambda plan: plan[0])
 
 
-def same_bits(product: Product, plan: Plan) -> bool:
-    """Whether a plan gives every row the same bits with any number of rows."""
+def same_bits(product: ProductShape, plan: ProductPlan) -> bool:
+    """True if a plan gives every row the same bits with any number of rows."""
     weight, scales = product.weights[0]
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(MAX_ROWS, product.inputs, device=weight.device, generator=generator).to(product.dtype)
 
     def multiply(rows: int) -> Tensor:
-        return small_m.run(x[:rows], weight, None, plan, scales=scales, kind=product.kind)
+        return small_m.run(Product(x[:rows], weight, None, scales, product.kind), plan)
 
     reference = multiply(MAX_ROWS)
     return all(torch.equal(multiply(rows), reference[:rows]) for rows in ROWS)
 
 
-def time_of(product: Product, rows: int, parts: int, tile: Tile) -> float:
+def time_of(product: ProductShape, rows: int, parts: int, tile: ProductTile) -> float:
     """Microseconds of one product, with weights that are in no cache."""
     from triton.runtime.errors import OutOfResources
 
@@ -154,11 +161,11 @@ def time_of(product: Product, rows: int, parts: int, tile: Tile) -> float:
     while len(weights) * size < 200 << 20 and len(weights) < 128:  # more than the L2 cache holds
         weight, scales = product.weights[0]
         weights.append((weight.clone(), scales))
-    plan = Plan(parts, (tile,))
+    plan = ProductPlan(parts, (tile,))
 
     def run() -> None:
         for weight, scales in weights:
-            small_m.run(x, weight, None, plan, scales=scales, kind=product.kind)
+            small_m.run(Product(x, weight, None, scales, product.kind), plan)
 
     try:
         return graph_time(run) / len(weights)

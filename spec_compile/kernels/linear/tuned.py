@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .plans import Plan, Tile
+from .plans import ProductPlan, ProductTile
 
 
 def file_of(gpu: str, triton: str) -> Path:
@@ -18,17 +18,20 @@ def file_of(gpu: str, triton: str) -> Path:
 
 
 def name_of(kind: str, dtype: torch.dtype, outputs: int, inputs: int) -> str:
-    """The key of a product in the file. kind: of a quantised weight's `Layout`. dtype: of the weight's tensor."""
+    """The key of a product in the file. kind: of a quantised weight's `WeightLayout`. dtype: of the weight's tensor."""
     return " ".join([*kind.split(), str(dtype).removeprefix("torch."), f"{outputs}x{inputs}"])
 
 
-def read(path: Path) -> dict[str, Plan]:
+def read(path: Path) -> dict[str, ProductPlan]:
     """The plans of a file, by `name_of`; none where there is no file. ValueError, naming it, if it is damaged."""
     if not path.exists():
         return {}
     try:
         table = json.loads(path.read_text())
-        plans = {name: Plan(parts, tuple(Tile(*tile) for tile in tiles)) for name, (parts, tiles) in table.items()}
+        plans = {
+            name: ProductPlan(parts, tuple(ProductTile(*tile) for tile in tiles))
+            for name, (parts, tiles) in table.items()
+        }
         numbers = [number for plan in plans.values() for number in sum(plan.tiles, (plan.parts, len(plan.tiles)))]
         if not all(isinstance(number, int) and number > 0 for number in numbers):
             raise ValueError("a number is missing, or below 1")
@@ -39,8 +42,8 @@ def read(path: Path) -> dict[str, Plan]:
     return plans
 
 
-def add(path: Path, plans: dict[str, Plan]) -> None:
-    """Write plans to a file, beside those of other products that it has."""
+def add(path: Path, plans: dict[str, ProductPlan]) -> None:
+    """Write plans to a file, next to the plans of other products."""
     try:
         known = read(path)
     except ValueError:

@@ -21,10 +21,11 @@ IN_PLACE_OPERATORS = {
 
 @dataclass
 class ForwardGraph:
-    """One graph of torch calls, whose placeholders are parameters, buffers and sizes beside the user's inputs.
+    """One graph of torch calls, whose placeholders are the user's inputs, parameters, buffers and sizes.
 
-    gm: passes rewrite it in place. inputs: Dynamo's value of each placeholder, in order. joined: groups of indices of
-    placeholders; the first of a group now stands for the joined tensor of all its weights.
+    gm: passes rewrite it in place.
+    inputs: Dynamo's value of each placeholder, in order.
+    joined: groups of indices of placeholders; the first of a group now stands for the joined tensor of all its weights.
     """
 
     gm: fx.GraphModule
@@ -42,12 +43,12 @@ def value(node) -> torch.Tensor | None:
 
 
 def is_method(node, name: str) -> bool:
-    """Whether a node is a call of the tensor method `name`."""
+    """True if a node is a call of the tensor method `name`."""
     return isinstance(node, fx.Node) and node.op == "call_method" and node.target == name
 
 
 def changes_something(node: fx.Node) -> bool:
-    """Whether a call may write to an existing tensor. In doubt the answer is yes."""
+    """True if a call may write to an existing tensor, or in doubt."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
     if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
@@ -71,7 +72,7 @@ def changes_something(node: fx.Node) -> bool:
 
 
 def quiet_between(first: fx.Node, last: fx.Node) -> bool:
-    """Whether nothing from `first` up to `last`, which follows it, may write to a tensor."""
+    """True if nothing from `first` up to `last`, which follows it, may write to a tensor."""
     node = first
     while node is not last:
         if changes_something(node):
@@ -81,7 +82,7 @@ def quiet_between(first: fx.Node, last: fx.Node) -> bool:
 
 
 def same_sizes(a, b) -> bool:
-    """Whether two shapes are equal, number for number or symbol for symbol. This adds no guard."""
+    """True if two shapes are equal, number for number or symbol for symbol. This adds no guard."""
     return len(a) == len(b) and all(_expression(x) == _expression(y) for x, y in zip(a, b))
 
 
@@ -97,5 +98,5 @@ def erase_unused(nodes) -> None:
 
 
 def is_plain_parameter(tensor) -> bool:
-    """Whether a tensor is a parameter of the ordinary class, neither quantised nor sharded nor another subclass."""
+    """True if a tensor is a parameter of the ordinary class, neither quantised nor sharded nor another subclass."""
     return type(tensor) is nn.Parameter and type(tensor.data) is torch.Tensor

@@ -87,7 +87,7 @@ def _stack_mask(mask: fx.Node, kv_heads: int, group: int) -> fx.Node:
 
 
 def _fits(mask: torch.Tensor | None, heads: int, tokens: int) -> bool:
-    """Whether a mask has one of the shapes that can be stacked."""
+    """True if a mask has one of the shapes that can be stacked."""
     if mask is None or mask.dim() != 4:
         return False
     return mask.shape[1:3] in ((1, 1), (1, tokens), (heads, tokens))

@@ -34,12 +34,12 @@ def join_linears(graph: ForwardGraph, settings) -> str:
 
 
 def _is_private(graph: ForwardGraph, operand, indices: dict) -> bool:
-    """Whether an operand is a plain parameter that a single call uses."""
+    """True if an operand is a plain parameter that a single call uses."""
     return operand in indices and len(operand.users) == 1 and is_plain_parameter(graph.inputs[indices[operand]])
 
 
 def _may_be_view(node: fx.Node) -> bool:
-    """Whether a call's result may be a view that is not contiguous: it is not an output of the graph."""
+    """True if a call's result may be a view that is not contiguous: it is not an output of the graph."""
     return all(user.op != "output" for user in node.users) and value(node) is not None
 
 

@@ -27,7 +27,7 @@ def tidy_forward(graph: ForwardGraph, settings) -> str:
 
 
 def _is_idle_cast(node) -> bool:
-    """Whether a call is a cast that returns its argument."""
+    """True if a call is a cast that returns its argument."""
     before, after = value(node.args[0] if node.args else None), value(node)
     if node.op != "call_method" or node.target not in CASTS or before is None or after is None:
         return False
@@ -37,7 +37,7 @@ def _is_idle_cast(node) -> bool:
 
 
 def _is_idle_dropout(node) -> bool:
-    """Whether a call is a dropout that is off."""
+    """True if a call is a dropout that is off."""
     if node.target not in DROPOUTS or value(node.args[0] if node.args else None) is None:
         return False
     arguments = dict(zip(("input", "p", "training", "inplace"), node.args)) | node.kwargs

@@ -1,6 +1,6 @@
-"""Quantised linear layers: the op that marks them in a graph, and the formats, a file each, that it has a meaning for.
+"""Quantised linear layers: the op that marks them in a graph, and the formats that it computes, a file each.
 
-A format is a `Layout`, and ``read(module)``, which takes a layer of its library apart without a copy.
+A format is a `WeightLayout`, and ``read(module)``, which takes a layer of its library apart without a copy.
 """
 
 import functools
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from . import awq, bitsandbytes, compressed_tensors, fp8_block, gptq, nibbles, torchao
-from .layout import Layout, Packed, UnreadError  # noqa: F401
+from .layout import Packed, UnreadError, WeightLayout  # noqa: F401
 from .one_layout import PARTS, OneLayout, layer_of
 from .repack import repacked, update  # noqa: F401
 
 FORMATS = (fp8_block, compressed_tensors, gptq, awq, bitsandbytes, torchao)
 LAYOUTS = {layout.__name__: layout for format in (*FORMATS, nibbles) for layout in format.LAYOUTS}
 REFILLED = {bitsandbytes.Table4: bitsandbytes.refilled, torchao.IntGroups: torchao.refilled}
-"""What makes an owner of parts anew."""
+"""Functions that make an owner of parts anew, by the layout."""
 
 
 def read(module: nn.Module) -> Packed | None:
@@ -30,9 +30,9 @@ def read(module: nn.Module) -> Packed | None:
     return next((packed for format in FORMATS if (packed := format.read(module)) is not None), None)
 
 
-def hold_in_one_layout(module: nn.Module, source: Packed, form: tuple[Layout, list[Tensor]]) -> None:
-    """Let a layer hold its weights in the form that `Layout.for_few_rows` has made of them, alone, if it has all of
-    their bits."""
+def hold_in_one_layout(module: nn.Module, source: Packed, form: tuple[WeightLayout, list[Tensor]]) -> None:
+    """Let a layer hold its weights only in the form that `WeightLayout.for_few_rows` has made of them, if that has all
+    of their bits."""
     layer = OneLayout(source, *form, REFILLED.get(type(source.layout)))
     if not layer.is_exact:
         return
@@ -54,8 +54,8 @@ def _take(module: nn.Module, incompatible_keys) -> None:
 
 
 @functools.cache
-def layout_of(kind: str) -> Layout:
-    """The layout that `Layout.kind` names."""
+def layout_of(kind: str) -> WeightLayout:
+    """The layout that `WeightLayout.kind` names."""
     name, *fields = kind.split()
     return LAYOUTS[name](*map(int, fields))
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from . import nibbles
 from .gptqmodel import LIBRARY, require_4_bits, require_words
-from .layout import Layout, Packed, class_path, packed_nibbles, require, require_scale, unpacked_nibbles
+from .layout import Packed, WeightLayout, class_path, packed_nibbles, require, require_scale, unpacked_nibbles
 
 CLASSES = {f"{LIBRARY}torch_awq.{name}" for name in ("AwqTorchLinear", "AwqTorchQuantLinear")}
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -15,7 +15,7 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
-class Awq(Layout):
+class Awq(WeightLayout):
     """codes [I, O / 8] int32 and zeros [I / group, O / 8] int32, eight outputs a word, interleaved; scales
     [I / group, O] float16."""
 
@@ -30,11 +30,11 @@ class Awq(Layout):
         weight = _outputs_in_order(codes).to(scales.dtype).unflatten(0, (-1, self.group))
         return weight.sub_(_outputs_in_order(zeros)[:, None]).mul_(scales[:, None]).flatten(0, 1).T
 
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
         codes, zeros, scales = parts
         return nibbles.pack(_outputs_in_order(codes).T, _outputs_in_order(zeros).int(), scales)
 
-    def restored(self, index: int, packed: Layout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+    def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index == 0:
             return _outputs_interleaved(packed.codes(parts, inputs).T)
         return packed.scales(parts, inputs) if index == 2 else None

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from . import nibbles
-from .layout import WEIGHTS, Layout, Packed, class_path, require, require_scale
+from .layout import WEIGHTS, Packed, WeightLayout, class_path, require, require_scale
 
 NESTED = 256
 """Scales of a block that double quantisation rounds together."""
 
 
 @dataclass(frozen=True)
-class Table4(Layout):
+class Table4(WeightLayout):
     """codes [O * I / 2, 1] uint8, the first of two in the high bits; scales [O * I / block] float32; table [16]
     float32. nested: scales are uint8, followed by their offset, their scales [ceil(blocks / 256)] and table [256]."""
 
@@ -37,13 +37,13 @@ class Table4(Layout):
             numbers.copy_(parts[2][_unpacked(some).int()])
         return values.view(-1, self.block).mul_(self._scales(parts).view(-1, 1)).view(-1, inputs)
 
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
         if inputs % self.block:
             return None  # a block has parts of two rows
         scales = self._scales(parts).view(-1, inputs // self.block)
         return nibbles.pack_with_table(_unpacked(parts[0]).view(-1, inputs), parts[2], scales.T)
 
-    def restored(self, index: int, packed: Layout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+    def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index == 0:
             codes = packed.codes(parts, inputs)
             return (codes[:, ::2] << 4 | codes[:, 1::2]).view(-1, 1)
@@ -57,7 +57,7 @@ class Table4(Layout):
         return super().by_outputs(x, parts, bias, multiply)
 
     def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor] | None:
-        """Of codes and scales that lie row by row, as `by_outputs` has them."""
+        """None unless codes and scales lie row by row, as `by_outputs` has them."""
         codes, scales, table, *_ = parts
         return [codes[begin:end], scales[begin:end], table] if scales.dim() == 2 else None
 

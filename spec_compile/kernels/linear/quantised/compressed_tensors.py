@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import nibbles
-from .layout import Layout, Packed, exact_linear, packed_nibbles, require, require_scale, unpacked_nibbles
+from .layout import Packed, WeightLayout, exact_linear, packed_nibbles, require, require_scale, unpacked_nibbles
 
 FP8 = torch.float8_e4m3fn
 LARGEST = {FP8: 448.0, torch.int8: 127.5}
@@ -20,7 +20,7 @@ EIGHT_BITS = {"float-quantized", "int-quantized", "naive-quantized"}
 
 
 @dataclass(frozen=True)
-class PerChannel(Layout):
+class PerChannel(WeightLayout):
     """weight [O, I] float8_e4m3fn or int8, scales [O, 1] of the model's dtype. Activations are rounded to the weights'
     type with a scale for each row, all in their own dtype, as the library does. static: their scale is instead a
     constant, which is the last of scales [O + 1, 1]."""
@@ -47,7 +47,7 @@ class PerChannel(Layout):
 
 
 @dataclass(frozen=True)
-class PerTensor(Layout):
+class PerTensor(WeightLayout):
     """`PerChannel` with weight [O, I], scales [O, 1] or one for all [1], and if static the activations' scale [1]."""
 
     static: int
@@ -57,7 +57,7 @@ class PerTensor(Layout):
         weight, scales, *activations = parts
         return [weight[begin:end], scales if scales.numel() == 1 else scales[begin:end], *activations]
 
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]]:
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]]:
         weight, scales, *activations = parts
         scales = scales.view(-1, 1).expand(len(weight), 1)
         return PerChannel(self.static), [weight, torch.cat([scales, *(scale.view(1, 1) for scale in activations)])]
@@ -87,7 +87,7 @@ def rounded_rows(x: Tensor, dtype: torch.dtype, scales: Tensor | None = None) ->
 
 
 @dataclass(frozen=True)
-class Int4Group(Layout):
+class Int4Group(WeightLayout):
     """weight [O, I / 8] int32, eight values of 4 bits a word, the first in the lowest bits, each plus 8; scales
     [O, I / group] of the model's dtype."""
 
@@ -101,11 +101,11 @@ class Int4Group(Layout):
         codes = unpacked_nibbles(words).to(scales.dtype).sub_(8)
         return codes.unflatten(1, (-1, self.group)).mul_(scales[:, :, None]).flatten(1)
 
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
         words, scales = parts
         return nibbles.pack(unpacked_nibbles(words), 8, scales.T)
 
-    def restored(self, index: int, packed: Layout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+    def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         return (
             packed_nibbles(packed.codes(parts, inputs)) if index == 0 else packed.scales(parts, inputs).T.contiguous()
         )

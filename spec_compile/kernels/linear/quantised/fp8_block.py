@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .layout import Layout, Packed, class_path, exact_linear, require, require_scale
+from .layout import Packed, WeightLayout, class_path, exact_linear, require, require_scale
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 
 
 @dataclass(frozen=True)
-class Fp8Block(Layout):
+class Fp8Block(WeightLayout):
     """weight [O, I] float8_e4m3fn, scales [O / rows, I / columns] float32, both rounded up. Activations are rounded to
     FP8 with a scale for each row and `columns` inputs, and products are summed in float32."""
 

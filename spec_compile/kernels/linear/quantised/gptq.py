@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from . import nibbles
 from .gptqmodel import LIBRARY, require_4_bits, require_words
-from .layout import Layout, Packed, class_path, packed_nibbles, require, require_scale, unpacked_nibbles
+from .layout import Packed, WeightLayout, class_path, packed_nibbles, require, require_scale, unpacked_nibbles
 
 CLASSES = {f"{LIBRARY}torch.{name}" for name in ("TorchLinear", "TorchQuantLinear")}
 
 
 @dataclass(frozen=True)
-class Gptq(Layout):
+class Gptq(WeightLayout):
     """codes [I / 8, O] int32, eight inputs a word, the first in the lowest bits; zeros [G, O / 8] int32, eight outputs
     a word; scales [G, O] float16; groups [I] int32, the group of each input. offset: what is added to zeros."""
 
@@ -30,13 +30,13 @@ class Gptq(Layout):
         weight, groups = unpacked_nibbles(codes.T).to(scales.dtype), groups.long()
         return weight.sub_(zeros[:, groups]).mul_(scales.T[:, groups])
 
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
         codes, zeros, scales, groups = parts
         if not torch.equal(groups.long(), torch.arange(inputs, device=groups.device) // (inputs // len(scales))):
             return None  # an order of activations
         return nibbles.pack(unpacked_nibbles(codes.T), unpacked_nibbles(zeros).int() + self.offset, scales)
 
-    def restored(self, index: int, packed: Layout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+    def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index == 0:
             return packed_nibbles(packed.codes(parts, inputs)).T.contiguous()
         return packed.scales(parts, inputs) if index == 2 else None

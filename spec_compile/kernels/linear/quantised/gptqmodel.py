@@ -1,4 +1,4 @@
-"""What is required of gptqmodel's layers, of GPTQ and AWQ alike."""
+"""Requirements that gptqmodel's layers of GPTQ and of AWQ share."""
 
 import torch
 from torch import nn

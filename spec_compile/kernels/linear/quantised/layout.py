@@ -1,4 +1,4 @@
-"""`Layout`: how a format keeps the weights of a linear layer, and what they mean in plain PyTorch."""
+"""`WeightLayout`: how a format keeps the weights of a linear layer, and what they mean in plain PyTorch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,12 +18,14 @@ class UnreadError(ValueError):
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """A layout of parts: the tensors of a layer, in order. Fields are integers, which are constants of a graph.
 
-    I inputs, O outputs. merges: whether layers of one input can be merged, because every part has a dimension of
-    outputs. dims: which that is. bits: of a weight, where the kernel for few rows reads the layout. rounds_rows:
-    whether that kernel gets activations that are rounded by row.
+    I inputs, O outputs.
+    merges: True if layers of one input can be merged, because every part has a dimension of outputs.
+    dims: that dimension of each part.
+    bits: of a weight, if the kernel for few rows reads the layout.
+    rounds_rows: True if that kernel gets activations that are rounded by row.
     """
 
     merges: ClassVar[bool] = True
@@ -49,22 +51,22 @@ class Layout:
 
     @property
     def table(self) -> int | None:
-        """The bits of 16 numbers, float32, the first the lowest, where that kernel reads codes that stand for them."""
+        """The bits of 16 numbers, float32, the first the lowest, if that kernel reads codes that stand for them."""
         return None
 
     def serves(self, dtype: torch.dtype) -> bool:
-        """Whether that kernel takes activations of a dtype of 16 bits."""
+        """True if that kernel takes activations of a dtype of 16 bits."""
         return True
 
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple["Layout", list[Tensor]] | None:
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple["WeightLayout", list[Tensor]] | None:
         """New parts with the same meaning, in a layout that has a `packing`; None: there is no such layout."""
         return None
 
     def fits(self, layers: list[list[Tensor]]) -> bool:
-        """Whether layers with these parts can be merged, beside what `step` says."""
+        """True if layers with these parts can be merged, provided that `step` allows it."""
         return True
 
-    def restored(self, index: int, packed: "Layout", parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+    def restored(self, index: int, packed: "WeightLayout", parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         """One of the layer's parts, by the layout and parts that `for_few_rows` has made of them; None: these do not
         have it."""
         return None
@@ -136,7 +138,7 @@ class Packed(NamedTuple):
     parts: by name, in the layout's order. owner: the parameter inside which they are; "": they are the module's own.
     """
 
-    layout: Layout
+    layout: WeightLayout
     parts: dict[str, Tensor]
     bias: Tensor | None
     inputs: int

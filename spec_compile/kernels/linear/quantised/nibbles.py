@@ -1,4 +1,4 @@
-"""4 bits as the kernel for few rows reads them: what layers of all formats with 4 bits are repacked into."""
+"""The layouts of 4 bits that the kernel for few rows reads; layers of all formats with 4 bits are repacked to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .layout import Layout
+from .layout import WeightLayout
 
 WIDTH = 256
 """Columns whose words lie side by side."""
@@ -22,13 +22,14 @@ TURN = {torch.bfloat16: 3, torch.float16: 6}
 """The place of the last bit of such a code."""
 
 
-class _Words(Layout):
-    """words [O, W * 32] int32, W = I / 256 rounded up, are half-words [O, W * 64], the lower half first. D = `depth`
-    of them have the codes of 4 * D columns: nibble j of half-word h is that of column j * D + h. Then each word is
-    turned to the left by `turn` bits.
+class _Words(WeightLayout):
+    """words: [O, W * 32] int32, W = I / 256 rounded up; half-words [O, W * 64], the lower half first. D = `depth` of
+    them hold the codes of 4 * D columns: nibble j of half-word h is that of column j * D + h. Then each word is turned
+    to the left by `turn` bits. With D = 64, half-word 0 is (from the lowest bits) columns 0, 64, 128, 192, half-word 1
+    columns 1, 65, 129, 193; both are word 0.
+    units: [G, O]; a row for each `span` of columns.
 
-    Two codes of columns side by side so have one distance in all words, 16 bits, and a turn and a mask bring them to
-    where the kernel needs them. units: a row for each of so many columns, [G, O].
+    So the codes of neighbouring columns are 16 bits apart in every word, and the kernel turns and masks both at once.
     """
 
     bits = 4
@@ -46,7 +47,7 @@ class _Words(Layout):
     def outputs(self, parts: Sequence[Tensor], inputs: int) -> int:
         return parts[0].shape[0]
 
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]]:
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]]:
         return self, [part.contiguous() for part in parts]
 
     def cut(self, parts: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""Layers whose weights are held in the layout of the kernel for few rows alone: the library's is made when it is read.
+"""Layers that hold their weights only in the layout of the kernel for few rows, and make the library's on access.
 
-`Restoring` stands in the place of a layer's dictionaries of parameters and buffers. Whoever looks there, be it the
-layer's own forward, ``state_dict()``, ``copy.deepcopy`` or pickle, finds the library's tensors, which live as long as
-they are used. Copies of the layer hold the library's layout again.
+`Restoring` replaces a layer's dictionaries of parameters and buffers. The layer's own forward, ``state_dict()``,
+``copy.deepcopy`` and pickle find the library's tensors there, which live as long as they are used. Copies of the layer
+hold the library's layout again.
 """
 
 import copy
@@ -12,20 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .layout import Layout, Packed
+from .layout import Packed, WeightLayout
 
 PARTS = "spec_compile_words", "spec_compile_units"
 """The names of the buffers that have a layer's weights as the kernel reads them."""
 
 
 class OneLayout:
-    """What a layer was, and how its tensors are made again.
+    """A layer's former layout, from which its tensors are made again.
 
-    source: its layout. packed, parts: what `Layout.for_few_rows` has made of it. refilled: makes an owner of parts
-    anew, see `Packed`.
+    source: the layer as it was read.
+    packed, parts: the results of `WeightLayout.for_few_rows`.
+    refilled: makes an owner of parts anew, see `Packed`.
     """
 
-    def __init__(self, source: Packed, packed: Layout, parts: list[Tensor], refilled: Callable | None):
+    def __init__(self, source: Packed, packed: WeightLayout, parts: list[Tensor], refilled: Callable | None):
         self.source, self.packed, self.inputs, self._refilled = source.layout, packed, source.inputs, refilled
         self._owner, self._indices = source.owner, {}
         self.is_exact = False
@@ -59,7 +60,7 @@ class OneLayout:
             module.register_buffer(name, part.data, persistent=False)  # a view would keep its base in memory
 
     def is_empty(self, name: str) -> bool:
-        """Whether a parameter or buffer is one that has to be made."""
+        """True if a parameter or buffer has to be made."""
         return name in self.empty and dict.get(self._holder(name), name) is self.empty[name]
 
     @property

@@ -6,16 +6,16 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from .layout import Layout
+from .layout import WeightLayout
 
 
 @dataclass(eq=False)
 class Repacked:
     """Parts in a layout that the kernel reads, and the layer that they were made of: layout, parts, inputs."""
 
-    layout: Layout
+    layout: WeightLayout
     parts: list[Tensor]
-    source: tuple[Layout, list[Tensor], int]
+    source: tuple[WeightLayout, list[Tensor], int]
 
     def update(self) -> None:
         """Raises ValueError if the layer's present values take another layout."""
@@ -34,7 +34,7 @@ _known: "WeakValueDictionary[tuple, Repacked]" = WeakValueDictionary()
 """By the addresses of the layer's parts."""
 
 
-def repacked(layout: Layout, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
+def repacked(layout: WeightLayout, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
     """A layout that the kernel for few rows reads, and the layer's parts in it; None if there is none.
 
     Where the new parts are a copy, the first has it in `made_of`, which also keeps the layer's addresses in use.

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import nibbles
-from .layout import Layout, Packed, require, require_scale
+from .layout import Packed, WeightLayout, require, require_scale
 
 DTYPES = {"Int8Tensor": torch.int8, "Float8Tensor": torch.float8_e4m3fn}
 
 
-class _PerOutput(Layout):
+class _PerOutput(WeightLayout):
     """codes [O, I], scales [O, 1] float32."""
 
     packing = "channels", 1
@@ -42,7 +42,7 @@ class Float8Weight(_PerOutput):
 
 
 @dataclass(frozen=True)
-class IntGroups(Layout):
+class IntGroups(WeightLayout):
     """codes [O, I] int8, of `width` bits; scales [O, I / group] of the model's dtype; zero points, as many, int8.
     Weights are rounded to the dtype of the scales."""
 
@@ -57,11 +57,11 @@ class IntGroups(Layout):
         codes = codes.to(scales.dtype).unflatten(1, (-1, self.group)).sub_(zeros[:, :, None])
         return codes.mul_(scales[:, :, None]).flatten(1)
 
-    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[Layout, list[Tensor]] | None:
+    def for_few_rows(self, parts: Sequence[Tensor], inputs: int) -> tuple[WeightLayout, list[Tensor]] | None:
         codes, scales, zeros = parts
         return None if self.width > 4 else nibbles.pack((codes + 8).to(torch.uint8), zeros.T.int() + 8, scales.T)
 
-    def restored(self, index: int, packed: Layout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
+    def restored(self, index: int, packed: WeightLayout, parts: Sequence[Tensor], inputs: int) -> Tensor | None:
         if index == 0:
             return packed.codes(parts, inputs).to(torch.int8) - 8
         return packed.scales(parts, inputs).T.contiguous() if index == 1 else None

@@ -1,0 +1,85 @@
+"""`Product`: a linear layer of few rows, with what stands before and after it in a decoder layer."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..all_reduce import Exchange
+
+
+class Matrix(NamedTuple):
+    """Weights or activations [R, I] as kernels take them. scales: of codes. stride: from one row to the next."""
+
+    data: Tensor
+    scales: Tensor | None
+    stride: int
+
+
+class Normed(NamedTuple):
+    """x is the first half of an RMSNorm, ``stream * (norm weight + offset)``; the product is divided by the root mean
+    square of the stream.
+
+    squares: [R, T] float32; sums of the stream's squares, T for each row.
+    eps: of the norm.
+    """
+
+    squares: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The first half of the outputs is a gate of the second half: ``silu(gate) * up``."""
+
+
+class ResidualStream(NamedTuple):
+    """The product is added to the residual stream, and the norm that follows is begun.
+
+    residual: [R, O]; the stream before.
+    weight: [O]; of the norm. offset: added to the weight.
+    scaled: [R, O]; memory for the first half of the norm, which is x of the next product, see `Normed`.
+    squares: [R, T] float32; memory for the sums of squares.
+    """
+
+    residual: Tensor
+    weight: Tensor
+    offset: float
+    scaled: Tensor
+    squares: Tensor
+
+
+class QkvHeads(NamedTuple):
+    """The product is queries, keys and values, in the order of its outputs. Queries and keys are normed and rotated;
+    keys and values are appended to the caches. The fields are those of `attention.call.Call`."""
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    offset: float | None
+    key_cache: Tensor
+    value_cache: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer, and the layer's steps around it that the kernel also does.
+
+    x: [..., I]; activations of 16 bits.
+    weight: [O, I]; of x's dtype, or codes.
+    bias: [O].
+    scales, kind: of codes; their `WeightLayout` has this kind and a `packing`, and its parts are weight and scales.
+    before: what x is besides activations.
+    after: what becomes of the result; an `Exchange` sends it to all ranks of a group.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    scales: Tensor | None = None
+    kind: str = ""
+    before: Normed | None = None
+    after: Gate | ResidualStream | QkvHeads | Exchange | None = None

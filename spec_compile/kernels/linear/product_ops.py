@@ -1,0 +1,205 @@
+"""The ops of products of few rows, one for each sort of result; each makes a `Product` of its arguments.
+
+An RMSNorm needs a whole row before it can divide by its root mean square. The product that ends at the residual stream
+(`product_to_stream`) does the first half, times the norm's weight, and sums squares. The product that follows
+(`product` with squares) divides its result. So the norm needs no kernel.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import ops
+from ..all_reduce import EXCHANGES, Exchange, all_reduce
+from ..ops import as_rows
+from .plans import MAX_HEAD, ProductPlan, appending, ceil_div, squared_columns
+from .product import Gate, Normed, Product, QkvHeads, ResidualStream
+from .quantised import packed_linear
+from .small_m import launch, memory_of, plan_of, run
+
+try:
+    from ..all_reduce_kernel import all_reduce_add
+except ImportError:  # no Triton, and so no plan
+    all_reduce_add = None
+
+
+@torch.library.custom_op("spec_compile::product", mutates_args=())
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, kind: str = "",
+    squares: Tensor | None = None, eps: float = 0.0, gated: bool = False,
+) -> Tensor:  # fmt: skip
+    """``F.linear``: x [..., I], weight [O, I], bias [O] -> [..., O], summed in float32, rounded once to x's dtype.
+
+    scales, kind: of a quantised weight, see `Product`.
+    squares, eps: x is `scaled` of `product_to_stream`, these are its squares and the eps of its norm. The result is
+    ``F.linear(x / rms, weight, bias)``, with rms the root of the mean of the squares plus eps.
+    gated: the result is ``silu(gate) * up`` [..., O / 2] of the halves of the outputs.
+    """
+    layer = Product(x, weight, bias, scales, kind, _normed(squares, eps), Gate() if gated else None)
+    plan = plan_of(x, weight, kind)
+    return plain_product(layer) if plan is None else run(layer, plan)
+
+
+@product.register_fake
+def _(x, weight, bias=None, scales=None, kind="", squares=None, eps=0.0, gated=False):
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if gated else 1))
+
+
+def _normed(squares: Tensor | None, eps: float) -> Normed | None:
+    return None if squares is None else Normed(squares, eps)
+
+
+def plain_product(layer: Product) -> Tensor:
+    """A product in plain PyTorch, with what is before it, and its gate. A norm or a gate after a norm is computed in
+    float32."""
+    x, bias = layer.x, layer.bias
+    if layer.before is None:
+        out = packed_linear(x, layer.weight, bias, layer.scales, layer.kind)
+    else:
+        squares, eps = layer.before
+        inverse = torch.rsqrt(squares.sum(dim=1) / x.shape[-1] + eps).view(*x.shape[:-1], 1)
+        out = packed_linear(x, layer.weight, None, layer.scales, layer.kind).float() * inverse
+        out = out if bias is None else out + bias.float()
+    if isinstance(layer.after, Gate):
+        gate, up = out.chunk(2, -1)
+        out = F.silu(gate) * up
+    return out.to(x.dtype)
+
+
+@torch.library.custom_op("spec_compile::product_to_stream", mutates_args=())
+def product_to_stream(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, offset: float,
+    scales: Tensor | None = None, kind: str = "", group_name: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The residual stream after a linear layer, and the first half of the RMSNorm that follows.
+
+    x [..., I], weight [O, I], bias [O] or None, residual [..., O], norm_weight [O], all of one dtype; scales, kind: of
+    a quantised weight, see `Product`.
+    group_name: of ranks, each of which has its columns of x and of the weight, and its bias. The products of all ranks
+    are summed, in float32 if there is a kernel. All else, and the results, are the same on all ranks, to the bit.
+
+    -> stream [..., O], ``F.linear(x, weight, bias) + residual``, rounded twice as these are;
+    scaled [..., O], ``stream * (norm_weight + offset)``;
+    squares [R, T] float32: sums of the squares of each `squared_columns` columns of the stream's R rows.
+    """
+    layer, plan = Product(x, weight, bias, scales, kind), plan_of(x, weight, kind)
+    if plan is None:
+        out = plain_product(layer)
+        out = all_reduce(out, group_name) if group_name else out
+        return plain_stream(out, residual, norm_weight, offset)
+    after = stream_after(residual, norm_weight, offset)
+    if group_name:
+        stream = _sum_of_ranks(layer, plan, after, group_name)
+    else:
+        stream = run(replace(layer, after=after), plan)
+    return stream.view(residual.shape), after.scaled.view(residual.shape), after.squares
+
+
+@product_to_stream.register_fake
+def _(x, weight, bias, residual, norm_weight, offset, scales=None, kind="", group_name=""):
+    after = stream_after(residual, norm_weight, offset)
+    return x.new_empty(residual.shape), after.scaled.view(residual.shape), after.squares
+
+
+def stream_after(residual: Tensor, norm_weight: Tensor, offset: float) -> ResidualStream:
+    """The argument of a kernel that adds to residual [..., O], with memory for what it returns besides the stream."""
+    size = residual.shape[-1]
+    squares = residual.new_empty(residual.numel() // size, ceil_div(size, squared_columns(size)), dtype=torch.float32)
+    before = as_rows(residual)
+    return ResidualStream(before, norm_weight.contiguous(), offset, before.new_empty(before.shape), squares)
+
+
+def plain_stream(out: Tensor, residual: Tensor, norm_weight: Tensor, offset: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of `product_to_stream` in plain PyTorch, from a product that is rounded."""
+    stream = out + residual
+    return stream, (stream.float() * (norm_weight.float() + offset)).to(stream.dtype), _squares(stream)
+
+
+def _squares(stream: Tensor) -> Tensor:
+    """[..., O] -> [R, T] float32, see `product_to_stream`."""
+    size = stream.shape[-1]
+    wide = F.pad(stream.reshape(-1, size).float().square(), (0, -size % squared_columns(size)))
+    return wide.unflatten(1, (-1, squared_columns(size))).sum(dim=2)
+
+
+def _sum_of_ranks(layer: Product, plan: ProductPlan, after: ResidualStream, group_name: str) -> Tensor:
+    """The residual stream [R, O] after the sum of all ranks' products, which stay in float32 until they are summed.
+
+    If the GPUs share memory (`all_reduce.prepare`), one kernel sums; else `all_reduce` comes before it.
+    """
+    exchange = EXCHANGES.get(group_name)
+    stream = torch.empty_like(after.scaled)  # before the product, whose memory it must not take while that runs
+    if product_sends(exchange, stream):
+        x, bias = as_rows(layer.x), None if layer.bias is None else layer.bias.contiguous()
+        launch(replace(layer, x=x, bias=bias, after=exchange), None, plan.parts, plan.tile(len(x)))
+        part = None
+    else:
+        part = run(layer, plan, torch.float32).view(stream.shape)
+        part = all_reduce(part, group_name) if exchange is None else part
+    all_reduce_add(exchange, part, stream, after, squared_columns(stream.shape[1]))
+    return stream
+
+
+def product_sends(exchange: Exchange | None, stream: Tensor) -> bool:
+    """True if the product itself sends its numbers to the ranks, because all of them fit into their memory at once."""
+    return exchange is not None and stream.numel() <= exchange.words
+
+
+@torch.library.custom_op("spec_compile::product_to_heads", mutates_args=("key_cache", "value_cache"))
+def product_to_heads(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, q_norm: Tensor | None,
+    k_norm: Tensor | None, head_eps: float, head_offset: float | None, key_cache: Tensor, value_cache: Tensor,
+    lengths: Tensor, scales: Tensor | None = None, kind: str = "", squares: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """A linear layer to queries, keys and values, and what `tree_attention` does to them before it attends.
+
+    x [B, N, I], weight [(H + 2 Hkv) D, I], bias [(H + 2 Hkv) D] or None; scales, kind, squares, eps: of `product`;
+    key_cache, value_cache [B, Hkv, S, D], and the others: of `attention.call.Call`. Nothing is written beyond the last
+    slot S. -> queries [B, N, H, D], normed and rotated.
+    """
+    heads = QkvHeads(cos, sin, q_norm, k_norm, head_eps, head_offset, key_cache, value_cache, lengths)
+    layer, plan = Product(x, weight, bias, scales, kind, _normed(squares, eps), heads), plan_of(x, weight, kind)
+    if plan is None:
+        return _plain_heads(plain_product(layer), heads)
+    flat, size = as_rows(x), key_cache.shape[3]
+    out = x.new_empty(len(flat), len(weight) - 2 * key_cache.shape[1] * size)
+    heads = heads._replace(**{name: getattr(heads, name).contiguous() for name in ("cos", "sin", "lengths")})
+    bias = bias if bias is None else bias.contiguous()
+    tile = appending(plan.tile(len(flat)), size if q_norm is not None else 0, memory_of(x.device))
+    launch(replace(layer, x=flat, bias=bias, after=heads), out, plan.parts, tile)
+    return out.view(*x.shape[:-1], -1, size)
+
+
+@product_to_heads.register_fake
+def _(
+    x, weight, bias, cos, sin, q_norm, k_norm, head_eps, head_offset, key_cache, value_cache, lengths, scales=None,
+    kind="", squares=None, eps=0.0,
+):  # fmt: skip
+    kv_heads, size = key_cache.shape[1], key_cache.shape[3]
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // size - 2 * kv_heads, size)
+
+
+def _plain_heads(out: Tensor, heads: QkvHeads) -> Tensor:
+    """The queries of `product_to_heads` in plain PyTorch, from the product [B, N, (H + 2 Hkv) D]."""
+    kv_heads, size = heads.key_cache.shape[1], heads.key_cache.shape[3]
+    out = out.unflatten(-1, (-1, size)).transpose(1, 2)
+    q, k, v = out.split([out.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    if heads.q_norm is not None:
+        from ..norm import rms_norm  # needs Triton
+
+        q, k = (rms_norm(x, w, heads.eps, heads.offset) for x, w in ((q, heads.q_norm), (k, heads.k_norm)))
+    q, k = (ops.rotated(x, heads.cos, heads.sin) for x in (q, k))
+    ops.append(heads.key_cache, k, heads.lengths)
+    ops.append(heads.value_cache, v, heads.lengths)
+    return q.transpose(1, 2).contiguous()
+
+
+def lack_of_append(size: int, value_size: int, normed: bool) -> str | None:
+    """Why `product_to_heads` cannot append heads of `size`, keys and values, the keys normed or not; None if it can."""
+    if size != value_size or size % 2:
+        return f"keys of {size} and values of {value_size}"
+    if normed and (size > MAX_HEAD or size & (size - 1)):
+        return f"norms of heads of {size}"
+    return None
