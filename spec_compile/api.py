@@ -31,16 +31,16 @@ from .ngram import NgramStore
 from .parallel.start import find_ranks
 from .report.accounts import Accounts
 from .runtime.served import ServedEngine
-from .runtime.steps.build import Step
+from .runtime.steps.build import StepKind
 from .runtime.steps.code import shared_code
 
 
 def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> PreTrainedModel:
     """A model that generates faster, with the same answer.
 
-    model: a causal language model of transformers, or peft's wrapper around one. It keeps working as before. Of a
-    result of `speculate` the original is used, with these options alone. Of what ``torch.compile`` has made of a model,
-    or of its parts, the functions and modules that were compiled are used.
+    model: a causal language model of transformers, or peft's wrapper around one. It keeps working as before. A
+    result of `speculate` stands for its original, and only these options count. A model, or a part, that
+    ``torch.compile`` has made stands for the functions and modules that were compiled.
     algo: what proposes tokens, "ngram" unless told otherwise; `drafters.ALGORITHMS` has all, `ALIASES` their other
     names. options: those of every algorithm and of this one, which are listed below; ``draft=`` names the draft.
 
@@ -142,7 +142,7 @@ class Speculation(Accounts):
             steps = self.engine.session(batch_size).steps
             steps.build_prefill()
             for nodes in self.engine.runtime.sizes:
-                for kind in (Step.ROUND, Step.LOOK, Step.FINISH) if do_sample else (Step.ROUND,):
+                for kind in (StepKind.ROUND, StepKind.LOOK, StepKind.FINISH) if do_sample else (StepKind.ROUND,):
                     steps.get(kind, nodes)
             steps.build_proposal()
 
@@ -153,9 +153,9 @@ class Speculation(Accounts):
         moved (``load_state_dict(assign=True)``, ``layer.weight = nn.Parameter(...)``, ``model.to(...)`` and back).
         Their values are copied into the memory that the graphs read, and the tensors become views of it. So an
         optimizer that refers to them goes on, and the graphs see its later steps in place. An optimizer with a flat
-        buffer, as in DeepSpeed and FSDP, must be made anew, because its tensors were views of that buffer. What drafts
-        have computed from weights is computed anew: after changes in place the answer is right without this call, but
-        fewer drafts are accepted. The graphs' memory stays allocated as long as this object lives.
+        buffer, as in DeepSpeed and FSDP, must be made anew, because its tensors were views of that buffer. Drafts
+        compute anew all that they had computed from weights: after changes in place the answer is right without this
+        call, but fewer drafts are accepted. The graphs' memory stays allocated as long as this object lives.
 
         Raises ValueError, before anything is copied, if a tensor has another shape, dtype or device, has no values, or
         is tied otherwise than at speculate(), or if something besides tensors has changed.

@@ -10,7 +10,7 @@ from benchmarks.rounds.shapes import TEXT_TREE, text_tokens
 from benchmarks.timers import alone, median_ms
 from spec_compile.graph import calls
 from spec_compile.kernels import experts
-from spec_compile.runtime.steps.build import Step
+from spec_compile.runtime.steps.build import StepKind
 
 
 def filling(fast, state) -> Callable[[int], None]:
@@ -57,7 +57,7 @@ def _rounds(
     fill, out = filling(fast, state), {}
     for nodes in sizes:
         with torch.no_grad():
-            step = session.steps.get(Step.ROUND, nodes)
+            step = session.steps.get(StepKind.ROUND, nodes)
             state.reset([ids] * batch, [0] * batch, [state.capacity - 1000] * batch, [])
             session.drafter.start(state, [ids] * batch, [])
             state.lengths.copy_(state.prompt_lengths - 1)

@@ -1,4 +1,4 @@
-"""How many tokens of each prompt the next chunk has, beside the rounds of other requests."""
+"""How many tokens of each prompt the next chunk has, while other requests run rounds."""
 
 from collections.abc import Callable
 

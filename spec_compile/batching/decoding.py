@@ -13,7 +13,7 @@ from ..runtime.accept.random_numbers import NO_PROBABILITIES
 from ..runtime.flights import Flights
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
-from ..runtime.steps.build import Step
+from ..runtime.steps.build import StepKind
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .job import Job
 from .lanes import Lanes
@@ -48,7 +48,7 @@ class Decoder(Rows):
     def round_seconds(self) -> float | None:
         """Seconds that the shortest round takes over the rows in use; None if nobody has measured it."""
         session = self.lanes.session(max((job.row for job in self.active), default=0) + 1)
-        return min(session.steps.policies[Step.ROUND].cost.values(), default=None)
+        return min(session.steps.policies[StepKind.ROUND].cost.values(), default=None)
 
     def enter(self, job: Job) -> None:
         """A prompt that is done has been copied to row `job.row`."""
@@ -82,14 +82,14 @@ class Decoder(Rows):
         if not jobs:
             return
         on_host = any(job.acceptor for job in jobs)
-        kind = Step.LOOK if on_host or any(job.settings for job in jobs) else Step.ROUND
+        kind = StepKind.LOOK if on_host or any(job.settings for job in jobs) else StepKind.ROUND
         longest, session = max(job.length for job in jobs), self.lanes.session(jobs[-1].row + 1)
         begin = partial(self._begin, session, kind, jobs, on_host)
         while self.flights.may_launch(jobs, on_host):
             self.flights.launch(session, kind, jobs, longest, begin)
 
     def _begin(
-        self, session: Session, kind: Step, jobs: list[Job], on_host: bool, nodes: int, max_kv_len: int
+        self, session: Session, kind: StepKind, jobs: list[Job], on_host: bool, nodes: int, max_kv_len: int
     ) -> Callable[[], list[list[int]]]:
         """Begin a round; see `Flights.launch`."""
         if nodes > 1 and not self._has_trees:
@@ -97,7 +97,7 @@ class Decoder(Rows):
         self._has_trees = nodes > 1 or self.flights.tree_size is None
         if on_host:
             return session.steps.launch_on_host(partial(self._accept_rows, session, jobs), nodes, max_kv_len)
-        return session.steps.launch(DrawRows(self._settings) if kind is Step.LOOK else None, nodes, max_kv_len)
+        return session.steps.launch(DrawRows(self._settings) if kind is StepKind.LOOK else None, nodes, max_kv_len)
 
     def collect(self) -> list[Job]:
         """Wait for the round that was launched first; returns the requests that gained tokens in it."""
@@ -180,7 +180,7 @@ class Decoder(Rows):
                 getattr(accepted, part)[row : row + 1] = getattr(result, part).to(device)
 
     def _hindsight(self, what: str, *rows: int) -> None:
-        hindsight = self.lanes.all.steps.policies[Step.ROUND].hindsight
+        hindsight = self.lanes.all.steps.policies[StepKind.ROUND].hindsight
         if hindsight is not None:
             getattr(hindsight, what)(*rows)
 

@@ -41,7 +41,7 @@ class Job:
     finish_reason: str | None = None
     is_cancelled: bool = False
     is_whole: bool = False
-    """Whether its row has ended by itself, with no tokens but those of the answer."""
+    """True if its row has ended by itself, with no tokens but those of the answer."""
     weights: int = -1
     """The number that `Texts.weights` had when its prompt was begun."""
     row: int = -1
@@ -52,9 +52,9 @@ class Job:
     settings: RowSettings | None = None
     """How tokens are drawn in the round; None if the likeliest is taken or the host chooses."""
     failure: Exception | None = None
-    """What its acceptor has raised in a round that is still under way."""
+    """The error of its acceptor in a round that is still under way."""
     acceptor: HostAcceptor | None = None
-    """What accepts its tokens on the host; None if the round does."""
+    """Accepts its tokens on the host; None if the round does."""
 
     def admit(self) -> None:
         """Make what is needed once the request has a row."""
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def has_pictures(self) -> bool:
-        """Whether the model's own forward processes its prompt, whose ids do not say all."""
+        """True if the model's own forward processes its prompt, whose ids do not say all."""
         return self.prepared is not None and self.prepared.process is not None
 
     @property
@@ -132,7 +132,7 @@ class Job:
         self._set_status(RequestStatus.FAILED)
 
     def output(self) -> Output:
-        """What it delivers now."""
+        """The output that it delivers now."""
         return Output(
             self.request_id, self.prompt, list(self.tokens), [], self.error, self.status, self.created_time,
             self.lifespan, list(self.timestamps) if self.record_timestamps else None, self.finish_reason,

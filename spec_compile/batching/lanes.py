@@ -17,7 +17,7 @@ from ..drafting import caches
 from ..runtime.draft_length import SizePolicy
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
-from ..runtime.steps.build import Step
+from ..runtime.steps.build import StepKind
 from ..runtime.steps.example import rows_vary
 
 
@@ -44,19 +44,19 @@ class Lanes:
 
     @property
     def has_one_size(self) -> bool:
-        """Whether the drafter's trees have one size, so that a round verifies all of one or plainly the root. Where
+        """True if the drafter's trees have one size, so that a round verifies all of one or plainly the root. Where
         drafts are drawn, tokens depend on which of them are verified, so that the load must not decide it."""
         plan = self.runtime.algorithm.plan
         return plan.sizes == "fixed" and not plan.draws
 
     @property
     def state(self):
-        """Of all rows."""
+        """The state of all rows."""
         return self.all.state
 
     @property
     def bytes(self) -> int:
-        """Of keys and values, the draft's included, and of states."""
+        """Bytes of keys and values, with the draft's, and of states."""
         return sum(tensor.nbytes for cache in self._caches() for tensor in cache.argument)
 
     def width(self, rows: int) -> int:
@@ -82,7 +82,7 @@ class Lanes:
             sizes = (1, self.runtime.sizes[-1])
             steps.policies = {kind: SizePolicy(sizes, batch=session.batch) for kind in steps.policies}
         for policy in steps.policies.values():
-            policy.share(self.all.steps.policies[Step.ROUND])
+            policy.share(self.all.steps.policies[StepKind.ROUND])
 
     def copy_row(self, row: int, to: int, slots: int, target: "Lanes | None" = None) -> None:
         """Copy a row with its pending tree, its states and the first `slots` slots of its caches to row `to` of
@@ -103,7 +103,7 @@ class Lanes:
         `target`."""
         _copy(self._states(row), target._states(to))
         if not self._cache_tensors():
-            return  # a model of recurrences alone
+            return  # a model without attention
         if self.runtime.on_gpu:
             if target not in self._row_copies:
                 from ..kernels.copy_row import RowCopies  # needs Triton

@@ -25,7 +25,7 @@ from .worker import Worker
 
 
 class Manager(ContinuousBatchingManager):
-    """Answers requests that come at any time, each as ``generate()`` alone would, with options of its own.
+    """Answers requests that come at any time, each as a ``generate()`` of its own would, with options of its own.
 
     It is made by ``init_continuous_batching()`` and has the methods of transformers' manager. A thread runs rounds over
     the requests that are under way; other threads' ``generate()`` go between the rounds. Every request that was handed
@@ -56,7 +56,7 @@ class Manager(ContinuousBatchingManager):
         self._intake = Intake(model, self.prepare, config.seed)
         self._process = os.getpid()
 
-        # What transformers' methods that are inherited read:
+        # transformers' inherited methods read these:
         self.output_router, self.background_thread_status = OutputRouter(), BackgroundThreadStatus()
         self.warmed_up = False
         self._generation_thread: threading.Thread | None = None
@@ -76,7 +76,7 @@ class Manager(ContinuousBatchingManager):
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether it was made in this process, rather than in one that this was forked from."""
+        """True if it was made in this process, rather than in one that this was forked from."""
         return os.getpid() == self._process
 
     # --- the life of the thread

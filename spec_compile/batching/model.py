@@ -22,7 +22,7 @@ class BatchingMixin(SpeculativeMixin):
     ) -> Manager:  # fmt: skip
         """A `Manager`, not started, with transformers' arguments; the one that was kept, if there is one.
 
-        Of `continuous_batching_config`, `max_requests_per_batch` (slots), `max_queue_size` and `seed` count; pages and
+        `max_requests_per_batch` (slots), `max_queue_size` and `seed` of `continuous_batching_config` count; pages and
         graphs are not what our cache has.
         """
         kept = vars(self).get("_cached_continuous_batching_manager")

@@ -1,4 +1,4 @@
-"""What a request delivers: transformers' output, and what speculation did for it."""
+"""The output of a request: transformers' fields, and counters of its speculation."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What transformers prepares for a request, by its own ``generate()`` that stops before its decoding loop."""
+"""Requests are prepared by transformers' own ``generate()``, which stops before its decoding loop."""
 
 import copy
 import threading
@@ -73,7 +73,7 @@ class Preparer:
     def __call__(
         self, prompt: list[int], config: GenerationConfig, defaults: GenerationConfig, tokenizer, options: dict
     ) -> Prepared:
-        """What a request asks for; TypeError or ValueError if it cannot be served.
+        """The request, ready for a row; TypeError or ValueError if it cannot be served.
 
         prompt: token ids. config: of the request. defaults: for what `config` leaves open. options: fields of a
         GenerationConfig that go over `config`, `CALLBACKS`, and `PICTURES` with their `TOKEN_TYPES`.
@@ -140,7 +140,7 @@ class Preparer:
     def _ask_transformers(
         self, shadow, ids: Tensor, config: GenerationConfig, tokenizer, arguments: dict
     ) -> "_Call":  # fmt: skip
-        """What transformers gives to its decoding loop for a prompt `ids` [1, W]; ValueError, naming the option, if it
+        """The arguments of transformers' decoding loop for a prompt `ids` [1, W]; ValueError, naming the option, if it
         fails on one."""
         device, given = self._alike.ids.device, {} if tokenizer is None else {"tokenizer": tokenizer}
         arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
@@ -210,7 +210,7 @@ def _stopped(ask: Ask, width: int, stop: StopStrings | None) -> Ask:
 
 @dataclass
 class _Call:
-    """What transformers gives to its decoding loop."""
+    """The arguments of transformers' decoding loop."""
 
     input_ids: Tensor
     processors: LogitsProcessorList

@@ -1,4 +1,4 @@
-"""Prompts that are processed in chunks beside the rounds of other requests, in lanes of their own.
+"""Prompts are processed in chunks between the rounds of other requests, in lanes of their own.
 
 A prompt never touches the rows that decode. When it is done, its row is copied to one of them.
 """
@@ -59,7 +59,7 @@ class Prompts(Rows):
 
     @cached_property
     def _one_lane(self) -> Lanes:
-        """Of prompts with pictures, one at a time."""
+        """Lanes for prompts with pictures, one at a time."""
         return Lanes(self.runtime, 1, self.lanes.state.capacity)
 
     def step(self, waiting: int, decoding: int, round_seconds: float | None) -> list[Job]:

@@ -1,8 +1,8 @@
 """Batches on several ranks: what the first one lets in and out, on its way to the others.
 
-The first rank alone has requests. Before each round it says which of them enter and leave; the others have a `Shadow`
-of each, and run the same rounds on their own parts of the model. What ends a request the first rank says after each
-round.
+Only the first rank has requests. Before each round it says which of them enter and leave; the others have a `Shadow`
+of each, and run the same rounds on their own parts of the model. After each round the first rank says which
+requests have ended.
 """
 
 import pickle
@@ -16,7 +16,7 @@ from ..runtime.accept.draw import RowSettings
 from .job import Job
 
 MOST_NUMBERS = 1 << 16
-"""Of a message to the other ranks."""
+"""Most numbers of a message to the other ranks."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Admission:
 
     @classmethod
     def of(cls, job: Job, row: int, known: int) -> "Admission":
-        """What is to be known of `job` on its way into the batch."""
+        """The admission of `job`."""
         return cls(
             job.request_id, job.prompt, job.eos, job.numbers(), job.prepared.ask.longest, job.settings,
             job.acceptor is not None, job.share_text, row, known,

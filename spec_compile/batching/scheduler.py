@@ -1,4 +1,4 @@
-"""What happens between two rounds: requests leave, wait, have their prompts processed, and enter."""
+"""Between two rounds requests leave, wait, have their prompts processed, and enter."""
 
 import logging
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..capture.weight_values import WeightValues
 from ..runtime.runtime import Runtime
-from ..runtime.steps.build import Step
+from ..runtime.steps.build import StepKind
 from .decoding import Decoder
 from .job import Job
 from .prompts import Prompts
@@ -26,7 +26,7 @@ class Scheduler:
         self.slots, self.capacity = slots, capacity
         self._weights = weights
         self.distrusts_weights = False
-        """Whether somebody may have changed weights in a way that torch does not count, because no round ran."""
+        """True if somebody may have changed weights in a way that torch does not count, because no round ran."""
         self.waiting: deque[Job] = deque()
         """Any thread may append to it."""
         self.prompts = Prompts(runtime, lanes, capacity)
@@ -90,8 +90,8 @@ class Scheduler:
             steps.build_proposal()
         for width in self.decoder.lanes.widths:
             steps = self.decoder.lanes.session(width).steps
-            for nodes in steps.policies[Step.ROUND].sizes:
-                steps.get(Step.ROUND, nodes)
+            for nodes in steps.policies[StepKind.ROUND].sizes:
+                steps.get(StepKind.ROUND, nodes)
             if self.decoder.lanes.has_one_size:
                 steps.build_proposal()
 
@@ -131,7 +131,7 @@ class Scheduler:
             self._unchecked.clear()
 
     def _change(self, news: list[Job]) -> tuple[list[str], list[Admission]]:
-        """Let those leave that were cancelled and those enter for which there are rows. Those that are over are `news`.
+        """Let cancelled requests leave, and others enter as far as there are rows. Requests that are over go to `news`.
 
         Returns who has left and who has entered, for the other ranks.
         """
@@ -140,13 +140,13 @@ class Scheduler:
         return [job.request_id for job in cancelled], self._admit(news)
 
     def _change_alike(self, left: list[str], entered: list[Admission]) -> None:
-        """What the first rank has done by `_change`."""
+        """Repeat a `_change` of the first rank."""
         self.drop([job for job in self.jobs if job.request_id in left])
         for admission in entered:
             self.prompts.enter(Shadow(admission), self.decoder.lanes, admission.row, admission.known)
 
     def _admit(self, news: list[Job]) -> list[Admission]:
-        """Begin with the prompts of those that wait, as far as there are rows for them. Those that fail are `news`."""
+        """Begin with the prompts of waiting requests, as far as there are rows. Requests that fail go to `news`."""
         entered: list[Admission] = []
         self.distrusts_weights |= not (self.prompts.active or self.decoder.active)
         while self.waiting and self.prompts.has_room:

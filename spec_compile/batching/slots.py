@@ -11,9 +11,9 @@ from .scheduler import Scheduler
 MOST = {"cpu": 16, "cuda": 64}
 """Slots unless the user says how many: beyond, rounds cost arithmetic."""
 SHARE = 0.8
-"""Of the free memory of a GPU that slots and lanes of prompts may take."""
+"""Share of a GPU's free memory that slots and lanes of prompts may take."""
 LANES_SHARE = 0.05
-"""Of that, what lanes of prompts beyond `FEWEST_LANES` may take. Where a row takes more, the model is so large that few
+"""Share of that for lanes of prompts beyond `FEWEST_LANES`. If a row takes more, the model is so large that few
 prompts keep the GPU busy."""
 FEWEST_LANES = 4
 

@@ -57,7 +57,7 @@ class StopStrings(StoppingCriteria):
         self._longest = max(map(len, self._stops))
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Whether each row [B] of `input_ids` [B, W] ends, on the CPU."""
+        """True if each row [B] of `input_ids` [B, W] ends, on the CPU."""
         return torch.tensor([self._ends(row) for row in input_ids[:, -self._longest :].tolist()])
 
     def _ends(self, tokens: list[int]) -> bool:

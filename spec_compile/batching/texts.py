@@ -10,14 +10,14 @@ class Texts:
     """A text of up to `capacity` tokens for each of `rows` rows."""
 
     def __init__(self, rows: int, capacity: int, has_states: bool = False):
-        """has_states: whether rows have states of recurrences, which are behind the end of a text alone."""
+        """has_states: True if rows have states of recurrences, which exist only after the end of a text."""
         self._tokens = np.zeros((rows, capacity), dtype=np.int32)
         self._lengths = np.zeros(rows, dtype=np.int64)
         self._has_states = has_states
         self._has_ended = np.zeros(rows, dtype=bool)
-        """Whether the states of each row are behind all of its text but the last token."""
+        """True for rows whose states have seen all of the text but the last token."""
         self._counts = np.zeros(rows, dtype=bool)
-        """Whether the keys and values of each row are those of its text."""
+        """True for rows whose keys and values are those of the text."""
         self.weights = 0
         """Counts how often the weights have changed."""
 
@@ -27,7 +27,7 @@ class Texts:
         self.extend(row, tokens or [])
 
     def end(self, row: int) -> None:
-        """The row's text is complete, and its states are behind all of it but the last token."""
+        """The row's text is complete, and its states have seen all of it but the last token."""
         self._has_ended[row] = True
 
     def extend(self, row: int, tokens: list[int]) -> None:

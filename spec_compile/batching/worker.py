@@ -38,7 +38,7 @@ class Worker:
         self.last_round = time.perf_counter()
         self.wake_up = threading.Event()
         self.is_open = True
-        """Whether requests are taken. Changed under the lock, so that none comes after all others were ended."""
+        """True if requests are taken. Changed under the lock, so that none comes after all others were ended."""
         self._lock = threading.Lock()
 
     def open(self) -> None:
@@ -144,7 +144,7 @@ class Worker:
         self.deliver(jobs)
 
     def deliver(self, news: list[Job]) -> None:
-        """Hand out what there is of these requests. What fails here concerns whoever reads, not the requests."""
+        """Hand out what there is of these requests. An error here is the reader's, not the request's."""
         outputs = [job.output() for job in news if job.is_over or job.streaming]
         for job in news:
             if job.is_over:

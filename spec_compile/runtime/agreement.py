@@ -15,7 +15,7 @@ SCALARS = {NoneType, bool, int, float, str}
 
 
 class Agreement:
-    """What the ranks agree on in each generate(): once, before the first of them decides anything for all."""
+    """Ranks agree once in each generate(), before the first of them decides anything for all."""
 
     def __init__(self, ranks: Alone):
         self.ranks = ranks
@@ -78,7 +78,7 @@ class Agreement:
 
 
 def asked(prompt: Prompt, generation_config, processors: list, criteria: list) -> dict[str, Any]:
-    """What one call asks for, by name, as far as ranks have to agree on it."""
+    """The parts of one call, by name, that ranks have to agree on."""
     options = {name: value for name, value in vars(generation_config).items() if not name.startswith("_")}
     return {
         "the prompts": (prompt.tokens, prompt.padding),
@@ -89,14 +89,14 @@ def asked(prompt: Prompt, generation_config, processors: list, criteria: list) -
 
 
 def led(criteria: Callable[[Tensor, Any], Tensor], ranks: Alone) -> Callable[[Tensor, Any], Tensor]:
-    """Stopping criteria whose verdict is that of the first rank, where alone they are called."""
+    """Stopping criteria whose verdict is that of the first rank; only there are they called."""
     if ranks.size == 1:
         return criteria
     return lambda ids, scores: torch.tensor(ranks.lead(lambda: criteria(ids, scores).tolist()))
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, None, or lists, tuples and dictionaries of such."""
+    """True if a value is a number, a text, None, or lists, tuples and dictionaries of such."""
     cls = type(value)
     if cls in (list, tuple):
         return all(map(is_plain, value))

@@ -12,8 +12,8 @@ class Answer:
 
     Plain decoding gives every row one token a step. Here rows run ahead of each other. A *column* is one token of every
     row. As soon as all rows that need a token of the next column have it, the stopping criteria are called with the ids
-    up to this column, just as plain decoding calls them, and the streamer is given the column. What a row gained beyond
-    its end is dropped.
+    up to this column, just as plain decoding calls them, and the streamer is given the column. Tokens beyond
+    a row's end are dropped.
 
     input_ids: [B, W] integers, the prompts, padded on the left to their width W.
     longest: the width at which every row ends.
@@ -49,20 +49,20 @@ class Answer:
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether scores or logits of every token are wanted."""
+        """True if scores or logits of every token are wanted."""
         return self.scores is not None or self.logits is not None
 
     @property
     def done(self) -> bool:
-        """Whether every row has ended."""
+        """True if every row has ended."""
         return all(self.ended)
 
     def needs(self, row: int) -> bool:
-        """Whether the row needs more tokens, because it has not ended, or because there is no padding to go on with."""
+        """True if the row needs more tokens, because it has not ended, or because there is no padding to go on with."""
         return not self.ended[row] or (self.pad is None and not self.done)
 
     def full(self, row: int) -> bool:
-        """Whether the last token that the row has gained is its last by `eos` or `longest`."""
+        """True if the last token that the row has gained is its last by `eos` or `longest`."""
         tokens = self.rows[row]
         return self.prompt_width + len(tokens) >= self.longest or (bool(tokens) and tokens[-1] in self.eos)
 

@@ -32,7 +32,7 @@ CRITERIA_IN_ROUND = {"MaxLengthCriteria", "EosTokenCriteria"}
 
 @dataclass
 class Ask:
-    """What one call asks for, or one request, whose batch has one row.
+    """The wishes of one call, or of one request, whose batch has one row.
 
     Columns count the tokens of a row with its prompt and the padding on its left: 7 new tokens after a prompt of 5
     columns end at column 12.
@@ -60,7 +60,7 @@ class Ask:
         cls, input_ids: Tensor, config: GenerationConfig, processors: LogitsProcessorList,
         criteria: StoppingCriteriaList, device: torch.device,
     ) -> "Ask":  # fmt: skip
-        """What transformers asks of its loop; ValueError if rows may end before others and no padding is set."""
+        """Read the arguments of transformers' loop; ValueError if rows may end before others and no padding is set."""
         eos = next((c.eos_token_id.tolist() for c in criteria if type(c).__name__ == "EosTokenCriteria"), [])
         has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         pad = config._pad_token_tensor if has_eos else None

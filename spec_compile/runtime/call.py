@@ -16,7 +16,7 @@ from .prefill_chunks import FIXED, chunks
 from .request import Request
 from .runtime import Runtime
 from .session import Session
-from .steps.build import Step
+from .steps.build import StepKind
 
 log = logging.getLogger("spec_compile")
 
@@ -105,7 +105,7 @@ class Call:
     def launch(self) -> None:
         """Begin as many rounds as may be in flight."""
         request, session, flights = self.request, self.session, self._flights
-        kind, longest = Step.LOOK if request.acceptor else Step.ROUND, max(self.lengths)
+        kind, longest = StepKind.LOOK if request.acceptor else StepKind.ROUND, max(self.lengths)
         active = [row for row in self.rows if not row.is_over]
         while flights.may_launch(active, on_host=request.host_acceptor is not None):
             if self._longest > session.capacity <= longest + 1 + flights.nodes:
@@ -185,7 +185,7 @@ class Call:
         return begins
 
     def _draft_remembers(self, lengths: list[int]) -> bool:
-        """Whether a drafter's own cache has, from the call before, what `request.past` has of the target's, or cannot
+        """True if a drafter's own cache has, from the call before, what `request.past` has of the target's, or cannot
         have it because nobody knows the tokens. Else the prompts are processed again."""
         if not self.runtime.algorithm.remembers or self.request.has_unknown_tokens:
             return True

@@ -111,7 +111,7 @@ class SizePolicy:
                 gain[index] += min(RISE, more) if more > 0 and share == PRIOR else FORGET * more
 
     def _cost(self, nodes: int) -> float:
-        """What a round over `nodes` nodes costs, or if none has run, is expected to cost by the next larger size."""
+        """The cost of a round over `nodes` nodes, or if none has run, the cost expected from the next larger size."""
         known = min((n for n in self.cost if n >= nodes), default=max(self.cost))
         return self.cost[known] * (KNEE + self.batch * nodes) / (KNEE + self.batch * known)
 
@@ -133,6 +133,6 @@ class SizePolicy:
         return self.gain.setdefault(hint, [PRIOR * (n - 1) for n in self.sizes])
 
     def _expected(self, hint: int) -> list[float]:
-        """What each size will gain. With hindsight a bucket of which nothing is known is like all others."""
+        """The gain expected of each size. With hindsight an unknown bucket is like all others."""
         like_others = self.hindsight is not None and hint not in self.gain and ANY in self.gain
         return self._gains(ANY if like_others else hint)

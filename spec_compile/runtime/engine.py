@@ -43,7 +43,7 @@ class Engine:
             purpose: passes.Settings(merge, plan.taps, options.attention(purpose), options.ranks)
             for purpose in ("verify", "prefill")
         }
-        """What `passes.run` made each graph of the runtime with."""
+        """The settings with which `passes.run` made each graph of the runtime."""
         graphs = {purpose: passes.run(graph, settings) for purpose, settings in self.settings.items()}
         if options.exact == "bits":
             require_same_bits(graphs["verify"])
@@ -52,10 +52,10 @@ class Engine:
                                max_positions=max_positions)  # fmt: skip
         forget_shapes(graph.gm, *(rewritten.gm for rewritten in graphs.values()))
         self.drafts = True
-        """Whether rounds verify what was drafted. Otherwise they verify the root alone, which is plain decoding."""
+        """True if rounds verify drafts. Otherwise they verify only the root, which is plain decoding."""
         self.records = False
         self.recording: Recording | None = None
-        """Of the last generate() that ran while `records` was set."""
+        """The last generate() that ran while `records` was set."""
         self.sessions: OrderedDict[tuple[int, int], Session] = OrderedDict()
         """By nesting depth and batch size."""
         self.running: list[tuple[Session, Clock]] = []

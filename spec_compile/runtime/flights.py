@@ -10,7 +10,7 @@ from ..outcome import Outcome, unpack
 from .draft_length import SizePolicy
 from .runtime import Runtime
 from .session import Session
-from .steps.build import Step
+from .steps.build import StepKind
 
 AHEAD = 2
 """Rounds in flight on a GPU."""
@@ -45,7 +45,7 @@ class Flight:
     """
 
     session: Session
-    kind: Step
+    kind: StepKind
     nodes: int
     riders: list[tuple[int, Rider]]
     read: Callable[[], list[list[int]]]
@@ -79,7 +79,7 @@ class Flights:
         return len(self._flying) < min(ahead, max(rider.room for rider in riders))
 
     def launch(
-        self, session: Session, kind: Step, riders: list[Rider], longest: int,
+        self, session: Session, kind: StepKind, riders: list[Rider], longest: int,
         begin: Callable[[int, int], Callable[[], list[list[int]]]], nodes: int | None = None,
     ) -> None:  # fmt: skip
         """Begin a round.

@@ -42,11 +42,11 @@ class SpeculativeMixin(FollowsGenerationConfig):
             by it. False forgets the texts of this call when it ends. None does what `speculate(..., share_text=...)`
             says, which is True by default. Without n-grams no texts are kept.
 
-        What only transformers' own loops can do (beam search, attentions and hidden states as outputs, an assistant
-        model and the like) they do, unaccelerated, with one warning that names it.
+        Beam search, attentions and hidden states as outputs, an assistant model and the like run in transformers' own
+        loops, unaccelerated, with one warning that names the option.
         """
         kwargs.pop("prompt_lookup_num_tokens", None)  # asks for n-gram drafts, which it gets anyway
-        if not self._engine.options.ranks.leads:  # the first rank alone streams
+        if not self._engine.options.ranks.leads:  # only the first rank streams
             kwargs.pop("streamer", None)
         if kwargs.get("custom_generate") is not None:
             self._engine.step_aside("custom_generate")
@@ -168,7 +168,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
             pasts.extend(cache, request.state, prompt.padding, filled, layout)
         else:
             filled = int(cache.get_seq_length())  # the model itself fills it, also where our states are further on
-        if filled < length:  # plain decoding goes on with padding behind rows that end early
+        if filled < length:  # plain decoding goes on with padding after rows that end early
             ids = answer.sequences()
             positions = torch.arange(length, device=ids.device) - ids.new_tensor(prompt.padding)[:, None]
             shifted = positions.clamp(min=0) + ids.new_tensor(prompt.position_offsets)[:, None]

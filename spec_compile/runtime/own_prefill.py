@@ -11,7 +11,7 @@ from ..capture.pictures import placeholders
 from ..capture.taps import tapped
 from ..passes.tap_hidden_states import FINAL
 from .prompt import Prompt
-from .steps.build import Step
+from .steps.build import StepKind
 
 PICTURES = {
     "pixel_values", "pixel_values_videos", "image_sizes", "image_grid_thw", "video_grid_thw", "second_per_grid_ts",
@@ -24,9 +24,9 @@ TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 
 @dataclass
 class OwnPrefill:
-    """What the model's own forward made of B prompts.
+    """Results of the model's own forward over B prompts.
 
-    cache: their keys and values. first_logits: [B, V] float32, the logits behind the prompts; None if the last token of
+    cache: their keys and values. first_logits: [B, V] float32, the logits after the prompts; None if the last token of
     every row is left to the first round. features: the hidden states [B, L, C] at each tap of the draft; None if tokens
     are missing there, because embeddings or a filled cache came in their place.
     """
@@ -66,7 +66,7 @@ def run(
 def prefill_draft(
     session, features: list[Tensor], padding: list[int], begins: list[int], sizes: list[int]
 ) -> None:  # fmt: skip
-    """Let the draft alone process the first `begins` [B] tokens of each prompt, which the target has processed.
+    """Let only the draft process the first `begins` [B] tokens of each prompt, which the target has processed.
 
     session: the `Session` of B rows that have the prompts. features: see `OwnPrefill`. padding: positions on the left
     of each row [B]. sizes: tokens of each step.
@@ -82,5 +82,5 @@ def prefill_draft(
     done = 0
     for size in sizes:
         chunk = [row[:, done : done + size].contiguous() for row in rows]
-        session.steps.get(Step.PREFILL)(size, session.max_kv_len(done + size), chunk)
+        session.steps.get(StepKind.PREFILL)(size, session.max_kv_len(done + size), chunk)
         done += size

@@ -20,17 +20,17 @@ READABLE = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingW
 RECURRENT = {value for name, value in vars(cache_utils).items() if name.startswith("LinearAttention")}
 """Caches of layers with states, some of which hold keys and values, too."""
 CONVOLUTIONS, STATES = "conv_states", "recurrent_states"
-"""What such layers name their states, the first of which is numbered 0."""
+"""Names of the states in such layers; the first state is numbered 0."""
 EMPTY = {getattr(cache_utils, "DummyLayer", DynamicLayer)}
 """The cache of a layer that reads another layer's keys and values."""
 
 
 @dataclass
 class Past:
-    """Keys and values of the first `length` positions of left-padded prompts, and the states behind them.
+    """Keys and values of the first `length` positions of left-padded prompts, and the states after them.
 
-    layers: the keys and the values of each layer, both [B, Hkv, L, D]. L is `length`, or less where the layer holds the
-        last L positions alone.
+    layers: the keys and the values of each layer, both [B, Hkv, L, D]. L is `length`, or less if the layer holds
+        only the last L positions.
     states: of each recurrence [B, ...], as `cache.States` has them.
     length: positions, those of padding included.
     padding: positions of padding of each row [B].
@@ -55,7 +55,7 @@ class Layout:
 
 
 def is_plain(cache) -> bool:
-    """Whether `cache` is one of transformers' that hold keys and values as they were given."""
+    """True if `cache` is one of transformers' that hold keys and values as they were given."""
     return (
         isinstance(cache, Cache)
         and not cache.offloading
@@ -113,7 +113,7 @@ def _as_ours(layer, kind: str) -> Tensor:
 
 
 def read(cache: Cache, padding: list[int], layout: Layout) -> Past:
-    """What is in `cache`, whose rows have `padding` positions [B] on the left.
+    """The contents of `cache`, whose rows have `padding` positions [B] on the left.
 
     Raises ValueError if the cache is for another batch size.
     """
@@ -131,7 +131,7 @@ def read(cache: Cache, padding: list[int], layout: Layout) -> Past:
 
 
 def are_states_behind(state, padding: list[int], length: int) -> bool:
-    """Whether the states of all rows, if there are any, are behind `length` positions."""
+    """True if the states of all rows, if there are any, have seen `length` positions."""
     if not state.kv.states.kinds:
         return True
     return [tokens + pad for tokens, pad in zip(state.lengths.tolist(), padding)] == [length] * len(padding)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 SIZES = {"cpu": (512, 128, 32), "cuda": (2048, 512, 128, 32)}
 """Tokens of each row that a step may take, largest first."""
 FIXED = {"cpu": 32, "cuda": 128}
-"""What a step costs beside its tokens, in tokens: the weights are read once a step."""
+"""The fixed cost of a step, in tokens: the weights are read once a step."""
 
 
 def chunks(tokens: int, sizes: tuple[int, ...], fixed: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""What transformers prepares for a call of ``generate()``, kept for the next call that is alike.
+"""transformers' preparation of a call of ``generate()``, kept for the next call that is alike.
 
 transformers' preparation copies and validates the generation config several times and builds everything else anew. For
 the common calls its outcome depends on the values that make a `Key`, and on nothing else. Such a call runs it once. All
@@ -85,7 +85,7 @@ class Inputs:
 
 
 class Preparation(NamedTuple):
-    """What transformers prepared for the calls of one `Key`.
+    """transformers' preparation of the calls of one `Key`.
 
     ask: counts columns from the end of the prompt, and has no processors that set a minimum length.
     padding: the token from which transformers infers a mask if there is none; None if it infers none.
@@ -171,7 +171,7 @@ def make_key(model, device: torch.device, inputs: Inputs, options: dict) -> Key 
 
 
 def _prepares_as_transformers(cls: type) -> bool:
-    """Whether a model's class prepares calls by the methods that `GenerationMixin` had at import, and no others."""
+    """True if a model's class prepares calls by the methods that `GenerationMixin` had at import, and no others."""
     return all(
         getattr(cls, name) is own and is_trusted(GenerationMixin, own)
         for name, own in _own_methods.items()
@@ -180,7 +180,7 @@ def _prepares_as_transformers(cls: type) -> bool:
 
 
 def _has_options_alone(config: GenerationConfig) -> bool:
-    """Whether a prepared config has no option that is not its default, besides `OPTIONS`."""
+    """True if a prepared config has no option that is not its default, besides `OPTIONS`."""
     defaults = vars(GenerationConfig()) | GenerationConfig._get_default_generation_params()
     return all(
         name in OPTIONS | UNUSED

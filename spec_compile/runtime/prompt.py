@@ -38,8 +38,8 @@ class Prompt:
     ) -> "Prompt":  # fmt: skip
         """The prompts of a call of ``_sample``.
 
-        input_ids: [B, W] integers; W is 0 if embeddings came in their place, and the tokens behind the cache alone may
-            come with a cache.
+        input_ids: [B, W] integers; W is 0 if embeddings came in their place. With a cache only the tokens after it
+            may come.
         generation_config, model_kwargs: as transformers gives them to ``_sample``.
         placeholders: ids of tokens in whose places pictures stand.
         Raises RuntimeError or ValueError, as transformers does, if `input_ids` are no rows of integers, or if they
@@ -94,7 +94,7 @@ def _check_ids(input_ids: Tensor, embeds: Tensor | None) -> None:
 def _width(id_width: int, generation_config, model_kwargs: dict) -> int:
     """Positions of every row: those of the mask, or without one of the ids or the cache.
 
-    The ids are either all tokens, or those behind the cache; else ValueError.
+    The ids are either all tokens, or those after the cache; else ValueError.
     """
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     cached = int(cache.get_seq_length()) if cache is not None else 0
@@ -114,17 +114,17 @@ def _width(id_width: int, generation_config, model_kwargs: dict) -> int:
 
 
 def _has_pictures(model_kwargs: dict) -> bool:
-    """Whether pictures or videos come with the prompts, encoded already or not."""
+    """True if pictures or videos come with the prompts, encoded already or not."""
     encoded = model_kwargs.get("mm_encoder_outputs") or {}
     values = [*encoded.values(), model_kwargs.get("pixel_values"), model_kwargs.get("pixel_values_videos")]
     return any(value is not None for value in values)
 
 
 def _position_offsets(positions: Tensor, padding: list[int], width: int, first: int) -> list[int] | None:
-    """What the positions of each row [B] have more than 0, 1, 2, … from its first token on; None if that differs.
+    """The offset of each row's positions [B] from 0, 1, 2, … at its first token; None if it is not constant.
 
     positions: [1 or B, up to W], those of the last columns, where nothing may differ from that count. Or those of
-    multi-axis RoPE, [3 or fewer axes, 1 or B, up to W] or the same behind an axis that counts the text; there all
+    multi-axis RoPE, [3 or fewer axes, 1 or B, up to W] or the same after an axis that counts the text; there all
     columns from `first` on, and all axes, must have the same offset.
     """
     if positions.shape[-1] > width:

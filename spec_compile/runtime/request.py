@@ -1,4 +1,4 @@
-"""What one ``generate()`` asks of the engine."""
+"""`Request`: one ``generate()`` as the engine runs it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from .state import State
 
 @dataclass
 class Request:
-    """What one ``generate()`` asks of the engine, for B rows.
+    """One ``generate()`` as the engine runs it, for B rows.
 
     Lengths count the tokens of a row, its prompt included and its padding not.
 
@@ -26,9 +26,9 @@ class Request:
     share_text: whether later calls may draft from the texts of this one.
     past: keys and values that exist already of the first prompt tokens.
     position_offsets: what the positions of each row [B] have more than its slots; None: nothing.
-    has_unknown_tokens: whether `prompts` holds 0 in place of tokens whose keys and values alone are known, or the
+    has_unknown_tokens: whether `prompts` holds 0 in place of tokens of which only keys and values are known, or the
         tokens of pictures, whose keys and values are not those of their ids.
-    first_logits: [B, V] float, the target's logits behind the prompts if they are known; `past` then covers the whole
+    first_logits: [B, V] float, the target's logits after the prompts if they are known; `past` then covers the whole
         prompts, and `acceptor` is a `HostAcceptor`.
     features: for each tap of the draft the target's hidden states [B, L, C] of the first L positions of the prompts,
         padding included, which `past` covers; None: they are not known.

@@ -21,7 +21,7 @@ class Round(nn.Module):
     def __init__(
         self, graph: ModelGraph, drafter: nn.Module, state: State, nodes: int | None, proposes: bool = True
     ):  # fmt: skip
-        """nodes: None if each call says how many. proposes: otherwise the next trees are roots alone."""
+        """nodes: None if each call says how many. proposes: otherwise the next trees are only roots."""
         super().__init__()
         self.verify, self.drafter, self.state = graph.gm, drafter, state
         self.nodes, self.proposes = nodes, proposes
@@ -69,7 +69,7 @@ class Round(nn.Module):
         return self.outcome(gained, tree, depth, path, tokens)
 
     def accept(self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor) -> tuple[Tensor, ...]:
-        """What greedy decoding would choose: the parts of an `Accepted`."""
+        """The choice of greedy decoding: the parts of an `Accepted`."""
         accepted = accept_greedy(Tree(*tree), ancestors, depth, self.state.forbid_early_eos(logits, depth))
         return accepted.path, accepted.tokens, accepted.count
 
@@ -83,7 +83,7 @@ class Round(nn.Module):
     def outcome(
         self, gained: Tensor, tree: tuple[Tensor, ...], depth: Tensor, path: Tensor, tokens: Tensor
     ) -> Tensor:  # fmt: skip
-        """What `forward` returns."""
+        """The result of `forward`."""
         state, (drafted, parents, real) = self.state, tree
         deepest = torch.where(real, depth, 0).amax(dim=1)
         return pack(gained, state.finished, state.tree_count, state.tree_hint, deepest, tokens, path, drafted, parents)
@@ -100,7 +100,7 @@ class Prefill(nn.Module):
         """Process the next `size` tokens of every row (fewer where a prompt ends; the rest is never seen).
 
         features: for each tap the hidden states [B, size, C] of these tokens, if the target has processed them; then
-        the drafter alone does so.
+        only the drafter does so.
         """
         state = self.state
         ids, positions = self.prepare(size)
@@ -122,6 +122,6 @@ class Prefill(nn.Module):
         state = self.state
         offsets = torch.arange(size, device=state.tokens.device)[None, :]
         ids = state.tokens.gather(1, (state.lengths[:, None] + offsets).clamp(max=state.capacity - 1))
-        if state.kv.states.kinds:  # keys and values behind a prompt are never seen, but a state has no places
+        if state.kv.states.kinds:  # keys and values after a prompt are never seen, but a state has no places
             state.kv.states.valid.copy_((state.prompt_lengths - 1 - state.lengths).clamp(0, size))
         return ids, state.positions(offsets)

@@ -1,4 +1,4 @@
-"""`ServedEngine`: the engine of a model that users call, with all that a call needs beside rounds."""
+"""`ServedEngine`: the engine of a model that users call, with all that a call needs besides rounds."""
 
 import dataclasses
 import warnings
@@ -25,13 +25,13 @@ from .prompt import Prompt
 from .request import Request
 from .runtime import max_positions
 from .session import Session
-from .steps.build import Step
+from .steps.build import StepKind
 from .steps.code import Code
 from .turns import Turns
 
 
 class ServedEngine(Engine):
-    """Whose turn it is, which texts a call refers to, what has changed in the model, and what ranks agree on.
+    """The engine with turns, references of calls, changes of the model, and the agreement of ranks.
 
     original: the model that was captured. name: of the algorithm. watch: compares the model with what it was.
     weights: the memory that the graphs read. rebuild: makes a speculative model alike of a copy of `original`.
@@ -125,7 +125,7 @@ class ServedEngine(Engine):
         """Compile one round for a single sequence again, so that tools such as depyf can watch it."""
         with self.turns:
             runtime = dataclasses.replace(self.runtime, code=Code(), examples={})
-            Session(runtime, 1).steps.get(Step.ROUND, runtime.sizes[-1])
+            Session(runtime, 1).steps.get(StepKind.ROUND, runtime.sizes[-1])
 
     def take_over(self) -> None:
         """See `Speculation.refresh`."""

@@ -165,7 +165,7 @@ class State(nn.Module):
         that are not in use lengthen the path to the last node, because attention pays for each leaf.
 
         Copies: the round writes the next trees into the same buffers, and Inductor of torch 2.11 may move a read of a
-        view behind that write.
+        view after that write.
         """
         number = torch.arange(nodes, device=self.tokens.device)
         real = number < self.tree_count.clone()[:, None]
@@ -174,7 +174,7 @@ class State(nn.Module):
         return Tree(self.tree_tokens[:, :nodes].clone(), parents, real, probs)
 
     def root(self) -> None:
-        """The pending trees become the last committed tokens alone."""
+        """The pending trees become only the last committed tokens."""
         self.tree_tokens[:, :1] = self.tokens.gather(1, self.lengths[:, None])
         self.tree_parents[:, :1] = -1
         self.tree_count.fill_(1)

@@ -80,7 +80,7 @@ class Turns:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread has it."""
+        """True if this thread has it."""
         return self._owner == threading.get_ident()
 
     def _take(self, queue: deque, may_go) -> None:

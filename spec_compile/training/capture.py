@@ -16,7 +16,7 @@ from ..runtime.steps.capture import aside, record
 T = TypeVar("T")
 
 
-class Rows:
+class RolloutRows:
     """Calls a function with trained parameters and returns rows of its outputs.
 
     On a GPU the function and its backward are captured as CUDA graphs when inputs have the same shapes for the second

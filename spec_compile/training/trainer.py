@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from ..drafters.checkpoints.target import Target
 from ..drafters.modules.head import Head
 from .attention import Causal, Rollout
-from .capture import Rows
+from .capture import RolloutRows
 from .data import Batch, move
 from .features import Features
 from .loss import likeliest, soft_cross_entropy
@@ -87,7 +87,7 @@ class HeadTrainer(Trainer):
     def __init__(self, target: Target, module: Head, steps: int):
         self.target, self.module, self.steps = target, module.eval(), steps
         self.taps, self.device = module.taps, target.embedding.device
-        self._rows = Rows(trained_parameters(module).values(), type(module).__name__)
+        self._rows = RolloutRows(trained_parameters(module).values(), type(module).__name__)
 
     def unroll(self, ids: Tensor, state: Tensor, attention: Causal, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The head's outputs as it drafts from every slot at once, with the text's tokens in place of drafts.

@@ -13,7 +13,7 @@ from spec_compile import speculate
 from spec_compile.batching.prompts import LANES
 from spec_compile.kernels import linear
 from spec_compile.runtime.steps import compile as compiling
-from spec_compile.runtime.steps.build import Step
+from spec_compile.runtime.steps.build import StepKind
 from spec_compile.runtime.steps.compile import SMALL_PRIMES
 from spec_compile.runtime.steps.regions import compile_regions
 from spec_compile.tree import ancestry
@@ -33,7 +33,7 @@ def test_rows_of_any_number_share_what_is_compiled(monkeypatch):
         for width in lanes.widths:
             before = counters["stats"]["unique_graphs"]
             session = lanes.session(width)
-            session.steps.build_prefill() if lanes is scheduler.prompts.lanes else session.steps.get(Step.ROUND, 4)
+            session.steps.build_prefill() if lanes is scheduler.prompts.lanes else session.steps.get(StepKind.ROUND, 4)
             graphs[width] = counters["stats"]["unique_graphs"] - before
         assert [width for width, count in graphs.items() if count] == lanes.widths[:2], graphs
     scheduler.clear(RuntimeError())

@@ -13,7 +13,7 @@ from spec_compile.config import Options
 from spec_compile.drafting import Algorithm, Drafter, DraftPlan
 from spec_compile.runtime.engine import Engine
 from spec_compile.runtime.request import Request
-from spec_compile.runtime.steps.build import Step
+from spec_compile.runtime.steps.build import StepKind
 from spec_compile.tree import ancestry
 
 NEW = 48
@@ -105,7 +105,7 @@ class Run:
         self.state.reset(prompts, [0] * len(prompts), limits, list(eos))
         self.session.drafter.start(self.state, prompts, [])
         for done in range(0, max(map(len, prompts)) - 1, 32):
-            self.session.steps.get(Step.PREFILL)(32, -(-(done + 32) // 128) * 128)
+            self.session.steps.get(StepKind.PREFILL)(32, -(-(done + 32) // 128) * 128)
         self.state.root()
         self.session.drafter.propose(self.state, 128)
 
@@ -113,7 +113,7 @@ class Run:
         return -(-(int(self.state.lengths.max()) + nodes) // 128) * 128
 
     def round(self, nodes):
-        return self.session.steps.get(Step.ROUND, nodes)(self.max_kv_len(nodes)).clone()
+        return self.session.steps.get(StepKind.ROUND, nodes)(self.max_kv_len(nodes)).clone()
 
 
 @functools.cache
@@ -398,7 +398,7 @@ def test_a_compiled_round_equals_the_eager_one(nodes, llama):
         engine.session(2).drafter.turn.zero_()
     limits = [len(text) for text in texts]
     fast, slow = Run(compiled, prompts, limits), Run(eager, prompts, limits)
-    fast.session.steps.get(Step.ROUND, nodes)
+    fast.session.steps.get(StepKind.ROUND, nodes)
     graphs, kv_lens = counters["stats"]["unique_graphs"], set()
     while not slow.state.finished.all():
         kv_lens.add(fast.max_kv_len(nodes))
@@ -415,9 +415,9 @@ def test_a_compiled_round_equals_the_eager_one(nodes, llama):
 def test_prompts_of_all_lengths_share_one_prefill(llama):
     graph, _, _, compiled, trees = llama
     eager = make_engine(graph, lambda rows: Replay(trees, rows), 4)
-    compiled.session(2).steps.get(Step.PREFILL)
-    compiled.session(2).steps.get(Step.ROUND, 4)
-    compiled.session(2).steps.get(Step.ROUND, 1)
+    compiled.session(2).steps.get(StepKind.PREFILL)
+    compiled.session(2).steps.get(StepKind.ROUND, 4)
+    compiled.session(2).steps.get(StepKind.ROUND, 1)
     graphs = counters["stats"]["unique_graphs"]
     for lengths in ((1, 1), (2, 1), (5, 31), (32, 33), (34, 64), (65, 97), (128, 129), (130, 161), (200, 3), (9, 200)):
         prompts, answers = long_prompts(lengths), []
@@ -432,7 +432,7 @@ def test_prompts_of_all_lengths_share_one_prefill(llama):
 def test_prefill_before_any_prompt_stays_at_the_first_slot(llama):
     """What warms up runs it more than once; before the first slot there is memory of others."""
     session = make_engine(llama[0], lambda rows: Oracle(4, rows), 4).session(2)
-    step = session.steps.get(Step.PREFILL)
+    step = session.steps.get(StepKind.PREFILL)
     with torch.no_grad():
         for _ in range(3):
             step(32, 128)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
 from spec_compile.runtime.steps import code
-from spec_compile.runtime.steps.build import Step
+from spec_compile.runtime.steps.build import StepKind
 from spec_compile.runtime.steps.compile import PartCompiler
 from spec_compile.runtime.steps.example import example_sizes, form_of, rows_vary, static_sizes
 
@@ -87,7 +87,7 @@ def test_one_code_for_all_rows_slots_and_wrappings():
     ask("after the first is deleted", again, 4)
     scheduler = again.init_continuous_batching(continuous_batching_config=slots()).scheduler
     before = graphs()
-    scheduler.decoder.lanes.session(2).steps.get(Step.ROUND, 4)
+    scheduler.decoder.lanes.session(2).steps.get(StepKind.ROUND, 4)
     scheduler.prompts.lanes.session(1).steps.build_prefill()
     compiled["requests"] = graphs() - before
     scheduler.clear(RuntimeError())

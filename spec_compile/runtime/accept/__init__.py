@@ -32,7 +32,7 @@ class Route(Enum):
     that draw give the same tokens for a seed, whatever the route. Under a grammar, ON_HOST is `GreedyGrammars` or
     `DrawnGrammars` where the other processors permit it.
 
-    A new route is a file beside this one, a row above, a branch of `choose_route` and one of `make_acceptor`.
+    A new route is a file in this folder, a row above, a branch of `choose_route` and one of `make_acceptor`.
     """
 
     GREEDY_IN_ROUND = "greedy in the round"
@@ -49,7 +49,7 @@ def choose_route(
     processors: the logits processors.
     device: of the model.
     keeps_scores: whether scores or logits of every token are returned.
-    has_first_logits: whether the target's logits behind the prompts are known before the first round.
+    has_first_logits: True if the target's logits after the prompts are known before the first round.
     """
     if keeps_scores or has_first_logits:
         return Route.ON_HOST
@@ -63,7 +63,7 @@ def choose_route(
 def make_acceptor(
     route: Route, answer: Answer, processors: list, seed: int | None, ranks: Alone = ALONE
 ) -> HostAcceptor | DrawInRound | None:
-    """What accepts tokens on a route; None for GREEDY_IN_ROUND, which is a part of every round.
+    """The acceptor of a route; None for GREEDY_IN_ROUND, which is a part of every round.
 
     answer, processors, seed, ranks: see `HostAcceptor`.
     """

@@ -15,7 +15,7 @@ from .random_numbers import draw, uniform
 from .row_invariant import row_invariant
 
 BY_ROW = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
-"""What a row may have, in the order in which transformers applies them."""
+"""Processors that a row may have, in the order in which transformers applies them."""
 
 
 class DrawInRound:
@@ -33,7 +33,7 @@ class DrawInRound:
 
     @staticmethod
     def takes(processors: list) -> bool:
-        """Whether these processors can be applied to all nodes at once, and captured."""
+        """True if these processors can be applied to all nodes at once, and captured."""
         return all(is_known(processor, (OF_SCORES | MINIMA) - WAITING) for processor in processors)
 
     def __call__(self, state: State, tree: Tree, ancestors: Tensor, depth: Tensor, logits: Tensor) -> Accepted:
@@ -79,7 +79,7 @@ class RowSettings:
 
     @classmethod
     def of(cls, processors: list) -> "RowSettings | None":
-        """What these processors do besides dividing by the temperature; None if they do something else."""
+        """The settings of these processors, without the temperature; None if they do something else."""
         drawing = [each for each in processors if not is_known(each, MINIMA)]
         names = [type(each).__name__ for each in drawing]
         if not all(is_known(each, {*BY_ROW}) for each in drawing) or names != sorted(names, key=BY_ROW.index):

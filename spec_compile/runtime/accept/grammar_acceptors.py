@@ -18,7 +18,7 @@ class Walk:
     """One row's way down its tree.
 
     tokens, parents, real, guesses: [N] lists, of the tree's nodes and of what probably follows them.
-    path: nodes that were entered. gained: the tokens chosen after them; behind the last node it may still be missing.
+    path: nodes that were entered. gained: the tokens chosen after them; that after the last node may still be missing.
     """
 
     def __init__(self, tokens: list[int], parents: list[int], real: list[int], guesses: list[int]):
@@ -34,7 +34,7 @@ class Walk:
 
     @property
     def guess(self) -> int:
-        """What probably follows the last node."""
+        """The token that probably follows the last node."""
         return self.guesses[self.path[-1]]
 
 
@@ -60,7 +60,7 @@ class GrammarWalks(HostAcceptor):
         walk.is_over = not self.grammars.accept(row, token)
 
     def is_over(self, row: int, walk: Walk) -> bool:
-        """Whether the last of the tokens that the row gains in this round ends it."""
+        """True if the last of the tokens that the row gains in this round ends it."""
         answer, gained = self.answer, walk.gained
         length = answer.prompt_width + len(answer.rows[row]) + len(gained)
         return walk.is_over or length >= answer.longest or (bool(gained) and gained[-1] in answer.eos)
@@ -120,7 +120,7 @@ class DrawnGrammars(GrammarWalks):
 
     @staticmethod
     def takes(processors: list) -> bool:
-        """Whether all processors but one `Grammars` look at nothing but scores, and do not wait for a GPU."""
+        """True if all processors but one `Grammars` look at nothing but scores, and do not wait for a GPU."""
         others = [each for each in processors if not isinstance(each, Grammars)]
         return len(others) + 1 == len(processors) and all(is_known(each, OF_SCORES - WAITING) for each in others)
 
@@ -186,7 +186,7 @@ class DrawnGrammars(GrammarWalks):
                 break
 
     def _settle(self, row: int, walk: Walk, before: int, chosen: list[int]) -> bool:
-        """Replace guesses behind the first `before` tokens by what was `chosen`; returns whether that differs."""
+        """Replace guesses after the first `before` tokens by the `chosen` tokens; returns True if they differ."""
         for index, token in enumerate(chosen, before):
             if walk.gained[index : index + 1] == [token]:
                 continue

@@ -8,7 +8,7 @@ REUSED = "it has served a call, whose tokens its grammars have followed; make a 
 
 
 def is_grammar(processor) -> bool:
-    """Whether a logits processor is xgrammar's, told by name, because xgrammar need not be installed."""
+    """True if a logits processor is xgrammar's, told by name, because xgrammar need not be installed."""
     cls = type(processor)
     return (cls.__module__, cls.__name__) == ("xgrammar.contrib.hf", "LogitsProcessor")
 
@@ -82,7 +82,7 @@ class Grammars(LogitsProcessor):
                 )
 
     def accept(self, row: int, token: int) -> bool:
-        """Whether the token may follow what the row's matcher has accepted; if so, it is accepted."""
+        """True if the token may follow what the row's matcher has accepted; if so, it is accepted."""
         matcher = self.matchers[row]
         if matcher.is_terminated():
             legal = bool(self.bitmask[row, token // 32] >> (token % 32) & 1)
@@ -96,7 +96,7 @@ class Grammars(LogitsProcessor):
         return legal
 
     def rewind(self, row: int, count: int) -> None:
-        """Take back the last tokens that the row's matcher has accepted, none of them behind its grammar's end."""
+        """Take back the last tokens that the row's matcher has accepted, none of them after its grammar's end."""
         if count:
             self.matchers[row].rollback(count)
             self.followed[row] -= count

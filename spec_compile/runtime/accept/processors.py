@@ -12,11 +12,11 @@ OF_SCORES = {
     "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor",
     "LogitNormalization", "SuppressTokensLogitsProcessor",
 }  # fmt: skip
-"""Those of transformers' processors that look at nothing but the scores."""
+"""transformers' processors that look at nothing but the scores."""
 WAITING = {"TopHLogitsWarper", "EtaLogitsWarper"}
-"""Those of `OF_SCORES` that make the host wait for a GPU, because torch.distributions checks its arguments."""
+"""Processors of `OF_SCORES` that make the host wait for a GPU, because torch.distributions checks its arguments."""
 MINIMA = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
-"""Those that set a minimum length, which a round applies by itself (see `State.forbid_early_eos`)."""
+"""Processors that set a minimum length, which a round applies by itself (see `State.forbid_early_eos`)."""
 ROWWISE = OF_SCORES | MINIMA | {
     # at the length
     "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty",
@@ -25,7 +25,7 @@ ROWWISE = OF_SCORES | MINIMA | {
     "RepetitionPenaltyLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor",
     "NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor", "WatermarkLogitsProcessor",
 }  # fmt: skip
-"""Those that remember nothing and treat every row by itself."""
+"""Processors that remember nothing and treat every row by itself."""
 OF_ROWS = ("prompt_ignore_length", "encoder_input_ids", "rows")
 """Attributes of `ROWWISE` processors and of `Grammars` that may hold a value for each row of the batch."""
 
@@ -69,7 +69,7 @@ class Processors:
 
 
 def is_known(processor, names: set[str]) -> bool:
-    """Whether `processor` is one of transformers' own of these names."""
+    """True if `processor` is one of transformers' own of these names."""
     cls = type(processor)
     return cls.__name__ in names and cls.__module__.startswith("transformers.generation.")
 

@@ -14,7 +14,7 @@ from .random_numbers import draw
 
 
 def is_accepted(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """Whether drafts are accepted: bool, with probability min(1, p / q).
+    """True if drafts are accepted: bool, with probability min(1, p / q).
 
     u: float64 in [0, 1), the random number of each draft. p, q: the probability of the draft's token in the target
     and in the draft. All three broadcast.
@@ -23,10 +23,10 @@ def is_accepted(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 
 def residual(target: Tensor, draft: Tensor, rejected: Tensor) -> Tensor:
-    """What the token is drawn from after a rejection: [..., V] float64, max(target - draft, 0), normalised.
+    """The weights of the token after a rejection: [..., V] float64, max(target - draft, 0), normalised.
 
     target, draft: [..., V] float64, both normalised. rejected: [..., 1] int64, the draft's token, which cannot be
-    drawn again. Where nothing is left, which happens by rounding alone, it is the target.
+    drawn again. If nothing is left, which only rounding can cause, it is the target.
     """
     difference = (target - draft).clamp(min=0).scatter(-1, rejected, 0)  # it is 0 already, but for rounding
     total = difference.sum(dim=-1, keepdim=True)

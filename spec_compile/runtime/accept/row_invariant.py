@@ -1,9 +1,9 @@
-"""Sums that decide tokens, with the same bits for a row whatever the number of rows beside it.
+"""Sums that decide tokens, with the same bits for a row in a batch of any size.
 
 A round processes all nodes of its trees together, the host some of them, and plain decoding one. On a GPU the order of
 torch's sums over a vocabulary depends on the number of rows, that of softmax also on the address of a row, and that of
 cumsum over one row on which programs finish first. A token at the edge of top-p, or of a draw, could then be another.
-Inside `row_invariant` these sums are those of `kernels.row_scan`. What the processors in `processors.OF_SCORES` call:
+Inside `row_invariant` these sums are those of `kernels.row_scan`. The processors in `processors.OF_SCORES` call:
 
 ============================ ======================================================================
 TopPLogitsWarper             sort, softmax, cumsum: replaced
@@ -70,7 +70,7 @@ class RowInvariant(TorchDispatchMode):
 
 
 def _by_rows(x: Tensor, dim: int | list[int] | None, dtype: torch.dtype | None = None) -> bool:
-    """Whether an operation over `dim` (None or []: over all) runs along the last dimension, in floating point."""
+    """True if an operation over `dim` (None or []: over all) runs along the last dimension, in floating point."""
     dims = dim if isinstance(dim, list) else [dim] if dim is not None else []
     is_last = [d % x.dim() for d in dims] == [x.dim() - 1] if dims else x.dim() == 1
     return is_last and x.numel() > 0 and x.is_floating_point() and (dtype is None or dtype.is_floating_point)
@@ -126,4 +126,4 @@ REPLACED = {
     aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax, aten.logsumexp.default: _logsumexp,
     aten.sort.default: _sort, aten.sort.stable: _sort,
 }  # fmt: skip
-"""What stands for an operation of torch; it returns NotImplemented for arguments that it leaves to torch."""
+"""A replacement for an operation of torch; it returns NotImplemented for arguments that it leaves to torch."""

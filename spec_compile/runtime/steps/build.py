@@ -32,7 +32,7 @@ CAPTURED_TOKENS = 2048
 """A step with a prompt is captured up to so many tokens of all rows; that of more takes longer than launching it."""
 
 
-class Step(Enum):
+class StepKind(Enum):
     """The kinds of steps.
 
     PREFILL: a chunk of the prompts, a function of (size, max_kv_len). ROUND: a greedy round, of max_kv_len.
@@ -47,7 +47,7 @@ class Step(Enum):
     PROPOSE = "propose"
 
 
-Key = tuple[Step | tuple, int]
+Key = tuple[StepKind | tuple, int]
 """A kind of step, or for rounds that draw the settings they draw with, and a number of nodes."""
 
 
@@ -66,11 +66,11 @@ class Steps:
         hindsight = None if runtime.on_gpu else Hindsight(state)
         self.policies = {
             kind: SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch)
-            for kind in (Step.ROUND, Step.LOOK)
+            for kind in (StepKind.ROUND, StepKind.LOOK)
         }
         if larger is not None:
             for policy in self.policies.values():
-                policy.share(larger.policies[Step.ROUND])
+                policy.share(larger.policies[StepKind.ROUND])
         check_peers = runtime.options.ranks.check_peers
         self.ring = OutcomeRing(state.batch * WIDEST, runtime.device, check_peers) if runtime.on_gpu else None
         self.captures = runtime.on_gpu and runtime.options.cuda_graphs
@@ -86,7 +86,7 @@ class Steps:
             self.made.clear()
         self._pieces.grow()
 
-    def get(self, kind: Step, nodes: int = 0) -> Callable:
+    def get(self, kind: StepKind, nodes: int = 0) -> Callable:
         """A step as a function, made on first use. On a GPU it is a captured graph, except a PREFILL of any size.
 
         nodes: of a round; of a PREFILL the one size that it serves, or 0 for all sizes.
@@ -97,21 +97,21 @@ class Steps:
 
     def prefill(self, size: int, max_kv_len: int) -> None:
         """Process the next `size` tokens of every row's prompt."""
-        self.get(Step.PREFILL, self._prefill_key(size))(size, max_kv_len)
+        self.get(StepKind.PREFILL, self._prefill_key(size))(size, max_kv_len)
 
     def build_prefill(self) -> None:
         """Make all that `prefill` needs."""
         for size in self.prefill_sizes:
-            self.get(Step.PREFILL, self._prefill_key(size))
+            self.get(StepKind.PREFILL, self._prefill_key(size))
 
     def propose(self, max_kv_len: int) -> None:
         """Propose the first trees of a call; the rounds propose all others."""
-        (self.get(Step.PROPOSE) if self.captures else self._propose)(max_kv_len)
+        (self.get(StepKind.PROPOSE) if self.captures else self._propose)(max_kv_len)
 
     def build_proposal(self) -> None:
         """Make all that `propose` needs."""
         if self.captures:
-            self.get(Step.PROPOSE)
+            self.get(StepKind.PROPOSE)
 
     def _propose(self, max_kv_len: int) -> None:
         self.state.root()
@@ -128,11 +128,11 @@ class Steps:
         if not on_host:
             self._round(nodes, sampler)
         else:
-            for half in (Step.LOOK, Step.FINISH):
+            for half in (StepKind.LOOK, StepKind.FINISH):
                 self.get(half, nodes)
 
     def _round(self, nodes: int, sampler: DrawInRound | None) -> Callable:
-        return self.get(Step.ROUND, nodes) if sampler is None else self._sampled(sampler, nodes)
+        return self.get(StepKind.ROUND, nodes) if sampler is None else self._sampled(sampler, nodes)
 
     def launch(self, sampler: DrawInRound | None, nodes: int, max_kv_len: int) -> Callable[[], list[list[int]]]:
         """Begin a round, greedy or drawing; what is returned waits for it and gives its outcome. On a GPU nothing here
@@ -148,7 +148,7 @@ class Steps:
         accept: given the trees and the target's logits [B, N, V] after every node. logits: [B, V] of the root if they
         are known; the first half is left out then.
         """
-        look, finish = self.get(Step.LOOK, nodes), self.get(Step.FINISH, nodes)  # building them runs them
+        look, finish = self.get(StepKind.LOOK, nodes), self.get(StepKind.FINISH, nodes)  # building them runs them
         if logits is None:
             logits, *features = look(max_kv_len)
             states: AbstractContextManager = nullcontext()
@@ -161,9 +161,9 @@ class Steps:
         with states:
             return finish(*parts, features, max_kv_len).tolist
 
-    def _make(self, kind: Step, nodes: int) -> Callable:
+    def _make(self, kind: StepKind, nodes: int) -> Callable:
         """The step, tried once; it leaves no trace."""
-        runtime, captures = self.runtime, self.captures and (kind is not Step.PREFILL or nodes > 0)
+        runtime, captures = self.runtime, self.captures and (kind is not StepKind.PREFILL or nodes > 0)
         if not (runtime.options.compile or captures):
             return self._function(kind, nodes)
         name = f"{kind.value}_b{self.state.batch}" + (f"_n{nodes}" if nodes else "")
@@ -176,7 +176,7 @@ class Steps:
                 step = self._capture(step, arguments)
             if kind in self.policies:
                 self._measure(kind, {nodes: step})
-            elif kind is Step.PREFILL and captures:
+            elif kind is StepKind.PREFILL and captures:
                 self.prefill_seconds[nodes] = min(self._seconds(step, arguments) for _ in range(TRIALS))
         seconds = time.perf_counter() - begin
         runtime.stats.seconds["compile"] += seconds
@@ -188,7 +188,11 @@ class Steps:
         key = sampler.key, nodes
         if key not in self.made:
             with torch.no_grad(), self._untouched():
-                look, finish, state = self._function(Step.LOOK, nodes), self._function(Step.FINISH, nodes), self.state
+                look, finish, state = (
+                    self._function(StepKind.LOOK, nodes),
+                    self._function(StepKind.FINISH, nodes),
+                    self.state,
+                )
 
             def sampled(max_kv_len: int) -> Tensor:
                 tree = state.tree(nodes)
@@ -200,8 +204,8 @@ class Steps:
             with torch.no_grad(), self.runtime.ranks_apart(), self._untouched():
                 self.made[key] = self._capture(sampled, (PAGE,)) if self.captures else sampled
                 seconds = min(self._seconds(self.made[key], (PAGE,)) for _ in range(TRIALS))
-                self.policies[Step.LOOK].cost[nodes] = seconds
-            for old in [key for key in self.made if not isinstance(key[0], Step)][:-SAMPLERS]:
+                self.policies[StepKind.LOOK].cost[nodes] = seconds
+            for old in [key for key in self.made if not isinstance(key[0], StepKind)][:-SAMPLERS]:
                 del self.made[old]
         return self.made[key]
 
@@ -215,28 +219,28 @@ class Steps:
                 f"allowed there; pass cuda_graphs=False to speculate(). It was: {error}"
             ) from error
 
-    def _function(self, kind: Step, nodes: int) -> Callable:
+    def _function(self, kind: StepKind, nodes: int) -> Callable:
         """The step as a function, compiled where it is to be, and not captured."""
         match kind:
-            case Step.PREFILL:
+            case StepKind.PREFILL:
                 return self._pieces.prefill()
-            case Step.FINISH:
+            case StepKind.FINISH:
                 return self._pieces.finish(nodes).finish
-            case Step.PROPOSE:
+            case StepKind.PROPOSE:
                 return self._propose
-            case Step.LOOK:
+            case StepKind.LOOK:
                 return partial(self._pieces.round(nodes).look, nodes=nodes)
-            case Step.ROUND:
+            case StepKind.ROUND:
                 function = partial(self._pieces.round(nodes).forward, nodes=nodes)
                 return function if self.ring is None else self.ring.publishing(function)
 
-    def _arguments(self, kind: Step, nodes: int) -> tuple:
+    def _arguments(self, kind: StepKind, nodes: int) -> tuple:
         """Arguments to try a step with."""
-        if kind is Step.FINISH:
+        if kind is StepKind.FINISH:
             return self._pieces.accepted(self._pieces.round(nodes), nodes, PAGE)
-        return (nodes or self.prefill_sizes[-1], PAGE) if kind is Step.PREFILL else (PAGE,)
+        return (nodes or self.prefill_sizes[-1], PAGE) if kind is StepKind.PREFILL else (PAGE,)
 
-    def _measure(self, kind: Step, new: dict[int, Callable]) -> None:
+    def _measure(self, kind: StepKind, new: dict[int, Callable]) -> None:
         """Tell the policy what the rounds of every size cost, the `new` ones included. They run in turn, several times
         over, so that other processes slow all of them alike."""
         steps = {nodes: step for (other, nodes), step in self.made.items() if other is kind} | new

@@ -28,7 +28,7 @@ class Captured:
     """``function(*arguments)`` as one CUDA graph; every call of it is one launch.
 
     Tensors among the arguments (also in lists) are copied into those of the capture; everything else is as it was then.
-    What it returns is overwritten by the next call. CaptureError as of `record`.
+    Its result is overwritten by the next call. CaptureError as of `record`.
     """
 
     def __init__(self, function: Callable, arguments: tuple, pool):

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
 
 KEPT = 2
-"""Codes kept for a model, of different options. Those of wrappers that live are kept by these."""
+"""Codes of different options kept for a model. A living wrapper keeps its own code."""
 
 BESIDE = ("draft", "check", "max_cache_len")
 """Options that code does not depend on. The draft is looked at itself."""
 
 
 class Form(NamedTuple):
-    """What code is compiled for: a number of rows (0: any above one) and of slots of the cache (0: any)."""
+    """The shape that code is compiled for: a number of rows (0: any above one) and of slots of the cache (0: any)."""
 
     rows: int
     slots: int
@@ -81,7 +81,7 @@ def shared_code(model: nn.Module, algorithm: str, runtime: "Runtime") -> Code:
 
 
 def _classes(runtime: "Runtime") -> tuple[type, ...]:
-    """Those whose methods are compiled. A notebook's cell that ran again has defined them anew."""
+    """Classes whose methods are compiled. A notebook's cell that ran again has defined them anew."""
     draft, drafter = runtime.algorithm.draft_module, runtime.algorithm.drafter(1, PAGE)
     modules = [*drafter.modules(), *(() if draft is None else draft.modules())]
     return (type(runtime.algorithm), *(type(part) for part in modules if not isinstance(part, fx.GraphModule)))
@@ -122,5 +122,5 @@ def _module_facts(module: nn.Module) -> list:
 
 
 def _layout(value: Any) -> Any:
-    """Of a tensor what code depends on; anything else as it is."""
+    """The facts about a tensor that code depends on; anything else as it is."""
     return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value

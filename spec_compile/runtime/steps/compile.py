@@ -1,6 +1,6 @@
 """Compiling the parts of a step, each as an entry of its own in Dynamo's cache, for sizes that may vary.
 
-Guards are dropped: everything a part reads beside its arguments lies in buffers of fixed shape that the part's owner
+Guards are dropped: everything a part reads besides its arguments lies in buffers of fixed shape that the part's owner
 never replaces.
 """
 
@@ -61,7 +61,7 @@ class PartCompiler:
         self.device, self.tag, self.varying = device, tag, varying
         self.nodes, self.slots, self.exact = nodes, slots, exact
         self.is_open = True
-        """Whether first calls may come. They have the sizes `varying`; other sizes would be compiled in for ever."""
+        """True if first calls may come. They have the sizes `varying`; other sizes would be compiled in for ever."""
         self._parts: dict[tuple[str, str], Callable] = {}
 
     def __call__(self, function: Callable, name: str, alike: str = "") -> Callable:

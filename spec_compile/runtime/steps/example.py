@@ -27,7 +27,7 @@ class ExampleSizes(NamedTuple):
 
 
 def form_of(runtime: Runtime, rows: int, slots: int) -> Form:
-    """What the code of a session of so many rows and slots serves besides."""
+    """The shapes that the code of a session with so many rows and slots serves."""
     return Form(0 if rows > 1 and rows_vary(runtime) else rows, 0 if slots_vary(runtime) else slots)
 
 
@@ -46,7 +46,7 @@ def example_sizes(runtime: Runtime, form: Form) -> ExampleSizes:
 
 
 def rows_vary(runtime: Runtime) -> bool:
-    """Whether one code serves all numbers of rows above one. Not for models with recurrences, whose states a commit
+    """True if one code serves all numbers of rows above one. Not for models with recurrences, whose states a commit
     sorts by their sizes, nor for several ranks, whose sizes may differ, nor where no number of rows can be told from
     every size that stays."""
     if not runtime.options.compile or runtime.verify.recurrences or runtime.options.ranks.size > 1:
@@ -55,7 +55,7 @@ def rows_vary(runtime: Runtime) -> bool:
 
 
 def slots_vary(runtime: Runtime) -> bool:
-    """Whether one code serves all numbers of slots."""
+    """True if one code serves all numbers of slots."""
     return all(graph.backend not in STATIC_BACKENDS for graph in _graphs(runtime))
 
 

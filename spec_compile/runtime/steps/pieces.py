@@ -2,8 +2,8 @@
 
 Layers alike share one compiled function, so that a deep model compiles nearly as fast as a shallow one. On a GPU one
 compilation serves every number of nodes above one, because nodes cost little there. On a CPU, where they cost
-arithmetic, every number of nodes has its own. One compilation serves every number of slots, and a second one, beside
-that for single rows, every number of rows.
+arithmetic, every number of nodes has its own. One compilation for single rows serves every number of slots,
+and a second one every number of rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ class Pieces:
 
     @property
     def form(self) -> Form:
-        """What the code serves that runs here."""
+        """The shapes that the code here serves."""
         if self._example_form is not None:
             return self._example_form
         return form_of(self.runtime, self.state.batch, self.state.capacity)
@@ -59,7 +59,7 @@ class Pieces:
         if key not in self._rounds:
             tag = _tag(nodes, on_gpu)
             self._complete(tag, lambda example: example.round(nodes))
-            # A drafter that knows one size alone is not run for a round that verifies nothing.
+            # A drafter that knows only one size is not run for a round that verifies nothing.
             plan = self.runtime.algorithm.plan
             proposes = nodes > 1 or plan.sizes != "fixed" or plan.draws
             round_ = Round(self.runtime.verify, self.drafter, self.state, None if on_gpu else nodes, proposes)
@@ -78,7 +78,7 @@ class Pieces:
         return round_
 
     def accepted(self, round_: Round, nodes: int, slots: int) -> tuple:
-        """Arguments to try `Round.finish` with: the root alone was accepted, of `nodes` nodes."""
+        """Arguments to try `Round.finish` with: only the root was accepted, of `nodes` nodes."""
         _, *features = round_.look(slots, nodes)
         path = torch.zeros(self.state.batch, nodes, dtype=torch.int64, device=self.runtime.device)
         return path, path.clone(), torch.ones_like(path[:, 0]), features, slots

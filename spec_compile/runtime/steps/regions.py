@@ -1,4 +1,4 @@
-"""regions: cut the graph behind each decoder layer, so that layers alike are compiled once."""
+"""regions: cut the graph after each decoder layer, so that layers alike are compiled once."""
 
 import itertools
 import operator
@@ -14,9 +14,9 @@ from ...kernels.linear import is_product
 from .compile import PartCompiler
 
 LEAST_BYTES = {"cpu": 50_000_000, "cuda": 0}
-"""Of the weights that the products of a compiled region read. On a CPU a call of a compiled function costs 0.1 to 0.2
-milliseconds of bookkeeping, which is a few per cent of the time in which so many bytes are read. On a GPU one captured
-graph replays all regions."""
+"""Bytes of the weights that the products of a compiled region read. On a CPU a call of a compiled function costs 0.1 to
+0.2 milliseconds of bookkeeping, which is a few per cent of the time in which so many bytes are read. On a GPU one
+captured graph replays all regions."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Regions(nn.Module):
 
     `bodies` has a function for each region that differs from the others, which `compile_regions` replaces by a compiled
     one. Values that pass between regions are numbered: the graph's inputs first, then its parameters and the elements
-    of its inputs, then what each region returns. A value is dropped behind the last region that reads it.
+    of its inputs, then what each region returns. A value is dropped after the last region that reads it.
     """
 
     def __init__(self, gm: fx.GraphModule, regions: list[Region]):
@@ -45,7 +45,7 @@ class Regions(nn.Module):
         results = next(node for node in gm.graph.nodes if node.op == "output").args[0]
         numbers = {node: number for number, node in enumerate(inputs)}
         self._template: list[Tensor | None] = []
-        """The values behind the inputs, of which only the parameters are known before a call."""
+        """The values after the inputs, of which only the parameters are known before a call."""
         self._elements: list[tuple[int, int, int]] = []
         """Values that are elements of an input, as keys and values of a layer are of ``cache``: (number, number of the
         input, index)."""
@@ -89,7 +89,7 @@ def compile_regions(graph: ModelGraph, compiler: PartCompiler, name: str) -> Reg
 
 
 def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
-    """Cut `graph`, already rewritten, behind the last matrix product of each decoder layer.
+    """Cut `graph`, already rewritten, after the last matrix product of each decoder layer.
 
     There nothing can be fused across the cut: the product's output is written anyway. Graphs whose layers cannot be
     told apart come as one region. least_bytes: of the weights of each region but the last; small layers share one.
@@ -115,7 +115,7 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
 
 
 def _results(nodes: list[fx.Node], index: int) -> int:
-    """How many nodes right behind node `index` only take its results apart."""
+    """The number of nodes right after node `index` that only take its results apart."""
     following = itertools.takewhile(
         lambda node: node.target is operator.getitem and node.args[0] is nodes[index], nodes[index + 1 :]
     )
@@ -130,7 +130,7 @@ def _weight_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> int:
 
 
 def _is_given(node: fx.Node) -> bool:
-    """Whether a region gets this value from outside: inputs, parameters, and the caches of layers."""
+    """True if a region gets this value from outside: inputs, parameters, and the caches of layers."""
     if node.op in ("placeholder", "get_attr"):
         return True
     return node.target is operator.getitem and node.args[0].op == "placeholder"
@@ -174,7 +174,7 @@ def describe(graph: ModelGraph) -> str:
 
 
 def _ends(nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What a stretch of nodes reads from outside, and what it gives to others."""
+    """The values that a stretch of nodes reads from outside, and those that it gives to others."""
     inside = set(nodes)
     inputs = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -182,7 +182,7 @@ def _ends(nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _text(gm: fx.GraphModule, nodes: list[fx.Node]) -> str:
-    """What a stretch of nodes computes: equal for those that compute the same of parameters of equal layouts."""
+    """The computation of a stretch of nodes as a text, equal for parameters of equal layouts."""
     inputs, outputs = _ends(nodes)
     names = {node: f"v{number}" for number, node in enumerate(inputs)}
     names |= {node: f"n{number}" for number, node in enumerate(nodes)}
