@@ -40,6 +40,14 @@ def press_after(step):
     return report
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Python's own handler of Ctrl-C, which a shell leaves out of what it runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def often(monkeypatch):
     """Progress is reported after each step."""
