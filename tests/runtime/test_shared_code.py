@@ -138,6 +138,7 @@ def test_code_is_shared_between_drafts_that_compute_the_same():
     class Redefined(type(head)):
         """As a notebook's cell defines a head again."""
 
+    Redefined.__name__, Redefined.__qualname__ = type(head).__name__, type(head).__qualname__
     other.__class__ = Redefined
     assert code_of(draft=other) is not first
 
