@@ -581,7 +581,7 @@ REQUESTS = [
     Mutation(
         "a lock is held while transformers prepares", f"{BATCHING}prepare.py",
         "        call = self._ask_transformers(shadow, ids, config, tokenizer, arguments)",
-        "        with self._engine.turns, self._lock:\n"
+        "        with self._lock, self._engine.turns:\n"
         "            call = self._ask_transformers(shadow, ids, config, tokenizer, arguments)",
         f"{FAULTS} -k 'requests_are_added_inside'",
     ),

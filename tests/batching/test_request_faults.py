@@ -637,12 +637,12 @@ def test_bad_options_are_refused_by_name_at_once(fast, name):
 
 
 def test_an_answer_takes_memory_as_it_grows():
-    answer = Answer(torch.tensor([[1, 2], [3, 4]]), 1 << 31, eos=[9], pad=0)
+    answer = Answer(torch.tensor([[1, 2], [3, 4]]), 1 << 31, eos=[9], pad=7)
     answer.take([[9], [5] * 3000])
     assert answer.ids.shape[1] < 10_000
-    answer.take([[], [6]])
-    assert answer.sequences()[0, 2:].tolist() == [9] + [0] * 3000
-    assert answer.sequences()[1, -1] == 6 and answer.columns == 3001
+    answer.take([[], [6] * 9000])  # it grows once more, after the first row has ended
+    assert answer.sequences()[0, 2:].tolist() == [9] + [7] * 11_999
+    assert answer.sequences()[1, -1] == 6 and answer.columns == 12_000
 
 
 def test_max_time_begins_when_a_row_is_free(fast):
