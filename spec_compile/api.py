@@ -39,10 +39,10 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     """A model that generates faster, with the same answer.
 
     model: a causal language model of transformers, or peft's wrapper around one. It keeps working as before. A
-    result of `speculate` stands for its original, and only these options count. A model, or a part, that
-    ``torch.compile`` has made stands for the functions and modules that were compiled.
-    algo: what proposes tokens, "ngram" unless told otherwise; `drafters.ALGORITHMS` has all, `ALIASES` their other
-    names. options: those of every algorithm and of this one, which are listed below; ``draft=`` names the draft.
+        result of `speculate` stands for its original, whose earlier options do not count, and a result of
+        ``torch.compile`` for what was compiled.
+    algo: proposes tokens; `drafters.ALGORITHMS` has all, `ALIASES` their other names.
+    options: listed below; ``draft=`` names the draft.
 
     Returns an object of the model's class that shares its weights, and whose ``generate()`` takes the same arguments.
     Its ``speculation`` has ``stats``, ``explain()``, ``report()``, ``ngram``, ``warmup()`` and ``refresh()``. It can be
@@ -67,13 +67,13 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         if ranks.size > 1:
             parts |= facts(model, name, options)
             parsed = dataclasses.replace(parsed, tensor_parallel=ranks)
-        # Whatever cannot work is refused here: kernels that do not load, a CPU without a compiler.
+        # Refuse kernels that do not load, and a CPU without a compiler.
         if model.device.type == "cuda":
             kernels.load(model.device)
         elif parsed.compile:
             check_compiler()
     share_memory(ranks, model.device)
-    # Tracing and checking change settings of the whole process. They run no code that the user had compiled.
+    # Tracing and checking change settings of the process, and run no code that the user had compiled.
     with COMPILE_LOCK, torch.compiler.set_stance("force_eager"):
         with ranks.together("speculate()", {}):
             algorithm = build(name, model, parsed)
@@ -129,8 +129,9 @@ class Speculation(Accounts):
     ) -> None:
         """Compile everything for a batch size now rather than in the first ``generate()``.
 
-        batch_size: rows. progress: called with a line when a step begins or ends to compile. do_sample: whether to
-        compile for sampling and logits processors, too, whose rounds come in two halves.
+        batch_size: rows.
+        progress: called with a line when a step begins or ends to compile.
+        do_sample: True also compiles for sampling and logits processors, whose rounds have two halves.
         Raises TypeError or ValueError, naming the argument, if one has another type or is out of range.
         """
         check_int("batch_size", batch_size, 1, 1 << 16)

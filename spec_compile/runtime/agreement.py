@@ -1,4 +1,4 @@
-"""`Agreement`: the ranks of tensor parallelism make sure that they run the same generate()."""
+"""`Agreement`: the ranks of tensor parallelism check that they run the same generate()."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,12 +66,12 @@ class Agreement:
             self._parts.clear()
 
     def add(self, name: str, value: Any) -> None:
-        """Agree on this, too."""
+        """Add a value that ranks have to agree on."""
         if self._is_awaited:
             self._parts[name] = value
 
     def reach(self, parts: dict[str, Any]) -> None:
-        """Wait for the other ranks. ValueError if one was asked for something else, or has refused its call."""
+        """Wait for the other ranks. ValueError if the call of one differs, or if one has refused its call."""
         if self._is_awaited:
             self._is_awaited = False
             self.ranks.agree("generate()", self._parts | parts)
@@ -89,7 +89,7 @@ def asked(prompt: Prompt, generation_config, processors: list, criteria: list) -
 
 
 def led(criteria: Callable[[Tensor, Any], Tensor], ranks: Alone) -> Callable[[Tensor, Any], Tensor]:
-    """Stopping criteria whose verdict is that of the first rank; only there are they called."""
+    """Stopping criteria that only the first rank calls, for all ranks."""
     if ranks.size == 1:
         return criteria
     return lambda ids, scores: torch.tensor(ranks.lead(lambda: criteria(ids, scores).tolist()))

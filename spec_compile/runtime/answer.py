@@ -1,29 +1,28 @@
-"""The answer of one ``generate()``: columns of tokens, as plain decoding would make them one after the other."""
+"""The answer of one ``generate()``: columns of tokens in the order of plain decoding."""
 
 import torch
 from torch import Tensor
 
 FIRST_COLUMNS = 1024
-"""New tokens of a row for which an answer has room at first."""
+"""New tokens of a row that an answer has room for at first."""
 
 
 class Answer:
-    """Takes tokens as the rows of a batch gain them, and deals with them in the order of plain decoding.
+    """Takes tokens as the rows of a batch gain them, and handles them in the order of plain decoding.
 
-    Plain decoding gives every row one token a step. Here rows run ahead of each other. A *column* is one token of every
-    row. As soon as all rows that need a token of the next column have it, the stopping criteria are called with the ids
-    up to this column, just as plain decoding calls them, and the streamer is given the column. Tokens beyond
-    a row's end are dropped.
+    Plain decoding gives every row one token a step; here rows run ahead of each other. A *column* is one token of every
+    row. Once all rows that need a token of the next column have it, the stopping criteria see the ids up to this
+    column, and the streamer gets it. Rows [[5, 8, 3], [6]] have one column, (5, 6), until row 1 gains a token or ends.
+    Tokens beyond a row's end are dropped.
 
     input_ids: [B, W] integers, the prompts, padded on the left to their width W.
     longest: the width at which every row ends.
     eos: ids of the tokens that end a row.
-    pad: the token with which a row that has ended goes on. None goes on with the row's own tokens, as transformers does
-        without end-of-sequence tokens.
-    criteria: stopping criteria, called in place of comparing with `longest` and `eos`; None compares.
+    pad: continues a row that has ended; None continues it with its own tokens, as transformers does without `eos`.
+    criteria: stopping criteria; None compares with `longest` and `eos`.
     streamer: as in ``generate()``.
-    keep_scores, keep_logits: whether `scores` (processed) and `logits` (unprocessed) of every column are wanted.
-    device: of what is returned; None for that of `input_ids`.
+    keep_scores, keep_logits: True keeps `scores` (processed), `logits` (unprocessed) of every column.
+    device: of results; None for that of `input_ids`.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Answer:
         self.scores = () if keep_scores else None
         self.logits = () if keep_logits else None
         self._outputs: list[list[tuple[Tensor, Tensor] | None]] = [[] for _ in range(self.batch)]
-        """Logits and scores [V] of the tokens of each row; None once their column has been dealt with."""
+        """Logits and scores [V] of the tokens of each row; None once their column is complete."""
         self._dtype, self._device = torch.int64, device or input_ids.device
 
     @property
@@ -58,7 +57,7 @@ class Answer:
         return all(self.ended)
 
     def needs(self, row: int) -> bool:
-        """True if the row needs more tokens, because it has not ended, or because there is no padding to go on with."""
+        """True if the row needs more tokens: it has not ended, or no padding continues it."""
         return not self.ended[row] or (self.pad is None and not self.done)
 
     def full(self, row: int) -> bool:
@@ -90,11 +89,11 @@ class Answer:
         return self.ids[:, : self.prompt_width + self.columns].to(device=self._device, dtype=self._dtype, copy=True)
 
     def gained(self, row: int) -> int:
-        """Tokens that the row has gained and that are in the answer."""
+        """Gained tokens of the row that are in the answer."""
         return min(len(self.rows[row]), self.columns)
 
     def _make_room(self, width: int) -> None:
-        """Let `ids` hold so many tokens of each row."""
+        """Let `ids` hold `width` tokens of each row."""
         if width > self.ids.shape[1]:
             before = self.ids.shape[1]
             longer = torch.zeros(self.batch, min(self._room, max(width, 2 * before)), dtype=torch.int64)
@@ -104,7 +103,7 @@ class Answer:
             self.ids, self._numbers = longer, longer.numpy()
 
     def _add_column(self) -> None:
-        """Deal with the next column, which all rows that need one have."""
+        """Complete the next column, which all rows that need it have."""
         column, self.columns = self.columns, self.columns + 1
         width = self.prompt_width + self.columns
         if self.keeps_scores:

@@ -1,4 +1,4 @@
-"""`Ask`: all that one call or request asks for, read from what transformers prepares for its decoding loop."""
+"""`Ask`: the wishes of one call or request, read from the arguments of transformers' decoding loop."""
 
 import copy
 import math
@@ -25,7 +25,7 @@ SERVED_ARGUMENTS = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
     "inputs_embeds", "tokenizer", "assistant_tokenizer", "cache_params",
 }  # fmt: skip
-"""Arguments of the model's forward that the loop understands."""
+"""Arguments of the model's forward that our loop reads."""
 CRITERIA_IN_ROUND = {"MaxLengthCriteria", "EosTokenCriteria"}
 """Stopping criteria that a round checks by itself."""
 
@@ -34,16 +34,15 @@ CRITERIA_IN_ROUND = {"MaxLengthCriteria", "EosTokenCriteria"}
 class Ask:
     """The wishes of one call, or of one request, whose batch has one row.
 
-    Columns count the tokens of a row with its prompt and the padding on its left: 7 new tokens after a prompt of 5
-    columns end at column 12.
+    Columns count the tokens of a row, prompt and padding included: 7 new tokens after a prompt of 5 columns end at
+    column 12.
 
     config: the generation config, completed by transformers.
     processors: logits processors.
     route: decides where tokens are accepted.
     shortest, longest: columns before which no row may end, and at which every row ends.
-    eos: ids of the tokens that end a row.
-    pad: the token with which a row that has ended goes on; None: see `Answer`.
-    criteria: stopping criteria to be called; None if `longest` and `eos` say all.
+    eos, pad: see `Answer`.
+    criteria: stopping criteria to be called; None if `longest` and `eos` suffice.
     """
 
     config: GenerationConfig
@@ -75,11 +74,11 @@ class Ask:
         )  # fmt: skip
 
     def after(self, width: int) -> "Ask":
-        """The same after a prompt of `width` columns, if this one counts columns from the prompt's end."""
+        """This ask, whose columns count from the prompt's end, for a prompt of `width` columns."""
         return replace(self, shortest=width + self.shortest if self.shortest else 0, longest=width + self.longest)
 
     def from_now(self) -> "Ask":
-        """The same with time limits that begin now, unless they have begun."""
+        """The same with time limits that begin now, unless they began before."""
         if self.criteria is None:
             return self
         return replace(self, criteria=type(self.criteria)(_from_now(criterion) for criterion in self.criteria))
@@ -87,7 +86,7 @@ class Ask:
     def answer(
         self, ids: Tensor, streamer=None, device: torch.device | None = None, ranks: Alone = ALONE
     ) -> Answer:  # fmt: skip
-        """An answer without tokens. ids: [B, W] int64, the prompts. device: of what it returns."""
+        """An empty answer to prompts `ids` [B, W] int64. device: of its results."""
         returns = bool(self.config.return_dict_in_generate)
         return Answer(
             ids, self.longest, self.eos, self.pad, None if self.criteria is None else led(self.criteria, ranks),
@@ -98,13 +97,14 @@ class Ask:
         self, prompt: Prompt, answer: Answer, own: OwnPrefill | None = None, past: pasts.Past | None = None,
         ranks: Alone = ALONE,
     ) -> Request:  # fmt: skip
-        """The rounds of one call. Columns of the answer become lengths of each row without its padding."""
+        """The request of one call. Columns of the answer become lengths of each row without its padding: `longest` 12
+        and a prompt of 5 columns with padding [0, 2] give max_lengths [12, 10]."""
         seed, temperature = None, 0.0
         if self.config.do_sample:
             drawn = int(torch.randint((1 << 63) - 1, ()))
             (seed,) = ranks.lead(lambda: [drawn])
             temperature = self.config.temperature or 1.0
-        differences = [len(tokens) - answer.prompt_width for tokens in prompt.tokens]  # a row's length less its columns
+        differences = [len(tokens) - answer.prompt_width for tokens in prompt.tokens]  # lengths minus columns
         return Request(
             prompts=prompt.tokens,
             min_lengths=[max(0, self.shortest + difference) for difference in differences],
@@ -148,7 +148,7 @@ def _from_now(criterion: Callable) -> Callable:
 
 
 def unserved(engine, prompt: Prompt, generation_config, model_kwargs: dict) -> str | None:
-    """The first thing asked for that only transformers' own loop does, if there is one. engine: a `ServedEngine`."""
+    """The first wish that only transformers' own loop fulfils, or None. engine: a `ServedEngine`."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "torch.autocast"
     if generation_config.return_dict_in_generate:
@@ -178,7 +178,7 @@ def unserved(engine, prompt: Prompt, generation_config, model_kwargs: dict) -> s
         return "past_key_values (the model's forward over several tokens leaves other states than single steps)"
     if any(spec.kind == "selective" for spec in captured.recurrences) and (is_filled or (is_own and is_asked_for)):
         return "past_key_values (the model's forward over several tokens does not read the states in a cache)"
-    states = model_kwargs.get("cache_params")  # what a model without attention has in place of past_key_values
+    states = model_kwargs.get("cache_params")  # replaces past_key_values in a model without attention
     if states is not None and (generation_config.return_dict_in_generate or getattr(states, "_is_user_defined", False)):
         return "cache_params"
     types = [model_kwargs[name] for name in sorted(TOKEN_TYPES & model_kwargs.keys()) if is_reader]
@@ -186,7 +186,7 @@ def unserved(engine, prompt: Prompt, generation_config, model_kwargs: dict) -> s
     if not prompt.has_pictures and any(each is not None and each[..., cached:].any() for each in types):
         return "token_type_ids (of pictures that are not there)"
     served = SERVED_ARGUMENTS | (PICTURES | TOKEN_TYPES if is_reader else set())
-    no_pictures = {"mm_encoder_outputs": {}}  # what a model that could read pictures is told if there are none
+    no_pictures = {"mm_encoder_outputs": {}}  # tells a model that reads pictures that there are none
     others = ((name, value) for name, value in model_kwargs.items() if name not in served)
     others = ((name, value) for name, value in others if value is not None)
     return next((name for name, value in others if name not in no_pictures or value != no_pictures[name]), None)

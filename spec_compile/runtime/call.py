@@ -23,7 +23,7 @@ log = logging.getLogger("spec_compile")
 
 @dataclass(eq=False)
 class CallRow:
-    """A row of a call; see `flights.Rider`. limit: tokens at which it ends."""
+    """A `flights.Rider` of a call. limit: tokens at which it ends."""
 
     row: int
     length: int
@@ -38,10 +38,10 @@ class CallRow:
 
 
 class Call:
-    """One generate(): its prompts, and then its rounds.
+    """One generate(): its prompts, then its rounds.
 
-    On a GPU the next round is launched before the outcome of the last is there, unless its tokens are chosen on the
-    host. rows: of the batch; none before `start`.
+    On a GPU the next round is launched before the outcome of the last has arrived, unless the host chooses tokens.
+    rows: of the batch; empty before `start`.
     """
 
     def __init__(self, runtime: Runtime, session: Session, request: Request):
@@ -50,7 +50,7 @@ class Call:
         self._flights = Flights(runtime, trace=[])
         self._longest = max(request.max_lengths)
         self._first: Tensor | None = None
-        """[2, B] on the CPU, until it is read: the numbers of nodes and the hints of the first trees."""
+        """[2, B] until it is read: the numbers of nodes and the hints of the first trees."""
 
     @property
     def is_over(self) -> bool:
@@ -110,13 +110,13 @@ class Call:
         while flights.may_launch(active, on_host=request.host_acceptor is not None):
             if self._longest > session.capacity <= longest + 1 + flights.nodes:
                 if len(flights):
-                    break  # what is on its way first
+                    break  # collect the rounds under way before growing
                 self._grow(longest + MAX_NODES + self.runtime.algorithm.plan.lookahead_slots)
             is_plain = request.first_logits is not None or not request.drafts
             flights.launch(session, kind, active, longest, self._begin, nodes=1 if is_plain else None)
 
     def _begin(self, nodes: int, max_kv_len: int):
-        """Begin a round; see `Flights.launch`."""
+        """The `begin` of `Flights.launch`."""
         request = self.request
         if request.host_acceptor is None:
             return self.session.steps.launch(request.draw_in_round, nodes, max_kv_len)
@@ -124,7 +124,7 @@ class Call:
         return self.session.steps.launch_on_host(request.host_acceptor, nodes, max_kv_len, logits)
 
     def collect(self) -> tuple[Flight, list[tuple[CallRow, Outcome]]]:
-        """Wait for the round that was launched first: it, and what came of each row that goes on."""
+        """Wait for the oldest round. Returns it with the outcome of each row that goes on."""
         if self.request.check is not None:  # the first time, while the GPU computes and before any token counts
             check, self.request.check = self.request.check, None
             check()
@@ -133,7 +133,7 @@ class Call:
         return flight, outcomes
 
     def learn(self, flight: Flight, outcomes: list[tuple[CallRow, Outcome]]) -> list[list[int]]:
-        """Take a round's outcomes in; returns the tokens that each row gained."""
+        """Take in a round's outcomes. Returns the tokens that each row gained."""
         if any(-1 in outcome.gained for _, outcome in outcomes):
             raise RuntimeError(NO_PROBABILITIES)
         self._flights.learn(flight, outcomes)
@@ -153,8 +153,8 @@ class Call:
                 self.session.state.finished[number : number + 1].fill_(True)
 
     def _build_rounds(self) -> None:
-        """Make the first proposal, and the rounds of an algorithm that has one size: made later, they would run over
-        drafts that the drafter's cache holds."""
+        """Make the first proposal, and the rounds of an algorithm of one size, whose trial runs would later overwrite
+        drafts in the drafter's cache."""
         if self.runtime.algorithm.plan.sizes == "fixed":
             nodes = self.runtime.sizes[-1] if self.request.drafts else 1
             on_host = self.request.host_acceptor is not None
@@ -163,7 +163,7 @@ class Call:
             self.session.steps.build_proposal()
 
     def _grow(self, used: int) -> None:
-        """Make room for the longest row that was asked for; the first `used` slots of the caches are in use."""
+        """Make room for the longest row; the first `used` slots of the caches are in use."""
         session, tokens = self.session, self._longest
         log.warning(
             "the cache of %d tokens a sequence is full and grows to %d, whose rounds are compiled anew; with "
@@ -173,7 +173,7 @@ class Call:
             self._build_rounds()
 
     def _take_past(self) -> list[int]:
-        """Take over keys, values and states that exist already; returns how many tokens of each row need no prefill."""
+        """Take over existing keys, values and states. Returns the tokens of each row that need no prefill."""
         request, state = self.request, self.session.state
         if request.past is None:
             return [0] * state.batch
@@ -185,8 +185,8 @@ class Call:
         return begins
 
     def _draft_remembers(self, lengths: list[int]) -> bool:
-        """True if a drafter's own cache has, from the call before, what `request.past` has of the target's, or cannot
-        have it because nobody knows the tokens. Else the prompts are processed again."""
+        """True if the drafter's cache still has the prompts' first `lengths` tokens, or never can because they are
+        unknown. Otherwise the prompts are processed again."""
         if not self.runtime.algorithm.remembers or self.request.has_unknown_tokens:
             return True
         texts = self.session.texts
@@ -195,14 +195,17 @@ class Call:
         return all(text[: n + 1] == prompt[: n + 1] for n, text, prompt in zip(lengths, texts, self.request.prompts))
 
     def _read_first(self) -> None:
-        """Learn what the first trees have."""
+        """Read the counts and hints of the first trees, once."""
         if self._first is not None:
             for row, count, hint in zip(self.rows, *self._first.tolist()):
                 row.count, row.hint = count, hint
             self._first = None
 
     def _prefill(self, begins: list[int]) -> None:
-        """Keys and values of every prompt token but the last, beyond the first `begins` [B] that the state has."""
+        """Process all prompt tokens but the last, from the first `begins` [B] on, which the state has.
+
+        Prompts of 9 and 6 tokens with begins = [4, 0]: 5 tokens are missing, and slots up to 9 are visible.
+        """
         done = max(begins)
         missing = max(len(prompt) - 1 - begin for prompt, begin in zip(self.request.prompts, begins))
         for size in self._chunks(missing):
@@ -210,7 +213,7 @@ class Call:
             done += size
 
     def _chunks(self, tokens: int) -> Iterator[int]:
-        """Sizes of the steps for so many tokens of each prompt."""
+        """Sizes of the prefill steps for `tokens` tokens of each prompt; see `prefill_chunks.chunks`."""
         sizes, limit = self.session.steps.prefill_sizes, self.request.prefill_chunk_size
         sizes = [size for size in sizes if size <= (limit or size)] or sizes[-1:]
         return chunks(tokens, sizes, FIXED[self.runtime.device.type])

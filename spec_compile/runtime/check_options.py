@@ -1,4 +1,4 @@
-"""Options of ``generate()`` that can be served by no model: refused by name, before anything is prepared for them."""
+"""Refusing options of ``generate()`` that no model can serve, by name and before any preparation."""
 
 from collections.abc import Iterator
 from numbers import Number
@@ -19,8 +19,7 @@ TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id")
 def check_options(model, options: dict[str, Any]) -> None:
     """TypeError or ValueError, naming the option, if a value is of a wrong type or beyond all bounds.
 
-    model: whose ``generation_config`` counts, too. options: the arguments of the call. transformers checks other
-    values, and names them.
+    model: its ``generation_config`` counts, too. options: the arguments of the call. transformers checks other values.
     """
     config = options.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):

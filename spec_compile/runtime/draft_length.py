@@ -1,4 +1,4 @@
-"""How many nodes to verify: what a size has paid so far against what it costs."""
+"""How many nodes to verify: the gain of each size so far against its cost."""
 
 from bisect import bisect_left
 from itertools import accumulate
@@ -8,31 +8,30 @@ from .hindsight import Hindsight
 LEARN = 0.15
 """Weight of the newest round in the running means."""
 FORGET = 0.005
-"""How fast an estimate that is not being observed returns to its prior, so that every size is tried again."""
+"""Share by which an unobserved estimate returns to its prior in a round, so that each size is tried again."""
 RISE = 0.01
-"""Tokens a row by which such an estimate rises in a round, unless smaller sizes are accepted to their ends. A size is
-tried when it has risen by what it lacks, so this is also about the share of the time that trying a size costs."""
+"""Tokens a row by which such an estimate rises at most in a round, unless smaller sizes are accepted to their ends. A
+size that lacks 0.5 tokens is tried again after 50 rounds."""
 COMMON = 0.75
-"""Share of a change in what one size costs that the other sizes are expected to show, too: texts grow, and other
-processes come and go."""
+"""Share of a change in one size's cost that the other sizes probably share (longer texts, other processes)."""
 KNEE = 256
-"""Rows (sequences times nodes) that cost as much as reading the weights, about: so the rounds of an 8B model take on an
-H200. By these and its own rows the cost of a size is expected that has not run yet."""
+"""Rows (sequences times nodes) that cost about as much as reading the weights, measured with an 8B model on an H200.
+The expected cost of a size that has not run is proportional to KNEE plus its rows."""
 ANY = -1
-"""The bucket of all rounds, whatever the drafter's confidence."""
+"""The bucket of all rounds, of any confidence."""
 PRIOR = 0.5
-"""Share of the drafted nodes that is expected to be accepted before anything is known."""
+"""Share of drafted nodes that is expected to be accepted at first."""
 
 
 class SizePolicy:
-    """Chooses among the sizes a round is compiled for, the one with the most tokens a second.
+    """Chooses the compiled size of a round that gives the most tokens a second.
 
-    Nodes of a tree come in order of preference and parents first, so a round over n nodes also tells what any smaller
-    size would have gained: the accepted nodes among the first of them. Gains are kept per bucket of the drafter's
-    confidence (``hint``; for n-grams the length of the match), costs per size.
+    Nodes of a tree come in order of preference and parents first. So a round over 16 nodes with the accepted path
+    [1, 3, 9] also tells that 4 nodes would have gained 2 drafts: the nodes 1 and 3 are among the first four. Gains are
+    kept per bucket of the drafter's confidence (``hint``; for n-grams the length of the match), costs per size.
 
-    hindsight: tells what every size would have gained, in plain rounds, too, so that no size is ever tried only to
-    learn that; None: only what was verified is known.
+    hindsight: tells the gain of every size even in plain rounds, so that no size is tried only to learn it; None:
+        gains are known only of verified nodes.
     batch: sequences of a round.
     """
 
@@ -43,14 +42,14 @@ class SizePolicy:
         self.cost: dict[int, float] = {}
         self.gain: dict[int, list[float]] = {}
         self._seen: dict[int, int] = {}
-        """Trees of each bucket that hindsight has told of."""
+        """Trees of each bucket that hindsight has reported."""
 
     def share(self, other: "SizePolicy") -> None:
-        """Know from now on what `other` knows of gains, and the other way round; each knows its own costs."""
+        """Share gains with `other` from now on, in both directions; costs stay separate."""
         self.gain, self._seen, self.hindsight = other.gain, other._seen, other.hindsight
 
     def choose(self, counts: list[int], hints: list[int]) -> int:
-        """The size for a round over rows with `counts` real nodes (root included) and `hints`; none is left: 1."""
+        """The size for a round over rows with `counts` real nodes (root included) and `hints`; 1 without rows."""
         if self.hindsight is not None and self.adaptive:
             for hint, path in self.hindsight.look():
                 self._recall(hint, path)
@@ -62,14 +61,14 @@ class SizePolicy:
         if not self.adaptive or any(n not in self.cost for n in fitting):
             return fitting[-1]
         gains = [self._expected(hint) for hint, count in zip(hints, counts) if count > 1]
-        # Fewer nodes never cost more: what was measured while the machine was busy is too long, never too short.
+        # Fewer nodes never cost more. A measurement on a busy machine is too long, never too short.
         costs = [*accumulate((self.cost[n] for n in reversed(fitting)), min)][::-1]
         rates = [(len(counts) + sum(gain[index] for gain in gains)) / cost for index, cost in enumerate(costs)]
         return fitting[rates.index(max(rates))]
 
     def choose_ahead(self) -> int:
-        """The size for a round whose trees are not known yet: by what all rounds have gained. A size that has not run
-        is chosen for the cost that is expected of it; nothing else would let it run."""
+        """The size for a round whose trees are not known yet, by the gains of all rounds. A size that has not run
+        counts with its expected cost, because otherwise it would never run."""
         if not self.adaptive or not self.cost:
             return self.sizes[-1]
         gain = self._gains(ANY)
@@ -80,7 +79,7 @@ class SizePolicy:
     ) -> None:
         """After a round over `nodes` nodes: the accepted `paths` (node numbers, root left out) and its duration.
 
-        seconds: None where a size costs what it did at the start (captured graphs).
+        seconds: None if costs stay as measured at the start (captured graphs).
         """
         if seconds is not None:
             self._learn_cost(nodes, seconds)
@@ -97,11 +96,11 @@ class SizePolicy:
     def _learn_gains(self, gain: list[float], nodes: int, trees: list[tuple[int, list[int]]]) -> None:
         """After a round over `nodes` nodes: `trees` of one bucket, each (real nodes, accepted path).
 
-        A size that was observed moves by a weight for each tree; one that was not returns to its prior once a round,
-        because otherwise many rows would try large sizes, which cost them most, more often than one.
+        An observed size moves by a weight for each tree. Another returns to its prior once a round, whatever the
+        number of rows, because large sizes cost many rows most.
         """
         followed = sum(len(path) for _, path in trees) / len(trees)
-        share = max(PRIOR, followed / max(1, nodes - 1))  # of a larger size: as much as of this one, at least
+        share = max(PRIOR, followed / max(1, nodes - 1))  # a larger size has at least the share of this one
         for index, n in enumerate(self.sizes):
             gains = [bisect_left(path, n) for count, path in trees if n <= nodes or count <= nodes]  # paths ascend
             if gains:
@@ -111,7 +110,7 @@ class SizePolicy:
                 gain[index] += min(RISE, more) if more > 0 and share == PRIOR else FORGET * more
 
     def _cost(self, nodes: int) -> float:
-        """The cost of a round over `nodes` nodes, or if none has run, the cost expected from the next larger size."""
+        """The cost of a round over `nodes` nodes; if none has run, the cost expected from the next larger size."""
         known = min((n for n in self.cost if n >= nodes), default=max(self.cost))
         return self.cost[known] * (KNEE + self.batch * nodes) / (KNEE + self.batch * known)
 

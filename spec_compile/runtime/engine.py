@@ -1,4 +1,4 @@
-"""The engine: sessions for each batch size, and the loop that runs their rounds."""
+"""The engine: a session for each batch size, and the loop of rounds."""
 
 import weakref
 from collections import OrderedDict
@@ -59,22 +59,22 @@ class Engine:
         self.sessions: OrderedDict[tuple[int, int], Session] = OrderedDict()
         """By nesting depth and batch size."""
         self.running: list[tuple[Session, Clock]] = []
-        """Calls of `run` under way: the outermost first, then those that its streamer, criteria or processors made."""
+        """Calls of `run` under way, outermost first; streamers, criteria and processors may nest them."""
         self.batches: weakref.WeakSet = weakref.WeakSet()
-        """The schedulers of requests that this engine's runtime serves besides its calls."""
+        """The schedulers of requests over this engine's runtime."""
         self.idle_batch: Any = None
-        """One of them whose manager is gone, with all that is compiled."""
+        """A scheduler without a manager, kept for its compiled steps."""
         if options.max_cache_len is not None:
             self.runtime.check_memory(1, options.max_cache_len)
 
     def room(self, batch: int) -> int:
-        """Tokens a sequence may hold in the next call of this batch size before its cache has to grow."""
+        """Tokens of a sequence in the next call of this batch size before its cache has to grow."""
         session = self.sessions.get((len(self.running), batch))
         return self.runtime.capacity(batch) if session is None else session.capacity
 
     def session(self, batch: int) -> Session:
-        """The session for a batch size and the present nesting depth: a call made inside another has buffers of its
-        own. The least recently used ones beyond a few are dropped."""
+        """The session for a batch size and the present nesting depth: a call inside another has its own buffers. At
+        most SESSIONS are kept, the last used ones."""
         key = len(self.running), batch
         if key not in self.sessions or self.sessions[key].is_growing:  # a growth that failed, or that a fork cut off
             self.sessions[key] = Session(self.runtime, batch)
@@ -86,17 +86,16 @@ class Engine:
         return self.sessions[key]
 
     def forget_running(self) -> None:
-        """In a forked process: end what threads that it does not have were in the midst of. Their sessions, with all
-        that is compiled, serve again; a call begins by setting every buffer that is read."""
+        """In a forked process: end the calls of threads that it lacks. Their sessions stay usable, because a call first
+        sets every buffer that it reads."""
         for session, _ in self.running:
             session.drafter.finish([])
             session.texts = []
         self.running.clear()
-        self.batches = weakref.WeakSet(filter(None, [self.idle_batch]))  # those of managers have no thread here
+        self.batches = weakref.WeakSet(filter(None, [self.idle_batch]))  # managers have no thread here
 
     def refresh(self) -> None:
-        """The weights have changed: compute anew what the drafter copied from them, and use no keys and values of
-        earlier calls that its cache holds."""
+        """After a change of weights: update the drafter's copies, and forget its keys and values of earlier calls."""
         self.runtime.algorithm.refresh()
         for session in self.sessions.values():
             session.texts = []
@@ -105,10 +104,8 @@ class Engine:
 
     @torch.no_grad()
     def run(self, request: Request) -> Iterator[list[list[int]]]:
-        """Generate; yields, round by round, the tokens each row gained (none once it has finished).
-
-        The caller may run another request before it takes the next round.
-        """
+        """Generate; yields for each round the tokens that each row gained, none once it has finished. The caller may
+        run another request between two rounds."""
         session, clock = self.session(len(request.prompts)), Clock(self.runtime.stats)
         request.state, request.drafts = session.state, self.drafts
         for _, outer in self.running[-1:]:

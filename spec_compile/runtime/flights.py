@@ -1,4 +1,4 @@
-"""`Flights`: rounds under way, launched ahead of their outcomes, over any rows of a session."""
+"""`Flights`: rounds under way over any rows of a session, launched ahead of their outcomes."""
 
 import time
 from collections import Counter, deque
@@ -19,9 +19,11 @@ AHEAD = 2
 class Rider(Protocol):
     """A row that rounds are launched for, as the host knows it.
 
-    row: its number. length: tokens that it has for sure, less one, as `State.lengths` counts. room: tokens that it may
-    still gain. is_over: True if its outcomes are for nobody any more. count, hint: real nodes of its pending tree and
-    the drafter's confidence in it; None if only the GPU knows them yet.
+    row: its number.
+    count, hint: real nodes of its pending tree, and the drafter's confidence; None if only the GPU knows them yet.
+    length: its collected tokens less one, as `State.lengths` counts.
+    room: tokens that it may still gain.
+    is_over: True if nobody needs its outcomes any more.
     """
 
     row: int
@@ -38,10 +40,12 @@ class Rider(Protocol):
 
 @dataclass
 class Flight:
-    """A round that was launched over `nodes` nodes of each of `riders`, at the rows that they had then.
+    """A round that was launched over `nodes` nodes of each row.
 
-    kind: of its step, whose policy learns from it. read: waits for the outcomes and gives them by row.
-    seconds: when it began, and once it was collected how long it took, without the time spent compiling.
+    kind: of its step, whose policy learns from it.
+    riders: with the row that each had then.
+    read: waits for the outcomes and returns them by row.
+    seconds: its begin, and after `collect` its duration, without the time spent compiling.
     """
 
     session: Session
@@ -53,17 +57,17 @@ class Flight:
 
 
 class Flights:
-    """Launches rounds, and takes in what came of them: what the sizes of trees have paid, and the statistics.
+    """Launches rounds, and gives their outcomes to the policies of tree sizes and the statistics.
 
     tree_size: real nodes of every tree if the drafter's trees have one size; None if each outcome tells.
-    trace: takes the tokens that each row gained in each round, for `Stats.trace`; None keeps none.
+    trace: collects the tokens that each row gains in each round, for `Stats.trace`; None keeps none.
     """
 
     def __init__(self, runtime: Runtime, tree_size: int | None = None, trace: list[list[int]] | None = None):
         self.runtime, self.tree_size, self.trace = runtime, tree_size, trace
         self._flying: deque[Flight] = deque()
         self._digest = 0
-        """A hash of all outcomes so far, which every rank must have alike."""
+        """A hash of all outcomes so far, which is equal on all ranks."""
 
     def __len__(self) -> int:
         return len(self._flying)
@@ -74,7 +78,7 @@ class Flights:
         return sum(flight.nodes for flight in self._flying)
 
     def may_launch(self, riders: list[Rider], on_host: bool) -> bool:
-        """True if one more round may begin. on_host: True if the host chooses its tokens, so that it has to wait."""
+        """True if one more round may begin. on_host: the host chooses its tokens, so that rounds do not overlap."""
         ahead = AHEAD if self.runtime.on_gpu and not on_host else 1
         return len(self._flying) < min(ahead, max(rider.room for rider in riders))
 
@@ -84,8 +88,9 @@ class Flights:
     ) -> None:  # fmt: skip
         """Begin a round.
 
-        longest: the largest `Rider.length` of any row of the session. begin: launches a round of (nodes, max_kv_len);
-        what it returns waits for the outcomes. nodes: None chooses by what sizes have paid.
+        longest: the largest `Rider.length` of the session.
+        begin: launches a round of (nodes, max_kv_len); its result waits for the outcomes.
+        nodes: None leaves the number to the policy.
         """
         now = self._now()
         choose = (lambda: [nodes]) if nodes else lambda: [self._choose_nodes(session.steps.policies[kind], riders)]
@@ -94,15 +99,15 @@ class Flights:
         self._flying.append(Flight(session, kind, nodes, [(rider.row, rider) for rider in riders], read, now))
 
     def collect(self) -> tuple[Flight, list[tuple[Rider, Outcome]]]:
-        """Wait for the round that was launched first. Returns it with the outcomes of the riders that go on."""
+        """Wait for the oldest round. Returns it with the outcomes of the riders that go on."""
         flight = self._flying.popleft()
         rows = flight.read()
         flight.seconds = self._now() - flight.seconds
         return flight, [(rider, unpack(rows[row])) for row, rider in flight.riders if not rider.is_over]
 
     def learn(self, flight: Flight, outcomes: list[tuple[Rider, Outcome]]) -> None:
-        """Take in what came of a round."""
-        # The trees that were verified are those that `count` and `hint` have told of until now.
+        """Give a round's outcomes to its policy and the statistics."""
+        # Until now `count` and `hint` are those of the verified trees.
         known = [(rider, outcome) for rider, outcome in outcomes if rider.count is not None]
         flight.session.steps.policies[flight.kind].learn(
             flight.nodes, [self.tree_size or rider.count for rider, _ in known], [rider.hint for rider, _ in known],
@@ -129,5 +134,5 @@ class Flights:
         return policy.choose([rider.count for rider in riders], [rider.hint for rider in riders])
 
     def _now(self) -> float:
-        """Seconds, of which those spent compiling do not count."""
+        """The time in seconds, without those spent compiling."""
         return time.perf_counter() - self.runtime.stats.seconds["compile"]

@@ -1,4 +1,4 @@
-"""The drop-in: Hugging Face's ``generate()`` with our loop beneath its preparation."""
+"""The drop-in: transformers' ``generate()`` with our decoding loop."""
 
 from contextlib import closing
 
@@ -26,7 +26,7 @@ from .served import ServedEngine
 
 
 class SpeculativeMixin(FollowsGenerationConfig):
-    """Put in front of a model's own class, replaces the decoding loops of ``generate()`` and nothing before them."""
+    """Mixed into a model's class, replaces only the decoding loops of ``generate()``."""
 
     @property
     def _engine(self) -> ServedEngine:
@@ -37,10 +37,9 @@ class SpeculativeMixin(FollowsGenerationConfig):
 
         reference: token ids (a list or 1-D tensor, or a list of such) of texts from which the output may copy, such as
             the document to be edited ("predicted output").
-        share_text: with n-grams, whether the prompt, the answer and the reference of this call stay, so that later
-            calls of any user draft from them, and the trees in their `report()` show pieces of them. No answer changes
-            by it. False forgets the texts of this call when it ends. None does what `speculate(..., share_text=...)`
-            says, which is True by default. Without n-grams no texts are kept.
+        share_text: with n-grams, True keeps the prompt, the answer and the reference of this call, so that later calls
+            of any user draft from them, and the trees in their `report()` show pieces of them. False forgets them when
+            the call ends. None does as `speculate(..., share_text=...)` says, True by default. No answer depends on it.
 
         Beam search, attentions and hidden states as outputs, an assistant model and the like run in transformers' own
         loops, unaccelerated, with one warning that names the option.
@@ -75,7 +74,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
             return output
 
     def extra_repr(self) -> str:
-        """Puts what speculates first in the model's repr."""
+        """The model's own, and the speculation."""
         lines = [super().extra_repr(), f"speculation={vars(self).get('speculation')!r}"]
         return "\n".join(filter(None, lines))
 
@@ -153,21 +152,21 @@ class SpeculativeMixin(FollowsGenerationConfig):
         ranks = self._engine.options.ranks
         with ranks.call(), closing(self._engine.answer(request)) as rounds:
             for gained in rounds:
-                if route is not Route.ON_HOST:  # there the acceptor has given them to the answer
+                if route is not Route.ON_HOST:  # on the host, the acceptor gives them to the answer
                     answer.take(gained)
                 request.stopped.update(row for row in range(answer.batch) if not answer.needs(row))
         if answer.streamer is not None:
             answer.streamer.end()
 
     def _extend_cache(self, cache: Cache, request: Request, prompt: Prompt, answer: Answer) -> None:
-        """Bring a cache to where plain decoding leaves it, which is all positions but the last."""
+        """Fill a cache as plain decoding does, with all positions but the last."""
         length = prompt.width + answer.columns - 1
         filled = prompt.width + min(answer.gained(row) for row in range(answer.batch)) - 1  # that every row has
         layout = self._engine.cache_layout
         if layout is not None and pasts.are_states_behind(request.state, prompt.padding, filled):
             pasts.extend(cache, request.state, prompt.padding, filled, layout)
         else:
-            filled = int(cache.get_seq_length())  # the model itself fills it, also where our states are further on
+            filled = int(cache.get_seq_length())  # the model fills it if our states differ or are further on
         if filled < length:  # plain decoding goes on with padding after rows that end early
             ids = answer.sequences()
             positions = torch.arange(length, device=ids.device) - ids.new_tensor(prompt.padding)[:, None]
@@ -186,7 +185,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
         return super()._beam_search(*args, **kwargs)
 
     def _assisted_decoding(self, *args, assistant_model=None, **kwargs):
-        """`_sample` for prompt lookup, because n-gram drafts are drafts like others; else transformers' own."""
+        """`_sample` for prompt lookup, otherwise transformers' own."""
         config = kwargs["generation_config"]
         assistants = {"assistant_model": assistant_model} | {
             name: getattr(config, name, None) for name in ("assistant_early_exit", "use_mtp", "speculation_type")

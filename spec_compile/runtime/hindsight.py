@@ -1,4 +1,4 @@
-"""Hindsight: how far the text followed the trees that were drafted, whether or not they were verified."""
+"""Hindsight: how far the text followed drafted trees, verified or not."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,10 @@ class _Tree:
     path: list[int] = field(default_factory=list)
 
     def follow(self, text: list[int], begin: int) -> bool:
-        """Go on along `text`, whose first token is in slot `begin`; whether the tree and the text part."""
+        """Go on along `text`, whose first token is in slot `begin`. True if the text has left the tree.
+
+        With end = 7, begin = 6 and text = [4, 9, 3, 5], slots 8 and 9 hold the next tokens, 3 and 5.
+        """
         for token in text[self.end + 1 - begin :]:
             child = self.children.get((self.node, token))
             if child is None:
@@ -29,8 +32,7 @@ class _Tree:
 class Hindsight:
     """Compares the trees in a `State` on a CPU with the tokens that are committed afterwards.
 
-    An n-gram tree does not depend on how many of its nodes are verified, so plain rounds show, too, what drafts would
-    have gained, and nothing has to be verified only to learn that.
+    An n-gram tree does not depend on how many of its nodes are verified, so even plain rounds show the gain of drafts.
     """
 
     def __init__(self, state: State):
@@ -49,8 +51,7 @@ class Hindsight:
         self._trees[row], self._ends[row] = [], int(self._state.lengths[row])
 
     def look(self) -> list[tuple[int, list[int]]]:
-        """Call this before each round. Returns (hint, accepted nodes, root left out) of the trees that the text has
-        left since the last call."""
+        """Call this before each round. Returns (hint, path without root) of trees that the text has left since."""
         state, known = self._state, []
         ends, hints, counts = state.lengths.tolist(), state.tree_hint.tolist(), state.tree_count.tolist()
         for row, (end, before) in enumerate(zip(ends, self._ends)):

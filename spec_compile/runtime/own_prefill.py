@@ -1,4 +1,4 @@
-"""Prompts that the model's own forward processes: embeddings, and texts with pictures."""
+"""Prompts that the model's own forward processes: embeddings and pictures."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 class OwnPrefill:
     """Results of the model's own forward over B prompts.
 
-    cache: their keys and values. first_logits: [B, V] float32, the logits after the prompts; None if the last token of
-    every row is left to the first round. features: the hidden states [B, L, C] at each tap of the draft; None if tokens
-    are missing there, because embeddings or a filled cache came in their place.
+    cache: keys and values of the prompts.
+    first_logits: [B, V] float32, after the prompts; None if the first round processes the last token of each row.
+    features: the hidden states [B, L, C] at each tap of the draft; None if embeddings or a cache replace tokens.
     """
 
     cache: Cache
@@ -39,9 +39,9 @@ class OwnPrefill:
 def run(
     model, prompt: Prompt, input_ids: Tensor, generation_config, model_kwargs: dict, taps: tuple[int, ...]
 ) -> OwnPrefill:
-    """Process prompts by the forward of `model`, which speculates; arguments as transformers gives them to ``_sample``.
+    """Process prompts by the forward of `model`, which speculates, with the arguments of ``_sample``.
 
-    A round can process the last token, and so accept what follows it, unless it is an embedding or a picture's.
+    The last tokens are left to the first round, unless one stands for a picture, or there are embeddings or a cache.
     """
     kwargs, original = model_kwargs | {"use_cache": True}, model.speculation.engine.original
     cache = kwargs.get("past_key_values")
@@ -54,7 +54,7 @@ def run(
         for name in {"attention_mask", "position_ids", *TOKEN_TYPES} & kwargs.keys():
             kwargs[name] = None if kwargs[name] is None else kwargs[name][..., :-1]
     if FINAL in taps and "logits_to_keep" in kwargs:
-        kwargs["logits_to_keep"] = 0  # the head is to see every token, because the tap is there
+        kwargs["logits_to_keep"] = 0  # the tap of the last layer needs every token
     is_tapped = has_all_tokens and bool(taps)
     runner = twin(original) if is_tapped else model
     with tapped(runner, taps) if is_tapped else nullcontext([]) as features:
@@ -68,8 +68,7 @@ def prefill_draft(
 ) -> None:  # fmt: skip
     """Let only the draft process the first `begins` [B] tokens of each prompt, which the target has processed.
 
-    session: the `Session` of B rows that have the prompts. features: see `OwnPrefill`. padding: positions on the left
-    of each row [B]. sizes: tokens of each step.
+    features: see `OwnPrefill`. padding: of each row [B], on the left. sizes: tokens of each step.
     """
     rows = [
         nn.utils.rnn.pad_sequence(

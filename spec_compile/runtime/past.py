@@ -22,17 +22,16 @@ RECURRENT = {value for name, value in vars(cache_utils).items() if name.startswi
 CONVOLUTIONS, STATES = "conv_states", "recurrent_states"
 """Names of the states in such layers; the first state is numbered 0."""
 EMPTY = {getattr(cache_utils, "DummyLayer", DynamicLayer)}
-"""The cache of a layer that reads another layer's keys and values."""
+"""Caches of layers that read another layer's keys and values."""
 
 
 @dataclass
 class Past:
     """Keys and values of the first `length` positions of left-padded prompts, and the states after them.
 
-    layers: the keys and the values of each layer, both [B, Hkv, L, D]. L is `length`, or less if the layer holds
-        only the last L positions.
+    layers: keys and values of each layer, both [B, Hkv, L, D]; of the last L <= `length` positions.
     states: of each recurrence [B, ...], as `cache.States` has them.
-    length: positions, those of padding included.
+    length: positions, padding included.
     padding: positions of padding of each row [B].
     """
 
@@ -44,10 +43,10 @@ class Past:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a model's own cache has what ours has.
+    """Where a model's own cache has the contents of ours.
 
-    attention: the number of the cache's layer for each attention of the graph. states: the same for each recurrence,
-        with its kind.
+    attention: the cache's layer for each attention of the graph.
+    states: the cache's layer for each recurrence, and its kind.
     """
 
     attention: tuple[int, ...]
@@ -55,7 +54,7 @@ class Layout:
 
 
 def is_plain(cache) -> bool:
-    """True if `cache` is one of transformers' that hold keys and values as they were given."""
+    """True if `cache` is transformers' own and holds keys and values unchanged."""
     return (
         isinstance(cache, Cache)
         and not cache.offloading
@@ -67,9 +66,9 @@ def is_plain(cache) -> bool:
 def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
     """Where the model's own cache has the keys and values of each attention of `graph`, and each recurrence's state.
 
-    None if it holds something else, such as latents of keys and values (MLA) or a state for each head (Zamba), or if
-    layers share keys and values, or if nothing attends, so that the cache counts no tokens. A forward over two tokens
-    shows.
+    None if it holds something else, such as latents of keys and values (MLA) or a state for each head (Zamba), if
+    layers share keys and values, or if nothing attends, so that the cache counts no tokens. A forward of two tokens
+    tells.
     """
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
@@ -104,7 +103,7 @@ def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
 def _as_ours(layer, kind: str) -> Tensor:
     """The state of a recurrence of this kind in a layer of transformers' cache, [B, ...] as `cache.States` has it.
 
-    A convolution has one more past input there, which nothing reads; Mamba-2's state has its two sizes swapped.
+    There a convolution has one more past input, which nothing reads, and Mamba-2's state has its two sizes swapped.
     """
     if kind == "convolution":
         return getattr(layer, CONVOLUTIONS)[0][..., 1:].transpose(1, 2)
@@ -131,7 +130,7 @@ def read(cache: Cache, padding: list[int], layout: Layout) -> Past:
 
 
 def are_states_behind(state, padding: list[int], length: int) -> bool:
-    """True if the states of all rows, if there are any, have seen `length` positions."""
+    """True if all rows' states have seen `length` positions, or there are none."""
     if not state.kv.states.kinds:
         return True
     return [tokens + pad for tokens, pad in zip(state.lengths.tolist(), padding)] == [length] * len(padding)
@@ -140,7 +139,8 @@ def are_states_behind(state, padding: list[int], length: int) -> bool:
 def extend(cache: Cache, state, padding: list[int], length: int, layout: Layout) -> None:
     """Add to `cache` the positions before `length` that it lacks, from the slots of `state`, and the states.
 
-    Row b lies ``padding[b]`` positions further right in the cache than in the state, and its padding is zero.
+    Row b lies ``padding[b]`` positions further right in the cache, whose padding is zero: with padding [0, 2] the slots
+    0, 1, 2 of row 1 are its positions 2, 3, 4.
     """
     begin = int(cache.get_seq_length())
     if length <= begin:

@@ -1,4 +1,4 @@
-"""The steps in which a prompt is processed."""
+"""The sizes of the steps that process a prompt."""
 
 from collections.abc import Iterator
 
@@ -9,8 +9,8 @@ FIXED = {"cpu": 32, "cuda": 128}
 
 
 def chunks(tokens: int, sizes: tuple[int, ...], fixed: int) -> Iterator[int]:
-    """Sizes of the steps for so many tokens. The last may be larger than what is left, if that is cheaper than several
-    smaller ones."""
+    """Sizes of the steps for `tokens` tokens. The last step may be larger than the rest if it is cheaper than several:
+    with sizes (512, 128, 32) and fixed 32, 600 tokens give 512, 128, and 140 tokens give 128, 32."""
     while tokens > sizes[0]:
         yield sizes[0]
         tokens -= sizes[0]

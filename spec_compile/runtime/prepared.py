@@ -1,8 +1,7 @@
 """transformers' preparation of a call of ``generate()``, kept for the next call that is alike.
 
-transformers' preparation copies and validates the generation config several times and builds everything else anew. For
-the common calls its outcome depends on the values that make a `Key`, and on nothing else. Such a call runs it once. All
-other calls run it every time, and so does one for which transformers has a warning at every call.
+transformers copies and validates the generation config several times for a call. For common calls the outcome depends
+only on the values of a `Key`, so it is prepared once. Other calls, and those with a warning, are prepared every time.
 """
 
 import logging
@@ -29,9 +28,9 @@ OPTIONS = {
     "max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
     "eos_token_id", "pad_token_id", "bos_token_id",
 }  # fmt: skip
-"""Generation options of calls whose preparation is kept. Every other option has its default in them."""
+"""Generation options that may differ from their defaults in calls whose preparation is kept."""
 UNUSED = {"transformers_version", "max_length", "min_length"}
-"""Values of a prepared config that may differ from the default: the options decide them, or nothing reads them."""
+"""Values of a prepared config that `OPTIONS` decide, or that nothing reads."""
 PROCESSORS = OF_SCORES | {"RepetitionPenaltyLogitsProcessor"}
 """Logits processors that remember nothing and do not depend on the width of the prompt."""
 MOST = 32
@@ -39,7 +38,7 @@ MOST = 32
 LOOPS = {*HOOKS, "_beam_search", "_assisted_decoding", "_optimize_model_for_decode"}
 """Methods that prepare nothing. All others of `METHODS` must be transformers' own."""
 LOGGER = logging.getLogger("transformers")
-"""At some levels transformers warns in other words."""
+"""Its level changes the warnings of transformers."""
 
 _methods = attrgetter(*METHODS)
 _own_methods = dict(zip(METHODS, _methods(GenerationMixin)))
@@ -57,8 +56,7 @@ class Inputs:
 
     @classmethod
     def of(cls, args: tuple, kwargs: dict) -> tuple["Inputs", dict] | None:
-        """The inputs among the arguments of ``generate()``, and its other arguments; None if they are of an uncommon
-        form."""
+        """The inputs of ``generate()``, and its other arguments; None if the inputs have an uncommon form."""
         if len(args) > 1 or (args and "inputs" in kwargs):
             return None
         others = dict(kwargs)
@@ -74,8 +72,8 @@ class Inputs:
         return cls(ids, mask, streamer), others
 
     def prompt(self, padding: int | None) -> Prompt | None:
-        """The prompts, read with one copy from the device; None if the mask has a zero, or if there is no mask and a
-        token is `padding`, from which transformers infers one."""
+        """The prompts, read with one copy; None if the mask has a zero, or if transformers infers a mask from tokens
+        `padding`."""
         numbers = (self.ids if self.mask is None else torch.cat((self.ids, self.mask))).cpu()
         ids, mask = numbers[: len(self.ids)], numbers[len(self.ids) :].numpy()
         if (mask != 1).any() or (self.mask is None and padding is not None and (ids.numpy() == padding).any()):
@@ -88,7 +86,7 @@ class Preparation(NamedTuple):
     """transformers' preparation of the calls of one `Key`.
 
     ask: counts columns from the end of the prompt, and has no processors that set a minimum length.
-    padding: the token from which transformers infers a mask if there is none; None if it infers none.
+    padding: the token from which transformers infers a missing mask, or None.
     """
 
     ask: Ask
@@ -100,7 +98,7 @@ class Remembered:
 
     def __init__(self) -> None:
         self.awaited: Key | None = None
-        """The key of the call that transformers is preparing, until `keep` has its outcome."""
+        """The key of the call that transformers prepares, until `keep`."""
         self._preparations: OrderedDict[Key, Preparation] = OrderedDict()
 
     def find(self, key: Key | None) -> Preparation | None:
@@ -120,7 +118,7 @@ class Remembered:
             self.awaited = before
 
     def keep(self, model, prompt: Prompt, ask: Ask) -> None:
-        """Keep what transformers has prepared for the key that is `awaited`, if the next call may take it over."""
+        """Keep the preparation of the `awaited` key, if later calls may use it."""
         key, self.awaited = self.awaited, None
         config, processors = ask.config, ask.processors
         if key is None or any(prompt.padding) or not _prepares_as_transformers(type(model).__bases__[1]):
@@ -145,9 +143,9 @@ class Remembered:
 
 
 def make_key(model, device: torch.device, inputs: Inputs, options: dict) -> Key | None:
-    """All that transformers reads to prepare a call, by value; None if it must prepare the call itself.
+    """All values that transformers reads to prepare a call of `model`; None if it must prepare the call itself.
 
-    model: whose ``generate()`` is called. device: where it is. options: the arguments of the call besides `inputs`.
+    device: of the model. options: the arguments of the call besides `inputs`.
     """
     config = options.pop("generation_config", None)
     configs = [model.generation_config] if config is None else [model.generation_config, config]
@@ -171,7 +169,7 @@ def make_key(model, device: torch.device, inputs: Inputs, options: dict) -> Key 
 
 
 def _prepares_as_transformers(cls: type) -> bool:
-    """True if a model's class prepares calls by the methods that `GenerationMixin` had at import, and no others."""
+    """True if a model's class prepares calls only by the methods that `GenerationMixin` had at import."""
     return all(
         getattr(cls, name) is own and is_trusted(GenerationMixin, own)
         for name, own in _own_methods.items()
@@ -180,7 +178,7 @@ def _prepares_as_transformers(cls: type) -> bool:
 
 
 def _has_options_alone(config: GenerationConfig) -> bool:
-    """True if a prepared config has no option that is not its default, besides `OPTIONS`."""
+    """True if all options of a prepared config besides `OPTIONS` have their defaults."""
     defaults = vars(GenerationConfig()) | GenerationConfig._get_default_generation_params()
     return all(
         name in OPTIONS | UNUSED

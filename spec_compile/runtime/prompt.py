@@ -1,4 +1,4 @@
-"""The prompts of one ``generate()``, read from what transformers gives to its decoding loop."""
+"""The prompts of one ``generate()``, read from the arguments of transformers' decoding loop."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from torch import Tensor
 class Prompt:
     """The B rows to be continued.
 
-    ids: [B, W] integers on the CPU, as they were given to transformers' loop.
-    tokens: token ids of each row [B lists] without padding; 0 where a token is not known.
+    ids: [B, W] integers on the CPU, the argument of transformers' loop.
+    tokens: token ids of each row [B lists] without padding; 0 for an unknown token.
     padding: positions of padding on the left of each row [B].
-    width: positions of every row, those of padding and of cached tokens included.
-    is_left_padded: whether nothing is masked but padding on the left, and positions count from each row's first token.
-    is_embedded: whether embeddings came in place of token ids.
-    has_unknown_tokens: whether a cache, embeddings or pictures came in place of some tokens.
-    has_pictures: whether pictures or videos stand in the places of some tokens.
-    position_offsets: what the positions of each row [B] have more than 0, 1, 2, … from its first token on, where rounds
-        or steps of the prefill process its tokens; None if `is_left_padded` is False.
+    width: positions of every row, padding and cached tokens included.
+    is_left_padded: True if only padding on the left is masked, and positions count from each row's first token.
+    is_embedded: True if embeddings came in place of token ids.
+    has_unknown_tokens: True if a cache, embeddings or pictures came in place of some tokens.
+    has_pictures: True if pictures or videos replace some tokens.
+    position_offsets: for each row [B] the difference of its positions from 0, 1, 2, …, at all tokens that rounds and
+        prefills process; None if `is_left_padded` is False.
     """
 
     ids: Tensor
@@ -38,16 +38,15 @@ class Prompt:
     ) -> "Prompt":  # fmt: skip
         """The prompts of a call of ``_sample``.
 
-        input_ids: [B, W] integers; W is 0 if embeddings came in their place. With a cache only the tokens after it
-            may come.
-        generation_config, model_kwargs: as transformers gives them to ``_sample``.
-        placeholders: ids of tokens in whose places pictures stand.
+        input_ids: [B, W] integers; W is 0 if embeddings replace them. They may begin after the cached tokens.
+        generation_config, model_kwargs: the arguments of ``_sample``.
+        placeholders: ids of tokens that pictures replace.
         Raises RuntimeError or ValueError, as transformers does, if `input_ids` are no rows of integers, or if they
         and the cache do not make up the attention mask's width.
         """
         embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
         _check_ids(input_ids, embeds)
-        ids = input_ids.cpu()  # whatever is on a GPU is read once, and looked at on the CPU
+        ids = input_ids.cpu()  # tensors on a GPU are copied once
         mask = None if mask is None else mask.cpu()
         batch, id_width = ids.shape
         width = _width(id_width, generation_config, model_kwargs) if embeds is None else embeds.shape[1]
@@ -76,7 +75,7 @@ class Prompt:
     def check_tokens(self, vocab_size: int) -> None:
         """Raise ValueError if a token id is not in a vocabulary of this size."""
         ids = self.ids.numpy()
-        if ids.size and 0 <= ids.min() and ids.max() < vocab_size:  # most prompts, also with their padding
+        if ids.size and 0 <= ids.min() and ids.max() < vocab_size:  # most prompts, padding included
             return
         unknown = next((token for row in self.tokens for token in row if not 0 <= token < vocab_size), None)
         if unknown is not None:
@@ -84,7 +83,7 @@ class Prompt:
 
 
 def _check_ids(input_ids: Tensor, embeds: Tensor | None) -> None:
-    """Refuse, as transformers does, what is no batch of token ids."""
+    """Refuse anything but a batch of token ids, as transformers does."""
     if input_ids.dim() == 2 and (input_ids.shape[0] == 0 or input_ids.is_floating_point()):
         raise RuntimeError(f"input_ids: expected rows of integers, got {input_ids.dtype} {tuple(input_ids.shape)}")
     if input_ids.dim() != 2 or (input_ids.shape[1] == 0 and embeds is None):
@@ -123,9 +122,11 @@ def _has_pictures(model_kwargs: dict) -> bool:
 def _position_offsets(positions: Tensor, padding: list[int], width: int, first: int) -> list[int] | None:
     """The offset of each row's positions [B] from 0, 1, 2, … at its first token; None if it is not constant.
 
-    positions: [1 or B, up to W], those of the last columns, where nothing may differ from that count. Or those of
-    multi-axis RoPE, [3 or fewer axes, 1 or B, up to W] or the same after an axis that counts the text; there all
-    columns from `first` on, and all axes, must have the same offset.
+    positions: of the last columns, [1 or B, up to W], where each offset has to be 0. For multi-axis RoPE they have up
+        to 3 axes in front, or one more that counts the text; all axes must have one offset from column `first` on.
+
+    E.g. padding [0, 2], width 5: 0 1 2 3 4 and 1 1 0 1 2 have the offsets 0. With three equal axes 4 5 6 7 8 in row 0
+    gives 4.
     """
     if positions.shape[-1] > width:
         return None

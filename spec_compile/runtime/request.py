@@ -23,23 +23,23 @@ class Request:
     eos: ids of the tokens that end a row.
     ids: the prompts as [B, W] int64 on the CPU, if they have one length; None: nobody has them as a tensor.
     references: 1-D tensors of token ids from which drafts may be copied.
-    share_text: whether later calls may draft from the texts of this one.
-    past: keys and values that exist already of the first prompt tokens.
-    position_offsets: what the positions of each row [B] have more than its slots; None: nothing.
-    has_unknown_tokens: whether `prompts` holds 0 in place of tokens of which only keys and values are known, or the
-        tokens of pictures, whose keys and values are not those of their ids.
-    first_logits: [B, V] float, the target's logits after the prompts if they are known; `past` then covers the whole
-        prompts, and `acceptor` is a `HostAcceptor`.
+    share_text: True lets later calls draft from the texts of this one.
+    past: existing keys and values of the first prompt tokens.
+    position_offsets: positions minus slots of each row [B]; None: 0.
+    has_unknown_tokens: True if `prompts` has 0 for tokens of which only keys and values are known, or has tokens of
+        pictures, whose keys and values are not those of their ids.
+    first_logits: [B, V] float, the target's logits after the prompts if known; `past` then covers the whole prompts,
+        and `acceptor` is a `HostAcceptor`.
     features: for each tap of the draft the target's hidden states [B, L, C] of the first L positions of the prompts,
-        padding included, which `past` covers; None: they are not known.
-    acceptor: what accepts tokens; None accepts greedily inside the round (see `accept.Route`).
+        padding included, which `past` covers; None if unknown.
+    acceptor: accepts tokens; None accepts greedily inside the round (see `accept.Route`).
     seed: of the random numbers of `DrawInRound` and of drafters that draw, in [0, 2**63).
     temperature: at which such drafters draw; 0 takes the likeliest token.
-    prefill_chunk_size: tokens of each row that a step of the prefill may take at most; None leaves it to the engine.
-    check: raises if the model has changed; it is called once, while the GPU computes, before a token is given out.
-    stopped: indices of rows that the caller has ended; the caller may add to them between two rounds.
-    drafts: whether rounds verify what was drafted; `Engine.run` sets it to `Engine.drafts`.
-    state: what `Engine.run` ran the request on, so that the caller can read its cache.
+    prefill_chunk_size: most tokens of each row in a step of the prefill; None leaves it to the engine.
+    check: raises if the model has changed; called once, while the GPU computes, before a token is given out.
+    stopped: indices of rows that the caller has ended; it may add to them between two rounds.
+    drafts: True if rounds verify drafts; `Engine.run` sets it to `Engine.drafts`.
+    state: set by `Engine.run`, so that the caller can read its cache.
     """
 
     prompts: list[list[int]]

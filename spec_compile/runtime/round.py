@@ -13,35 +13,32 @@ from .state import State
 class Round(nn.Module):
     """One round of speculative decoding over the first N nodes of the pending trees.
 
-    A round verifies the trees that the round before it proposed and ends by proposing the next, so that whoever runs
-    it knows how many nodes the next one needs. Its parts (`prepare`, `verify`, `conclude`, `finish`) hand each other
-    plain tensors, so that each can be compiled by itself (see `steps.pieces`).
+    A round verifies the trees that the last round proposed, and proposes the next ones, so that its caller knows how
+    many nodes these have. Its parts (`prepare`, `verify`, `conclude`, `finish`) exchange plain tensors, so that each is
+    compiled by itself (see `steps.pieces`).
     """
 
     def __init__(
         self, graph: ModelGraph, drafter: nn.Module, state: State, nodes: int | None, proposes: bool = True
     ):  # fmt: skip
-        """nodes: None if each call says how many. proposes: otherwise the next trees are only roots."""
+        """nodes: None if each call gives the number. proposes: False leaves the next trees only roots."""
         super().__init__()
         self.verify, self.drafter, self.state = graph.gm, drafter, state
         self.nodes, self.proposes = nodes, proposes
 
     def forward(self, max_kv_len: int, nodes: int = 0) -> Tensor:
-        """`max_kv_len`: slots of the cache to look at, at least lengths.max() + N.
-
-        Returns int64 [B, 5 + 4 N], the outcome that `outcome.unpack` reads.
-        """
+        """Returns int64 [B, 5 + 4 N], which `outcome.unpack` reads. max_kv_len: visible slots, >= lengths.max() + N."""
         tree, ancestors, depth, positions = self.prepare(nodes)
         logits, *features = self._verify(tree, ancestors, positions, max_kv_len)
         return self.conclude(logits, tree, ancestors, depth, features, max_kv_len)
 
     def look(self, max_kv_len: int, nodes: int = 0) -> list[Tensor]:
-        """The first half of a round whose tokens are chosen outside: the target's logits [B, N, V], and features."""
+        """The first half of a round whose tokens are chosen outside: the target's logits [B, N, V] and features."""
         tree, ancestors, _, positions = self.prepare(nodes)
         return self._verify(tree, ancestors, positions, max_kv_len)
 
     def finish(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], max_kv_len: int) -> Tensor:
-        """The second half, with what was `Accepted`; returns what `forward` returns."""
+        """The second half, with the parts of an `Accepted`; returns as `forward` does."""
         tree = self.state.tree(path.shape[1])
         depth = ancestry(tree.parents, self.nodes or MAX_NODES)[1]
         return self._finish((tree.tokens, tree.parents, tree.real), depth, path, tokens, count, features, max_kv_len)
@@ -74,7 +71,7 @@ class Round(nn.Module):
         return accepted.path, accepted.tokens, accepted.count
 
     def settle(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], max_kv_len: int) -> Tensor:
-        """Commit what was accepted and tell the drafter; the tokens gained [B]."""
+        """Commit accepted tokens and tell the drafter. Returns the numbers of gained tokens [B]."""
         accepted, begin = Accepted(path, tokens, count), self.state.lengths.clone()
         gained = self.state.commit(accepted)
         self.drafter.observe(self.state, features, accepted, begin, max_kv_len)
@@ -90,17 +87,16 @@ class Round(nn.Module):
 
 
 class Prefill(nn.Module):
-    """Keys and values of a chunk of the prompts; the last prompt token is left to be the root of the first tree."""
+    """Processes a chunk of the prompts, except the last token, which is the root of the first tree."""
 
     def __init__(self, graph: ModelGraph, drafter: nn.Module, state: State):
         super().__init__()
         self.model, self.drafter, self.state = graph.gm, drafter, state
 
     def forward(self, size: int, max_kv_len: int, features: list[Tensor] | None = None) -> None:
-        """Process the next `size` tokens of every row (fewer where a prompt ends; the rest is never seen).
+        """Process the next `size` tokens of every row; those after a prompt's end are never seen.
 
-        features: for each tap the hidden states [B, size, C] of these tokens, if the target has processed them; then
-        only the drafter does so.
+        features: for each tap the hidden states [B, size, C] of these tokens, if the target has processed them already.
         """
         state = self.state
         ids, positions = self.prepare(size)
@@ -114,7 +110,7 @@ class Prefill(nn.Module):
         if state.position_offsets is not None:
             positions = positions - state.position_offsets[:, None]  # a drafter's positions are its slots
         self.drafter.prefill(state, ids, positions, features, max_kv_len)
-        ends = torch.maximum(state.prompt_lengths - 1, state.lengths)  # without a prompt, in warm-up: here
+        ends = torch.maximum(state.prompt_lengths - 1, state.lengths)  # unchanged without a prompt, in warm-up
         state.lengths.copy_(torch.minimum(state.lengths + size, ends))
 
     def prepare(self, size: int) -> tuple[Tensor, Tensor]:
@@ -122,6 +118,6 @@ class Prefill(nn.Module):
         state = self.state
         offsets = torch.arange(size, device=state.tokens.device)[None, :]
         ids = state.tokens.gather(1, (state.lengths[:, None] + offsets).clamp(max=state.capacity - 1))
-        if state.kv.states.kinds:  # keys and values after a prompt are never seen, but a state has no places
+        if state.kv.states.kinds:  # slots after a prompt are never seen, but a state would change
             state.kv.states.valid.copy_((state.prompt_lengths - 1 - state.lengths).clamp(0, size))
         return ids, state.positions(offsets)

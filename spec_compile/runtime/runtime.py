@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("spec_compile")
 
 GPU_CACHE = 8192
-"""Tokens a sequence may have on a GPU, where memory is taken at once, unless the user says how many."""
+"""Default tokens of a sequence on a GPU, where the cache is allocated at once."""
 
 DEADLINE = 10.0
 """Seconds that a GPU waits for another rank's part of a sum."""
@@ -33,11 +33,13 @@ DEADLINE = 10.0
 
 @dataclass
 class Runtime:
-    """The rewritten graphs of a model, how it drafts, and where it runs.
+    """The rewritten graphs of a model, its algorithm, and its device.
 
-    sizes: numbers of nodes that a round may verify, ascending. max_positions: tokens a sequence may have by the model.
-    say: is given a line when something begins or ends to compile. code: what is compiled. examples: what has compiled
-    it, by what the code serves.
+    sizes: numbers of nodes that a round may verify, ascending.
+    max_positions: tokens that the model permits in a sequence.
+    say: called with a line when something begins or ends to compile.
+    code: compiled parts.
+    examples: the pieces that compiled them, by form.
     """
 
     verify: ModelGraph
@@ -62,7 +64,7 @@ class Runtime:
         return self.verify.token_bytes + self.algorithm.token_bytes
 
     def capacity(self, batch: int) -> int:
-        """Tokens a sequence may hold in a batch of this size, until a call needs more."""
+        """Tokens of a sequence in a new session of this batch size."""
         if self.options.max_cache_len is not None:
             return self.options.max_cache_len
         if self.on_gpu:
@@ -72,7 +74,7 @@ class Runtime:
 
     @contextmanager
     def ranks_apart(self) -> Iterator[None]:
-        """A context in which ranks may take minutes longer than others, because each compiles for itself."""
+        """A context in which ranks may be minutes apart, because each compiles for itself."""
         ranks, has_deadline = self.options.ranks, self.options.ranks.name in EXCHANGES
         if has_deadline:
             set_deadline(ranks.name, WARM_UP_SECONDS)
@@ -82,8 +84,7 @@ class Runtime:
             set_deadline(ranks.name, DEADLINE)
 
     def check_rows(self, batch: int) -> None:
-        """UnsupportedModelError if exact="bits" is asked for, and rounds of this batch size have more rows than the
-        products that keep them."""
+        """UnsupportedModelError if rounds of this batch size have more rows than exact="bits" permits."""
         rows = batch * self.sizes[-1]
         if self.options.exact == "bits" and rows > MAX_ROWS:
             raise UnsupportedModelError(
@@ -92,8 +93,8 @@ class Runtime:
             )
 
     def check_memory(self, batch: int, tokens: int, argument: str = "max_cache_len") -> None:
-        """Say what caches of `tokens` tokens for `batch` sequences take; UnsupportedModelError, naming the argument
-        that asks for them, if the memory cannot hold them."""
+        """Report the memory of caches of `tokens` tokens for `batch` sequences. UnsupportedModelError, naming
+        `argument`, if there is too little."""
         needed, memory = (tokens * self.token_bytes + self.verify.row_bytes) * batch, "the machine has"
         free = psutil.virtual_memory().total  # on a CPU, where pages are taken as they are written
         if self.on_gpu:
@@ -112,7 +113,7 @@ class Runtime:
 def max_positions(model: PreTrainedModel, table: int | None, options: Options) -> int:
     """Tokens that a sequence may have by default.
 
-    table: rows of a learned position table, or None. Raises ValueError if the option asks for more than it has.
+    table: rows of a learned position table, or None. ValueError if max_cache_len exceeds it.
     """
     if table is not None and (options.max_cache_len or 0) > table:
         raise ValueError(

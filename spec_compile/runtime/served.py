@@ -1,4 +1,4 @@
-"""`ServedEngine`: the engine of a model that users call, with all that a call needs besides rounds."""
+"""`ServedEngine`: the engine of a model that users call."""
 
 import dataclasses
 import warnings
@@ -33,8 +33,11 @@ from .turns import Turns
 class ServedEngine(Engine):
     """The engine with turns, references of calls, changes of the model, and the agreement of ranks.
 
-    original: the model that was captured. name: of the algorithm. watch: compares the model with what it was.
-    weights: the memory that the graphs read. rebuild: makes a speculative model alike of a copy of `original`.
+    original: the captured model.
+    name: of the algorithm.
+    watch: finds changes of the model since its capture.
+    weights: the memory that the graphs read.
+    rebuild: makes a copy of `original` speculative with the same options.
     """
 
     fork_order = 2
@@ -52,7 +55,7 @@ class ServedEngine(Engine):
         self.serves_padding = True
         """True if batches padded on the left are served: the model's own positions follow the padding."""
         self.looped = False
-        """True if a decoding loop of transformers, or ours, ran in the last generate()."""
+        """True if any decoding loop ran in the last generate()."""
         self._references: list[torch.Tensor] = []
         self._share_text = True
         self._announced: set[str] = set()
@@ -61,7 +64,7 @@ class ServedEngine(Engine):
 
     @cached_property
     def cache_layout(self) -> past.Layout | None:
-        """Where transformers' cache of this model has the contents of ours (see `past.layout_of`)."""
+        """See `past.layout_of`."""
         return past.layout_of(self.original, self.captured)
 
     def refuse_changes(self) -> None:
@@ -71,10 +74,7 @@ class ServedEngine(Engine):
 
     @contextmanager
     def generating(self, reference: Any, share_text: bool | None = None) -> Iterator[None]:
-        """The context of one generate(), whose arguments these are; TypeError if they are of another type.
-
-        Other threads' calls wait until it ends.
-        """
+        """The context of one generate() with these arguments; other threads' calls wait. TypeError for wrong types."""
         if share_text is not None and not isinstance(share_text, bool):
             raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
         with self.turns, torch.inference_mode(False), torch.no_grad(), self.agreement.awaited():
@@ -122,7 +122,7 @@ class ServedEngine(Engine):
         return self.run(request)
 
     def compile_anew(self) -> None:
-        """Compile one round for a single sequence again, so that tools such as depyf can watch it."""
+        """Compile one round for a single sequence again, for tools such as depyf."""
         with self.turns:
             runtime = dataclasses.replace(self.runtime, code=Code(), examples={})
             Session(runtime, 1).steps.get(StepKind.ROUND, runtime.sizes[-1])
@@ -151,7 +151,7 @@ class ServedEngine(Engine):
             self.runtime.say = before
 
     def adopt(self) -> None:
-        """Make this object usable in a forked process, at its first use there. RuntimeError on a GPU."""
+        """At the first use in a forked process, make this object usable there. RuntimeError on a GPU."""
         if not self._is_forked:
             return
         if self.runtime.device.type == "cuda":

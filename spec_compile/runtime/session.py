@@ -1,4 +1,4 @@
-"""A session: the memory of the rows of one batch size, and the steps that run over it."""
+"""A session: the buffers of one batch size, and the steps over them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +18,7 @@ class Session:
     """Everything for `batch` sequences of up to `capacity` tokens."""
 
     def __init__(self, runtime: Runtime, batch: int, capacity: int | None = None, larger: "Session | None" = None):
-        """capacity: None: see `Runtime.capacity`. larger: a session whose first rows this one runs over, in place of
-        rows of its own."""
+        """capacity: None gives `Runtime.capacity`. larger: a session whose first rows this one shares."""
         self.runtime, self.batch, plan = runtime, batch, runtime.algorithm.plan
         self.capacity = capacity or runtime.capacity(batch)
         slots = PAGE if larger else self._slots(self.capacity)
@@ -31,24 +30,24 @@ class Session:
             self.state.share(larger.state)
             self.drafter.share(larger.drafter)
         self.texts: list[list[int]] = []
-        """Prompt and output of each row in the last call, which the drafter's own cache has, too."""
+        """Prompt and output of each row in the last call, which the drafter's cache has, too."""
         self.is_growing = False
         self.steps = Steps(runtime, self.state, self.drafter, larger and larger.steps)
 
     def _slots(self, tokens: int) -> int:
-        """Slots for so many tokens and for all that a step writes after them."""
+        """Slots for `tokens` tokens and for all that a step writes after them, in whole pages."""
         return -(-(tokens + MAX_NODES + SIZES[self.runtime.device.type][0]) // PAGE) * PAGE
 
     def max_kv_len(self, slots: int) -> int:
-        """Slots of the caches that a step looks at, if it needs the first `slots` and those that a drafter may use:
-        whole pages, so that 100 slots and 5 for the drafter give 128."""
+        """Visible slots of a step that needs the first `slots`, and the drafter's lookahead: whole pages, so that 100
+        slots and 5 for the drafter give 128."""
         needed = slots + self.runtime.algorithm.plan.lookahead_slots
         return min(-(-needed // PAGE) * PAGE, self.state.capacity)
 
     @contextmanager
     def growing(self, tokens: int, used: int) -> Iterator[None]:
-        """Make room for `tokens` tokens a sequence. Inside, steps may be built, on a GPU all of them anew; then the
-        first `used` slots of every cache are taken over."""
+        """Make room for `tokens` tokens a sequence. Inside, steps may be built, on a GPU all anew; at the end the first
+        `used` slots of every cache are copied."""
         slots = self._slots(tokens)
         self.runtime.check_memory(self.batch, slots, "max_new_tokens")
         if self.runtime.on_gpu:

@@ -14,15 +14,15 @@ from .past import Past
 class State(nn.Module):
     """B sequences of up to `capacity` tokens, their key-value cache, and the tree to be verified next.
 
-    The last committed token of row b is ``tokens[b, lengths[b]]``; it has no keys and values yet and is the root of the
-    next tree. Slots below ``lengths[b]`` of the cache are committed; what lies beyond is never seen.
+    The last committed token of row b is ``tokens[b, lengths[b]]``, the root of the next tree, without keys and values.
+    Cache slots below ``lengths[b]`` are committed, later ones never seen. The prompt [5, 8, 3] has length 2 and root 3.
     """
 
     tree_probs: Tensor | None
     position_offsets: Tensor | None
 
     def __init__(self, graph: ModelGraph, batch: int, capacity: int, device: torch.device, drawn: int = 0):
-        """`drawn`: nodes at most of trees that the drafter draws, and gives the distributions of (0: it does not)."""
+        """drawn: most nodes of trees that the drafter draws and gives distributions of; 0 for other drafters."""
         super().__init__()
         self.batch, self.dtype = batch, graph.dtype
         self.position_limit = graph.position_limit
@@ -52,12 +52,12 @@ class State(nn.Module):
         else:
             self.tree_probs = None
         if graph.shifts_positions:
-            buffer("position_offsets", batch)  # what a row's positions have more than its slots
+            buffer("position_offsets", batch)  # positions of a row minus its slots
         else:
             self.position_offsets = None
         self.kv = Cache(graph, batch, capacity)
         self.on_gpu = device.type == "cuda"
-        self._eos: list[int] | None = []  # what `reset` has put into `is_eos`
+        self._eos: list[int] | None = []  # the tokens in `is_eos`; None if rows differ
         self.root()
 
     @property
@@ -81,9 +81,9 @@ class State(nn.Module):
         self.kv.share(other.kv)
 
     def enter(self, row: int, prompt: list[int], eos: list[int], **numbers: int | float) -> None:
-        """Begin a new sequence in one row, while the others go on; it is finished until somebody says otherwise.
+        """Begin a new sequence in one row while the others go on. The caller has to unset its `finished`.
 
-        prompt: token ids. eos: ids of the tokens that end it. numbers: for the [B] buffers of these names.
+        prompt: token ids. eos: ids of the tokens that end it. numbers: values for the [B] buffers of these names.
         """
         numbers["prompt_lengths"] = len(prompt)
         buffers = {name: getattr(self, name)[row : row + 1] for name in numbers}
@@ -107,8 +107,7 @@ class State(nn.Module):
         self._eos = None  # rows differ
 
     def fill(self, past: Past, lengths: list[int]) -> None:
-        """Take over what exists already of the prompts given to `reset`: keys and values, of which `lengths` [B] count,
-        and states."""
+        """Take over states, keys and values of the prompts given to `reset`; the first `lengths` [B] tokens count."""
         self.kv.states.fill(past.states)
         for number, (keys, values) in enumerate(past.layers):
             key_cache, value_cache, scales = self.kv.layer(number)
@@ -124,7 +123,7 @@ class State(nn.Module):
         self.lengths.copy_(torch.tensor(lengths))
 
     def resize(self, slots: int) -> None:
-        """Make room for `slots` tokens a row. The texts stay; the cache is not touched."""
+        """Make room for `slots` tokens a row. The texts stay; the cache does not change."""
         longer = torch.zeros(self.batch, slots, dtype=torch.int64, device=self.tokens.device)
         longer[:, : self.capacity] = self.tokens
         self.tokens = longer
@@ -133,16 +132,12 @@ class State(nn.Module):
         self, prompts: list[list[int]], min_lengths: list[int], max_lengths: list[int], eos: list[int],
         ids: Tensor | None = None, position_offsets: list[int] | None = None,
     ) -> None:  # fmt: skip
-        """Begin B new sequences. Lengths count committed tokens, prompt included.
-
-        ids: `prompts` as [B, W] int64 on the CPU, if they have one length and it is at hand.
-        position_offsets: what the positions of each row [B] have more than its slots; None: nothing.
-        """
+        """Begin B new sequences; see `Request` for the arguments."""
         lengths = [len(prompt) for prompt in prompts]
         if ids is None:
             ids = nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
-        # All numbers travel together, because each copy to a GPU takes as long as a small kernel. Memory that is pinned
-        # anew for each call is free to be written, so that nothing waits.
+        # One copy for all numbers, because each copy to a GPU takes as long as a small kernel. Newly pinned memory has
+        # no copy under way, so that nothing waits.
         buffers = [self.lengths, self.prompt_lengths, self.min_lengths, self.max_lengths]
         numbers = torch.empty(len(buffers) * self.batch + ids.numel(), dtype=torch.int64, pin_memory=self.on_gpu)
         few = numbers.numpy()[: len(buffers) * self.batch]
@@ -161,11 +156,11 @@ class State(nn.Module):
             self._eos = [*eos]
 
     def tree(self, nodes: int) -> Tree:
-        """The first `nodes` nodes of the pending trees; parents come first, so every prefix of a tree is a tree. Slots
-        that are not in use lengthen the path to the last node, because attention pays for each leaf.
+        """The first `nodes` nodes of the pending trees; parents come first, so every prefix of a tree is a tree. Unused
+        slots form a chain, because attention pays for each leaf: parents [-1, 0, 0] become [-1, 0, 0, 2, 3] of 5 nodes.
 
-        Copies: the round writes the next trees into the same buffers, and Inductor of torch 2.11 may move a read of a
-        view after that write.
+        They are copies, because the round writes the next trees into the same buffers, and Inductor of torch 2.11 may
+        move a read of a view after that write.
         """
         number = torch.arange(nodes, device=self.tokens.device)
         real = number < self.tree_count.clone()[:, None]
@@ -174,14 +169,14 @@ class State(nn.Module):
         return Tree(self.tree_tokens[:, :nodes].clone(), parents, real, probs)
 
     def root(self) -> None:
-        """The pending trees become only the last committed tokens."""
+        """Reduce the pending trees to their roots, the last committed tokens."""
         self.tree_tokens[:, :1] = self.tokens.gather(1, self.lengths[:, None])
         self.tree_parents[:, :1] = -1
         self.tree_count.fill_(1)
         self.tree_hint.zero_()
 
     def draw_tree(self) -> None:
-        """Put random tokens, always the same, in the place of the pending trees."""
+        """Replace the tokens of the pending trees by random ones, always the same."""
         shape, generator = self.tree_tokens.shape, torch.Generator().manual_seed(0)
         self.tree_tokens.copy_(torch.randint(self.is_eos.shape[1], shape, generator=generator))
 
@@ -191,8 +186,9 @@ class State(nn.Module):
     ) -> None:  # fmt: skip
         """Set the trees to be verified next; `hint` [B] is the drafter's bucket of confidence (0: least).
 
-        `probs` [B, N, V]: see `Tree`; of a drafter that draws its tokens. `scores` [B, N] float32: the sum of the
-        drafter's log-probabilities from the root down to each node, which `drafters.union` compares with n-grams.
+        probs: [B, N, V], see `Tree`; of a drafter that draws its tokens.
+        scores: [B, N] float32, sums of the drafter's log-probabilities from the root to each node, for
+            `drafters.union`.
         """
         self.tree_tokens[:, : tokens.shape[1]] = tokens
         self.tree_parents[:, : tokens.shape[1]] = parents
@@ -202,27 +198,27 @@ class State(nn.Module):
             self.tree_probs[:, : probs.shape[1]] = probs
 
     def positions(self, offsets: Tensor) -> Tensor:
-        """Positions of the slots lengths + offsets [B, N], kept inside a learned position table (only slots never
-        committed lie outside)."""
+        """Positions of the slots lengths + offsets [B, N], clamped to a learned table, outside of which nothing is
+        committed: lengths [2, 9], offsets [0, 1, 1], position_limit 10 give [[2, 3, 3], [9, 9, 9]]."""
         positions = self.lengths[:, None] + offsets
         if self.position_offsets is not None:
             positions = positions + self.position_offsets[:, None]
         return positions if self.position_limit is None else positions.clamp(max=self.position_limit - 1)
 
     def forbid_early_eos(self, logits: Tensor, depth: Tensor) -> Tensor:
-        """Minus infinity for end-of-sequence tokens of nodes [B, N] whose row would be shorter than its minimum."""
+        """Logits with -inf for end-of-sequence tokens after nodes [B, N] where the row would be too short."""
         early = self.lengths[:, None] + 1 + depth < self.min_lengths[:, None]
         return logits.masked_fill(early[:, :, None] & self.is_eos[:, None, :], float("-inf"))
 
     def commit(self, accepted: Accepted) -> Tensor:
-        """Add the accepted tokens to each unfinished row, move their keys and values into place, lead states over them,
-        and stop rows.
+        """Add the accepted tokens to each unfinished row with their keys, values and states, and stop rows.
 
-        Returns how many tokens each row [B] really gained: those up to its first end-of-sequence token or its limit.
+        Returns the tokens that each row [B] gained, up to its first end-of-sequence token or its limit. With lengths
+        [6], path [[0, 2, 5]] and count 3, slots 6, 8 and 11 of the cache move to 6, 7 and 8.
         """
         nodes = accepted.tokens.shape[1]
         number = torch.arange(nodes, device=self.tokens.device)
-        tokens = accepted.tokens.clamp(min=0)  # -1: nothing could be drawn, which the engine will report
+        tokens = accepted.tokens.clamp(min=0)  # -1: nothing could be drawn; the engine reports it
         ends = self.is_eos.gather(1, tokens) & (number < accepted.count[:, None])
         until_end = torch.where(ends, number + 1, nodes + 1).amin(dim=1)
         room = (self.max_lengths - (self.lengths + 1)).clamp(min=0)

@@ -1,4 +1,4 @@
-"""`Turns`: who may use a model now."""
+"""`Turns`: the lock of a model."""
 
 import threading
 import time
@@ -13,9 +13,9 @@ class Turns:
     """A lock around one model: one thread has it at a time, and may take it several times over.
 
     As a context manager it is the turn of a call. Calls go in the order in which they came. A batch of requests takes a
-    turn for every round, between two calls or before the first. While both wait, each has half of the time: after a
-    call of t seconds, rounds of t seconds come before the next call. So a request waits for one call at most until its
-    next round, and a call waits, for each call before it, at most twice as long as that takes.
+    turn for every round. While both wait, each has half of the time: after a call of t seconds, rounds of t seconds
+    come before the next call. So a request waits for at most one call until its next round, and a call at most twice
+    the time of the calls before it.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Turns:
         """A ticket for each call that waits, the first one first."""
         self._rounds: deque[object] = deque()
         self._batches = 0
-        """Batches that are inside `rounds`, which will take their next turn soon."""
+        """Batches inside `rounds`."""
         self._owed = 0.0
         """Seconds that rounds may run before the next call."""
 
@@ -43,7 +43,7 @@ class Turns:
 
     @contextmanager
     def rounds(self) -> Iterator[None]:
-        """A stretch of rounds, each of which takes a turn `of_a_round`; calls leave them their share of the time."""
+        """A context of rounds, each in a turn `of_a_round`; calls leave them their share of the time."""
         with self._changed:
             self._batches += 1
         try:
@@ -70,7 +70,7 @@ class Turns:
                 self._give_back()
 
     def renew(self) -> None:
-        """In a forked process, which has this thread only: forget all others, and a lock that one of them had."""
+        """In a forked process, which has only this thread: forget all others, and a lock of theirs."""
         if not self.is_mine:
             self._owner, self._depth = None, 0
         self._changed = threading.Condition()
@@ -84,7 +84,7 @@ class Turns:
         return self._owner == threading.get_ident()
 
     def _take(self, queue: deque, may_go) -> None:
-        """Wait until nobody has it, this thread is the first of its `queue`, and `may_go` says so."""
+        """Wait until nobody has it, this thread is the first of its `queue`, and `may_go()` is True."""
         with self._changed:
             if not self.is_mine:
                 queue.append(ticket := object())

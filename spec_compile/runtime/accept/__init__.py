@@ -1,4 +1,4 @@
-"""Which tokens of a verified tree are accepted. `Route` says what decides it when."""
+"""Accepting tokens of a verified tree. `Route` says where and how."""
 
 from enum import Enum
 
@@ -28,9 +28,9 @@ class Route(Enum):
     ON_HOST         anything else                              `host.HostAcceptor`   `rejection.accept_drawn`
     =============== ========================================== ===================== ========================
 
-    On a CPU the host is faster than drawing in the round, because it processes no node that is not reached. All routes
-    that draw give the same tokens for a seed, whatever the route. Under a grammar, ON_HOST is `GreedyGrammars` or
-    `DrawnGrammars` where the other processors permit it.
+    On a CPU the host is faster than drawing in the round, because it processes only nodes that are reached. All routes
+    that draw give the same tokens for a seed. Under a grammar, ON_HOST is `GreedyGrammars` or `DrawnGrammars` if the
+    other processors permit it.
 
     A new route is a file in this folder, a row above, a branch of `choose_route` and one of `make_acceptor`.
     """
@@ -45,10 +45,9 @@ def choose_route(
 ) -> Route:
     """The route that serves one ``generate()``.
 
-    generation_config: transformers' GenerationConfig, of which `do_sample` is read.
-    processors: the logits processors.
+    generation_config: transformers' GenerationConfig; only `do_sample` is read.
     device: of the model.
-    keeps_scores: whether scores or logits of every token are returned.
+    keeps_scores: True if scores or logits of every token are returned.
     has_first_logits: True if the target's logits after the prompts are known before the first round.
     """
     if keeps_scores or has_first_logits:
@@ -83,7 +82,7 @@ def make_acceptor(
 
 
 def _rowwise_grammars(answer: Answer, processors: list) -> list:
-    """The processors with `Grammars` in place of xgrammar's, unless there are others that need rows in lockstep."""
+    """The processors with `Grammars` in place of xgrammar's, unless another one needs rows in lockstep."""
     if not all(is_grammar(processor) or is_known(processor, ROWWISE) for processor in processors):
         return processors
     return type(processors)(Grammars(each, answer.rows) if is_grammar(each) else each for each in processors)

@@ -19,10 +19,10 @@ def chain_numbers(seed: Tensor, row: Tensor, gained: Tensor, nodes: int) -> Tens
 
 
 def accept_chain(target: Tensor, draft: Tensor, tokens: Tensor, real: Tensor, u: Tensor) -> Accepted:
-    """The tokens that `rejection.accept_drawn` gives down a chain, node by node.
+    """The tokens that `rejection.accept_drawn` gives down a chain, for all rows at once.
 
-    target: [B, N, V] float64, what the token after each node should be drawn from, normalised.
-    draft: [B, N, V] float, what each node's child was drawn from; it is normalised here.
+    target: [B, N, V] float64, normalised; the target's distribution after each node.
+    draft: [B, N, V] float; the distribution that each node's child was drawn from, normalised here.
     tokens: [B, N] int64. real: [B, N] bool, the nodes in use, which are the first ones of each row.
     u: [B, N, 2] float64 in [0, 1). The first number tests the node's child, and the second draws the token if the
         child is rejected. After the last child the first number draws.

@@ -1,4 +1,4 @@
-"""Drawing a token after every node at once, as a part of a captured round."""
+"""Drawing a token after every node at once, inside a captured round."""
 
 from dataclasses import dataclass
 
@@ -21,10 +21,9 @@ BY_ROW = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "Mi
 class DrawInRound:
     """Draws after every node of the trees and follows what was drawn; the tokens are those of `host.HostAcceptor`.
 
-    processors: logits processors that `takes` accepts. They are applied to all nodes at once, and nothing here waits
-        for the device.
+    processors: logits processors that `takes` accepts, applied to all nodes at once. Nothing here waits for the device.
 
-    The seed lies in `State.seed`. `key` is what a captured round depends on.
+    The seed lies in `State.seed`. A captured round depends on `key`.
     """
 
     def __init__(self, processors: list):
@@ -69,8 +68,9 @@ class DrawInRound:
 class RowSettings:
     """How the tokens of one row are drawn. The defaults exclude none.
 
-    top_k: tokens that are kept; 0 keeps all. excluded_p: the probability of the tail that top_p excludes, 1 - top_p; -1
-    excludes none. min_p: share of the largest probability below which tokens are excluded.
+    top_k: tokens that are kept; 0 keeps all.
+    excluded_p: 1 - top_p, the probability of the excluded tail; -1 excludes none.
+    min_p: share of the largest probability below which tokens are excluded.
     """
 
     top_k: int = 0
@@ -96,7 +96,7 @@ class RowSettings:
         return cls(**settings)
 
     def merge(self, other: "RowSettings | None") -> "RowSettings":
-        """Settings that exclude something by each of the ways by which either does."""
+        """Settings with each kind of exclusion that either has."""
         if other is None:
             return self
         names = ("top_k", "excluded_p", "min_p")
@@ -108,12 +108,10 @@ class RowSettings:
 
 
 class DrawRows(DrawInRound):
-    """Draws after every node of the trees with the settings of the node's row, which lie in the `State`; rows of
-    temperature 0 take the likeliest token.
+    """Draws the tokens of `DrawInRound` with each row's own settings, by the same operations on a row.
 
-    settings: of the rows, merged. A captured round depends on which of them any row has, not on their values.
-
-    The tokens are those of `DrawInRound` with one row's processors, because every operation on a row is the same.
+    Settings lie in the `State`; rows of temperature 0 take the likeliest token.
+    settings: of the rows, merged. A captured round depends on the kinds of exclusion, not on their values.
     """
 
     def __init__(self, settings: RowSettings):
@@ -123,13 +121,13 @@ class DrawRows(DrawInRound):
         self.key = ("rows", self.has_top_k, self.has_top_p, self.has_min_p)
 
     def process(self, state: State, scores: Tensor) -> Tensor:
-        """The processed scores of [B, N, V], as transformers' processors do it."""
+        """The scores [B, N, V], processed as by transformers."""
         vocab, drawn = scores.shape[2], state.temperature > 0
 
         def of_rows(values: Tensor) -> Tensor:
             return values[:, None, None]
 
-        # Division by a number is multiplication by its reciprocal on a GPU, which rounds otherwise than division.
+        # On a GPU torch divides by a number as a product with its reciprocal, which rounds differently.
         tokens = torch.arange(vocab, device=scores.device)
         likeliest = torch.where(tokens == argmax(scores)[..., None], 0.0, -torch.inf)
         warm = scores * of_rows(1.0 / torch.where(drawn, state.temperature, 1.0))
@@ -150,6 +148,6 @@ class DrawRows(DrawInRound):
 
 
 def _settings(processor) -> list[tuple[str, str]]:
-    """The attributes of a processor that decide what it does."""
+    """The attributes of a processor, by value."""
     plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(processor).items()}
     return sorted((name, repr(value)) for name, value in plain.items())

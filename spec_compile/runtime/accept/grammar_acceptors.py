@@ -1,5 +1,4 @@
-"""Acceptance under a grammar, with few looks at a GPU: rows go down their trees along tokens that were chosen after all
-nodes at once, as far as the grammar lets them."""
+"""Acceptance under a grammar with few copies from a GPU: rows follow tokens chosen after all nodes at once."""
 
 import torch
 from torch import Tensor
@@ -17,8 +16,10 @@ from .row_invariant import row_invariant
 class Walk:
     """One row's way down its tree.
 
-    tokens, parents, real, guesses: [N] lists, of the tree's nodes and of what probably follows them.
-    path: nodes that were entered. gained: the tokens chosen after them; that after the last node may still be missing.
+    tokens, parents, real, guesses: [N] lists; the tree's nodes, and the tokens that probably follow them.
+    path: nodes that were entered.
+    gained: the tokens chosen after them, perhaps not yet after the last: tokens = [7, 4, 9], parents = [-1, 0, 1] and
+        guesses = [4, 5, 6] give path [0, 1], gained [4, 5] if both guesses are legal; no child of node 1 has token 5.
     """
 
     def __init__(self, tokens: list[int], parents: list[int], real: list[int], guesses: list[int]):
@@ -26,7 +27,7 @@ class Walk:
         self.children = {edge[:2]: node for node, edge in enumerate(zip(parents, tokens, real)) if node > 0 and edge[2]}
 
     def enter(self) -> bool:
-        """Go to the child that has the last token, or first to the root; whether there is one."""
+        """Go to the child that has the last token, or first to the root. True if there is one."""
         node = self.children.get((self.path[-1], self.gained[-1])) if self.path else 0
         if node is not None:
             self.path.append(node)
@@ -46,7 +47,7 @@ class GrammarWalks(HostAcceptor):
         self.grammars = next(each for each in self.processors.processors if isinstance(each, Grammars))
 
     def begin(self, tree: Tree, guesses: Tensor) -> dict[int, Walk]:
-        """The walks of the rows that go on, by row. guesses: [B, N] int64, what probably follows each node."""
+        """The walks of the rows that go on, by row. guesses: [B, N] int64, the probable token after each node."""
         columns = torch.stack([tree.tokens, tree.parents, tree.real, guesses], dim=1).tolist()  # waits for a GPU
         walks = {row: Walk(*columns[row]) for row in range(len(columns)) if self._goes_on(row)}
         for row in walks:
@@ -54,19 +55,19 @@ class GrammarWalks(HostAcceptor):
         return walks
 
     def choose(self, row: int, walk: Walk, token: int) -> None:
-        """Take a token that was chosen under the mask. Where no token is legal, `Grammars.follow` raises once the row
-        needs another one, as plain decoding does."""
+        """Take a token that was chosen under the mask. If none was legal, `Grammars.follow` raises once the row needs
+        another one, as plain decoding does."""
         walk.gained.append(token)
         walk.is_over = not self.grammars.accept(row, token)
 
     def is_over(self, row: int, walk: Walk) -> bool:
-        """True if the last of the tokens that the row gains in this round ends it."""
+        """True if the last token of the walk ends the row."""
         answer, gained = self.answer, walk.gained
         length = answer.prompt_width + len(answer.rows[row]) + len(gained)
         return walk.is_over or length >= answer.longest or (bool(gained) and gained[-1] in answer.eos)
 
     def end(self, walks: dict[int, Walk], batch: int, nodes: int) -> Accepted:
-        """Give the answer what the rows have gained; the accepted nodes, on the CPU."""
+        """Give the rows' tokens to the answer. Returns the accepted nodes, on the CPU."""
         path, tokens = torch.zeros(2, batch, nodes, dtype=torch.int64)
         count = torch.ones(batch, dtype=torch.int64)
         for row, walk in walks.items():
@@ -78,11 +79,11 @@ class GrammarWalks(HostAcceptor):
 
 
 class GreedyGrammars(GrammarWalks):
-    """Takes the target's likeliest legal tokens, as `HostAcceptor` does where a grammar is the only processor.
+    """Takes the target's likeliest legal tokens, as `HostAcceptor` does with a grammar as the only processor.
 
-    The likeliest token after every node is known at once. If it is legal, it is the likeliest legal one, so a mask is
-    needed only where it is illegal. Each row goes down its tree until it comes to such a token; then the masks of the
-    rows that stand there are copied together, and the rows go on from their likeliest legal tokens.
+    The likeliest token after every node is known at once, and needs a mask only if it is illegal. Each row goes down
+    its tree to the first illegal token. The masks of all such rows are then copied together, and the rows go on from
+    their likeliest legal tokens.
     """
 
     def __call__(self, tree: Tree, logits: Tensor) -> Accepted:
@@ -100,7 +101,7 @@ class GreedyGrammars(GrammarWalks):
         return self.end(walks, *tree.tokens.shape)
 
     def _walk(self, row: int, walk: Walk) -> bool:
-        """Go down as far as tokens are legal; returns whether the row stands before one that is not."""
+        """Go down as far as tokens are legal. Returns True if the next one is illegal."""
         while not self.is_over(row, walk) and walk.enter():
             if not self.grammars.accept(row, walk.guess):
                 return True
@@ -109,13 +110,12 @@ class GreedyGrammars(GrammarWalks):
 
 
 class DrawnGrammars(GrammarWalks):
-    """Draws the tokens that `HostAcceptor` draws, where there is a grammar among processors that `takes` accepts.
+    """Draws the tokens that `HostAcceptor` draws, with a grammar among processors that `takes` accepts.
 
-    On a GPU a guess is drawn after every node, without the mask. Each row goes down along its guesses as far as they
-    are legal, and notes the mask of every node that it enters. Tokens are then drawn under these masks, which one copy
-    brings, with the same random numbers. Up to the first that is not the guess they are what the row gains; from there
-    it goes on in the same way. On a CPU, which is not waited for, and for drafts that were drawn, it is a
-    `HostAcceptor`.
+    On a GPU a guess is drawn after every node, without the mask. Each row follows its guesses while they are legal, and
+    notes the mask of every node that it enters. Tokens are then drawn under these masks, which one copy brings, with
+    the same random numbers. The row gains them up to the first that is not the guess, and goes on from there in the
+    same way. On a CPU, and for drafts that were drawn, it is a `HostAcceptor`.
     """
 
     @staticmethod
@@ -140,8 +140,8 @@ class DrawnGrammars(GrammarWalks):
         going = list(walks)
         bits = torch.empty(len(going) * nodes, self.grammars.bitmask.shape[1], dtype=torch.int32)
         while going:
-            stretches: list[tuple[int, int]] = []  # of each row: tokens before its stretch, and nodes of the stretch
-            entered: list[tuple[int, int]] = []  # (row, node), whose masks are the first of `bits`
+            stretches: list[tuple[int, int]] = []  # of each row: tokens before it, and nodes in it
+            entered: list[tuple[int, int]] = []  # (row, node) of each mask in `bits`
             for row in going:
                 before, begin = len(walks[row].gained), len(entered)
                 self._guess_on(row, walks[row], bits, entered)
@@ -158,9 +158,9 @@ class DrawnGrammars(GrammarWalks):
         return self.end(walks, batch, nodes)
 
     def _draw(self, logits: Tensor, numbers: Tensor, bits: Tensor | None = None) -> Tensor:
-        """A token [R] after each of R nodes, -1 where there is nothing to draw from.
+        """A token [R] after each of R nodes, -1 if there is nothing to draw from.
 
-        logits: [R, V]. numbers: [R] float64. bits: [R, W] int32 on the CPU, the masks; None masks nothing.
+        logits: [R, V]. numbers: [R] float64. bits: [R, W] int32 on the CPU, the masks, or None.
         """
         scores = logits.float()
         with row_invariant(scores.device, self.processors.processors):
@@ -186,7 +186,7 @@ class DrawnGrammars(GrammarWalks):
                 break
 
     def _settle(self, row: int, walk: Walk, before: int, chosen: list[int]) -> bool:
-        """Replace guesses after the first `before` tokens by the `chosen` tokens; returns True if they differ."""
+        """Replace guesses after the first `before` tokens by the `chosen` tokens. Returns True if any differs."""
         for index, token in enumerate(chosen, before):
             if walk.gained[index : index + 1] == [token]:
                 continue

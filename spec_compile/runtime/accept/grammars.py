@@ -1,4 +1,4 @@
-"""Grammars of xgrammar, whose states follow the tokens that each row of a batch has gained."""
+"""Grammars of xgrammar that follow the tokens of each row of a batch."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ REUSED = "it has served a call, whose tokens its grammars have followed; make a 
 
 
 def is_grammar(processor) -> bool:
-    """True if a logits processor is xgrammar's, told by name, because xgrammar need not be installed."""
+    """True if a logits processor is xgrammar's, by name, because xgrammar need not be installed."""
     cls = type(processor)
     return (cls.__module__, cls.__name__) == ("xgrammar.contrib.hf", "LogitsProcessor")
 
@@ -44,14 +44,13 @@ def _matcher(grammar):
 
 
 class Grammars(LogitsProcessor):
-    """Does what xgrammar's processor does, with rows at different lengths.
+    """xgrammar's processor for rows of different lengths.
 
-    processor: xgrammar's, which `check_grammars` has let pass. It is used up.
-    gained: the tokens that each row has gained [B lists], to which the caller adds.
-
-    rows: [R] int64, the rows whose scores `__call__` is given; see `processors.OF_ROWS`.
-    bitmask: [B, ceil(V / 32)] int32 on the CPU. Bit t % 32 of number t // 32 says whether token t may come next. Behind
-    the token that ended its grammar, a row keeps the mask before that token, as it does with xgrammar's processor.
+    processor: xgrammar's, checked by `check_grammars`; it is used up.
+    gained: tokens of each row [B lists], to which the caller adds.
+    rows: [R] int64, the rows of the scores that `__call__` gets; see `processors.OF_ROWS`.
+    bitmask: [B, ceil(V / 32)] int32 on the CPU. Bit t % 32 of number t // 32 is 1 if token t may come next: token 70 is
+        bit 6 of number 2. After a row's grammar has ended, the mask before its last token stays, as with xgrammar.
     """
 
     def __init__(self, processor, gained: list[list[int]]):
@@ -88,7 +87,7 @@ class Grammars(LogitsProcessor):
             legal = bool(self.bitmask[row, token // 32] >> (token % 32) & 1)
         else:
             legal = matcher.accept_token(token)
-            if legal and matcher.is_terminated():  # all that follows is masked as this token, perhaps not filled yet
+            if legal and matcher.is_terminated():  # keep the mask of this token, which may not be filled yet
                 matcher.rollback(1)
                 self.fill(row)
                 matcher.accept_token(token)
@@ -102,8 +101,7 @@ class Grammars(LogitsProcessor):
             self.followed[row] -= count
 
     def fill(self, row: int, bits: Tensor | None = None, index: int = 0) -> None:
-        """Write the mask of what may follow all that the row's matcher has accepted to its row of `bitmask`, or to
-        ``bits[index]``."""
+        """Write the mask of the row's next token to its row of `bitmask`, or to ``bits[index]``."""
         if not self.matchers[row].is_terminated():
             self.matchers[row].fill_next_token_bitmask(*(self.bitmask, row) if bits is None else (bits, index))
         elif bits is not None:

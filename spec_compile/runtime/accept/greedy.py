@@ -1,4 +1,4 @@
-"""Greedy acceptance inside a round, and the way down a tree along tokens that are chosen at all nodes at once."""
+"""Greedy acceptance inside a round, and the path down a tree by the tokens chosen at all nodes."""
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ def accept_greedy(tree: Tree, ancestors: Tensor, depth: Tensor, logits: Tensor) 
 
 
 def follow(tree: Tree, ancestors: Tensor, depth: Tensor, choice: Tensor) -> Accepted:
-    """The path from the root to the deepest node all of whose ancestors were chosen.
+    """The path from the root to the deepest node that was chosen with all its ancestors.
 
-    ancestors, depth: [B, N] int64, see `tree.ancestry`. choice: [B, N] int64, the token chosen to follow each node.
-    Siblings are distinct, so at most one path matches.
+    ancestors, depth: [B, N] int64, see `tree.ancestry`. choice: [B, N] int64, the token chosen after each node.
+    Siblings are distinct, so at most one path matches: tokens [7, 4, 9, 5], parents [-1, 0, 0, 2] and choice
+    [9, 1, 5, 3] give path [0, 2, 3] (count 3) and tokens [9, 5, 3].
     """
     nodes = tree.tokens.shape[1]
     if nodes == 1:

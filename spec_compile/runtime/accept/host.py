@@ -1,4 +1,4 @@
-"""Accepting tokens on the host, down each tree, exactly as plain decoding chooses them."""
+"""Accepting tokens on the host, down each tree, as plain decoding chooses them."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from .row_invariant import row_invariant
 
 
 class HostAcceptor:
-    """Goes down verified trees one level at a time. At each node it processes the logits, chooses a token, and goes on
-    to the child that has this token.
+    """Goes down verified trees level by level: processes a node's logits, chooses a token, goes to its child.
 
     answer: takes the tokens as they are chosen.
     processors: any logits processors. Only nodes that are reached are processed, each with its true prefix.
@@ -22,8 +21,8 @@ class HostAcceptor:
     ranks: the processes that share the model; processors run on all of them, and the first one's choice counts.
 
     If all processors are known to treat rows by themselves, each row goes as far as its tree allows. Otherwise rows go
-    in lockstep, which also serves processors that remember what they saw. Then processors, stopping criteria and
-    streamer are called in the order and with the arguments of plain decoding.
+    in lockstep, and processors, stopping criteria and streamer are called in the order and with the arguments of plain
+    decoding, which also serves processors with a memory.
 
     A token is drawn with the random number of its row and position, so it does not depend on what was drafted. Drafts
     that were themselves drawn (``tree.probs``) are tested by `rejection.accept_drawn` instead.

@@ -12,7 +12,7 @@ OF_SCORES = {
     "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor",
     "LogitNormalization", "SuppressTokensLogitsProcessor",
 }  # fmt: skip
-"""transformers' processors that look at nothing but the scores."""
+"""transformers' processors that read only the scores."""
 WAITING = {"TopHLogitsWarper", "EtaLogitsWarper"}
 """Processors of `OF_SCORES` that make the host wait for a GPU, because torch.distributions checks its arguments."""
 MINIMA = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
@@ -31,13 +31,12 @@ OF_ROWS = ("prompt_ignore_length", "encoder_input_ids", "rows")
 
 
 class Processors:
-    """A list of logits processors, applied to some rows of a batch whose prefixes may have different lengths.
+    """Applies logits processors to rows of a batch whose prefixes may have different lengths.
 
-    processors: transformers' LogitsProcessorList. batch: rows of the batch.
-
-    `rowwise` is whether all of them are known to treat each row by itself, and to remember nothing or to follow the
-    answer as `Grammars` do. Others must be called as plain decoding calls them, which is with all rows of the batch, at
-    one length, once for each token.
+    processors: transformers' LogitsProcessorList.
+    batch: rows of the batch.
+    rowwise: True if all are known to treat each row by itself, and to remember nothing or to follow the answer as
+        `Grammars` do. Others need the calls of plain decoding: with all rows, at one length, once for each token.
     """
 
     def __init__(self, processors: list, batch: int):
@@ -75,7 +74,7 @@ def is_known(processor, names: set[str]) -> bool:
 
 
 def _for_rows(processor, rows: Tensor):
-    """The processor, or if it holds values for every row of the batch, a copy that holds those of `rows`."""
+    """The processor; if it has values for every row, a copy with those of `rows`."""
     values = {name: getattr(processor, name, None) for name in OF_ROWS}
     values = {name: value[rows] for name, value in values.items() if isinstance(value, Tensor) and value.dim() > 0}
     if values:

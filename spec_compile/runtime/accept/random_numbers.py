@@ -1,4 +1,4 @@
-"""Random numbers by counter, and the token that is drawn with one."""
+"""Random numbers by counter, and the tokens drawn with them."""
 
 import torch
 from torch import Tensor
@@ -14,14 +14,12 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 def uniform(seed: int | Tensor, row: Tensor, position: Tensor, stream: int | Tensor = 0) -> Tensor:
-    """Random numbers in [0, 1), float64, that depend on nothing but (seed, row, position, stream).
+    """Random numbers in [0, 1), float64, that depend only on (seed, row, position, stream).
 
-    seed: an int, or int64.
-    row, position, stream: int64, which with `seed` broadcast to the shape of the result. They are the row of the
-        batch, the tokens that the row had generated, and which one of the numbers for that position it is.
+    All arguments are int64 and broadcast to the shape of the result; `seed` and `stream` may be ints.
+    row: of the batch. position: tokens that the row has generated. stream: the number's index at that position.
 
-    The counters go one after the other through the finaliser of SplitMix64 (Steele, Lea and Flood 2014, section 3), in
-    arithmetic modulo 2**64.
+    The arguments go in turn through the finaliser of SplitMix64 (Steele, Lea and Flood 2014, section 3), modulo 2**64.
     """
     bits = mix(seed + _GOLDEN if isinstance(seed, Tensor) else torch.full_like(row, seed) + _GOLDEN)
     for counter in (row, position, stream):
@@ -31,10 +29,8 @@ def uniform(seed: int | Tensor, row: Tensor, position: Tensor, stream: int | Ten
 
 
 def counter(count: int, device: torch.device) -> Tensor:
-    """0 .. count - 1 as int64 [count], to be given to `uniform` in a compiled graph.
-
-    Inductor would turn a plain arange into an index, whose product with the constants of `uniform` overflows.
-    """
+    """0 .. count - 1 as int64 [count] for `uniform` in a compiled graph. Inductor would turn a plain arange into an
+    index, whose product with the constants of `uniform` overflows."""
     return torch.arange(count, device=device) | 0
 
 
@@ -51,7 +47,7 @@ def _shift(bits: Tensor, by: int) -> Tensor:
 
 
 def probabilities(scores: Tensor) -> Tensor:
-    """The softmax of scores [R, V] in float64; RuntimeError where there is none (NaN, or every token excluded)."""
+    """The softmax of scores [R, V] in float64; RuntimeError if there is none (NaN, or every token excluded)."""
     weights = scores.double().softmax(dim=-1)
     if not weights.isfinite().all():
         raise RuntimeError(NO_PROBABILITIES)
@@ -61,7 +57,8 @@ def probabilities(scores: Tensor) -> Tensor:
 def draw(weights: Tensor, u: Tensor) -> Tensor:
     """The token [R] int64 at which the running sum of `weights` first exceeds `u` times their total.
 
-    weights: [R, V] float64, not negative; a token of weight 0 is never drawn. u: [R] float64 in [0, 1).
+    weights: [R, V] float64, not negative; weight 0 is never drawn. u: [R] float64 in [0, 1).
+    Weights [0, 2, 0, 6] have the sums 0, 2, 2, 8: u < 0.25 draws token 1, any other token 3.
     """
     sums = weights.cumsum(dim=1)
     return torch.searchsorted(sums, (u * sums[:, -1])[:, None], right=True)[:, 0]

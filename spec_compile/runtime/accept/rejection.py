@@ -1,10 +1,9 @@
-"""Rejection sampling: testing drafts that were themselves drawn, so that tokens stay distributed as the target's.
+"""Rejection sampling: tests drawn drafts so that tokens stay distributed as the target's.
 
-A draft x that was drawn from q is accepted with probability min(1, p(x) / q(x)), where p is what it should have been
-drawn from. If it is rejected, the token is drawn from max(p - q, 0), normalised. Over both cases the token is
-distributed as p (Leviathan et al. 2023, arXiv:2211.17192, section 2.3). A second draft that was drawn without
-replacement is tested in the same way, with the normalised residual as p, and with q without the first draft (recursive
-rejection sampling without replacement: Jeon et al. 2024, arXiv:2402.14160, section 3.2).
+A draft x drawn from q is accepted with probability min(1, p(x) / q(x)), where p is the target's distribution. After a
+rejection the token is drawn from max(p - q, 0), normalised. In total the token is distributed as p (Leviathan et al.
+2023, arXiv:2211.17192, section 2.3). A second draft, drawn without replacement, is tested in the same way with the
+normalised residual as p, and with q without the first draft (Jeon et al. 2024, arXiv:2402.14160, section 3.2).
 """
 
 import torch
@@ -16,8 +15,7 @@ from .random_numbers import draw
 def is_accepted(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
     """True if drafts are accepted: bool, with probability min(1, p / q).
 
-    u: float64 in [0, 1), the random number of each draft. p, q: the probability of the draft's token in the target
-    and in the draft. All three broadcast.
+    u: float64 in [0, 1). p, q: the probability of the draft's token in the target and in the draft. All broadcast.
     """
     return u * q < p
 
@@ -34,10 +32,10 @@ def residual(target: Tensor, draft: Tensor, rejected: Tensor) -> Tensor:
 
 
 def accept_drawn(target: Tensor, draft: Tensor, children: list[int], u: Tensor) -> Tensor:
-    """The token after one node of a tree: that of an accepted child, or one from the residual; 0-dim int64.
+    """The token after one node of a tree, 0-dim int64: an accepted child's, or one from the residual.
 
-    target: [V] float64, normalised. draft: [V] float64, what the first child was drawn from, normalised here.
-    children: the tokens of the node's children, in the order in which they were drawn without replacement.
+    target: [V] float64, normalised. draft: [V] float64, the first child's distribution, normalised here.
+    children: the tokens of the node's children in the order of drawing, without replacement.
     u: float64 in [0, 1), a number for each child and one more.
     """
     draft = draft / draft.sum()

@@ -1,9 +1,9 @@
-"""Sums that decide tokens, with the same bits for a row in a batch of any size.
+"""Sums that decide tokens, with equal bits for a row in a batch of any size.
 
 A round processes all nodes of its trees together, the host some of them, and plain decoding one. On a GPU the order of
-torch's sums over a vocabulary depends on the number of rows, that of softmax also on the address of a row, and that of
-cumsum over one row on which programs finish first. A token at the edge of top-p, or of a draw, could then be another.
-Inside `row_invariant` these sums are those of `kernels.row_scan`. The processors in `processors.OF_SCORES` call:
+torch's sums over a vocabulary depends on the number of rows, in softmax also on the address of a row, and in cumsum on
+which programs finish first. This can change a token at the edge of top-p, or of a draw. `row_invariant` replaces these
+sums by those of `kernels.row_scan`. The processors in `processors.OF_SCORES` call:
 
 ============================ ======================================================================
 TopPLogitsWarper             sort, softmax, cumsum: replaced
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .processors import is_known
 
 BY_RANK = {"MinPLogitsWarper", "TopHLogitsWarper"}
-"""Processors that keep tokens by the indices of a topk, where equal scores must be ranked alike."""
+"""Processors that keep tokens by the indices of a topk, which has to rank equal scores alike."""
 
 aten, ops = torch.ops.aten, torch.ops.spec_compile
 
@@ -36,9 +36,7 @@ aten, ops = torch.ops.aten, torch.ops.spec_compile
 def row_invariant(device: torch.device, processors: list):
     """A context in which sums over the last dimension are row-invariant on a GPU; on a CPU it changes nothing.
 
-    device: of the scores. processors: the logits processors that run inside.
-
-    It never makes the host wait, and it may lie inside a CUDA graph's capture.
+    device: of the scores. processors: run inside. It never makes the host wait, and a CUDA graph may capture it.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -48,7 +46,7 @@ def row_invariant(device: torch.device, processors: list):
 class RowInvariant(TorchDispatchMode):
     """Replaces sums over the last dimension of floating tensors by ops of `kernels.row_scan`, and makes sort stable.
 
-    ranks: whether topk lists equal values by ascending index, which costs a sort of the row.
+    ranks: True makes topk list equal values by ascending index, which costs a sort of the row.
     """
 
     def __init__(self, ranks: bool):
@@ -61,7 +59,7 @@ class RowInvariant(TorchDispatchMode):
             result = self.replaced[func](*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        elif torch.is_inference_mode_enabled():  # there softmax and others arrive before they are decomposed
+        elif torch.is_inference_mode_enabled():  # here softmax and others are not decomposed yet
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -109,12 +107,12 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool):
 
 
 def _sort(x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None):
-    """Always stable: torch's sort of short rows permutes equal values as it likes."""
+    """Always stable, because torch's sort of short rows permutes equal values."""
     return aten.sort.stable(x, stable=True, dim=dim, descending=descending)
 
 
 def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True):
-    """By a stable sort. A single one is left to torch, because MinPLogitsWarper keeps every one of the largest."""
+    """By a stable sort. k = 1 is left to torch, because MinPLogitsWarper keeps all of the largest."""
     if k == 1 or not _by_rows(x, dim):
         return NotImplemented
     values, indices = aten.sort.stable(x, stable=True, dim=dim, descending=largest)
@@ -126,4 +124,4 @@ REPLACED = {
     aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax, aten.logsumexp.default: _logsumexp,
     aten.sort.default: _sort, aten.sort.stable: _sort,
 }  # fmt: skip
-"""A replacement for an operation of torch; it returns NotImplemented for arguments that it leaves to torch."""
+"""Replacements of torch's operations; they return NotImplemented for arguments left to torch."""

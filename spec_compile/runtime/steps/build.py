@@ -25,19 +25,20 @@ from .pieces import Pieces
 from .untouched import untouched
 
 SAMPLERS = 32
-"""Captured rounds that draw, kept for the settings used last."""
+"""Number of rounds that draw to keep, the newest ones."""
 TRIALS = 5
-"""Runs of a step, of which the shortest says what it costs."""
+"""Runs of a step; the shortest is its cost."""
 CAPTURED_TOKENS = 2048
-"""A step with a prompt is captured up to so many tokens of all rows; that of more takes longer than launching it."""
+"""Largest prefill, in tokens of all rows, that is captured; a larger one takes longer than its launches."""
 
 
 class StepKind(Enum):
     """The kinds of steps.
 
-    PREFILL: a chunk of the prompts, a function of (size, max_kv_len). ROUND: a greedy round, of max_kv_len.
-    LOOK, FINISH: the halves of a round whose tokens are accepted in between, see `Round.look` and `Round.finish`.
-    PROPOSE: the first trees of a call, of max_kv_len.
+    PREFILL: a chunk of the prompts; a function of (size, max_kv_len).
+    ROUND: a greedy round; a function of max_kv_len.
+    LOOK, FINISH: `Round.look` and `Round.finish`, between which tokens are accepted.
+    PROPOSE: the first trees of a call; a function of max_kv_len.
     """
 
     PREFILL = "prefill"
@@ -48,14 +49,14 @@ class StepKind(Enum):
 
 
 Key = tuple[StepKind | tuple, int]
-"""A kind of step, or for rounds that draw the settings they draw with, and a number of nodes."""
+"""(kind of step, or `DrawInRound.key` for a round that draws; number of nodes)."""
 
 
 class Steps:
     """The steps over the buffers of one session.
 
-    policies: for rounds that are greedy (ROUND) and for those that are not (LOOK), chooses their sizes.
-    prefill_seconds: seconds that a captured step with a prompt takes, by its size.
+    policies: choose the sizes of greedy rounds (ROUND) and of others (LOOK).
+    prefill_seconds: duration of a captured prefill, by its size.
     """
 
     def __init__(self, runtime: Runtime, state: State, drafter: Drafter, larger: "Steps | None" = None):
@@ -74,14 +75,14 @@ class Steps:
         check_peers = runtime.options.ranks.check_peers
         self.ring = OutcomeRing(state.batch * WIDEST, runtime.device, check_peers) if runtime.on_gpu else None
         self.captures = runtime.on_gpu and runtime.options.cuda_graphs
-        # Rounds of one session at a time are under way, so that those of the larger one may use the same memory.
+        # Only one session has rounds under way at a time, so that a smaller and a larger one share memory.
         self.pool = larger.pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
         self.made: dict[Key, Callable] = {}
-        """The steps so far, in the order in which they were made."""
+        """The steps so far, oldest first."""
         self._pieces = Pieces(runtime, state, drafter)
 
     def grow(self) -> None:
-        """The buffers will have more slots. On a GPU all steps are made anew."""
+        """Prepare for buffers with more slots. On a GPU all steps are made anew."""
         if self.runtime.on_gpu:
             self.made.clear()
         self._pieces.grow()
@@ -89,7 +90,7 @@ class Steps:
     def get(self, kind: StepKind, nodes: int = 0) -> Callable:
         """A step as a function, made on first use. On a GPU it is a captured graph, except a PREFILL of any size.
 
-        nodes: of a round; of a PREFILL the one size that it serves, or 0 for all sizes.
+        nodes: of a round; of a PREFILL its one size, or 0 for any size.
         """
         if (kind, nodes) not in self.made:
             self.made[kind, nodes] = self._make(kind, nodes)
@@ -123,8 +124,10 @@ class Steps:
         return size if captured and (backend is None or backend.prompts_captured) else 0
 
     def build(self, nodes: int, sampler: DrawInRound | None, on_host: bool) -> None:
-        """Make the steps of rounds over `nodes` nodes, whose tokens are taken on the host, drawn by `sampler` or (None)
-        the likeliest."""
+        """Make the steps of rounds over `nodes` nodes.
+
+        sampler: draws their tokens; None takes the likeliest. on_host: the host accepts their tokens.
+        """
         if not on_host:
             self._round(nodes, sampler)
         else:
@@ -135,18 +138,17 @@ class Steps:
         return self.get(StepKind.ROUND, nodes) if sampler is None else self._sampled(sampler, nodes)
 
     def launch(self, sampler: DrawInRound | None, nodes: int, max_kv_len: int) -> Callable[[], list[list[int]]]:
-        """Begin a round, greedy or drawing; what is returned waits for it and gives its outcome. On a GPU nothing here
-        waits."""
+        """Begin a round, greedy or drawing, without waiting for a GPU. The result waits and returns the outcome."""
         outcome = self._round(nodes, sampler)(max_kv_len)
         return outcome.tolist if self.ring is None else self.ring.expect(outcome.shape)
 
     def launch_on_host(
         self, accept: Callable[[Tree, Tensor], Accepted], nodes: int, max_kv_len: int, logits: Tensor | None = None
     ) -> Callable[[], list[list[int]]]:
-        """Begin a round in two halves, between which the host accepts tokens; returns what `launch` returns.
+        """Begin a round in two halves, between which the host accepts tokens; returns as `launch` does.
 
-        accept: given the trees and the target's logits [B, N, V] after every node. logits: [B, V] of the root if they
-        are known; the first half is left out then.
+        accept: a function of the trees and the target's logits [B, N, V] after every node.
+        logits: [B, V] of the root, if known; the first half is then skipped.
         """
         look, finish = self.get(StepKind.LOOK, nodes), self.get(StepKind.FINISH, nodes)  # building them runs them
         if logits is None:
@@ -155,14 +157,14 @@ class Steps:
         else:
             target, logits, taps = self.runtime.verify, logits[:, None], self.runtime.algorithm.plan.taps
             features = [logits.new_zeros(*logits.shape[:2], target.hidden_size, dtype=target.dtype) for _ in taps]
-            states = self.state.kv.states.kept()  # they are those after the root already
+            states = self.state.kv.states.kept()  # they include the root already
         accepted = accept(self.state.tree(nodes), logits)
         parts = [part.to(logits.device) for part in (accepted.path, accepted.tokens, accepted.count)]
         with states:
             return finish(*parts, features, max_kv_len).tolist
 
     def _make(self, kind: StepKind, nodes: int) -> Callable:
-        """The step, tried once; it leaves no trace."""
+        """Make, try, capture and measure a step, without a trace."""
         runtime, captures = self.runtime, self.captures and (kind is not StepKind.PREFILL or nodes > 0)
         if not (runtime.options.compile or captures):
             return self._function(kind, nodes)
@@ -184,7 +186,7 @@ class Steps:
         return step
 
     def _sampled(self, sampler: DrawInRound, nodes: int) -> Callable:
-        """The round over `nodes` nodes that draws, a function of max_kv_len; on a GPU captured for these processors."""
+        """The round that draws, a function of max_kv_len; on a GPU captured for these processors."""
         key = sampler.key, nodes
         if key not in self.made:
             with torch.no_grad(), self._untouched():
@@ -220,7 +222,7 @@ class Steps:
             ) from error
 
     def _function(self, kind: StepKind, nodes: int) -> Callable:
-        """The step as a function, compiled where it is to be, and not captured."""
+        """The step as a function, compiled if that is asked for, and not captured."""
         match kind:
             case StepKind.PREFILL:
                 return self._pieces.prefill()
@@ -241,8 +243,8 @@ class Steps:
         return (nodes or self.prefill_sizes[-1], PAGE) if kind is StepKind.PREFILL else (PAGE,)
 
     def _measure(self, kind: StepKind, new: dict[int, Callable]) -> None:
-        """Tell the policy what the rounds of every size cost, the `new` ones included. They run in turn, several times
-        over, so that other processes slow all of them alike."""
+        """Tell the policy the cost of rounds of every size, the `new` ones included. They run in turn, TRIALS times, so
+        that other processes slow all of them alike."""
         steps = {nodes: step for (other, nodes), step in self.made.items() if other is kind} | new
         times = [
             {nodes: self._seconds(step, self._arguments(kind, nodes)) for nodes, step in steps.items()}
@@ -251,8 +253,8 @@ class Steps:
         self.policies[kind].cost.update({nodes: min(trial[nodes] for trial in times) for nodes in steps})
 
     def _seconds(self, step: Callable, arguments: tuple) -> float:
-        """How long a step takes that has run before, over tokens that differ: equal ones would go to the same experts
-        of a mixture, and any number of them would cost what one does."""
+        """The duration of a step that has run before, over different tokens: equal tokens would go to the same experts
+        of a mixture, so that many would cost as much as one."""
         self.state.draw_tree()
         if self.runtime.on_gpu:
             torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""CUDA graphs: a step captured once and replayed, and the way its outcomes come back without a launch of their own."""
+"""CUDA graphs: a step is captured once and replayed, and writes its outcome to the host without another launch."""
 
 import itertools
 import time
@@ -15,20 +15,20 @@ from ...compat import tensors_in
 T = TypeVar("T")
 WARM_UPS = 2
 SLOTS = 4
-"""Rounds whose outcomes can be on their way at once."""
+"""Rounds whose outcomes may be under way at once."""
 LOOKS = 10_000
-"""After so many looks for an outcome, whether the GPU still runs is looked at, too: a failed kernel raises there."""
+"""After each LOOKS looks for an outcome, the host also asks if the GPU still runs; a failed kernel raises there."""
 
 
 class CaptureError(RuntimeError):
-    """Something cannot be in a CUDA graph; says what it was."""
+    """A CUDA graph cannot contain something; the message names it."""
 
 
 class Captured:
-    """``function(*arguments)`` as one CUDA graph; every call of it is one launch.
+    """``function(*arguments)`` as one CUDA graph, which each call launches once.
 
-    Tensors among the arguments (also in lists) are copied into those of the capture; everything else is as it was then.
-    Its result is overwritten by the next call. CaptureError as of `record`.
+    A call copies its tensors, also those in lists, into the captured ones; other arguments keep their captured values.
+    The next call overwrites the result. Raises CaptureError as `record` does.
     """
 
     def __init__(self, function: Callable, arguments: tuple, pool):
@@ -48,15 +48,15 @@ class Captured:
 
 
 def record(function: Callable[[], T], pool, stream: torch.cuda.Stream) -> tuple[Callable[[], None], T]:
-    """A function that launches again, as one CUDA graph, what `function` launches now; and what `function` returned,
-    which every replay overwrites. CaptureError if that cannot be; `pool` must not be used again then.
+    """Capture `function` as one CUDA graph. Returns (replay, output); each replay overwrites the output.
 
-    `function` must have run before, `aside` on this stream. pool: whose memory the graph takes.
+    function: has run before, inside `aside` on this stream.
+    pool: gives the graph its memory; after a CaptureError it must not be used again.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(stream.device):
         try:
-            # Other threads may take memory meanwhile: NCCL's look at the GPU, and requests are prepared.
+            # thread_local: NCCL and the preparation of requests may allocate in other threads meanwhile.
             # The outer context returns to its stream even if the inner one cannot end its capture.
             outer = torch.cuda.stream(torch.cuda.current_stream())
             capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
@@ -70,7 +70,7 @@ def record(function: Callable[[], T], pool, stream: torch.cuda.Stream) -> tuple[
 
 @contextmanager
 def aside(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """On this stream, after what was launched before; what is launched afterwards waits for it. None: where it was."""
+    """Run on this stream, in order with the launches before and after it. None keeps the current stream."""
     if stream is None:
         yield
         return
@@ -86,8 +86,8 @@ def aside(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @contextmanager
 def workspaces_of_the_pool() -> Iterator[None]:
-    """Around a capture: cuBLAS takes its workspaces from the graph's pool. It keeps those it has had of a stream, until
-    someone frees all (``torch.compile(mode="reduce-overhead")`` does) and replays would write to memory of others."""
+    """Around a capture: cuBLAS takes its workspaces from the graph's pool. Otherwise it would reuse the stream's, which
+    ``torch.compile(mode="reduce-overhead")`` frees, and replays would write to memory of others."""
     torch._C._cuda_clearCublasWorkspaces()
     try:
         yield
@@ -96,19 +96,19 @@ def workspaces_of_the_pool() -> Iterator[None]:
 
 
 class OutcomeRing:
-    """Outcomes on their way to the host: rounds write them to pinned memory, each in a slot of its own."""
+    """Outcomes under way to the host: round n (from 1) writes to pinned slot (n - 1) % SLOTS, its number first."""
 
     def __init__(self, width: int, device: torch.device, check_peers: Callable[[], None]):
-        """width: most numbers of an outcome. check_peers: raises if an outcome waits for a rank that is gone."""
+        """width: largest number of integers in an outcome. check_peers: raises if a rank that is waited for is gone."""
         self._check_peers = check_peers
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
-        """[1]: rounds so far, counted by the rounds themselves; negative: what they write is not for anyone."""
+        """[1]: rounds so far, which the rounds count; if negative, nobody reads their outcomes."""
         self._slots = torch.zeros(SLOTS + 1, 1 + width, dtype=torch.int64, pin_memory=True)
         self._seen = self._slots.numpy()
         self._sent = 0
 
     def publishing(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`function`, whose outcome is also written to the ring."""
+        """`function`, which also writes its outcome to the ring."""
         from ...kernels.publish import publish  # needs Triton
 
         def published(*arguments) -> Tensor:
@@ -119,11 +119,11 @@ class OutcomeRing:
         return published
 
     def begin(self) -> None:
-        """Nothing is on its way: the next outcome is the one expected next, whatever ran in between."""
+        """Set the rounds' counter to the outcomes that were expected so far; no outcome is under way."""
         self.turn.fill_(self._sent)
 
     def expect(self, shape: torch.Size) -> Callable[[], list[list[int]]]:
-        """The next outcome, of this shape [B, C], was launched; what is returned waits for it and gives it as lists."""
+        """Count a launched round. The result waits for its outcome, of this shape [B, C], and returns it as lists."""
         slot = self._seen[self._sent % SLOTS]
         self._sent += 1
         number = self._sent

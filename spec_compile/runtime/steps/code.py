@@ -1,7 +1,7 @@
-"""Code: what is compiled, apart from the buffers that it runs over, so that sessions and engines share it.
+"""Code: compiled parts without buffers, so that sessions and engines share them.
 
-Compiled parts take tensors and modules as arguments. Code that was compiled for one engine serves each that computes
-the same, and refers to none of them.
+Parts take tensors and modules as arguments. Code that was compiled for one engine serves every engine that computes the
+same, and refers to none of them.
 """
 
 import dataclasses
@@ -27,21 +27,26 @@ KEPT = 2
 """Codes of different options kept for a model. A living wrapper keeps its own code."""
 
 BESIDE = ("draft", "check", "max_cache_len")
-"""Options that code does not depend on. The draft is looked at itself."""
+"""Options that code does not depend on. `_digest` reads the draft itself."""
 
 
 class Form(NamedTuple):
-    """The shape that code is compiled for: a number of rows (0: any above one) and of slots of the cache (0: any)."""
+    """The shape that code is compiled for. Form(1, 0) serves single rows and any number of cache slots.
+
+    rows: 0 serves any number above one.
+    slots: of the cache; 0 serves any number.
+    """
 
     rows: int
     slots: int
 
 
 class Code:
-    """Compiled parts, and what is known of their completeness.
+    """Compiled parts, and the steps that are complete.
 
-    compilers: by the form and the tag of the parts. complete: the forms and names of steps all of whose parts are
-    compiled. static: see `example.static_sizes`; None before anybody asked.
+    compilers: by the form and the tag of the parts.
+    complete: forms and names of steps whose parts are all compiled.
+    static: the cached result of `example.static_sizes`.
     """
 
     def __init__(self) -> None:
@@ -61,14 +66,11 @@ class Code:
 
 
 _codes: "WeakKeyDictionary[nn.Module, OrderedDict[tuple, Code]]" = WeakKeyDictionary()
-"""By model. Nothing in a code refers to the model, so that both are freed together."""
+"""By model. No code refers to its model, so that both are freed together."""
 
 
 def shared_code(model: nn.Module, algorithm: str, runtime: "Runtime") -> Code:
-    """The code of engines of `model` that compute what `runtime` computes.
-
-    algorithm: its name. runtime: of a new engine.
-    """
+    """The code of engines of `model` that compute the same as `runtime`, a new engine's. algorithm: its name."""
     if runtime.options.ranks.size > 1 or not runtime.options.compile:
         return Code()
     with COMPILE_LOCK:
@@ -81,14 +83,14 @@ def shared_code(model: nn.Module, algorithm: str, runtime: "Runtime") -> Code:
 
 
 def _classes(runtime: "Runtime") -> tuple[type, ...]:
-    """Classes whose methods are compiled. A notebook's cell that ran again has defined them anew."""
+    """Classes whose methods are compiled. A notebook's cell that runs again defines new ones."""
     draft, drafter = runtime.algorithm.draft_module, runtime.algorithm.drafter(1, PAGE)
     modules = [*drafter.modules(), *(() if draft is None else draft.modules())]
     return (type(runtime.algorithm), *(type(part) for part in modules if not isinstance(part, fx.GraphModule)))
 
 
 def _digest(algorithm: str, runtime: "Runtime") -> str:
-    """Equal for runtimes whose parts are compiled to the same code: of the same graphs, options and draft."""
+    """A hash that is equal for runtimes of the same graphs, options and draft, whose parts compile to the same code."""
     options, draft = runtime.options, runtime.algorithm.draft_module
     names = [field.name for field in dataclasses.fields(options) if field.name not in BESIDE]
     graphs = [graph for graph in (runtime.verify, runtime.prefill, runtime.algorithm.graph) if graph is not None]
@@ -110,8 +112,8 @@ def _graph_facts(graph: ModelGraph) -> list:
 
 
 def _module_facts(module: nn.Module) -> list:
-    """Classes, attributes and the layouts of tensors of a module and its parts. An attribute whose text has an address
-    equals no other's."""
+    """Classes, attributes and tensor layouts of a module and its parts. An attribute whose repr has an address equals
+    no other."""
     machinery, facts = set(vars(nn.Module())), []
     for path, part in module.named_modules():
         values = [(name, _layout(value)) for name, value in vars(part).items() if name not in machinery]
@@ -122,5 +124,5 @@ def _module_facts(module: nn.Module) -> list:
 
 
 def _layout(value: Any) -> Any:
-    """The facts about a tensor that code depends on; anything else as it is."""
+    """The facts about a tensor that code depends on; any other value unchanged."""
     return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value

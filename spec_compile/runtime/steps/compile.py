@@ -22,8 +22,8 @@ SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
 
 
 def example_size(static: Iterable[int], at_most: int | None = None, primes: tuple[int, ...] = PRIMES) -> int:
-    """A size to call parts with for the first time: a prime that divides no size that stays as it is, so that every
-    dimension which it divides is known to vary. RuntimeError if there is none."""
+    """A size for the first call of parts: the first prime that divides no `static` size, so that every dimension which
+    it divides varies. static = [74, 128] gives 41, since 37 divides 74. RuntimeError if there is none."""
     static = set(static)
     for prime in primes:
         if (at_most is None or prime <= at_most) and not any(size and size % prime == 0 for size in static):
@@ -32,8 +32,8 @@ def example_size(static: Iterable[int], at_most: int | None = None, primes: tupl
 
 
 def compile_function(function: Callable, name: str, device: str) -> Callable:
-    """`function` as one graph by Inductor, under a name of its own; of a method its function, which takes any owner of
-    the same structure. Integer arguments of 2 or more may vary. Its code is freed with it."""
+    """`function` compiled by Inductor to one graph called `name`; its code is freed with it. Integer arguments of 2 or
+    more may vary. A method becomes its function, which takes any owner of the same structure."""
     method = getattr(function, "__func__", function)
     code = method.__code__.replace(co_name=name)
     own = FunctionType(code, method.__globals__, name, method.__defaults__, method.__closure__)
@@ -50,9 +50,10 @@ def compile_function(function: Callable, name: str, device: str) -> Callable:
 class PartCompiler:
     """Compiles the parts of steps, each in its first call.
 
-    tag: ends the name of each part. varying: sizes by `example_size`; a dimension of the first call that one of them
-    divides may differ in later calls, all others stay. nodes, slots: how many nodes and visible slots of the cache the
-    first call has. exact: whether later calls have as many nodes; else they may have any number above one.
+    tag: ends the name of each part.
+    varying: sizes by `example_size`; a dimension that one of them divides in the first call may vary, no other may.
+    nodes, slots: numbers of nodes and visible cache slots in the first call.
+    exact: True if later calls have as many nodes; otherwise they may have any number above one.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class PartCompiler:
         self.device, self.tag, self.varying = device, tag, varying
         self.nodes, self.slots, self.exact = nodes, slots, exact
         self.is_open = True
-        """True if first calls may come. They have the sizes `varying`; other sizes would be compiled in for ever."""
+        """True if first calls may come. They have the sizes `varying`; any other size would be compiled in."""
         self._parts: dict[tuple[str, str], Callable] = {}
 
     def __call__(self, function: Callable, name: str, alike: str = "") -> Callable:
-        """`function` of tensors, lists of them and integers, compiled in its first call. Methods of the same name share
-        what is compiled, and so do functions with the same `alike`, a text of what they compute."""
+        """`function` of tensors, lists of tensors and integers, compiled in its first call. Methods of the same name
+        share a compilation, and so do functions with the same `alike`, a text of their computation."""
         if (name, alike) not in self._parts:
             self._parts[name, alike] = self._part(function, f"{name}_{self.tag}")
         part, owner = self._parts[name, alike], getattr(function, "__self__", None)
@@ -80,7 +81,7 @@ class PartCompiler:
             nonlocal is_compiled
             if is_compiled:
                 return compiled(*arguments)
-            with COMPILE_LOCK:  # in another thread, another engine may run the same part for the first time
+            with COMPILE_LOCK:  # another engine may run the same part for the first time in another thread
                 if not is_compiled:
                     assert self.is_open, f"{name}: the first call has the sizes of a session"
                     self._mark(arguments)
@@ -93,7 +94,7 @@ class PartCompiler:
         return part
 
     def _mark(self, arguments: tuple) -> None:
-        """Tell Dynamo which dimensions may vary, of arguments and of the buffers of modules among them."""
+        """Tell Dynamo which dimensions of the arguments, and of modules' tensors among them, may vary."""
         owners = [owner for owner in arguments if isinstance(owner, nn.Module)]
         held = [tensor for owner in owners for tensor in (*owner.parameters(), *owner.buffers())]
         for tensor in [*tensors_in(arguments), *held]:

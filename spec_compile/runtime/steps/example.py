@@ -13,12 +13,15 @@ from .compile import SMALL_PRIMES, example_size
 STATIC_BACKENDS = {"flex"}
 """Attention backends whose code is made for one number of slots."""
 MOST = 4096
-"""Larger numbers are no sizes of what a drafter proposes."""
+"""Larger attributes of a drafter are no sizes of its proposals."""
 
 
 class ExampleSizes(NamedTuple):
-    """Sizes of the buffers of an example. static: sizes of tensors that never vary, see `static_sizes`. varying: primes
-    that divide rows and slots, where these vary, and nothing that stays."""
+    """Sizes of the buffers of an example.
+
+    static: see `static_sizes`.
+    varying: primes that divide the rows and slots that vary, and no static size.
+    """
 
     rows: int
     slots: int
@@ -27,12 +30,15 @@ class ExampleSizes(NamedTuple):
 
 
 def form_of(runtime: Runtime, rows: int, slots: int) -> Form:
-    """The shapes that the code of a session with so many rows and slots serves."""
+    """The form of the code for a session of so many rows and slots."""
     return Form(0 if rows > 1 and rows_vary(runtime) else rows, 0 if slots_vary(runtime) else slots)
 
 
 def example_sizes(runtime: Runtime, form: Form) -> ExampleSizes:
-    """The sizes of the example that compiles code of this form."""
+    """The sizes of the example that compiles code of this form.
+
+    Form(0, 0), PAGE = 128 and static sizes of which 5 and 7 divide none give 5 rows and 7 * 128 slots; [5, 7] vary.
+    """
     static, varying = static_sizes(runtime), []
     rows, slots = form
     if not rows:
@@ -46,9 +52,8 @@ def example_sizes(runtime: Runtime, form: Form) -> ExampleSizes:
 
 
 def rows_vary(runtime: Runtime) -> bool:
-    """True if one code serves all numbers of rows above one. Not for models with recurrences, whose states a commit
-    sorts by their sizes, nor for several ranks, whose sizes may differ, nor where no number of rows can be told from
-    every size that stays."""
+    """True if one code serves all numbers of rows above one. Exceptions: recurrences, whose states a commit sorts by
+    size; several ranks, whose sizes may differ; and static sizes that leave no prime to tell rows by."""
     if not runtime.options.compile or runtime.verify.recurrences or runtime.options.ranks.size > 1:
         return False
     return any(all(size % prime for size in static_sizes(runtime)) for prime in SMALL_PRIMES)
@@ -60,7 +65,7 @@ def slots_vary(runtime: Runtime) -> bool:
 
 
 def static_sizes(runtime: Runtime) -> frozenset[int]:
-    """Every size of a tensor that two parts hand each other, but the numbers of rows and slots."""
+    """Every tensor size between two parts, except the numbers of rows and slots."""
     code, plan, graphs = runtime.code, runtime.algorithm.plan, _graphs(runtime)
     if code.static is None:
         state = State(runtime.verify, 1, PAGE, runtime.device, plan.nodes if plan.draws else 0)
@@ -76,7 +81,7 @@ def static_sizes(runtime: Runtime) -> frozenset[int]:
 
 
 def _numbers(owner: object) -> Iterator[int]:
-    """Numbers among its attributes and among theirs. Sizes of trees and blocks are such."""
+    """Integers among the attributes of `owner` and of its dataclasses, such as sizes of trees and blocks."""
     values = [*vars(owner).values()]
     for value in values + [x for each in values if dataclasses.is_dataclass(each) for x in vars(each).values()]:
         if type(value) is int and 0 < value <= MOST:

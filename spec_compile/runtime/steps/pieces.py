@@ -1,9 +1,8 @@
 """Rounds and prefills whose parts are compiled, each part by itself.
 
-Layers alike share one compiled function, so that a deep model compiles nearly as fast as a shallow one. On a GPU one
-compilation serves every number of nodes above one, because nodes cost little there. On a CPU, where they cost
-arithmetic, every number of nodes has its own. One compilation for single rows serves every number of slots,
-and a second one every number of rows.
+Layers alike share one compiled function, so that a deep model compiles nearly as fast as a shallow one. One compilation
+serves single rows with any number of slots, and a second one every number of rows. On a GPU it serves any number of
+nodes above one; on a CPU, where each node costs arithmetic, every number of nodes has its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,18 +24,18 @@ from .untouched import untouched
 
 
 class Pieces:
-    """The rounds and the prefill over some buffers, made on first use.
+    """The rounds and the prefill over the buffers of `state` and `drafter`, made on first use.
 
-    Their parts are compiled by an example, which runs them over buffers of its own, once and before anybody else: its
-    sizes say which dimensions may vary.
+    An example compiles their parts: pieces over buffers of their own, whose sizes tell which dimensions may vary. It
+    runs each part once, before any session does.
     """
 
     def __init__(self, runtime: Runtime, state: State, drafter: Drafter, form: Form | None = None):
-        """form: of an example: what its code is to serve. None: these are the pieces of a session."""
+        """form: the shapes that the code of an example serves; None for the pieces of a session."""
         self.runtime, self.state, self.drafter = runtime, state, drafter
         self._example_form = form
         self._rounds: dict[int, Round] = {}
-        """By number of nodes, where 2 stands for every number above one on a GPU."""
+        """By number of nodes. On a GPU 2 stands for every number above one."""
         self._prefill: Prefill | None = None
 
     @property
@@ -47,19 +46,19 @@ class Pieces:
         return form_of(self.runtime, self.state.batch, self.state.capacity)
 
     def grow(self) -> None:
-        """The buffers will have more slots: forget rounds that do not serve any number of them."""
+        """Before the buffers get more slots: forget steps that serve only one number of them."""
         if not slots_vary(self.runtime):
             self._rounds.clear()
             self._prefill = None
 
     def round(self, nodes: int) -> Round:
-        """The round over `nodes` nodes: its `forward` and `look` take the number again."""
+        """The round over `nodes` nodes; its `forward` and `look` take the number again."""
         on_gpu = self.runtime.on_gpu
         key = min(nodes, 2) if on_gpu else nodes
         if key not in self._rounds:
             tag = _tag(nodes, on_gpu)
             self._complete(tag, lambda example: example.round(nodes))
-            # A drafter that knows only one size is not run for a round that verifies nothing.
+            # A drafter of one size does not run in a round that verifies only the root.
             plan = self.runtime.algorithm.plan
             proposes = nodes > 1 or plan.sizes != "fixed" or plan.draws
             round_ = Round(self.runtime.verify, self.drafter, self.state, None if on_gpu else nodes, proposes)
@@ -78,7 +77,7 @@ class Pieces:
         return round_
 
     def accepted(self, round_: Round, nodes: int, slots: int) -> tuple:
-        """Arguments to try `Round.finish` with: only the root was accepted, of `nodes` nodes."""
+        """Arguments to try `Round.finish` with: of `nodes` nodes only the root is accepted."""
         _, *features = round_.look(slots, nodes)
         path = torch.zeros(self.state.batch, nodes, dtype=torch.int64, device=self.runtime.device)
         return path, path.clone(), torch.ones_like(path[:, 0]), features, slots
@@ -110,7 +109,7 @@ class Pieces:
                 self.drafter.propose(self.state, compiler.slots)
 
     def _complete(self, name: str, build: Callable[["Pieces"], object]) -> None:
-        """Let an example compile what `build` makes of it, unless that was done for this code before."""
+        """Let an example compile what `build` makes of it, unless this code has it."""
         code, key = self.runtime.code, (self.form, name)
         if self._example_form is not None or not self.runtime.options.compile or key in code.complete:
             return
@@ -122,7 +121,7 @@ class Pieces:
 
     @contextmanager
     def _example(self) -> Iterator["Pieces"]:
-        """The pieces of an example of this form. Inside, parts may be compiled, and what they run leaves no trace."""
+        """The example of this form, inside whose context parts may be compiled and their runs leave no trace."""
         runtime, form = self.runtime, self.form
         if form not in runtime.examples:
             sizes, plan = example_sizes(runtime, form), runtime.algorithm.plan
@@ -138,7 +137,7 @@ class Pieces:
             runtime.code.close()
 
     def _compiler(self, nodes: int | None, tag: str) -> PartCompiler:
-        """For parts over `nodes` nodes, or (None) over chunks of a prompt."""
+        """The compiler of parts over `nodes` nodes; None: over chunks of a prompt."""
         code, form = self.runtime.code, self.form
         if (form, tag) not in code.compilers:
             sizes = example_sizes(self.runtime, form)

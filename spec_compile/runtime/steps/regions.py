@@ -14,15 +14,18 @@ from ...kernels.linear import is_product
 from .compile import PartCompiler
 
 LEAST_BYTES = {"cpu": 50_000_000, "cuda": 0}
-"""Bytes of the weights that the products of a compiled region read. On a CPU a call of a compiled function costs 0.1 to
-0.2 milliseconds of bookkeeping, which is a few per cent of the time in which so many bytes are read. On a GPU one
-captured graph replays all regions."""
+"""Least weight bytes of a compiled region. On a CPU its call costs 0.1 to 0.2 milliseconds, a few per cent of the time
+to read so many bytes. On a GPU one captured graph replays all regions."""
 
 
 @dataclass
 class Region:
-    """A stretch of the graph. inputs, outputs: nodes of the whole graph; alike: its key among those that compute the
-    same; body: a module of the inputs' values, the same object for regions alike."""
+    """A stretch of the graph.
+
+    inputs, outputs: nodes of the original graph.
+    alike: a text that is equal for regions that compute the same.
+    body: a module of the inputs' values; regions alike share one object.
+    """
 
     inputs: list[fx.Node]
     outputs: list[fx.Node]
@@ -31,11 +34,12 @@ class Region:
 
 
 class Regions(nn.Module):
-    """Computes what the graph computes that it was cut from, one region after the other.
+    """Computes the graph that it was cut from, one region after the other.
 
-    `bodies` has a function for each region that differs from the others, which `compile_regions` replaces by a compiled
-    one. Values that pass between regions are numbered: the graph's inputs first, then its parameters and the elements
-    of its inputs, then what each region returns. A value is dropped after the last region that reads it.
+    `bodies` has one function for regions alike, which `compile_regions` replaces by a compiled one. Values between
+    regions are numbered: the graph's inputs, then its parameters and the elements of its inputs, then the regions'
+    results. With inputs (ids, cache), a parameter w, cache[0] and a result h: ids 0, cache 1, w 2, cache[0] 3, h 4. A
+    value is dropped after the last region that reads it.
     """
 
     def __init__(self, gm: fx.GraphModule, regions: list[Region]):
@@ -45,10 +49,9 @@ class Regions(nn.Module):
         results = next(node for node in gm.graph.nodes if node.op == "output").args[0]
         numbers = {node: number for number, node in enumerate(inputs)}
         self._template: list[Tensor | None] = []
-        """The values after the inputs, of which only the parameters are known before a call."""
+        """The values after the inputs; None except for parameters, which are known before a call."""
         self._elements: list[tuple[int, int, int]] = []
-        """Values that are elements of an input, as keys and values of a layer are of ``cache``: (number, number of the
-        input, index)."""
+        """(number, number of the input, index) of values that are elements of an input such as ``cache``."""
         for node in dict.fromkeys(node for region in regions for node in region.inputs):
             if node in numbers or not _is_given(node):
                 continue
@@ -81,7 +84,7 @@ class Regions(nn.Module):
 
 
 def compile_regions(graph: ModelGraph, compiler: PartCompiler, name: str) -> Regions:
-    """`graph` in regions, of which those alike share one compiled function; `name` begins the functions' names."""
+    """`graph` in regions; regions alike share one compiled function. `name` begins the functions' names."""
     regions = cut(graph, LEAST_BYTES[graph.device.type])
     for number, (alike, body) in enumerate(regions.bodies.items()):
         regions.bodies[alike] = compiler(body, f"{name}_{number}", alike)
@@ -91,8 +94,8 @@ def compile_regions(graph: ModelGraph, compiler: PartCompiler, name: str) -> Reg
 def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     """Cut `graph`, already rewritten, after the last matrix product of each decoder layer.
 
-    There nothing can be fused across the cut: the product's output is written anyway. Graphs whose layers cannot be
-    told apart come as one region. least_bytes: of the weights of each region but the last; small layers share one.
+    The cut prevents no fusion, because the product's output is written anyway. A graph whose layers cannot be told
+    apart is one region. least_bytes: of the weights of each region but the last; small layers share a region.
     """
     nodes = [node for node in graph.gm.graph.nodes if not _is_given(node) and node.op != "output"]
     ends = {}
@@ -115,7 +118,7 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
 
 
 def _results(nodes: list[fx.Node], index: int) -> int:
-    """The number of nodes right after node `index` that only take its results apart."""
+    """The number of getitem nodes of node `index` that follow it directly."""
     following = itertools.takewhile(
         lambda node: node.target is operator.getitem and node.args[0] is nodes[index], nodes[index + 1 :]
     )
@@ -130,15 +133,15 @@ def _weight_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> int:
 
 
 def _is_given(node: fx.Node) -> bool:
-    """True if a region gets this value from outside: inputs, parameters, and the caches of layers."""
+    """True for values from outside the graph: inputs, parameters, and caches of layers."""
     if node.op in ("placeholder", "get_attr"):
         return True
     return node.target is operator.getitem and node.args[0].op == "placeholder"
 
 
 def _sizes_for(nodes: list[fx.Node]) -> list[fx.Node]:
-    """`nodes` with the sizes that they need from before: a size is computed again in each region, for as an input of a
-    compiled function an integer would be a constant."""
+    """`nodes` after the sizes that they need. Each region computes sizes again, because an integer input of a compiled
+    function would be a constant."""
     inside, sizes = set(nodes), []
 
     def need(node: fx.Node) -> None:
@@ -169,12 +172,12 @@ def _region(gm: fx.GraphModule, nodes: list[fx.Node]) -> Region:
 
 
 def describe(graph: ModelGraph) -> str:
-    """A text that is equal for graphs that compute the same of parameters of equal layouts."""
+    """A text that is equal for graphs that compute the same with parameters of equal layouts."""
     return _text(graph.gm, [node for node in graph.gm.graph.nodes if not _is_given(node) and node.op != "output"])
 
 
 def _ends(nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The values that a stretch of nodes reads from outside, and those that it gives to others."""
+    """The values that `nodes` read from outside, and those that other nodes read from them."""
     inside = set(nodes)
     inputs = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -182,7 +185,7 @@ def _ends(nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _text(gm: fx.GraphModule, nodes: list[fx.Node]) -> str:
-    """The computation of a stretch of nodes as a text, equal for parameters of equal layouts."""
+    """The computation of `nodes` as a text, equal for parameters of equal layouts."""
     inputs, outputs = _ends(nodes)
     names = {node: f"v{number}" for number, node in enumerate(inputs)}
     names |= {node: f"n{number}" for number, node in enumerate(nodes)}

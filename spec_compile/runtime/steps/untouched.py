@@ -1,4 +1,4 @@
-"""Warm-up without a trace."""
+"""Warm-up that leaves no trace."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from .capture import OutcomeRing
 
 @contextmanager
 def untouched(state: State, drafter: Drafter, ring: OutcomeRing | None = None) -> Iterator[None]:
-    """Steps run inside leave no trace: what they write to the cache and the text lies beyond what is committed."""
+    """Restore every small buffer after steps run inside; they write caches and texts only after the committed slots."""
     buffers = [*state.small_buffers(), *drafter.small_buffers()]
     buffers += [ring.turn] if ring else []
     held = {buffer: buffer.clone() for buffer in buffers}
