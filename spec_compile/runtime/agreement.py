@@ -66,7 +66,6 @@ class Agreement:
             self._parts.clear()
 
     def add(self, name: str, value: Any) -> None:
-        """Add a value that ranks have to agree on."""
         if self._is_awaited:
             self._parts[name] = value
 

@@ -53,7 +53,6 @@ class Answer:
 
     @property
     def done(self) -> bool:
-        """True if every row has ended."""
         return all(self.ended)
 
     def needs(self, row: int) -> bool:
@@ -93,7 +92,6 @@ class Answer:
         return min(len(self.rows[row]), self.columns)
 
     def _make_room(self, width: int) -> None:
-        """Let `ids` hold `width` tokens of each row."""
         if width > self.ids.shape[1]:
             before = self.ids.shape[1]
             longer = torch.zeros(self.batch, min(self._room, max(width, 2 * before)), dtype=torch.int64)

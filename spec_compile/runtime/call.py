@@ -54,7 +54,6 @@ class Call:
 
     @property
     def is_over(self) -> bool:
-        """True if every row has ended."""
         return all(row.is_over for row in self.rows)
 
     @property
@@ -146,7 +145,6 @@ class Call:
         return gains
 
     def stop_rows(self) -> None:
-        """Finish the rows that the caller has ended."""
         for number in self.request.stopped:
             if not self.rows[number].is_over:
                 self.rows[number].is_over = True

@@ -121,7 +121,7 @@ class SizePolicy:
             self.cost[n] *= 1 + (change if n == nodes else COMMON * change)
 
     def _recall(self, hint: int, path: list[int]) -> None:
-        """The text has followed a tree along `path`. The first trees of a bucket count alike, later ones fade."""
+        """Take in a tree that the text followed along `path`: a mean of a bucket's first trees, then a running mean."""
         for bucket in (hint, ANY):
             self._seen[bucket] = self._seen.get(bucket, 0) + 1
             gain, weight = self._gains(bucket), max(LEARN, 1 / self._seen[bucket])
@@ -132,6 +132,6 @@ class SizePolicy:
         return self.gain.setdefault(hint, [PRIOR * (n - 1) for n in self.sizes])
 
     def _expected(self, hint: int) -> list[float]:
-        """The gain expected of each size. With hindsight an unknown bucket is like all others."""
+        """The expected gain of each size. With hindsight a new bucket has the gains of all rounds."""
         like_others = self.hindsight is not None and hint not in self.gain and ANY in self.gain
         return self._gains(ANY if like_others else hint)

@@ -119,7 +119,6 @@ class Engine:
                 outer.restart()
 
     def _generate(self, session: Session, clock: Clock, request: Request) -> Iterator[list[list[int]]]:
-        """The prompts, then rounds until every row has finished."""
         stats = self.runtime.stats
         spent_before = dict(stats.seconds)
         recording = Recording(request.prompts) if self.records else None

@@ -148,7 +148,6 @@ class SpeculativeMixin(FollowsGenerationConfig):
         return answer.sequences()
 
     def _run(self, request: Request, answer: Answer, route: Route) -> None:
-        """Run rounds until every row of the answer has ended."""
         ranks = self._engine.options.ranks
         with ranks.call(), closing(self._engine.answer(request)) as rounds:
             for gained in rounds:
@@ -179,7 +178,6 @@ class SpeculativeMixin(FollowsGenerationConfig):
             )  # fmt: skip
 
     def _beam_search(self, *args, **kwargs):
-        """transformers' own."""
         self._engine.looped = True
         self._engine.step_aside("num_beams")
         return super()._beam_search(*args, **kwargs)

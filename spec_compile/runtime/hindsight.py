@@ -47,7 +47,7 @@ class Hindsight:
         self.forget(row)
 
     def forget(self, row: int) -> None:
-        """The row has another text from now on."""
+        """Drop the trees of a row that gets another text."""
         self._trees[row], self._ends[row] = [], int(self._state.lengths[row])
 
     def look(self) -> list[tuple[int, list[int]]]:

@@ -102,7 +102,6 @@ class Remembered:
         self._preparations: OrderedDict[Key, Preparation] = OrderedDict()
 
     def find(self, key: Key | None) -> Preparation | None:
-        """The preparation for a key, if there is one."""
         preparation = self._preparations.get(key)
         if preparation is not None:
             self._preparations.move_to_end(key)

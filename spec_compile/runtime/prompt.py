@@ -113,7 +113,6 @@ def _width(id_width: int, generation_config, model_kwargs: dict) -> int:
 
 
 def _has_pictures(model_kwargs: dict) -> bool:
-    """True if pictures or videos come with the prompts, encoded already or not."""
     encoded = model_kwargs.get("mm_encoder_outputs") or {}
     values = [*encoded.values(), model_kwargs.get("pixel_values"), model_kwargs.get("pixel_values_videos")]
     return any(value is not None for value in values)

@@ -56,7 +56,6 @@ class Round(nn.Module):
         self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor, features: list[Tensor],
         max_kv_len: int,
     ) -> Tensor:  # fmt: skip
-        """Accept greedily, commit, propose."""
         return self._finish(tree, depth, *self.accept(logits, tree, ancestors, depth), features, max_kv_len)
 
     def _finish(self, tree, depth, path, tokens, count, features, max_kv_len) -> Tensor:
@@ -80,7 +79,6 @@ class Round(nn.Module):
     def outcome(
         self, gained: Tensor, tree: tuple[Tensor, ...], depth: Tensor, path: Tensor, tokens: Tensor
     ) -> Tensor:  # fmt: skip
-        """The result of `forward`."""
         state, (drafted, parents, real) = self.state, tree
         deepest = torch.where(real, depth, 0).amax(dim=1)
         return pack(gained, state.finished, state.tree_count, state.tree_hint, deepest, tokens, path, drafted, parents)
@@ -105,7 +103,6 @@ class Prefill(nn.Module):
         self.conclude(size, ids, positions, features, max_kv_len)
 
     def conclude(self, size: int, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
-        """Tell the drafter, and count the tokens as committed."""
         state = self.state
         if state.position_offsets is not None:
             positions = positions - state.position_offsets[:, None]  # a drafter's positions are its slots

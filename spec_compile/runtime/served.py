@@ -64,7 +64,6 @@ class ServedEngine(Engine):
 
     @cached_property
     def cache_layout(self) -> past.Layout | None:
-        """See `past.layout_of`."""
         return past.layout_of(self.original, self.captured)
 
     def refuse_changes(self) -> None:
@@ -166,7 +165,6 @@ class ServedEngine(Engine):
         """See `forks`. Nothing waits for a generate() in another thread, because the child uses none of its state."""
 
     def after_fork(self, in_child: bool) -> None:
-        """See `forks`."""
         if in_child:
             self._is_forked |= not self.turns.is_mine
             self.turns.renew()

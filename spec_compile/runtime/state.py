@@ -67,7 +67,6 @@ class State(nn.Module):
 
     @property
     def cache(self) -> list[Tensor]:
-        """See `Cache.argument`."""
         return self.kv.argument
 
     def small_buffers(self) -> list[Tensor]:

@@ -57,7 +57,6 @@ class Turns:
 
     @contextmanager
     def of_a_round(self) -> Iterator[None]:
-        """The turn of a round."""
         self._take(self._rounds, lambda: self._owed > 0 or not self._calls)
         begin = time.perf_counter()
         try:
@@ -80,7 +79,6 @@ class Turns:
 
     @property
     def is_mine(self) -> bool:
-        """True if this thread has it."""
         return self._owner == threading.get_ident()
 
     def _take(self, queue: deque, may_go) -> None:

@@ -103,7 +103,6 @@ class RowSettings:
         return RowSettings(*(max(getattr(self, name), getattr(other, name)) for name in names))
 
     def numbers(self) -> dict[str, int | float]:
-        """For the buffers of a `State`."""
         return {"top_k": self.top_k, "excluded_p": self.excluded_p, "min_p": self.min_p}
 
 
@@ -148,6 +147,5 @@ class DrawRows(DrawInRound):
 
 
 def _settings(processor) -> list[tuple[str, str]]:
-    """The attributes of a processor, by value."""
     plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(processor).items()}
     return sorted((name, repr(value)) for name, value in plain.items())

@@ -35,7 +35,6 @@ class Walk:
 
     @property
     def guess(self) -> int:
-        """The token that probably follows the last node."""
         return self.guesses[self.path[-1]]
 
 
@@ -87,7 +86,6 @@ class GreedyGrammars(GrammarWalks):
     """
 
     def __call__(self, tree: Tree, logits: Tensor) -> Accepted:
-        """See `HostAcceptor`."""
         walks = self.begin(tree, argmax(logits))
         stuck = [row for row in walks if self._walk(row, walks[row])]
         while stuck:
@@ -120,12 +118,11 @@ class DrawnGrammars(GrammarWalks):
 
     @staticmethod
     def takes(processors: list) -> bool:
-        """True if all processors but one `Grammars` look at nothing but scores, and do not wait for a GPU."""
+        """True if all processors but one `Grammars` read only scores, and do not wait for a GPU."""
         others = [each for each in processors if not isinstance(each, Grammars)]
         return len(others) + 1 == len(processors) and all(is_known(each, OF_SCORES - WAITING) for each in others)
 
     def __call__(self, tree: Tree, logits: Tensor) -> Accepted:
-        """See `HostAcceptor`."""
         if logits.device.type == "cpu" or tree.probs is not None:
             return super().__call__(tree, logits)
         return self.accept(tree, logits)

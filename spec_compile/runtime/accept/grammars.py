@@ -72,7 +72,7 @@ class Grammars(LogitsProcessor):
         return forbid(scores, self.bitmask[self.rows])
 
     def follow(self, row: int) -> None:
-        """Accept the tokens that the row has gained since; RuntimeError if one before the grammar's end is illegal."""
+        """Accept the row's new tokens. RuntimeError if one before the grammar's end is illegal."""
         for token in self.gained[row][self.followed[row] :]:
             if not self.accept(row, token) and not self.matchers[row].is_terminated():
                 raise RuntimeError(
@@ -81,7 +81,7 @@ class Grammars(LogitsProcessor):
                 )
 
     def accept(self, row: int, token: int) -> bool:
-        """True if the token may follow what the row's matcher has accepted; if so, it is accepted."""
+        """Accept a token if it is legal after those accepted so far; returns True if it is."""
         matcher = self.matchers[row]
         if matcher.is_terminated():
             legal = bool(self.bitmask[row, token // 32] >> (token % 32) & 1)

@@ -101,7 +101,6 @@ class Steps:
         self.get(StepKind.PREFILL, self._prefill_key(size))(size, max_kv_len)
 
     def build_prefill(self) -> None:
-        """Make all that `prefill` needs."""
         for size in self.prefill_sizes:
             self.get(StepKind.PREFILL, self._prefill_key(size))
 
@@ -110,7 +109,6 @@ class Steps:
         (self.get(StepKind.PROPOSE) if self.captures else self._propose)(max_kv_len)
 
     def build_proposal(self) -> None:
-        """Make all that `propose` needs."""
         if self.captures:
             self.get(StepKind.PROPOSE)
 
@@ -237,7 +235,6 @@ class Steps:
                 return function if self.ring is None else self.ring.publishing(function)
 
     def _arguments(self, kind: StepKind, nodes: int) -> tuple:
-        """Arguments to try a step with."""
         if kind is StepKind.FINISH:
             return self._pieces.accepted(self._pieces.round(nodes), nodes, PAGE)
         return (nodes or self.prefill_sizes[-1], PAGE) if kind is StepKind.PREFILL else (PAGE,)

@@ -55,12 +55,10 @@ class Code:
         self.static: frozenset[int] | None = None
 
     def open(self, form: Form) -> None:
-        """Let parts of this form be compiled."""
         for (other, _), compiler in self.compilers.items():
             compiler.is_open = other == form
 
     def close(self) -> None:
-        """Let no part be compiled any more."""
         for compiler in self.compilers.values():
             compiler.is_open = False
 

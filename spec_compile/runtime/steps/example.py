@@ -60,7 +60,6 @@ def rows_vary(runtime: Runtime) -> bool:
 
 
 def slots_vary(runtime: Runtime) -> bool:
-    """True if one code serves all numbers of slots."""
     return all(graph.backend not in STATIC_BACKENDS for graph in _graphs(runtime))
 
 

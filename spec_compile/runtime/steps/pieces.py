@@ -121,7 +121,7 @@ class Pieces:
 
     @contextmanager
     def _example(self) -> Iterator["Pieces"]:
-        """The example of this form, inside whose context parts may be compiled and their runs leave no trace."""
+        """A context of the example of this form, in which parts may be compiled and runs leave no trace."""
         runtime, form = self.runtime, self.form
         if form not in runtime.examples:
             sizes, plan = example_sizes(runtime, form), runtime.algorithm.plan

@@ -126,7 +126,6 @@ def _results(nodes: list[fx.Node], index: int) -> int:
 
 
 def _weight_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> int:
-    """Bytes of the weights that the products among `nodes` read."""
     products = [node for node in nodes if is_product(node) or node.target in (experts.UP, experts.DOWN)]
     names = {source.target for node in products for source in node.all_input_nodes if source.op == "get_attr"}
     return sum(attribute(gm, name).nbytes for name in names)

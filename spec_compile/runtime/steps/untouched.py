@@ -10,7 +10,7 @@ from .capture import OutcomeRing
 
 @contextmanager
 def untouched(state: State, drafter: Drafter, ring: OutcomeRing | None = None) -> Iterator[None]:
-    """Restore every small buffer after steps run inside; they write caches and texts only after the committed slots."""
+    """Restore small buffers after steps run inside, which write caches and texts only after the committed slots."""
     buffers = [*state.small_buffers(), *drafter.small_buffers()]
     buffers += [ring.turn] if ring else []
     held = {buffer: buffer.clone() for buffer in buffers}
