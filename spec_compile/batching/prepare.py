@@ -127,7 +127,7 @@ class Preparer:
         with self._lock:
             preparation = self._remembered.find(key)
         if preparation is not None:
-            return Prepared(_stopped(preparation.ask.after(len(prompt)), len(prompt), stop))
+            return Prepared(_stopped(preparation.ask.after(len(prompt)), stop))
         call = self._ask_transformers(shadow, ids, config, tokenizer, arguments)
         read = Prompt.of(call.input_ids, call.config, call.model_kwargs, placeholders(self._engine.original))
         reason = next((name for name in ONLY_GENERATE if getattr(call.config, name, None)), None)
@@ -173,7 +173,7 @@ class Preparer:
         for criterion in call.criteria:
             if type(criterion).__name__ == "MaxTimeCriteria" and not any(criterion is one for one in own):
                 criterion.initial_timestamp = None
-        prepared = Prepared(_stopped(ask, call.input_ids.shape[1], stop), remembers)
+        prepared = Prepared(_stopped(ask, stop), remembers)
         if prompt.has_pictures:
             self._check_pictures(prompt)
             prepared.process = partial(self._process, prompt, call)
@@ -197,8 +197,8 @@ class Preparer:
         return past, own.features, prompt.position_offsets[0]
 
 
-def _stopped(ask: Ask, width: int, stop: StopStrings | None) -> Ask:
-    """The same for a prompt of `width` columns, which also ends at its stop strings."""
+def _stopped(ask: Ask, stop: StopStrings | None) -> Ask:
+    """The ask, which also ends at its stop strings from now on."""
     if stop is not None:
         criteria = ask.criteria
         if criteria is None:
@@ -233,10 +233,3 @@ class _StopsBeforeTheLoop:
             raise ValueError(
                 f"{generation_mode.value.replace('_', ' ')}: only generate() does this; a request is greedy or sampled"
             )
-
-
-def without_end(config: GenerationConfig) -> GenerationConfig:
-    """A copy of `config` without end-of-sequence tokens."""
-    config = copy.deepcopy(config)
-    config.eos_token_id = None
-    return config

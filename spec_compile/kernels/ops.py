@@ -36,7 +36,7 @@ def attention(
     """Causal attention over a whole sequence, which capture puts in place of a model's own attention.
 
     q [B, H, T, Dk], k [B, Hkv, T, Dk], v [B, Hkv, T, Dv] -> [B, T, H, Dv]. `layer` only labels the node. The others
-    are as in `attention.call.Call`.
+    are as in `attention.call.AttentionCall`.
     """
     steps = torch.arange(q.shape[2], device=q.device)
     distance = steps[:, None] - steps[None, :]
@@ -161,8 +161,8 @@ def append_and_attend(
 ) -> Tensor:
     """`append_block` a block of keys and values to the caches, and `masked_attention` of its queries to the caches.
 
-    The arguments are those of `attention.call.Call`, and a mask [B, 1 or Hkv, G * N, max_kv_len] from `tree_mask`, in
-    place of lengths and ancestors; slots beyond max_kv_len are not read. -> [B, N, H, Dv].
+    The arguments are those of `attention.call.AttentionCall`, and a mask [B, 1 or Hkv, G * N, max_kv_len] from
+    `tree_mask`, in place of lengths and ancestors; slots beyond max_kv_len are not read. -> [B, N, H, Dv].
     """
     max_kv_len = mask.shape[3]
     append_block(key_cache, value_cache, scales, k, v, lengths)
