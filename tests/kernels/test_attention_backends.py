@@ -4,6 +4,7 @@ Without a GPU the ops run on CPU tensors, Triton's in its interpreter; ``pytest 
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import math
 import sys
@@ -111,9 +112,10 @@ def op_of(name, device, captured=False):
     if name == "triton" and device == "cpu":
         return lambda *inputs: kernels.launch(AttentionCall(*inputs), SMALL._replace(block_m=64, block_n=64, splits=2))
     try:
-        return BACKENDS[name].load(Use(name, captured=captured))
+        op = BACKENDS[name].load(Use(name, captured=captured))
     except ImportError as error:
         pytest.skip(str(error))
+    return functools.partial(op, scales=None) if BACKENDS[name].rotates else op
 
 
 def layer_of(heads=(2, 2), sizes=(64, 64), window=None, softcap=None, sinks=False):

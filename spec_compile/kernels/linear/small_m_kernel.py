@@ -189,7 +189,7 @@ def small_m_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
 
     # Rows of the weights in the tile, o [BLOCK_O]; HEIGHT columns of out come of them.
-    APPENDS: tl.constexpr = heads is not None
+    APPENDS: tl.constexpr = HEADS > 0
     PAIRED: tl.constexpr = GATED or APPENDS  # of the gate and the up projection, or of the halves of a head
     HEIGHT: tl.constexpr = BLOCK_O // 2 if PAIRED else BLOCK_O
     height = outputs // 2 if PAIRED else outputs
