@@ -35,7 +35,7 @@ def main() -> None:
 
     for graph in backend.reports():  # what the passes changed
         for report in graph:
-            print(f"{report.name:18} {report.nodes_before:5} -> {report.nodes_after:5}  {report.summary}")
+            print(f"{report.name:22} {report.nodes_before:5} -> {report.nodes_after:5}  {report.summary}")
 
 
 if __name__ == "__main__":

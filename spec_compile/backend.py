@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,21 +10,34 @@ from pathlib import Path
 from weakref import WeakSet
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._inductor.compile_fx import compile_fx
 
-from .compat import INDUCTOR_OPTIONS, backend_of
+from . import kernels
+from .compat import INDUCTOR_OPTIONS, backend_of, brief_operators
 from .config import parse_options
 from .graph import PassReport, calls
+from .kernels.linear import linear_layers
 from .passes.apply import apply
-from .passes.forward.graph import ForwardGraph
-from .passes.forward.grouped_attention import grouped_attention
-from .passes.forward.join_linears import JoinedWeights, join_linears
-from .passes.forward.tidy_forward import tidy_forward
+from .passes.forward.bind import bind
+from .passes.forward.lower import ForwardGraph, ForwardSettings, NotLowered, lower
+from .passes.forward.use_grouped_attention import use_grouped_attention
+from .passes.fuse_norms import fuse_norms
+from .passes.fuse_residuals import fuse_residuals
+from .passes.fuse_swiglu import fuse_swiglu
+from .passes.merge_linears import merge_linears
+from .passes.tidy import tidy
+from .passes.use_small_m_linears import use_small_m_linears
+from .runtime.steps.replays import Replays
 
-PIPELINE = [tidy_forward, join_linears, grouped_attention]
+PIPELINE = [
+    tidy, merge_linears, use_grouped_attention, use_small_m_linears, fuse_swiglu, fuse_norms, fuse_residuals,
+]  # fmt: skip
 """The passes, in order."""
+FEW_ROWS = 64
+"""Rows up to which products take the time of reading weights, so that those of `speculate` serve."""
+MODES = (None, "default", "reduce-overhead")
 GENERATE = (
     'torch.compile(model, backend="spec").generate() runs transformers\' loop on the model that was not compiled. '
     'spec_compile.speculate(model, algo=...).generate() speculates; model.compile(backend="spec") compiles the '
@@ -38,7 +52,7 @@ class BackendOptions:
 
     merge_linears: one matrix product for linear layers of one input. The module's parameters become views of the
         merged storage, with equal values (a tensor that shared a parameter's old storage no longer does).
-    gqa: attention over few query tokens reads each key-value head once.
+    gqa: attention over few query tokens reads each key-value head once, and on a GPU only the slots that a mask shows.
     dump: a directory that receives the readable graph before and after every pass.
     """
 
@@ -57,38 +71,60 @@ class BackendOptions:
 def spec(gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None) -> Callable:
     """Compile a graph that Dynamo has traced.
 
-    Inference goes through our passes and Inductor, training only through Inductor.
+    Inference goes through our passes and Inductor. Training goes to Inductor as it is, and so does a forward that
+    `lower` refuses; `reports` has the reason.
 
     gm: calls of torch, with parameters as placeholders. example_inputs: one for each placeholder.
+    mode: "reduce-overhead" replays the forward as a CUDA graph on a GPU.
     Returns a function of those inputs.
-    Raises TypeError (unknown option, option of a wrong type) or ValueError (a mode other than "default").
+    Raises TypeError (unknown option, option of a wrong type) or ValueError (another mode).
     """
-    if mode not in (None, "default"):
+    if mode not in MODES:
         raise ValueError(
-            f'mode: backend "spec" knows only "default", got {mode!r}; for Inductor\'s modes use backend="inductor"'
+            f'mode: expected "default" or "reduce-overhead" for backend "spec", got {mode!r}; for Inductor\'s other '
+            'modes use backend="inductor"'
         )
     settings = parse_options(BackendOptions, dict(options or {}))
+    replays = mode == "reduce-overhead" and all(x.is_cuda for x in example_inputs if isinstance(x, Tensor))
     if _wants_gradients(gm, example_inputs):
         log.info("spec: gradients are wanted: this graph goes to Inductor as it is (use torch.no_grad())")
         return compile_fx(gm, example_inputs, config_patches=INDUCTOR_OPTIONS)
-    graph = rewrite(ForwardGraph(gm, list(example_inputs)), settings)
+    try:
+        graph = lower(gm, example_inputs)
+    except NotLowered as error:
+        log.info("spec: graph %d goes to Inductor as it is: %s", len(_graphs), error)
+        size = len(calls(gm))
+        _graphs.append([PassReport("lower", f"goes to Inductor as it is: {error}", size, size, "")])
+        graphs = {"triton.cudagraphs": True} if replays else {}
+        return compile_fx(gm, example_inputs, config_patches={**INDUCTOR_OPTIONS, **graphs})
+    with torch.inference_mode(False), torch.no_grad():
+        if graph.device.type == "cuda":
+            kernels.load(graph.device)
+        rewrite(graph, settings)
     _graphs.append(graph.log)
-    compiled = compile_fx(graph.gm, graph.inputs, config_patches=INDUCTOR_OPTIONS)
-    return JoinedWeights(compiled, graph.joined) if graph.joined else compiled
+
+    def compile_graph(gm: fx.GraphModule, inputs: list, kept: list[int]) -> Callable:
+        with brief_operators():
+            forward = compile_fx(gm, inputs, config_patches=INDUCTOR_OPTIONS)
+        return Replays(forward, kept, len(example_inputs) - len(graph.places)) if replays else forward
+
+    return bind(graph, list(example_inputs), compile_graph)
 
 
-def rewrite(graph: ForwardGraph, settings: BackendOptions, pipeline=None) -> ForwardGraph:
+def rewrite(graph: ForwardGraph, options: "BackendOptions", pipeline=None) -> ForwardGraph:
     """Run the passes on `graph`, in place. Its ``log`` says what each of them changed."""
     index = len(_graphs)  # the graph's number, in the log and in names of files
-    dumps = settings.dump is not None
+    dumps = options.dump is not None
     if dumps:
-        _dump(settings.dump, f"forward{index}_0_before", graph.gm.print_readable(print_output=False))
+        _dump(options.dump, f"forward{index}_0_before", graph.gm.print_readable(print_output=False))
 
     def on_report(report: PassReport) -> None:
         log.info("spec: graph %d: %s: %s", index, report.name, report.summary)
         if dumps:
-            _dump(settings.dump, f"forward{index}_{len(graph.log)}_{report.name}", report.code)
+            _dump(options.dump, f"forward{index}_{len(graph.log)}_{report.name}", report.code)
 
+    rows = max((math.prod(node.meta["val"].shape[:-1]) for node in linear_layers(graph)), default=0)
+    settings = ForwardSettings(options.merge_linears, options.gqa, "verify" if rows <= FEW_ROWS else "prefill")
     apply(graph, settings, PIPELINE if pipeline is None else pipeline, keep_code=dumps, on_report=on_report)
     return graph
 
@@ -109,7 +145,7 @@ def _wants_gradients(gm: fx.GraphModule, inputs: list) -> bool:
     """True if a graph needs a backward: it turns gradients on, or they are on and an input requires them."""
     if any(node.target is torch._C._set_grad_enabled and node.args[0] for node in calls(gm)):
         return True
-    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
 def _dump(directory: str | Path, name: str, code: str) -> None:

@@ -107,6 +107,23 @@ def inductor(options: dict[str, Any]) -> Callable:
     return compile_graph
 
 
+@contextmanager
+def brief_operators() -> Iterator[None]:
+    """A context in which Inductor describes an op without a lowering by its name only.
+
+    Before torch 2.13 it writes down all that the op's arguments were computed from, each as often as it was read, which
+    takes exponential time: minutes for an op that comes first in the eighth layer.
+    """
+    from torch._inductor.exc import OperatorIssue
+
+    describe = OperatorIssue.operator_str
+    OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"  target: {target}")
+    try:
+        yield
+    finally:
+        OperatorIssue.operator_str = describe
+
+
 def forget_shapes(*graphs: torch.fx.GraphModule) -> None:
     """Free the tensors of past compilations by `inductor`, and of these exported graphs, that symbolic shapes hold.
 

@@ -2,6 +2,7 @@
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..graph import ModelGraph, calls
 
@@ -18,7 +19,7 @@ DROPOUTS = {aten.dropout.default, aten.feature_dropout.default}
 
 
 def tidy(graph: ModelGraph, settings) -> str:
-    """Erase run-time assertions, aliases, casts to the dtype a tensor already has, and dropout of inference.
+    """Erase run-time assertions, aliases, slices of everything, casts to the dtype a tensor already has, and dropout.
 
     A view becomes a reshape, and a view as complex numbers is one of a contiguous tensor: attention and linear layers
     of later passes may return other strides than those of the trace, on which a view depends.
@@ -36,7 +37,7 @@ def tidy(graph: ModelGraph, settings) -> str:
             continue
         if node.target in CHECKS:
             graph.gm.graph.erase_node(node)
-        elif node.target in FORWARDS or _is_idle_cast(node) or (node.target in DROPOUTS and not node.args[2]):
+        elif node.target in FORWARDS or any(is_idle(node) for is_idle in (_is_idle_cast, _is_idle_slice, _is_off)):
             node.replace_all_uses_with(node.args[0])
             graph.gm.graph.erase_node(node)
         else:
@@ -53,3 +54,18 @@ def _is_idle_cast(node: fx.Node) -> bool:
     if before is None or after is None or copies or node.kwargs.get("memory_format") is not None:
         return False
     return before.dtype == after.dtype and before.device == after.device and before.stride() == after.stride()
+
+
+def _is_idle_slice(node: fx.Node) -> bool:
+    """True if a slice has as many entries as its input, so all of them, as that of transformers' ``logits_to_keep``."""
+    if node.target != aten.slice.Tensor:
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    if before is None or after is None:
+        return False
+    return all(statically_known_true(x == y) for x, y in zip(before.shape, after.shape))
+
+
+def _is_off(node: fx.Node) -> bool:
+    """True for dropout of inference."""
+    return node.target in DROPOUTS and not node.args[2]

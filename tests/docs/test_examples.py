@@ -20,7 +20,7 @@ PRINTS = {
     "batch_and_streaming.py": ["class Stack:", "4 sampled answers", "--- streamed:\ndef mean(values):"],
     "many_requests.py": ["stop", "cancelled"],
     "train_head.py": ["2 steps", "accept length"],
-    "compile_backend.py": ["largest difference", "join_linears"],
+    "compile_backend.py": ["largest difference", "merge_linears"],
     "tensor_parallel.py": ["def mean(values):", "1 processes, accept length"],
 }
 TESTED_ELSEWHERE = {"demo.py", "json_schema.py", "medusa.py", "ray_data.py", "ray_serve.py"}

@@ -1,6 +1,5 @@
 """The torch.compile backend "spec": its passes, its options, and the numbers that come out."""
 
-import operator
 import warnings
 from dataclasses import replace
 from importlib.metadata import entry_points
@@ -8,18 +7,18 @@ from importlib.metadata import entry_points
 import models
 import pytest
 import torch
+from forwards import Linears
 from torch import nn
 from torch.nn import functional as F
+from transformers import CompileConfig
 
 from spec_compile import backend
-from spec_compile.backend import BackendOptions, rewrite, spec
+from spec_compile.backend import BackendOptions, spec
 from spec_compile.compat import TORCH
 from spec_compile.graph import calls
-from spec_compile.passes.forward.graph import ForwardGraph, changes_something
-from spec_compile.passes.forward.grouped_attention import grouped_attention
-from spec_compile.passes.forward.join_linears import JoinedWeights, join, join_linears
-from spec_compile.passes.forward.tidy_forward import tidy_forward
 
+aten = torch.ops.aten
+LINEAR, GROUPED = aten.linear.default, torch.ops.spec_compile.grouped_attention.default
 TOLERANCE = 1e-4  # of the spread of the logits
 
 
@@ -32,28 +31,6 @@ def _fresh():
     torch.set_num_threads(threads)
 
 
-class Recorder:
-    """A backend that runs some of the passes, then the rewritten graph as it is; it keeps the calls of both."""
-
-    def __init__(self, *passes, **options):
-        self.passes, self.options, self.before, self.after = passes, BackendOptions(**options), [], []
-
-    def __call__(self, gm, inputs):
-        self.before.append([node.target for node in calls(gm)])
-        graph = rewrite(ForwardGraph(gm, list(inputs)), self.options, self.passes)
-        self.after.append([node.target for node in calls(gm)])
-        return JoinedWeights(gm.forward, graph.joined) if graph.joined else gm.forward
-
-    def counts(self, target) -> tuple[int, int]:
-        """Calls of `target` before and after the passes, over all graphs."""
-        return tuple(sum(names.count(target) for names in side) for side in (self.before, self.after))
-
-
-def run(module, recorder, *inputs, **options):
-    with torch.no_grad():
-        return torch.compile(module, backend=recorder, **options)(*inputs)
-
-
 @pytest.fixture
 def interpreted(monkeypatch):
     """The whole backend, with the rewritten graph run as it is instead of by Inductor."""
@@ -62,201 +39,28 @@ def interpreted(monkeypatch):
     return graphs
 
 
-# passes, on toy graphs
-
-
-def test_tidy_forward_erases_what_returns_its_input():
-    def toy(x):
-        y = F.dropout(x.to(torch.float32).float(), 0.5, training=False).type_as(x)
-        y = F.dropout(y, p=0.3, training=False)
-        return y.double().to("cpu") * 2 + x.to(torch.float32, copy=True)
-
-    recorder, x = Recorder(tidy_forward), torch.randn(3)
-    assert torch.equal(run(toy, recorder, x), toy(x))
-    assert recorder.after == [["double", operator.mul, "to", operator.add]]
-
-
-def test_tidy_forward_keeps_dropout_of_training():
-    recorder = Recorder(tidy_forward)
-    assert run(lambda x: F.dropout(x, 1.0), recorder, torch.ones(3)).tolist() == [0, 0, 0]
-    assert recorder.counts(F.dropout) == (1, 1)
-
-
-class Linears(nn.Module):
-    def __init__(self, bias=False):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(8, n, bias=bias) for n in (8, 4, 4))
-        self.down = nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.q(x) * torch.cat([self.k(x), self.v(x)], -1)
-        return self.down(y), self.k(y)  # k is used twice, so it stays out of the group
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_join_linears_merges_layers_of_one_input(bias):
-    torch.manual_seed(0)
-    module, recorder, x = Linears(bias), Recorder(join_linears), torch.randn(2, 3, 8)
-    want = module(x)
-    torch.testing.assert_close(run(module, recorder, x), want)
-    assert recorder.counts(F.linear) == (5, 4) and recorder.counts(torch.split) == (0, 1)
-    assert module.q.weight.untyped_storage().data_ptr() == module.v.weight.untyped_storage().data_ptr()
-
-
-def test_joined_weights_never_go_stale():
-    torch.manual_seed(0)
-    module, x = Linears(True), torch.randn(2, 8)
-    step = torch.compile(module, backend=Recorder(join_linears))
-
-    def check():
-        with torch.no_grad():
-            torch.testing.assert_close(step(x), module(x))
-
-    check()
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generate_on_a_gpu(mode, dtype):
+    """In float32 transformers' own tokens; in bfloat16 the logits of one step are near."""
+    net = models.ADMITTED["llama"]().to("cuda", dtype)
+    for rows, new in ((1, 12), (3, 30), (1, 40)):
+        ids = models.prompts((24, 9))[1][:1].cuda().expand(rows, -1)
+        given = dict(do_sample=False, max_new_tokens=new, eos_token_id=None, pad_token_id=0)
+        compiled = CompileConfig(backend="spec", mode=mode, fullgraph=False)
+        got = net.generate(ids, cache_implementation="static", compile_config=compiled, **given)
+        if dtype == torch.float32:
+            assert torch.equal(got, net.generate(ids, **given))
+        assert got.shape == (rows, ids.shape[1] + new)
+    assert any(report.summary.startswith("2 attention") for graph in backend.reports() for report in graph)
+    step = torch.compile(net, backend="spec", mode=mode)
+    ids = models.prompts((24, 9))[1][:1].cuda()
     with torch.no_grad():
-        module.q.weight.mul_(3)
-    check()
-    module.v.load_state_dict({"weight": torch.randn(4, 8), "bias": torch.randn(4)})
-    check()
-    module.v.load_state_dict({"weight": torch.randn(4, 8), "bias": torch.randn(4)}, assign=True)
-    check()
-    module.q.weight = nn.Parameter(torch.randn(8, 8))
-    check()
-    module.q.bias.data = torch.randn(8)
-    check()
-
-
-def test_two_modules_of_one_compiled_graph_keep_their_weights():
-    torch.manual_seed(0)
-    one, two, recorder, x = Linears(), Linears(), Recorder(join_linears), torch.randn(2, 8)
-    want = one(x), two(x)
-    steps = [torch.compile(module, backend=recorder) for module in (one, two)]
-    for _ in range(2):
-        for step, expected in zip(steps, want):
-            with torch.no_grad():
-                torch.testing.assert_close(step(x), expected)
-
-
-def test_parameters_joined_in_inference_mode_can_still_be_trained():
-    module, x, recorder = Linears(), torch.randn(2, 8), Recorder(join_linears)
-    with torch.inference_mode():
-        torch.compile(module, backend=recorder)(x)
-    assert recorder.counts(F.linear) == (5, 4)
-    module(x)[0].sum().backward()
-    assert module.q.weight.grad is not None and not module.q.weight.is_inference()
-
-
-def test_join_of_neighbours_copies_nothing():
-    whole = torch.randn(6, 2)
-    parameters = [nn.Parameter(part) for part in whole.split([2, 4])]
-    assert join(parameters).data_ptr() == whole.data_ptr()
-
-
-def test_join_linears_leaves_alone_what_it_must():
-    class Toy(Linears):
-        def forward(self, x):
-            q = self.q(x)
-            x.add_(1)  # the second layer reads another x
-            return q * 2, self.k(x) + self.v(x).sum()
-
-    torch.manual_seed(0)
-    module, recorder, x = Toy(), Recorder(join_linears), torch.randn(2, 8)
-    want = module(x.clone())
-    torch.testing.assert_close(run(module, recorder, x.clone()), want)
-    assert recorder.counts(F.linear) == (3, 3)
-    weights = [torch.randn(4, 8), torch.randn(4, 8)]  # plain tensors, not parameters
-    recorder = Recorder(join_linears)
-    run(lambda x, a, b: F.linear(x, a) + F.linear(x, b), recorder, x, *weights)
-    assert recorder.counts(F.linear) == (2, 2)
-
-
-def repeated(x, n):
-    batch, heads, slots, size = x.shape
-    return x[:, :, None, :, :].expand(batch, heads, n, slots, size).reshape(batch, heads * n, slots, size)
-
-
-def attend(q, k, v, mask):
-    n = q.shape[1] // k.shape[1]
-    return F.scaled_dot_product_attention(q, repeated(k, n), repeated(v, n), attn_mask=mask, scale=0.3)
-
-
-def qkv(batch=2, heads=6, kv_heads=2, tokens=1, slots=9, size=8, value_size=8):
-    torch.manual_seed(0)
-    shapes = (heads, tokens, size), (kv_heads, slots, size), (kv_heads, slots, value_size)
-    return [torch.randn(batch, *shape) for shape in shapes]
-
-
-@pytest.mark.parametrize("mask", [None, (2, 1, 1, 9), (1, 1, 4, 9), (2, 6, 4, 9), (2, 1, 4, 9)])
-@pytest.mark.parametrize("kind", ["bool", "float"])
-def test_grouped_attention_reads_keys_once(mask, kind):
-    tokens = 4 if mask is None else mask[2]
-    q, k, v = qkv(tokens=tokens, value_size=5)
-    if mask is not None:
-        mask = torch.rand(mask)
-        mask = (mask > 0.3) | (torch.arange(9) == 0) if kind == "bool" else mask.log()
-    recorder = Recorder(grouped_attention)
-    torch.testing.assert_close(run(attend, recorder, q, k, v, mask), attend(q, k, v, mask))
-    assert recorder.counts("expand") == (2, 0) and recorder.counts("reshape") == (2, 0)
-
-
-def test_grouped_attention_with_symbolic_slots_and_repeat_interleave():
-    def toy(q, k, v, mask):
-        k, v = k.repeat_interleave(3, 1), torch.repeat_interleave(v, 3, dim=1)
-        return F.scaled_dot_product_attention(q, k, v, mask)
-
-    for function in (toy, attend):
-        recorder = Recorder(grouped_attention)
-        step = torch.compile(function, backend=recorder)
-        for slots in (9, 12):
-            q, k, v = qkv(slots=slots)
-            mask = torch.rand(2, 1, 1, slots) > 0.2
-            for x, dim in ((k, 2), (v, 2), (mask, 3)):
-                torch._dynamo.mark_dynamic(x, dim)
-            torch.testing.assert_close(step(q, k, v, mask), function(q, k, v, mask))
-        assert len(recorder.after) == 1 and "unflatten" in recorder.after[0]
-
-
-def test_grouped_attention_leaves_alone_what_it_must():
-    def written(q, k, v, mask):
-        n = q.shape[1] // k.shape[1]
-        keys, values = repeated(k, n), repeated(v, n)
-        k.zero_()  # the repeated copy keeps the old keys
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-
-    def causal(q, k, v, mask):
-        return F.scaled_dot_product_attention(q, repeated(k, 3), repeated(v, 3), is_causal=True)
-
-    def wrong_order(q, k, v, mask):  # heads 0 1 0 1 0 1, not 0 0 0 1 1 1
-        return F.scaled_dot_product_attention(q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1))
-
-    def other_place(q, k, v, mask):
-        k, v = (x[:, None].expand(2, 3, 2, 9, 8).reshape(2, 6, 9, 8) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v)
-
-    for function in (written, causal, wrong_order, other_place):
-        q, k, v = qkv()
-        recorder, want = Recorder(grouped_attention), function(q, k.clone(), v, None)
-        torch.testing.assert_close(run(function, recorder, q, k.clone(), v, None), want)
-        assert recorder.before == recorder.after
-    recorder = Recorder(grouped_attention)
-    run(attend, recorder, *qkv(tokens=65), None)
-    assert recorder.before == recorder.after
-
-
-def test_what_writes_is_known():
-    def toy(x, i):
-        x.add_(1)
-        x[0] = 2
-        x += 1
-        F.relu(x, True)
-        torch.add(x, x, out=x)
-        return x.index_copy_(0, i, x[:1] * 2) + torch.relu(x) + F.silu(x)
-
-    found = []
-    step = torch.compile(toy, backend=lambda gm, inputs: found.extend(calls(gm)) or gm.forward)
-    step(torch.ones(3), torch.tensor([1]))
-    quiet = [node.target for node in found if not changes_something(node)]
-    assert quiet == [operator.getitem, operator.mul, torch.relu, operator.add, F.silu, operator.add]
+        for _ in range(5):
+            got, want = step(input_ids=ids).logits.float(), net(input_ids=ids).logits.float()
+            assert (got - want).abs().max() <= (1e-3 if dtype == torch.float32 else 0.1) * (want.max() - want.min())
 
 
 # whole models
@@ -288,7 +92,10 @@ def test_every_architecture_keeps_its_logits(name, interpreted):
     for mask in (padded, torch.ones_like(padded)):
         check_forward(net, step, mask)
     assert len(interpreted) == 1
-    attention = backend.reports()[0][-1]
+    reports = {report.name: report for report in backend.reports()[0]}
+    if "lower" in reports:
+        return
+    attention = reports["use_grouped_attention"]
     if getattr(net.config, "num_key_value_heads", net.config.num_attention_heads) < net.config.num_attention_heads:
         assert attention.summary.startswith("0 ") == (net.config._attn_implementation == "eager")
 
@@ -342,7 +149,7 @@ def test_lengths_share_compilations(dynamic, interpreted):
         ids = models.prompts((length, length))[1]
         with torch.no_grad():
             torch.testing.assert_close(step(input_ids=ids).logits, net(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
-    assert len(interpreted) <= (1 if dynamic else 2)
+    assert len(interpreted) <= (1 if dynamic else 3)  # one length; then any that has few rows, any that has many
 
 
 def test_training_goes_to_inductor_unchanged(interpreted):
@@ -350,7 +157,7 @@ def test_training_goes_to_inductor_unchanged(interpreted):
     step = torch.compile(module, backend=spec)
     step(x)[0].sum().backward()
     assert module.q.weight.grad is not None and backend.reports() == []
-    assert [node.target for node in calls(interpreted[0])].count(F.linear) == 5
+    assert len(calls(interpreted[0], F.linear)) == 5
     with torch.no_grad():
         step(x)
     assert len(backend.reports()) == 1
@@ -378,7 +185,7 @@ def test_options_are_checked():
         spec(gm, [x], options={"gqa": 1})
     with pytest.raises(TypeError, match="dump: expected the path of a directory, got int"):
         spec(gm, [x], options={"dump": 3})
-    with pytest.raises(ValueError, match=r"mode: .*knows only \"default\", got 'max-autotune'"):
+    with pytest.raises(ValueError, match=r"mode: expected \"default\" or \"reduce-overhead\" .* got 'max-autotune'"):
         spec(gm, [x], mode="max-autotune")
     with pytest.raises(Exception, match="Did you mean 'gqa'"):
         torch.compile(lambda x: x + 1, backend=spec, options={"gpa": False})(x)
@@ -389,18 +196,18 @@ def test_passes_can_be_switched_off(interpreted):
     with torch.no_grad():
         torch.compile(Linears(), backend=spec, options={"merge_linears": False, "gqa": False})(torch.randn(2, 8))
     (log,) = backend.reports()
-    assert [(r.name, r.summary) for r in log][1:] == [("join_linears", "off"), ("grouped_attention", "off")]
+    assert [(r.name, r.summary) for r in log][1:3] == [("merge_linears", "off"), ("use_grouped_attention", "off")]
 
 
 def test_dump_and_reports(tmp_path, interpreted):
     with torch.no_grad():
         torch.compile(Linears(), backend=spec, options={"dump": str(tmp_path / "graphs")})(torch.randn(2, 8))
     names = sorted(path.name for path in (tmp_path / "graphs").iterdir())
-    passes = ("0_before", "1_tidy_forward", "2_join_linears", "3_grouped_attention")
-    assert names == [f"forward0_{name}.py" for name in passes]
-    assert "split(" in (tmp_path / "graphs" / names[2]).read_text()
+    passes = [f"{number}_{step.__name__}" for number, step in enumerate(backend.PIPELINE, 1)]
+    assert names == [f"forward0_{name}.py" for name in ("0_before", *passes)]
+    assert "split_with_sizes" in (tmp_path / "graphs" / names[2]).read_text()
     (log,) = backend.reports()
-    assert log[1].summary == "merged 2 linear layers into 1" and "split(" in log[1].code
+    assert log[1].summary == "merged 2 linear layers into 1" and "split_with_sizes" in log[1].code
     torch._dynamo.reset()
     assert backend.reports() == []
 

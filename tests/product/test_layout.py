@@ -71,8 +71,6 @@ ELSEWHERE = {
     "batching.generate_batch": "batching", "batching.model": "batching",  # methods of what speculate() returns
     "capture.admit": "capture", "capture.config_reads": "capture", "capture.ranks": "parallel",  # inside speculate()
     "capture.taps": "drafters", "capture.weight_values": "batching", "outcome": "runtime", "recording": "report",
-    "passes.forward": "product", "passes.forward.graph": "product", "passes.forward.grouped_attention": "product",
-    "passes.forward.join_linears": "product", "passes.forward.tidy_forward": "product",  # of the backend "spec"
     "report.accounts": "report", "report.explain": "report",  # repr() and explain() of what speculate() returns
     "forks": "product",
 }  # fmt: skip

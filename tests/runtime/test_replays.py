@@ -1,0 +1,61 @@
+"""Functions that record themselves as CUDA graphs, with a stand-in for CUDA, and on a GPU."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from spec_compile.runtime.steps import replays
+
+
+def test_replays_follow_what_is_copied_and_what_stays(monkeypatch):
+    """With a stand-in for CUDA: a recorded graph reads the memory that it was recorded with."""
+    recorded = []
+
+    def record(function, pool, stream):
+        output = function()
+        recorded.append(function)
+        return (lambda: [held.copy_(new) for held, new in zip(output, function())]), output
+
+    monkeypatch.setattr(replays, "record", record)
+    monkeypatch.setattr(replays, "aside", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    replayed = replays.Replays(lambda x, cache, weight: [x * weight + cache], [1], 2)
+    weight, caches = torch.tensor(3.0), [torch.tensor(10.0), torch.tensor(20.0)]
+    for cache in caches:
+        results = [replayed(torch.tensor(float(step)), cache, weight)[0] for step in range(6)]
+        assert [float(result) for result in results] == [step * 3 + float(cache) for step in range(6)]
+    assert len(recorded) == 2
+    caches[0].fill_(5.0)
+    assert float(replayed(torch.tensor(1.0), caches[0], weight)[0]) == 8 and len(recorded) == 2
+    assert float(replayed(torch.tensor(1.0), caches[0], torch.tensor(2.0))[0]) == 7  # other weights begin anew
+    assert replayed(torch.ones(2), caches[0], weight)[0].shape == (2,)
+
+
+def test_replays_do_not_record_what_returns_an_argument(monkeypatch):
+    monkeypatch.setattr(replays, "aside", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(replays, "record", lambda *_: pytest.fail("recorded"))
+    replayed, x = replays.Replays(lambda x, weight: [x.view(-1)], [], 1), torch.ones(3)
+    for _ in range(5):
+        assert replayed(x, torch.ones(()))[0].data_ptr() == x.data_ptr()
+
+
+def test_a_forward_that_cannot_be_recorded_runs_itself(monkeypatch):
+    def record(*_):
+        raise replays.CaptureError("a wait for the GPU")
+
+    monkeypatch.setattr(replays, "aside", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(replays, "record", record)
+    replayed = replays.Replays(lambda x, weight: [x * weight], [], 1)
+    assert [float(replayed(torch.tensor(float(step)), torch.tensor(2.0))[0]) for step in range(6)] == [
+        0,
+        2,
+        4,
+        6,
+        8,
+        10,
+    ]
