@@ -103,6 +103,8 @@ class ModelGraph:
     """True if positions may differ from slots: multi-axis RoPE gives a picture fewer positions than it has tokens."""
     decoder_layers: int = 0
     """Number of decoder layers with attention, recurrences, both or none; 0 for the number of attention layers."""
+    traced_layers: int = 0
+    """Number of decoder layers that were traced, from which the others were copied; 0 if each was traced."""
 
     def __post_init__(self):
         self.decoder_layers = self.decoder_layers or len(self.layers)

@@ -1,5 +1,6 @@
 """Capture: one cache-free trace of a Hugging Face causal LM, with one marker node per attention layer."""
 
+import logging
 from contextlib import nullcontext
 
 import torch
@@ -11,13 +12,16 @@ from ..errors import UnsupportedModelError
 from ..graph import LayerSpec, ModelGraph, attribute, calls
 from ..kernels import ops
 from . import recurrences
-from .adapters import twin
+from .adapters import twin as copied
 from .experts import marked_experts
+from .kinds import UnlikeLayersError, copy_of, repeats_of
 from .layers import check_layers
 from .modules import connect
 from .quantised import hold_one_layout, mark
+from .repeat import repeat
 from .sharded import bind, fake_twin, is_sharded
 
+log = logging.getLogger("spec_compile")
 IMPLEMENTATION = "spec_compile"
 HARMLESS = {
     "position_ids",
@@ -64,37 +68,64 @@ class _Forward(nn.Module):
         return self.model(input_ids=input_ids, position_ids=positions, use_cache=False).logits
 
 
-def capture(model: PreTrainedModel) -> ModelGraph:
+def capture(model: PreTrainedModel, whole: bool = False) -> ModelGraph:
     """Trace `model`, which was admitted, into a `ModelGraph` that shares its parameters, or a rank's parts of them.
 
+    whole: True to trace every layer. Otherwise layers alike are traced once (see `kinds`), if the model has any; the
+        graph is the same.
     Raises UnsupportedModelError if the trace fails, or does not show exactly one attention call per layer.
     """
-    name, original = type(model).__name__, model
+    graph = None if whole else _capture_kinds(model)
+    if graph is not None:
+        return graph
     if is_sharded(model):
-        model, mode = fake_twin(model)
+        twin, mode = fake_twin(model)
     else:
         hold_one_layout(model)
-        model, mode = mark(twin(model)), nullcontext()
-    attention = _Attention(model)
+        twin, mode = mark(copied(model)), nullcontext()
+    gm, limits = _trace_model(twin, model, mode)
+    graph = _describe(twin, gm, limits)
+    if is_sharded(model):
+        bind(gm, model)
+    return graph
+
+
+def _capture_kinds(model: PreTrainedModel) -> ModelGraph | None:
+    """The graph from a trace of some layers of each kind; None, with the reason in the log, if there is none."""
+    name = type(model).__name__
     try:
-        limits = connect(model, attention)
-        attention_marked = attention_implementation(model, IMPLEMENTATION, attention)
-        with attention_marked, marked_experts(model), recurrences.marked(model):
+        repeats = repeats_of(model)
+        gm, limits = _trace_model(copy_of(model, repeats), model, nullcontext())
+        graph = _describe(model, repeat(gm, model, repeats), limits)
+    except UnlikeLayersError as reason:
+        log.info("model: %s %s, so each of its layers is captured", name, reason)
+        return None
+    except Exception as error:  # perhaps the copy's fault, and if it is the model's, tracing all of it shows that
+        log.info("model: each layer of %s is captured, because a copy with fewer failed (%r)", name, error)
+        return None
+    graph.traced_layers = len(repeats.kept)
+    return graph
+
+
+def _trace_model(twin: PreTrainedModel, model: PreTrainedModel, mode) -> tuple[fx.GraphModule, list[int]]:
+    """The graph of `twin`, a copy of `model`, and the lengths of its tables of positions. mode: of example inputs."""
+    attention = _Attention(twin)
+    try:
+        limits = connect(twin, attention)
+        attention_marked = attention_implementation(twin, IMPLEMENTATION, attention)
+        with attention_marked, marked_experts(twin), recurrences.marked(twin):
             with mode:
-                example = _example(original.device)
-            gm = _trace(_Forward(model), *example)
+                example = _example(model.device)
+            return _trace(_Forward(twin), *example), limits
     except UnsupportedModelError:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         problem = "could not be captured as one graph"
-        if attention.count == 0 and not recurrences.has_recurrences(model):
+        if attention.count == 0 and not recurrences.has_recurrences(twin):
             problem = "does not call its attention through transformers' AttentionInterface, so it cannot be rewritten"
+        name = type(model).__name__
         raise UnsupportedModelError(f"model: {name} {problem} ({type(error).__name__}: {reason})") from error
-    graph = _describe(model, gm, limits)
-    if is_sharded(original):
-        bind(gm, original)
-    return graph
 
 
 def capture_head(head: nn.Module, width: int | None = None) -> ModelGraph:

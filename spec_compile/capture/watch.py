@@ -87,12 +87,12 @@ class Watch:
         self._paths = {part: path for path, part in model.named_modules()}
         self._fast = weakref.ref(fast)  # weak, because `fast` refers to this object
         self._expected = {part: _facts(part) for part in self._paths}
-        self._expected_fast, self._expected_global = _facts(fast, followed=True), _hooks(GLOBAL_HOOKS)
+        self._expected_fast, self._expected_global = _facts(fast, followed=True), value_hooks(GLOBAL_HOOKS)
         self._settings = [
             (config, name, copy.deepcopy(value))
             for config, names in reads
             for name in sorted(names)
-            if hasattr(config, name) and _is_plain(value := getattr(config, name))
+            if hasattr(config, name) and is_plain(value := getattr(config, name))
         ]
         self._fingerprint = self._take_fingerprint()
 
@@ -113,7 +113,7 @@ class Watch:
         for part, path in self._paths.items():
             yield from _differences(path, self._expected[part], _facts(part), ignore_training=part is self._model)
         yield from _differences("", self._expected_fast, _facts(self._fast(), followed=True))
-        yield from _hook_differences("all modules", self._expected_global, _hooks(GLOBAL_HOOKS))
+        yield from _hook_differences("all modules", self._expected_global, value_hooks(GLOBAL_HOOKS))
         for config, name, was in self._settings:
             now = getattr(config, name, ABSENT)
             if not _same(was, now):
@@ -137,7 +137,7 @@ class _Fingerprint:
             values, attributes = _values(part), vars(part)
             single[tuple(name for name in values if _is_scalar(values[name]))].append(attributes)
             several += [(attributes, name) for name, value in values.items() if _is_container(value)]
-            same += [(attributes, name) for name, value in values.items() if not _is_plain(value)]
+            same += [(attributes, name) for name, value in values.items() if not is_plain(value)]
             same += [(attributes, "forward")] * ("forward" in attributes)
         for part in [*parts, fast]:
             same += [(part._modules, name) for name in part._modules]
@@ -190,9 +190,9 @@ class _Fingerprint:
 def _facts(part: nn.Module, followed: bool = False) -> _Facts:
     """A module as it is now. Values that may change in place are copied. followed: see `_values`."""
     values = _values(part, followed)
-    values = {name: copy.deepcopy(value) if _is_plain(value) else value for name, value in values.items()}
+    values = {name: copy.deepcopy(value) if is_plain(value) else value for name, value in values.items()}
     empty = {name: tensor is None for owner in (part._parameters, part._buffers) for name, tensor in held_items(owner)}
-    hooks = _hooks((part._forward_hooks, part._forward_pre_hooks))
+    hooks = value_hooks((part._forward_hooks, part._forward_pre_hooks))
     modules = {name: underlying(module) for name, module in part._modules.items()}
     return _Facts(type(part), _forward(part), values, empty, modules, hooks)
 
@@ -208,7 +208,7 @@ def _values(part: nn.Module, followed: bool = False) -> dict[str, Any]:
         and name not in BOOKKEEPING
         and not (followed if name in METHODS else private and name.startswith("_"))
         and name not in ("forward", *OF_CLASSES)
-        and (_is_plain(value) or isinstance(value, (Tensor, PreTrainedConfig, *FUNCTIONS)))
+        and (is_plain(value) or isinstance(value, (Tensor, PreTrainedConfig, *FUNCTIONS)))
         and not _is_own_method(part, name, value)
     }
 
@@ -225,7 +225,7 @@ def _forward(part: nn.Module) -> Callable:
     return forward.__func__ if getattr(forward, "__self__", None) is part else forward
 
 
-def _hooks(registries) -> list[tuple[int, Callable]]:
+def value_hooks(registries) -> list[tuple[int, Callable]]:
     """Number and function of each forward hook and forward pre-hook that may change a value."""
     hooks = [item for registry in registries for item in registry.items()]
     return [(number, hook) for number, hook in hooks if not any(name in _name(hook) for name in HARMLESS_HOOKS)]
@@ -272,11 +272,11 @@ def _hook_differences(label: str, was: list, now: list) -> Iterator[Change]:
 
 def _was_and_is(name: str, was: Any, now: Any) -> str:
     values = f"was {reprlib.repr(was)} at speculate() and is {reprlib.repr(now)} now"
-    return f"{name} {values if _is_plain(was) and _is_plain(now) else 'was replaced after speculate()'}"
+    return f"{name} {values if is_plain(was) and is_plain(now) else 'was replaced after speculate()'}"
 
 
 def _same(was: Any, now: Any) -> bool:
-    return was is now or (_is_plain(was) and _is_plain(now) and was == now)
+    return was is now or (is_plain(was) and is_plain(now) and was == now)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -285,11 +285,11 @@ def _is_scalar(value: Any) -> bool:
 
 def _is_container(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(map(_is_plain, chain(value.keys(), value.values())))
-    return isinstance(value, (list, tuple, set, frozenset)) and all(map(_is_plain, value))
+        return all(map(is_plain, chain(value.keys(), value.values())))
+    return isinstance(value, (list, tuple, set, frozenset)) and all(map(is_plain, value))
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """True if a value is a number, a text or the like, or a collection of them, so that == compares it."""
     return _is_scalar(value) or _is_container(value)
 
