@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from .capture.check_generation import check_generation
 from .capture.checks import check_capture, check_tree
 from .capture.compiled import underlying
 from .capture.config_reads import config_reads
+from .capture.kinds import is_known
 from .capture.ranks import facts, share_memory
 from .capture.trace import capture
 from .capture.watch import Watch
@@ -26,13 +28,16 @@ from .compat import COMPILE_LOCK, check_compiler
 from .config import Options, parse_options
 from .drafters import ALGORITHMS, build, check_draft, describe_options, parse_algorithm
 from .drafting import Algorithm
-from .errors import check_int
+from .errors import UnsupportedModelError, check_int
+from .graph import ModelGraph
 from .ngram import NgramStore
 from .parallel.start import find_ranks
 from .report.accounts import Accounts
 from .runtime.served import ServedEngine
 from .runtime.steps.build import StepKind
 from .runtime.steps.code import shared_code
+
+log = logging.getLogger("spec_compile")
 
 
 def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> PreTrainedModel:
@@ -95,10 +100,7 @@ class Speculation(Accounts):
         self.original, self.options = model, options
         # Capture, and compare the graph with the model's own forward. reads: the config values that it depends on.
         with config_reads(model) as reads:
-            graph = capture(model)
-        self._runnable = passes.runnable(graph, options.ranks)
-        if options.check:
-            check_capture(model, self._runnable)
+            graph, self._runnable = _capture(model, options)
         self.engine = engine = ServedEngine(model, name, graph, algorithm, options)
         engine.runtime.code = shared_code(model, name, engine.runtime)
         engine.weights = SharedWeights(model, algorithm.draft_module)
@@ -163,3 +165,25 @@ class Speculation(Accounts):
         Raises RuntimeError inside a generate() of this model. It waits for a generate() in another thread.
         """
         self.engine.take_over()
+
+
+def _capture(model: PreTrainedModel, options: Options) -> tuple[ModelGraph, ModelGraph]:
+    """The captured graph, and the same as it runs on its ranks; UnsupportedModelError if it differs from the model.
+
+    A graph from a few layers of each kind is replaced by one of all layers if it differs. Code that nobody knows is
+    captured whole if it is not checked, or if only one of several ranks might see the difference.
+    """
+    checked = options.check and options.ranks.size == 1
+    graph = capture(model, not checked and not is_known(model))
+    runnable = passes.runnable(graph, options.ranks)
+    if options.check:
+        try:
+            check_capture(model, runnable)
+        except UnsupportedModelError as error:
+            if not graph.traced_layers or not checked:
+                raise
+            log.info("each layer is captured, because the layers of %s are not alike (%s)", type(model).__name__, error)
+            graph = capture(model, True)
+            runnable = passes.runnable(graph, options.ranks)
+            check_capture(model, runnable)
+    return graph, runnable

@@ -32,6 +32,8 @@ from .watch import BOOKKEEPING, GLOBAL_HOOKS, INTERNALS, is_plain, value_hooks
 
 LEAST_TIMES = 3
 """Periods that must repeat before a copy has fewer layers than the model."""
+WORTH = 0.75
+"""Largest share of a model's layers in a copy that is made."""
 ARITHMETIC = [
     f"__{prefix}{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
@@ -252,6 +254,7 @@ def _shortest(path: str, kinds: list[int]) -> Repeats:
             times = (end - first) // period
             if times >= LEAST_TIMES:
                 found.append(Repeats(path, depth, first, period, times))
+    found = [repeats for repeats in found if len(repeats.kept) <= WORTH * depth]
     if not found:
-        raise UnlikeLayersError(f"has {depth} layers without a pattern that repeats {LEAST_TIMES} times")
+        raise UnlikeLayersError(f"has {depth} layers, of which too few repeat a pattern")
     return min(found, key=lambda repeats: len(repeats.kept))

@@ -22,6 +22,8 @@ from .kinds import Repeats, UnlikeLayersError
 ATTENTION = torch.ops.spec_compile.attention.default
 PLACE = [argument.name for argument in ATTENTION._schema.arguments].index("layer")
 """The position of the argument that counts attention nodes."""
+LIFTED = re.compile(r"\.lifted_tensor_(\d+)$")
+"""The name that export gives to a tensor that code makes of numbers."""
 ROOT = "model."
 """The part of the names in a captured graph that stands for the model."""
 
@@ -48,14 +50,18 @@ class _Expansion:
         self.place = self._places()
         begin, period = repeats.first, repeats.period
         self.a, self.b = (self._nodes_in(range(start, start + period)) for start in (begin, begin + period))
+        self.inside_b = {*self.b}
+        # A size that A computes for the first time is read by later layers, too, and is not computed again.
+        self.a = [node for node in self.a if not (_is_size(node) and any(map(self._is_later, node.users)))]
         if len(self.a) != len(self.b):
             raise UnlikeLayersError("has layers of one kind that run other operations")
         self.later = dict(zip(self.a, self.b))
-        self.inside_b = {*self.b}
-        for first, second in self.later.items():
-            self._check_alike(first, second)
         self.attentions = sum(node.target is ATTENTION for node in self.b)
         """Attention nodes of a period."""
+        self.constants = sum(bool(LIFTED.search(node.target)) for node in self.b if node.op == "get_attr")
+        """Tensors of a period that its code makes of numbers."""
+        for first, second in self.later.items():
+            self._check_alike(first, second)
 
     def graph_module(self) -> fx.GraphModule:
         """The expanded graph."""
@@ -72,7 +78,7 @@ class _Expansion:
                 run = []
             else:
                 run.append(node)
-            is_after = (self.place[node] or 0) >= self.repeats.first + 2 * self.repeats.period
+            is_after = self._is_later(node) and node not in self.inside_b
             sources = self._after(made) if is_after else made[0].__getitem__
             made[0][node] = self._add(graph, node, copies if is_after else 0, sources)
         expanded = fx.GraphModule(self._root, graph)  # has the root's tensors in the order of the graph
@@ -104,7 +110,7 @@ class _Expansion:
         args, kwargs = fx.map_arg((node.args, node.kwargs), source)
         target, shift = node.target, number * self.repeats.period
         if node.op == "get_attr":
-            target = self._later_name(target, shift)
+            target = self._later_attribute(target, number)
             _assign_attr(self._tensor(node.target, target), self._root, target)
         elif target is ATTENTION:
             args = *args[:PLACE], args[PLACE] + number * self.attentions, *args[PLACE + 1 :]
@@ -122,13 +128,18 @@ class _Expansion:
         """"model.layers.2.mlp" is "model.layers.5.mlp" three layers later."""
         return self.names.sub(lambda match: f"{match[1]}{int(match[2]) + shift}", name) if shift else name
 
+    def _later_attribute(self, name: str, number: int) -> str:
+        """The name of a tensor of the same layer, `number` periods later. Constants are numbered, too."""
+        name = self._later_name(name, number * self.repeats.period)
+        return LIFTED.sub(lambda match: f".lifted_tensor_{int(match[1]) + number * self.constants}", name)
+
     def _tensor(self, traced: str, name: str) -> Tensor:
         """The model's tensor of this name, whose layer was traced as that with the name `traced`."""
         tensor = attribute(self.gm, traced)
-        if not self.names.search(traced):
+        if not self.names.search(traced) or LIFTED.search(traced):
             return tensor
         own = attribute(self.model, name.removeprefix(ROOT))
-        if traced == name and own is not tensor:
+        if traced == name and own is not tensor and not torch.equal(own, tensor):
             raise UnlikeLayersError("has layers with constants of their own")
         return own
 
@@ -146,6 +157,10 @@ class _Expansion:
             last = place[node] = last if number is None else number
         return place
 
+    def _is_later(self, node: fx.Node) -> bool:
+        """True for a node of B or after it."""
+        return (self.place[node] or 0) >= self.repeats.first + self.repeats.period
+
     def _nodes_in(self, layers: Iterable[int]) -> list[fx.Node]:
         return [node for node in self.gm.graph.nodes if self.place[node] in layers]
 
@@ -154,7 +169,9 @@ class _Expansion:
         same = [_form(first), first.op, self._stack(first, self.repeats.period)]
         is_same = same == [_form(second), second.op, self._stack(second, 0)]
         if first.op == "get_attr":
-            is_same &= self._later_name(first.target, self.repeats.period) == second.target
+            is_same &= self._later_attribute(first.target, 1) == second.target
+            if LIFTED.search(first.target):
+                is_same &= torch.equal(attribute(self.gm, first.target), attribute(self.gm, second.target))
         else:
             is_same &= first.target == second.target
         read = zip(_inputs(first), _inputs(second))
@@ -189,6 +206,10 @@ def _form(node: fx.Node) -> tuple[str, str]:
     if node.target is ATTENTION:
         args = *args[:PLACE], *args[PLACE + 1 :]
     return repr(fx.map_arg((args, node.kwargs), lambda each: _Input())), _value(node)
+
+
+def _is_size(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt)
 
 
 class _Input:

@@ -11,12 +11,13 @@ from ..compat import attention_implementation
 from ..errors import UnsupportedModelError
 from ..graph import LayerSpec, ModelGraph, attribute, calls
 from ..kernels import ops
+from ..kernels.linear.quantised.layout import class_path
 from . import recurrences
 from .adapters import twin as copied
 from .experts import marked_experts
 from .kinds import UnlikeLayersError, copy_of, repeats_of
 from .layers import check_layers
-from .modules import connect
+from .modules import MODULES, connect
 from .quantised import hold_one_layout, mark
 from .repeat import repeat
 from .sharded import bind, fake_twin, is_sharded
@@ -96,7 +97,10 @@ def _capture_kinds(model: PreTrainedModel) -> ModelGraph | None:
     try:
         repeats = repeats_of(model)
         gm, limits = _trace_model(copy_of(model, repeats), model, nullcontext())
-        graph = _describe(model, repeat(gm, model, repeats), limits)
+        source = model
+        if any(class_path(part) in MODULES for part in model.modules()):  # `connect` gives them other tensors
+            connect(source := copied(model), _Attention(source))
+        graph = _describe(model, repeat(gm, source, repeats), limits)
     except UnlikeLayersError as reason:
         log.info("model: %s %s, so each of its layers is captured", name, reason)
         return None

@@ -16,6 +16,7 @@ from .. import passes
 from ..cache import Cache
 from ..capture.admit import admit
 from ..capture.checks import check_capture
+from ..capture.kinds import is_known
 from ..capture.trace import capture
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..errors import UnsupportedModelError
@@ -143,7 +144,7 @@ def capture_draft(model: PreTrainedModel, draft: PreTrainedModel, options: Draft
     """
     try:
         admit(draft)
-        graph = capture(draft)
+        graph = capture(draft, not is_known(draft))  # a draft of other code has nothing to fall back on
         if options.check:
             check_capture(draft, graph)
     except (TypeError, ValueError) as error:

@@ -185,11 +185,11 @@ def speculate_captured(model, *args, **options):
 
 
 @functools.cache
-def captured(model):
+def captured(model, whole=False):
     """The graph of a model that stays as it is."""
     from spec_compile.capture.trace import capture
 
-    return capture(model)
+    return capture(model, whole)
 
 
 def prompts(lengths=(24, 9, 15), seed=1):
