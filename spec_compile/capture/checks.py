@@ -146,18 +146,24 @@ def _tree_logits(
 
 
 def _linear_logits(graph: ModelGraph, ids: Tensor, prefix: int, ancestors: list[int]) -> Tensor:
-    """Logits [N, V] at the end of each node's path. Each path is run as a text of its own.
+    """Logits [N, V] at the end of each node's path. Each path to a leaf is run as a text of its own.
 
-    ancestors: the bits of each node; 0b1011 says that the path of node 3 is nodes 0, 1, 3.
+    ancestors: the bits of each node; 0b1011 says that the path of node 3 is nodes 0, 1, 3, so the text that ends with
+        node 3 has the logits of nodes 0 and 1, too.
     """
-    nodes, slots = len(ancestors), ids.shape[1]
+    nodes = len(ancestors)
     paths = [[j for j in range(nodes) if bits >> j & 1] for bits in ancestors]
-    texts = ids.repeat(nodes, 1)  # a path's last token does not see what follows it
-    for node, path in enumerate(paths):
-        texts[node, prefix : prefix + len(path)] = ids[0, prefix:][path]
-    logits = graph.gm(texts, torch.arange(slots, device=ids.device).expand_as(texts))[0]
-    ends = torch.tensor([prefix + len(path) - 1 for path in paths], device=ids.device)
-    return logits[torch.arange(nodes, device=ids.device), ends]
+    inner = {node for path in paths for node in path[:-1]}
+    paths = [path for node, path in enumerate(paths) if node not in inner]
+    length = prefix + max(map(len, paths))
+    texts = ids[:, :length].repeat(len(paths), 1)  # a path's last token does not see what follows it
+    places: dict[int, tuple[int, int]] = {}
+    for row, path in enumerate(paths):
+        texts[row, prefix : prefix + len(path)] = ids[0, prefix:][path]
+        places |= {node: (row, prefix + depth) for depth, node in enumerate(path)}
+    logits = graph.gm(texts, torch.arange(length, device=ids.device).expand_as(texts))[0]
+    rows, columns = torch.tensor([places[node] for node in range(nodes)], device=ids.device).T
+    return logits[rows, columns]
 
 
 def on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
