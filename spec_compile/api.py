@@ -173,17 +173,17 @@ def _capture(model: PreTrainedModel, options: Options) -> tuple[ModelGraph, Mode
     A graph from a few layers of each kind is replaced by one of all layers if it differs. Code that nobody knows is
     captured whole if it is not checked, or if only one of several ranks might see the difference.
     """
-    checked = options.check and options.ranks.size == 1
-    graph = capture(model, not checked and not is_known(model))
-    runnable = passes.runnable(graph, options.ranks)
-    if options.check:
+    may_repeat = options.check and options.ranks.size == 1
+    whole = not may_repeat and not is_known(model)
+    while True:
+        graph = capture(model, whole)
+        runnable = passes.runnable(graph, options.ranks)
         try:
-            check_capture(model, runnable)
+            if options.check:
+                check_capture(model, runnable)
+            return graph, runnable
         except UnsupportedModelError as error:
-            if not graph.traced_layers or not checked:
+            if not graph.traced_layers or not may_repeat:
                 raise
             log.info("each layer is captured, because the layers of %s are not alike (%s)", type(model).__name__, error)
-            graph = capture(model, True)
-            runnable = passes.runnable(graph, options.ranks)
-            check_capture(model, runnable)
-    return graph, runnable
+            whole = True

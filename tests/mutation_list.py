@@ -17,6 +17,7 @@ class Mutation:
 RUNTIME = "spec_compile/runtime/"
 ROUND, TREE, SAMPLING = "tests/runtime/test_round.py", "tests/runtime/test_tree.py", "tests/runtime/test_sampling.py"
 GENERATE, REPORT = "tests/runtime/test_generate.py", "tests/report/test_report.py"
+KINDS = "tests/capture/test_kinds.py"
 DROP_IN, SHARED_CODE = "tests/product/test_drop_in.py", "tests/runtime/test_shared_code.py"
 DROP_IN_PROMPTS = "tests/product/test_drop_in_prompts.py"
 
@@ -428,13 +429,37 @@ OTHERS = [
     ),
     Mutation(
         "the captured graph is never checked", "spec_compile/api.py",
-        "check_capture(model, self._runnable)", "model, self._runnable", f"{GENERATE} -k test_every_check_is_run",
+        "check_capture(model, runnable)", "model, runnable", f"{GENERATE} -k test_every_check_is_run",
     ),
     Mutation(
         "the tree attention is never checked", "spec_compile/api.py",
         "check_tree(type(model).__name__, self._runnable, self.engine.runtime.verify)",
         "self.engine.runtime.verify",
         f"{GENERATE} -k test_every_check_is_run",
+    ),
+    Mutation(
+        "layers may share weights", "spec_compile/capture/kinds.py",
+        "if own & seen:", "if False:", KINDS,
+    ),
+    Mutation(
+        "layers may compute with their numbers", "spec_compile/capture/kinds.py",
+        "vars(part)[name] = _LayerNumber(position)", "vars(part)[name] = position", KINDS,
+    ),
+    Mutation(
+        "lists by layer are not cut", "spec_compile/capture/kinds.py",
+        "for number in repeats.kept)", "for number in range(len(repeats.kept)))", KINDS,
+    ),
+    Mutation(
+        "periods that differ are repeated", "spec_compile/capture/repeat.py",
+        "if not is_same or not all(", "if False and not all(", KINDS,
+    ),
+    Mutation(
+        "attentions are not numbered anew", "spec_compile/capture/repeat.py",
+        "args[PLACE] + number * self.attentions", "args[PLACE] + 0 * self.attentions", KINDS,
+    ),
+    Mutation(
+        "layers that look alike are never captured whole", "spec_compile/api.py",
+        "if not graph.traced_layers or not may_repeat:", "if True:", KINDS,
     ),
 ]  # fmt: skip
 TOLERANCES = [

@@ -10,7 +10,6 @@ the layers after the last whole period::
 The second period is traced as every later one would be: `repeat` copies its part of the graph.
 """
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -34,11 +33,9 @@ LEAST_TIMES = 3
 """Periods that must repeat before a copy has fewer layers than the model."""
 WORTH = 0.75
 """Largest share of a model's layers in a copy that is made."""
-ARITHMETIC = [
-    f"__{prefix}{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
-    for prefix in ("", "r")
-] + [f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "neg", "abs", "float", "str", "format")]  # fmt: skip
+ARITHMETIC = "add sub mul truediv floordiv mod divmod pow lshift rshift and or xor".split()
+ARITHMETIC += [f"r{name}" for name in ARITHMETIC]
+ARITHMETIC += "eq ne lt le gt ge hash bool neg abs float str format".split()
 """Methods of an int whose result depends on its value. An index of a list is no such use: `copy_of` cuts the lists."""
 
 
@@ -75,7 +72,7 @@ def _refuse(self, *others):
 
 
 for _name in ARITHMETIC:
-    setattr(_LayerNumber, _name, _refuse)
+    setattr(_LayerNumber, f"__{_name}__", _refuse)
 
 
 def why_whole(model: PreTrainedModel) -> str | None:
@@ -93,11 +90,11 @@ def is_known(model: nn.Module) -> bool:
 
 
 def repeats_of(model: PreTrainedModel) -> Repeats:
-    """The way in which the layers of a model repeat; UnlikeLayersError if they do not, or if more than weights differs."""
+    """The pattern of a model's layers; UnlikeLayersError if there is none, or if more than their weights may differ."""
     _check_model(model)
     path, layers = _list_of_layers(model)
     outside = _without_layers(model, path, [])
-    lists = _lists_by_layer(model, outside, len(layers))
+    lists = _lists_by_layer(model, len(layers))
     _check_apart(outside, layers)
     kinds: list[tuple] = []
     numbers = []
@@ -154,7 +151,9 @@ def _check_model(model: PreTrainedModel) -> None:
 def _list_of_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Path and list of the decoder layers."""
     depth = getattr(model.config, "num_hidden_layers", None)
-    found = [(path, part) for path, part in model.named_modules() if isinstance(part, (nn.ModuleList, nn.ParameterList))]
+    found = [
+        (path, part) for path, part in model.named_modules() if isinstance(part, (nn.ModuleList, nn.ParameterList))
+    ]
     outermost = [(path, part) for path, part in found if len(part) == depth and not LAYER.search(f".{path}")]
     if len(outermost) != 1 or not LAYER.fullmatch(f".{outermost[0][0].rpartition('.')[2]}.0"):
         raise UnlikeLayersError("has no list of layers, or several lists as long")
@@ -179,19 +178,19 @@ def _lists_of(config: PreTrainedConfig, depth: int) -> list[tuple[str, Any]]:
     return [item for item in lists if "layer" in item[0]]
 
 
-def _lists_by_layer(model: PreTrainedModel, outside: nn.Module, depth: int) -> list:
+def _lists_by_layer(model: PreTrainedModel, depth: int) -> list:
     """All lists with a value for each layer; UnlikeLayersError if one is not certainly such a list."""
-    configs, lists = configs_of(model), []
-    for config in configs:
-        lists += (found := _lists_of(config, depth))
-        others = {name for name, values in vars(config).items() if isinstance(values, (list, tuple)) and len(values) == depth}
-        for name in sorted(others - {name for name, _ in found}):
-            raise UnlikeLayersError(f"has as many values in config.{name} as layers")
+    lists = []
+    for config in configs_of(model):
+        for name, values in vars(config).items():
+            if isinstance(values, (list, tuple)) and len(values) == depth and "layer" not in name:
+                raise UnlikeLayersError(f"has as many values in config.{name} as layers")
+        lists += [values for _, values in _lists_of(config, depth)]
     for part in model.modules():
         for name, values in _attributes(part):
             if isinstance(values, (list, tuple, dict)) and len(values) == depth:
                 raise UnlikeLayersError(f"has as many values in {type(part).__name__}.{name} as layers")
-    return [values for _, values in lists]
+    return lists
 
 
 def _check_apart(outside: nn.Module, layers: nn.ModuleList) -> None:
@@ -240,7 +239,7 @@ def _text(value: Any) -> str | None:
 
 def _is_number(name: str, value: Any, number: int) -> bool:
     """True if an attribute of a layer is the number of this layer."""
-    return type(value) is int and operator.eq(value, number) and any(word in name for word in ("layer", "idx", "index"))
+    return type(value) is int and value == number and any(word in name for word in ("layer", "idx", "index"))
 
 
 def _shortest(path: str, kinds: list[int]) -> Repeats:

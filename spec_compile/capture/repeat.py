@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph_module import _assign_attr
 from torch.utils import _pytree as pytree
 
-from ..graph import attribute, calls, layer_of
+from ..graph import attribute, layer_of
 from .kinds import Repeats, UnlikeLayersError
 
 ATTENTION = torch.ops.spec_compile.attention.default
@@ -125,7 +125,7 @@ class _Expansion:
         return new
 
     def _later_name(self, name: str, shift: int) -> str:
-        """"model.layers.2.mlp" is "model.layers.5.mlp" three layers later."""
+        """ "model.layers.2.mlp" is "model.layers.5.mlp" three layers later."""
         return self.names.sub(lambda match: f"{match[1]}{int(match[2]) + shift}", name) if shift else name
 
     def _later_attribute(self, name: str, number: int) -> str:

@@ -121,7 +121,7 @@ def _trace_model(twin: PreTrainedModel, model: PreTrainedModel, mode) -> tuple[f
             with mode:
                 example = _example(model.device)
             return _trace(_Forward(twin), *example), limits
-    except UnsupportedModelError:
+    except (UnsupportedModelError, UnlikeLayersError):
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]

@@ -1,0 +1,460 @@
+"""Layers of one kind are traced once: the graph is that of a trace of all layers, or each layer is traced."""
+
+import copy
+import re
+import types
+
+import models
+import pytest
+import torch
+from torch import nn
+
+import spec_compile
+from spec_compile import UnsupportedModelError
+from spec_compile.capture import kinds, repeat, trace
+from spec_compile.capture.config_reads import config_reads
+from spec_compile.capture.trace import capture
+
+LISTS = "layer_types", "layers_block_type", "no_rope_layers"
+ROWS = {**models._ADMITTED, **{name: models._HYBRID[name] for name in models.HYBRIDS}}
+LONG_PATTERNS = {"gemma3", "olmo3", "cohere2", "nemotron_h", "lfm3"}
+"""Models whose layers repeat after three or four."""
+NOT_BUILT = {"zamba", "zamba2"}
+"""Models whose configuration wants lists that belong together. Their layers share modules."""
+
+
+def deep(name, depth=8, **config):
+    """A tiny model of `models` with more layers, whose lists by layer are repeated."""
+    config_class, cls, kwargs, *rest = ROWS[name]
+    kwargs = {**kwargs, ("n_layer" if "n_layer" in kwargs else "num_hidden_layers"): depth}
+    kwargs |= {key: (kwargs[key] * depth)[:depth] for key in LISTS if key in kwargs}
+    if "layers_block_type" in kwargs:
+        del kwargs["num_hidden_layers"]
+    return models.build(config_class, cls, {**kwargs, **config}, *rest)
+
+
+def rows(graph):
+    """A line for each node: all of it but its name. Symbols of sizes are named in the order in which they occur."""
+    index, symbols = {node: number for number, node in enumerate(graph.gm.graph.nodes)}, {}
+    lines = []
+    for node in index:
+        args = repr(torch.fx.map_arg((node.args, node.kwargs), lambda each: f"%{index[each]}"))
+        value = re.sub(r"\bs\d+\b", lambda s: symbols.setdefault(s[0], f"S{len(symbols)}"), repeat._value(node))
+        stack = [(key, *module) for key, module in (node.meta.get("nn_module_stack") or {}).items()]
+        lines.append((node.op, str(node.target), args, value, stack))
+    return lines
+
+
+def tensors(graph):
+    return dict([*graph.gm.named_parameters(remove_duplicate=False), *graph.gm.named_buffers(remove_duplicate=False)])
+
+
+def assert_equal(graph, whole):
+    """Node for node, field for field, tensor for tensor."""
+    for number, (got, expected) in enumerate(zip(rows(graph), rows(whole), strict=True)):
+        assert got == expected, f"node {number}"
+    for field in whole.__dataclass_fields__.keys() - {"gm", "log", "traced_layers"}:
+        assert getattr(graph, field) == getattr(whole, field), field
+    got, expected = tensors(graph), tensors(whole)
+    assert [*got] == [*expected]
+    assert all(got[name] is expected[name] for name in got)
+
+
+def check_graph(model, graph):
+    """The graph computes what the model computes."""
+    ids = torch.randint(3, models.VOCAB, (2, 21))
+    with torch.no_grad():
+        got, want = graph.gm(ids, torch.arange(21).expand_as(ids))[0], model(input_ids=ids, use_cache=False).logits
+    assert (got - want).abs().max() < 1e-3 * want.std()
+
+
+@pytest.mark.sweep("llama gemma2 deepseek_v3 gpt2 qwen3_next")
+@pytest.mark.parametrize("name", sorted(ROWS.keys() - NOT_BUILT))
+def test_equal_to_a_trace_of_all_layers(name):
+    model = deep(name, 16 if name in LONG_PATTERNS else 8)
+    with config_reads(model) as reads:
+        graph = capture(model)
+    with config_reads(model) as expected_reads:
+        whole = capture(model, whole=True)
+    assert 0 < graph.traced_layers < graph.decoder_layers and whole.traced_layers == 0
+    assert kinds.why_whole(model) is None
+    assert_equal(graph, whole)
+    assert [names for _, names in expected_reads] <= [names for _, names in reads]
+
+
+def test_generates_the_same_tokens():
+    model = deep("gemma2")
+    fast = spec_compile.speculate(model, compile=False)
+    ids = models.prompts((60,))[0][0]
+    request = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, eos_token_id=None)
+    assert torch.equal(fast.generate(ids, **request), model.generate(ids, **request))
+
+
+@pytest.mark.parametrize(
+    "pattern, expected",
+    [
+        ("aaaaaaaa", (1, 1, 6)),
+        ("abbbbbbb", (1, 1, 6)),
+        ("ababababab", (1, 2, 4)),
+        ("aaabbabababababa", (4, 2, 5)),
+        ("abcabcabcabcabcabc", (1, 3, 5)),
+        ("aaaaaaaabbbbbbbbb", (8, 1, 8)),
+        ("abcdefgh", None),
+        ("aaaa", None),
+        ("abababab", (1, 2, 3)),
+        ("ab", None),
+        ("", None),
+    ],
+)
+def test_the_shortest_pattern(pattern, expected):
+    numbers = [ord(letter) for letter in pattern]
+    if expected is None:
+        with pytest.raises(kinds.UnlikeLayersError, match="too few repeat"):
+            kinds._shortest("model.layers", numbers)
+        return
+    found = kinds._shortest("model.layers", numbers)
+    kept, times = [numbers[number] for number in found.kept], found.times
+    middle = kept[found.first + found.period : found.first + 2 * found.period]
+    begin, end = found.first + 2 * found.period, len(kept)
+    assert kept[:begin] + middle * (times - 2) + kept[begin:end] == numbers
+    assert (found.first, found.period, found.times) == expected
+
+
+def test_the_copy_is_numbered_from_0():
+    """Lists by layer have the entries of the layers in the copy, also if an attribute names the last layer."""
+    types = [models.WIN, *[models.WIN, models.FULL] * 5, models.WIN]
+    model = deep("gemma2", 12, layer_types=types)
+    repeats = kinds.repeats_of(model)
+    copied = kinds.copy_of(model, repeats)
+    assert repeats.kept == [0, 1, 2, 3, 4, 11] and copied.config.num_hidden_layers == 6
+    assert copied.config.layer_types == [types[number] for number in repeats.kept]
+    assert [int(layer.self_attn.layer_idx) for layer in copied.model.layers] == [*range(6)]
+    assert copied.model.layers[5].mlp.up_proj.weight is model.model.layers[11].mlp.up_proj.weight
+
+
+def attribute_in_layer_5(model):
+    model.model.layers[5].self_attn.scaling = 0.11
+
+
+def eps_in_layer_4(model):
+    model.model.layers[4].input_layernorm.variance_epsilon = 0.5
+
+
+def hook_in_layer_3(model):
+    model.model.layers[3].mlp.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def hook_before_layer_3(model):
+    model.model.layers[3].mlp.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+def dtype_of_layer_4(model):
+    norm = model.model.layers[4].input_layernorm
+    norm.weight = nn.Parameter(norm.weight.double())
+
+
+def shape_of_layer_4(model):
+    mlp = model.model.layers[4].mlp
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = nn.Linear(64, 80), nn.Linear(64, 80), nn.Linear(80, 64)
+
+
+def bias_in_layer_4(model):
+    model.model.layers[4].mlp.up_proj.bias = nn.Parameter(torch.randn(96))
+
+
+def stride_of_layer_4(model):
+    weight = model.model.layers[4].mlp.up_proj.weight
+    weight.data = weight.data.T.contiguous().T
+
+
+def tie_between_layers(model):
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[5].mlp.up_proj.weight
+
+
+def tie_inside_layer_4(model):
+    mlp = model.model.layers[4].mlp
+    mlp.gate_proj.weight = mlp.up_proj.weight
+
+
+def tie_with_the_norm(model):
+    model.model.layers[4].input_layernorm.weight = model.model.norm.weight
+
+
+def one_module_in_two_layers(model):
+    model.model.layers[2].mlp = model.model.layers[5].mlp
+
+
+def one_layer_twice(model):
+    model.model.layers[2] = model.model.layers[5]
+
+
+def forward_of_layer_4(model):
+    mlp = model.model.layers[4].mlp
+    mlp.forward = types.MethodType(lambda self, x: 0.5 * type(self).forward(self, x), mlp)
+
+
+def forward_of_another_layer(model):
+    model.model.layers[4].mlp.forward = model.model.layers[6].mlp.forward
+
+
+def activation_of_layer_4(model):
+    model.model.layers[4].mlp.act_fn = nn.ReLU()
+
+
+def class_of_layer_4(model):
+    class Halved(type(model.model.layers[4].mlp)):
+        def forward(self, x):
+            return super().forward(x) * 0.5
+
+    model.model.layers[4].mlp.__class__ = Halved
+
+
+def tensor_in_each_layer(model):
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.factor = torch.tensor(1 + 0.1 * number)
+
+
+def last_layer_is_another(model):
+    model.model.layers[7].mlp.act_fn = nn.ReLU()
+
+
+def adapter(model):
+    model.peft_config = {}
+
+
+def a_list_on_the_model(model):
+    model.model.factors = [0.1] * 8
+
+
+WHOLE = {
+    eps_in_layer_4: "too few repeat",
+    hook_in_layer_3: r"has a hook \(model.layers.3.mlp\)",
+    hook_before_layer_3: r"has a hook \(model.layers.3.mlp\)",
+    dtype_of_layer_4: "too few repeat",
+    shape_of_layer_4: "too few repeat",
+    bias_in_layer_4: "too few repeat",
+    stride_of_layer_4: "too few repeat",
+    tie_between_layers: "share modules or weights",
+    tie_inside_layer_4: "too few repeat",
+    tie_with_the_norm: "share modules or weights",
+    one_module_in_two_layers: "share modules or weights",
+    one_layer_twice: "share modules or weights",
+    forward_of_layer_4: r"has a forward of its own \(model.layers.4.mlp\)",
+    forward_of_another_layer: r"has a forward of its own \(model.layers.4.mlp\)",
+    activation_of_layer_4: "too few repeat",
+    class_of_layer_4: "too few repeat",
+    tensor_in_each_layer: "no parameter or buffer",
+    adapter: "has adapters",
+    a_list_on_the_model: "as many values",
+}
+
+
+@pytest.mark.parametrize("change", WHOLE, ids=lambda change: change.__name__)
+def test_a_reason_for_each_layer(change):
+    model = deep("llama")
+    assert kinds.why_whole(model) is None
+    change(model)
+    assert re.search(WHOLE[change], kinds.why_whole(model))
+    assert kinds.why_whole(model).startswith("LlamaForCausalLM ")
+
+
+CAPTURED = [
+    attribute_in_layer_5, eps_in_layer_4, bias_in_layer_4, tie_between_layers, tie_inside_layer_4, one_layer_twice,
+    activation_of_layer_4, class_of_layer_4, forward_of_layer_4, last_layer_is_another,
+]  # fmt: skip
+
+
+@pytest.mark.sweep("attribute_in_layer_5-16 forward_of_layer_4-8 last_layer_is_another-8")
+@pytest.mark.parametrize("depth", [8, 16])
+@pytest.mark.parametrize("change", CAPTURED, ids=lambda change: change.__name__)
+def test_a_changed_layer_is_captured_right(change, depth):
+    """With 16 layers, most of these have a pattern after the changed layer, which is in the copy."""
+    model = deep("llama", depth)
+    change(model)
+    check_graph(model, capture(model))
+
+
+def test_a_changed_layer_before_the_pattern_is_in_the_copy():
+    model = deep("llama", 20)
+    attribute_in_layer_5(model)
+    repeats = kinds.repeats_of(model)
+    assert 5 in repeats.kept and (repeats.first, repeats.times) == (6, 13)
+    graph = capture(model)
+    assert graph.traced_layers == 9
+    assert [spec.scale for spec in graph.layers] == [0.25] * 5 + [0.11] + [0.25] * 14
+
+
+class ByNumber(nn.Module):
+    """Multiplies by a function of a number that it keeps."""
+
+    def __init__(self, inner, function, number):
+        super().__init__()
+        self.inner, self.function, self.layer_idx = inner, function, number
+
+    def forward(self, x):
+        return self.inner(x) * self.function(self.layer_idx)
+
+
+FUNCTIONS = {
+    "arithmetic": lambda number: 1 + number,
+    "comparison": lambda number: 2.0 if number < 4 else 1.0,
+    "equality": lambda number: 2.0 if number in (3, 6) else 1.0,
+    "conversion": lambda number: float(number),
+    "remainder": lambda number: 1 + number % 2,
+    "key": lambda number: dict(enumerate(range(1, 20)))[number],
+    "text": lambda number: 1 + len(f"{number:3}".strip()),
+    "tensor": lambda number: torch.arange(1.0, 20.0)[number],
+}
+
+
+@pytest.mark.sweep("comparison tensor")
+@pytest.mark.parametrize("use", FUNCTIONS)
+def test_layers_that_compute_with_their_number(use, caplog):
+    model = deep("llama")
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp = ByNumber(layer.mlp, FUNCTIONS[use], number)
+    with caplog.at_level("INFO", "spec_compile"):
+        graph = capture(model)
+    assert graph.traced_layers == 0 and "each of its layers is captured" in caplog.text
+    check_graph(model, graph)
+
+
+class Counts(nn.Module):
+    """Multiplies in the call of one number since `begin`. Its state shows in no attribute of its own."""
+
+    begin, calls = 0, [0]
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        Counts.calls[0] += 1
+        return self.inner(x) * (0.5 if Counts.calls[0] % 8 == 6 else 1.0)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_unlike_layers_that_look_alike_are_captured_whole(check, caplog):
+    """The check finds the difference; without a check, code that nobody knows is captured whole."""
+    model = deep("llama")
+    for layer in model.model.layers:
+        layer.mlp = Counts(layer.mlp)
+    Counts.calls[0] = 0
+    assert kinds.why_whole(model) is None and not kinds.is_known(model)
+    with caplog.at_level("INFO", "spec_compile"):
+        fast = spec_compile.speculate(model, compile=False, check=check)
+    assert ("are not alike" in caplog.text) == check
+    assert fast.speculation.engine.runtime.verify.traced_layers == 0
+
+
+def test_a_layer_that_reads_an_earlier_one():
+    """The state after layer 0 is added after each of the others, and that after layer 2 in the end."""
+
+    class Remembers(nn.Module):
+        def __init__(self, inner, memory, number):
+            super().__init__()
+            self.inner, self.layer_idx = inner, number
+            object.__setattr__(self, "memory", memory)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model = deep("llama")
+    memory = object()
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp = Remembers(layer.mlp, memory, number)
+    assert "keeps a object (model.layers.0.mlp.memory)" in kinds.why_whole(model)
+
+
+def test_periods_that_differ_are_not_repeated():
+    """Two nodes of the second period are exchanged by others."""
+    model = deep("llama")
+    repeats = kinds.repeats_of(model)
+    copied = kinds.copy_of(model, repeats)
+    copied.model.layers[2].mlp.act_fn = nn.ReLU()
+    gm, _ = trace._trace_model(copied, model, torch.no_grad())
+    with pytest.raises(kinds.UnlikeLayersError, match="differ in the operation relu"):
+        repeat.repeat(gm, model, repeats)
+
+
+@pytest.mark.parametrize("old, new, reason", [(1, 0, "read more than"), (2, 0, "differ in the operation")])
+def test_layers_that_read_other_layers_are_not_repeated(old, new, reason):
+    """A node of the last layer reads layer 1, or a node of layer 2 reads layer 0 in place of layer 1."""
+    model = deep("llama")
+    repeats = kinds.repeats_of(model)
+    gm, _ = trace._trace_model(kinds.copy_of(model, repeats), model, torch.no_grad())
+    silus = [node for node in gm.graph.nodes if node.target is torch.ops.aten.silu.default]
+    products = [next(iter(silu.users)) for silu in silus]
+    if old == 1:
+        products[3].replace_input_with(silus[3], silus[1])
+    else:
+        products[2].replace_input_with(silus[2], silus[new])
+    with pytest.raises(kinds.UnlikeLayersError, match=reason):
+        repeat.repeat(gm, model, repeats)
+
+
+@pytest.mark.parametrize("step", ["copy_of", "repeat", "_describe"])
+def test_nothing_is_left_on_the_model(step, monkeypatch, caplog):
+    """Errors on the way, and a capture without errors."""
+    model = deep("gemma2")
+    before = copy.deepcopy({path: vars(part) for path, part in model.named_modules()}), model.config.to_dict()
+    modules, weights = (
+        dict(model.named_modules()),
+        {name: id(x) for name, x in model.state_dict(keep_vars=True).items()},
+    )
+    real, fails = getattr(trace, step), [True]
+
+    def failing(*arguments):
+        if fails.pop() if fails else False:
+            raise RuntimeError("injected")
+        return real(*arguments)
+
+    monkeypatch.setattr(trace, step, failing)
+    with caplog.at_level("INFO", "spec_compile"):
+        graph = capture(model)
+    assert graph.traced_layers == 0 and "injected" in caplog.text
+    assert capture(model).traced_layers == 6
+    assert modules == dict(model.named_modules())
+    assert weights == {name: id(x) for name, x in model.state_dict(keep_vars=True).items()}
+    assert model.config.to_dict() == before[1] and len(model.config.layer_types) == 8
+    for path, part in model.named_modules():
+        assert vars(part).keys() == before[0][path].keys()
+        assert type(vars(part).get("layer_idx", 0)) is int
+        assert vars(part).get("layer_idx") == before[0][path].get("layer_idx")
+
+
+def test_a_model_that_fails_is_refused_as_before():
+    model = deep("llama")
+
+    class Data(nn.Module):
+        def forward(self, x):
+            return x * int(x.sum())
+
+    for layer in model.model.layers:
+        layer.mlp = Data()
+    with pytest.raises(UnsupportedModelError, match="could not be captured as one graph"):
+        capture(model)
+
+
+def test_other_attributes_differ_by_number_only_if_they_are_numbers():
+    """An attribute that counts layers otherwise makes kinds of their own."""
+    model = deep("llama")
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.factor = number
+    assert "too few repeat" in kinds.why_whole(model)
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.factor, layer.mlp.layer_number = 1, number + 1
+    assert "too few repeat" in kinds.why_whole(model)
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.layer_number = number
+    assert kinds.why_whole(model) is None
+
+
+def test_refreshed_and_trained_weights_are_read():
+    """The graph reads the parameters themselves."""
+    model = deep("llama")
+    graph = capture(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    check_graph(model, graph)
