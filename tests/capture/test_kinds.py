@@ -17,7 +17,7 @@ from spec_compile.capture.trace import capture
 
 LISTS = "layer_types", "layers_block_type", "no_rope_layers"
 ROWS = {**models._ADMITTED, **{name: models._HYBRID[name] for name in models.HYBRIDS}}
-LONG_PATTERNS = {"gemma3", "olmo3", "cohere2", "nemotron_h", "lfm3"}
+LONG_PATTERNS = {"bailing_hybrid", "gemma3", "olmo3", "cohere2", "nemotron_h", "lfm3"}
 """Models whose layers repeat after three or four."""
 NOT_BUILT = {"zamba", "zamba2"}
 """Models whose configuration wants lists that belong together. Their layers share modules."""
