@@ -388,6 +388,65 @@ ANSWERS = [
         "tests/training/test_data.py -k test_answers_are_transformers_own",
     ),
 ]  # fmt: skip
+FORWARDS = [
+    Mutation(
+        "products move over writes to what they read",
+        "spec_compile/passes/forward/lower.py",
+        "if not kept and node.meta",
+        "if False and node.meta",
+        "tests/passes/test_forward.py -k not_lowered",
+    ),
+    Mutation(
+        "views of an input that is written are forgotten",
+        "spec_compile/passes/forward/lower.py",
+        "and (_written(node) or _is_view(node)):",
+        "and _written(node):",
+        "tests/passes/test_forward.py -k not_lowered",
+    ),
+    Mutation(
+        "attention reads a cache after a later write",
+        "spec_compile/passes/forward/use_grouped_attention.py",
+        "or not all(is_quiet_between(x, node) for x in (first, second))",
+        "",
+        "tests/passes/test_forward.py -k leaves_alone",
+    ),
+    Mutation(
+        "joined weights go stale",
+        "spec_compile/passes/forward/bind.py",
+        "if self._addresses != [",
+        "if not self._addresses and self._addresses != [",
+        "tests/passes/test_forward.py -k stale",
+    ),
+    Mutation(
+        "a graph is replayed with other weights",
+        "spec_compile/runtime/steps/replays.py",
+        "any(map(operator.is_not, weights, self._weights))",
+        "False",
+        "tests/runtime/test_replays.py -k copied",
+    ),
+    Mutation(
+        "a graph is replayed over another cache",
+        "spec_compile/runtime/steps/replays.py",
+        "return (x.data_ptr(), x.shape) if place in self.kept else x.shape",
+        "return x.shape",
+        "tests/runtime/test_replays.py -k copied",
+    ),
+    Mutation(
+        "slots that the mask hides are seen",
+        "spec_compile/kernels/attention/grouped_kernel.py",
+        "seen = seen & (tl.load(shown, mask=seen, other=0) != 0)",
+        "seen = seen & (tl.load(shown, mask=seen) >= 0)",
+        "tests/kernels/test_grouped.py -k masks",
+    ),
+    Mutation(
+        "a query that sees nothing divides by zero",
+        "spec_compile/kernels/attention/grouped_kernel.py",
+        "out = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)",
+        "out = acc / total",
+        "tests/kernels/test_grouped.py -k sees_nothing",
+    ),
+]
+
 OTHERS = [
     Mutation(
         "parts that were read look as if they had been sent again", "spec_compile/kernels/all_reduce_kernel.py",
@@ -871,5 +930,6 @@ COMPILED = [
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [
     *COMPILED,
-    *REQUESTS, *STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *NEWCOMERS, *OTHERS, *SERVING, *TOLERANCES,
+    *REQUESTS, *STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *NEWCOMERS, *FORWARDS, *OTHERS, *SERVING,
+    *TOLERANCES,
 ]  # fmt: skip
