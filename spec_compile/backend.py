@@ -124,7 +124,8 @@ def rewrite(graph: ForwardGraph, options: "BackendOptions", pipeline=None) -> Fo
             _dump(options.dump, f"forward{index}_{len(graph.log)}_{report.name}", report.code)
 
     rows = max((math.prod(node.meta["val"].shape[:-1]) for node in linear_layers(graph)), default=0)
-    settings = ForwardSettings(options.merge_linears, options.gqa, "verify" if rows <= FEW_ROWS else "prefill")
+    few = rows <= FEW_ROWS and (rows > 1 or graph.device.type == "cuda")  # of one row Inductor's own is the fastest
+    settings = ForwardSettings(options.merge_linears, options.gqa, "verify" if few else "prefill")
     apply(graph, settings, PIPELINE if pipeline is None else pipeline, keep_code=dumps, on_report=on_report)
     return graph
 

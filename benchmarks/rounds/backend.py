@@ -4,7 +4,7 @@
     python -m benchmarks.rounds.backend --shapes demo --device cpu --dtype float32
 
 Both run in transformers' own loop and mode (CUDA graphs on a GPU), in turn. The time of a token is the difference of
-the times of two lengths; the median of the turns, and all of them. "floor" is the time to read the weights once.
+the times of two lengths; the median of all runs, and each of them. "floor" is the time to read the weights once.
 Weights of shapes are random. In float32 both must give the same tokens as the model without a compiler, or this fails.
 """
 
@@ -26,29 +26,31 @@ EAGER, INDUCTOR, SPEC = "no compiler", "inductor", "spec"
 def way(model, backend: str | None):
     """generate(ids, max_new_tokens=...) over a static cache. backend: None for no compiler."""
     options = {"do_sample": False, "cache_implementation": "static", "eos_token_id": None, "pad_token_id": 0}
-    config = CompileConfig(backend=backend, fullgraph=False) if backend else None
-    if config is None:
-        options["disable_compile"] = True
-    else:
-        config._compile_all_devices = True  # transformers compiles only for GPUs unless it is told
-    return lambda ids, **more: model.generate(ids, compile_config=config, **options, **more)
+    if backend is None:
+        return partial(model.generate, disable_compile=True, **options)
+    config = CompileConfig(backend=backend, fullgraph=False)
+    config._compile_all_devices = True  # transformers compiles only for GPUs unless it is told
+    return partial(model.generate, compile_config=config, **options)
 
 
-def measure(model, ids: torch.Tensor, repeats: int, read: float) -> list[dict]:
-    """A row for each way. read: bytes a second."""
+def measure(model, ids: torch.Tensor, turns: int, repeats: int) -> list[dict]:
+    """A row for each way."""
     ways = {EAGER: way(model, None), INDUCTOR: way(model, "inductor"), SPEC: way(model, "spec")}
     answers, times = {}, {name: [] for name in ways}
-    for name, generate in ways.items():
-        for count in (*reversed(LENGTHS), *LENGTHS):  # the longer one makes the cache that all share
-            answers[name] = generate(ids, max_new_tokens=count)
-    for _ in range(repeats):
+    for _ in range(turns):
         for name, generate in ways.items():
-            runs = (timed(partial(generate, max_new_tokens=count), ids) for count in LENGTHS)
-            times[name].append([(len(answer), seconds) for answer, seconds in runs])
+            torch._dynamo.reset()  # else each call would first try the code of the other ways
+            for count in reversed(LENGTHS):  # the longer one makes the cache that all share
+                generate(ids, max_new_tokens=count)
+            for _ in range(repeats):
+                short, long = (timed(partial(generate, max_new_tokens=count), ids) for count in LENGTHS)
+                times[name].append([(len(answer), seconds) for answer, seconds in (short, long)])
+            answers[name] = long[0]
     same = {name: torch.equal(answer, answers[EAGER]) for name, answer in answers.items()}
     if model.dtype == torch.float32 and not all(same.values()):
         raise AssertionError(f"answers differ in float32: {same}")
     rows = [{"way": name, "same_tokens": same[name], **median_difference(pairs)} for name, pairs in times.items()]
+    read = bandwidth()["read"] if ids.is_cuda else read_bandwidth()  # last, as it changes how memory is allocated
     floor = weight_bytes(model) / read * 1e3
     return [row | {"floor_ms": floor, "over_inductor": rows[1]["ms"] / row["ms"]} for row in rows]
 
@@ -59,19 +61,21 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the prompt")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=2, help="how often each way is compiled and timed")
+    parser.add_argument("--repeats", type=int, default=5, help="in each turn")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU")
     parser.add_argument("--json", type=Path, default=RESULTS / "backend.json")
     options = parser.parse_args()
     if options.device == "cpu":
         pin(options.threads)
-    read = bandwidth()["read"] if options.device == "cuda" else read_bandwidth()
     rows = []
     for shape in options.shapes:
         model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL) if shape == "demo" else build(shape, options.device)
         model = model.to(options.device, getattr(torch, options.dtype)).eval()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # weights of a mapped file are read more slowly
         ids = text_tokens(options.prompt, model.config.vocab_size)[None].to(model.device)
-        for row in measure(model, ids, options.repeats, read):
+        for row in measure(model, ids, options.turns, options.repeats):
             rows.append({"shape": shape, "dtype": options.dtype, "device": options.device, **row})
             print(
                 f"{shape} {row['way']}: {row['ms']:.3f} ms a token, floor {row['floor_ms']:.3f}, "
@@ -80,7 +84,6 @@ def main() -> None:
             )
         facts = stamp(model.device)
         del model
-        torch._dynamo.reset()
     save_rows(options.json, rows, ("shape", "dtype", "device", "way"), facts)
 
 

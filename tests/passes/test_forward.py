@@ -16,7 +16,7 @@ from spec_compile.backend import spec
 from spec_compile.compat import TORCH
 from spec_compile.graph import calls
 from spec_compile.kernels import linear
-from spec_compile.kernels.attention.grouped import GROUPED
+from spec_compile.kernels.attention.grouped import plain
 from spec_compile.passes.forward.bind import join
 from spec_compile.passes.forward.lower import ForwardGraph
 from spec_compile.passes.forward.use_grouped_attention import use_grouped_attention
@@ -128,7 +128,7 @@ def test_a_cache_and_a_counter_may_be_written():
             want, got = (call(x, *state, mask) for call, state in zip((module, step), states))
             torch.testing.assert_close(got, want)
         torch.testing.assert_close(states[0], states[1])
-    assert recorder.counts(GROUPED) == (0, 1)
+    assert recorder.counts(plain) == (0, 1)
 
 
 # passes, on toy graphs
@@ -220,7 +220,7 @@ def test_grouped_attention_reads_keys_once(mask, kind):
         mask = (mask > 0.3) | (torch.arange(9) == 0) if kind == "bool" else mask.log()
     recorder = Recorder(use_grouped_attention)
     torch.testing.assert_close(run(With(attend), recorder, q, k, v, mask), attend(q, k, v, mask))
-    assert recorder.counts(GROUPED) == (0, 1) and recorder.counts(aten.expand.default) == (2, 0)
+    assert recorder.counts(plain) == (0, 1) and recorder.counts(aten.expand.default) == (2, 0)
 
 
 def test_grouped_attention_with_symbolic_slots_and_repeat_interleave():
@@ -238,7 +238,7 @@ def test_grouped_attention_with_symbolic_slots_and_repeat_interleave():
                 torch._dynamo.mark_dynamic(x, dim)
             with torch.no_grad():
                 torch.testing.assert_close(step(q, k, v, mask), function(q, k, v, mask))
-        assert len(recorder.after) == 1 and recorder.counts(GROUPED) == (0, 1)
+        assert len(recorder.after) == 1 and recorder.counts(plain) == (0, 1)
 
 
 def test_grouped_attention_leaves_alone_what_it_must():

@@ -33,8 +33,9 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
     mask: [1 or B, 1 or H, 1 or N, S]; True where a query sees a slot, or a number that is added to the scores.
     scale: None for Dk ** -0.5. -> [B, H, N, Dv]; zeros for a query that sees nothing.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return launch(q, k, v, mask, scale) if _has_kernel(q, k, v, mask) else plain(q, k, v, mask, scale)
+    if _has_kernel(q, k, v, mask):
+        return launch(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
+    return _empty(q, v).copy_(plain(q, k, v, mask, scale).transpose(1, 2)).transpose(1, 2)
 
 
 GROUPED = torch.ops.spec_compile.grouped_attention.default
@@ -50,15 +51,15 @@ def _empty(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The op in plain PyTorch: the query heads of one KV head are rows of one attention."""
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """The op in plain PyTorch, which Inductor can see through: the query heads of one KV head are rows of one
+    attention."""
     nodes, kv_heads = q.shape[2], k.shape[1]
     stacked = q.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     if mask is not None and mask.shape[1:3] != (1, 1):
         mask = mask.expand(-1, q.shape[1], nodes, -1).unflatten(1, (kv_heads, -1)).flatten(2, 3)
     out = F.scaled_dot_product_attention(stacked, k, v, attn_mask=mask, scale=scale)
-    out = out.unflatten(2, (-1, nodes)).flatten(1, 2)
-    return _empty(q, v).copy_(out.transpose(1, 2)).transpose(1, 2)
+    return out.unflatten(2, (-1, nodes)).flatten(1, 2)
 
 
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:

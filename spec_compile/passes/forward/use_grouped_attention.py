@@ -4,7 +4,7 @@ import torch
 from torch import fx
 
 from ...graph import calls
-from ...kernels.attention.grouped import GROUPED
+from ...kernels.attention import grouped
 from ..nodes import calls_op, replace_node, shape_of
 from .lower import ForwardGraph, is_quiet_between
 
@@ -37,7 +37,8 @@ def _rewrite(node: fx.Node, device: str) -> bool:
     if not _fits(q, keys, values, mask, device) or not all(is_quiet_between(x, node) for x in (first, second)):
         return False
     with node.graph.inserting_before(node):
-        new = node.graph.call_function(GROUPED, (q, keys, values, mask, scale))
+        op = grouped.plain if device == "cpu" else grouped.GROUPED
+        new = node.graph.call_function(op, (q, keys, values, mask, scale))
     replace_node(node, new)
     return True
 
