@@ -97,10 +97,9 @@ def spec(gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, o
         _graphs.append([PassReport("lower", f"goes to Inductor as it is: {error}", size, size, "")])
         graphs = {"triton.cudagraphs": True} if replays else {}
         return compile_fx(gm, example_inputs, config_patches={**INDUCTOR_OPTIONS, **graphs})
-    with torch.inference_mode(False), torch.no_grad():
-        if graph.device.type == "cuda":
-            kernels.load(graph.device)
-        rewrite(graph, settings)
+    if graph.device.type == "cuda":
+        kernels.load(graph.device)
+    rewrite(graph, settings)
     _graphs.append(graph.log)
 
     def compile_graph(gm: fx.GraphModule, inputs: list, kept: list[int]) -> Callable:
@@ -111,7 +110,7 @@ def spec(gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, o
     return bind(graph, list(example_inputs), compile_graph)
 
 
-def rewrite(graph: ForwardGraph, options: "BackendOptions", pipeline=None) -> ForwardGraph:
+def rewrite(graph: ForwardGraph, options: BackendOptions, pipeline=None) -> ForwardGraph:
     """Run the passes on `graph`, in place. Its ``log`` says what each of them changed."""
     index = len(_graphs)  # the graph's number, in the log and in names of files
     dumps = options.dump is not None
@@ -126,7 +125,8 @@ def rewrite(graph: ForwardGraph, options: "BackendOptions", pipeline=None) -> Fo
     rows = max((math.prod(node.meta["val"].shape[:-1]) for node in linear_layers(graph)), default=0)
     few = rows <= FEW_ROWS and (rows > 1 or graph.device.type == "cuda")  # of one row Inductor's own is the fastest
     settings = ForwardSettings(options.merge_linears, options.gqa, "verify" if few else "prefill")
-    apply(graph, settings, PIPELINE if pipeline is None else pipeline, keep_code=dumps, on_report=on_report)
+    with torch.inference_mode(False), torch.no_grad():  # merged weights can still be trained
+        apply(graph, settings, PIPELINE if pipeline is None else pipeline, keep_code=dumps, on_report=on_report)
     return graph
 
 

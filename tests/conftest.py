@@ -21,6 +21,7 @@ import hypothesis
 import models
 import sweeps
 import transformers
+from forwards import interpreted, new_compilations  # noqa: F401, fixtures
 from toy_graphs import half_on_gpu  # noqa: F401, a fixture
 
 from spec_compile import api

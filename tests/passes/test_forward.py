@@ -25,23 +25,7 @@ from spec_compile.passes.tidy import tidy
 
 aten = torch.ops.aten
 LINEAR = aten.linear.default
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """The whole backend, with the rewritten graph run as it is instead of by Inductor."""
-    graphs = []
-    monkeypatch.setattr(backend, "compile_fx", lambda gm, inputs, **_: graphs.append(gm) or gm.forward)
-    return graphs
+pytestmark = pytest.mark.usefixtures("new_compilations")
 
 
 # lowering
@@ -308,12 +292,12 @@ def test_inductor_does_not_write_down_what_arguments_were_computed_from():
 
     if TORCH >= (2, 13):
         pytest.skip("this torch describes ops only if its log wants it")
-    written = patch.object(ir.ExternKernel, "__str__", side_effect=AssertionError("written down"))
-    module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)), With(lambda x: grouped(x)))
 
-    def grouped(x):
+    def attends(x):
         q = x.view(1, 4, 1, 4)
-        return F.scaled_dot_product_attention(q, repeated(q[:, :2], 2), repeated(q[:, :2], 2))
+        return torch.ops.spec_compile.grouped_attention(q, q[:, :2], q[:, :2], None, None)
 
-    with written:
+    module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)), With(attends))
+    written_down = patch.object(ir.MutableBox, "__str__", side_effect=AssertionError("written down"))
+    with written_down, torch._inductor.config.patch(force_disable_caches=True):
         run(module, spec, torch.randn(1, 16))

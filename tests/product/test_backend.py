@@ -20,23 +20,7 @@ from spec_compile.graph import calls
 aten = torch.ops.aten
 LINEAR, GROUPED = aten.linear.default, torch.ops.spec_compile.grouped_attention.default
 TOLERANCE = 1e-4  # of the spread of the logits
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """The whole backend, with the rewritten graph run as it is instead of by Inductor."""
-    graphs = []
-    monkeypatch.setattr(backend, "compile_fx", lambda gm, inputs, **_: graphs.append(gm) or gm.forward)
-    return graphs
+pytestmark = pytest.mark.usefixtures("new_compilations")
 
 
 @pytest.mark.gpu

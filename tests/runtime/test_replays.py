@@ -1,5 +1,6 @@
-"""Functions that record themselves as CUDA graphs, with a stand-in for CUDA, and on a GPU."""
+"""Functions that record themselves as CUDA graphs, with a stand-in for CUDA."""
 
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -8,7 +9,16 @@ import torch
 from spec_compile.runtime.steps import replays
 
 
-def test_replays_follow_what_is_copied_and_what_stays(monkeypatch):
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A function: what takes the place of `record`, the rest of CUDA doing nothing."""
+    monkeypatch.setattr(replays, "aside", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return lambda record: monkeypatch.setattr(replays, "record", record)
+
+
+def test_replays_follow_what_is_copied_and_what_stays(stand_in):
     """With a stand-in for CUDA: a recorded graph reads the memory that it was recorded with."""
     recorded = []
 
@@ -17,10 +27,7 @@ def test_replays_follow_what_is_copied_and_what_stays(monkeypatch):
         recorded.append(function)
         return (lambda: [held.copy_(new) for held, new in zip(output, function())]), output
 
-    monkeypatch.setattr(replays, "record", record)
-    monkeypatch.setattr(replays, "aside", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    stand_in(record)
     replayed = replays.Replays(lambda x, cache, weight: [x * weight + cache], [1], 2)
     weight, caches = torch.tensor(3.0), [torch.tensor(10.0), torch.tensor(20.0)]
     for cache in caches:
@@ -33,23 +40,18 @@ def test_replays_follow_what_is_copied_and_what_stays(monkeypatch):
     assert replayed(torch.ones(2), caches[0], weight)[0].shape == (2,)
 
 
-def test_replays_do_not_record_what_returns_an_argument(monkeypatch):
-    monkeypatch.setattr(replays, "aside", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(replays, "record", lambda *_: pytest.fail("recorded"))
+def test_replays_do_not_record_what_returns_an_argument(stand_in):
+    stand_in(lambda *_: pytest.fail("recorded"))
     replayed, x = replays.Replays(lambda x, weight: [x.view(-1)], [], 1), torch.ones(3)
     for _ in range(5):
         assert replayed(x, torch.ones(()))[0].data_ptr() == x.data_ptr()
 
 
-def test_a_forward_that_cannot_be_recorded_runs_itself(monkeypatch):
+def test_a_forward_that_cannot_be_recorded_runs_itself(stand_in):
     def record(*_):
         raise replays.CaptureError("a wait for the GPU")
 
-    monkeypatch.setattr(replays, "aside", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(replays, "record", record)
+    stand_in(record)
     replayed = replays.Replays(lambda x, weight: [x * weight], [], 1)
     assert [float(replayed(torch.tensor(float(step)), torch.tensor(2.0))[0]) for step in range(6)] == [
         0,
@@ -59,3 +61,16 @@ def test_a_forward_that_cannot_be_recorded_runs_itself(monkeypatch):
         8,
         10,
     ]
+
+
+def test_a_graph_keeps_no_cache(stand_in):
+    """A cache of long ago must not take memory, only because a graph was recorded over it."""
+    stand_in(lambda function, pool, stream: (lambda: None, function()))
+    replayed = replays.Replays(lambda x, cache, weight: [x * weight + cache], [1], 2)
+    weight, cache = torch.tensor(3.0), torch.tensor(10.0)
+    for _ in range(4):
+        replayed(torch.tensor(1.0), cache, weight)
+    assert len(replayed._graphs) == 1
+    gone = weakref.ref(cache)
+    del cache
+    assert gone() is None

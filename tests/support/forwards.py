@@ -1,12 +1,32 @@
 """Forwards for the passes of the backend "spec", and a backend that keeps the calls before and after them."""
 
+import pytest
 import torch
 from torch import nn
 
+from spec_compile import backend
 from spec_compile.backend import BackendOptions, rewrite
 from spec_compile.graph import calls
 from spec_compile.passes.forward.bind import bind
 from spec_compile.passes.forward.lower import lower
+
+
+@pytest.fixture
+def new_compilations():
+    """The test compiles anew, with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The whole backend, with the rewritten graph run as it is instead of by Inductor."""
+    graphs = []
+    monkeypatch.setattr(backend, "compile_fx", lambda gm, inputs, **_: graphs.append(gm) or gm.forward)
+    return graphs
 
 
 class Recorder:
@@ -18,8 +38,7 @@ class Recorder:
     def __call__(self, gm, inputs):
         graph = lower(gm, inputs)
         self.before.append([node.target for node in calls(graph.gm)])
-        with torch.inference_mode(False), torch.no_grad():
-            rewrite(graph, self.options, self.passes)
+        rewrite(graph, self.options, self.passes)
         self.after.append([node.target for node in calls(graph.gm)])
         return bind(graph, inputs, lambda gm, *_: gm.forward)
 

@@ -3,6 +3,7 @@
 import logging
 import operator
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,12 +41,12 @@ class Replays:
         replay = self._of(tuple([self._kind(place, x) for place, x in enumerate(arguments[: self.first_weight])]))
         try:
             result = replay(arguments)
+            self._runs_itself = replay.shares_memory
         except CaptureError as error:
             log.info("spec: a forward runs without a CUDA graph: %s", error)
-            replay.shares_memory = True
             result = self.function(*arguments)
-        if replay.shares_memory:
             self._runs_itself = True
+        if self._runs_itself:
             self._graphs.clear()
         return result
 
@@ -81,16 +82,19 @@ class _ReplayedCall:
             self.shares_memory = any(x.untyped_storage().data_ptr() in given for x in tensors_in(result))
             return result
         if self.calls == WARM_UPS + 1:
-            self._copied = [
-                place for place, x in enumerate(arguments[: self.first_weight])
-                if isinstance(x, Tensor) and place not in self.kept
-            ]  # fmt: skip
-            self._held = list(arguments)
-            for place in self._copied:
-                self._held[place] = arguments[place].clone()
-            pool = torch.cuda.graph_pool_handle()
-            self._replay, self._result = record(lambda: self.function(*self._held), pool, self._stream)
-        for place in self._copied:
-            self._held[place].copy_(arguments[place], non_blocking=True)
+            self._record(arguments)
+        for place, copy in self._copies.items():
+            copy.copy_(arguments[place], non_blocking=True)
         self._replay()
         return [x.clone() if isinstance(x, Tensor) else x for x in self._result]
+
+    def _record(self, arguments: tuple) -> None:
+        """Record the graph over copies of what is copied. It holds no cache or weight: if one is freed, no call has its
+        address, so that the graph is not replayed."""
+        self._copies = {
+            place: x.clone() for place, x in enumerate(arguments[: self.first_weight])
+            if isinstance(x, Tensor) and place not in self.kept
+        }  # fmt: skip
+        recorded = [self._copies.get(place, x) for place, x in enumerate(arguments)]
+        pool = torch.cuda.graph_pool_handle()
+        self._replay, self._result = record(partial(self.function, *recorded), pool, self._stream)
