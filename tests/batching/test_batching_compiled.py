@@ -5,16 +5,16 @@ import random
 import pytest
 import torch
 from batch_requests import config
-from torch._dynamo.utils import counters
+from spec_compile.runtime.steps.compile import SMALL_PRIMES
 from toy_graphs import rewritten
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from spec_compile import speculate
+from spec_compile.artefacts.compiler import counts
 from spec_compile.batching.prompts import LANES
 from spec_compile.kernels import linear
 from spec_compile.runtime.steps import compile as compiling
 from spec_compile.runtime.steps.build import StepKind
-from spec_compile.runtime.steps.compile import SMALL_PRIMES
 from spec_compile.runtime.steps.regions import compile_regions
 from spec_compile.tree import ancestry
 
@@ -31,10 +31,10 @@ def test_rows_of_any_number_share_what_is_compiled(monkeypatch):
     for lanes in (scheduler.decoder.lanes, scheduler.prompts.lanes):
         graphs = {}
         for width in lanes.widths:
-            before = counters["stats"]["unique_graphs"]
+            before = counts["traced"]
             session = lanes.session(width)
             session.steps.build_prefill() if lanes is scheduler.prompts.lanes else session.steps.get(StepKind.ROUND, 4)
-            graphs[width] = counters["stats"]["unique_graphs"] - before
+            graphs[width] = counts["traced"] - before
         assert [width for width, count in graphs.items() if count] == lanes.widths[:2], graphs
     scheduler.clear(RuntimeError())
     fast.speculation.engine.idle_batch = scheduler
