@@ -156,7 +156,7 @@ class PartCompiler:
             if part.traced is not None:
                 return
             assert self.is_open, f"{name}: the first call has the sizes of a session"
-            traced = trace(part.function, arguments, self._varies)
+            traced = trace(part.function, arguments, self._varies, self.device)
             counts["traced"] += 1
             options = CPU_OPTIONS if self.device.type == "cpu" else GPU_OPTIONS
             self.source.provide(part, PartJob(traced.rows, traced.specs, options, torch.get_num_threads()))

@@ -1,11 +1,17 @@
 """Graphs as data: rows of operators by name, which another process reads without running any code of theirs."""
 
+import contextlib
+import functools
+import importlib
 import math
 import operator
+import pkgutil
 from typing import Any
 
 import torch
 from torch import fx, nn
+
+from .. import kernels
 
 NAMESPACES = {"aten", "prims", "spec_compile"}
 """Namespaces of the operators that rows may name."""
@@ -57,7 +63,7 @@ def graph_of(rows: list[Row]) -> fx.GraphModule:
                 continue
             arguments = [_value(each, values) for each in arguments]
             named = {key: _value(each, values) for key, each in named.items()}
-        except (TypeError, IndexError, AttributeError, RuntimeError) as error:
+        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
             raise ValueError(f"row {number}: expected [name, arguments, named arguments], got {row}") from error
         if name == "output":
             graph.output(tuple(arguments))
@@ -83,11 +89,21 @@ def target_of(name: str) -> Any:
     if space in FUNCTIONS and rest in FUNCTIONS[space]:
         return getattr(MODULES[space], rest)
     packet, _, overload = rest.rpartition(".")
+    if space == "spec_compile" and not hasattr(torch.ops.spec_compile, packet):
+        _define_operators()
     if space in NAMESPACES and packet and hasattr(getattr(torch.ops, space), packet):
         target = getattr(getattr(getattr(torch.ops, space), packet), overload, None)
         if isinstance(target, torch._ops.OpOverload):
             return target
     raise ValueError(f"operator: expected a known one of {', '.join(sorted(NAMESPACES))}, got {name!r}")
+
+
+@functools.cache
+def _define_operators() -> None:
+    """Import all modules of kernels, except those that need a package that is not installed."""
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module.name)
 
 
 def _data(value: Any, numbers: dict[fx.Node, int]) -> Any:

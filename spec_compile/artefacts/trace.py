@@ -38,9 +38,10 @@ class Traced:
         return [_holder(_at(arguments, path), slot) for path, slot in self.slots]
 
 
-def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool]) -> Traced:
+def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], device: torch.device) -> Traced:
     """`function` of these arguments as data: tensors, integers, None, modules, and lists and tuples of these.
 
+    device: of the tensors.
     varies: tells if a dimension of this size may have another one; integers of 2 and more may, 0 and 1 are constants.
     Modules are not changed: the function sees copies of them that have inputs in place of tensors.
     """
@@ -61,7 +62,7 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool]) -
             gm = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
     finally:
         forget_shapes(modes=[mode])
-    _inline_constants(gm, next(spec[-1] for spec in inputs.specs if len(spec) > 1))
+    _inline_constants(gm, device)
     used = _drop_unused(gm.graph)
     reads = [inputs.sources[number] for number in used]
     slots = [source[1:] for source in reads if source[0] == "held"]
@@ -132,7 +133,7 @@ class Replaced:
         return self.modules[id(module)]
 
 
-def _inline_constants(gm: fx.GraphModule, device: str) -> None:
+def _inline_constants(gm: fx.GraphModule, device: torch.device) -> None:
     """Numbers that operators hold as tensors of the host (``x[...] = -1``) are made by the graph itself, on its device,
     because a CUDA graph cannot read the host's."""
     for node in [node for node in gm.graph.nodes if node.op == "get_attr"]:
@@ -141,7 +142,7 @@ def _inline_constants(gm: fx.GraphModule, device: str) -> None:
         if value.ndim or value.device.type != "cpu":
             raise TypeError(f"a part reads a tensor {tuple(value.shape)} that none of its modules has as an attribute")
         with gm.graph.inserting_before(node):
-            options = {"dtype": value.dtype, "device": torch.device(device)}
+            options = {"dtype": value.dtype, "device": device}
             number = gm.graph.call_function(torch.ops.aten.scalar_tensor.default, (value.item(),), options)
         node.replace_all_uses_with(number)
         gm.graph.erase_node(node)
