@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 
 from ..compat import COMPILE_LOCK, TORCH, forget_shapes
@@ -16,6 +16,10 @@ from .specs import Spec, fakes
 
 SAVEABLE = {"strict_autograd_cache": True, "bypass_autograd_cache_key": True, "force_autograd_cache": True}
 """Settings without which what Inductor returns cannot be saved."""
+
+
+BESIDE_SESSIONS = {"triton.autotune_at_compile_time": False}
+"""Options of every part. `standalone_compile` would time Triton's kernels while it compiles them, beside other work."""
 
 
 @dataclass
@@ -60,17 +64,26 @@ def compile_part(job: PartJob) -> bytes:
         shapes: dict[str, Any] = {"dynamic_shapes": "from_example_inputs", "fake_mode": mode}
         if TORCH < (2, 13):  # it takes the mode of an output
             shapes = {"dynamic_shapes": "from_graph"}
-            fake = next(value for value in inputs if isinstance(value, Tensor))
-            for node in gm.graph.output_node().args[0]:
-                node.meta["example_value"] = fake
+            _show_mode(gm, inputs)
         try:
             with torch.no_grad(), functorch_config.patch(SAVEABLE):
-                options = {"config_patches": job.options}
+                options = {"config_patches": {**job.options, **BESIDE_SESSIONS}}
                 artefact = standalone_compile(gm, inputs, options=options, aot=True, **shapes)
         finally:
             forget_shapes(modes=[mode])
     assert isinstance(artefact, AOTCompiledArtifact)
     return artefact.inner_fn.serialize_compile_artifacts(artefact.inner_fn)
+
+
+def _show_mode(gm: fx.GraphModule, inputs: list[Any]) -> None:
+    """Give the results of a graph an example, from which `standalone_compile` takes its mode. A graph without results
+    returns an input."""
+    number = next(number for number, value in enumerate(inputs) if isinstance(value, Tensor))
+    output = gm.graph.output_node()
+    if not output.args[0]:
+        output.args = ((gm.graph.find_nodes(op="placeholder")[number],),)
+    for node in output.args[0]:
+        node.meta["example_value"] = inputs[number]
 
 
 def load_part(data: bytes) -> Callable[..., list[Tensor]]:
