@@ -85,7 +85,7 @@ class Children:
                 self.submit(key, job)
 
     def _bury(self) -> None:
-        """What a dead child was compiling has failed."""
+        """Fail the jobs that dead children were compiling."""
         for process in [process for process in self.processes if process.poll() is not None]:
             self.processes.remove(process)
             self._deaths += process.returncode != 0

@@ -27,14 +27,14 @@ class PartStore(Protocol):
         """Keep bytes. It raises nothing if they cannot be kept."""
 
 
-class Part:
+class CompiledPart:
     """A function and, when it is loaded, what it was compiled to.
 
     traced: None before the first call.
     loaded: the compiled graph; None before it is adopted.
     """
 
-    def __init__(self, function: Callable, first: Callable[["Part", tuple], None]):
+    def __init__(self, function: Callable, first: Callable[["CompiledPart", tuple], None]):
         self.function = function
         self.traced: Traced | None = None
         self.loaded: Callable[..., list] | None = None
@@ -69,10 +69,10 @@ class PartSource:
 
     def __init__(self, store: PartStore | None = None, children: Children | None = None):
         self.store, self.children = store, children
-        self.waiting: dict[str, list[Part]] = {}
+        self.waiting: dict[str, list[CompiledPart]] = {}
         """The parts that children compile, by key."""
 
-    def provide(self, part: Part, job: PartJob) -> None:
+    def provide(self, part: CompiledPart, job: PartJob) -> None:
         """Load the part, or let the children compile it."""
         key = part_key(job)
         if self._load_stored(key, part):
@@ -97,7 +97,7 @@ class PartSource:
                 self._load(part, data)
         return sum(map(len, self.waiting.values()))
 
-    def _load_stored(self, key: str, part: Part) -> bool:
+    def _load_stored(self, key: str, part: CompiledPart) -> bool:
         data = None if self.store is None else self.store.read(key)
         if data is None:
             return False
@@ -107,14 +107,14 @@ class PartSource:
             return False
         return True
 
-    def _compile(self, key: str, part: Part, job: PartJob) -> None:
+    def _compile(self, key: str, part: CompiledPart, job: PartJob) -> None:
         data = compile_part(job)
         counts["compiled"] += 1
         if self.store is not None:
             self.store.write(key, data)
         self._load(part, data)
 
-    def _load(self, part: Part, data: bytes) -> None:
+    def _load(self, part: CompiledPart, data: bytes) -> None:
         part.loaded = load_part(data)
         counts["loaded"] += 1
 
@@ -141,17 +141,17 @@ class PartCompiler:
         self.source = source or PartSource()
         self.is_open = True
         """True if first calls may come. They have the sizes `varying`; any other size would be compiled in."""
-        self._parts: dict[tuple[str, str], Part] = {}
+        self._parts: dict[tuple[str, str], CompiledPart] = {}
 
     def __call__(self, function: Callable, name: str, alike: str = "") -> Callable:
         """`function` of tensors, integers, None, and lists and tuples of these, compiled in its first call. Methods of
         the same name share a compilation, and so do functions with the same `alike`, a text of their computation."""
         owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
         if (name, alike) not in self._parts:
-            self._parts[name, alike] = Part(function, partial(self._first, f"{name}_{self.tag}"))
+            self._parts[name, alike] = CompiledPart(function, partial(self._first, f"{name}_{self.tag}"))
         return self._parts[name, alike].bound(owner)
 
-    def _first(self, name: str, part: Part, arguments: tuple) -> None:
+    def _first(self, name: str, part: CompiledPart, arguments: tuple) -> None:
         with COMPILE_LOCK:  # another engine may run the same part for the first time in another thread
             if part.traced is not None:
                 return

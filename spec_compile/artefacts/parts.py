@@ -15,16 +15,16 @@ from .graphs import Row, graph_of
 from .specs import Spec, fakes
 
 SAVEABLE = {"strict_autograd_cache": True, "bypass_autograd_cache_key": True, "force_autograd_cache": True}
-"""Settings without which what Inductor returns cannot be saved."""
+"""Settings that Inductor needs to return something that can be saved."""
 
 
-BESIDE_SESSIONS = {"triton.autotune_at_compile_time": False}
-"""Options of every part. `standalone_compile` would time Triton's kernels while it compiles them, beside other work."""
+ALWAYS = {"triton.autotune_at_compile_time": False}
+"""Options of every part. `standalone_compile` would time Triton's kernels while it compiles them, during other work."""
 
 
 @dataclass
 class PartJob:
-    """What it takes to compile a part: no weights, and no code but names of operators.
+    """All that is needed to compile a part: no weights, and no code except names of operators.
 
     rows, specs: its graph and the inputs of that.
     options: of Inductor.
@@ -67,7 +67,7 @@ def compile_part(job: PartJob) -> bytes:
             _show_mode(gm, inputs)
         try:
             with torch.no_grad(), functorch_config.patch(SAVEABLE):
-                options = {"config_patches": {**job.options, **BESIDE_SESSIONS}}
+                options = {"config_patches": {**job.options, **ALWAYS}}
                 artefact = standalone_compile(gm, inputs, options=options, aot=True, **shapes)
         finally:
             forget_shapes(modes=[mode])

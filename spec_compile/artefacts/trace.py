@@ -45,11 +45,11 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], d
     varies: tells if a dimension of this size may have another one; integers of 2 and more may, 0 and 1 are constants.
     Modules are not changed: the function sees copies of them that have inputs in place of tensors.
     """
-    inputs = Inputs(varies)
+    inputs = PartInputs(varies)
     inputs.find(arguments, ())
     mode, values = fakes(inputs.specs)
     numbers = {key: values[n] for key, n in inputs.numbers.items()}
-    replaced = Replaced(numbers, {path: values[n] for path, n in inputs.integers.items()})
+    replaced = Substitution(numbers, {path: values[n] for path, n in inputs.integers.items()})
     given, written = replaced(arguments, ()), list[str]()
 
     def run(*_) -> list[Any]:
@@ -70,7 +70,7 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], d
     return Traced(rows_of(gm.graph), [inputs.specs[number] for number in used], read, slots, eval(written[0]))
 
 
-class Inputs:
+class PartInputs:
     """The tensors and integers in arguments, each tensor once.
 
     numbers: of tensors, by id. integers: numbers of integers, by path. sources: (kind, path, slot) of each input.
@@ -105,7 +105,7 @@ class Inputs:
             self.sources.append(source)
 
 
-class Replaced:
+class Substitution:
     """Arguments with other tensors and integers. Modules become copies with these, because other threads use them."""
 
     def __init__(self, tensors: dict[int, Tensor], integers: dict[tuple[int, ...], Any]):

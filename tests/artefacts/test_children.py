@@ -94,9 +94,15 @@ def test_a_number_of_children_that_is_none_is_refused():
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        ("sys.exit(0)", 0), ("children.close(); sys.exit(0)", 0), ("del children; sys.exit(0)", 0),
-        ("raise ValueError", 1), ("import os; os._exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9),
+        ("sys.exit(0)", 0), ("import os; os.kill(os.getpid(), 9)", -9),
         ("import os, signal; os.killpg(0, signal.SIGINT); time.sleep(60)", None),
+        *(
+            pytest.param(end, code, marks=pytest.mark.slow)
+            for end, code in (
+                ("children.close(); sys.exit(0)", 0), ("del children; sys.exit(0)", 0), ("raise ValueError", 1),
+                ("import os; os._exit(3)", 3),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_no_child_outlives_its_parent(end, code):
