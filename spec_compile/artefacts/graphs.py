@@ -6,6 +6,7 @@ import importlib
 import math
 import operator
 import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,27 +27,32 @@ FUNCTIONS = {
 CONSTANTS = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 """Classes of constants that are named attributes of torch."""
 
+HIGHER_ORDER = "flex_attention"
+"""The operator of graphs that rows may name."""
+
 Row = list
-"""[name of the operator, arguments, named arguments]; ``{"row": n}`` is the result of row n. The inputs are the first
-rows, whose operator is ``""``."""
+"""[name of the operator, arguments, named arguments]; ``{"row": n}`` is the result of row n, ``{"graph": rows}`` a
+graph as an argument. The inputs are the first rows, whose operator is ``""``."""
 
 
-def rows_of(graph: fx.Graph) -> list[Row]:
-    """`graph` as rows; the last one has the results as its arguments and the name "output".
+def rows_of(gm: fx.GraphModule) -> list[Row]:
+    """The graph as rows; the last one has the result or the list of results as its argument and the name "output".
 
     TypeError if it has a node that is neither an input nor a call of a named operator.
     """
     rows: list[Row] = []
-    numbers: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        numbers[node] = len(rows)
+    values: dict[fx.Node, dict[str, Any]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and isinstance(part := getattr(gm, node.target), fx.GraphModule):
+            values[node] = {"graph": rows_of(part)}
+            continue
+        values[node] = {"row": len(rows)}
         if node.op == "placeholder":
             rows.append(["", [], {}])
-        elif node.op == "output":
-            rows.append(["output", [_data(value, numbers) for value in node.args[0]], {}])
-        elif node.op == "call_function":
-            named = {key: _data(value, numbers) for key, value in node.kwargs.items()}
-            rows.append([name_of(node.target), [_data(value, numbers) for value in node.args], named])
+        elif node.op in ("output", "call_function"):
+            named = {key: _data(value, values) for key, value in node.kwargs.items()}
+            name = "output" if node.op == "output" else name_of(node.target)
+            rows.append([name, [_data(value, values) for value in node.args], named])
         else:
             raise TypeError(f"node {node.name}: expected an input or a call of an operator, got {node.op}")
     return rows
@@ -54,28 +60,36 @@ def rows_of(graph: fx.Graph) -> list[Row]:
 
 def graph_of(rows: list[Row]) -> fx.GraphModule:
     """The graph of rows. ValueError if they name an operator that is not permitted, or have another form."""
-    graph, values = fx.Graph(), list[fx.Node]()
+    graph, values, root = fx.Graph(), list[fx.Node](), nn.Module()
+
+    def part(rows: list[Row]) -> fx.Node:
+        name = f"graph_{len(root._modules)}"
+        root.add_module(name, graph_of(rows))
+        return graph.get_attr(name)
+
     for number, row in enumerate(rows):
         try:
             name, arguments, named = row
             if not name:
                 values.append(graph.placeholder(f"v{number}"))
                 continue
-            arguments = [_value(each, values) for each in arguments]
-            named = {key: _value(each, values) for key, each in named.items()}
+            arguments = [_value(each, values, part) for each in arguments]
+            named = {key: _value(each, values, part) for key, each in named.items()}
         except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
             raise ValueError(f"row {number}: expected [name, arguments, named arguments], got {row}") from error
         if name == "output":
-            graph.output(tuple(arguments))
+            graph.output(arguments[0])
         else:
             values.append(graph.call_function(target_of(name), tuple(arguments), named))
-    return fx.GraphModule(nn.Module(), graph)
+    return fx.GraphModule(root, graph)
 
 
 def name_of(target: Any) -> str:
     """The name of an operator: "aten.add.Tensor", "_operator.getitem". TypeError if rows have no name for it."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
+    if target is getattr(torch.ops.higher_order, HIGHER_ORDER):
+        return f"higher_order.{HIGHER_ORDER}"
     module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
     module = "torch" if module.startswith("torch.") else module
     if name in FUNCTIONS.get(module, ()):
@@ -88,6 +102,8 @@ def target_of(name: str) -> Any:
     space, _, rest = name.partition(".")
     if space in FUNCTIONS and rest in FUNCTIONS[space]:
         return getattr(MODULES[space], rest)
+    if name == f"higher_order.{HIGHER_ORDER}":
+        return getattr(torch.ops.higher_order, HIGHER_ORDER)
     packet, _, overload = rest.rpartition(".")
     if space == "spec_compile" and not hasattr(torch.ops.spec_compile, packet):
         _define_operators()
@@ -106,12 +122,14 @@ def _define_operators() -> None:
             importlib.import_module(module.name)
 
 
-def _data(value: Any, numbers: dict[fx.Node, int]) -> Any:
+def _data(value: Any, values: dict[fx.Node, dict[str, Any]]) -> Any:
     """An argument as JSON data."""
     if isinstance(value, fx.Node):
-        return {"row": numbers[value]}
+        return values[value]
     if isinstance(value, (list, tuple)):
-        return [_data(part, numbers) for part in value]
+        return [_data(part, values) for part in value]
+    if isinstance(value, dict):
+        return {"dict": [[key, _data(part, values)] for key, part in value.items()]}
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, torch.device):
@@ -121,14 +139,18 @@ def _data(value: Any, numbers: dict[fx.Node, int]) -> Any:
     raise TypeError(f"argument: expected a number, text, dtype, device or result of a node, got {value!r}")
 
 
-def _value(data: Any, values: list[fx.Node]) -> Any:
+def _value(data: Any, values: list[fx.Node], graph: Callable[[list[Row]], fx.Node]) -> Any:
     if isinstance(data, list):
-        return [_value(part, values) for part in data]
+        return tuple(_value(part, values, graph) for part in data)
     if not isinstance(data, dict):
         return data
     ((kind, name),) = data.items()
     if kind == "row":
         return values[name]
+    if kind == "graph":
+        return graph(name)
+    if kind == "dict":
+        return {key: _value(part, values, graph) for key, part in name}
     if kind == "device":
         return torch.device(name)
     value = getattr(torch, name)

@@ -67,7 +67,7 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], d
     reads = [inputs.sources[number] for number in used]
     slots = [source[1:] for source in reads if source[0] == "held"]
     read = _reader(reads)
-    return Traced(rows_of(gm.graph), [inputs.specs[number] for number in used], read, slots, eval(written[0]))
+    return Traced(rows_of(gm), [inputs.specs[number] for number in used], read, slots, eval(written[0]))
 
 
 class PartInputs:
@@ -138,6 +138,8 @@ def _inline_constants(gm: fx.GraphModule, device: torch.device) -> None:
     because a CUDA graph cannot read the host's."""
     for node in [node for node in gm.graph.nodes if node.op == "get_attr"]:
         value = getattr(gm, node.target)
+        if isinstance(value, fx.GraphModule):
+            continue
         value = getattr(value, "constant", None) if getattr(value, "constant", None) is not None else value
         if value.ndim or value.device.type != "cpu":
             raise TypeError(f"a part reads a tensor {tuple(value.shape)} that none of its modules has as an attribute")

@@ -15,7 +15,7 @@ from spec_compile.artefacts.children import Children
 from spec_compile.artefacts.parts import PartJob, load_part, part_key
 
 JOB = PartJob(
-    [["", [], {}], ["aten.mul.Tensor", [{"row": 0}, 3], {}], ["output", [{"row": 1}], {}]],
+    [["", [], {}], ["aten.mul.Tensor", [{"row": 0}, 3], {}], ["output", [[{"row": 1}]], {}]],
     [[[5, 8], [8, 1], [0], "float32", "cpu"]], {}, 1,
 )  # fmt: skip
 LONG = 60

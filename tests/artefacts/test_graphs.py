@@ -21,12 +21,12 @@ def computed(x, y):
 def test_rows_compute_the_same_after_a_journey_as_text():
     x, y = torch.randn(5, 7), torch.randint(0, 6, (5,))
     gm = make_fx(computed)(x, y)
-    rows = json.loads(json.dumps(rows_of(gm.graph)))
+    rows = json.loads(json.dumps(rows_of(gm)))
     again = graph_of(rows)
     x, y = torch.randn(5, 7), torch.randint(0, 6, (5,))
     for got, want in zip(again(x, y), computed(x, y), strict=True):
         assert torch.equal(got, want) and got.dtype == want.dtype
-    assert rows_of(again.graph) == rows
+    assert rows_of(again) == rows
 
 
 def test_names_of_operators():
@@ -45,7 +45,7 @@ def test_names_of_operators():
 )  # fmt: skip
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match="operator: expected"):
-        graph_of([["", [], {}], [name, [{"row": 0}], {}], ["output", [{"row": 1}], {}]])
+        graph_of([["", [], {}], [name, [{"row": 0}], {}], ["output", [[{"row": 1}]], {}]])
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_other_names_are_refused(name):
 )  # fmt: skip
 def test_rows_of_another_form_are_refused(row):
     with pytest.raises(ValueError, match="row 1: expected"):
-        graph_of([["", [], {}], row, ["output", [{"row": 1}], {}]])
+        graph_of([["", [], {}], row, ["output", [[{"row": 1}]], {}]])
 
 
 def test_graphs_that_hold_tensors_are_refused():
     number = torch.ones(3)
     gm = make_fx(lambda x: [x + number])(torch.ones(3))
     with pytest.raises(TypeError, match="expected an input or a call"):
-        rows_of(gm.graph)
+        rows_of(gm)
