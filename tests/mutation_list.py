@@ -860,14 +860,14 @@ COMPILED = [
         "tests/artefacts/test_parts.py -k test_the_key",
     ),
     Mutation(
-        "children outlive a parent that is killed", f"{ARTEFACTS}children.py",
-        "while os.getppid() == parent:", "while True:",
-        "tests/artefacts/test_children.py -k 9",
+        "children that end at once are started for ever", f"{ARTEFACTS}children.py",
+        "self._deaths += process.returncode != 0", "self._deaths += 0",
+        "tests/artefacts/test_children.py -k test_children_that_end_at_once",
     ),
     Mutation(
         "a forked process ends its parent's children", f"{ARTEFACTS}children.py",
         "if os.getpid() != owner:", "if False:",
-        "tests/artefacts/test_children.py -k test_a_forked",
+        "tests/artefacts/test_children.py -k test_the_end_of_a_forked",
     ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [

@@ -133,3 +133,14 @@ def test_a_forked_process_has_children_of_its_own(children):
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert results(children, 1)[part_key(JOB)], "the parent's child goes on"
+
+
+def test_the_end_of_a_forked_process_is_not_that_of_its_parents_children(children):
+    children.submit(part_key(JOB), JOB.text())
+    (process,) = children.processes
+    child = os.fork()
+    if not child:
+        children._end()  # as Python does when it ends
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert process.poll() is None and children.folder.exists()
