@@ -48,13 +48,12 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], d
     inputs = PartInputs(varies)
     inputs.find(arguments, ())
     mode, values = fakes(inputs.specs)
-    numbers = {key: values[n] for key, n in inputs.numbers.items()}
-    replaced = Substitution(numbers, {path: values[n] for path, n in inputs.integers.items()})
-    given, written = replaced(arguments, ()), list[str]()
+    held, given = ({key: values[n] for key, n in numbers.items()} for numbers in (inputs.held, inputs.given))
+    copies, written = Substitution(held, given)(arguments, ()), list[str]()
 
     def run(*_) -> list[Any]:
         results = list[Any]()
-        written.append(_writer(function(*given), results))
+        written.append(_writer(function(*copies), results))
         return results
 
     try:
@@ -71,23 +70,22 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], d
 
 
 class PartInputs:
-    """The tensors and integers in arguments, each tensor once.
+    """The tensors and integers in arguments. A tensor of modules is one input, by whatever names they have it; each
+    argument is an input of its own, because it may be another tensor in the next call.
 
-    numbers: of tensors, by id. integers: numbers of integers, by path. sources: (kind, path, slot) of each input.
+    held: numbers of the inputs that modules hold, by id of the tensor.
+    given: numbers of the others, by path in the arguments.
+    sources: (kind, path, slot) of each input.
     """
 
     def __init__(self, varies: Callable[[int], bool]):
         self.varies, self.specs, self.sources = varies, list[Spec](), list[tuple]()
-        self.numbers: dict[int, int] = {}
-        self.integers: dict[tuple[int, ...], int] = {}
+        self.held: dict[int, int] = {}
+        self.given: dict[tuple[int, ...], int] = {}
 
     def find(self, value: Any, path: tuple[int, ...]) -> None:
-        if isinstance(value, Tensor):
-            self._add(value, ("argument", path))
-        elif type(value) is int and value > 1:
-            self.integers[path] = len(self.specs)
-            self.specs.append(spec_of(value, self.varies))
-            self.sources.append(("argument", path))
+        if isinstance(value, Tensor) or (type(value) is int and value > 1):
+            self.given[path] = self._add(value, ("argument", path))
         elif isinstance(value, (list, tuple)):
             for number, part in enumerate(value):
                 self.find(part, (*path, number))
@@ -95,34 +93,34 @@ class PartInputs:
             for name, module in value.named_modules():
                 for kind in ("_parameters", "_buffers", ""):
                     for key, tensor in (vars(module)[kind] if kind else vars(module)).items():
-                        if isinstance(tensor, Tensor):
-                            self._add(tensor, ("held", path, (name, kind, key)))
+                        if isinstance(tensor, Tensor) and id(tensor) not in self.held:
+                            self.held[id(tensor)] = self._add(tensor, ("held", path, (name, kind, key)))
 
-    def _add(self, tensor: Tensor, source: tuple) -> None:
-        if id(tensor) not in self.numbers:
-            self.numbers[id(tensor)] = len(self.specs)
-            self.specs.append(spec_of(tensor, self.varies))
-            self.sources.append(source)
+    def _add(self, value: Tensor | int, source: tuple) -> int:
+        self.specs.append(spec_of(value, self.varies))
+        self.sources.append(source)
+        return len(self.specs) - 1
 
 
 class Substitution:
     """Arguments with other tensors and integers. Modules become copies with these, because other threads use them."""
 
-    def __init__(self, tensors: dict[int, Tensor], integers: dict[tuple[int, ...], Any]):
-        self.tensors, self.integers = tensors, integers
+    def __init__(self, held: dict[int, Tensor], given: dict[tuple[int, ...], Any]):
+        self.held, self.given = held, given
         self.modules: dict[int, nn.Module] = {}
 
     def __call__(self, value: Any, path: tuple[int, ...] | None = None) -> Any:
         """path: of the value in the arguments; None inside of modules."""
+        if path in self.given:
+            return self.given[path]
         if isinstance(value, Tensor):
-            return self.tensors.get(id(value), value)
+            return self.held.get(id(value), value)
         if isinstance(value, nn.Module):
             return self._module(value)
-        if type(value) in (list, tuple):
-            return type(value)(self(part, None if path is None else (*path, n)) for n, part in enumerate(value))
-        if isinstance(value, tuple):  # a named one
-            return type(value)(*(self(part, None if path is None else (*path, n)) for n, part in enumerate(value)))
-        return value if path is None else self.integers.get(path, value)
+        if isinstance(value, (list, tuple)):
+            parts = [self(part, None if path is None else (*path, n)) for n, part in enumerate(value)]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return value
 
     def _module(self, module: nn.Module) -> nn.Module:
         if id(module) not in self.modules:

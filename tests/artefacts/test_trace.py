@@ -111,3 +111,9 @@ def test_what_has_no_graph_is_refused():
         trace(lambda x: x + hidden, (torch.ones(5),))
     with pytest.raises(TypeError, match="returns tensors"):
         trace(lambda x: "text", (torch.ones(5),))
+
+
+def test_arguments_that_are_one_tensor_may_be_two_in_the_next_call():
+    x, y = torch.randn(5), torch.randn(5)
+    traced = trace(lambda a, b, parts: a - 2 * b + parts[0], (x, x, [x]))
+    assert torch.equal(run(traced, (x, y, [y * 3])), x - 2 * y + y * 3)
