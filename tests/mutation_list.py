@@ -846,7 +846,7 @@ COMPILED = [
     ),
     Mutation(
         "a trace puts its inputs into modules that other threads use", f"{ARTEFACTS}trace.py",
-        "copy = self.modules[id(module)] = object.__new__(type(module))", "copy = self.modules[id(module)] = module",
+        "copy = self.copies[id(whole)] = object.__new__(type(whole))", "copy = self.copies[id(whole)] = whole",
         "tests/artefacts/test_trace.py -k test_a_trace_changes_nothing",
     ),
     Mutation(

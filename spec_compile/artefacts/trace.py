@@ -1,6 +1,6 @@
 """Traces: a function of tensors, integers and modules becomes a graph, specs of its inputs, and a small adapter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,10 @@ from .specs import Spec, fakes, spec_of
 
 Slot = tuple[str, str, str]
 """A tensor of a module: path of the module that has it, the dictionary there ("" for attributes), and its name."""
+
+
+DEPTH = 3
+"""Plain objects inside of plain objects in which tensors are looked for."""
 
 
 @dataclass
@@ -90,9 +94,9 @@ class PartInputs:
             for number, part in enumerate(value):
                 self.find(part, (*path, number))
         elif isinstance(value, nn.Module):
-            for name, module in value.named_modules():
-                for kind in ("_parameters", "_buffers", ""):
-                    for key, tensor in (vars(module)[kind] if kind else vars(module)).items():
+            for name, holder in _holders(value):
+                for kind in ("_parameters", "_buffers", "") if isinstance(holder, nn.Module) else ("",):
+                    for key, tensor in (vars(holder)[kind] if kind else vars(holder)).items():
                         if isinstance(tensor, Tensor) and id(tensor) not in self.held:
                             self.held[id(tensor)] = self._add(tensor, ("held", path, (name, kind, key)))
 
@@ -107,7 +111,7 @@ class Substitution:
 
     def __init__(self, held: dict[int, Tensor], given: dict[tuple[int, ...], Any]):
         self.held, self.given = held, given
-        self.modules: dict[int, nn.Module] = {}
+        self.copies: dict[int, Any] = {}
 
     def __call__(self, value: Any, path: tuple[int, ...] | None = None) -> Any:
         """path: of the value in the arguments; None inside of modules."""
@@ -115,20 +119,20 @@ class Substitution:
             return self.given[path]
         if isinstance(value, Tensor):
             return self.held.get(id(value), value)
-        if isinstance(value, nn.Module):
-            return self._module(value)
+        if isinstance(value, nn.Module) or _is_plain(value):
+            return self._copy(value)
         if isinstance(value, (list, tuple)):
             parts = [self(part, None if path is None else (*path, n)) for n, part in enumerate(value)]
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         return value
 
-    def _module(self, module: nn.Module) -> nn.Module:
-        if id(module) not in self.modules:
-            copy = self.modules[id(module)] = object.__new__(type(module))
-            for name, value in vars(module).items():
+    def _copy(self, whole: Any) -> Any:
+        if id(whole) not in self.copies:
+            copy = self.copies[id(whole)] = object.__new__(type(whole))
+            for name, value in vars(whole).items():
                 is_table = name in ("_parameters", "_buffers", "_modules")
                 copy.__dict__[name] = {k: self(v) for k, v in value.items()} if is_table else self(value)
-        return self.modules[id(module)]
+        return self.copies[id(whole)]
 
 
 def _inline_constants(gm: fx.GraphModule, device: torch.device) -> None:
@@ -196,5 +200,22 @@ def _at(value: Any, path: tuple[int, ...]) -> Any:
 
 def _holder(owner: nn.Module, slot: Slot) -> dict[str, Any]:
     path, kind, _ = slot
-    module = owner.get_submodule(path)
-    return vars(module)[kind] if kind else vars(module)
+    for name in filter(None, path.split(".")):
+        owner = getattr(owner, name)
+    return vars(owner)[kind] if kind else vars(owner)
+
+
+def _holders(owner: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules in `owner` and the plain objects that they have as attributes, with their paths."""
+    for name, module in owner.named_modules():
+        yield name, module
+        for key, value in vars(module).items():
+            if _is_plain(value):
+                yield f"{name}.{key}", value
+
+
+def _is_plain(value: Any, depth: int = DEPTH) -> bool:
+    """True for an object that is no module, and has a tensor, a module or another such object as an attribute."""
+    if isinstance(value, (Tensor, nn.Module, tuple, list, dict, type)) or not hasattr(value, "__dict__") or not depth:
+        return False
+    return any(isinstance(each, (Tensor, nn.Module)) or _is_plain(each, depth - 1) for each in vars(value).values())

@@ -34,19 +34,28 @@ class Inner(nn.Module):
         return self.counts.clone()
 
 
+class Output:
+    """A plain object with a tensor that no module has, and one that a module has."""
+
+    def __init__(self, weight):
+        self.bias, self.weight = torch.randn(8), weight
+
+
 class Owner(nn.Module):
     def __init__(self, rows):
         super().__init__()
+        self.output = Output(None)
         self.inner, self.again = Inner(rows), [Inner(rows)]
         self.register_buffer("unused", torch.zeros(rows, 4))
         self.register_buffer("same", self.inner.counts)
+        self.output.weight = self.inner.weight
 
     def compute(self, x, number, parts, absent):
         assert absent is None
         x = x.clone()
         x[:, 0] = -1
         counts = self.inner.step(parts[0].first + number)
-        scores = (x + self.inner.table) @ self.inner.weight
+        scores = (x + self.inner.table) @ self.inner.weight @ self.output.weight + self.output.bias
         return {0: scores}[0], [counts + self.same, None, (parts[1].sum() + torch.arange(number).sum(),)], 7
 
 
@@ -76,7 +85,7 @@ def test_a_method_serves_other_owners_and_sizes():
         assert torch.equal(counts, want_counts) and torch.equal(total, want_total)
         assert torch.equal(scores, want_scores) and absent is None and seven == 7
     names = {slot[2] for _, slot in traced.slots}
-    assert names == {"table", "weight", "same"}, "tensors that it reads, each once"
+    assert names == {"table", "weight", "same", "bias"}, "tensors that it reads, each once"
 
 
 def test_a_trace_changes_nothing():
