@@ -1,17 +1,14 @@
 """The differences between supported versions of torch and transformers, and the private parts that are used."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import CodeType
-from typing import Any
 
 import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AttentionInterface
 from transformers.integrations import finegrained_fp8, moe
@@ -80,33 +77,6 @@ def check_compiler() -> None:
         ) from error
 
 
-_traced: list[ShapeEnv | None] = []
-"""The shapes of compilations since `forget_shapes`."""
-
-
-def forget_code(code: CodeType) -> None:
-    """Free the results of Dynamo for a function's code.
-
-    Nothing else frees them. The cache of the code holds the compiled function, whose code Dynamo uses as the key of the
-    original code; and the module that defines the function has Inductor's result in a global variable.
-    """
-    torch._dynamo.eval_frame.remove_from_cache(code)
-
-
-def inductor(options: dict[str, Any]) -> Callable:
-    """The backend Inductor with these options. `forget_shapes` frees its traces."""
-
-    def compile_graph(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
-        from torch._inductor.compile_fx import compile_fx
-
-        context = TracingContext.try_get()
-        if context is not None and context.fake_mode is not None:
-            _traced.append(context.fake_mode.shape_env)
-        return compile_fx(gm, inputs, config_patches=options)
-
-    return compile_graph
-
-
 @contextmanager
 def brief_operators() -> Iterator[None]:
     """A context in which Inductor describes an op without a lowering by its name only.
@@ -124,18 +94,17 @@ def brief_operators() -> Iterator[None]:
         OperatorIssue.operator_str = describe
 
 
-def forget_shapes(*graphs: torch.fx.GraphModule) -> None:
-    """Free the tensors of past compilations by `inductor`, and of these exported graphs, that symbolic shapes hold.
+def forget_shapes(*graphs: torch.fx.GraphModule, modes: Iterable[FakeTensorMode] = ()) -> None:
+    """Free the tensors that the symbolic shapes of these exported graphs and of these modes hold.
 
     Nothing else frees them: unbounded caches refer to every `ShapeEnv`, and each has tensors, and a cache with sizes in
     C++ that refer back to it.
     """
     values = [node.meta.get("val") for gm in graphs for node in gm.graph.nodes]
-    modes = {id(value.fake_mode): value.fake_mode for value in values if isinstance(value, FakeTensor)}
-    for shapes in filter(None, [*_traced, *(mode.shape_env for mode in modes.values())]):
+    every = {id(mode): mode for mode in (*modes, *(x.fake_mode for x in values if isinstance(x, FakeTensor)))}
+    for shapes in filter(None, [mode.shape_env for mode in every.values()]):
         shapes.tracked_fakes = None
         getattr(shapes, "fake_tensor_cache", {}).clear()
-    _traced.clear()
     for method in vars(ShapeEnv).values():
         if hasattr(method, "cache_clear"):
             method.cache_clear()

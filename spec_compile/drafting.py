@@ -11,9 +11,9 @@ from .graph import ModelGraph
 from .tree import Accepted
 
 if TYPE_CHECKING:
+    from .artefacts.compiler import PartCompiler
     from .ngram import NgramStore
     from .runtime.state import State
-    from .runtime.steps.compile import PartCompiler
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ class Mutation:
 
 
 RUNTIME = "spec_compile/runtime/"
+ARTEFACTS = "spec_compile/artefacts/"
 ROUND, TREE, SAMPLING = "tests/runtime/test_round.py", "tests/runtime/test_tree.py", "tests/runtime/test_sampling.py"
 GENERATE, REPORT = "tests/runtime/test_generate.py", "tests/report/test_report.py"
 KINDS = "tests/capture/test_kinds.py"
@@ -893,13 +894,13 @@ COMPILED = [
         f"{SHARED_CODE} -k test_one_code_for_all",
     ),
     Mutation(
-        "a part may be compiled for the sizes of a session", f"{RUNTIME}steps/compile.py",
+        "a part may be compiled for the sizes of a session", f"{ARTEFACTS}compiler.py",
         "assert self.is_open, f", "assert True, f",
         f"{SHARED_CODE} -k test_a_part_is_not_compiled",
     ),
     Mutation(
-        "regions of one number share code whatever they compute", f"{RUNTIME}steps/compile.py",
-        "part, owner = self._parts[name, alike]", "part, owner = next(iter(self._parts.values()))",
+        "regions of one number share code whatever they compute", f"{ARTEFACTS}compiler.py",
+        "return self._parts[name, alike].bound(owner)", "return next(iter(self._parts.values())).bound(owner)",
         f"{SHARED_CODE} -k test_parts_alike",
     ),
     Mutation(
@@ -918,14 +919,39 @@ COMPILED = [
         f"{SHARED_CODE} -k test_code_is_shared_between_drafts",
     ),
     Mutation(
-        "a deleted wrapper's code stays in memory", f"{RUNTIME}steps/compile.py",
-        "weakref.finalize(own, forget_code, code)", "weakref.finalize(own, id, code)",
-        "tests/runtime/test_regions.py -k test_compiled_code_is_freed",
+        "a compilation leaves its shapes in memory", f"{ARTEFACTS}parts.py",
+        "            forget_shapes(modes=[mode])\n", "            pass\n",
+        "tests/runtime/test_regions.py -k test_a_compilation_leaves",
     ),
     Mutation(
-        "what was traced stays in memory", f"{RUNTIME}steps/compile.py",
-        "                forget_shapes()\n", "",
-        "tests/runtime/test_regions.py -k test_a_compilation_leaves",
+        "rows may name any function of torch", f"{ARTEFACTS}graphs.py",
+        "if space in FUNCTIONS and rest in FUNCTIONS[space]:", "if space in FUNCTIONS:",
+        "tests/artefacts/test_graphs.py -k test_other_names",
+    ),
+    Mutation(
+        "a trace puts its inputs into modules that other threads use", f"{ARTEFACTS}trace.py",
+        "copy = self.copies[id(whole)] = object.__new__(type(whole))", "copy = self.copies[id(whole)] = whole",
+        "tests/artefacts/test_trace.py -k test_a_trace_changes_nothing",
+    ),
+    Mutation(
+        "a damaged file ends the call", f"{ARTEFACTS}compiler.py",
+        "except Exception:  # a damaged file", "except KeyError:  # a damaged file",
+        "tests/artefacts/test_compiler.py -k test_a_stored_part",
+    ),
+    Mutation(
+        "the key does not depend on the threads", f"{ARTEFACTS}parts.py",
+        "return hashlib.sha256(job.text().encode())", "return hashlib.sha256(repr(job.rows).encode())",
+        "tests/artefacts/test_parts.py -k test_the_key",
+    ),
+    Mutation(
+        "children that end at once are started for ever", f"{ARTEFACTS}children.py",
+        "self._deaths += process.returncode != 0", "self._deaths += 0",
+        "tests/artefacts/test_children.py -k test_children_that_end_at_once",
+    ),
+    Mutation(
+        "a forked process ends its parent's children", f"{ARTEFACTS}children.py",
+        "if os.getpid() != owner:", "if False:",
+        "tests/artefacts/test_children.py -k test_the_end_of_a_forked",
     ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import passes
+from ..artefacts.compiler import PartCompiler
 from ..cache import Cache
 from ..capture.trace import capture_head
 from ..drafting import Algorithm, Drafter, DraftPlan
@@ -20,7 +21,6 @@ from ..graph import ModelGraph
 from ..kernels import attention, ops
 from ..kernels.top_logits import MAX_K
 from ..runtime.state import State
-from ..runtime.steps.compile import PartCompiler
 from ..runtime.steps.regions import compile_regions
 from ..tree import MAX_NODES, Accepted
 from .checkpoints.load import load_head

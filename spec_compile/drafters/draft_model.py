@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .. import passes
+from ..artefacts.compiler import PartCompiler
 from ..cache import Cache
 from ..capture.admit import admit
 from ..capture.checks import check_capture
@@ -22,7 +23,6 @@ from ..drafting import Algorithm, Drafter, DraftPlan
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from ..runtime.state import State
-from ..runtime.steps.compile import PartCompiler
 from ..runtime.steps.regions import compile_regions
 from .options import DraftOptions
 from .shared_draft import choose_ranks

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..artefacts.compiler import PartCompiler
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..runtime.state import State
-from ..runtime.steps.compile import PartCompiler
 from ..tree import Accepted
 from .ngram import Ngram
 from .options import UnionOptions

@@ -66,7 +66,7 @@ def _plans(graph) -> list[str]:
 def dump(model, directory) -> list[Path]:
     """Write the readable graph after every pass of a speculative `model` to `directory`; returns the files.
 
-    With depyf installed, its view of the compiled round (decompiled bytecode, graphs, kernels) is written, too.
+    With depyf installed, its view of the compiled round (graphs, kernels) is written, too.
     """
     speculation = getattr(model, "speculation", None)
     if speculation is None:

@@ -5,16 +5,17 @@ import random
 import pytest
 import torch
 from batch_requests import config
-from torch._dynamo.utils import counters
 from toy_graphs import rewritten
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from spec_compile import speculate
+from spec_compile.artefacts import compiler as compiling
+from spec_compile.artefacts.compiler import counts
+from spec_compile.artefacts.graphs import graph_of
 from spec_compile.batching.prompts import LANES
 from spec_compile.kernels import linear
-from spec_compile.runtime.steps import compile as compiling
 from spec_compile.runtime.steps.build import StepKind
-from spec_compile.runtime.steps.compile import SMALL_PRIMES
+from spec_compile.runtime.steps.example import SMALL_PRIMES
 from spec_compile.runtime.steps.regions import compile_regions
 from spec_compile.tree import ancestry
 
@@ -31,10 +32,10 @@ def test_rows_of_any_number_share_what_is_compiled(monkeypatch):
     for lanes in (scheduler.decoder.lanes, scheduler.prompts.lanes):
         graphs = {}
         for width in lanes.widths:
-            before = counters["stats"]["unique_graphs"]
+            before = counts["traced"]
             session = lanes.session(width)
             session.steps.build_prefill() if lanes is scheduler.prompts.lanes else session.steps.get(StepKind.ROUND, 4)
-            graphs[width] = counters["stats"]["unique_graphs"] - before
+            graphs[width] = counts["traced"] - before
         assert [width for width, count in graphs.items() if count] == lanes.widths[:2], graphs
     scheduler.clear(RuntimeError())
     fast.speculation.engine.idle_batch = scheduler
@@ -61,7 +62,8 @@ def test_graphs_for_a_gpu_serve_any_number_of_rows(half_on_gpu, monkeypatch, nam
     """What the passes make for a GPU is traced once, with rows and slots that may vary; the ops' plain meanings run
     here."""
     monkeypatch.setattr(linear, "choose", lambda weight, few_rows: linear.SMALL_M)
-    monkeypatch.setattr(compiling, "compile_function", trace)
+    monkeypatch.setattr(compiling, "compile_part", lambda job: job.rows)  # without Inductor
+    monkeypatch.setattr(compiling, "load_part", graph_of)
     graph = rewritten(half_on_gpu(name))
     static = {size for part in [*graph.gm.parameters(), *graph.gm.buffers()] for size in part.shape} | {128}
     rows, pages = [prime for prime in SMALL_PRIMES if all(size % prime for size in static)][:2]
@@ -83,10 +85,3 @@ def test_graphs_for_a_gpu_serve_any_number_of_rows(half_on_gpu, monkeypatch, nam
     for batch, count, slots in ((rows, example, 128 * pages), (2, nodes or 16, 128), (64, nodes or 2, 256)):
         for want, got in zip(run(graph.gm, batch, count, slots), run(compiled, batch, count, slots), strict=True):
             assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
-
-
-def trace(function, name, device):
-    """`compile_function` without Inductor."""
-    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    method = getattr(function, "__func__", function)
-    return torch.compile(method, fullgraph=True, dynamic=True, backend="aot_eager", options=options)

@@ -6,6 +6,7 @@ Without a GPU the ops run on CPU tensors, Triton's in its interpreter; ``pytest 
 import dataclasses
 import functools
 import importlib.metadata
+import json
 import math
 import sys
 from importlib.machinery import ModuleSpec
@@ -22,6 +23,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import spec_compile
 from spec_compile import UnsupportedModelError, passes
+from spec_compile.artefacts.graphs import graph_of
+from spec_compile.artefacts.trace import trace
 from spec_compile.capture.checks import check_tree
 from spec_compile.capture.trace import capture
 from spec_compile.config import Options
@@ -320,6 +323,25 @@ def test_one_compilation_serves_all_sizes(name, causal):
                     torch._dynamo.mark_dynamic(tensor, dim)
         case.compare(op(*inputs), inputs[3:5])
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 30])
+def test_flex_is_a_part(causal, window):
+    """Its mask, a graph inside of the graph, is stored as rows, too."""
+    first = Case(("cpu", torch.float32), [50, 9], VARYING, heads=(4, 2), capacity=512, causal=causal, window=window)
+    example, constants = first.inputs()[:8], first.inputs()[8:12]
+    run = op_of("flex", "cpu")
+    with torch.no_grad():
+        traced = trace(
+            lambda *inputs: run(*inputs, *constants), tuple(example), lambda size: size == VARYING, torch.device("cpu")
+        )
+    part = graph_of(json.loads(json.dumps(traced.rows)))
+    for nodes in (VARYING, 2, 64):
+        case = Case(("cpu", torch.float32), [50, 9], nodes, heads=(4, 2), capacity=512, causal=causal, window=window)
+        case.caches = [cache.clone() for cache in case.clean]
+        inputs = case.inputs()[:12]
+        case.compare(traced.write(part(*traced.read(tuple(inputs), []))), inputs[3:5])
 
 
 # the option -----------------------------------------------------------------------------------------------------------

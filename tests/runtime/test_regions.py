@@ -1,6 +1,7 @@
 """Regions: a graph cut behind its layers computes the same, and layers alike share one body."""
 
 import gc
+import weakref
 
 import models
 import pytest
@@ -9,9 +10,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_compile import passes
+from spec_compile.artefacts.compiler import PartCompiler
 from spec_compile.capture.trace import capture
 from spec_compile.runtime.state import State
-from spec_compile.runtime.steps.compile import PRIMES, PartCompiler, compile_function, example_size
+from spec_compile.runtime.steps.example import PRIMES, example_size
 from spec_compile.runtime.steps.regions import cut
 
 
@@ -72,20 +74,15 @@ def test_dimensions_of_an_example_size_vary_and_others_do_not():
         assert torch.equal(got, x * 2) and torch.allclose(total, y.sum())
 
 
-def installed():
-    """What Dynamo has put into the module, in which the functions to compile are defined."""
-    return {name for name in globals() if name.startswith("__compiled_fn")}
-
-
-def test_compiled_code_is_freed_with_its_function():
+def test_compiled_code_is_freed_with_its_compiler():
+    compiler = PartCompiler(torch.device("cpu"), "test", (37,), 37, 1, exact=False)
+    compiler(lambda x: x * 2 + 1, "freed")(torch.ones(37))
+    (part,) = compiler._parts.values()
+    gone = weakref.ref(part.loaded)
+    assert gone() is not None
+    del compiler, part
     gc.collect()
-    before = installed()
-    compiled = compile_function(lambda x: x * 2 + 1, "freed", "cpu")
-    compiled(torch.ones(3))
-    assert installed() > before
-    del compiled
-    gc.collect()
-    assert installed() == before
+    assert gone() is None
 
 
 def test_a_compilation_leaves_no_shapes_behind():

@@ -7,8 +7,8 @@ import models
 import pytest
 import torch
 from sweeps import thinned
-from torch._dynamo.utils import counters
 
+from spec_compile.artefacts.compiler import counts
 from spec_compile.config import Options
 from spec_compile.drafting import Algorithm, Drafter, DraftPlan
 from spec_compile.runtime.engine import Engine
@@ -399,7 +399,7 @@ def test_a_compiled_round_equals_the_eager_one(nodes, llama):
     limits = [len(text) for text in texts]
     fast, slow = Run(compiled, prompts, limits), Run(eager, prompts, limits)
     fast.session.steps.get(StepKind.ROUND, nodes)
-    graphs, kv_lens = counters["stats"]["unique_graphs"], set()
+    graphs, kv_lens = counts["traced"], set()
     while not slow.state.finished.all():
         kv_lens.add(fast.max_kv_len(nodes))
         assert torch.equal(fast.round(nodes), slow.round(nodes))
@@ -408,7 +408,7 @@ def test_a_compiled_round_equals_the_eager_one(nodes, llama):
             for number, (a, b) in enumerate(pairs):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 if number else 0)
     assert kv_lens == {128, 256}
-    assert counters["stats"]["unique_graphs"] == graphs, "something was compiled again"
+    assert counts["traced"] == graphs, "something was compiled again"
     assert [committed(fast, row)[0].tolist() for row in range(2)] == texts
 
 
@@ -418,7 +418,7 @@ def test_prompts_of_all_lengths_share_one_prefill(llama):
     compiled.session(2).steps.get(StepKind.PREFILL)
     compiled.session(2).steps.get(StepKind.ROUND, 4)
     compiled.session(2).steps.get(StepKind.ROUND, 1)
-    graphs = counters["stats"]["unique_graphs"]
+    graphs = counts["traced"]
     for lengths in ((1, 1), (2, 1), (5, 31), (32, 33), (34, 64), (65, 97), (128, 129), (130, 161), (200, 3), (9, 200)):
         prompts, answers = long_prompts(lengths), []
         for engine in (compiled, eager):
@@ -426,7 +426,7 @@ def test_prompts_of_all_lengths_share_one_prefill(llama):
             session.drafter.turn.zero_()
             answers.append(generated(engine, prompts, None, 6))
         assert answers[0] == answers[1], lengths
-    assert counters["stats"]["unique_graphs"] == graphs, "something was compiled again"
+    assert counts["traced"] == graphs, "something was compiled again"
 
 
 def test_prefill_before_any_prompt_stays_at_the_first_slot(llama):

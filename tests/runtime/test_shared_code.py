@@ -11,13 +11,12 @@ import models
 import psutil
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from spec_compile import speculate
+from spec_compile.artefacts.compiler import PartCompiler, counts
 from spec_compile.runtime.steps import code
 from spec_compile.runtime.steps.build import StepKind
-from spec_compile.runtime.steps.compile import PartCompiler
 from spec_compile.runtime.steps.example import example_sizes, form_of, rows_vary, static_sizes
 
 OPTIONS = dict(num_draft_tokens=4, adaptive=False, max_cache_len=128, check=False)
@@ -26,7 +25,7 @@ CODER = Path(__file__).parents[2] / "examples/tiny_coder"
 
 
 def graphs():
-    return counters["stats"]["unique_graphs"]
+    return counts["traced"]
 
 
 def prompts(rows):
@@ -298,6 +297,7 @@ def test_a_deleted_wrapper_frees_the_gpu():
 def test_parts_alike_share_code_and_others_do_not():
     """The number of a region says nothing of what it computes."""
     compiler = PartCompiler(torch.device("cpu"), "test", (37,), 37, 1, exact=False)
-    first = compiler(lambda x: x * 2, "region_0", "x * 2")
-    second = compiler(lambda x: x * 3, "region_0", "x * 3")
-    assert compiler(lambda x: x * 2, "region_0", "x * 2") is first and second is not first
+    before = graphs()
+    texts = ("x * 2", lambda x: x * 2), ("x * 3", lambda x: x * 3), ("x * 2", lambda x: x * 2)
+    results = [compiler(function, "region_0", text)(torch.ones(37)) for text, function in texts]
+    assert [result[0].item() for result in results] == [2, 3, 2] and graphs() == before + 2

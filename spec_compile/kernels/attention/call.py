@@ -91,7 +91,7 @@ def from_arguments(function: Callable[[AttentionCall], Tensor]) -> Callable[...,
 
 
 def attention_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``function(call)`` as a plain function of the call's arguments, through which Dynamo traces.
+    """``function(call)`` as a plain function of the call's arguments, which is traced as its operators.
 
     It refuses the arguments `ROTATION`. Keywords that are no field of the call, which the backend's `prepare` has
     computed before, are passed on to `function`.

@@ -4,9 +4,19 @@ Inductor makes one kernel of it inside a compiled region. If rounds are not comp
 holds all scores in memory.
 """
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    _apply_kernel_options,
+    _identity,
+    flex_attention,
+)
 
 from .. import HALF
 from ..ops import append
@@ -33,6 +43,10 @@ def attention(call: AttentionCall) -> Tensor:
         return torch.tanh(score / softcap) * softcap
 
     blocks = block_mask(key_cache.shape[2], lengths, ancestors, positions, window)
+    if not torch.compiler.is_dynamo_compiling() and get_proxy_mode() is not None:
+        aux = None if sinks is None else AuxRequest(lse=True)
+        out, sums = _traced(q, key_cache, value_cache, None if softcap is None else cap, blocks, scale, aux)
+        return out if sinks is None else add_sinks(out, sums, sinks)
     out = flex_attention(
         q, key_cache, value_cache, None if softcap is None else cap, blocks, scale, q.shape[1] != k.shape[1],
         kernel_options=OPTIONS, return_aux=None if sinks is None else AuxRequest(lse=True),
@@ -55,17 +69,20 @@ def block_mask(
     nodes, device = positions.shape[1], positions.device
     places = torch.arange(slots, device=device).expand(len(lengths), -1)
     own = lengths[:, None] + torch.arange(nodes, device=device)
-    there = places.scatter(1, own, positions)  # the position of the token in each slot
+    read = [lengths]
+    read += [] if ancestors is None else [ancestors]
+    read += [] if window is None else [positions, places.scatter(1, own, positions)]  # positions of nodes and of slots
 
-    def seen(batch, head, node, slot):
+    def seen(batch, head, node, slot, lengths, *more):
         index = slot - lengths[batch]  # the slot's node; negative: a committed slot
         if ancestors is None:
             visible = index <= node
         else:
-            bit = (ancestors[batch, node] >> index.clamp(0, 63)) & 1
+            bit = (more[0][batch, node] >> index.clamp(0, 63)) & 1
             visible = (index < 0) | ((index < 64) & (bit != 0))
         if window is not None:
-            visible = visible & (positions[batch, node] - there[batch, slot] < window)
+            of_nodes, of_slots = more[-2:]
+            visible = visible & (of_nodes[batch, node] - of_slots[batch, slot] < window)
         return visible
 
     blocks = (slots + BLOCK - 1) // BLOCK
@@ -78,15 +95,29 @@ def block_mask(
         whole = None, None
     count = (lengths + nodes + BLOCK - 1) // BLOCK - first
     indices = (first[:, None] + torch.arange(blocks, device=device)).clamp(max=blocks - 1)
-    return BlockMask.from_kv_blocks(
+    mask = BlockMask.from_kv_blocks(
         _dense(count.int()),
         _dense(indices.int()),
         *whole,
         BLOCK_SIZE=(QUERIES, BLOCK),
-        mask_mod=seen,
+        mask_mod=lambda batch, head, node, slot: seen(batch, head, node, slot, *read),
         seq_lengths=(nodes, slots),
         compute_q_blocks=False,
     )
+    mask.seen, mask.read = seen, tuple(read)
+    return mask
+
+
+def _traced(
+    q: Tensor, keys: Tensor, values: Tensor, cap: Callable | None, mask: BlockMask, scale: float, aux: AuxRequest | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The outputs [B, N, H, Dv] and, if `aux` asks for them, the logarithms of the sums [B, N, H], by the operator that
+    FlexAttention calls. A trace without Dynamo needs the tensors that the mask reads as arguments of their own."""
+    options = _apply_kernel_options(q, keys, values, False, OPTIONS, aux)
+    out, sums, *_ = torch.ops.higher_order.flex_attention(
+        q, keys, values, cap or _identity, (*mask.as_tuple()[:-1], mask.seen), scale, options, (), mask.read
+    )
+    return out.transpose(1, 2), sums.transpose(1, 2) * math.log(2)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 
+from ...artefacts.compiler import PartCompiler, PartSource
 from ...cache import PAGE
 from ...compat import COMPILE_LOCK
 from ...graph import ModelGraph
 from ...inventory import held_items
-from .compile import PartCompiler
 from .regions import describe
 
 if TYPE_CHECKING:
@@ -44,12 +44,14 @@ class Form(NamedTuple):
 class Code:
     """Compiled parts, and the steps that are complete.
 
+    source: gives parts their compiled graphs.
     compilers: by the form and the tag of the parts.
     complete: forms and names of steps whose parts are all compiled.
     static: the cached result of `example.static_sizes`.
     """
 
     def __init__(self) -> None:
+        self.source = PartSource()
         self.compilers: dict[tuple[Form, str], PartCompiler] = {}
         self.complete: set[tuple[Form, str]] = set()
         self.static: frozenset[int] | None = None

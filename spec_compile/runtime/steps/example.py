@@ -1,15 +1,18 @@
 """Examples: the sizes to compile with, so that code serves as many rows and slots as it can."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ...cache import PAGE
 from ..runtime import Runtime
 from ..state import State
 from .code import Form
-from .compile import SMALL_PRIMES, example_size
 
+PRIMES = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139, 149)
+"""Numbers of nodes and of visible slots to compile with."""
+SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
+"""Numbers of rows and of pages of the cache to compile with, which take memory."""
 STATIC_BACKENDS = {"flex"}
 """Attention backends whose code is made for one number of slots."""
 MOST = 4096
@@ -27,6 +30,16 @@ class ExampleSizes(NamedTuple):
     slots: int
     static: frozenset[int]
     varying: tuple[int, ...]
+
+
+def example_size(static: Iterable[int], at_most: int | None = None, primes: tuple[int, ...] = PRIMES) -> int:
+    """A size for the first call of parts: the first prime that divides no `static` size, so that every dimension which
+    it divides varies. static = [74, 128] gives 41, since 37 divides 74. RuntimeError if there is none."""
+    static = set(static)
+    for prime in primes:
+        if (at_most is None or prime <= at_most) and not any(size and size % prime == 0 for size in static):
+            return prime
+    raise RuntimeError(f"no size to compile with: {sorted(static)} have every prime as a factor; pass compile=False")
 
 
 def form_of(runtime: Runtime, rows: int, slots: int) -> Form:

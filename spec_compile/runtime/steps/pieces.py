@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ...artefacts.compiler import PartCompiler
 from ...compat import COMPILE_LOCK
 from ...drafting import Drafter
 from ...tree import MAX_NODES
@@ -17,8 +18,7 @@ from ..round import Prefill, Round
 from ..runtime import Runtime
 from ..state import State
 from .code import Form
-from .compile import PartCompiler, example_size
-from .example import example_sizes, form_of, slots_vary
+from .example import example_size, example_sizes, form_of, slots_vary
 from .regions import compile_regions
 from .untouched import untouched
 
@@ -147,7 +147,9 @@ class Pieces:
             slots = example_size({*static, *(example * size for size in static)})
             varying = (slots, *(() if exact else (example,)), *sizes.varying)
             name = f"{f'b{form.rows}' if form.rows else 'any'}_{tag}"
-            code.compilers[form, tag] = PartCompiler(self.runtime.device, name, varying, example, slots, exact)
+            code.compilers[form, tag] = PartCompiler(
+                self.runtime.device, name, varying, example, slots, exact, code.source
+            )
         return code.compilers[form, tag]
 
 

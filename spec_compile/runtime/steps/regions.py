@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from ...artefacts.compiler import PartCompiler
 from ...graph import ModelGraph, attribute, owner
 from ...kernels import experts
 from ...kernels.linear import is_product
-from .compile import PartCompiler
 
 LEAST_BYTES = {"cpu": 50_000_000, "cuda": 0}
 """Least weight bytes of a compiled region. On a CPU its call costs 0.1 to 0.2 milliseconds, a few per cent of the time

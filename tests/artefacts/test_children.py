@@ -1,0 +1,146 @@
+"""Children: they compile, they fail by name, and no way in which a process ends leaves any behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from spec_compile.artefacts import children as module
+from spec_compile.artefacts.children import Children
+from spec_compile.artefacts.parts import PartJob, load_part, part_key
+
+JOB = PartJob(
+    [["", [], {}], ["aten.mul.Tensor", [{"row": 0}, 3], {}], ["output", [[{"row": 1}]], {}]],
+    [[[5, 8], [8, 1], [0], "float32", "cpu"]], {}, 1,
+)  # fmt: skip
+LONG = 60
+PARENT = f"""
+import sys, time
+from spec_compile.artefacts.children import Children
+children = Children(2)
+for key in "ab":
+    children.submit(key, {JOB.text()!r})
+print(children.folder, *(process.pid for process in children.processes), flush=True)
+exec(sys.stdin.readline())
+"""
+
+
+@pytest.fixture
+def children():
+    made = Children(1)
+    yield made
+    made.close()
+
+
+def results(children, count):
+    found, begin = {}, time.monotonic()
+    while len(found) < count and time.monotonic() < begin + 3 * LONG:
+        found |= dict(children.collect())
+        time.sleep(0.05)
+    return found
+
+
+def gone(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_until(condition):
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begin + LONG
+        time.sleep(0.05)
+
+
+def test_jobs_are_compiled_or_fail_by_name(children, caplog):
+    children.submit("bad", JOB.text().replace("aten.mul.Tensor", "os.system"))
+    children.submit("worse", "{")
+    children.submit(part_key(JOB), JOB.text())
+    found = results(children, 3)
+    assert found.keys() == {"bad", "worse", part_key(JOB)} and found["bad"] is found["worse"] is None
+    assert "os.system" in caplog.text and len(children.processes) == 1
+    x = torch.randn(3, 8)
+    assert torch.equal(load_part(found[part_key(JOB)])(x)[0], x * 3)
+    assert not children.collect()
+
+
+def test_a_child_that_is_killed_at_work_fails_its_job_and_another_does_the_next(children, caplog):
+    children.submit("killed", JOB.text())
+    wait_until(lambda: list(children.folder.glob("*.taken-*")))
+    (process,) = children.processes
+    os.killpg(process.pid, signal.SIGKILL)
+    children.submit("next", JOB.text())
+    found = results(children, 2)
+    assert found["killed"] is None and found["next"] and "its child ended with -9" in caplog.text
+
+
+def test_children_that_end_at_once_are_not_started_for_ever(children, monkeypatch):
+    monkeypatch.setattr(module.sys, "executable", "/bin/false")
+    for key in "abc":
+        children.submit(key, JOB.text())
+    assert results(children, 3) == dict.fromkeys("abc")
+    assert not children.processes
+
+
+def test_a_number_of_children_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="count: expected 1 or more"):
+        Children(0)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("sys.exit(0)", 0), ("import os; os.kill(os.getpid(), 9)", -9),
+        ("import os, signal; os.killpg(0, signal.SIGINT); time.sleep(60)", None),
+        *(
+            pytest.param(end, code, marks=pytest.mark.slow)
+            for end, code in (
+                ("children.close(); sys.exit(0)", 0), ("del children; sys.exit(0)", 0), ("raise ValueError", 1),
+                ("import os; os._exit(3)", 3),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_no_child_outlives_its_parent(end, code):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    folder, *pids = parent.stdout.readline().split()
+    assert len(pids) == 2
+    parent.stdin.write(end + "\n")
+    parent.stdin.flush()
+    status = parent.wait(LONG)
+    assert status == code if code is not None else status != 0
+    wait_until(lambda: all(gone(int(pid)) for pid in pids) and not os.path.exists(folder))
+
+
+def test_a_forked_process_has_children_of_its_own(children):
+    children.submit(part_key(JOB), JOB.text())
+    own = [process.pid for process in children.processes]
+    child = os.fork()
+    if not child:
+        try:
+            found = results(children, 1)
+            others = [process.pid for process in children.processes]
+            children.close()
+            os._exit(0 if found[part_key(JOB)] and not {*own} & {*others} else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert results(children, 1)[part_key(JOB)], "the parent's child goes on"
+
+
+def test_the_end_of_a_forked_process_is_not_that_of_its_parents_children(children):
+    children.submit(part_key(JOB), JOB.text())
+    (process,) = children.processes
+    child = os.fork()
+    if not child:
+        children._end()  # as Python does when it ends
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert process.poll() is None and children.folder.exists()
