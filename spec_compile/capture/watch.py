@@ -87,7 +87,7 @@ class Watch:
         self._paths = {part: path for path, part in model.named_modules()}
         self._fast = weakref.ref(fast)  # weak, because `fast` refers to this object
         self._expected = {part: _facts(part) for part in self._paths}
-        self._expected_fast, self._expected_global = _facts(fast, followed=True), _hooks(GLOBAL_HOOKS)
+        self._expected_fast, self._expected_global = _facts(fast, followed=True), hooks_in(GLOBAL_HOOKS)
         self._settings = [
             (config, name, copy.deepcopy(value))
             for config, names in reads
@@ -113,7 +113,7 @@ class Watch:
         for part, path in self._paths.items():
             yield from _differences(path, self._expected[part], _facts(part), ignore_training=part is self._model)
         yield from _differences("", self._expected_fast, _facts(self._fast(), followed=True))
-        yield from _hook_differences("all modules", self._expected_global, _hooks(GLOBAL_HOOKS))
+        yield from _hook_differences("all modules", self._expected_global, hooks_in(GLOBAL_HOOKS))
         for config, name, was in self._settings:
             now = getattr(config, name, ABSENT)
             if not _same(was, now):
@@ -192,7 +192,7 @@ def _facts(part: nn.Module, followed: bool = False) -> _Facts:
     values = _values(part, followed)
     values = {name: copy.deepcopy(value) if _is_plain(value) else value for name, value in values.items()}
     empty = {name: tensor is None for owner in (part._parameters, part._buffers) for name, tensor in held_items(owner)}
-    hooks = _hooks((part._forward_hooks, part._forward_pre_hooks))
+    hooks = hooks_in((part._forward_hooks, part._forward_pre_hooks))
     modules = {name: underlying(module) for name, module in part._modules.items()}
     return _Facts(type(part), _forward(part), values, empty, modules, hooks)
 
@@ -225,7 +225,7 @@ def _forward(part: nn.Module) -> Callable:
     return forward.__func__ if getattr(forward, "__self__", None) is part else forward
 
 
-def _hooks(registries) -> list[tuple[int, Callable]]:
+def hooks_in(registries) -> list[tuple[int, Callable]]:
     """Number and function of each forward hook and forward pre-hook that may change a value."""
     hooks = [item for registry in registries for item in registry.items()]
     return [(number, hook) for number, hook in hooks if not any(name in _name(hook) for name in HARMLESS_HOOKS)]
