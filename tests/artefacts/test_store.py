@@ -285,13 +285,16 @@ def test_a_full_disk_is_logged_once_and_leaves_nothing(store, monkeypatch, caplo
     assert store.read(KEY, "part") == b"before" and names(store.folder / KEY) == ["part"]
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="the administrator may write anywhere")
 def test_a_read_only_folder_is_read(store, caplog):
     store.write(KEY, "part", DATA)
     for path in (store.folder / KEY, store.folder):
         path.chmod(0o500)
+    if os.access(store.folder, os.W_OK):
+        pytest.skip("this user may write anywhere")
     assert store.read(KEY, "part") == DATA and store.write(KEY, "other", DATA) is False
     assert store.drop(KEY) is False and len(lines(caplog)) == 2
+    for path in (store.folder, store.folder / KEY):
+        path.chmod(0o700)
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path, caplog):
