@@ -1,4 +1,4 @@
-"""The command line: ``python -m spec_compile audit | train | serve | tune-kernels``.
+"""The command line: ``python -m spec_compile audit | train | serve | tune-kernels | cache``.
 
 A command is a function whose parameters are its arguments and options. `main` runs one of them.
 """
@@ -7,16 +7,21 @@ import inspect
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.cli.serve import Serve
 
 from . import audit, speculate, train_draft, tune_kernels
+from .artefacts.store import Store, StoredArtefact
 from .audit import check_samples
 from .report.audit import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
 from .serving import FLAGS, GRACE, MAX_QUEUE, require_packages
@@ -287,6 +292,47 @@ def _tune_kernels(model: Model, dtype: Dtype = "auto", device: Device = THIS_GPU
     """
     tune_kernels.check_device(device)
     tune_kernels.run(load_model(model, dtype, device)[0])
+
+
+@application.command("cache")
+def _cache(
+    folder: Annotated[
+        Path | None, typer.Option(help="By default $SPEC_COMPILE_CACHE, and without it ~/.cache/spec_compile.")
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Delete what is kept; later starts are slow once.")] = False,
+) -> None:
+    """List what is kept of earlier starts of models, or delete it.
+
+    An artefact holds everything that speculate() found out about one model, with one set of options, on one machine.
+    """
+    store = Store(folder)
+    if folder is not None and not (store.folder and store.folder.is_dir()):
+        raise ValueError(f"--folder: there is no folder {folder}")
+    if clear:
+        print(f"{store.folder}: {store.clear()} artefacts deleted")
+    elif entries := store.entries():
+        # A file or a pipe gets whole lines.
+        Console(width=None if sys.stdout.isatty() else 200).print(artefact_table(entries, str(store.folder)))
+    else:
+        print(f"{store.folder}: no artefacts")
+
+
+def artefact_table(entries: list[StoredArtefact], title: str) -> Table:
+    """A table of artefacts. Texts of the files are shown as they are, not as markup."""
+    size = sum(entry.bytes for entry in entries) / 1e6
+    table = Table(title=Text(f"{title}: {len(entries)} artefacts, {size:.1f} MB"), title_justify="left")
+    for name in ("key", "model", "device", "MB", "last use", "versions"):
+        table.add_column(name, justify="right" if name == "MB" else "left", overflow="fold")
+    for entry in entries:
+        model, device = (str(entry.about.get(name, "unknown")) for name in ("model", "device"))
+        versions = entry.about.get("versions")
+        pairs = versions.items() if isinstance(versions, dict) else ()
+        # The first word is the version; torch's commit follows it.
+        told = ", ".join(f"{name} {f'{version} '.split()[0]}" for name, version in pairs if version)
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        cells = entry.key[:12], model, device, f"{entry.bytes / 1e6:.1f}", used, told
+        table.add_row(*map(Text, cells))
+    return table
 
 
 # Inputs of commands

@@ -20,6 +20,7 @@ ROUND, TREE, SAMPLING = "tests/runtime/test_round.py", "tests/runtime/test_tree.
 GENERATE, REPORT = "tests/runtime/test_generate.py", "tests/report/test_report.py"
 KINDS = "tests/capture/test_kinds.py"
 DROP_IN, SHARED_CODE = "tests/product/test_drop_in.py", "tests/runtime/test_shared_code.py"
+STORE = "tests/artefacts/test_store.py"
 DROP_IN_PROMPTS = "tests/product/test_drop_in_prompts.py"
 
 STATE = [
@@ -954,8 +955,45 @@ COMPILED = [
         "tests/artefacts/test_children.py -k test_the_end_of_a_forked",
     ),
 ]  # fmt: skip
+STARTS = [
+    Mutation(
+        "functions that code calls do not count", f"{ARTEFACTS}digest.py",
+        "for name in _names(function.__code__) if name in globals_}", "for name in ()}",
+        "tests/artefacts/test_key.py -k test_patched_code",
+    ),
+    Mutation(
+        "ties of tensors do not count", f"{ARTEFACTS}key.py",
+        "return places.setdefault(address or id(tensor), len(places))", "return 0",
+        "tests/artefacts/test_key.py -k test_a_changed_model",
+    ),
+    Mutation(
+        "a model with hooks has an artefact", f"{ARTEFACTS}key.py",
+        "if any(value_hooks((part._forward_hooks, part._forward_pre_hooks)) for part in modules)", "if False",
+        "tests/artefacts/test_key.py -k test_a_hook_prevents",
+    ),
+    Mutation(
+        "a checksum is not compared", f"{ARTEFACTS}store.py",
+        'return "" if content[: HEADER.size] == _header(path, data) else "its checksum does not match"', 'return ""',
+        f"{STORE} -k test_no_damage",
+    ),
+    Mutation(
+        "files of other users are read", f"{ARTEFACTS}store.py",
+        "return found.st_uid not in (os.getuid(), 0) or bool(found.st_mode & stat.S_IWOTH)", "return False",
+        f"{STORE} -k another_user",
+    ),
+    Mutation(
+        "an item is written in its place", f"{ARTEFACTS}store.py",
+        "unfinished = _aside(path, UNFINISHED)", "path.unlink(missing_ok=True)\n        unfinished = path",
+        f"{STORE} -k 'killed_writer or full_disk'",
+    ),
+    Mutation(
+        "the artefacts that were used last go first", f"{ARTEFACTS}store.py",
+        "for _, folder, size in sorted(sizes):", "for _, folder, size in sorted(sizes, reverse=True):",
+        f"{STORE} -k not_used_for_longest",
+    ),
+]  # fmt: skip
 MUTATIONS: list[Mutation] = [
-    *COMPILED,
+    *STARTS, *COMPILED,
     *REQUESTS, *STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *NEWCOMERS, *FORWARDS, *OTHERS, *SERVING,
     *TOLERANCES,
 ]  # fmt: skip

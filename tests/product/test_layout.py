@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 MUTATIONS = runpy.run_path(str(ROOT / "tests/mutation_list.py"))["MUTATIONS"]
 LEVELS = (
     "errors extensions inventory", "compat", "graph tree", "cache outcome forks parallel", "kernels", "ngram", "config",
-    "passes", "artefacts capture", "drafting stats recording", "runtime", "drafters", "report", "batching", "api",
+    "passes", "capture", "artefacts", "drafting stats recording", "runtime", "drafters", "report", "batching", "api",
     "audit backend", "training serving tune_kernels",
 )  # fmt: skip
 """The modules and folders of the package, from the bottom to the top. One level's do not import each other."""

@@ -10,11 +10,15 @@ import torch
 from .plans import ProductPlan, ProductTile
 
 
+def cache_folder() -> Path:
+    """The package's folder among the caches of this user. RuntimeError if the user has no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spec_compile"
+
+
 def file_of(gpu: str, triton: str) -> Path:
     """The file of a GPU and a version of Triton, in the folder for caches of this user."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = re.sub(r"[^A-Za-z0-9]+", "-", gpu).strip("-")
-    return Path(cache) / "spec_compile" / "plans" / f"{name}_triton-{triton}.json"
+    return cache_folder() / "plans" / f"{name}_triton-{triton}.json"
 
 
 def name_of(kind: str, dtype: torch.dtype, outputs: int, inputs: int) -> str:

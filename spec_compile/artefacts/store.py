@@ -1,0 +1,303 @@
+"""`Store`: the folder in which artefacts are kept between processes: a folder for each key, a file for each item.
+
+A file is a header and the item's bytes. Files are written under another name and then renamed, so a reader sees a whole
+file or none, and no process waits for another. Whatever goes wrong is a line in the log and a start without the item.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..kernels.linear.tuned import cache_folder
+
+MAGIC, VERSION = b"SPECART\n", 1
+HEADER = struct.Struct("<8sI32sQ32s")
+"""Magic, version, the SHA-256 of key and name, the bytes of data, and the SHA-256 of the fields before and the data."""
+VARIABLE = "SPEC_COMPILE_CACHE"
+LIMIT = 5e9
+KEY, NAME = re.compile(r"[0-9a-f]{64}"), re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+GONE, DAMAGED, UNFINISHED = ".gone-", ".damaged-", ".new-"
+"""The names of a folder or file that was taken out of use, and of a file that is being written, begin so."""
+DAY = 86_400.0
+"""Seconds after which such a file is deleted, because its writer is dead."""
+ABOUT = "about"
+"""The item that describes an artefact to readers: a JSON object."""
+log = logging.getLogger("spec_compile")
+
+
+class StoredArtefact(NamedTuple):
+    """An artefact in a store.
+
+    bytes: of its files.
+    used: seconds since 1970 when an item was last read or written.
+    items: their names, sorted.
+    about: the JSON object that describes it; empty if it has none.
+    """
+
+    key: str
+    bytes: int
+    used: float
+    items: list[str]
+    about: dict[str, Any]
+
+
+class Store:
+    """Keeps items, each under a key and a name. None of its methods raises an OSError.
+
+    folder: None or True takes the environment variable SPEC_COMPILE_CACHE, and without it ``~/.cache/spec_compile``.
+        False makes a store that keeps nothing.
+    limit_bytes: beyond it, the keys that were not used for longest are deleted.
+    """
+
+    said: set[str] = set()
+    """The kinds of faults of the disk that this process has logged."""
+
+    def __init__(self, folder: Path | str | bool | None = None, limit_bytes: float = LIMIT):
+        self.folder = _folder(folder)
+        self.limit_bytes = limit_bytes
+        self._unchecked = limit_bytes
+        """Bytes that were written since the limit was last looked at."""
+
+    def read(self, key: str, name: str) -> bytes | None:
+        """The bytes of an item, None if there are none. A damaged file is renamed, so that it is written anew.
+
+        ValueError if the key or the name is not one.
+        """
+        path = self._path(key, name)
+        data = None if path is None else self._load(path)
+        if data is not None:
+            with suppress(OSError):  # the folder may be read-only
+                os.utime(path.parent)
+        return data
+
+    def write(self, key: str, name: str, data: bytes) -> bool:
+        """Keep an item in place of an earlier one of its name; False if it could not be kept.
+
+        ValueError if the key or the name is not one: 64 hexadecimal digits; letters, digits, ".", "-" and "_".
+        """
+        path = self._path(key, name)
+        if path is None:
+            return False
+        try:
+            # Another process may delete the folder at any time; then it is made again.
+            is_kept = any(self._is_ours_to_write(path.parent) and self._replace(path, data) for _ in range(3))
+            self._unchecked += len(data)
+            if self._unchecked > self.limit_bytes / 20:
+                self._unchecked = 0
+                self._shrink()
+            return is_kept and path.exists()
+        except OSError as error:
+            self._tell_once("write", f"{self.folder}: nothing is kept for later starts, because it cannot: {error}")
+            return False
+
+    def entries(self) -> list[StoredArtefact]:
+        """All artefacts, the one that was used last first."""
+        found = [each for path in self._folders() if (each := self._describe(path)) is not None]
+        return sorted(found, key=lambda each: -each.used)
+
+    def drop(self, key: str) -> bool:
+        """Delete all items of a key; False if there are none. Processes that read them meanwhile are not disturbed."""
+        path = self._path(key, ABOUT)
+        return path is not None and self._remove(path.parent)
+
+    def clear(self) -> int:
+        """Delete all artefacts, and all that writers left; return the number of artefacts."""
+        count = sum(self._remove(path) for path in self._folders())
+        self._sweep(0)
+        return count
+
+    def export(self, key: str, folder: Path | str) -> bool:
+        """Copy all items of a key to another folder, which `Store` can read there; False if one could not be copied."""
+        path, other = self._path(key, ABOUT), Store(folder, float("inf"))
+        names = [] if path is None else [file.name for file in _files(path.parent) if NAME.fullmatch(file.name)]
+        data = {name: self.read(key, name) for name in names}
+        return bool(data) and all(each is not None and other.write(key, name, each) for name, each in data.items())
+
+    def _path(self, key: str, name: str) -> Path | None:
+        """The file of an item; None if this store keeps nothing."""
+        if not KEY.fullmatch(key):
+            raise ValueError(f"key: expected 64 hexadecimal digits, got {key!r}")
+        if not NAME.fullmatch(name):
+            raise ValueError(f"name: expected letters, digits, '.', '-' and '_', got {name!r}")
+        return None if self.folder is None else self.folder / key / name
+
+    def _load(self, path: Path) -> bytes | None:
+        """The data of a file if all of it is as it was written, and the user's own."""
+        try:
+            foreign = next((each for each in (self.folder, path.parent) if _is_foreign(each.stat())), None)
+            if foreign is not None:
+                self._tell_once(str(foreign), f"{foreign}: not read, because another user owns it or may write to it")
+                return None
+            with open(path, "rb") as file:
+                reason = "another user owns it or may write to it" if _is_foreign(os.fstat(file.fileno())) else ""
+                content = b"" if reason else file.read()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            reason, content = f"it cannot be read: {error}", b""
+        reason = reason or _fault(content, path)
+        if not reason:
+            return content[HEADER.size :]
+        self._tell_once(str(path), f"{path}: not used, because {reason}; it is made anew")
+        with suppress(OSError):
+            path.rename(_aside(path, DAMAGED))
+            self.said.discard(str(path))
+        return None
+
+    def _is_ours_to_write(self, folder: Path) -> bool:
+        """Make the folder of a key, for this user only. False if it, or the store, is another user's."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        foreign = next((each for each in (self.folder, folder) if _is_foreign(each.stat())), None)
+        if foreign is not None:
+            self._tell_once(str(foreign), f"{foreign}: not used, because another user owns it or may write to it")
+        return foreign is None
+
+    def _replace(self, path: Path, data: bytes) -> bool:
+        """Put a whole file in the place of another."""
+        unfinished = _aside(path, UNFINISHED)
+        try:
+            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(_header(path, data))
+                file.write(data)
+            unfinished.replace(path)
+            os.utime(path.parent)
+        except FileNotFoundError:  # another process has deleted the folder
+            return False
+        except BaseException:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            raise
+        return True
+
+    def _folders(self) -> list[Path]:
+        """The folders of all keys."""
+        try:
+            return [path for path in self.folder.iterdir() if KEY.fullmatch(path.name)] if self.folder else []
+        except OSError:  # there is no such folder, or this user may not look
+            return []
+
+    def _describe(self, folder: Path) -> StoredArtefact | None:
+        """The facts of an artefact, which does not count as used by it; None if it is gone."""
+        try:
+            files, used = {file: file.stat().st_size for file in _files(folder)}, folder.stat().st_mtime
+        except OSError:
+            return None
+        try:
+            about = json.loads(self._load(folder / ABOUT) or "{}")
+        except ValueError:
+            about = {}
+        items = sorted(file.name for file in files if NAME.fullmatch(file.name))
+        return StoredArtefact(folder.name, sum(files.values()), used, items, about if isinstance(about, dict) else {})
+
+    def _remove(self, folder: Path) -> bool:
+        """Rename a folder, so that nobody reads a part of it, and delete it."""
+        gone = _aside(folder, GONE)
+        try:
+            folder.rename(gone)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._tell_once("remove", f"{folder}: cannot be deleted: {error}")
+            return False
+        _delete(gone)
+        return True
+
+    def _shrink(self) -> None:
+        """Delete leftovers, and the artefacts that were not used for longest until the others are within the limit."""
+        self._sweep(DAY)
+        sizes = []
+        for folder in self._folders():
+            with suppress(OSError):
+                sizes.append((folder.stat().st_mtime, folder, sum(file.stat().st_size for file in _files(folder))))
+        total = sum(size for _, _, size in sizes)
+        for _, folder, size in sorted(sizes):
+            if total > self.limit_bytes and self._remove(folder):
+                total -= size
+
+    def _sweep(self, age: float) -> None:
+        """Delete files of writers that are dead, damaged files, and folders out of use, from an age in seconds on."""
+        oldest = time.time() - age
+        for folder in [self.folder, *self._folders()] if self.folder else []:
+            for path in _files(folder):
+                with suppress(OSError):
+                    if path.name.startswith((GONE, DAMAGED, UNFINISHED)) and path.lstat().st_mtime <= oldest:
+                        _delete(path)
+
+    def _tell_once(self, kind: str, message: str) -> None:
+        if kind not in self.said:
+            self.said.add(kind)
+            log.warning("%s", message)
+
+
+def _folder(named: Path | str | bool | None) -> Path | None:
+    """The folder of a store; None if it keeps nothing, also because this user has no home."""
+    if named is False:
+        return None
+    named = os.environ.get(VARIABLE) if named is None or named is True else named
+    try:
+        return Path(named).expanduser() if named else cache_folder()
+    except RuntimeError:
+        return None
+
+
+def _is_foreign(found: os.stat_result) -> bool:
+    """True if a file or folder may have been written by another user, but not if that is the system's administrator."""
+    return found.st_uid not in (os.getuid(), 0) or bool(found.st_mode & stat.S_IWOTH)
+
+
+def _aside(path: Path, prefix: str) -> Path:
+    """Another name in the same folder, which no other process has."""
+    return path.with_name(f"{prefix}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files in a folder; none if there is no such folder."""
+    with suppress(OSError):
+        yield from folder.iterdir()
+
+
+def _delete(path: Path) -> None:
+    """Delete a file, a link or a folder, as far as this user may."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def _header(path: Path, data: bytes) -> bytes:
+    """The header of an item's file."""
+    fields = HEADER.pack(MAGIC, VERSION, _place(path), len(data), bytes(32))[:-32]
+    return fields + hashlib.sha256(fields + data).digest()
+
+
+def _place(path: Path) -> bytes:
+    """The digest of an item's key and name."""
+    return hashlib.sha256(f"{path.parent.name}/{path.name}".encode()).digest()
+
+
+def _fault(content: bytes, path: Path) -> str:
+    """The reason why a file is not what was written there; "" if it is."""
+    if len(content) < HEADER.size:
+        return f"it is truncated ({len(content)} bytes)"
+    magic, version, place, length, _ = HEADER.unpack_from(content)
+    data = content[HEADER.size :]
+    if magic != MAGIC or version != VERSION:
+        return f"it is not of format {VERSION}"
+    if place != _place(path):
+        return "it was written for another model or item"
+    if length != len(data):
+        return f"it has {len(data)} bytes of data and announces {length}"
+    return "" if content[: HEADER.size] == _header(path, data) else "its checksum does not match"
