@@ -46,7 +46,9 @@ def model_key(model: nn.Module, draft: nn.Module | None, options: Options, name:
     There is no artefact if a hook may change a value, because nobody knows on what a hook depends.
     """
     modules = [part for each in (model, draft) if each is not None for part in each.modules()]
-    if any(value_hooks((part._forward_hooks, part._forward_pre_hooks)) for part in modules) or value_hooks(GLOBAL_HOOKS):
+    if any(value_hooks((part._forward_hooks, part._forward_pre_hooks)) for part in modules) or value_hooks(
+        GLOBAL_HOOKS
+    ):
         return None
     digest, device = Digest(), next(held_parameters(model)).device
     digest.add(name, type(options).__name__, _counted(options), options.ranks.rank, options.ranks.size)
