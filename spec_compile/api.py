@@ -164,10 +164,9 @@ class Speculation(Accounts):
     def save(self, folder: str | Path) -> None:
         """Copy what this start has found out to a folder, from which ``speculate(..., artefact=folder)`` starts.
 
-        Raises ValueError if there can be no artefact of this model, RuntimeError if the model has changed since
-        speculate(), OSError if the folder cannot be written.
+        Raises ValueError if there is no artefact of this model, because of the model or of ``cache=False``; OSError if
+        the folder cannot be written.
         """
-        self.engine.refuse_changes()
         self._artefact.save(self._found(), folder)
 
     @property

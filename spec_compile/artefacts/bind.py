@@ -136,7 +136,7 @@ def _value_data(value: Any) -> Any:
         return [_dtype_data(value.dtype), [size if type(size) is int else VARIES for size in value.shape]]
     if isinstance(value, (list, tuple)):
         return {"parts": [*map(_value_data, value)]}
-    return SIZE if isinstance(value, torch.SymInt) else None
+    return SIZE if value is SIZE or isinstance(value, torch.SymInt) else None
 
 
 def _value(data: Any) -> Any:

@@ -62,12 +62,12 @@ class StartArtefact:
         self.cache = Store(options.cache)
         self.stores = [store for store in (*carried, self.cache) if store.folder is not None]
         self.key: str | None = None
-        self.lack = ""
+        self.lack = "was started with cache=False"
         """The reason why there is no artefact, a sentence without its subject; "" if there may be one."""
         if self.stores:
-            self.identify()
+            self._identify()
 
-    def identify(self) -> None:
+    def _identify(self) -> None:
         """Find the key, or the reason why there is none."""
         with timed(self.seconds, "load"):
             self.lack = next(_lacks(self.model, self.options), "")
@@ -106,20 +106,17 @@ class StartArtefact:
     def save(self, start: Start, folder: Path | str) -> None:
         """Copy findings, and all else that the cache has of this start, to a folder.
 
-        ValueError if there can be no artefact of this model. OSError if the folder cannot be written.
+        ValueError if there is no artefact of this model. OSError if the folder cannot be written.
         """
-        if not self.stores:
-            self.identify()
-        if self.key is not None:
-            try:
-                self.cache.export(self.key, folder)
-                is_written = self._write(Store(folder, float("inf")), start)
-            except Exception as error:
-                raise ValueError(f"save: this {type(self.model).__name__} cannot be stored ({error})") from error
-            if not is_written:
-                raise OSError(f"save: {folder} cannot be written; the log has the reason")
-            return
-        raise ValueError(f"save: there is no artefact of this {type(self.model).__name__}, because it {self.lack}")
+        if self.key is None:
+            raise ValueError(f"save: there is no artefact of this {type(self.model).__name__}, because it {self.lack}")
+        try:
+            self.cache.export(self.key, folder)
+            is_written = self._write(Store(folder, float("inf")), start)
+        except Exception as error:
+            raise ValueError(f"save: this {type(self.model).__name__} cannot be stored ({error})") from error
+        if not is_written:
+            raise OSError(f"save: {folder} cannot be written; the log has the reason")
 
     def _write(self, store: Store, start: Start) -> bool:
         content = {
@@ -153,8 +150,8 @@ class StartArtefact:
             raise ValueError(f"expected format {FORMAT}, got {content['format']}")
         graphs = {purpose: bound(content["graphs"][purpose], self.model) for purpose in PURPOSES}
         if not self.options.merge_linears:
-            for graph in graphs.values():
-                keep_apart(graph)
+            for purpose, graph in graphs.items():
+                keep_apart(graph.gm, content["graphs"][purpose]["tensors"])
         configs = [config for config in configs_of(self.model) if isinstance(config, PreTrainedConfig)]
         reads = [(config, set(names)) for config, names in zip(configs, content["reads"], strict=True)]
         return Start(graphs, reads, bool(content["serves_padding"]))

@@ -26,7 +26,8 @@ def merge_linears(graph: ModelGraph, settings) -> str:
     """
     linears = [*linear_layers(graph), *quantised_layers(graph)]
     if not settings.merge_linears:
-        keep_apart(graph)
+        operands = [operand for node in linears for operand in operands_of(node) if operand is not None]
+        keep_apart(graph.gm, {operand.target for operand in operands if operand.op == "get_attr"})
         return "off"
     groups: dict[tuple, list[fx.Node]] = defaultdict(list)
     uses: dict[str, int] = defaultdict(int)
@@ -53,12 +54,10 @@ _apart = WeakIdKeyDictionary()
 """Parameter -> the graphs that read it where it lies; their captured rounds hold its address."""
 
 
-def keep_apart(graph: ModelGraph) -> None:
-    """Note that a graph reads the parameters of its linear layers where they lie."""
-    for node in [*linear_layers(graph), *quantised_layers(graph)]:
-        for operand in operands_of(node):
-            if operand is not None and operand.op == "get_attr":
-                _apart.setdefault(attribute(graph.gm, operand.target), weakref.WeakSet()).add(graph.gm)
+def keep_apart(gm: fx.GraphModule, names: Iterable[str]) -> None:
+    """Note that a graph reads the parameters of these names where they lie."""
+    for name in names:
+        _apart.setdefault(attribute(gm, name), weakref.WeakSet()).add(gm)
 
 
 def is_kept_apart(parameters: Iterable[Tensor]) -> bool:
