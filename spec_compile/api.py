@@ -51,9 +51,9 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     algo: proposes tokens; `drafters.ALGORITHMS` has all, `ALIASES` their other names.
     options: listed below; ``draft=`` names the draft.
 
-    Returns an object of the model's class that shares its weights, and whose ``generate()`` takes the same arguments.
-    Its ``speculation`` has ``stats``, ``explain()``, ``report()``, ``ngram``, ``warmup()`` and ``refresh()``. It can be
-    pickled and deep-copied; the copy has its weights for itself, and captures and compiles anew.
+    Returns an object of the model's class that shares its weights, and whose ``generate()`` takes the same arguments. Its
+    ``speculation`` has ``stats``, ``explain()``, ``report()``, ``ngram``, ``warmup()``, ``save()`` and ``refresh()``. It
+    can be pickled and deep-copied; the copy has its weights for itself, and captures and compiles anew.
 
     Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
     model in training mode) or UnsupportedModelError (the model cannot be rewritten exactly), before any change.
@@ -157,7 +157,7 @@ class Speculation(Accounts):
         self._artefact.write(self._found())
 
     def _found(self) -> Start:
-        """What this start has found out."""
+        """All that this start has found out."""
         graphs = {purpose: getattr(self.engine.runtime, purpose) for purpose in PURPOSES}
         return Start(graphs, self._reads, self.engine.serves_padding)
 

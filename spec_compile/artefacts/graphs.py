@@ -100,7 +100,7 @@ def graph_of(rows: list[Row], tensors: nn.Module | None = None) -> fx.GraphModul
         except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
             raise ValueError(f"row {number}: expected [name, arguments, named arguments], got {row}") from error
         if name == "output":
-            graph.output(arguments[0])
+            graph.output(tuple(arguments[0]) if isinstance(arguments[0], list) else arguments[0])
         else:
             values.append(graph.call_function(target_of(name), tuple(arguments), named))
     return fx.GraphModule(root, graph)
@@ -165,7 +165,7 @@ def _data(value: Any, values: dict[fx.Node, dict[str, Any]]) -> Any:
 def _value(data: Any, values: list[fx.Node], make: Callable[[str, Any], fx.Node]) -> Any:
     """An argument of JSON data. make: the node of a graph or a tensor that is an argument."""
     if isinstance(data, list):
-        return tuple([_value(part, values, make) for part in data])
+        return [_value(part, values, make) for part in data]
     if not isinstance(data, dict):
         return data
     ((kind, name),) = data.items()

@@ -13,7 +13,7 @@ from spec_compile.graph import ModelGraph, attribute
 from spec_compile.inventory import held
 from spec_compile.kernels.attention import Use
 from spec_compile.passes.row_invariance import variant_parts
-from spec_compile.runtime.steps.regions import cut
+from spec_compile.runtime.steps.regions import cut, describe
 
 NAMES = ["llama", "gemma2", "phi", "gpt2", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "mamba2", "falcon_h1"]
 ZOO = {**models.ADMITTED, **models.HYBRIDS}
@@ -35,6 +35,7 @@ def test_graphs_are_the_same_after_a_journey_as_text(name, role):
         assert getattr(again, field) == getattr(graph, field), field
     assert [report[:4] for report in map(tuple_of, again.log)] == [report[:4] for report in map(tuple_of, graph.log)]
     assert variant_parts(again) == variant_parts(graph)
+    assert describe(again) == describe(graph)  # so engines of both share compiled code
     assert [len(each.regions) for each in map(cut, (again, graph))] == [len(cut(graph).regions)] * 2
     own = {each.tensor.untyped_storage().data_ptr() for each in held(model)}
     for node in again.gm.graph.nodes:
