@@ -51,9 +51,9 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     algo: proposes tokens; `drafters.ALGORITHMS` has all, `ALIASES` their other names.
     options: listed below; ``draft=`` names the draft.
 
-    Returns an object of the model's class that shares its weights, and whose ``generate()`` takes the same arguments. Its
-    ``speculation`` has ``stats``, ``explain()``, ``report()``, ``ngram``, ``warmup()``, ``save()`` and ``refresh()``. It
-    can be pickled and deep-copied; the copy has its weights for itself, and captures and compiles anew.
+    Returns an object of the model's class that shares its weights, and whose ``generate()`` takes the same arguments.
+    Its ``speculation`` has ``stats``, ``explain()``, ``report()``, ``ngram``, ``warmup()``, ``refresh()``, ``save()``.
+    It can be pickled and deep-copied; the copy has its weights for itself, and starts anew.
 
     Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
     model in training mode) or UnsupportedModelError (the model cannot be rewritten exactly), before any change.

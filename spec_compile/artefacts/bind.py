@@ -130,8 +130,8 @@ def _number(value: Any, seen: list) -> int:
 
 
 def _value_data(value: Any) -> Any:
-    """The facts that reports read of the value of a node: ["float32", [7, 7, 8]] of a tensor, with `VARIES` for each size that
-    varies; "size" for such a size, null for a value that is not known."""
+    """The facts that reports read of the value of a node: ["float32", [7, 7, 8]] of a tensor, with `VARIES` for each
+    size that varies; "size" for such a size, null for a value that is not known."""
     if isinstance(value, Tensor):
         return [_dtype_data(value.dtype), [size if type(size) is int else VARIES for size in value.shape]]
     if isinstance(value, (list, tuple)):

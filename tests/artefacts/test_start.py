@@ -15,7 +15,7 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 import spec_compile
-from spec_compile import speculate
+from spec_compile import api, speculate
 from spec_compile.artefacts.start import ITEM
 from spec_compile.artefacts.store import Store
 
@@ -111,6 +111,13 @@ def test_other_weights_start_from_the_same_artefact(tmp_path, warnings):
     assert not warnings()
 
 
+def test_padding_that_is_not_served_stays_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(api, "check_generation", lambda model, graph: False)
+    for is_second in (False, True):
+        speculation = started("llama", tmp_path).speculation
+        assert speculation.is_from_artefact == is_second and not speculation.engine.serves_padding
+
+
 def test_values_that_a_start_reads_are_watched(tmp_path):
     for _ in range(2):
         model = model_of("gemma2")
@@ -122,6 +129,7 @@ def test_values_that_a_start_reads_are_watched(tmp_path):
     model.config.final_logit_softcapping = 10.0
     replaced = {name: torch.randn_like(x) * 0.1 for name, x in model.state_dict().items()}
     model.load_state_dict(replaced, assign=True)
+    model.tie_weights()
     fast.speculation.refresh()
     assert answer(fast) == answer(model)
 
