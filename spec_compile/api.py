@@ -5,6 +5,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import kernels, passes
+from .artefacts.start import PURPOSES, Start, StartArtefact, timed
 from .batching.model import BatchingMixin, shadow
 from .capture import adapters
 from .capture.admit import admit
@@ -50,8 +52,8 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     options: listed below; ``draft=`` names the draft.
 
     Returns an object of the model's class that shares its weights, and whose ``generate()`` takes the same arguments.
-    Its ``speculation`` has ``stats``, ``explain()``, ``report()``, ``ngram``, ``warmup()`` and ``refresh()``. It can be
-    pickled and deep-copied; the copy has its weights for itself, and captures and compiles anew.
+    Its ``speculation`` has ``stats``, ``explain()``, ``report()``, ``ngram``, ``warmup()``, ``refresh()``, ``save()``.
+    It can be pickled and deep-copied; the copy has its weights for itself, and starts anew.
 
     Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
     model in training mode) or UnsupportedModelError (the model cannot be rewritten exactly), before any change.
@@ -98,22 +100,74 @@ class Speculation(Accounts):
 
     def __init__(self, model: PreTrainedModel, fast: nn.Module, name: str, options: Options, algorithm: Algorithm):
         self.original, self.options = model, options
-        # Capture, and compare the graph with the model's own forward. reads: the config values that it depends on.
-        with config_reads(model) as reads:
-            graph, self._runnable = _capture(model, options)
-        self.engine = engine = ServedEngine(model, name, graph, algorithm, options)
+        self.seconds: dict[str, float] = {}
+        """The time of each stage of the start."""
+        self._artefact = StartArtefact(model, algorithm.draft_module, options, name, self.seconds)
+        found, graph = self._artefact.read(), None
+        self.is_from_artefact = found is not None
+        """True if nothing was captured, rewritten and checked, because an earlier start had done so."""
+        if found is None:
+            # Capture, and compare the graph with the model's own forward. reads: the config values that it depends on.
+            with config_reads(model) as reads:
+                graph, self._runnable = self._capture()
+        with timed(self.seconds, "passes"):
+            engine = ServedEngine(model, name, graph, algorithm, options, None if found is None else found.graphs)
+        self.engine, self._reads = engine, found.reads if found else reads
+        engine.serves_padding = found is None or found.serves_padding
         engine.runtime.code = shared_code(model, name, engine.runtime)
         engine.weights = SharedWeights(model, algorithm.draft_module)
-        engine.watch = Watch(model, fast, engine.weights.slots, reads)
+        engine.watch = Watch(model, fast, engine.weights.slots, self._reads)
         own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
         engine.rebuild = partial(speculate, algo=name, **own)
 
+    def _capture(self) -> tuple[ModelGraph, ModelGraph]:
+        """The captured graph, and the same as it runs on its ranks; UnsupportedModelError if it differs from the model.
+
+        A graph from a few layers of each kind is replaced by one of all layers if it differs. Code that nobody knows is
+        captured whole if it is not checked, or if only one of several ranks might see the difference.
+        """
+        model, options = self.original, self.options
+        may_repeat = options.check and options.ranks.size == 1
+        whole = not may_repeat and not is_known(model)
+        while True:
+            with timed(self.seconds, "capture"):
+                graph = capture(model, whole)
+                runnable = passes.runnable(graph, options.ranks)
+            try:
+                if options.check:
+                    with timed(self.seconds, "checks"):
+                        check_capture(model, runnable)
+                return graph, runnable
+            except UnsupportedModelError as error:
+                if not graph.traced_layers or not may_repeat:
+                    raise
+                name = type(model).__name__
+                log.info("each layer is captured, because the layers of %s are not alike (%s)", name, error)
+                whole = True
+
     def _check_rewritten(self) -> None:
         """UnsupportedModelError if the rewritten graph, or transformers' loop, differs from the captured graph."""
+        if self.is_from_artefact:
+            return
         if self.options.check:
             model = self.original
-            check_tree(type(model).__name__, self._runnable, self.engine.runtime.verify)
-            self.engine.serves_padding = check_generation(model, self._runnable)
+            with timed(self.seconds, "checks"):
+                check_tree(type(model).__name__, self._runnable, self.engine.runtime.verify)
+                self.engine.serves_padding = check_generation(model, self._runnable)
+        self._artefact.write(self._found())
+
+    def _found(self) -> Start:
+        """All that this start has found out."""
+        graphs = {purpose: getattr(self.engine.runtime, purpose) for purpose in PURPOSES}
+        return Start(graphs, self._reads, self.engine.serves_padding)
+
+    def save(self, folder: str | Path) -> None:
+        """Copy what this start has found out to a folder, from which ``speculate(..., artefact=folder)`` starts.
+
+        Raises ValueError if there is no artefact of this model, because of the model or of ``cache=False``; OSError if
+        the folder cannot be written.
+        """
+        self._artefact.save(self._found(), folder)
 
     @property
     def ngram(self) -> NgramStore:
@@ -165,25 +219,3 @@ class Speculation(Accounts):
         Raises RuntimeError inside a generate() of this model. It waits for a generate() in another thread.
         """
         self.engine.take_over()
-
-
-def _capture(model: PreTrainedModel, options: Options) -> tuple[ModelGraph, ModelGraph]:
-    """The captured graph, and the same as it runs on its ranks; UnsupportedModelError if it differs from the model.
-
-    A graph from a few layers of each kind is replaced by one of all layers if it differs. Code that nobody knows is
-    captured whole if it is not checked, or if only one of several ranks might see the difference.
-    """
-    may_repeat = options.check and options.ranks.size == 1
-    whole = not may_repeat and not is_known(model)
-    while True:
-        graph = capture(model, whole)
-        runnable = passes.runnable(graph, options.ranks)
-        try:
-            if options.check:
-                check_capture(model, runnable)
-            return graph, runnable
-        except UnsupportedModelError as error:
-            if not graph.traced_layers or not may_repeat:
-                raise
-            log.info("each layer is captured, because the layers of %s are not alike (%s)", type(model).__name__, error)
-            whole = True

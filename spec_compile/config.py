@@ -5,6 +5,8 @@ import re
 import textwrap
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cached_property
+from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from .errors import did_you_mean
@@ -35,6 +37,9 @@ class Options:
         with a scale for each token and KV head.
     exact: "bits" refuses, by name, every model and setting in which the logits of a token may depend on the drafts in
         its tree; "auto" refuses none of them, and `explain()` names the parts that prevent it.
+    cache: keep what a start finds out on disk for the next one: True ($SPEC_COMPILE_CACHE, by default
+        ``~/.cache/spec_compile``), a folder, or False.
+    artefact: a folder that ``speculation.save(folder)`` has made, to start from it.
     tensor_parallel: the processes that share the model, each on a GPU of its own: None (only this one), "auto" (all
         that torchrun has started), their number, or a process group or device mesh.
     """
@@ -48,6 +53,8 @@ class Options:
     attention_backend: Any = "auto"
     kv_cache_dtype: str = "auto"
     exact: str = "auto"
+    cache: Any = True
+    artefact: Any = None
     tensor_parallel: Any = None
 
     def __post_init__(self) -> None:
@@ -72,6 +79,12 @@ class Options:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(known)}, got {value!r}." + did_you_mean(value, known)
                 )
+        if not isinstance(self.cache, (bool, str, PathLike)):
+            raise TypeError(f"cache: expected bool or a folder, got {type(self.cache).__name__} ({self.cache!r})")
+        if not isinstance(self.artefact, (str, PathLike, type(None))):
+            raise TypeError(f"artefact: expected a folder, got {type(self.artefact).__name__} ({self.artefact!r})")
+        if self.artefact is not None and not Path(self.artefact).is_dir():
+            raise ValueError(f"artefact: expected a folder that speculation.save() has made, got {self.artefact}")
         _ = self.attention_backends  # raises if a name is not a backend's
 
     @property

@@ -9,6 +9,8 @@ from torch import fx
 
 LAYER = re.compile(r"\.(?:layers|h|blocks|decoder_layers)\.(\d+)(?:\.|$)")
 """The number of a decoder layer in the path of a module."""
+SIZE = "size"
+"""Stands for the value of a node that computes a size, in a graph that was read from disk."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,12 @@ def calls(gm: fx.GraphModule, target=None) -> list[fx.Node]:
     """The call nodes of a graph, or those of one target."""
     nodes = (node for node in gm.graph.nodes if node.op.startswith("call_"))
     return [node for node in nodes if target is None or node.target == target]
+
+
+def is_size(node: fx.Node) -> bool:
+    """True if a node computes a size that varies."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.SymInt) or value is SIZE
 
 
 def owner(node: fx.Node) -> str:

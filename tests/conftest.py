@@ -9,6 +9,7 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "support").glob("*.py")))
+os.environ["SPEC_COMPILE_CACHE"] = "off"  # every start of a test is a full one, unless the test names a folder
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run in its interpreter; it looks when imported
     if importlib.util.find_spec("triton"):

@@ -926,7 +926,7 @@ COMPILED = [
     ),
     Mutation(
         "rows may name any function of torch", f"{ARTEFACTS}graphs.py",
-        "if space in FUNCTIONS and rest in FUNCTIONS[space]:", "if space in FUNCTIONS:",
+        "if function in FUNCTIONS.get(module, ()):", "if module in FUNCTIONS:",
         "tests/artefacts/test_graphs.py -k test_other_names",
     ),
     Mutation(
@@ -956,6 +956,37 @@ COMPILED = [
     ),
 ]  # fmt: skip
 STARTS = [
+    Mutation(
+        "an artefact is used without a look at what it computes", f"{ARTEFACTS}start.py",
+        "quick_check(self.model, *(start.graphs[purpose] for purpose in reversed(PURPOSES)))", "pass",
+        "tests/artefacts/test_start.py -k test_a_wrong_artefact",
+    ),
+    Mutation(
+        "values of weights are stored", f"{ARTEFACTS}bind.py",
+        "if tensor.numel() <= SMALL and tensor.untyped_storage().data_ptr() not in self.storages:",
+        "if tensor.numel() <= SMALL:",
+        "tests/artefacts/test_bind.py -k test_small_constants",
+    ),
+    Mutation(
+        "the quick check leaves the graph of prompts out", f"{ARTEFACTS}quick_check.py",
+        "return tree_logits((prefill, verify), kept", "return tree_logits((verify, verify), kept",
+        "tests/artefacts/test_quick_check.py -k test_another_eps",
+    ),
+    Mutation(
+        "a start from an artefact lets others move its weights", f"{ARTEFACTS}start.py",
+        "if not self.options.merge_linears:", "if False:",
+        "tests/artefacts/test_start.py -k test_weights_that_are_read",
+    ),
+    Mutation(
+        "values that a trace read are not watched after a start from an artefact", f"{ARTEFACTS}start.py",
+        "reads = [(config, set(names)) for", "reads = [(config, set()) for",
+        "tests/artefacts/test_start.py -k test_values_that_a_start",
+    ),
+    Mutation(
+        "padding is served after a start from an artefact", f"{ARTEFACTS}start.py",
+        'bool(content["serves_padding"])', "True",
+        "tests/artefacts/test_start.py -k test_padding",
+    ),
     Mutation(
         "functions that code calls do not count", f"{ARTEFACTS}digest.py",
         "for name in _names(function.__code__) if name in globals_}", "for name in ()}",

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from .. import kernels
+from ..graph import attribute
 
 NAMESPACES = {"aten", "prims", "spec_compile"}
 """Namespaces of the operators that rows may name."""
@@ -22,8 +23,14 @@ FUNCTIONS = {
     "_operator": set("getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_".split()),
     "math": {"ceil", "floor", "trunc"},
     "torch": {"sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "sym_sum"},
+    f"{kernels.__name__}.attention.flex": {"attention"},
+    f"{kernels.__name__}.attention.sdpa": {"attention"},
+    f"{kernels.__name__}.attention.tail_tiles": {"tail_tiles"},
+    f"{kernels.__name__}.linear.avx512": {"avx512_linear"},
+    f"{kernels.__name__}.ops": {"gather_rows", "tree_mask"},
+    f"{kernels.__name__}.recurrence": {"advance_or_look", "clamp_in_prompt", "walk_of"},
 }
-"""Functions of sizes, and `getitem`, that rows may name."""
+"""Functions of sizes, `getitem`, and functions of this package in graphs: those that rows may name."""
 CONSTANTS = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 """Classes of constants that are named attributes of torch."""
 
@@ -32,20 +39,26 @@ HIGHER_ORDER = "flex_attention"
 
 Row = list
 """[name of the operator, arguments, named arguments]; ``{"row": n}`` is the result of row n, ``{"graph": rows}`` a
-graph as an argument. The inputs are the first rows, whose operator is ``""``."""
+graph as an argument, ``{"tensor": name}`` a parameter. The inputs are the first rows, whose operator is ``""``."""
 
 
-def rows_of(gm: fx.GraphModule) -> list[Row]:
+def rows_of(gm: fx.GraphModule, has_tensors: bool = False) -> list[Row]:
     """The graph as rows; the last one has the result or the list of results as its argument and the name "output".
 
+    has_tensors: True if the graph may have parameters, which rows name.
     TypeError if it has a node that is neither an input nor a call of a named operator.
     """
     rows: list[Row] = []
     values: dict[fx.Node, dict[str, Any]] = {}
     for node in gm.graph.nodes:
-        if node.op == "get_attr" and isinstance(part := getattr(gm, node.target), fx.GraphModule):
-            values[node] = {"graph": rows_of(part)}
-            continue
+        if node.op == "get_attr":
+            part = attribute(gm, node.target)
+            if isinstance(part, fx.GraphModule):
+                values[node] = {"graph": rows_of(part)}
+                continue
+            if has_tensors and isinstance(part, Tensor):
+                values[node] = {"tensor": node.target}
+                continue
         values[node] = {"row": len(rows)}
         if node.op == "placeholder":
             rows.append(["", [], {}])
@@ -58,14 +71,23 @@ def rows_of(gm: fx.GraphModule) -> list[Row]:
     return rows
 
 
-def graph_of(rows: list[Row]) -> fx.GraphModule:
-    """The graph of rows. ValueError if they name an operator that is not permitted, or have another form."""
-    graph, values, root = fx.Graph(), list[fx.Node](), nn.Module()
+def graph_of(rows: list[Row], tensors: nn.Module | None = None) -> fx.GraphModule:
+    """The graph of rows. ValueError if they name an operator that is not permitted, or have another form.
 
-    def part(rows: list[Row]) -> fx.Node:
-        name = f"graph_{len(root._modules)}"
-        root.add_module(name, graph_of(rows))
-        return graph.get_attr(name)
+    tensors: has the parameters that rows name.
+    """
+    graph, values, root = fx.Graph(), list[fx.Node](), nn.Module() if tensors is None else tensors
+    read: dict[str, fx.Node] = {}
+
+    def part(kind: str, content: Any) -> fx.Node:
+        if kind == "graph":
+            name = f"graph_{len(read)}"
+            root.add_module(name, graph_of(content))
+        elif not isinstance(attribute(root, name := content), Tensor):
+            raise TypeError(f"expected the name of a tensor, got {content}")
+        if name not in read:
+            read[name] = graph.get_attr(name)
+        return read[name]
 
     for number, row in enumerate(rows):
         try:
@@ -78,7 +100,7 @@ def graph_of(rows: list[Row]) -> fx.GraphModule:
         except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
             raise ValueError(f"row {number}: expected [name, arguments, named arguments], got {row}") from error
         if name == "output":
-            graph.output(arguments[0])
+            graph.output(tuple(arguments[0]) if isinstance(arguments[0], list) else arguments[0])
         else:
             values.append(graph.call_function(target_of(name), tuple(arguments), named))
     return fx.GraphModule(root, graph)
@@ -92,16 +114,17 @@ def name_of(target: Any) -> str:
         return f"higher_order.{HIGHER_ORDER}"
     module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
     module = "torch" if module.startswith("torch.") else module
-    if name in FUNCTIONS.get(module, ()):
+    if name in FUNCTIONS.get(module, ()) and target_of(f"{module}.{name}") is target:
         return f"{module}.{name}"
     raise TypeError(f"expected an operator of {', '.join(sorted(NAMESPACES))} or a function of sizes, got {target}")
 
 
 def target_of(name: str) -> Any:
     """The operator of a name. ValueError if it is not permitted or not known."""
+    module, _, function = name.rpartition(".")
+    if function in FUNCTIONS.get(module, ()):
+        return getattr(MODULES.get(module) or importlib.import_module(module), function)
     space, _, rest = name.partition(".")
-    if space in FUNCTIONS and rest in FUNCTIONS[space]:
-        return getattr(MODULES[space], rest)
     if name == f"higher_order.{HIGHER_ORDER}":
         return getattr(torch.ops.higher_order, HIGHER_ORDER)
     packet, _, overload = rest.rpartition(".")
@@ -139,18 +162,19 @@ def _data(value: Any, values: dict[fx.Node, dict[str, Any]]) -> Any:
     raise TypeError(f"argument: expected a number, text, dtype, device or result of a node, got {value!r}")
 
 
-def _value(data: Any, values: list[fx.Node], graph: Callable[[list[Row]], fx.Node]) -> Any:
+def _value(data: Any, values: list[fx.Node], make: Callable[[str, Any], fx.Node]) -> Any:
+    """An argument of JSON data. make: the node of a graph or a tensor that is an argument."""
     if isinstance(data, list):
-        return tuple(_value(part, values, graph) for part in data)
+        return [_value(part, values, make) for part in data]
     if not isinstance(data, dict):
         return data
     ((kind, name),) = data.items()
     if kind == "row":
         return values[name]
-    if kind == "graph":
-        return graph(name)
+    if kind in ("graph", "tensor"):
+        return make(kind, name)
     if kind == "dict":
-        return {key: _value(part, values, graph) for key, part in name}
+        return {key: _value(part, values, make) for key, part in name}
     if kind == "device":
         return torch.device(name)
     value = getattr(torch, name)

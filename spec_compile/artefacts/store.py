@@ -25,6 +25,8 @@ MAGIC, VERSION = b"SPECART\n", 1
 HEADER = struct.Struct("<8sI32sQ32s")
 """Magic, version, the SHA-256 of key and name, the bytes of data, and the SHA-256 of the fields before and the data."""
 VARIABLE = "SPEC_COMPILE_CACHE"
+OFF = "off"
+"""The value of the variable, or the name of a folder, for a store that keeps nothing."""
 LIMIT = 5e9
 KEY, NAME = re.compile(r"[0-9a-f]{64}"), re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 GONE, DAMAGED, UNFINISHED = ".gone-", ".damaged-", ".new-"
@@ -56,7 +58,7 @@ class Store:
     """Keeps items, each under a key and a name. None of its methods raises an OSError.
 
     folder: None or True takes the environment variable SPEC_COMPILE_CACHE, and without it ``~/.cache/spec_compile``.
-        False makes a store that keeps nothing.
+        False or "off" makes a store that keeps nothing.
     limit_bytes: beyond it, the keys that were not used for longest are deleted.
     """
 
@@ -246,6 +248,8 @@ def _folder(named: Path | str | bool | None) -> Path | None:
     if named is False:
         return None
     named = os.environ.get(VARIABLE) if named is None or named is True else named
+    if named == OFF:
+        return None
     try:
         return Path(named).expanduser() if named else cache_folder()
     except RuntimeError:

@@ -28,6 +28,8 @@ from .yardstick import compare_logits, compare_rounding, exact_logits, has_half,
 
 TEXTS = 4
 """Random texts that a model with routed experts may be checked on."""
+ROUTERS = {"aten.topk.default", "spec_compile.route.default"}
+"""Operators that choose experts. The second is defined only on machines with Triton."""
 LONGEST = 1024
 """Tokens of the longest text of a check. For a longer window, only its argument to attention is checked."""
 CAPTURE = "the captured graph"
@@ -95,15 +97,18 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
         ids = random_ids(graph, 1, prefix + len(parents), seed).to(graph.device)
         committed = torch.cat([ids[:, :prefix], ids[:, prefix:][:, path], ids[:, prefix:]], dim=1)
 
+        def run(texts: Tensor) -> Tensor:
+            return graph.gm(texts, torch.arange(texts.shape[1], device=ids.device).expand_as(texts))[0]
+
         def linear() -> Tensor:
-            first = _linear_logits(graph, ids, prefix, ancestors[0].tolist())
+            first = linear_logits(run, ids, prefix, ancestors[0].tolist())
             if not path:
                 return first
-            return torch.cat([first, _linear_logits(graph, committed, prefix + len(path), ancestors[0].tolist())])
+            return torch.cat([first, linear_logits(run, committed, prefix + len(path), ancestors[0].tolist())])
 
         def tree(dtype: torch.dtype) -> Tensor:
-            like = replace(graph, dtype=dtype, layers=verify.layers)
-            return _tree_logits(verify, like, ids, prefix, ancestors, depth, path)
+            like = replace(graph, dtype=dtype, layers=verify.layers, scaled_cache=verify.scaled_cache)
+            return tree_logits((verify, verify), like, ids, prefix, ancestors, depth, path)
 
         def both() -> None:
             tree(graph.dtype)
@@ -122,15 +127,17 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
     on_some_text(graph, check)
 
 
-def _tree_logits(
-    verify: ModelGraph, graph: ModelGraph, ids: Tensor, prefix: int, ancestors: Tensor, depth: Tensor, path: list[int]
-) -> Tensor:
-    """Logits [N, V] of the tree's nodes by `verify`, with a cache of `graph`'s dtype.
+def tree_logits(
+    graphs: tuple[ModelGraph, ModelGraph], kept: ModelGraph, ids: Tensor, prefix: int, ancestors: Tensor, depth: Tensor,
+    path: list[int],
+) -> Tensor:  # fmt: skip
+    """Logits [N, V] of the nodes of a tree, ids [1, prefix + N], with a cache for `kept`.
 
+    graphs: one that prefills, and one that verifies.
     path: nodes to commit, after which the same tree is verified again, so that the result is [2 N, V]; may be empty.
     """
+    prefill, verify = graphs
     slots, begin = ids.shape[1] + len(path), prefix - 2 if path else 0
-    kept = replace(graph, scaled_cache=verify.scaled_cache)
     cache = Cache(kept, 1, -(-slots // PAGE) * PAGE)  # a multiple of pages, as a session's
     cache.states.reset(torch.tensor([slots], device=ids.device))
     start = torch.zeros(1, dtype=torch.int64, device=ids.device)
@@ -139,7 +146,7 @@ def _tree_logits(
             for counted in cache.states.tensors[:1]:
                 counted.fill_(last - first)
             positions = torch.arange(first, last, device=ids.device)[None]
-            verify.gm(ids[:, first:last], positions, start + first, None, cache.argument, prefix)
+            prefill.gm(ids[:, first:last], positions, start + first, None, cache.argument, prefix)
     tree = ids[:, prefix:]
     logits = verify.gm(tree, prefix + depth, start + prefix, ancestors, cache.argument, slots)[0][0]
     if not path:
@@ -152,9 +159,10 @@ def _tree_logits(
     return torch.cat([logits, again])
 
 
-def _linear_logits(graph: ModelGraph, ids: Tensor, prefix: int, ancestors: list[int]) -> Tensor:
+def linear_logits(run: Callable[[Tensor], Tensor], ids: Tensor, prefix: int, ancestors: list[int]) -> Tensor:
     """Logits [N, V] at the end of each node's path. Each path to a leaf is run as a text of its own.
 
+    run: a function of texts [B, T] that gives their logits [B, T, V].
     ancestors: the bits of each node; 0b1011 says that the path of node 3 is nodes 0, 1, 3, so the text that ends with
         node 3 has the logits of nodes 0 and 1, too.
     """
@@ -168,14 +176,14 @@ def _linear_logits(graph: ModelGraph, ids: Tensor, prefix: int, ancestors: list[
     for row, path in enumerate(paths):
         texts[row, prefix : prefix + len(path)] = ids[0, prefix:][path]
         places |= {node: (row, prefix + depth) for depth, node in enumerate(path)}
-    logits = graph.gm(texts, torch.arange(length, device=ids.device).expand_as(texts))[0]
+    logits = run(texts)
     rows, columns = torch.tensor([places[node] for node in range(nodes)], device=ids.device).T
     return logits[rows, columns]
 
 
 def on_some_text(graph: ModelGraph, check: Callable[[int], None]) -> None:
     """Run ``check(seed)`` once. If the model routes to experts, run it until it passes, at most `TEXTS` times."""
-    last = TEXTS - 1 if calls(graph.gm, torch.ops.aten.topk.default) else 0
+    last = TEXTS - 1 if any(str(node.target) in ROUTERS for node in calls(graph.gm)) else 0
     for seed in range(last + 1):
         try:
             return check(seed)

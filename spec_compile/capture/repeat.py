@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph_module import _assign_attr
 from torch.utils import _pytree as pytree
 
-from ..graph import attribute, layer_of
+from ..graph import attribute, is_size, layer_of
 from .kinds import Repeats, UnlikeLayersError
 
 ATTENTION = torch.ops.spec_compile.attention.default
@@ -209,7 +209,7 @@ def _form(node: fx.Node) -> tuple[str, str]:
 
 
 def _is_size(node: fx.Node) -> bool:
-    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt)
+    return node.op == "call_function" and is_size(node)
 
 
 class _Input:

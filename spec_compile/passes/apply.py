@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable
 
+from torch import fx
+
 from ..graph import PassReport, calls
 from ..kernels import HALF
 
@@ -43,8 +45,7 @@ def apply(graph, settings, pipeline: Iterable[Callable], keep_code: bool = False
         before = len(calls(graph.gm))
         summary = rewrite(graph, settings)
         if graph.is_functional:
-            graph.gm.graph.eliminate_dead_code()
-        graph.gm.graph.lint()
+            _drop_unread(graph.gm.graph)
         code = ""
         if keep_code:
             graph.gm.recompile()
@@ -53,4 +54,13 @@ def apply(graph, settings, pipeline: Iterable[Callable], keep_code: bool = False
         graph.log.append(report)
         if on_report is not None:
             on_report(report)
+    graph.gm.graph.lint()
     graph.gm.recompile()
+
+
+def _drop_unread(graph: fx.Graph) -> None:
+    """Erase the calls without side effects that no node reads. fx's own function takes four times as long, because it
+    asks for the side effects of every node, and looks for faults of the graph each time."""
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)

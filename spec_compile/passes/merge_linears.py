@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, fx
@@ -25,10 +26,8 @@ def merge_linears(graph: ModelGraph, settings) -> str:
     """
     linears = [*linear_layers(graph), *quantised_layers(graph)]
     if not settings.merge_linears:
-        for node in linears:
-            for operand in operands_of(node):
-                if operand is not None and operand.op == "get_attr":
-                    _apart.setdefault(attribute(graph.gm, operand.target), weakref.WeakSet()).add(graph.gm)
+        operands = [operand for node in linears for operand in operands_of(node) if operand is not None]
+        keep_apart(graph.gm, {operand.target for operand in operands if operand.op == "get_attr"})
         return "off"
     groups: dict[tuple, list[fx.Node]] = defaultdict(list)
     uses: dict[str, int] = defaultdict(int)
@@ -55,10 +54,21 @@ _apart = WeakIdKeyDictionary()
 """Parameter -> the graphs that read it where it lies; their captured rounds hold its address."""
 
 
+def keep_apart(gm: fx.GraphModule, names: Iterable[str]) -> None:
+    """Note that a graph reads the parameters of these names where they lie."""
+    for name in names:
+        _apart.setdefault(attribute(gm, name), weakref.WeakSet()).add(gm)
+
+
+def is_kept_apart(parameters: Iterable[Tensor]) -> bool:
+    """True if a graph that is still there reads one of the parameters where it lies."""
+    return any(map(_apart.get, parameters))
+
+
 def _is_apart(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
     """True if merging would move a parameter that a graph reads where it lies."""
     for dim, parameters in _operands(gm, group):
-        if any(map(_apart.get, parameters)) and _joined(parameters, dim) is None:
+        if is_kept_apart(parameters) and joined(parameters, dim) is None:
             return True
     return False
 
@@ -106,7 +116,7 @@ def _merge(gm: fx.GraphModule, group: list[fx.Node], name: str) -> None:
     put_product(gm.graph, group, first.target, arguments)
 
 
-def _joined(parameters: list[Tensor], dim: int) -> Tensor | None:
+def joined(parameters: list[Tensor], dim: int) -> Tensor | None:
     """All parameters in one tensor, if an earlier call has joined them."""
     first, end = parameters[0], parameters[0].data_ptr()
     total = sum(p.shape[dim] for p in parameters)
@@ -123,7 +133,7 @@ def _joined(parameters: list[Tensor], dim: int) -> Tensor | None:
 
 def join_parameters(parameters: list[Tensor], dim: int = 0) -> Tensor:
     """All parameters along a dimension in one tensor, which the parameters then view."""
-    merged = _joined(parameters, dim)
+    merged = joined(parameters, dim)
     if merged is not None:
         return merged
     merged = torch.cat([p.data for p in parameters], dim)

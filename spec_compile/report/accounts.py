@@ -30,7 +30,7 @@ class Accounts:
             value = getattr(self.options, field.name)
             if value is not field.default and (type(value) is not type(field.default) or value != field.default):
                 parts.append(f"{field.name}={_short(value)}")
-        parts += [f"device={str(self.engine.runtime.device)!r}", f"dtype={self.engine.captured.dtype}"]
+        parts += [f"device={str(self.engine.runtime.device)!r}", f"dtype={self.engine.described.dtype}"]
         return f"Speculation({', '.join(parts)})"
 
     @property

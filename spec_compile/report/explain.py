@@ -19,6 +19,7 @@ def explain(speculation) -> str:
     lines = [
         f"{type(speculation.original).__name__}: {_layers(graph)}, vocabulary {graph.vocab_size}, "
         f"{graph.dtype}".replace("torch.", ""),
+        f"started {_stages(speculation)}",
         f"algorithm {engine.name}, rounds over {', '.join(map(str, engine.runtime.sizes))} nodes",
         f"attention: {_backends(engine)}",
         *speculation.options.ranks.notes,
@@ -29,6 +30,13 @@ def explain(speculation) -> str:
     for report in graph.log:
         lines.append(f"  {report.name:16} {report.nodes_before:5} -> {report.nodes_after:5}  {report.summary}")
     return "\n".join([*lines, *engine.runtime.algorithm.explain()])
+
+
+def _stages(speculation) -> str:
+    """The source of a start, and the seconds of its stages."""
+    stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in speculation.seconds.items())
+    source = "from an artefact" if speculation.is_from_artefact else "without an artefact"
+    return f"{source} in {sum(speculation.seconds.values()):.2f} s ({stages})"
 
 
 def _layers(graph: ModelGraph) -> str:

@@ -157,7 +157,7 @@ def unserved(engine, prompt: Prompt, generation_config, model_kwargs: dict) -> s
                 return name
     if not prompt.is_left_padded:
         return "attention_mask / position_ids (anything but padding on the left)"
-    if any(prompt.position_offsets) and not engine.captured.shifts_positions:
+    if any(prompt.position_offsets) and not engine.described.shifts_positions:
         return "position_ids (of several axes)"
     is_reader = reads_pictures(engine.original)
     if prompt.has_pictures and not is_reader:
@@ -173,7 +173,7 @@ def unserved(engine, prompt: Prompt, generation_config, model_kwargs: dict) -> s
         name = "past_key_values" if is_filled else "inputs_embeds" if prompt.is_embedded else "pixel_values"
         return f"{name} (the model's own cache holds something else than the keys and values of each layer)"
     is_asked_for = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-    captured = engine.captured
+    captured = engine.described
     if cache is not None and is_asked_for and captured.clamps_prompts:
         return "past_key_values (the model's forward over several tokens leaves other states than single steps)"
     if any(spec.kind == "selective" for spec in captured.recurrences) and (is_filled or (is_own and is_asked_for)):

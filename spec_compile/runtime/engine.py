@@ -31,26 +31,30 @@ class Engine:
 
     def __init__(
         self,
-        graph: ModelGraph,
+        graph: ModelGraph | None,
         algorithm: Algorithm,
         options: Options,
         device: torch.device,
         max_positions: int,
+        graphs: dict[str, ModelGraph] | None = None,
     ):
+        """graph: as captured; None if `graphs` has the rewritten ones, by purpose."""
         plan, merge = algorithm.plan, options.merge_linears
-        self.captured = graph
         self.settings = {
             purpose: passes.Settings(merge, plan.taps, options.attention(purpose), options.ranks)
             for purpose in ("verify", "prefill")
         }
         """The settings with which `passes.run` made each graph of the runtime."""
-        graphs = {purpose: passes.run(graph, settings) for purpose, settings in self.settings.items()}
+        graphs = graphs or {purpose: passes.run(graph, settings) for purpose, settings in self.settings.items()}
+        self._captured = graph
+        self.described = graph or graphs["verify"]
+        """A graph that describes the layers of the model, as captured or rewritten."""
         if options.exact == "bits":
             require_same_bits(graphs["verify"])
         sizes = (*(n for n in SIZES[device.type] if n < plan.nodes and plan.sizes != "fixed"), plan.nodes)
         self.runtime = Runtime(**graphs, algorithm=algorithm, options=options, device=device, sizes=sizes,
                                max_positions=max_positions)  # fmt: skip
-        forget_shapes(graph.gm, *(rewritten.gm for rewritten in graphs.values()))
+        forget_shapes(*(each.gm for each in (graph, *graphs.values()) if each is not None))
         self.drafts = True
         """True if rounds verify drafts. Otherwise they verify only the root, which is plain decoding."""
         self.records = False
@@ -66,6 +70,12 @@ class Engine:
         """A scheduler without a manager, kept for its compiled steps."""
         if options.max_cache_len is not None:
             self.runtime.check_memory(1, options.max_cache_len)
+
+    @property
+    def captured(self) -> ModelGraph:
+        """The captured graph."""
+        assert self._captured is not None
+        return self._captured
 
     def room(self, batch: int) -> int:
         """Tokens of a sequence in the next call of this batch size before its cache has to grow."""

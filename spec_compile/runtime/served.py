@@ -11,8 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..capture.kinds import is_known
+from ..capture.trace import capture
 from ..capture.watch import Watch, describe
 from ..capture.weights import SharedWeights
+from ..compat import COMPILE_LOCK
 from ..config import Options
 from ..drafting import Algorithm
 from ..graph import ModelGraph
@@ -46,10 +49,13 @@ class ServedEngine(Engine):
     rebuild: Callable[[PreTrainedModel], PreTrainedModel]
 
     def __init__(
-        self, original: PreTrainedModel, name: str, graph: ModelGraph, algorithm: Algorithm, options: Options
+        self, original: PreTrainedModel, name: str, graph: ModelGraph | None, algorithm: Algorithm, options: Options,
+        graphs: dict[str, ModelGraph] | None = None,
     ):  # fmt: skip
-        limit = max_positions(original, graph.position_limit, options)
-        super().__init__(graph, algorithm, options, original.device, limit)
+        """graph, graphs: see `Engine`."""
+        described = graph or (graphs or {})["verify"]
+        limit = max_positions(original, described.position_limit, options)
+        super().__init__(graph, algorithm, options, original.device, limit, graphs)
         self.original, self.name, self.options = original, name, options
         self.turns, self.agreement, self.remembered = Turns(), Agreement(options.ranks), Remembered()
         self.serves_padding = True
@@ -64,7 +70,15 @@ class ServedEngine(Engine):
 
     @cached_property
     def cache_layout(self) -> past.Layout | None:
-        return past.layout_of(self.original, self.captured)
+        return past.layout_of(self.original, self.described)
+
+    @property
+    def captured(self) -> ModelGraph:
+        """The captured graph, which is traced now if the start was from an artefact."""
+        if self._captured is None:
+            with COMPILE_LOCK, torch.compiler.set_stance("force_eager"):
+                self._captured = capture(self.original, whole=not is_known(self.original))
+        return self._captured
 
     def refuse_changes(self) -> None:
         """RuntimeError if the model has changed since it was captured."""

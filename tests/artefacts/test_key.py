@@ -236,10 +236,11 @@ def test_every_option_counts(plain):
     }  # fmt: skip
     found = {plain}
     for field in dataclasses.fields(NgramOptions):
-        if field.name != "tensor_parallel":
+        if field.name not in ("artefact", "cache", "tensor_parallel"):
             value = others[field.name] if field.name in others else not getattr(OPTIONS, field.name)
             found.add(key_of(options=dataclasses.replace(OPTIONS, **{field.name: value})))
-    assert len(found) == len(dataclasses.fields(NgramOptions))
+    assert len(found) == len(dataclasses.fields(NgramOptions)) - 2
+    assert key_of(options=dataclasses.replace(OPTIONS, cache=False)) == plain
     assert key_of(options=Options()) != plain != key_of(name="eagle")
 
 
@@ -267,7 +268,6 @@ PROCESS = {
     "version of CUDA": lambda p: p.setattr(torch.version, "cuda", "99"),
     "package": lambda p: p.setattr(keys, "package_digest", lambda: "other"),
     "Inductor": lambda p: p.setattr(torch._inductor.config, "max_fusion_size", 3),
-    "Dynamo": lambda p: p.setattr(torch._dynamo.config, "assume_static_by_default", False),
     "precision": lambda p: p.setattr(torch, "get_float32_matmul_precision", lambda: "high"),
     "deterministic algorithms": lambda p: p.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True),
 }  # fmt: skip
@@ -278,9 +278,15 @@ def test_another_process_or_machine_has_another_key(change, plain, monkeypatch):
     changed(plain, lambda: PROCESS[change](monkeypatch))
 
 
-def test_the_folder_of_the_process_does_not_count(plain, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch._dynamo.config, "debug_dir_root", str(tmp_path))
+def test_settings_of_dynamo_count(plain):
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        assert key_of() != plain
     assert key_of() == plain
+
+
+def test_the_folder_of_the_process_does_not_count(plain, tmp_path):
+    with torch._dynamo.config.patch(debug_dir_root=str(tmp_path)):
+        assert key_of() == plain
 
 
 def test_a_gpu_counts_by_name_capability_and_plans(plain, monkeypatch, tmp_path):

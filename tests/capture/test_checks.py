@@ -102,12 +102,12 @@ def test_factors_in_full_precision(name, dtype, factor):
 @pytest.mark.parametrize("dtype", HALF)
 def test_one_position_mask_bit_or_eps_is_seen(dtype, monkeypatch):
     _, graph, verify = graphs("llama", dtype)
-    run = checks._tree_logits
+    run = checks.tree_logits
 
     def tree_with(change):
-        monkeypatch.setattr(checks, "_tree_logits", lambda *arguments: run(*change(*arguments)))
+        monkeypatch.setattr(checks, "tree_logits", lambda *arguments: run(*change(*arguments)))
         refused(check_tree, "llama", graph, verify)
-        monkeypatch.setattr(checks, "_tree_logits", run)
+        monkeypatch.setattr(checks, "tree_logits", run)
 
     def position(*arguments):
         *rest, depth, path = arguments

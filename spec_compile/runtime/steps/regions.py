@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...artefacts.compiler import PartCompiler
-from ...graph import ModelGraph, attribute, owner
+from ...graph import ModelGraph, attribute, is_size, owner
 from ...kernels import experts
 from ...kernels.linear import is_product
 
@@ -145,7 +145,7 @@ def _sizes_for(nodes: list[fx.Node]) -> list[fx.Node]:
 
     def need(node: fx.Node) -> None:
         for source in node.all_input_nodes:
-            if source not in inside and not _is_given(source) and isinstance(source.meta.get("val"), torch.SymInt):
+            if source not in inside and not _is_given(source) and is_size(source):
                 inside.add(source)
                 need(source)
                 sizes.append(source)
@@ -180,7 +180,7 @@ def _ends(nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
     inside = set(nodes)
     inputs = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
-    return inputs, [node for node in outputs if not isinstance(node.meta.get("val"), torch.SymInt)]
+    return inputs, [node for node in outputs if not is_size(node)]
 
 
 def _text(gm: fx.GraphModule, nodes: list[fx.Node]) -> str:

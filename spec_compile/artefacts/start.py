@@ -1,0 +1,180 @@
+"""`StartArtefact`: all that a start found out about a model, as data in a store, and read from there by later starts.
+
+An entry that is damaged, of another format or wrong is set aside with a line in the log, and the start is a full one.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..capture.mxfp4 import library_tensors
+from ..capture.quantised import packed_experts, packed_layers
+from ..config import Options
+from ..graph import ModelGraph
+from ..inventory import configs_of, held_tensors
+from ..passes.merge_linears import is_kept_apart, keep_apart
+from .bind import bound, data_of
+from .key import about, model_key
+from .quick_check import quick_check
+from .store import ABOUT, Store
+
+ITEM = "start"
+FORMAT = 1
+PURPOSES = ("verify", "prefill")
+log = logging.getLogger("spec_compile")
+
+
+@dataclass
+class Start:
+    """The findings of a start.
+
+    graphs: the rewritten graph for each of `PURPOSES`.
+    reads: for each config of the model the names that were read while it was captured.
+    serves_padding: see `runtime.served.ServedEngine`.
+    """
+
+    graphs: dict[str, ModelGraph]
+    reads: list[tuple[Any, set[str]]]
+    serves_padding: bool
+
+
+class StartArtefact:
+    """The place of a start's findings between processes.
+
+    model, draft: the target, and the draft's module.
+    name: of the algorithm.
+    seconds: the times of stages are added here.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, draft: nn.Module | None, options: Options, name: str, seconds: dict[str, float]
+    ):  # fmt: skip
+        self.model, self.draft, self.options, self.name, self.seconds = model, draft, options, name, seconds
+        carried = [] if options.artefact is None else [Store(options.artefact)]
+        self.cache = Store(options.cache)
+        self.stores = [store for store in (*carried, self.cache) if store.folder is not None]
+        self.key: str | None = None
+        self.lack = "was started with cache=False"
+        """The reason why there is no artefact, a sentence without its subject; "" if there may be one."""
+        if self.stores:
+            self._identify()
+
+    def _identify(self) -> None:
+        """Find the key, or the reason why there is none."""
+        with timed(self.seconds, "load"):
+            self.lack = next(_lacks(self.model, self.options), "")
+            try:
+                self.key = None if self.lack else model_key(self.model, self.draft, self.options, self.name)
+            except Exception as error:
+                self.lack = f"cannot be described ({error!r})"
+        if self.key is None:
+            self.lack = self.lack or "has hooks that may change values"
+            log.debug("%s starts without an artefact: it %s", type(self.model).__name__, self.lack)
+
+    def read(self) -> Start | None:
+        """The findings of an earlier start, bound to the model and checked with its weights; None if there are none."""
+        for store in self.stores:
+            data = None if self.key is None else store.read(self.key, ITEM)
+            if data is not None and (start := self._checked(store, data)) is not None:
+                return start
+        if self.options.artefact is not None:
+            log.warning(
+                "artefact: nothing in %s fits this start of %s (%s), which is a full one",
+                self.options.artefact, type(self.model).__name__, self.lack or "another model, machine or option",
+            )  # fmt: skip
+        return None
+
+    def write(self, start: Start) -> None:
+        """Keep findings for later starts, as far as possible."""
+        if self.key is None or self.cache.folder is None:
+            return
+        try:
+            with timed(self.seconds, "save"):
+                self._write(self.cache, start)
+        except Exception as error:
+            self.lack = f"cannot be stored ({error})"
+            log.debug("%s leaves no artefact: it %s", type(self.model).__name__, self.lack)
+
+    def save(self, start: Start, folder: Path | str) -> None:
+        """Copy findings, and all else that the cache has of this start, to a folder.
+
+        ValueError if there is no artefact of this model. OSError if the folder cannot be written.
+        """
+        if self.key is None:
+            raise ValueError(f"save: there is no artefact of this {type(self.model).__name__}, because it {self.lack}")
+        try:
+            self.cache.export(self.key, folder)
+            is_written = self._write(Store(folder, float("inf")), start)
+        except Exception as error:
+            raise ValueError(f"save: this {type(self.model).__name__} cannot be stored ({error})") from error
+        if not is_written:
+            raise OSError(f"save: {folder} cannot be written; the log has the reason")
+
+    def _write(self, store: Store, start: Start) -> bool:
+        content = {
+            "format": FORMAT,
+            "graphs": {purpose: data_of(start.graphs[purpose], self.model) for purpose in PURPOSES},
+            "reads": [sorted(names) for _, names in start.reads],
+            "serves_padding": start.serves_padding,
+        }
+        is_kept = store.write(self.key, ITEM, json.dumps(content, separators=(",", ":")).encode())
+        return is_kept and store.write(self.key, ABOUT, json.dumps(about(self.model)).encode())
+
+    def _checked(self, store: Store, data: bytes) -> Start | None:
+        """The findings if they compute what the model does. Otherwise the entry is taken out of the store."""
+        try:
+            with timed(self.seconds, "load"):
+                start = self._bound(json.loads(data))
+            with timed(self.seconds, "checks"):
+                quick_check(self.model, *(start.graphs[purpose] for purpose in reversed(PURPOSES)))
+            return start
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            log.warning(
+                "the artefact of %s in %s is not used, because it does not fit (%s: %s); the start is a full one",
+                type(self.model).__name__, store.folder, type(error).__name__, reason,
+            )  # fmt: skip
+            store.drop(self.key)
+            return None
+
+    def _bound(self, content: dict[str, Any]) -> Start:
+        if content["format"] != FORMAT:
+            raise ValueError(f"expected format {FORMAT}, got {content['format']}")
+        graphs = {purpose: bound(content["graphs"][purpose], self.model) for purpose in PURPOSES}
+        if not self.options.merge_linears:
+            for purpose, graph in graphs.items():
+                keep_apart(graph.gm, content["graphs"][purpose]["tensors"])
+        configs = [config for config in configs_of(self.model) if isinstance(config, PreTrainedConfig)]
+        reads = [(config, set(names)) for config, names in zip(configs, content["reads"], strict=True)]
+        return Start(graphs, reads, bool(content["serves_padding"]))
+
+
+@contextmanager
+def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """A context whose time is added to that of a stage."""
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - begin
+
+
+def _lacks(model: PreTrainedModel, options: Options) -> Iterator[str]:
+    """The reasons why a model cannot have an artefact."""
+    tensors = [*held_tensors(model)]
+    if options.ranks.size > 1:
+        yield "is shared out among ranks"
+    if packed_layers(model) or packed_experts(model) or library_tensors(model):
+        yield "is quantised"
+    if any(type(tensor.data) is not Tensor for tensor in tensors):
+        yield "has tensors of a class of their own"
+    if is_kept_apart(tensors):
+        yield "has weights that an earlier speculate(merge_linears=False) reads where they lie"

@@ -1,0 +1,301 @@
+"""Starts from artefacts: no export, no passes, no full checks, and equal tokens; every fault gives a full start."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import captures
+import models
+import pytest
+import torch
+import transformers
+from transformers.models.llama import modeling_llama
+
+import spec_compile
+from spec_compile import api, speculate
+from spec_compile.artefacts.start import ITEM
+from spec_compile.artefacts.store import Store
+
+ROOT = Path(__file__).parents[2]
+EAGLE = ROOT / "examples/tiny_coder/heads/eagle3"
+IDS = torch.arange(5, 17)[None]
+NEW = {"max_new_tokens": 12, "do_sample": False}
+CASES = {
+    "llama": ("llama", "ngram", {}), "hybrid": ("qwen3_next", "ngram", {}), "experts": ("mixtral", "ngram", {}),
+    "head": ("tiny_coder", "eagle3", {"draft": str(EAGLE)}),
+}  # fmt: skip
+CHILD = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import test_start as test, torch
+from spec_compile import api, passes
+torch.set_num_threads(1)
+counts = dict.fromkeys(("export", "run", "capture", "check_capture", "check_tree", "check_generation"), 0)
+def count(home, name):
+    function = getattr(home, name)
+    def counted(*arguments, **named):
+        counts[name] += 1
+        return function(*arguments, **named)
+    setattr(home, name, counted)
+count(torch.export, "export"), count(passes, "run")
+for name in [*counts][2:]:
+    count(api, name)
+found = {}
+for name in test.CASES:
+    counts.update(dict.fromkeys(counts, 0))
+    fast = test.started(name, sys.argv[2])
+    found[name] = [fast.speculation.is_from_artefact, dict(counts), test.answer(fast)]
+print(json.dumps(found))
+"""
+
+
+def model_of(name):
+    if name != "tiny_coder":
+        return {**models.ADMITTED, **models.HYBRIDS}[name]()
+    return transformers.AutoModelForCausalLM.from_pretrained(EAGLE.parents[1], dtype=torch.float32).eval()
+
+
+def started(name, cache, **options):
+    model, algo, more = CASES[name]
+    return speculate(model_of(model), algo, compile=False, cache=str(cache), **{**more, **options})
+
+
+def answer(model):
+    return model.generate(IDS, **NEW)[0].tolist()
+
+
+def child(cache):
+    """A process that makes all starts. PYTHONPATH has the folders that pytest adds."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support"), str(ROOT / "tests/artefacts")])
+    command = [sys.executable, "-c", CHILD, str(ROOT / "tests/support"), str(cache)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths})
+
+
+def test_another_process_exports_and_rewrites_nothing(tmp_path):
+    """Two processes start at once from nothing. A third starts from what they have left."""
+    both = [child(tmp_path), child(tmp_path)]
+    first, second = (json.loads(each.communicate()[0]) for each in both)
+    third = json.loads(child(tmp_path).communicate()[0])
+    for name, (source, _, _) in CASES.items():
+        expected = answer(model_of(source))
+        assert [found[name][2] for found in (first, second, third)] == [expected] * 3
+        of_draft = int(name == "head")  # the graph of a head is captured by every start
+        is_from_artefact, counts, _ = third[name]
+        assert is_from_artefact and counts == {**dict.fromkeys(counts, 0), "export": of_draft, "run": of_draft}
+
+
+@pytest.fixture
+def warnings(caplog):
+    """The lines that the package logs."""
+    caplog.set_level(logging.WARNING, logger="spec_compile")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "spec_compile"]
+
+
+def is_hit(cache, name="llama", **options):
+    fast = started(name, cache, **options)
+    assert answer(fast) == answer(fast.speculation.original)
+    return fast.speculation.is_from_artefact
+
+
+def test_other_weights_start_from_the_same_artefact(tmp_path, warnings):
+    assert not is_hit(tmp_path)
+    other = model_of("llama")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    fast = speculate(other, compile=False, cache=tmp_path)
+    assert fast.speculation.is_from_artefact and answer(fast) == answer(other) != answer(model_of("llama"))
+    assert not warnings()
+
+
+def test_padding_that_is_not_served_stays_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(api, "check_generation", lambda model, graph: False)
+    for is_second in (False, True):
+        speculation = started("llama", tmp_path).speculation
+        assert speculation.is_from_artefact == is_second and not speculation.engine.serves_padding
+
+
+def test_values_that_a_start_reads_are_watched(tmp_path):
+    for _ in range(2):
+        model = model_of("gemma2")
+        fast = speculate(model, compile=False, cache=tmp_path)
+    assert fast.speculation.is_from_artefact
+    model.config.final_logit_softcapping = 0.5
+    with pytest.raises(RuntimeError, match=r"config\.final_logit_softcapping"):
+        answer(fast)
+    model.config.final_logit_softcapping = 10.0
+    replaced = {name: torch.randn_like(x) * 0.1 for name, x in model.state_dict().items()}
+    model.load_state_dict(replaced, assign=True)
+    model.tie_weights()
+    fast.speculation.refresh()
+    assert answer(fast) == answer(model)
+
+
+def entry(cache):
+    (stored,) = Store(cache).entries()
+    return Store(cache), stored.key
+
+
+def change_file(cache, change):
+    store, key = entry(cache)
+    path = store.folder / key / ITEM
+    path.write_bytes(change(path.read_bytes()))
+
+
+def change_content(cache, change):
+    store, key = entry(cache)
+    content = json.loads(store.read(key, ITEM))
+    change(content)
+    store.write(key, ITEM, json.dumps(content).encode())
+
+
+def foreign(cache):
+    """The entry of another model under this key."""
+    other = cache.with_name("other")
+    is_hit(other, "experts")
+    theirs, their_key = entry(other)
+    store, key = entry(cache)
+    store.write(key, ITEM, theirs.read(their_key, ITEM))
+
+
+def wrong_operator(content):
+    next(row for row in content["graphs"]["verify"]["rows"] if row[0] == "aten.add.Tensor")[0] = "os.system"
+
+
+def wrong_number(content):
+    rows = content["graphs"]["verify"]["rows"]
+    next(row for row in rows if row[0] == "aten.add.Tensor" and isinstance(row[1][1], float))[1][1] = 0.5
+
+
+def wrong_prefill(content):
+    rows = content["graphs"]["prefill"]["rows"]
+    next(row for row in rows if row[0] == "aten.add.Tensor" and isinstance(row[1][1], float))[1][1] = 0.5
+
+
+def wrong_weight(content):
+    tensors = content["graphs"]["verify"]["tensors"]
+    names = [name for name in tensors if name.endswith("layernorm.weight")]
+    tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]]
+
+
+FAULTS = {
+    "truncated": lambda cache: change_file(cache, lambda data: data[:-100]),
+    "flipped": lambda cache: change_file(cache, lambda data: data[:900] + bytes([data[900] ^ 4]) + data[901:]),
+    "empty": lambda cache: change_file(cache, lambda data: b""),
+    "foreign": foreign,
+    "no object": lambda cache: Store(cache).write(entry(cache)[1], ITEM, b"[1, 2"),
+    "version": lambda cache: change_content(cache, lambda content: content.update(format=99)),
+    "half": lambda cache: change_content(cache, lambda content: content["graphs"].pop("prefill")),
+    "no tensor": lambda cache: change_content(
+        cache, lambda content: content["graphs"]["verify"]["tensors"].update({"model.x": {"path": "x"}})
+    ),
+    "config": lambda cache: change_content(cache, lambda content: content["reads"].append(["x"])),
+    "operator": lambda cache: change_content(cache, wrong_operator),
+    "number": lambda cache: change_content(cache, wrong_number),
+    "number of prefill": lambda cache: change_content(cache, wrong_prefill),
+    "weight": lambda cache: change_content(cache, wrong_weight),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_artefact_gives_a_full_start(fault, tmp_path, warnings):
+    cache = tmp_path / "cache"
+    is_hit(cache)
+    FAULTS[fault](cache)
+    assert not is_hit(cache)
+    assert len(warnings()) == 1
+    assert is_hit(cache) and len(warnings()) == 1
+
+
+def test_a_changed_function_that_the_key_does_not_see_is_refused(tmp_path, monkeypatch, warnings):
+    assert not is_hit(tmp_path)
+    monkeypatch.setattr(captures, "GRAPHS", {})
+    right = torch.rsqrt
+    monkeypatch.setattr(torch, "rsqrt", lambda x: right(x) * 1.1)
+    assert not is_hit(tmp_path)
+    (line,) = warnings()
+    assert "an artefact differs from the model's own forward" in line
+    assert is_hit(tmp_path) and len(Store(tmp_path).entries()) == 1
+
+
+def test_a_changed_modelling_file_has_another_key(tmp_path, monkeypatch, warnings):
+    assert not is_hit(tmp_path)
+    right = modeling_llama.rotate_half
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: right(x) * 1)
+    assert not is_hit(tmp_path)
+    assert len(Store(tmp_path).entries()) == 2 and not warnings()
+
+
+def test_a_cache_that_cannot_be_used_changes_nothing(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert not is_hit(tmp_path / "file") and not is_hit(tmp_path / "file")
+    monkeypatch.setenv("SPEC_COMPILE_CACHE", str(tmp_path / "off"))
+    assert not is_hit("off") and not (tmp_path / "off").exists()
+    fast = speculate(model_of("llama"), compile=False)
+    assert not fast.speculation.is_from_artefact and len(Store().entries()) == 1
+
+
+def test_models_without_an_artefact(tmp_path):
+    model = model_of("llama")
+    model.model.layers[1].register_forward_hook(lambda module, inputs, output: None)
+    for _ in range(2):
+        fast = speculate(model, compile=False, cache=tmp_path)
+        assert not fast.speculation.is_from_artefact and not Store(tmp_path).entries()
+    with pytest.raises(ValueError, match="it has hooks that may change values"):
+        fast.speculation.save(tmp_path)
+
+
+def test_weights_that_are_read_where_they_lie_stay_there(tmp_path):
+    """A start from an artefact joins no weights of a model whose graphs of merge_linears=False are still there."""
+    is_hit(tmp_path)
+    is_hit(tmp_path, merge_linears=False)
+    model = model_of("llama")
+    apart = speculate(model, compile=False, cache=tmp_path, merge_linears=False)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    merging = speculate(model, compile=False, cache=tmp_path)
+    assert apart.speculation.is_from_artefact and not merging.speculation.is_from_artefact
+    assert places == [parameter.data_ptr() for parameter in model.parameters()]
+    assert answer(apart) == answer(merging) == answer(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype, tmp_path):
+    for is_second in (False, True):
+        model = model_of("llama").to(dtype)
+        assert speculate(model, compile=False, cache=tmp_path).speculation.is_from_artefact == is_second
+
+
+def test_saved_artefacts_are_carried(tmp_path, warnings):
+    folder, cache = tmp_path / "folder", tmp_path / "cache"
+    with pytest.raises(ValueError, match="artefact: expected a folder that"):
+        started("llama", cache, artefact=folder)
+    started("llama", cache).speculation.save(folder)
+    (cache / "file").write_text("")
+    assert is_hit("off", artefact=folder) and is_hit(cache, artefact=str(folder)) and not warnings()
+    assert not is_hit(cache, "experts", artefact=folder)
+    assert len(warnings()) == 1 and "nothing in" in warnings()[0]
+    with pytest.raises(ValueError, match="cache=False"):
+        started("llama", "off").speculation.save(folder)
+    with pytest.raises(OSError, match="cannot be written"):
+        started("llama", cache).speculation.save(tmp_path / "cache" / "file")
+    for name, value in (("cache", 3), ("artefact", True)):
+        with pytest.raises(TypeError, match=f"{name}: expected"):
+            speculate(model_of("llama"), **{name: value})
+
+
+def test_reports_of_a_start_from_an_artefact(tmp_path):
+    texts, graphs = [], []
+    for is_second in (False, True):
+        fast = started("llama", tmp_path)
+        speculation = fast.speculation
+        assert speculation.is_from_artefact == is_second
+        assert {"capture", "save"} <= speculation.seconds.keys() or is_second
+        first, started_by, *rest = speculation.explain().splitlines()
+        assert ("from an artefact" in started_by) == is_second
+        texts.append([first, *rest])
+        files = spec_compile.dump(fast, tmp_path / str(is_second))
+        graphs.append([(file.name, file.read_text()) for file in files])
+    assert texts[0] == texts[1] and graphs[0] == graphs[1]
