@@ -19,7 +19,7 @@ LOOK_SECONDS = 0.05
 
 
 class Tiers:
-    """What an engine still has to trace and to adopt, done in pieces in turns of that engine.
+    """The parts that an engine still has to trace and to adopt, piece by piece in turns of its own.
 
     A step that is used for the first time runs eagerly, and asks. Then, between calls, its example runs eagerly, and
     one part of it after the other is traced. Child processes compile the parts, and results are adopted between calls.
@@ -130,20 +130,20 @@ class Tiers:
 
     def _trace(self) -> None:
         """Run an example, or trace a part that one has run."""
-        code = self._runtime.code
         if not self._traces and self._examples:
-            self._step = next(iter(self._examples))
-            example = self._examples.pop(self._step)
+            self._step, example = next(iter(self._examples.items()))
             with recording() as traces:
                 example()
             self._traces = [*traces.values()]
+            del self._examples[self._step]
         elif self._traces:
             try:
-                self._traces.pop(0)()
+                self._traces[0]()
             except Exception as error:
                 self.source.fail(f"{type(error).__name__}: {error}")
+            del self._traces[0]  # only now, because somebody may wait until nothing is untraced
         if not self._traces:
-            code.complete.add(self._step)
+            self._runtime.code.complete.add(self._step)
 
     def _adopt(self) -> None:
         """Adopt what is compiled, unless an engine that shares the parts is in the middle of an answer."""

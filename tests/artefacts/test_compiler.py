@@ -5,38 +5,16 @@ import threading
 
 import pytest
 import torch
+from fake_children import Doing
 from torch import nn
 
 from spec_compile.artefacts.compiler import PartCompiler, PartSource, counts, recording
-from spec_compile.artefacts.parts import compile_part, read_job
 
 
 class Memory(dict):
     """A store."""
 
     read, write = dict.get, dict.__setitem__
-
-
-class Doing:
-    """Children that have done their jobs when `finish` is called; a job that `fails` gets no result."""
-
-    def __init__(self):
-        self.jobs, self.done, self.fails, self.is_broken = {}, {}, set(), False
-
-    def submit(self, key, job):
-        if self.is_broken:
-            raise OSError("no processes")
-        self.jobs[key] = job
-
-    def forget(self, key):
-        self.jobs.pop(key, None)
-
-    def finish(self):
-        for key, job in self.jobs.items():
-            self.done[key] = (None, "reason") if key in self.fails else (compile_part(read_job(job)), "")
-
-    def collect(self, keys):
-        return [(key, *self.done[key]) for key in keys if key in self.done]
 
 
 class Counter(nn.Module):
