@@ -1,5 +1,6 @@
 """Turns: work that can wait goes between calls, is not starved by them, and does not starve them."""
 
+import itertools
 import threading
 import time
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ def test_a_busy_loop_does_not_starve_work_nor_work_the_loop(monkeypatch, of):
                 assert is_mine and turns.is_mine
                 pieces.append(len(calls))
         done.set()
-    between = [later - earlier for earlier, later in zip(pieces, pieces[1:])]
+    between = [later - earlier for earlier, later in itertools.pairwise(pieces)]
     assert min(between) >= 5, "after a piece of work calls go first for a while"
 
 
