@@ -202,8 +202,8 @@ class PartCompiler:
         """`function` of tensors, integers, None, and lists and tuples of these, compiled in its first call. Methods of
         the same name share a compilation, and so do functions with the same `alike`, a text of their computation."""
         owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
-        new = CompiledPart(function, partial(self._first, f"{name}_{self.tag}"))
-        return self._parts.setdefault((name, alike), new).bound(owner)
+        self._parts.setdefault((name, alike), CompiledPart(function, partial(self._first, f"{name}_{self.tag}")))
+        return self._parts[name, alike].bound(owner)
 
     def _first(self, name: str, part: CompiledPart, arguments: tuple) -> None:
         if _recording.traces is not None:
