@@ -35,9 +35,11 @@ from .graph import ModelGraph
 from .ngram import NgramStore
 from .parallel.start import find_ranks
 from .report.accounts import Accounts
+from .runtime.background import compiles_at_once
 from .runtime.served import ServedEngine
 from .runtime.steps.build import StepKind
 from .runtime.steps.code import shared_code
+from .runtime.tiers import build_compiled
 
 log = logging.getLogger("spec_compile")
 
@@ -77,7 +79,7 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
         # Refuse kernels that do not load, and a CPU without a compiler.
         if model.device.type == "cuda":
             kernels.load(model.device)
-        elif parsed.compile:
+        elif compiles_at_once(parsed):
             check_compiler()
     share_memory(ranks, model.device)
     # Tracing and checking change settings of the process, and run no code that the user had compiled.
@@ -195,13 +197,18 @@ class Speculation(Accounts):
             raise TypeError(f"do_sample must be True or False, not {type(do_sample).__name__}")
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be a function of a line, not {type(progress).__name__}")
-        with self.engine.turns, torch.inference_mode(False), torch.no_grad(), self.engine.reporting(progress):
+        kinds = (StepKind.ROUND, StepKind.LOOK, StepKind.FINISH) if do_sample else (StepKind.ROUND,)
+
+        def build() -> None:
             steps = self.engine.session(batch_size).steps
             steps.build_prefill()
             for nodes in self.engine.runtime.sizes:
-                for kind in (StepKind.ROUND, StepKind.LOOK, StepKind.FINISH) if do_sample else (StepKind.ROUND,):
+                for kind in kinds:
                     steps.get(kind, nodes)
             steps.build_proposal()
+
+        with self.engine.turns, torch.inference_mode(False), torch.no_grad(), self.engine.reporting(progress):
+            build_compiled(self.engine.runtime, build)
 
     def refresh(self) -> None:
         """Take over new weights, without capturing or compiling anew.

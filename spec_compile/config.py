@@ -7,6 +7,7 @@ from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from .errors import did_you_mean
@@ -16,6 +17,7 @@ from .tree import MAX_NODES
 
 CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")
 EXACT = ("auto", "bits")
+COMPILE = (True, False, "background")
 Parsed = TypeVar("Parsed")
 
 
@@ -26,7 +28,8 @@ class Options:
     num_draft_tokens: nodes verified a round, the root included (1 to 64; 1: plain decoding, nothing is drafted).
     max_cache_len: tokens a sequence may hold, prompt included (default: the length that the model was trained for, as
         far as a quarter of the memory goes; on a GPU 8192 at most).
-    compile: run rounds through Inductor (False: eagerly, for debugging; same tokens).
+    compile: run rounds through Inductor. "background": the first rounds run eagerly, and compiled ones take their place
+        between two calls, as soon as other processes have compiled them; True: before the first round; False: never.
     cuda_graphs: on a GPU, capture each round in one CUDA graph (False: for debugging; same tokens).
     check: compare the captured graphs with the model's own forward before use.
     merge_linears: make one matrix product of linear layers of one input (q, k and v; gate and up).
@@ -46,7 +49,7 @@ class Options:
 
     num_draft_tokens: int = 16
     max_cache_len: int | None = None
-    compile: bool = True
+    compile: bool | str = "background"
     cuda_graphs: bool = True
     check: bool = True
     merge_linears: bool = True
@@ -85,6 +88,8 @@ class Options:
             raise TypeError(f"artefact: expected a folder, got {type(self.artefact).__name__} ({self.artefact!r})")
         if self.artefact is not None and not Path(self.artefact).is_dir():
             raise ValueError(f"artefact: expected a folder that speculation.save() has made, got {self.artefact}")
+        if self.compile not in COMPILE:
+            raise ValueError(f"compile: expected True, False or 'background', got {self.compile!r}")
         _ = self.attention_backends  # raises if a name is not a backend's
 
     @property
@@ -102,7 +107,7 @@ class Options:
         captured = self.cuda_graphs and role != "prefill"
         cache = "auto" if role == "draft" else self.kv_cache_dtype
         fp8, scaled = cache != "auto", cache == "fp8_per_token_head"
-        return attention.Use(self.attention_backends[role], role, captured, self.compile, fp8, scaled)
+        return attention.Use(self.attention_backends[role], role, captured, bool(self.compile), fp8, scaled)
 
 
 def meanings(cls: type) -> dict[str, str]:
@@ -122,7 +127,7 @@ def meanings(cls: type) -> dict[str, str]:
 
 def kind(hint: Any) -> str:
     """The name of a type for readers; "" for any type, which the meaning describes."""
-    parts = [part for part in (get_args(hint) if type(None) in get_args(hint) else (hint,)) if part is not type(None)]
+    parts = [part for part in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if part is not type(None)]
     return " or ".join(getattr(part, "__name__", str(part)) for part in parts if part is not Any)
 
 

@@ -17,6 +17,8 @@ if not torch.cuda.is_available():
 
         hasten()
 
+os.environ.setdefault("SPEC_COMPILE_CHILDREN", "0")  # what is compiled is compiled before its first call, as by True
+
 import captures
 import hypothesis
 import models

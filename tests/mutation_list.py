@@ -896,7 +896,7 @@ COMPILED = [
     ),
     Mutation(
         "a part may be compiled for the sizes of a session", f"{ARTEFACTS}compiler.py",
-        "assert self.is_open, f", "assert True, f",
+        "assert self.is_open or not self.source.at_once, f", "assert True, f",
         f"{SHARED_CODE} -k test_a_part_is_not_compiled",
     ),
     Mutation(
@@ -1023,8 +1023,45 @@ STARTS = [
         f"{STORE} -k not_used_for_longest",
     ),
 ]  # fmt: skip
+TIERS = [
+    Mutation(
+        "calls without a pause starve the work between them", f"{RUNTIME}turns.py",
+        "(not patience or is_quiet or self._work_is_due())", "(not patience or is_quiet)",
+        "tests/runtime/test_turns.py -k busy_loop",
+    ),
+    Mutation(
+        "work between calls starves them", f"{RUNTIME}turns.py",
+        "self._due = now + max(EVERY, 2 * (now - begin))", "self._due = now",
+        "tests/runtime/test_turns.py -k busy_loop",
+    ),
+    Mutation(
+        "parts change inside an answer of another wrapper", f"{RUNTIME}tiers.py",
+        "if not (is_free and user._may_change()):", "if False:",
+        "tests/runtime/test_tiers.py -k another_wrapper",
+    ),
+    Mutation(
+        "warmup does not wait for what is compiled in the background", f"{RUNTIME}tiers.py",
+        "        runtime.tiers.finish()\n", "",
+        "tests/runtime/test_tiers.py -k test_warmup_waits",
+    ),
+    Mutation(
+        "parts change as soon as they are loaded", f"{ARTEFACTS}compiler.py",
+        "        if self.at_once:\n            self.adopt()", "        self.adopt()",
+        "tests/artefacts/test_compiler.py -k test_parts_are_eager",
+    ),
+    Mutation(
+        "a first call traces, although parts are compiled in the background", f"{ARTEFACTS}compiler.py",
+        "        elif self.source.at_once:\n", "        else:\n",
+        "tests/artefacts/test_compiler.py -k test_parts_are_eager",
+    ),
+    Mutation(
+        "jobs that nobody waits for are compiled", f"{ARTEFACTS}children.py",
+        "if not self._wanted[key] and os.getpid() == self._owner:", "if False:",
+        "tests/artefacts/test_children.py -k test_this_process_helps",
+    ),
+]  # fmt: skip
 MUTATIONS: list[Mutation] = [
-    *STARTS, *COMPILED,
+    *STARTS, *TIERS, *COMPILED,
     *REQUESTS, *STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *NEWCOMERS, *FORWARDS, *OTHERS, *SERVING,
     *TOLERANCES,
 ]  # fmt: skip

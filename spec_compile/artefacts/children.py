@@ -4,7 +4,6 @@ A folder is their queue: ``000007-KEY.job`` is a job that waits, ``000007-KEY.ta
 ``KEY.part`` or ``KEY.failed`` its result, which appears whole.
 """
 
-import logging
 import os
 import shutil
 import signal
@@ -14,9 +13,9 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-
-log = logging.getLogger("spec_compile")
 
 NICENESS = 15
 LOOK_SECONDS = 0.1
@@ -25,6 +24,16 @@ IDLE_SECONDS = 20.0
 """After so long without a job a child ends; the next job starts another."""
 MOST_DEATHS = 3
 """Children that may die at work; then every job that is left fails."""
+
+
+def number_of_children() -> int:
+    """Processes that compile: the environment variable SPEC_COMPILE_CHILDREN, or half of the cores, 8 at most, and one
+    on a machine of up to 4 cores. ValueError if the variable is no number of 0 or more."""
+    text = os.environ.get("SPEC_COMPILE_CHILDREN", "")
+    if text and not text.isdecimal():
+        raise ValueError(f"SPEC_COMPILE_CHILDREN: expected a number of 0 or more, got {text!r}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(text) if text else 1 if cores <= 4 else min(8, cores // 2)
 
 
 class Children:
@@ -36,38 +45,65 @@ class Children:
         self.count = count
         self._jobs: dict[str, str] = {}
         """The texts of jobs without a result, by key."""
+        self._wanted: Counter[str] = Counter()
+        """By key, how many wait for it or have its result."""
         self._open()
 
     def submit(self, key: str, job: str) -> None:
-        """Let a child compile a job, the text of a `PartJob`. key: names its result."""
+        """Let a child compile a job, the text of a `PartJob`, unless that was asked for before. key: names its result.
+        OSError if the folder cannot be written to, or no process be started."""
         self._follow_fork()
-        self._jobs[key] = job
-        _write(self.folder / f"{self._number:06d}-{key}.job", job.encode())
-        self._number += 1
-        self._start()
+        with self._lock:
+            self._wanted[key] += 1
+            if key not in self._jobs and not self.is_over(key):
+                self._write_job(key, job)
+            self._start()
 
-    def collect(self) -> list[tuple[str, bytes | None]]:
-        """Keys and compiled parts since the last call, without waiting; None for a job that failed, which is logged."""
+    def forget(self, key: str) -> None:
+        """Undo a `submit`, whose result nobody needs. A job that a child has begun with goes on."""
+        self._wanted[key] -= 1
+        if not self._wanted[key] and os.getpid() == self._owner:
+            for waiting in self.folder.glob(f"*-{key}.job"):
+                waiting.unlink(missing_ok=True)
+                self._jobs.pop(key, None)
+
+    def is_over(self, key: str) -> bool:
+        """True if a job has its result."""
+        return any((self.folder / f"{key}.{kind}").exists() for kind in ("part", "failed"))
+
+    def tend(self) -> None:
+        """Replace children that have died. OSError if the folder is gone, or no process can be started."""
         self._follow_fork()
-        self._bury()
-        found = list[tuple[str, bytes | None]]()
-        for key in list(self._jobs):
-            result, failure = self.folder / f"{key}.part", self.folder / f"{key}.failed"
+        if not self.folder.is_dir():
+            raise FileNotFoundError(f"the folder of the processes that compile is gone: {self.folder}")
+        with self._lock:
+            self._bury()
+            for key in filter(self.is_over, list(self._jobs)):
+                del self._jobs[key]
+            self._start()
+
+    def collect(self, keys: Iterable[str]) -> list[tuple[str, bytes | None, str]]:
+        """(key, compiled part, "") for each of these jobs that is done, and (key, None, reason) for each that failed.
+        Results stay for others that submit the same job."""
+        self.tend()
+        found = list[tuple[str, bytes | None, str]]()
+        for key in filter(self.is_over, keys):
+            result = self.folder / f"{key}.part"
             if result.exists():
-                found.append((key, result.read_bytes()))
-                result.unlink()
-            elif failure.exists():
-                found.append((key, None))
-                log.warning("a part of the rounds stays uncompiled: %s", failure.read_text())
+                found.append((key, result.read_bytes(), ""))
             else:
-                continue
-            del self._jobs[key]
-        self._start()
+                found.append((key, None, result.with_suffix(".failed").read_text()))
         return found
+
+    def help(self) -> bool:
+        """Compile a job in this process. False if none waits."""
+        self._follow_fork()
+        return _work_once(self.folder)
 
     def close(self) -> None:
         """End the children, and forget their jobs."""
         self._jobs.clear()
+        self._wanted.clear()
         self._end()
         self._open()
 
@@ -75,6 +111,7 @@ class Children:
         self.folder = Path(tempfile.mkdtemp(prefix="spec_compile_"))
         self.processes: list[subprocess.Popen] = []
         self._owner, self._number, self._deaths = os.getpid(), 0, 0
+        self._lock = threading.RLock()
         self._end = weakref.finalize(self, _end, self._owner, self.folder, self.processes)  # also when Python ends
 
     def _follow_fork(self) -> None:
@@ -82,7 +119,13 @@ class Children:
             self._end.detach()
             self._open()
             for key, job in list(self._jobs.items()):
-                self.submit(key, job)
+                self._write_job(key, job)
+            self._start()
+
+    def _write_job(self, key: str, job: str) -> None:
+        self._jobs[key] = job
+        _write(self.folder / f"{self._number:06d}-{key}.job", job.encode())
+        self._number += 1
 
     def _bury(self) -> None:
         """Fail the jobs that dead children were compiling."""
@@ -117,26 +160,35 @@ class Children:
 
 def work(folder: str, parent: int) -> None:
     """Compile the jobs of a folder until there have been none for a while, or the parent is gone."""
+    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
+    idle = 0.0
+    while idle < IDLE_SECONDS:
+        if _work_once(Path(folder)):
+            idle = 0.0
+        else:
+            idle += LOOK_SECONDS
+            time.sleep(LOOK_SECONDS)
+
+
+def _work_once(folder: Path) -> bool:
+    """Compile the oldest job that waits. False if there is none."""
     import torch
 
     from .parts import compile_part, read_job
 
-    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
-    idle = 0.0
-    while idle < IDLE_SECONDS:
-        taken = _take(Path(folder))
-        if taken is None:
-            idle += LOOK_SECONDS
-            time.sleep(LOOK_SECONDS)
-            continue
-        idle = 0.0
-        try:
-            job = read_job(taken.read_text())
-            torch.set_num_threads(job.threads)
-            _write(taken.with_name(f"{_key(taken)}.part"), compile_part(job))
-        except Exception as error:
-            _write(taken.with_name(f"{_key(taken)}.failed"), f"{type(error).__name__}: {error}".encode())
-        taken.unlink(missing_ok=True)
+    taken, threads = _take(folder), torch.get_num_threads()
+    if taken is None:
+        return False
+    try:
+        job = read_job(taken.read_text())
+        torch.set_num_threads(job.threads)
+        _write(taken.with_name(f"{_key(taken)}.part"), compile_part(job))
+    except Exception as error:
+        _write(taken.with_name(f"{_key(taken)}.failed"), f"{type(error).__name__}: {error}".encode())
+    finally:
+        torch.set_num_threads(threads)
+    taken.unlink(missing_ok=True)
+    return True
 
 
 def _take(folder: Path) -> Path | None:

@@ -1,7 +1,10 @@
 """`PartCompiler`: the parts of steps, traced in their first call, and then loaded from a store or compiled."""
 
-from collections import Counter
-from collections.abc import Callable
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,6 +15,8 @@ from ..compat import COMPILE_LOCK, CPU_OPTIONS, GPU_OPTIONS
 from .children import Children
 from .parts import PartJob, compile_part, load_part, part_key
 from .trace import Traced, trace
+
+log = logging.getLogger("spec_compile")
 
 counts: Counter[str] = Counter()
 """Parts of this process since it began: those "traced", "compiled" here, and "loaded" from bytes."""
@@ -64,59 +69,109 @@ class PartSource:
     """Gives parts their compiled graphs: from a store, compiled by this process, or by child processes.
 
     store: None keeps nothing.
-    children: if there are any, parts run eagerly until they have compiled them and `adopt` is called.
+    children: a part runs eagerly until they have compiled it and `adopt` is called.
+    at_once: a part is traced in its first call. Otherwise only first calls inside `recording` count.
     """
 
-    def __init__(self, store: PartStore | None = None, children: Children | None = None):
-        self.store, self.children = store, children
+    def __init__(self, store: PartStore | None = None, children: Children | None = None, at_once: bool = True):
+        self.store, self.children, self.at_once = store, children, at_once
         self.waiting: dict[str, list[CompiledPart]] = {}
         """The parts that children compile, by key."""
+        self.ready: deque[tuple[CompiledPart, Callable[..., list]]] = deque()
+        """The parts that are loaded, and not adopted."""
+        self.adopted = 0
+        """The number of parts that run compiled."""
+        self.failures: list[str] = []
+        """The parts that stay eager, and why."""
 
     def provide(self, part: CompiledPart, job: PartJob) -> None:
         """Load the part, or let the children compile it."""
         key = part_key(job)
-        if self._load_stored(key, part):
+        data = None if self.store is None else self.store.read(key)
+        if data is not None and self._is_loaded(data, [part]):
             return
         if self.children is not None:
-            if key not in self.waiting:
-                self.children.submit(key, job.text())
+            self.children.submit(key, job.text())
             self.waiting.setdefault(key, []).append(part)
             return
-        self._compile(key, part, job)
-
-    def adopt(self) -> int:
-        """Load the parts that children have compiled by now. Parts change from eager to compiled only here, so call it
-        between answers. Returns how many parts still wait; those whose compilation failed stay eager."""
-        for key, data in self.children.collect() if self.children is not None else ():
-            parts = self.waiting.pop(key, [])
-            if data is None:
-                continue
-            if self.store is not None:
-                self.store.write(key, data)
-            for part in parts:
-                self._load(part, data)
-        return sum(map(len, self.waiting.values()))
-
-    def _load_stored(self, key: str, part: CompiledPart) -> bool:
-        data = None if self.store is None else self.store.read(key)
-        if data is None:
-            return False
-        try:
-            self._load(part, data)
-        except Exception:  # a damaged file: the part is compiled again
-            return False
-        return True
-
-    def _compile(self, key: str, part: CompiledPart, job: PartJob) -> None:
         data = compile_part(job)
         counts["compiled"] += 1
         if self.store is not None:
             self.store.write(key, data)
-        self._load(part, data)
+        self._load(data, [part])
 
-    def _load(self, part: CompiledPart, data: bytes) -> None:
-        part.loaded = load_part(data)
+    def load(self) -> None:
+        """Load what children have compiled by now; parts whose compilation failed stay eager. OSError if no child can
+        compile any more."""
+        if self.children is None or not self.waiting:
+            return
+        for key, data, failure in self.children.collect([*self.waiting]):
+            parts = self.waiting.pop(key, [])
+            if data is None:
+                self.fail(failure, len(parts))
+            elif not self._is_loaded(data, parts):
+                self.fail("what a process compiled cannot be loaded in this one", len(parts))
+            elif self.store is not None:
+                self.store.write(key, data)
+
+    def adopt(self) -> None:
+        """Parts change from eager to compiled only here, so call it between answers."""
+        while self.ready:
+            part, function = self.ready.popleft()
+            part.loaded = function
+            self.adopted += 1
+
+    def _is_loaded(self, data: bytes, parts: list[CompiledPart]) -> bool:
+        """Load a part; False if the bytes are damaged."""
+        try:
+            self._load(data, parts)
+        except Exception as error:
+            log.info("a compiled part cannot be loaded: %s: %s", type(error).__name__, error)
+            return False
+        return True
+
+    def _load(self, data: bytes, parts: list[CompiledPart]) -> None:
+        function = load_part(data)
         counts["loaded"] += 1
+        self.ready.extend((part, function) for part in parts)
+        if self.at_once:
+            self.adopt()
+
+    def fail(self, reason: str, parts: int = 1) -> None:
+        """Some parts stay eager. The first failure is a warning of the log; the others are in `failures`."""
+        if not self.failures:
+            log.warning("a part of the rounds stays uncompiled, so that they take longer: %s", reason)
+        self.failures += [reason] * parts
+
+    def give_up(self, reason: str) -> None:
+        """All parts that wait stay eager."""
+        for parts in self.waiting.values():
+            self.fail(reason, len(parts))
+        self.waiting.clear()
+
+    def __del__(self) -> None:
+        for key, parts in self.waiting.items():
+            for _ in parts:
+                self.children.forget(key)
+
+
+class _Recording(threading.local):
+    """The first calls of parts in this thread: None, or for each part a function that traces it."""
+
+    traces: dict[CompiledPart, Callable[[], None]] | None = None
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def recording() -> Iterator[dict[CompiledPart, Callable[[], None]]]:
+    """A context in which this thread's first calls of parts run eagerly. Each adds a function that traces the part."""
+    _recording.traces = traces = {}
+    try:
+        yield traces
+    finally:
+        _recording.traces = None
 
 
 class PartCompiler:
@@ -138,7 +193,7 @@ class PartCompiler:
     ):  # fmt: skip
         self.device, self.tag, self.varying = device, tag, varying
         self.nodes, self.slots, self.exact = nodes, slots, exact
-        self.source = source or PartSource()
+        self.source, self.threads = source or PartSource(), torch.get_num_threads()
         self.is_open = True
         """True if first calls may come. They have the sizes `varying`; any other size would be compiled in."""
         self._parts: dict[tuple[str, str], CompiledPart] = {}
@@ -147,20 +202,25 @@ class PartCompiler:
         """`function` of tensors, integers, None, and lists and tuples of these, compiled in its first call. Methods of
         the same name share a compilation, and so do functions with the same `alike`, a text of their computation."""
         owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
-        if (name, alike) not in self._parts:
-            self._parts[name, alike] = CompiledPart(function, partial(self._first, f"{name}_{self.tag}"))
+        self._parts.setdefault((name, alike), CompiledPart(function, partial(self._first, f"{name}_{self.tag}")))
         return self._parts[name, alike].bound(owner)
 
     def _first(self, name: str, part: CompiledPart, arguments: tuple) -> None:
+        if _recording.traces is not None:
+            _recording.traces.setdefault(part, partial(self._trace, name, part, arguments))
+        elif self.source.at_once:
+            self._trace(name, part, arguments)
+
+    def _trace(self, name: str, part: CompiledPart, arguments: tuple) -> None:
         with COMPILE_LOCK:  # another engine may run the same part for the first time in another thread
             if part.traced is not None:
                 return
-            assert self.is_open, f"{name}: the first call has the sizes of a session"
+            assert self.is_open or not self.source.at_once, f"{name}: the first call has the sizes of a session"
             traced = trace(part.function, arguments, self._varies, self.device)
             counts["traced"] += 1
             options = CPU_OPTIONS if self.device.type == "cpu" else GPU_OPTIONS
-            self.source.provide(part, PartJob(traced.rows, traced.specs, options, torch.get_num_threads()))
             part.traced = traced
+            self.source.provide(part, PartJob(traced.rows, traced.specs, options, self.threads))
 
     def _varies(self, size: int) -> bool:
         return any(size % prime == 0 for prime in self.varying)

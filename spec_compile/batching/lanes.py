@@ -69,6 +69,7 @@ class Lanes:
         if width not in self._sessions:
             self._sessions[width] = Session(self.runtime, width, self.all.capacity, self.all)
             self._choose_sizes(self._sessions[width])
+        self._sessions[width].steps.renew()
         return self._sessions[width]
 
     def prefill_seconds(self, width: int) -> dict[int, float]:

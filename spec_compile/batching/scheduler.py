@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ..capture.weight_values import WeightValues
 from ..runtime.runtime import Runtime
 from ..runtime.steps.build import StepKind
+from ..runtime.tiers import build_compiled
 from .decoding import Decoder
 from .job import Job
 from .prompts import Prompts
@@ -84,6 +85,9 @@ class Scheduler:
 
     def warmup(self) -> None:
         """Compile and capture what rounds and prompts of all widths need."""
+        build_compiled(self.prompts.runtime, self._build)
+
+    def _build(self) -> None:
         for width in self.prompts.lanes.widths:
             steps = self.prompts.lanes.session(width).steps
             steps.build_prefill()

@@ -25,6 +25,7 @@ def explain(speculation) -> str:
         *speculation.options.ranks.notes,
         *_bits(variant_parts(graph)),
         *_plans(graph),
+        *([] if engine.runtime.tiers is None else [engine.runtime.tiers.describe()]),
         "passes (call nodes before -> after):",
     ]
     for report in graph.log:

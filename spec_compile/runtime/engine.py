@@ -88,6 +88,7 @@ class Engine:
         key = len(self.running), batch
         if key not in self.sessions or self.sessions[key].is_growing:  # a growth that failed, or that a fork cut off
             self.sessions[key] = Session(self.runtime, batch)
+        self.sessions[key].steps.renew()
         self.sessions.move_to_end(key)
         busy = [session for session, _ in self.running]
         idle = [other for other, session in self.sessions.items() if other != key and session not in busy]

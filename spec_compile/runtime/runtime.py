@@ -21,6 +21,7 @@ from .steps.code import Code, Form
 
 if TYPE_CHECKING:
     from .steps.pieces import Pieces
+    from .tiers import Tiers
 
 log = logging.getLogger("spec_compile")
 
@@ -40,6 +41,7 @@ class Runtime:
     say: called with a line when something begins or ends to compile.
     code: compiled parts.
     examples: the pieces that compiled them, by form.
+    tiers: compiles them in the background; None: they are compiled in their first call, or never.
     """
 
     verify: ModelGraph
@@ -53,6 +55,7 @@ class Runtime:
     say: Callable[[str], None] = log.info
     code: Code = field(default_factory=Code)
     examples: dict[Form, "Pieces"] = field(default_factory=dict)
+    tiers: "Tiers | None" = None
 
     @property
     def on_gpu(self) -> bool:

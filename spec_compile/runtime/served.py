@@ -19,8 +19,10 @@ from ..compat import COMPILE_LOCK
 from ..config import Options
 from ..drafting import Algorithm
 from ..graph import ModelGraph
+from ..kernels.attention import BACKENDS
 from . import past
 from .agreement import Agreement
+from .background import background, compiles_at_once, find_fault
 from .check_options import LONGEST
 from .engine import Engine
 from .prepared import Remembered
@@ -30,6 +32,7 @@ from .runtime import max_positions
 from .session import Session
 from .steps.build import StepKind
 from .steps.code import Code
+from .tiers import Tiers
 from .turns import Turns
 
 
@@ -66,7 +69,23 @@ class ServedEngine(Engine):
         self._share_text = True
         self._announced: set[str] = set()
         self._calls, self._is_forked = 0, False
+        self.runtime.tiers = self._make_tiers()
         forks.register(self)
+
+    def _make_tiers(self) -> Tiers | None:
+        """The tiers of this engine; None if steps are compiled when they are made, or never."""
+        runtime, options = self.runtime, self.options
+        graphs = [graph for graph in (runtime.verify, runtime.prefill, runtime.algorithm.graph) if graph is not None]
+        may_be_eager = all(graph.backend is None or BACKENDS[graph.backend].uncompiled for graph in graphs)
+        if not options.compile or compiles_at_once(options) or not (may_be_eager or runtime.device.type == "cpu"):
+            return None
+        fault = find_fault(runtime.device.type)
+        return Tiers(runtime, self.turns, self._may_change, background.care_for, fault)
+
+    def _may_change(self) -> bool:
+        """True if no answer would see parts change. On a CPU in float32 its tokens are the same in either tier."""
+        is_exact = self.runtime.device.type == "cpu" and self.captured.dtype == torch.float32
+        return not self._calls and (is_exact or not any(batch.is_busy for batch in [*self.batches]))
 
     @cached_property
     def cache_layout(self) -> past.Layout | None:
@@ -137,7 +156,7 @@ class ServedEngine(Engine):
     def compile_anew(self) -> None:
         """Compile one round for a single sequence again, for tools such as depyf."""
         with self.turns:
-            runtime = dataclasses.replace(self.runtime, code=Code(), examples={})
+            runtime = dataclasses.replace(self.runtime, code=Code(), examples={}, tiers=None)
             Session(runtime, 1).steps.get(StepKind.ROUND, runtime.sizes[-1])
 
     def take_over(self) -> None:
@@ -174,6 +193,8 @@ class ServedEngine(Engine):
             )
         self.forget_running()
         self._calls, self._is_forked = 0, False
+        if self.runtime.tiers is not None and self.runtime.tiers.waits:
+            background.care_for(self.runtime.tiers)
 
     def before_fork(self) -> None:
         """See `forks`. Nothing waits for a generate() in another thread, because the child uses none of its state."""

@@ -1,5 +1,6 @@
 """`Turns`: the lock of a model."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -7,6 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+PAUSE = 0.05
+"""Seconds without a call after which work that can wait begins."""
+EVERY = 1.0
+"""If there is no pause, seconds until the next piece of such work. Longer pieces wait for twice their time."""
 
 
 class Turns:
@@ -16,6 +22,8 @@ class Turns:
     turn for every round. While both wait, each has half of the time: after a call of t seconds, rounds of t seconds
     come before the next call. So a request waits for at most one call until its next round, and a call at most twice
     the time of the calls before it.
+
+    Work that can wait is done `between` calls: after a pause, or if there is none, one piece in EVERY seconds.
     """
 
     def __init__(self) -> None:
@@ -29,15 +37,18 @@ class Turns:
         """Batches inside `rounds`."""
         self._owed = 0.0
         """Seconds that rounds may run before the next call."""
+        self._workers, self._due, self._quiet_since = 0, math.inf, -math.inf
+        """Threads that wait in `between`; when one of them goes before any call; and when the last call ended."""
 
     def __enter__(self) -> None:
-        self._take(self._calls, lambda: not (self._batches and self._owed > 0))
+        self._take(self._calls, lambda: not (self._batches and self._owed > 0) and not self._work_is_due())
         if self._depth == 1:
             self._begin = time.perf_counter()
 
     def __exit__(self, *error) -> None:
         with self._changed:
             if self._depth == 1:
+                self._quiet_since = time.perf_counter()
                 self._owed = self._owed + time.perf_counter() - self._begin if self._batches else 0.0
             self._give_back()
 
@@ -57,7 +68,7 @@ class Turns:
 
     @contextmanager
     def of_a_round(self) -> Iterator[None]:
-        self._take(self._rounds, lambda: self._owed > 0 or not self._calls)
+        self._take(self._rounds, lambda: (self._owed > 0 or not self._calls) and not self._work_is_due())
         begin = time.perf_counter()
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -65,8 +76,42 @@ class Turns:
         finally:
             with self._changed:
                 if self._depth == 1:
+                    self._quiet_since = time.perf_counter()
                     self._owed = max(0.0, self._owed - (time.perf_counter() - begin))
                 self._give_back()
+
+    @contextmanager
+    def between(self, patience: float) -> Iterator[bool]:
+        """A turn for one piece of work that can wait. True if it came within so many seconds; 0 takes only a lock that
+        nobody has. A thread that has the turn itself gets none."""
+        with self._changed:
+            self._workers += 1
+            end = time.perf_counter() + patience
+            self._due = min(self._due, time.perf_counter() + EVERY) if patience else self._due
+            try:
+                while (waits := not self._work_may_go(patience)) and time.perf_counter() < end:
+                    self._changed.wait(PAUSE)
+            finally:
+                self._workers -= 1
+                self._changed.notify_all()  # calls that let it go first
+            if not waits:
+                self._owner, self._depth = threading.get_ident(), 1
+        begin = time.perf_counter()
+        try:
+            yield not waits
+        finally:
+            if not waits:
+                with self._changed:
+                    now = time.perf_counter()
+                    self._due = now + max(EVERY, 2 * (now - begin))
+                    self._give_back()
+
+    def _work_may_go(self, patience: float) -> bool:
+        is_quiet = not (self._calls or self._rounds) and time.perf_counter() > self._quiet_since + PAUSE
+        return self._owner is None and (not patience or is_quiet or self._work_is_due())
+
+    def _work_is_due(self) -> bool:
+        return self._workers > 0 and time.perf_counter() > self._due
 
     def renew(self) -> None:
         """In a forked process, which has only this thread: forget all others, and a lock of theirs."""
@@ -75,7 +120,7 @@ class Turns:
         self._changed = threading.Condition()
         self._calls.clear()
         self._rounds.clear()
-        self._batches, self._owed = 0, 0.0
+        self._batches, self._owed, self._workers = 0, 0.0, 0
 
     @property
     def is_mine(self) -> bool:

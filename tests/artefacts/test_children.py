@@ -1,6 +1,7 @@
 """Children: they compile, they fail by name, and no way in which a process ends leaves any behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def children():
 def results(children, count):
     found, begin = {}, time.monotonic()
     while len(found) < count and time.monotonic() < begin + 3 * LONG:
-        found |= dict(children.collect())
+        found |= {key: data for key, data, _ in children.collect(list(children._wanted))}
         time.sleep(0.05)
     return found
 
@@ -56,26 +57,64 @@ def wait_until(condition):
         time.sleep(0.05)
 
 
-def test_jobs_are_compiled_or_fail_by_name(children, caplog):
+def reason(children, key):
+    return children.collect([key])[0][2]
+
+
+def test_jobs_are_compiled_or_fail_by_name(children):
     children.submit("bad", JOB.text().replace("aten.mul.Tensor", "os.system"))
     children.submit("worse", "{")
     children.submit(part_key(JOB), JOB.text())
     found = results(children, 3)
     assert found.keys() == {"bad", "worse", part_key(JOB)} and found["bad"] is found["worse"] is None
-    assert "os.system" in caplog.text and len(children.processes) == 1
+    assert "os.system" in reason(children, "bad") and len(children.processes) == 1
     x = torch.randn(3, 8)
     assert torch.equal(load_part(found[part_key(JOB)])(x)[0], x * 3)
-    assert not children.collect()
+    children.submit(part_key(JOB), JOB.text())
+    assert not children._jobs and children.is_over(part_key(JOB)), "its result is still there"
 
 
-def test_a_child_that_is_killed_at_work_fails_its_job_and_another_does_the_next(children, caplog):
+def test_this_process_helps_and_forgets(children):
+    children.submit("first", JOB.text())
+    children.submit("second", JOB.text())
+    children.submit("second", JOB.text())
+    children.forget("second")
+    assert "second" in children._jobs, "another waits for it"
+    children.forget("second")
+    assert list(children._jobs) == ["first"] and not list(children.folder.glob("*second*"))
+    threads = torch.get_num_threads()
+    while children.help():
+        pass
+    assert results(children, 1)["first"] and torch.get_num_threads() == threads
+    assert not children.help()
+
+
+def test_a_folder_that_is_gone_is_an_error(children):
+    children.submit("lost", JOB.text())
+    shutil.rmtree(children.folder)
+    with pytest.raises(FileNotFoundError, match="folder"):
+        children.collect(["lost"])
+    with pytest.raises(FileNotFoundError):
+        children.submit("next", JOB.text())
+
+
+@pytest.mark.parametrize(("value", "count"), [("0", 0), ("3", 3), ("", None)])
+def test_the_number_of_children(value, count, monkeypatch):
+    monkeypatch.setenv("SPEC_COMPILE_CHILDREN", value)
+    assert module.number_of_children() == count or (count is None and 1 <= module.number_of_children() <= 8)
+    monkeypatch.setenv("SPEC_COMPILE_CHILDREN", "-1")
+    with pytest.raises(ValueError, match="SPEC_COMPILE_CHILDREN: expected"):
+        module.number_of_children()
+
+
+def test_a_child_that_is_killed_at_work_fails_its_job_and_another_does_the_next(children):
     children.submit("killed", JOB.text())
     wait_until(lambda: list(children.folder.glob("*.taken-*")))
     (process,) = children.processes
     os.killpg(process.pid, signal.SIGKILL)
     children.submit("next", JOB.text())
     found = results(children, 2)
-    assert found["killed"] is None and found["next"] and "its child ended with -9" in caplog.text
+    assert found["killed"] is None and found["next"] and "its child ended with -9" in reason(children, "killed")
 
 
 def test_children_that_end_at_once_are_not_started_for_ever(children, monkeypatch):

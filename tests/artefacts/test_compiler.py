@@ -1,38 +1,20 @@
 """`PartCompiler`: what is stored is not compiled again, damaged files are, and parts are adopted between calls only."""
 
+import gc
+import threading
+
 import pytest
 import torch
+from fake_children import Doing
 from torch import nn
 
-from spec_compile.artefacts.compiler import PartCompiler, PartSource, counts
-from spec_compile.artefacts.parts import compile_part, read_job
+from spec_compile.artefacts.compiler import PartCompiler, PartSource, counts, recording
 
 
 class Memory(dict):
     """A store."""
 
     read, write = dict.get, dict.__setitem__
-
-
-class Doing:
-    """Children that have done their jobs when `finish` is called; a job that `fails` gets no result."""
-
-    def __init__(self):
-        self.jobs, self.done, self.fails = {}, [], set()
-
-    def submit(self, key, job):
-        assert key not in self.jobs
-        self.jobs[key] = job
-
-    def finish(self):
-        self.done = [
-            (key, None if key in self.fails else compile_part(read_job(job))) for key, job in self.jobs.items()
-        ]
-        self.jobs = {}
-
-    def collect(self):
-        done, self.done = self.done, []
-        return done
 
 
 class Counter(nn.Module):
@@ -81,31 +63,91 @@ def test_a_stored_part_is_not_compiled_again():
         assert len(source.store[key]) == len(whole)
 
 
+def background(store=None):
+    return PartSource(store, Doing(), at_once=False)
+
+
+def record(source):
+    """Use parts inside a recording, and trace them after it."""
+    with recording() as traces:
+        use(source)
+    for run in traces.values():
+        run()
+
+
 def test_parts_are_eager_until_they_are_adopted():
-    children = Doing()
-    source = PartSource(Memory(), children)
-    assert became(lambda: use(source)) == dict(traced=1, compiled=0, loaded=0)
-    assert became(lambda: use(source)) == dict(traced=1, compiled=0, loaded=0) and len(children.jobs) == 1
-    assert source.adopt() == 2
-    owner = Counter(5)
-    add = compiler(source)(owner.add, "add")
-    add(torch.ones(5, 7))
-    children.finish()
-    assert became(lambda: add(torch.ones(5, 7)))["loaded"] == 0, "compiled, and not adopted"
-    assert source.adopt() == 0 and len(source.store) == 1
-    assert torch.equal(add(torch.ones(5, 7)), torch.full((5,), 42.0))
-    assert became(lambda: use(source)) == dict(traced=1, compiled=0, loaded=1)
+    source = background(Memory())
+    assert became(lambda: use(source)) == dict(traced=0, compiled=0, loaded=0), "only first calls in a recording count"
+    assert became(lambda: record(source)) == dict(traced=1, compiled=0, loaded=0)
+    make = compiler(source)
+    owner, (first, second) = Counter(5), [Counter(rows) for rows in (5, 3)]
+    with recording() as traces:
+        adds = [make(owner.add, "add"), make(first.add, "add"), make(second.add, "add")]
+        for add, rows in zip(adds, (5, 5, 3)):
+            add(torch.ones(rows, 7))
+    assert len(traces) == 1 and became(lambda: [run() for run in traces.values()])["traced"] == 1
+    assert [len(parts) for parts in source.waiting.values()] == [2], "equal parts are one job"
+    source.load()
+    assert not source.ready
+    source.children.finish()
+    source.load()
+    assert len(source.ready) == 2 and len(source.store) == 1 and not source.waiting
+    (part,) = make._parts.values()
+    assert part.loaded is None, "compiled, and not adopted"
+    assert torch.equal(adds[0](torch.ones(5, 7)), torch.full((5,), 28.0))
+    source.adopt()
+    assert part.loaded is not None and source.adopted == 2
+    assert torch.equal(adds[0](torch.ones(5, 7)), torch.full((5,), 42.0))
+    assert torch.equal(adds[2](torch.ones(3, 7)), torch.full((3,), 28.0))
+    assert became(lambda: record(source)) == dict(traced=1, compiled=0, loaded=1), "from the store"
 
 
-def test_a_part_that_children_cannot_compile_stays_eager():
-    children = Doing()
-    source = PartSource(Memory(), children)
+def test_a_recording_is_of_one_thread():
+    source, make = background(), None
+    make = compiler(source)
+    other = make(lambda x: x + 1, "other")
+    with recording() as traces:
+        thread = threading.Thread(target=lambda: other(torch.ones(5)))
+        thread.start()
+        thread.join()
+        assert not traces
+        other(torch.ones(5))
+        assert len(traces) == 1
+    other(torch.ones(5))
+    assert not source.waiting
+
+
+@pytest.mark.parametrize("fault", ["compile", "load", "submit"])
+def test_a_part_that_children_cannot_compile_stays_eager(fault, caplog):
+    source = background(Memory())
+    source.children.is_broken = fault == "submit"
+    if fault == "submit":
+        with pytest.raises(OSError, match="no processes"):
+            record(source)
+        assert not source.waiting
+        return
+    record(source)
+    source.children.fails = set(source.children.jobs) if fault == "compile" else set()
+    source.children.finish()
+    if fault == "load":
+        source.children.done = dict.fromkeys(source.children.done, (b"damaged", ""))
+    source.load()
+    assert not source.waiting and not source.ready and not source.store and len(source.failures) == 1
+    source.fail("another")
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        f"a part of the rounds stays uncompiled, so that they take longer: {source.failures[0]}"
+    ]
     use(source)
-    children.fails = set(children.jobs)
-    children.finish()
-    assert became(lambda: source.adopt()) == dict(traced=0, compiled=0, loaded=0)
-    assert not source.waiting and not source.store
-    use(source)
+
+
+def test_jobs_of_a_source_that_is_gone_are_forgotten():
+    source = background()
+    children = source.children
+    record(source)
+    assert len(children.jobs) == 1
+    del source
+    gc.collect()
+    assert not children.jobs
 
 
 def test_no_first_call_has_the_sizes_of_a_session():

@@ -81,6 +81,18 @@ class Steps:
         self.made: dict[Key, Callable] = {}
         """The steps so far, oldest first."""
         self._pieces = Pieces(runtime, state, drafter)
+        self._adoptions = runtime.code.adoptions
+
+    def renew(self) -> None:
+        """Before a call: forget captured steps whose parts have changed from eager to compiled since."""
+        if self._adoptions != self.runtime.code.adoptions:
+            self._adoptions = self.runtime.code.adoptions
+            if self.runtime.on_gpu:
+                torch.cuda.synchronize(self.runtime.device)
+                self.made.clear()
+                self.prefill_seconds.clear()
+                for policy in self.policies.values():
+                    policy.cost.clear()
 
     def grow(self) -> None:
         """Prepare for buffers with more slots. On a GPU all steps are made anew."""
@@ -93,6 +105,8 @@ class Steps:
 
         nodes: of a round; of a PREFILL its one size, or 0 for any size.
         """
+        if self.runtime.tiers is not None and self.runtime.tiers.only_asks:
+            return self._function(kind, nodes)
         if (kind, nodes) not in self.made:
             self.made[kind, nodes] = self._make(kind, nodes)
         return self.made[kind, nodes]
@@ -165,7 +179,7 @@ class Steps:
     def _make(self, kind: StepKind, nodes: int) -> Callable:
         """Make, try, capture and measure a step, without a trace."""
         runtime, captures = self.runtime, self.captures and (kind is not StepKind.PREFILL or nodes > 0)
-        if not (runtime.options.compile or captures):
+        if not captures and (runtime.tiers is not None or not runtime.options.compile):
             return self._function(kind, nodes)
         name = f"{kind.value}_b{self.state.batch}" + (f"_n{nodes}" if nodes else "")
         runtime.say(f"compiling {name}")

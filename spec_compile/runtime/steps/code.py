@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,10 +18,12 @@ from ...cache import PAGE
 from ...compat import COMPILE_LOCK
 from ...graph import ModelGraph
 from ...inventory import held_items
+from .. import background
 from .regions import describe
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
+    from ..tiers import Tiers
 
 KEPT = 2
 """Codes of different options kept for a model. A living wrapper keeps its own code."""
@@ -48,20 +50,25 @@ class Code:
     compilers: by the form and the tag of the parts.
     complete: forms and names of steps whose parts are all compiled.
     static: the cached result of `example.static_sizes`.
+    users: of engines that run these parts and have them compiled in the background.
+    adoptions: how often parts have changed from eager to compiled.
     """
 
-    def __init__(self) -> None:
-        self.source = PartSource()
+    def __init__(self, tiers: "Tiers | None" = None) -> None:
+        children = background.children() if tiers is not None and not tiers.fault else None
+        self.source = PartSource(children=children, at_once=tiers is None)
+        self.users: WeakSet[Tiers] = WeakSet()
+        self.adoptions = 0
         self.compilers: dict[tuple[Form, str], PartCompiler] = {}
         self.complete: set[tuple[Form, str]] = set()
         self.static: frozenset[int] | None = None
 
     def open(self, form: Form) -> None:
-        for (other, _), compiler in self.compilers.items():
+        for (other, _), compiler in [*self.compilers.items()]:
             compiler.is_open = other == form
 
     def close(self) -> None:
-        for compiler in self.compilers.values():
+        for compiler in [*self.compilers.values()]:
             compiler.is_open = False
 
 
@@ -75,7 +82,7 @@ def shared_code(model: nn.Module, algorithm: str, runtime: "Runtime") -> Code:
         return Code()
     with COMPILE_LOCK:
         codes, key = _codes.setdefault(model, OrderedDict()), (_digest(algorithm, runtime), _classes(runtime))
-        code = codes.setdefault(key, Code())
+        code = codes.setdefault(key, Code(runtime.tiers))
         codes.move_to_end(key)
         while len(codes) > KEPT:
             codes.popitem(last=False)
@@ -100,6 +107,7 @@ def _digest(algorithm: str, runtime: "Runtime") -> str:
         [(name, getattr(options, name)) for name in names],
         runtime.algorithm.plan,
         [runtime.device, runtime.sizes, torch.get_num_threads()],
+        runtime.tiers and runtime.tiers.fault,
         [_graph_facts(graph) for graph in graphs],
         [] if draft is None else _module_facts(draft),
     ]

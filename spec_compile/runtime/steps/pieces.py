@@ -5,8 +5,8 @@ serves single rows with any number of slots, and a second one every number of ro
 nodes above one; on a CPU, where each node costs arithmetic, every number of nodes has its own.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -27,7 +27,7 @@ class Pieces:
     """The rounds and the prefill over the buffers of `state` and `drafter`, made on first use.
 
     An example compiles their parts: pieces over buffers of their own, whose sizes tell which dimensions may vary. It
-    runs each part once, before any session does.
+    runs each part once, before any session does, or later if parts are compiled in the background (see `tiers`).
     """
 
     def __init__(self, runtime: Runtime, state: State, drafter: Drafter, form: Form | None = None):
@@ -113,28 +113,14 @@ class Pieces:
         code, key = self.runtime.code, (self.form, name)
         if self._example_form is not None or not self.runtime.options.compile or key in code.complete:
             return
+        run = partial(_run_example, self.runtime, self.form, build)
+        if self.runtime.tiers is not None:
+            self.runtime.tiers.ask(key, run)
+            return
         with COMPILE_LOCK:
             if key not in code.complete:
-                with self._example() as example:
-                    build(example)
+                run()
                 code.complete.add(key)
-
-    @contextmanager
-    def _example(self) -> Iterator["Pieces"]:
-        """A context of the example of this form, in which parts may be compiled and runs leave no trace."""
-        runtime, form = self.runtime, self.form
-        if form not in runtime.examples:
-            sizes, plan = example_sizes(runtime, form), runtime.algorithm.plan
-            state = State(runtime.verify, sizes.rows, sizes.slots, runtime.device, plan.nodes if plan.draws else 0)
-            drafter = runtime.algorithm.drafter(sizes.rows, sizes.slots)
-            runtime.examples[form] = Pieces(runtime, state, drafter, form)
-        example = runtime.examples[form]
-        runtime.code.open(form)
-        try:
-            with untouched(example.state, example.drafter):
-                yield example
-        finally:
-            runtime.code.close()
 
     def _compiler(self, nodes: int | None, tag: str) -> PartCompiler:
         """The compiler of parts over `nodes` nodes; None: over chunks of a prompt."""
@@ -147,10 +133,25 @@ class Pieces:
             slots = example_size({*static, *(example * size for size in static)})
             varying = (slots, *(() if exact else (example,)), *sizes.varying)
             name = f"{f'b{form.rows}' if form.rows else 'any'}_{tag}"
-            code.compilers[form, tag] = PartCompiler(
-                self.runtime.device, name, varying, example, slots, exact, code.source
-            )
+            new = PartCompiler(self.runtime.device, name, varying, example, slots, exact, code.source)
+            code.compilers.setdefault((form, tag), new)
         return code.compilers[form, tag]
+
+
+def _run_example(runtime: Runtime, form: Form, build: Callable[[Pieces], object]) -> None:
+    """Let the example of this form, whose parts may be compiled, make something and run it. It leaves no trace."""
+    if form not in runtime.examples:
+        sizes, plan = example_sizes(runtime, form), runtime.algorithm.plan
+        state = State(runtime.verify, sizes.rows, sizes.slots, runtime.device, plan.nodes if plan.draws else 0)
+        drafter = runtime.algorithm.drafter(sizes.rows, sizes.slots)
+        runtime.examples[form] = Pieces(runtime, state, drafter, form)
+    example = runtime.examples[form]
+    runtime.code.open(form)
+    try:
+        with untouched(example.state, example.drafter):
+            build(example)
+    finally:
+        runtime.code.close()
 
 
 def _tag(nodes: int, on_gpu: bool) -> str:

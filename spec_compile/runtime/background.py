@@ -1,0 +1,135 @@
+"""The thread that compiles parts of rounds between the calls of a model."""
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from functools import cache
+
+from .. import forks
+from ..artefacts.children import Children, number_of_children
+from ..compat import check_compiler
+from ..config import Options
+from .tiers import Tiers
+
+log = logging.getLogger("spec_compile")
+
+LOOK_SECONDS = 0.05
+"""Between two looks for something to do, while children compile."""
+PATIENCE = 1.0
+"""Seconds to wait for a turn of one engine before looking at the next."""
+LAST_SECONDS = 10.0
+"""Longest wait for the thread's work when Python ends."""
+
+
+@cache
+def children() -> Children:
+    """The child processes of this process. OSError if there is no folder for temporary files."""
+    return Children(number_of_children())
+
+
+def compiles_at_once(options: Options) -> bool:
+    """True if steps are compiled before they first run. Ranks do so too, because all must run the same code."""
+    return options.compile is True or (
+        options.compile == "background" and (options.ranks.size > 1 or not number_of_children())
+    )
+
+
+def find_fault(device_type: str) -> str:
+    """Why nothing can be compiled in the background, which is logged; "" if something can."""
+    try:
+        children()
+        if device_type == "cpu":
+            check_compiler()
+    except (OSError, ValueError) as error:
+        log.warning("rounds stay uncompiled, so that they take longer: %s", error)
+        return str(error)
+    return ""
+
+
+class Background:
+    """One thread, which runs while engines have something to compile. It keeps neither them nor the process alive."""
+
+    fork_order = 3
+
+    def __init__(self) -> None:
+        self._engines: list[weakref.ref[Tiers]] = []
+        self._renew()
+        forks.register(self)
+        atexit.register(self.end)
+
+    def care_for(self, tiers: Tiers) -> None:
+        """Do the work of these tiers."""
+        with self._lock:
+            if all(each() is not tiers for each in self._engines):
+                self._engines.append(weakref.ref(tiers))
+            if self._thread is None and not self._ends:
+                self._thread = threading.Thread(target=self._run, name="spec_compile tiers", daemon=True)
+                self._thread.start()
+
+    def end(self) -> None:
+        """Wait until the thread has done its piece of work. A thread that computes while Python ends can crash it."""
+        self._ends, thread = True, self._thread
+        if thread is not None:
+            thread.join(LAST_SECONDS)
+
+    def before_fork(self) -> None:
+        """See `forks`."""
+        self._lock.acquire()
+
+    def after_fork(self, in_child: bool) -> None:
+        self._lock.release()
+        if in_child:  # which has no such thread
+            self._renew()
+
+    def _renew(self) -> None:
+        self._lock, self._ends = threading.Lock(), False
+        self._thread: threading.Thread | None = None
+
+    def _run(self) -> None:
+        while not self._ends:
+            for engine in [*self._engines]:
+                self._work(engine)
+            with self._lock:
+                self._engines = [engine for engine in self._engines if _waits(engine)]
+                if not self._engines:
+                    self._thread = None
+                    return
+            time.sleep(LOOK_SECONDS)
+
+    def _work(self, engine: "weakref.ref[Tiers]") -> None:
+        """Do one piece of an engine's work after the other, as long as there are any and it is its turn."""
+        while not self._ends:
+            _load(engine)
+            tiers = engine()
+            if tiers is None or not tiers.has_work():
+                return
+            turns = tiers.turns
+            del tiers  # the engine may be deleted meanwhile
+            with turns.between(PATIENCE) as is_mine:
+                tiers = engine()
+                if not is_mine or tiers is None:
+                    return
+                tiers.work()
+                del tiers
+
+
+def _load(engine: "weakref.ref[Tiers]") -> None:
+    """Load what is compiled, which takes seconds the first time. Meanwhile calls go on."""
+    tiers = engine()
+    source = None if tiers is None else tiers.source
+    del tiers
+    if source is not None:
+        try:
+            source.load()
+        except Exception as error:
+            source.give_up(f"{type(error).__name__}: {error}")
+
+
+def _waits(engine: "weakref.ref[Tiers]") -> bool:
+    tiers = engine()
+    return tiers is not None and tiers.waits
+
+
+background = Background()

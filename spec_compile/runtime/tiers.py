@@ -1,0 +1,176 @@
+"""`Tiers`: rounds run eagerly until their parts are compiled in the background."""
+
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..artefacts.compiler import PartSource, recording
+from ..compat import COMPILE_LOCK
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+    from .turns import Turns
+
+LOOK_SECONDS = 0.05
+"""Between two looks for results of children."""
+
+
+class Tiers:
+    """The parts that an engine still has to trace and to adopt, piece by piece in turns of its own.
+
+    A step that is used for the first time runs eagerly, and asks. Then, between calls, its example runs eagerly, and
+    one part of it after the other is traced. Child processes compile the parts, and results are adopted between calls.
+
+    turns: of the engine.
+    fault: why nothing can be compiled; "" if something can.
+    only_asks: True while steps are to ask, and not to be made.
+    """
+
+    def __init__(
+        self, runtime: "Runtime", turns: "Turns", may_change: Callable[[], bool], wake: Callable[["Tiers"], None],
+        fault: str = "",
+    ):  # fmt: skip
+        """may_change: tells, in a turn between calls, if parts may change now. wake: starts the work."""
+        self.turns, self.fault, self.only_asks = turns, fault, False
+        self._runtime, self._may_change, self._wake = runtime, may_change, wake
+        self._asked: set[Hashable] = set()
+        self._examples: dict[Hashable, Callable[[], object]] = {}
+        """By step: run the step's parts."""
+        self._step: Hashable = None
+        """The step that parts are traced of."""
+        self._traces: list[Callable[[], None]] = []
+
+    @property
+    def source(self) -> PartSource:
+        return self._runtime.code.source
+
+    @property
+    def untraced(self) -> int:
+        """Parts that wait to be traced, and steps whose parts are not known."""
+        return len(self._examples) + len(self._traces)
+
+    @property
+    def waits(self) -> bool:
+        """True if something is not adopted yet."""
+        return bool(self.untraced or self.source.waiting or self.source.ready)
+
+    def ask(self, step: Hashable, example: Callable[[], object]) -> None:
+        """Let the parts of a step be compiled, once. example: runs each of them."""
+        if step not in self._asked and not self.fault:
+            self._asked.add(step)
+            self._examples[step] = example
+            self._runtime.code.users.add(self)
+            self._wake(self)
+
+    def has_work(self) -> bool:
+        """True if `work` would do something."""
+        return self.untraced > 0 or (self._has_news() and self._may_change())
+
+    def work(self) -> None:
+        """Do one piece: adopt what is compiled, run an example, or trace a part. Call it in a turn between calls."""
+        if COMPILE_LOCK.acquire(blocking=False):  # whoever compiles in another thread may do so for minutes
+            try:
+                with self._alone():
+                    self._adopt() if self._has_news() else self._trace()
+            finally:
+                COMPILE_LOCK.release()
+
+    def finish(self) -> None:
+        """Trace, compile and adopt everything that was asked for, in this thread and in child processes."""
+        begin, children = time.perf_counter(), self.source.children
+        if self.waits:
+            self._runtime.say("compiling the parts of all steps")
+        with self._alone():
+            while self.untraced:
+                self._trace()
+            while self.source.waiting:
+                if not children.help():
+                    time.sleep(LOOK_SECONDS)
+                self.source.load()
+            self._take()
+        self._runtime.stats.seconds["compile"] += time.perf_counter() - begin
+
+    def describe(self) -> str:
+        """The numbers of parts by tier, for readers."""
+        source = self.source
+        if self.fault:
+            return f"compiled in the background: nothing ({self.fault})"
+        waiting = self.untraced + len(source.ready) + sum(map(len, source.waiting.values()))
+        reasons = f" ({source.failures[0]})" if source.failures else ""
+        return (
+            f"compiled in the background: {source.adopted} parts run compiled, {waiting} wait, "
+            f"{len(source.failures)} stay eager{reasons}"
+        )
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """A context in which steps are asked for, and not made."""
+        self.only_asks = True
+        try:
+            yield
+        finally:
+            self.only_asks = False
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A context of work: whatever is unforeseen ends the work, and not the rounds."""
+        try:
+            device = torch.cuda.device(self._runtime.device) if self._runtime.on_gpu else nullcontext()
+            with torch.inference_mode(False), torch.no_grad(), device:
+                yield
+        except Exception as error:
+            self._give_up(error)
+
+    def _has_news(self) -> bool:
+        """True if loaded parts should be adopted: on a GPU all at once, because steps are then captured anew."""
+        return bool(self.source.ready) and not (self._runtime.on_gpu and (self.untraced or self.source.waiting))
+
+    def _trace(self) -> None:
+        """Run an example, or trace a part that one has run."""
+        if not self._traces and self._examples:
+            self._step, example = next(iter(self._examples.items()))
+            with recording() as traces:
+                example()
+            self._traces = [*traces.values()]
+            del self._examples[self._step]
+        elif self._traces:
+            try:
+                self._traces[0]()
+            except Exception as error:
+                self.source.fail(f"{type(error).__name__}: {error}")
+            del self._traces[0]  # only now, because somebody may wait until nothing is untraced
+        if not self._traces:
+            self._runtime.code.complete.add(self._step)
+
+    def _adopt(self) -> None:
+        """Adopt what is compiled, unless an engine that shares the parts is in the middle of an answer."""
+        with ExitStack() as turns:
+            for user in [*self._runtime.code.users]:
+                is_free = user is self or turns.enter_context(user.turns.between(0))
+                if not (is_free and user._may_change()):
+                    return
+            self._take()
+
+    def _take(self) -> None:
+        self.source.adopt()
+        self._runtime.code.adoptions += 1
+
+    def _give_up(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        for _ in range(self.untraced):
+            self.source.fail(reason)
+        self._examples.clear()
+        self._traces.clear()
+        self.source.give_up(reason)
+
+
+def build_compiled(runtime: "Runtime", build: Callable[[], None]) -> None:
+    """Call `build`, which makes steps, when all that these steps run is compiled."""
+    if runtime.tiers is not None:
+        with runtime.tiers.asking():
+            build()
+        runtime.tiers.finish()
+    build()
