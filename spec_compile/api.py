@@ -117,6 +117,7 @@ class Speculation(Accounts):
         self.engine, self._reads = engine, found.reads if found else reads
         engine.serves_padding = found is None or found.serves_padding
         engine.runtime.code = shared_code(model, name, engine.runtime)
+        engine.runtime.code.source.store = self._artefact.parts()
         engine.weights = SharedWeights(model, algorithm.draft_module)
         engine.watch = Watch(model, fast, engine.weights.slots, self._reads)
         own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}

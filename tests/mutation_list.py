@@ -906,7 +906,7 @@ COMPILED = [
     ),
     Mutation(
         "every wrapping compiles anew", f"{RUNTIME}steps/code.py",
-        "code = codes.setdefault(key, Code())", "code = codes[key] = Code()",
+        "code = codes.setdefault(key, Code(runtime.tiers))", "code = codes[key] = Code(runtime.tiers)",
         f"{SHARED_CODE} -k test_code_is_shared_between_equals",
     ),
     Mutation(

@@ -46,6 +46,22 @@ class Start:
     serves_padding: bool
 
 
+class StoredParts:
+    """The compiled parts of a start, in the places where it looks for findings."""
+
+    def __init__(self, stores: list[Store], key: str):
+        self.stores, self.key = stores, key
+
+    def read(self, name: str) -> bytes | None:
+        """See `compiler.PartStore`."""
+        found = (store.read(self.key, f"{name}.part") for store in self.stores)
+        return next((data for data in found if data is not None), None)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Keep a part in the cache, which is the last of the stores."""
+        self.stores[-1].write(self.key, f"{name}.part", data)
+
+
 class StartArtefact:
     """The place of a start's findings between processes.
 
@@ -102,6 +118,10 @@ class StartArtefact:
         except Exception as error:
             self.lack = f"cannot be stored ({error})"
             log.debug("%s leaves no artefact: it %s", type(self.model).__name__, self.lack)
+
+    def parts(self) -> StoredParts | None:
+        """The store of this start's compiled parts; None if there is no artefact."""
+        return None if self.key is None else StoredParts(self.stores, self.key)
 
     def save(self, start: Start, folder: Path | str) -> None:
         """Copy findings, and all else that the cache has of this start, to a folder.
