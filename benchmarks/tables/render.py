@@ -81,8 +81,9 @@ def compared(speeds: dict[str, float], ours: str) -> tuple[str, str, str]:
 def hardware(row: dict) -> str:
     """The hardware that measured a row."""
     stamp = row["stamp"]
-    cores = stamp["threads"]
-    return stamp["gpu"].removeprefix("NVIDIA ") if stamp.get("gpu") else f"{cores} CPU core{'s'[: cores != 1]}"
+    if stamp.get("gpu"):
+        return stamp["gpu"].removeprefix("NVIDIA ")
+    return "1 CPU core" if stamp["threads"] == 1 else f"{stamp['threads']} CPU cores"
 
 
 def round_cells(results: Results, shape: str, draft: str) -> tuple[str, ...]:
