@@ -81,7 +81,9 @@ def compared(speeds: dict[str, float], ours: str) -> tuple[str, str, str]:
 def hardware(row: dict) -> str:
     """The hardware that measured a row."""
     stamp = row["stamp"]
-    return stamp["gpu"].removeprefix("NVIDIA ") if stamp.get("gpu") else f"{stamp['threads']} CPU cores"
+    if stamp.get("gpu"):
+        return stamp["gpu"].removeprefix("NVIDIA ")
+    return "1 CPU core" if stamp["threads"] == 1 else f"{stamp['threads']} CPU cores"
 
 
 def round_cells(results: Results, shape: str, draft: str) -> tuple[str, ...]:
@@ -295,6 +297,19 @@ def serving_rounds(results: Results) -> str:
     return table(("shape, sequences", "nodes of each", "a round", *titles), rows)
 
 
+def backend(results: Results) -> str:
+    """A row for each shape: a token of transformers' generate() whose forward each way compiles."""
+    rows = list(map(results.seen, results.all("backend", "rows")))
+    cells = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        some = {row["way"]: row for row in rows if row["shape"] == shape}
+        spec, times = some["spec"], (f"{some[way]['ms']:.2f} ms" for way in ("no compiler", "inductor", "spec"))
+        title = f"{SHAPES.get(shape, 'demo model')}, {spec['dtype']}"
+        cells.append((title, f"{spec['floor_ms']:.2f} ms", *times, f"{spec['over_inductor']:.2f}×", hardware(spec)))
+    titles = "floor (read)", "no compiler", "Inductor", "spec", "Inductor / spec", "hardware"
+    return table(("shape", *titles), cells)
+
+
 def tensor_parallel(results: Results) -> str:
     rows = []
     for row in map(results.seen, results.all("tensor_parallel", "rows")):
@@ -338,6 +353,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "smollm2_published": lambda results: published(results, "acceptance_smollm2"),
     "peers": peers,
     "tensor_parallel": tensor_parallel,
+    "backend": backend,
 }
 
 

@@ -48,7 +48,8 @@ def test_every_algorithm(name):
     if "ngram" in options:  # generate() drafts from the answers that the batch has left
         assert length > 1.5 and len(one.speculation.ngram) > 0
     else:
-        assert length > 0.9 * one.speculation.stats.accept_length
+        # A batch also verifies the root only, in rounds where drafts do not pay by measured costs.
+        assert length > 0.75 * one.speculation.stats.accept_length
 
 
 def test_mixed_requests():
