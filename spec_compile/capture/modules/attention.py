@@ -70,7 +70,7 @@ def xglm(module: nn.Module, attend: Attend) -> None:
 def xglm_positions(module: nn.Module, attend: Attend) -> int:
     """A table of positions that would grow with the length."""
 
-    def forward(position_ids: Tensor, past_key_values_length=0) -> Tensor:
+    def forward(position_ids: Tensor, *_) -> Tensor:
         return F.embedding(position_ids + module.offset, module.weights)
 
     module.forward = forward
