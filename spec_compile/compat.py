@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 import torch._dynamo
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -16,6 +17,12 @@ from transformers.integrations import finegrained_fp8, moe
 from .inventory import configured
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+CACHE = "cache" if TRANSFORMERS >= (5, 24) else "past_key_values"
+"""The name of a model's cache among the arguments of ``generate()`` and of a forward, and in their outputs."""
+STATES = CACHE if TRANSFORMERS >= (5, 24) else "cache_params"
+"""The same for a Mamba without attention, whose cache has only states."""
 
 COMPILE_LOCK = torch._dynamo.convert_frame.compile_lock
 """An RLock. Whoever compiles or exports acquires it, because neither is safe in two threads at once."""

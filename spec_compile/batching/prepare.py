@@ -19,6 +19,7 @@ from transformers.generation.stopping_criteria import (
 
 from ..capture.adapters import shallow
 from ..capture.pictures import placeholders
+from ..compat import CACHE
 from ..runtime import own_prefill
 from ..runtime import past as pasts
 from ..runtime.accept.grammars import check_grammars
@@ -191,7 +192,7 @@ class Preparer:
     ) -> tuple[Past, list[Tensor] | None, int]:  # fmt: skip
         """See `Prepared.process`."""
         kwargs = copy.copy(call.model_kwargs)
-        kwargs["past_key_values"] = copy.deepcopy(kwargs["past_key_values"])  # empty; another sequence may need it, too
+        kwargs[CACHE] = copy.deepcopy(kwargs[CACHE])  # empty; another sequence may need it, too
         own = own_prefill.run(self._fast, prompt, call.input_ids, call.config, kwargs, taps)
         past = pasts.read(own.cache, prompt.padding, self._engine.cache_layout)
         return past, own.features, prompt.position_offsets[0]

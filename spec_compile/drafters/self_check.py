@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..capture.quantised import with_plain_meaning
+from ..compat import CACHE
 from .hidden_states import tapped_states
 from .modules.head import Head
 
@@ -102,7 +103,7 @@ def own_text(model: PreTrainedModel) -> Tensor:
     ids = torch.stack([first, second], dim=1).to(model.device)
     text, cache, model = ids, None, with_plain_meaning(model)
     while text.shape[1] < TOKENS:
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        ids, cache = out.logits[:, -1:].argmax(dim=-1), out.past_key_values
+        out = model(input_ids=ids, use_cache=True, **{CACHE: cache})
+        ids, cache = out.logits[:, -1:].argmax(dim=-1), getattr(out, CACHE)
         text = torch.cat([text, ids], dim=1)
     return text

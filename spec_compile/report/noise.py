@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..capture.yardstick import FLOOR, rms
+from ..compat import CACHE
 from ..inventory import held, held_parameters, held_tensors
 
 PADDING = 7
@@ -115,8 +116,8 @@ def _in_pieces(model: PreTrainedModel, text: Tensor, count: int, ends) -> Tensor
     """Logits [count, V] of the last positions, from pieces of the text that end at `ends` and share a cache."""
     cache, begin, logits = None, 0, []
     for end in ends:
-        output = _forward(model, text[:, begin:end], min(end - begin, count), past_key_values=cache, use_cache=True)
-        cache, begin = output.past_key_values, end
+        output = _forward(model, text[:, begin:end], min(end - begin, count), use_cache=True, **{CACHE: cache})
+        cache, begin = getattr(output, CACHE), end
         logits.append(output.logits[0, -count:].float())
     return torch.cat(logits)[-count:]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..capture.pictures import reads_pictures
+from ..compat import CACHE, STATES
 from ..parallel.ranks import ALONE, Alone
 from . import past as pasts
 from .accept import Route, choose_route, make_acceptor
@@ -22,8 +23,8 @@ from .prompt import Prompt
 from .request import Request
 
 SERVED_ARGUMENTS = {
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
-    "inputs_embeds", "tokenizer", "assistant_tokenizer", "cache_params",
+    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position",
+    "inputs_embeds", "tokenizer", "assistant_tokenizer", STATES,
 }  # fmt: skip
 """Arguments of the model's forward that our loop reads."""
 CRITERIA_IN_ROUND = {"MaxLengthCriteria", "EosTokenCriteria"}
@@ -164,23 +165,24 @@ def unserved(engine, prompt: Prompt, generation_config, model_kwargs: dict) -> s
         return "pixel_values (of a model that is not among those whose pictures are served)"
     if any(prompt.padding) and not engine.serves_padding:
         return "attention_mask (padding on the left, which the model's own positions do not follow)"
-    cache = model_kwargs.get("past_key_values")
+    cache = pasts.cache_among(model_kwargs)
     if cache is not None and not pasts.is_plain(cache):
-        return f"past_key_values / cache_implementation ({type(cache).__name__})"
+        return f"{CACHE} / cache_implementation ({type(cache).__name__})"
     is_filled = cache is not None and cache.get_seq_length() > 0
     is_own = prompt.is_embedded or prompt.has_pictures
     if (is_filled or is_own) and engine.cache_layout is None:
-        name = "past_key_values" if is_filled else "inputs_embeds" if prompt.is_embedded else "pixel_values"
+        name = CACHE if is_filled else "inputs_embeds" if prompt.is_embedded else "pixel_values"
         return f"{name} (the model's own cache holds something else than the keys and values of each layer)"
     is_asked_for = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     captured = engine.described
     if cache is not None and is_asked_for and captured.clamps_prompts:
-        return "past_key_values (the model's forward over several tokens leaves other states than single steps)"
+        return f"{CACHE} (the model's forward over several tokens leaves other states than single steps)"
     if any(spec.kind == "selective" for spec in captured.recurrences) and (is_filled or (is_own and is_asked_for)):
-        return "past_key_values (the model's forward over several tokens does not read the states in a cache)"
-    states = model_kwargs.get("cache_params")  # replaces past_key_values in a model without attention
-    if states is not None and (generation_config.return_dict_in_generate or getattr(states, "_is_user_defined", False)):
-        return "cache_params"
+        return f"{CACHE} (the model's forward over several tokens does not read the states in a cache)"
+    states = model_kwargs.get(STATES)
+    is_asked_for = generation_config.return_dict_in_generate or getattr(states, "_is_user_defined", False)
+    if states is not None and states is not cache and is_asked_for:
+        return f"{STATES} (of a model without attention)"
     types = [model_kwargs[name] for name in sorted(TOKEN_TYPES & model_kwargs.keys()) if is_reader]
     cached = cache.get_seq_length() if is_filled else 0
     if not prompt.has_pictures and any(each is not None and each[..., cached:].any() for each in types):

@@ -11,6 +11,7 @@ from ..capture import adapters, hooks
 from ..capture.compiled import underlying
 from ..capture.followed import FollowsGenerationConfig, followed
 from ..capture.pictures import placeholders
+from ..compat import CACHE
 from . import own_prefill
 from . import past as pasts
 from .accept import Route
@@ -106,7 +107,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
         engine.admit_request(prompt, ask.longest - input_ids.shape[1])
         ranks = engine.options.ranks
         answer = ask.answer(prompt.ids, streamer, input_ids.device, ranks)
-        cache, own = model_kwargs.get("past_key_values"), None
+        cache, own = pasts.cache_among(model_kwargs), None
         if prompt.is_embedded or prompt.has_pictures:
             taps = engine.runtime.algorithm.plan.taps
             own = own_prefill.run(self, prompt, input_ids, config, model_kwargs, taps)
@@ -128,7 +129,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
         if not config.return_dict_in_generate:
             return answer.sequences()
         return GenerateDecoderOnlyOutput(
-            sequences=answer.sequences(), scores=answer.scores, logits=answer.logits, past_key_values=cache
+            sequences=answer.sequences(), scores=answer.scores, logits=answer.logits, **{CACHE: cache}
         )
 
     def _generate_as_before(self, ask: Ask, prompt: Prompt, inputs: Inputs) -> Tensor:
@@ -173,7 +174,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
             before = prompt.width - answer.prompt_width
             self(
                 ids[:, filled - before : length - before], attention_mask=(positions >= 0).long(),
-                position_ids=shifted[:, filled:], past_key_values=cache, use_cache=True,
+                position_ids=shifted[:, filled:], use_cache=True, **{CACHE: cache},
                 **({"logits_to_keep": 1} if self._supports_logits_to_keep() else {}),
             )  # fmt: skip
 

@@ -9,7 +9,9 @@ from transformers.cache_utils import Cache
 from ..capture.adapters import twin
 from ..capture.pictures import placeholders
 from ..capture.taps import tapped
+from ..compat import CACHE
 from ..passes.tap_hidden_states import FINAL
+from .past import cache_among
 from .prompt import Prompt
 from .steps.build import StepKind
 
@@ -44,7 +46,7 @@ def run(
     The last tokens are left to the first round, unless one stands for a picture, or there are embeddings or a cache.
     """
     kwargs, original = model_kwargs | {"use_cache": True}, model.speculation.engine.original
-    cache = kwargs.get("past_key_values")
+    cache = cache_among(kwargs)
     is_first = cache is None or cache.get_seq_length() == 0
     pictures = placeholders(original)
     has_all_tokens = is_first and not prompt.is_embedded
@@ -60,7 +62,7 @@ def run(
     with tapped(runner, taps) if is_tapped else nullcontext([]) as features:
         output = runner._prefill(input_ids, generation_config, kwargs)
     first_logits = None if leaves_last else output.logits[:, -1].float()
-    return OwnPrefill(output.past_key_values, first_logits, features if has_all_tokens else None)
+    return OwnPrefill(getattr(output, CACHE), first_logits, features if has_all_tokens else None)
 
 
 def prefill_draft(

@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from ..compat import CACHE
 from ..graph import ModelGraph
 from ..kernels.ops import as_read
 
@@ -53,6 +54,16 @@ class Layout:
     states: tuple[tuple[int, str], ...]
 
 
+def cache_among(model_kwargs: dict) -> Cache | None:
+    """The cache among the arguments of a model's forward; None if there is none, or if it has only states.
+
+    A cache with only states counts no tokens.
+    """
+    cache = model_kwargs.get(CACHE)
+    has_only_states = isinstance(cache, Cache) and bool(cache.layers) and all(cache.is_linear)
+    return None if has_only_states else cache
+
+
 def is_plain(cache) -> bool:
     """True if `cache` is transformers' own and holds keys and values unchanged."""
     return (
@@ -71,7 +82,7 @@ def layout_of(model: PreTrainedModel, graph: ModelGraph) -> Layout | None:
     tells.
     """
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
+    cache = getattr(model(input_ids=ids, use_cache=True), CACHE, None)
     if not isinstance(cache, Cache) or not is_plain(cache):
         return None
     attention = [number for number, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None]
@@ -120,7 +131,7 @@ def read(cache: Cache, padding: list[int], layout: Layout) -> Past:
     attention = [cache.layers[number] for number in layout.attention]
     batch = attention[0].keys.shape[0]
     if batch != len(padding):
-        raise ValueError(f"past_key_values: expected a cache of batch size {len(padding)}, got {batch}")
+        raise ValueError(f"{CACHE}: expected a cache of batch size {len(padding)}, got {batch}")
     layers = []
     for layer in attention:
         cached = min(length, layer.keys.shape[2])  # a static cache has room for more

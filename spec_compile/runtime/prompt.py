@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..compat import CACHE
+from .past import cache_among
+
 
 @dataclass
 class Prompt:
@@ -57,7 +60,7 @@ class Prompt:
                 seen = mask.to(torch.int64)
                 is_left_padded = not bool((seen.diff(dim=1) < 0).any()) and bool(seen.any(dim=1).all())
                 padding = (seen == 0).sum(dim=1).tolist()
-        has_pictures, cache = _has_pictures(model_kwargs), model_kwargs.get("past_key_values")
+        has_pictures, cache = _has_pictures(model_kwargs), cache_among(model_kwargs)
         cached = int(cache.get_seq_length()) if cache is not None else 0
         positions, offsets = model_kwargs.get("position_ids"), [0] * batch
         if positions is not None and is_left_padded:
@@ -95,7 +98,7 @@ def _width(id_width: int, generation_config, model_kwargs: dict) -> int:
 
     The ids are either all tokens, or those after the cache; else ValueError.
     """
-    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    cache, mask = cache_among(model_kwargs), model_kwargs.get("attention_mask")
     cached = int(cache.get_seq_length()) if cache is not None else 0
     is_healed = bool(generation_config.token_healing) and not cached  # other ids may have replaced the masked ones
     if is_healed and (mask is None or mask.shape[-1] != id_width):
@@ -106,7 +109,7 @@ def _width(id_width: int, generation_config, model_kwargs: dict) -> int:
         width = getattr(generation_config, "_mask_length", None) or max(id_width, cached)
     if cached >= width or (not is_healed and width not in (id_width, cached + id_width)):
         raise ValueError(
-            f"attention_mask, past_key_values: {cached} cached and {id_width} given tokens do not make the mask's "
+            f"attention_mask, {CACHE}: {cached} cached and {id_width} given tokens do not make the mask's "
             f"{width}; pass all tokens, or those behind the cache and a mask over both"
         )
     return width

@@ -21,6 +21,7 @@ from spec_compile.runtime import past
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.common import RESULTS, ROOT
 from benchmarks.quality import architectures
+from spec_compile.compat import CACHE
 
 ROWS, IDS, MASK = models.prompts()
 ASIDE = "only transformers' own generate() does this"
@@ -212,28 +213,27 @@ def test_heirs_and_what_transformers_overrides_are_served(row, cls):
 class IgnoresPadding(GPT2LMHeadModel):
     """Learned positions count from the left edge of the batch."""
 
-    def forward(self, input_ids=None, position_ids=None, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, input_ids=None, position_ids=None, attention_mask=None, **kwargs):
         if attention_mask is not None and position_ids is not None:
             length = attention_mask.shape[1]
             position_ids = torch.arange(length - input_ids.shape[1], length)[None].expand_as(position_ids)
-        return super().forward(
-            input_ids, past_key_values, attention_mask=attention_mask, position_ids=position_ids, **kwargs
-        )
+        return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
 
 
 class OtherWithCache(LlamaForCausalLM):
     """Says something else once there is a cache."""
 
-    def forward(self, input_ids=None, past_key_values=None, **kwargs):
-        cached = past_key_values is not None and past_key_values.get_seq_length() > 0
-        output = super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+    def forward(self, input_ids=None, **kwargs):
+        cache = kwargs.get(CACHE)
+        cached = cache is not None and cache.get_seq_length() > 0
+        output = super().forward(input_ids, **kwargs)
         output.logits = output.logits.flip(-1) if cached else output.logits
         return output
 
 
 class CannotGenerate(LlamaForCausalLM):
-    def forward(self, input_ids=None, past_key_values=None, **kwargs):
-        if past_key_values is not None:
+    def forward(self, input_ids=None, **kwargs):
+        if kwargs.get(CACHE) is not None:
             raise NotImplementedError("no cache here")
         return super().forward(input_ids, **kwargs)
 
@@ -294,14 +294,14 @@ def test_a_cache_of_latents_is_given_back_as_transformers_fills_it(latent, ids, 
     asked = dict(return_dict_in_generate=True, output_scores=True)
     want, (got, messages) = answer(model, ids, mask, **asked), said(lambda: answer(fast, ids, mask, **asked))
     assert torch.equal(got.sequences, want.sequences) and not messages
-    assert got.past_key_values.get_seq_length() == want.past_key_values.get_seq_length()
+    assert got[CACHE].get_seq_length() == want[CACHE].get_seq_length()
     seen = torch.nn.functional.pad(torch.ones_like(ids) if mask is None else mask, (0, 11), value=1)
-    for mine, own in zip(got.past_key_values.layers, want.past_key_values.layers):
+    for mine, own in zip(got[CACHE].layers, want[CACHE].layers):
         for a, b in ((mine.keys, own.keys), (mine.values, own.values)):
             real = seen[:, None, :, None].bool()
             torch.testing.assert_close(a * real, b * real, atol=1e-4, rtol=1e-3)
     mask = torch.ones_like(want.sequences) if mask is None else torch.nn.functional.pad(seen, (0, 1), value=1)
-    again = [answer(model, out.sequences, mask, past_key_values=out.past_key_values) for out in (got, want)]
+    again = [answer(model, out.sequences, mask, **{CACHE: out[CACHE]}) for out in (got, want)]
     assert torch.equal(*again)
 
 
@@ -310,11 +310,11 @@ def test_a_cache_of_latents_is_continued_by_transformers(latent):
     texts = []
     for system in (model, fast):
         cache = DynamicCache(config=model.config)
-        first = answer(model, ROWS[0], past_key_values=cache)
-        texts.append(said(lambda: answer(system, first, past_key_values=cache)))  # noqa: B023
+        first = answer(model, ROWS[0], **{CACHE: cache})
+        texts.append(said(lambda: answer(system, first, **{CACHE: cache})))  # noqa: B023
     (want, _), (got, messages) = texts
     assert torch.equal(got, want)
-    assert len(messages) == 1 and messages[0].startswith("past_key_values (the model's own cache holds something else")
+    assert len(messages) == 1 and messages[0].startswith(f"{CACHE} (the model's own cache holds something else")
 
 
 def test_embeddings_in_a_model_with_a_cache_of_latents(latent):

@@ -104,19 +104,21 @@ def test_positions_that_llama4_counts_for_itself():
         )
 
 
-@pytest.mark.sweep("codegen-512 mpt-512 bloom-None")
-@pytest.mark.parametrize("name, limit", [("codegen", 512), ("xglm", 512), ("mpt", 512), ("doge", 512), ("bloom", None)])
+@pytest.mark.sweep("codegen-512 gptj-512 mpt-512 bloom-None")
+@pytest.mark.parametrize(
+    "name, limit", [("codegen", 512), ("gptj", 512), ("xglm", 512), ("mpt", 512), ("doge", 512), ("bloom", None)]
+)
 def test_tables_limit_positions(name, limit):
     assert capture(models.build(*CLASSES[name])).position_limit == limit
 
 
 def test_a_wrong_function_is_refused(monkeypatch):
-    path = "transformers.models.gptj.modeling_gptj.GPTJAttention"
+    path = "transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention"
     monkeypatch.setitem(
         modules.MODULES, path, lambda module, attend: modules.attention._replace_scores(module, attend, 0.26)
     )
-    model = models.build(*CLASSES["gptj"])
-    with pytest.raises(UnsupportedModelError, match="GPTJForCausalLM: the captured graph differs"):
+    model = models.build(*CLASSES["gpt_neox_japanese"])
+    with pytest.raises(UnsupportedModelError, match="GPTNeoXJapaneseForCausalLM: the captured graph differs"):
         check_capture(model, capture(model))
 
 

@@ -15,6 +15,7 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import spec_compile
+from spec_compile.compat import CACHE
 from spec_compile.errors import UnsupportedModelError
 
 OFTEN = {"Gemma3", "LlavaNext", "Qwen2_5_VL", "Qwen3VLMoe"}
@@ -156,7 +157,7 @@ def test_outputs_and_a_second_turn(name):
         second = each.generate(
             input_ids=added,
             attention_mask=mask,
-            past_key_values=first.past_key_values,
+            **{CACHE: first[CACHE]},
             max_new_tokens=12,
             do_sample=False,
         )

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_compile import speculate
+from spec_compile.compat import CACHE
 from spec_compile.drafters.trees.block import BlockTree
 
 
@@ -112,13 +113,13 @@ def test_a_conversation_goes_on_from_its_cache():
     second = torch.cat([first, rounds.prompts(1, 9)], dim=1)
     want, trace = turn(second)
     for between in (None, rounds.prompts(1, 31)):
-        cache = copy.deepcopy(turn(ids)[0].past_key_values)
+        cache = copy.deepcopy(turn(ids)[0][CACHE])
         if between is not None:
             turn(between)
-        got, again = turn(second, past_key_values=cache)
+        got, again = turn(second, **{CACHE: cache})
         assert torch.equal(got.sequences, want.sequences) and again == trace
-    foreign = turn(ids, rounds.target("llama"))[0].past_key_values
-    got, again = turn(second, past_key_values=foreign)
+    foreign = turn(ids, rounds.target("llama"))[0][CACHE]
+    got, again = turn(second, **{CACHE: foreign})
     assert torch.equal(got.sequences, want.sequences) and again == trace
 
 

@@ -11,6 +11,7 @@ from draft_rounds import SCHEDULES, TARGETS, draft_of, drafted, fast, generated,
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_compile import speculate
+from spec_compile.compat import CACHE
 from spec_compile.drafters.trees.calibrate import KEPT
 from spec_compile.drafters.trees.merge import Drafts
 
@@ -139,13 +140,13 @@ def test_a_conversation_goes_on_from_its_cache(algorithm):
     second = torch.cat([first.sequences, prompts(1, 9)], dim=1)
     want, rounds = turn(second)
     for between in (None, prompts(1, 31)):
-        cache = copy.deepcopy(turn(ids)[0].past_key_values)
+        cache = copy.deepcopy(turn(ids)[0][CACHE])
         if between is not None:
             turn(between)
-        got, trace = turn(second, past_key_values=cache)
+        got, trace = turn(second, **{CACHE: cache})
         assert torch.equal(got.sequences, want.sequences) and trace == rounds
-    foreign = turn(ids, target("llama"))[0].past_key_values
-    got, trace = turn(second, past_key_values=foreign)
+    foreign = turn(ids, target("llama"))[0][CACHE]
+    got, trace = turn(second, **{CACHE: foreign})
     assert torch.equal(got.sequences, want.sequences) and trace == rounds
 
 

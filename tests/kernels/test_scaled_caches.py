@@ -8,6 +8,7 @@ from places import GPU, ON_GPU
 from transformers import DynamicCache
 
 import spec_compile
+from spec_compile.compat import CACHE
 from spec_compile.config import Options
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.kernels import ops
@@ -118,16 +119,14 @@ def test_answers():
     """Token for token those of the model with such a cache, whatever is drafted, and an answer can be continued."""
     model = models.ADMITTED["llama"]()
     ids = torch.randint(3, models.VOCAB, (2, 40)).repeat(1, 2)
-    expected = model.generate(ids, past_key_values=Rounding(), **WANTED)
+    expected = model.generate(ids, **{CACHE: Rounding()}, **WANTED)
     assert not torch.equal(model.generate(ids, **WANTED), expected)  # rounding is noticed
     for nodes in (1, 16):
         fast = spec_compile.speculate(model, kv_cache_dtype=NAME, num_draft_tokens=nodes, compile=False)
         first = fast.generate(ids, return_dict_in_generate=True, **{**WANTED, "max_new_tokens": 20})
         assert torch.equal(first.sequences, expected[:, :100])
         assert fast.speculation.stats.accept_length >= 1
-        again = fast.generate(
-            first.sequences, past_key_values=first.past_key_values, **{**WANTED, "max_new_tokens": 20}
-        )
+        again = fast.generate(first.sequences, **{CACHE: first[CACHE]}, **{**WANTED, "max_new_tokens": 20})
         assert torch.equal(again, expected)
     cache = fast.speculation.engine.session(2).state.kv
     assert [tensor.dtype for tensor in cache.layer(0)] == [FP8, FP8, torch.float32]

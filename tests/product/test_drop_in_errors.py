@@ -32,6 +32,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from spec_compile.compat import CACHE
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*only transformers' own generate", "ignore:.*max_length"),
     pytest.mark.seldom("gpt2", "qwen3"),
@@ -62,7 +64,7 @@ ASIDE = {
         input_ids=IDS.flip(1), attention_mask=MASK.flip(1)
     ),
     "position_ids": lambda: dict(position_ids=(MASK.cumsum(1) * 2).clamp(max=300)),
-    "past_key_values": lambda: dict(past_key_values=Cache(layer_class_to_replicate=OwnLayer)),
+    CACHE: lambda: {CACHE: Cache(layer_class_to_replicate=OwnLayer)},
     "torch.autocast": lambda: dict(),
 }
 
@@ -149,10 +151,8 @@ ERRORS = {
     "assistant_model is no model": lambda: dict(assistant_model="x"),
     "mask of fewer rows": lambda: dict(attention_mask=MASK[:2]),
     "mask of four dimensions": lambda: dict(attention_mask=MASK[:, None, None]),
-    "past_key_values of tuples": lambda: dict(past_key_values=((MASK, MASK),)),
-    "past_key_values and cache_implementation": lambda: dict(
-        past_key_values=DynamicCache(), cache_implementation="static"
-    ),
+    "cache of tuples": lambda: {CACHE: ((MASK, MASK),)},
+    "cache and cache_implementation": lambda: {CACHE: DynamicCache(), "cache_implementation": "static"},
     "cache_implementation": lambda: dict(cache_implementation="nonsense"),
     "cache_implementation=offloaded": lambda: dict(cache_implementation="offloaded"),  # needs a GPU
     "prefill_chunk_size=0": lambda: dict(prefill_chunk_size=0),

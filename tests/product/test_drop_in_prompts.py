@@ -1,5 +1,7 @@
 """The drop-in: prompts in every form, and caches that go from one call to the next."""
 
+import warnings
+
 import pytest
 import torch
 from drop_in import (
@@ -26,6 +28,8 @@ from transformers import (
     GenerationConfig,
     StaticCache,
 )
+
+from spec_compile.compat import CACHE
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*only transformers' own generate", "ignore:.*max_length"),
@@ -143,13 +147,44 @@ def test_a_cache_goes_from_one_to_the_other(name, kind, cache, turns, given):
         asked = dict(attention_mask=mask, eos_token_id=None, max_new_tokens=4)
         expected = model.generate(ids, **asked)
         system, new = {"plain": model, "ours": fast}[who], said if given == "only new ones" else ids
-        output = system.generate(new, past_key_values=past, return_dict_in_generate=cache == "returned", **asked)
-        past = past if cache != "returned" else output.past_key_values
+        output = system.generate(new, **{CACHE: past}, return_dict_in_generate=cache == "returned", **asked)
+        past = past if cache != "returned" else output[CACHE]
         assert torch.equal(sequences(output)[:, -4:], expected[:, -4:])
         assert past.get_seq_length() == expected.shape[1] - 1
         said = torch.cat([expected[:, -1:], SINGLES[1][:, turn : turn + 3].expand(len(ids), -1)], 1)
         ids = torch.cat([expected, said[:, 1:]], 1)
         mask = torch.cat([mask, mask.new_ones(len(ids), 7)], 1)
+
+
+def test_a_cache_by_its_older_name_is_served():
+    """transformers 5.24 has renamed it, and accepts the older name with a warning."""
+    model, fast = primed("llama")
+    expected, rounds = generate(model, **PROMPTS["single"]), fast.speculation.stats.rounds
+    cache = DynamicCache(config=model.config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = generate(fast, **PROMPTS["single"], past_key_values=cache)
+    assert torch.equal(got, expected) and fast.speculation.stats.rounds > rounds
+    assert cache.get_seq_length() == got.shape[1] - 1
+    assert [warning.category for warning in caught] == [FutureWarning] * (CACHE != "past_key_values")
+
+
+UNFIT = {
+    f"^{CACHE}: expected a cache of batch size 3, got 2": (2, 24),
+    f"^attention_mask, {CACHE}: 20 cached and 7 given tokens do not make the mask's 24": (3, 7),
+}
+
+
+@pytest.mark.parametrize("message, sizes", UNFIT.items(), ids=["other rows", "other width"])
+def test_a_cache_that_does_not_fit_is_refused_by_the_name_of_its_argument(message, sizes):
+    """sizes: rows of the cache, and tokens given beside it."""
+    model, fast = pair("llama")
+    rows, width = sizes
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(IDS[:rows, :20], **{CACHE: cache})
+    with pytest.raises(ValueError, match=message):
+        generate(fast, input_ids=IDS[:, -width:], attention_mask=MASK, **{CACHE: cache})
 
 
 @models
@@ -165,7 +200,7 @@ def test_a_cache_of_rows_that_ended_is_continued(name, end, padding):
         new = ~ended if padding == "masked" else torch.ones_like(ended)
         ids = torch.cat([output.sequences, SINGLES[1][:, :3].expand(3, -1)], 1)
         mask = torch.cat([MASK, new.long(), MASK.new_ones(3, 3)], 1)
-        asked = dict(input_ids=ids, attention_mask=mask, past_key_values=output.past_key_values, eos_token_id=None)
+        asked = dict(input_ids=ids, attention_mask=mask, **{CACHE: output[CACHE]}, eos_token_id=None)
         answers.append(generate(model, **asked, **ALL_OUTPUTS))
     assert ended.any()
     assert_same(*answers)
@@ -179,8 +214,8 @@ def test_a_cache_with_scores_and_stops(name):
     def row():
         past = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(IDS[:, :20], attention_mask=MASK[:, :20], past_key_values=past)
+            model(IDS[:, :20], attention_mask=MASK[:, :20], **{CACHE: past})
         processors = dict(repetition_penalty=1.2, logits_processor=[CountsItsCalls()], min_new_tokens=2)
-        return dict(**PROMPTS["padded batch"], past_key_values=past, eos_token_id=EOS, **processors, **ALL_OUTPUTS)
+        return dict(**PROMPTS["padded batch"], **{CACHE: past}, eos_token_id=EOS, **processors, **ALL_OUTPUTS)
 
     assert_drop_in(model, fast, row)

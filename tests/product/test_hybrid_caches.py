@@ -10,6 +10,7 @@ from hybrids import answer, states_of, system, turns
 from transformers import DynamicCache, StaticCache
 
 import spec_compile
+from spec_compile.compat import CACHE, STATES
 
 NAMES = ["lfm2", "qwen3_5", "falcon_h1"]
 SLOW = [name for name in models.HYBRIDS if name not in NAMES and name not in hybrids.PURE]
@@ -64,7 +65,7 @@ def test_what_the_model_continues_is_what_we_hand_out():
     expected = answer(model, ids, mask, NEW)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(answer(model, ids, mask, NEW, past_key_values=first.past_key_values), expected)
+        assert torch.equal(answer(model, ids, mask, NEW, **{CACHE: first[CACHE]}), expected)
 
 
 @pytest.mark.slow
@@ -82,11 +83,11 @@ def test_a_head_whose_cache_is_of_another_call_sees_the_prompt_again():
     )
     cache = DynamicCache(config=model.config)
     ids, mask = hybrids.batch((20,))
-    answer(model, ids[:, :12], mask[:, :12], 3, past_key_values=cache)
+    answer(model, ids[:, :12], mask[:, :12], 3, **{CACHE: cache})
     ids = torch.cat([answer(model, ids[:, :12], mask[:, :12], 3), ids[:, 12:]], dim=1)
     mask = torch.ones_like(ids)
     expected = answer(model, ids, mask, NEW)
-    assert torch.equal(answer(fast, ids, mask, NEW, past_key_values=cache), expected)
+    assert torch.equal(answer(fast, ids, mask, NEW, **{CACHE: cache}), expected)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", pytest.param("jamba", marks=pytest.mark.slow)])
@@ -103,7 +104,7 @@ def test_embeddings_in_place_of_a_prompt(name):
         assert torch.equal(got, plain)
         return
     assert torch.equal(got.sequences, plain.sequences)
-    are_close(got.past_key_values, plain.past_key_values)
+    are_close(got[CACHE], plain[CACHE])
 
 
 def test_a_model_that_does_not_read_states_keeps_its_own_loop():
@@ -111,7 +112,30 @@ def test_a_model_that_does_not_read_states_keeps_its_own_loop():
     model, fast = system.__wrapped__("jamba")  # not the shared one, which may have warned before
     ids, mask = hybrids.batch((40,))
     caches = [answer(model, ids[:, :30], mask[:, :30], 1, return_dict_in_generate=True) for _ in range(2)]
-    expected = answer(model, ids, mask, 8, past_key_values=caches[0].past_key_values)
-    with pytest.warns(UserWarning, match=r"past_key_values \(the model's forward over several tokens does not read"):
-        got = answer(fast, ids, mask, 8, past_key_values=caches[1].past_key_values)
+    expected = answer(model, ids, mask, 8, **{CACHE: caches[0][CACHE]})
+    with pytest.warns(UserWarning, match=rf"{CACHE} \(the model's forward over several tokens does not read"):
+        got = answer(fast, ids, mask, 8, **{CACHE: caches[1][CACHE]})
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", [hybrids.PURE[1], pytest.param(hybrids.PURE[0], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_given", [True, False], ids=["given", "returned"])
+def test_a_cache_of_only_states_is_left_to_transformers(name, is_given):
+    """Such a cache counts no tokens. Rounds do not fill it, and serve the model if nobody asks for it."""
+    model, fast = system(name)
+    fast.speculation.engine._announced.clear()
+    ids, mask = hybrids.batch((9, 20))
+    caches, texts = [], []
+    for each in (model, fast):
+        asked = {STATES: DynamicCache(config=model.config)} if is_given else {"return_dict_in_generate": True}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            output = answer(each, ids, mask, NEW, **asked)
+        texts.append(output if is_given else output.sequences)
+        caches.append(asked.get(STATES))
+    assert torch.equal(*texts)
+    assert [str(warning.message).startswith(f"{STATES} (of a model without attention)") for warning in caught] == [True]
+    if is_given:
+        are_close(*caches)
+    fast.speculation.stats.reset()
+    assert torch.equal(answer(fast, ids, mask, NEW), texts[0]) and fast.speculation.stats.rounds > 0

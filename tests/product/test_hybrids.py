@@ -13,6 +13,7 @@ import spec_compile
 from spec_compile import UnsupportedModelError, passes
 from spec_compile.capture.checks import check_tree
 from spec_compile.capture.trace import capture
+from spec_compile.compat import CACHE
 from spec_compile.graph import ModelGraph
 from spec_compile.kernels import recurrence as recurrences
 from spec_compile.passes.row_invariance import require_same_bits, variant_parts
@@ -54,7 +55,7 @@ def test_the_answer_and_the_states_are_those_of_transformers(name):
         if name in PURE:
             continue
         state = fast.speculation.engine.session(3).state
-        for ours, theirs in zip(as_cached(state), states_of(plain.past_key_values), strict=True):
+        for ours, theirs in zip(as_cached(state), states_of(plain[CACHE]), strict=True):
             assert (ours - theirs).abs().max() <= NOISY.get(name, 1e-5) * theirs.abs().max()
 
 
@@ -78,7 +79,7 @@ def test_rows_that_end_and_what_comes_back(name):
     plain = answer(model, ids, mask, eos_token_id=eos, return_dict_in_generate=True)
     got = answer(fast, ids, mask, eos_token_id=eos, return_dict_in_generate=True, reference=texts(long, mask))
     assert torch.equal(got.sequences, plain.sequences)
-    for ours, theirs in zip(states_of(got.past_key_values), states_of(plain.past_key_values), strict=True):
+    for ours, theirs in zip(states_of(got[CACHE]), states_of(plain[CACHE]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
     assert torch.equal(answer(fast, ids, mask, reference=texts(long, mask)), long)
     assert torch.equal(answer(fast, ids, mask, prefill_chunk_size=32), long)
@@ -158,7 +159,7 @@ def test_a_cache_that_single_steps_would_fill_otherwise_is_left_to_transformers(
     """Nemotron-H clamps time steps in a forward over several tokens alone, by which we would fill the cache."""
     model, fast = system.__wrapped__("nemotron_h")  # not the shared one, which may have warned before
     ids, mask = batch((40,))
-    with pytest.warns(UserWarning, match="past_key_values"):
+    with pytest.warns(UserWarning, match=rf"{CACHE} \(the model's forward over several tokens leaves"):
         got = answer(fast, ids, mask, 8, return_dict_in_generate=True)
     assert torch.equal(got.sequences, answer(model, ids, mask, 8))
 

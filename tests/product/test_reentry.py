@@ -21,6 +21,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import LogitsProcessor
 
 from spec_compile import NgramTrie, speculate
+from spec_compile.compat import CACHE
 
 ALGORITHMS = ("ngram", "eagle", "eagle3", "naive_eagle", "mtp", "draft_model", "dflash")
 NEW, INNER = 20, 12
@@ -122,7 +123,7 @@ def test_calls_inside_a_call_of_the_same_and_other_batch_sizes_with_a_cache_to_h
     want = rounds.generated(plain, OUTER_IDS, **options)
     got = rounds.generated(fast, OUTER_IDS, streamer=Batches(fast), **options)
     assert torch.equal(got.sequences, want.sequences)
-    for ours, theirs in zip(got.past_key_values.layers, want.past_key_values.layers):
+    for ours, theirs in zip(got[CACHE].layers, want[CACHE].layers):
         torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-4)
 

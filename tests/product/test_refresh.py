@@ -12,6 +12,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from spec_compile import speculate
+from spec_compile.compat import CACHE
 from spec_compile.drafters.modules.dflash import DFlashDraft
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.passes.tap_hidden_states import FINAL
@@ -304,5 +305,5 @@ def test_a_draft_uses_no_keys_of_earlier_weights():
     assert all(session.texts == [] for session in fast.speculation.engine.sessions.values())
     ids = first.sequences
     mask = torch.ones_like(ids)
-    again = fast.generate(ids, **asked, attention_mask=mask, past_key_values=first.past_key_values).sequences
+    again = fast.generate(ids, **asked, attention_mask=mask, **{CACHE: first[CACHE]}).sequences
     assert torch.equal(again, model.generate(ids, attention_mask=mask, **OPTIONS))

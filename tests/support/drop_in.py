@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from spec_compile import speculate
+from spec_compile.compat import CACHE
 
 NAMES = ("llama", "qwen3", "gpt2", "gemma3", "mixtral")
 SINGLES, IDS, MASK = prompts()
@@ -110,9 +111,9 @@ def assert_same(expected, got):
         # logits of up to 17, by products of other shapes: an error of 1e-5 of the largest
         scale = a[a.isfinite()].abs().max().item()
         torch.testing.assert_close(b[~ended], a[~ended], rtol=1e-5, atol=1e-5 * max(1.0, scale))
-    if expected.get("past_key_values") is not None:
-        assert type(got.past_key_values) is type(expected.past_key_values)
-        assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    if expected.get(CACHE) is not None:
+        assert type(got[CACHE]) is type(expected[CACHE])
+        assert got[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
 
 
 def assert_drop_in(model, fast, row, aside=None):

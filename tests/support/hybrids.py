@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig
 
 import spec_compile
+from spec_compile.compat import CACHE
 from spec_compile.drafters.modules.eagle import Eagle3Head
 from spec_compile.passes.tap_hidden_states import FINAL
 
@@ -15,7 +16,7 @@ TURN = 10
 NEW = 48
 NOISY = {"zamba": 5e-5}  # as far as its own generate() is from a plain forward
 PURE = ("mamba", "mamba2")
-"""Without attention, their caches are not `past_key_values`."""
+"""Without attention, their caches hold only states."""
 
 
 @functools.cache
@@ -47,7 +48,7 @@ def states_of(cache):
     """Convolution histories [B, w - 1, C] and states [B, ...] in a cache of transformers', in the order of layers."""
     tensors = []
     for layer in cache.layers:
-        if getattr(layer, "conv_states", None):
+        if getattr(layer, "conv_states", None) and layer.conv_states.get(0) is not None:
             tensors.append(layer.conv_states[0][:, :, 1:].transpose(1, 2))
         if getattr(layer, "recurrent_states", None) and layer.recurrent_states.get(0) is not None:
             tensors.append(layer.recurrent_states[0])
@@ -84,7 +85,7 @@ def turns(model, lengths, cache, *, reference=None, **options):
     texts = []
     for more in (1, 3, 3):
         extra = {} if reference is None else {"reference": reference}
-        ids = answer(model, ids, mask, TURN, past_key_values=cache, **extra, **options)
+        ids = answer(model, ids, mask, TURN, **{CACHE: cache}, **extra, **options)
         texts.append((ids, [state.clone() for state in states_of(cache)]))
         added = torch.arange(5, 5 + len(lengths))[:, None] + torch.arange(more)
         ids = torch.cat([ids, added.to(ids.device)], dim=1)

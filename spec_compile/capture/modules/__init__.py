@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from ...compat import TRANSFORMERS
 from ...kernels.linear.quantised.layout import class_path
 from . import alibi, attention, experts
 from .attention import Attend
@@ -26,14 +27,12 @@ _BY_CLASS: dict[str, Callable[[nn.Module, Attend], int | None]] = {
     "aria.modeling_aria.AriaTextMoELayer": experts.aria,
     "bloom.modeling_bloom.BloomAttention": alibi.bloom,
     "bloom.modeling_bloom.BloomModel": alibi.bloom_model,
-    "codegen.modeling_codegen.CodeGenAttention": attention.codegen,
     "dbrx.modeling_dbrx.DbrxExperts": experts.dbrx,
     "diffllama.modeling_diffllama.DiffLlamaAttention": attention.diffllama,
     "doge.modeling_doge.DogeAttention": attention.doge,
     "falcon.modeling_falcon.FalconAttention": alibi.falcon,
     "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": attention.gpt_neo,
     "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": attention.gpt_neox_japanese,
-    "gptj.modeling_gptj.GPTJAttention": attention.gptj,
     "llama4.modeling_llama4.Llama4TextDecoderLayer": attention.llama4,
     "longcat_flash.modeling_longcat_flash.LongcatFlashExperts": experts.longcat_flash,
     "mpt.modeling_mpt.MptAttention": alibi.mpt,
@@ -43,5 +42,16 @@ _BY_CLASS: dict[str, Callable[[nn.Module, Attend], int | None]] = {
     "xglm.modeling_xglm.XGLMAttention": attention.xglm,
     "xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding": attention.xglm_positions,
 }
+_BY_CLASS |= (
+    {
+        "codegen.modeling_codegen.CodeGenRotaryEmbedding": attention.rotations,
+        "gptj.modeling_gptj.GPTJRotaryEmbedding": attention.rotations,
+    }
+    if TRANSFORMERS >= (5, 24)  # their attention calls the interface
+    else {
+        "codegen.modeling_codegen.CodeGenAttention": attention.codegen,
+        "gptj.modeling_gptj.GPTJAttention": attention.gptj,
+    }
+)
 MODULES = {f"transformers.models.{name}": function for name, function in _BY_CLASS.items()}
 """The function that changes a module, by the path of its class."""

@@ -21,7 +21,12 @@ def gptj(module: nn.Module, attend: Attend) -> None:
 
 def codegen(module: nn.Module, attend: Attend) -> int:
     """Like GPT-J, with a table of rotations that positions index."""
-    _replace_scores(module, attend, 1 / module.scale_attn)
+    gptj(module, attend)
+    return rotations(module, attend)
+
+
+def rotations(module: nn.Module, attend: Attend) -> int:
+    """Nothing to change. Positions index a table of rotations, which limits them."""
     return module.embed_positions.shape[0]
 
 
@@ -70,7 +75,7 @@ def xglm(module: nn.Module, attend: Attend) -> None:
 def xglm_positions(module: nn.Module, attend: Attend) -> int:
     """A table of positions that would grow with the length."""
 
-    def forward(position_ids: Tensor, past_key_values_length=0) -> Tensor:
+    def forward(position_ids: Tensor, *_) -> Tensor:
         return F.embedding(position_ids + module.offset, module.weights)
 
     module.forward = forward
