@@ -4,11 +4,10 @@ import gc
 import os
 import time
 import weakref
+from unittest.mock import Mock
 
 import draft_rounds as rounds
 import models
-from unittest.mock import Mock
-
 import pytest
 import torch
 from batch_requests import config
