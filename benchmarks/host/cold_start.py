@@ -1,15 +1,18 @@
-"""Seconds until the first token of generate(), in a new process: with an empty compiler cache, and with a full one.
+"""Seconds until the first token of generate(), in a new process: with empty caches, and with what that start left.
 
-    python -m benchmarks.host.cold_start [--layers 4 32] [--device cpu] [--shape NAME] [--algo ngram] [--json FILE]
+    python -m benchmarks.host.cold_start [--layers 4 30] [--device cpu] [--shape NAME] [--ready] [--json FILE]
 
 A Llama with random weights: hidden size 576, vocabulary 49,152, float32 on a CPU and bfloat16 on a GPU; or a shape of
-rounds/shapes.py. The clock starts at speculate(), after the model is loaded; "imports" is the time to import the
-libraries. "ready" is the time until every size of a round is compiled and captured (`speculation.warmup()`).
+rounds/shapes.py. The clock starts at speculate(), after the model is loaded. "imports" is the time to import torch and
+transformers, "own imports" that of spec_compile after them. With --ready, calls of 24 tokens follow until everything
+that they use is compiled in the background, adopted and captured; "tokens/s eager" is the median of the calls before
+that, "tokens/s ready" of five calls after it. "transformers" is the first token of its own generate().
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +30,10 @@ def one_start(options) -> dict[str, float]:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.generation.streamers import BaseStreamer
 
+    imported = time.perf_counter()
     import spec_compile
+
+    result = {"imports": imported - begin, "own imports": time.perf_counter() - imported}
     from benchmarks.rounds.shapes import build
 
     class FirstToken(BaseStreamer):
@@ -42,7 +48,6 @@ def one_start(options) -> dict[str, float]:
         def end(self):
             pass
 
-    imported = time.perf_counter() - begin
     if options.shape:
         model = build(options.shape)
     else:
@@ -53,14 +58,30 @@ def one_start(options) -> dict[str, float]:
         dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
         model = LlamaForCausalLM(config).to(options.device, dtype).eval()
     ids = torch.randint(3, 1000, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
+    settings = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, eos_token_id=None)
+    begin, streamer = time.perf_counter(), FirstToken()
+    model.generate(ids, max_new_tokens=4, streamer=streamer, **settings)
+    result["transformers"] = streamer.at - begin
     begin, streamer = time.perf_counter(), FirstToken()
     fast = spec_compile.speculate(model, options.algo)
-    speculated = time.perf_counter() - begin
-    fast.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4, streamer=streamer)
-    result = {"imports": imported, "speculate": speculated, "first_token": streamer.at - begin}
+    result["speculate"] = time.perf_counter() - begin
+    fast.generate(ids, max_new_tokens=4, streamer=streamer, **settings)
+    result["first_token"] = streamer.at - begin
+    result |= {stage: seconds for stage, seconds in fast.speculation.seconds.items()}
     if options.ready:
-        fast.speculation.warmup()
+
+        def rate() -> float:
+            tick = time.perf_counter()
+            fast.generate(ids, max_new_tokens=24, **settings)
+            return 24 / (time.perf_counter() - tick)
+
+        tiers, rates = fast.speculation.engine.runtime.tiers, [rate()]
+        while tiers.waits:
+            rates.append(rate())
+        rate()  # captures what was adopted
         result["ready"] = time.perf_counter() - begin
+        result["tokens/s eager"] = statistics.median(rates)
+        result["tokens/s ready"] = statistics.median(rate() for _ in range(5))
     return result
 
 
@@ -70,6 +91,7 @@ def measure(options, layers: int, cache: str) -> dict[str, float]:
     arguments += ["--shape", options.shape] if options.shape else []
     arguments += ["--ready"] if options.ready else []
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
+    environment["SPEC_COMPILE_CACHE"] = f"{cache}/starts"
     done = subprocess.run([sys.executable, "-m", SCRIPT, *arguments], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
@@ -78,11 +100,11 @@ def measure(options, layers: int, cache: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 32])
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 30])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shape", help="a shape of rounds/shapes.py, on a GPU, instead of the small Llama")
     parser.add_argument("--algo", default="ngram")
-    parser.add_argument("--ready", action="store_true", help="also the time until every size of a round is compiled")
+    parser.add_argument("--ready", action="store_true", help="also the time until what calls use is compiled")
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -95,7 +117,7 @@ def main() -> None:
             for state in ("cold", "warm"):
                 row = {"shape": options.shape or f"{layers} layers", "device": options.device, "cache": state}
                 rows.append(row | measure(options, layers, cache))
-                seconds = ", ".join(f"{name} {value:.1f} s" for name, value in rows[-1].items() if type(value) is float)
+                seconds = ", ".join(f"{name} {value:.2f}" for name, value in rows[-1].items() if type(value) is float)
                 print(f"{row['shape']}, {state}: {seconds}", flush=True)
     if options.json:
         import torch  # here, so that a measured process does not import them
