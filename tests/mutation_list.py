@@ -906,7 +906,7 @@ COMPILED = [
     ),
     Mutation(
         "every wrapping compiles anew", f"{RUNTIME}steps/code.py",
-        "code = codes.setdefault(key, Code())", "code = codes[key] = Code()",
+        "code = codes.setdefault(key, Code(runtime.tiers))", "code = codes[key] = Code(runtime.tiers)",
         f"{SHARED_CODE} -k test_code_is_shared_between_equals",
     ),
     Mutation(
@@ -936,7 +936,7 @@ COMPILED = [
     ),
     Mutation(
         "a damaged file ends the call", f"{ARTEFACTS}compiler.py",
-        "except Exception:  # a damaged file", "except KeyError:  # a damaged file",
+        "except Exception as error:\n            log.info(", "except KeyError as error:\n            log.info(",
         "tests/artefacts/test_compiler.py -k test_a_stored_part",
     ),
     Mutation(
