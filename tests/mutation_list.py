@@ -936,7 +936,7 @@ COMPILED = [
     ),
     Mutation(
         "a damaged file ends the call", f"{ARTEFACTS}compiler.py",
-        "except Exception:  # a damaged file", "except KeyError:  # a damaged file",
+        "except Exception as error:\n            log.info(", "except KeyError as error:\n            log.info(",
         "tests/artefacts/test_compiler.py -k test_a_stored_part",
     ),
     Mutation(

@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import weakref
-from unittest.mock import Mock
+from contextlib import nullcontext
 
 import draft_rounds as rounds
 import models
@@ -12,6 +12,7 @@ import pytest
 import torch
 from batch_requests import config
 from fake_children import doing  # noqa: F401, a fixture
+from torch._inductor import config as config_of_inductor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -253,10 +254,16 @@ def test_one_part_that_fails_leaves_the_others(doing, monkeypatch):  # noqa: F81
 def test_without_a_compiler_or_a_folder_rounds_stay_eager(fault, monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("SPEC_COMPILE_CHILDREN", "1")
     background.children.cache_clear()
-    if fault == "compiler":
-        monkeypatch.setattr("spec_compile.runtime.background.check_compiler", Mock(side_effect=ValueError("none")))
-    else:
+    has_none = config_of_inductor.patch({"cpp.cxx": (str(tmp_path / "no-such-compiler"),)})
+    if fault == "folder":
+        has_none = nullcontext()
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with has_none:
+        check_eager(caplog, fault)
+    background.children.cache_clear()
+
+
+def check_eager(caplog, fault):
     model = models.ADMITTED["llama"]()
     fast = speculate(model, **OPTIONS)
     assert torch.equal(ask(fast), ask(model))
@@ -267,7 +274,6 @@ def test_without_a_compiler_or_a_folder_rounds_stay_eager(fault, monkeypatch, ca
     if fault == "compiler":
         with pytest.raises(ValueError, match="compile: "):
             speculate(model, **OPTIONS, compile=True)
-    background.children.cache_clear()
 
 
 def test_a_model_that_is_deleted_meanwhile_is_freed_and_its_jobs_are_forgotten(doing):  # noqa: F811
