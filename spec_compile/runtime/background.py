@@ -9,9 +9,11 @@ from functools import cache
 
 from .. import forks
 from ..artefacts.children import Children, number_of_children
+from ..artefacts.compiler import PartSource
 from ..compat import check_compiler
 from ..config import Options
 from .tiers import Tiers
+from .turns import Turns
 
 log = logging.getLogger("spec_compile")
 
@@ -75,16 +77,18 @@ class Background:
             thread.join(LAST_SECONDS)
 
     def before_fork(self) -> None:
-        """See `forks`."""
+        """See `forks`. No piece of work is under way: in the child, its frames would keep the engine for ever."""
+        self._at_work.acquire()
         self._lock.acquire()
 
     def after_fork(self, in_child: bool) -> None:
         self._lock.release()
+        self._at_work.release()
         if in_child:  # which has no such thread
             self._renew()
 
     def _renew(self) -> None:
-        self._lock, self._ends = threading.Lock(), False
+        self._lock, self._at_work, self._ends = threading.Lock(), threading.Lock(), False
         self._thread: threading.Thread | None = None
 
     def _run(self) -> None:
@@ -101,30 +105,43 @@ class Background:
     def _work(self, engine: "weakref.ref[Tiers]") -> None:
         """Do one piece of an engine's work after the other, as long as there are any and it is its turn."""
         while not self._ends:
-            _load(engine)
-            tiers = engine()
-            if tiers is None or not tiers.has_work():
+            self._load(engine)
+            with self._at_work:
+                turns = _turns_of_work(engine)
+            if turns is None:
                 return
-            turns = tiers.turns
-            del tiers  # the engine may be deleted meanwhile
-            with turns.between(PATIENCE) as is_mine:
-                tiers = engine()
-                if not is_mine or tiers is None:
+            with turns.between(PATIENCE) as is_mine:  # the engine may be deleted meanwhile
+                if not is_mine:
                     return
-                tiers.work()
-                del tiers
+                with self._at_work:
+                    _do_piece(engine)
+
+    def _load(self, engine: "weakref.ref[Tiers]") -> None:
+        """Load what is compiled, which takes seconds the first time. Meanwhile calls go on."""
+        with self._at_work:
+            source = _source(engine)
+        if source is not None:
+            try:
+                source.load()
+            except Exception as error:
+                source.give_up(f"{type(error).__name__}: {error}")
 
 
-def _load(engine: "weakref.ref[Tiers]") -> None:
-    """Load what is compiled, which takes seconds the first time. Meanwhile calls go on."""
+def _turns_of_work(engine: "weakref.ref[Tiers]") -> Turns | None:
+    """The turns of an engine that has work."""
     tiers = engine()
-    source = None if tiers is None else tiers.source
-    del tiers
-    if source is not None:
-        try:
-            source.load()
-        except Exception as error:
-            source.give_up(f"{type(error).__name__}: {error}")
+    return tiers.turns if tiers is not None and tiers.has_work() else None
+
+
+def _do_piece(engine: "weakref.ref[Tiers]") -> None:
+    tiers = engine()
+    if tiers is not None:
+        tiers.work()
+
+
+def _source(engine: "weakref.ref[Tiers]") -> PartSource | None:
+    tiers = engine()
+    return None if tiers is None else tiers.source
 
 
 def _waits(engine: "weakref.ref[Tiers]") -> bool:

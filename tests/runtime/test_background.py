@@ -1,6 +1,7 @@
 """The thread of tiers and its child processes: real ones, and every way in which Python can end meanwhile."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -49,6 +50,7 @@ ENDS = {
 }  # fmt: skip
 CASES = [("end", "tracing"), ("Ctrl-C", "compiling")]
 SLOW = [(end, moment) for end in ENDS for moment in MOMENTS if (end, moment) not in CASES]
+SLOW = [case for case in SLOW if case[0] != "_exit" or case[1] == "compiling"]  # only children can clear up after it
 LONG = 120
 
 
@@ -64,7 +66,7 @@ def test_python_ends_at_once_and_leaves_nothing_behind(end, moment):
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONG
     )
-    assert done.returncode == code, done.stderr
+    assert done.returncode == code or (code == 1 and done.returncode == -signal.SIGINT), done.stderr
     is_interrupted = "Ctrl-C" in end
     assert done.stderr.count("Traceback") == is_interrupted and ("KeyboardInterrupt" in done.stderr) == is_interrupted
     assert not done.stderr or is_interrupted or done.stderr == "no\n", done.stderr
