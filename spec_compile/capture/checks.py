@@ -20,6 +20,7 @@ from ..cache import PAGE, Cache
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph, calls
 from ..kernels.recurrence.linear import BLOCK
+from ..kernels.together import compile_together
 from ..tree import ancestry
 from .float32 import in_float32
 from .quantised import with_plain_meaning
@@ -104,6 +105,12 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
             like = replace(graph, dtype=dtype, layers=verify.layers)
             return _tree_logits(verify, like, ids, prefix, ancestors, depth, path)
 
+        def both() -> None:
+            tree(graph.dtype)
+            if has_half(graph):
+                in_float32_if_possible(TREE, lambda: tree(torch.float32))
+
+        compile_together(both)
         if not has_half(graph):
             with in_float32():
                 return compare_logits(name, TREE, tree(graph.dtype), linear())

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...cache import PAGE
 from ...drafting import Drafter
 from ...kernels.attention import BACKENDS
+from ...kernels.together import compile_together
 from ...outcome import WIDEST
 from ...tree import Accepted, Tree, ancestry
 from .. import prefill_chunks
@@ -171,6 +172,8 @@ class Steps:
         begin = time.perf_counter()
         with torch.no_grad(), runtime.ranks_apart(), self._untouched():
             step, arguments = self._function(kind, nodes), self._arguments(kind, nodes)
+            if captures:
+                compile_together(partial(step, *arguments))
             step(*arguments)
             if captures:
                 step = self._capture(step, arguments)
@@ -202,6 +205,8 @@ class Steps:
 
             sampled = self.ring.publishing(sampled) if self.runtime.on_gpu else sampled
             with torch.no_grad(), self.runtime.ranks_apart(), self._untouched():
+                if self.captures:
+                    compile_together(partial(sampled, PAGE))
                 self.made[key] = self._capture(sampled, (PAGE,)) if self.captures else sampled
                 seconds = min(self._seconds(self.made[key], (PAGE,)) for _ in range(TRIALS))
                 self.policies[StepKind.LOOK].cost[nodes] = seconds

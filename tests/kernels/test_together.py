@@ -1,0 +1,67 @@
+"""Kernels that are compiled side by side before they run."""
+
+import threading
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from spec_compile import kernels
+from spec_compile.kernels import norm
+from spec_compile.kernels.together import compile_together
+
+
+def test_launches_of_this_thread_only_compile(monkeypatch):
+    """Other threads launch meanwhile, new memory is zero, and all is as before afterwards."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, grid, warmup: seen.append((self, grid, warmup)))
+    before = JITFunction.run, torch.empty, torch.Tensor.new_empty
+
+    def launch(kernel):
+        JITFunction.run(kernel, grid=(1,), warmup=False)
+
+    def function():
+        launch("here")
+        other = threading.Thread(target=launch, args=("there",))
+        other.start()
+        other.join()
+        for empty in (torch.empty(1 << 16), torch.empty_like(torch.ones(9)), torch.ones(3).new_empty(1 << 12)):
+            assert not empty.any()
+
+    compile_together(function, function)
+    assert seen == 2 * [("here", (1,), True), ("there", (1,), False)]
+    assert (JITFunction.run, torch.empty, torch.Tensor.new_empty) == before
+    assert "new_empty" not in vars(torch.Tensor)
+
+
+def test_errors_of_functions_are_raised_and_launches_go_on(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = JITFunction.run
+    with pytest.raises(ZeroDivisionError):
+        compile_together(lambda: 1 / 0)
+    assert JITFunction.run is before
+
+
+def test_nothing_runs_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    compile_together(lambda: 1 / 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_was_compiled_together_is_only_launched(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernels.load(torch.device("cuda"))
+    x, weight = torch.randn(5, 1152, device="cuda"), torch.randn(1152, device="cuda")
+    expected = norm.rms_norm(x.cpu(), weight.cpu(), 1e-5, None)
+    outputs = []
+
+    def run():
+        outputs.append(torch.ops.spec_compile.rms_norm(x, weight, 1e-5, None))
+
+    compile_together(run)
+    assert not outputs.pop().any()
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda *args, **options: pytest.fail("compiled in a launch"))
+    run()
+    torch.testing.assert_close(outputs.pop().cpu(), expected)
