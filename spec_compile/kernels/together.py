@@ -22,8 +22,8 @@ def compile_together(*functions: Callable[[], object]) -> None:
     """Compile the kernels that these functions of no arguments launch, in threads, and launch none of them.
 
     All else that the functions do is done, over zeros in place of the kernels' results, so they must leave no trace and
-    may not read a result on the host. What is compiled already, or lies in Triton's cache, takes no time. Without a GPU
-    nothing runs.
+    may not read a result on the host. Kernels that are compiled already, or lie in Triton's cache, take no time.
+    Without a GPU nothing runs.
     """
     if not torch.cuda.is_available():
         return
