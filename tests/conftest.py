@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import logging
 import os
 from pathlib import Path
 
@@ -31,6 +32,7 @@ captures.share()
 torch._dynamo.config.fake_tensor_cache_enabled = False  # it costs more than it saves where models have few layers
 torch.set_num_threads(1)  # a second thread on a busy core makes OpenMP wait, up to 50 times longer
 transformers.logging.set_verbosity_error()
+logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)  # pytest would keep megabytes of its records
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("tests")
 
