@@ -13,6 +13,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from ..compat import COMPILE_LOCK
+
 MOST_THREADS = 16
 EMPTY = (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")
 """Functions whose results hold whatever was in their memory. An index there may lie outside of a tensor."""
@@ -29,7 +31,8 @@ def compile_together(*functions: Callable[[], object]) -> None:
         return
     import triton
 
-    with torch.no_grad(), ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+    # One thread at a time: the first to leave `_no_launches` would undo what a second had put there.
+    with COMPILE_LOCK, torch.no_grad(), ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
         # A kernel that does not compile raises its error when it is launched.
         with triton.AsyncCompileMode(pool, ignore_errors=True), _no_launches():
             for function in functions:

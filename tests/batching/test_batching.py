@@ -21,6 +21,7 @@ from batch_requests import (
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 from spec_compile import speculate
+from spec_compile.batching.lanes import Lanes
 from spec_compile.batching.prompts import LANES
 from spec_compile.batching.texts import Texts
 
@@ -37,8 +38,10 @@ def fast():
 
 @pytest.mark.sweep(["eagle3 tree"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm(name):
+def test_every_algorithm(monkeypatch, name):
     options = dict(ALGORITHMS[name])
+    if "ngram" not in options:  # every round drafts, as those of generate() do; else measured costs would decide
+        monkeypatch.setattr(Lanes, "_choose_sizes", lambda *_: None)
     if options["draft"] == "itself":
         options["draft"] = model()
     one = speculate(model(), algo=name.split()[0], compile=False, check=False, **options)
@@ -48,8 +51,7 @@ def test_every_algorithm(name):
     if "ngram" in options:  # generate() drafts from the answers that the batch has left
         assert length > 1.5 and len(one.speculation.ngram) > 0
     else:
-        # A batch also verifies the root only, in rounds where drafts do not pay by measured costs.
-        assert length > 0.75 * one.speculation.stats.accept_length
+        assert length > 0.9 * one.speculation.stats.accept_length
 
 
 def test_mixed_requests():

@@ -1,6 +1,7 @@
 """Kernels that are compiled side by side before they run."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -33,6 +34,25 @@ def test_launches_of_this_thread_only_compile(monkeypatch):
     assert seen == 2 * [("here", (1,), True), ("there", (1,), False)]
     assert (JITFunction.run, torch.empty, torch.Tensor.new_empty) == before
     assert "new_empty" not in vars(torch.Tensor)
+
+
+def test_threads_compile_one_after_the_other(monkeypatch):
+    """Else the first to leave would restore a launcher over which the second had put its own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before, inside, overlaps = JITFunction.run, [], []
+
+    def function():
+        overlaps.append(len(inside))
+        inside.append(1)
+        time.sleep(0.05)
+        inside.pop()
+
+    threads = [threading.Thread(target=compile_together, args=(function,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert overlaps == [0, 0, 0] and JITFunction.run is before
 
 
 def test_errors_of_functions_are_raised_and_launches_go_on(monkeypatch):
