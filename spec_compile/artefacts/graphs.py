@@ -100,7 +100,7 @@ def graph_of(rows: list[Row], tensors: nn.Module | None = None) -> fx.GraphModul
         except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
             raise ValueError(f"row {number}: expected [name, arguments, named arguments], got {row}") from error
         if name == "output":
-            graph.output(tuple(arguments[0]) if isinstance(arguments[0], list) else arguments[0])
+            graph.output(arguments[0])
         else:
             values.append(graph.call_function(target_of(name), tuple(arguments), named))
     return fx.GraphModule(root, graph)
@@ -149,8 +149,10 @@ def _data(value: Any, values: dict[fx.Node, dict[str, Any]]) -> Any:
     """An argument as JSON data."""
     if isinstance(value, fx.Node):
         return values[value]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [_data(part, values) for part in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_data(part, values) for part in value]}
     if isinstance(value, dict):
         return {"dict": [[key, _data(part, values)] for key, part in value.items()]}
     if value is None or type(value) in (bool, int, float, str):
@@ -173,6 +175,8 @@ def _value(data: Any, values: list[fx.Node], make: Callable[[str, Any], fx.Node]
         return values[name]
     if kind in ("graph", "tensor"):
         return make(kind, name)
+    if kind == "tuple":
+        return tuple(_value(part, values, make) for part in name)
     if kind == "dict":
         return {key: _value(part, values, make) for key, part in name}
     if kind == "device":

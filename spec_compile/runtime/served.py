@@ -76,7 +76,7 @@ class ServedEngine(Engine):
         """The tiers of this engine; None if steps are compiled when they are made, or never."""
         runtime, options = self.runtime, self.options
         graphs = [graph for graph in (runtime.verify, runtime.prefill, runtime.algorithm.graph) if graph is not None]
-        may_be_eager = all(graph.backend is None or BACKENDS[graph.backend].uncompiled for graph in graphs)
+        may_be_eager = all(not graph.backend or BACKENDS[graph.backend].uncompiled for graph in graphs)
         if not options.compile or compiles_at_once(options) or not (may_be_eager or runtime.device.type == "cpu"):
             return None
         fault = find_fault(runtime.device.type)

@@ -267,7 +267,6 @@ PROCESS = {
     "version of Python": lambda p: p.setattr(keys.platform, "python_version", lambda: "9"),
     "version of CUDA": lambda p: p.setattr(torch.version, "cuda", "99"),
     "package": lambda p: p.setattr(keys, "package_digest", lambda: "other"),
-    "Inductor": lambda p: p.setattr(torch._inductor.config, "max_fusion_size", 3),
     "precision": lambda p: p.setattr(torch, "get_float32_matmul_precision", lambda: "high"),
     "deterministic algorithms": lambda p: p.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True),
 }  # fmt: skip
@@ -278,8 +277,11 @@ def test_another_process_or_machine_has_another_key(change, plain, monkeypatch):
     changed(plain, lambda: PROCESS[change](monkeypatch))
 
 
-def test_settings_of_dynamo_count(plain):
-    with torch._dynamo.config.patch(assume_static_by_default=False):
+@pytest.mark.parametrize(
+    "setting", [torch._dynamo.config.patch(assume_static_by_default=False), torch._inductor.config.patch(max_fusion_size=3)]
+)
+def test_settings_of_compilers_count(plain, setting):
+    with setting:
         assert key_of() != plain
     assert key_of() == plain
 
