@@ -107,6 +107,7 @@ def test_the_number_of_children(value, count, monkeypatch):
         module.number_of_children()
 
 
+@pytest.mark.slow
 def test_a_child_that_is_killed_at_work_fails_its_job_and_another_does_the_next(children):
     children.submit("killed", JOB.text())
     wait_until(lambda: list(children.folder.glob("*.taken-*")))
@@ -133,11 +134,11 @@ def test_a_number_of_children_that_is_none_is_refused():
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        ("sys.exit(0)", 0), ("import os; os.kill(os.getpid(), 9)", -9),
         ("import os, signal; os.killpg(0, signal.SIGINT); time.sleep(60)", None),
         *(
             pytest.param(end, code, marks=pytest.mark.slow)
             for end, code in (
+                ("sys.exit(0)", 0), ("import os; os.kill(os.getpid(), 9)", -9),
                 ("children.close(); sys.exit(0)", 0), ("del children; sys.exit(0)", 0), ("raise ValueError", 1),
                 ("import os; os._exit(3)", 3),
             )
@@ -158,6 +159,7 @@ def test_no_child_outlives_its_parent(end, code):
     wait_until(lambda: all(gone(int(pid)) for pid in pids) and not os.path.exists(folder))
 
 
+@pytest.mark.slow
 def test_a_forked_process_has_children_of_its_own(children):
     children.submit(part_key(JOB), JOB.text())
     own = [process.pid for process in children.processes]

@@ -52,6 +52,7 @@ def plain():
     return key_of()
 
 
+@pytest.mark.slow
 def test_equal_models_have_one_key_in_every_process():
     names = "llama", "gpt2", "qwen3_moe", "qwen3_next", "deepseek_v3"
     here = [key_of({**models.ADMITTED, **models.HYBRIDS}[name]()) for name in names]
@@ -278,7 +279,8 @@ def test_another_process_or_machine_has_another_key(change, plain, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "setting", [torch._dynamo.config.patch(assume_static_by_default=False), torch._inductor.config.patch(max_fusion_size=3)]
+    "setting",
+    [torch._dynamo.config.patch(assume_static_by_default=False), torch._inductor.config.patch(max_fusion_size=3)],
 )
 def test_settings_of_compilers_count(plain, setting):
     with setting:

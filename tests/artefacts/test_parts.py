@@ -39,6 +39,7 @@ def a_job():
     return traced, PartJob(traced.rows, traced.specs, CPU_OPTIONS, torch.get_num_threads())
 
 
+@pytest.mark.slow
 def test_a_part_runs_in_another_process(tmp_path):
     traced, job = a_job()
     data = compile_part(read_job(job.text()))

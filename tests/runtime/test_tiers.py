@@ -128,6 +128,7 @@ def test_no_part_changes_inside_an_answer(doing, dtype):  # noqa: F811
     assert source.adopted
 
 
+@pytest.mark.slow
 def test_an_answer_of_another_wrapper_with_the_same_code_sees_no_change_either(doing):  # noqa: F811
     model = models.ADMITTED["llama"]()
     first, second = speculate(model, **OPTIONS), speculate(model, **OPTIONS)

@@ -26,7 +26,7 @@ class Doing:
         self.forgotten.append(key)
 
     def finish(self):
-        for key, job in self.jobs.items():
+        for key, job in [*self.jobs.items()]:  # others submit meanwhile
             done = None if key in self.fails else compiling.compile_part(read_job(job))
             self.done[key] = (None, "reason") if done is None else (done, "")
 
