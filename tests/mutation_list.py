@@ -1036,7 +1036,7 @@ TIERS = [
     ),
     Mutation(
         "parts change inside an answer of another wrapper", f"{RUNTIME}tiers.py",
-        "if not (is_free and user._may_change()):", "if False:",
+        "if not (turns.enter_context(user.turns.between(0)) and user._may_change()):", "if False:",
         "tests/runtime/test_tiers.py -k another_wrapper",
     ),
     Mutation(

@@ -103,7 +103,7 @@ class Background:
             time.sleep(LOOK_SECONDS)
 
     def _work(self, engine: "weakref.ref[Tiers]") -> None:
-        """Do one piece of an engine's work after the other, as long as there are any and it is its turn."""
+        """Do one piece of an engine's work after the other, as long as one can be done and it is its turn."""
         while not self._ends:
             self._load(engine)
             with self._at_work:
@@ -114,7 +114,8 @@ class Background:
                 if not is_mine:
                     return
                 with self._at_work:
-                    _do_piece(engine)
+                    if not _do_piece(engine):
+                        return
 
     def _load(self, engine: "weakref.ref[Tiers]") -> None:
         """Load what is compiled, which takes seconds the first time. Meanwhile calls go on."""
@@ -133,10 +134,9 @@ def _turns_of_work(engine: "weakref.ref[Tiers]") -> Turns | None:
     return tiers.turns if tiers is not None and tiers.has_work() else None
 
 
-def _do_piece(engine: "weakref.ref[Tiers]") -> None:
+def _do_piece(engine: "weakref.ref[Tiers]") -> bool:
     tiers = engine()
-    if tiers is not None:
-        tiers.work()
+    return tiers is not None and tiers.work()
 
 
 def _source(engine: "weakref.ref[Tiers]") -> PartSource | None:

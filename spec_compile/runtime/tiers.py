@@ -66,20 +66,29 @@ class Tiers:
             self._wake(self)
 
     def has_work(self) -> bool:
-        """True if `work` would do something."""
-        return self.untraced > 0 or (self._has_news() and self._may_change())
+        """True if `work` may do something. Only a turn tells if parts may change: while calls follow one another, they
+        may between two of them."""
+        return self.untraced > 0 or self._has_news()
 
-    def work(self) -> None:
-        """Do one piece: adopt what is compiled, run an example, or trace a part. Call it in a turn between calls."""
-        if COMPILE_LOCK.acquire(blocking=False):  # whoever compiles in another thread may do so for minutes
-            try:
-                with self._alone():
-                    self._adopt() if self._has_news() else self._trace()
-            finally:
-                COMPILE_LOCK.release()
+    def work(self) -> bool:
+        """Do one piece: adopt what is compiled, run an example, or trace a part. Call it in a turn between calls.
+
+        Returns False if nothing can be done now.
+        """
+        if not COMPILE_LOCK.acquire(blocking=False):  # whoever compiles in another thread may do so for minutes
+            return False
+        try:
+            with self._alone():
+                if self._has_news():
+                    return self._may_change() and self._adopt()
+                self._trace()
+            return True
+        finally:
+            COMPILE_LOCK.release()
 
     def finish(self) -> None:
-        """Trace, compile and adopt everything that was asked for, in this thread and in child processes."""
+        """Trace, compile and adopt everything that was asked for, in this thread and in child processes. While another
+        engine that shares the parts answers, adopting them is left to the thread."""
         begin, children = time.perf_counter(), self.source.children
         if self.waits:
             self._runtime.say("compiling the parts of all steps")
@@ -90,7 +99,7 @@ class Tiers:
                 if not children.help():
                     time.sleep(LOOK_SECONDS)
                 self.source.load()
-            self._take()
+            self._adopt()
         self._runtime.stats.seconds["compile"] += time.perf_counter() - begin
 
     def describe(self) -> str:
@@ -145,18 +154,15 @@ class Tiers:
         if not self._traces:
             self._runtime.code.complete.add(self._step)
 
-    def _adopt(self) -> None:
-        """Adopt what is compiled, unless an engine that shares the parts is in the middle of an answer."""
+    def _adopt(self) -> bool:
+        """Adopt what is compiled. False if an engine that shares the parts is in the middle of an answer."""
         with ExitStack() as turns:
-            for user in [*self._runtime.code.users]:
-                is_free = user is self or turns.enter_context(user.turns.between(0))
-                if not (is_free and user._may_change()):
-                    return
-            self._take()
-
-    def _take(self) -> None:
-        self.source.adopt()
-        self._runtime.code.adoptions += 1
+            for user in self._runtime.code.users - {self}:
+                if not (turns.enter_context(user.turns.between(0)) and user._may_change()):
+                    return False
+            self.source.adopt()
+            self._runtime.code.adoptions += 1
+        return True
 
     def _give_up(self, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"

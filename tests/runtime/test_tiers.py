@@ -128,8 +128,8 @@ def test_no_part_changes_inside_an_answer(doing, dtype):  # noqa: F811
     assert source.adopted
 
 
-@pytest.mark.slow
-def test_an_answer_of_another_wrapper_with_the_same_code_sees_no_change_either(doing):  # noqa: F811
+@pytest.mark.parametrize("is_warmup", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_an_answer_of_another_wrapper_with_the_same_code_sees_no_change_either(doing, is_warmup):  # noqa: F811
     model = models.ADMITTED["llama"]()
     first, second = speculate(model, **OPTIONS), speculate(model, **OPTIONS)
     source, seen = first.speculation.engine.runtime.code.source, []
@@ -141,7 +141,7 @@ def test_an_answer_of_another_wrapper_with_the_same_code_sees_no_change_either(d
 
     def finish():
         doing.finish()
-        time.sleep(0.5)
+        first.speculation.warmup() if is_warmup else time.sleep(0.5)
         seen.append(source.adopted)
 
     ask(second, new=20, streamer=During(finish))
@@ -313,6 +313,20 @@ def test_a_forked_process_and_its_parent_go_on(doing):  # noqa: F811
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     adopted(fast, doing)
     assert torch.equal(ask(fast), want)
+
+
+def test_the_thread_waits_for_its_turn_while_a_call_runs(doing):  # noqa: F811
+    """Calls that follow one another leave no moment without one in which it could look."""
+    fast, seen = speculate(models.ADMITTED["llama"](), **OPTIONS), []
+    ask(fast)
+    traced(fast)
+    tiers = tiers_of(fast)
+    with fast.speculation.engine.turns:
+        doing.finish()
+        wait_until(lambda: tiers.source.ready)
+        ask(fast, streamer=During(lambda: seen.append(tiers.has_work())))
+    assert seen == [True]
+    wait_until(lambda: not tiers.waits)
 
 
 def test_calls_without_a_pause_are_compiled_meanwhile(doing, monkeypatch):  # noqa: F811
