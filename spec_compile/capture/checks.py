@@ -3,7 +3,7 @@
 Rounding to 16 bits hides small faults, so a model of 16 bits is compared twice, by the limits in `yardstick`:
 
 - In float32 with the same weights (`in_float32`). A wrong scale, mask, position, window or eps shows there.
-- In its 16 bits, as it will be used. Wrong rounding shows there.
+- In its 16 bits and by its kernels, as it will be used. Wrong rounding shows there.
 
 In a mixture of experts, rounding may send a token to other experts, so a difference on one text proves nothing. Such a
 model is refused if it differs on each of several texts.
@@ -11,6 +11,7 @@ model is refused if it differs on each of several texts.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -110,16 +111,11 @@ def check_tree(name: str, graph: ModelGraph, verify: ModelGraph) -> None:
             like = replace(graph, dtype=dtype, layers=verify.layers, scaled_cache=verify.scaled_cache)
             return tree_logits((verify, verify), like, ids, prefix, ancestors, depth, path)
 
-        def both() -> None:
-            tree(graph.dtype)
-            if has_half(graph):
-                in_float32_if_possible(TREE, lambda: tree(torch.float32))
-
-        compile_together(both)
+        compile_together(partial(tree, graph.dtype))
         if not has_half(graph):
-            with in_float32():
+            with in_float32(by_kernels=True):
                 return compare_logits(name, TREE, tree(graph.dtype), linear())
-        exact, wide = exact_logits(name, linear), in_float32_if_possible(TREE, lambda: tree(torch.float32))
+        exact, wide = exact_logits(name, linear), in_float32_if_possible(TREE, partial(tree, torch.float32))
         if wide is not None:
             compare_logits(name, TREE, wide, exact)
         compare_rounding(name, TREE, tree(graph.dtype), linear(), exact)

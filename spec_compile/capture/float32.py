@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels import HALF, experts
 from ..kernels.linear import PRODUCT, PRODUCTS, quantised
+from ..kernels.plain import plain_kernels
 
 aten = torch.ops.aten
 SELECTIONS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
@@ -20,15 +21,18 @@ COLUMNS = 1 << 12
 
 
 @contextmanager
-def in_float32() -> Iterator[None]:
+def in_float32(by_kernels: bool = False) -> Iterator[None]:
     """A context in which PyTorch computes in float32 what it would compute in 16 bits.
 
     Every op gets its operands of 16 bits as float32, and a cast to 16 bits stays in float32. Quantised layers do not
     round activations, and their weights mean what their format says. Nothing is rounded to TF32 or compiled. An op
     without a float32 form raises its own error, and one that would write to a tensor of 16 bits raises RuntimeError.
+
+    by_kernels: norms, products and tree attention run their kernels. Otherwise they have their plain meaning, because
+        for a model of 16 bits kernels for float32 would be compiled only for this.
     """
-    unrounded = quantised.unrounded_activations()
-    with full_precision(), torch.compiler.set_stance("force_eager"), unrounded, _Float32():
+    unrounded, kernels = quantised.unrounded_activations(), nullcontext() if by_kernels else plain_kernels()
+    with full_precision(), torch.compiler.set_stance("force_eager"), unrounded, kernels, _Float32():
         yield
 
 

@@ -3,6 +3,7 @@
 import time
 import weakref
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import count
 
 import torch
@@ -12,9 +13,11 @@ from transformers import PreTrainedModel
 from ..config import Options
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..kernels import ops
+from ..kernels.together import ahead
 from ..ngram import NgramStore
 from ..ngram.corpus import NgramCorpus
 from ..ngram.match import propose as match
+from ..ngram.match_gpu import compile_kernels
 from ..ngram.match_options import MatchOptions
 from ..ngram.trie import NgramTrie
 from ..parallel.ranks import ALONE, Alone
@@ -195,16 +198,22 @@ class Ngram(Algorithm):
         nodes = self.options.num_draft_tokens
         if isinstance(self.store, NgramTrie):
             return NgramDrafter(self.store, nodes, batch, self.private, self.options.ranks)
-        windows = {name: value for name, value in self.options.ngram.items() if name != "capacity"}
-        return MatchingDrafter(self.store, MatchOptions(**windows), nodes)
+        return MatchingDrafter(self.store, match_options(self.options), nodes)
 
     def documents(self, reference) -> list[Tensor]:
         return self.store.documents(reference, "reference")
+
+
+def match_options(options: NgramOptions) -> MatchOptions:
+    return MatchOptions(**{name: value for name, value in options.ngram.items() if name != "capacity"})
 
 
 def build(model: PreTrainedModel, options: NgramOptions) -> Ngram:
     """The algorithm for the device of `model`."""
     vocab_size = model.get_output_embeddings().weight.shape[0]
     trie = NgramTrie(**options.ngram, vocab_size=vocab_size)
-    on_gpu = model.device.type == "cuda"
-    return Ngram(NgramCorpus(options.capacity, vocab_size, model.device) if on_gpu else trie, options)
+    if model.device.type != "cuda":
+        return Ngram(trie, options)
+    if options.num_draft_tokens > 1:
+        ahead(partial(compile_kernels, match_options(options), model.device))
+    return Ngram(NgramCorpus(options.capacity, vocab_size, model.device), options)

@@ -15,5 +15,7 @@ def load(device: torch.device) -> None:
     from .attention import tree_attention  # noqa: F401
     from .experts import route  # noqa: F401
     from .linear import float32  # noqa: F401
+    from .together import ahead, set_up_compiler
 
     counters.prepare(device)
+    ahead(set_up_compiler)

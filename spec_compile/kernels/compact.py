@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .plain import on_gpu
+
 
 @torch.library.custom_op("spec_compile::compact", mutates_args=("caches",), device_types="cpu")
 def compact(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) -> None:
@@ -48,7 +50,7 @@ def _table(caches: list[Tensor], sizes: list[int]) -> Tensor:
     return _tables[key]
 
 
-@compact.register_kernel("cuda")
+@on_gpu(compact)
 def launch(caches: list[Tensor], lengths: Tensor, path: Tensor, count: Tensor) -> None:
     """`compact` by the kernel."""
     batch, nodes = path.shape

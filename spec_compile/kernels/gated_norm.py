@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import dependent_launch
 from .ops import as_groups
+from .plain import on_gpu
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -48,7 +49,7 @@ def _check(x: Tensor, weight: Tensor, size: int) -> None:
         raise ValueError(f"weight: expected [{x.shape[-1]}], as x has, in groups of {size}, got {list(weight.shape)}")
 
 
-@gated_rms_norm.register_kernel("cuda")
+@on_gpu(gated_rms_norm)
 def launch(x, gate, weight, eps, size, activation, gate_first, round_first) -> Tensor:
     """`gated_rms_norm` by the kernel."""
     _check(x, weight, size)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .ops import as_groups
+from .plain import on_gpu
 
 
 @torch.library.custom_op("spec_compile::l2_norms", mutates_args=(), device_types="cpu")
@@ -36,7 +37,7 @@ def _check(q: Tensor, k: Tensor) -> None:
         raise ValueError(f"k: expected {list(q.shape)}, as q has, got {list(k.shape)}")
 
 
-@l2_norms.register_kernel("cuda")
+@on_gpu(l2_norms)
 def launch(q, k, eps, scale) -> tuple[Tensor, Tensor]:
     """`l2_norms` by the kernel."""
     _check(q, k)

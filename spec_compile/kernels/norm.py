@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import dependent_launch
 from .ops import as_groups, as_rows
+from .plain import on_gpu
 
 
 @torch.library.custom_op("spec_compile::rms_norm", mutates_args=(), device_types="cpu")
@@ -62,12 +63,12 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:
         )
 
 
-@rms_norm.register_kernel("cuda")
+@on_gpu(rms_norm)
 def _rms_norm(x, weight, eps, offset) -> Tensor:
     return launch(x, None, weight, eps, offset)[1]
 
 
-@add_rms_norm.register_kernel("cuda")
+@on_gpu(add_rms_norm)
 def launch(x, residual, weight, eps, offset) -> tuple[Tensor | None, Tensor]:
     """`add_rms_norm` by the kernel, or without a residual `rms_norm`, whose first result is None."""
     _check(x, weight, residual)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .plain import on_gpu
+
 BLOCK = 4096
 """Entries of a part. Another value gives other bits."""
 WARPS = 8
@@ -49,7 +51,7 @@ def _(x, dtype=None, log=False):
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@row_sum.register_kernel("cuda")
+@on_gpu(row_sum)
 def launch_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`row_sum` by the kernels."""
     x = x.contiguous()
@@ -63,7 +65,7 @@ def launch_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return out
 
 
-@row_cumsum.register_kernel("cuda")
+@on_gpu(row_cumsum)
 def launch_cumsum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`row_cumsum` by the kernels."""
     x = x.contiguous()
@@ -73,7 +75,7 @@ def launch_cumsum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return out
 
 
-@row_softmax.register_kernel("cuda")
+@on_gpu(row_softmax)
 def launch_softmax(x: Tensor, dtype: torch.dtype | None = None, log: bool = False) -> Tensor:
     """`row_softmax` by the kernels."""
     x = x.contiguous()

@@ -1,13 +1,16 @@
 """Triton kernels compiled side by side: all that a function launches, before it runs.
 
-A kernel takes 0.3 to 1 second, of which four fifths run without Python's lock, and a round has ten to twenty.
+A kernel takes 0.3 to 2 seconds, of which four fifths run without Python's lock, and a round has ten to twenty. The
+function that launches it is C code, which Triton compiles in 0.25 seconds more.
 """
 
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -34,20 +37,54 @@ def compile_together(*functions: Callable[[], object]) -> None:
     # One thread at a time: the first to leave `_no_launches` would undo what a second had put there.
     with COMPILE_LOCK, torch.no_grad(), ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
         # A kernel that does not compile raises its error when it is launched.
-        with triton.AsyncCompileMode(pool, ignore_errors=True), _no_launches():
+        with triton.AsyncCompileMode(pool, ignore_errors=True), _no_launches() as kernels:
             for function in functions:
                 function()
+        list(pool.map(partial(_load, torch.cuda.current_device()), {id(kernel): kernel for kernel in kernels}.values()))
+
+
+def ahead(work: Callable[[], object]) -> None:
+    """Do `work` in a thread, so that others find it done. Its error is left to whoever does the same again."""
+
+    def run() -> None:
+        with suppress(Exception):
+            work()
+
+    threading.Thread(target=run, name="spec_compile ahead", daemon=True).start()
+
+
+def set_up_compiler() -> None:
+    """Make Triton's compiler ready, whose first kernel takes a second longer than others."""
+    import triton
+
+    @triton.jit
+    def nothing():
+        pass
+
+    nothing.warmup(grid=(1,))
+
+
+def _load(device: int, kernel: Any) -> None:
+    """Load a kernel, or what a thread compiles into one, and compile the function that launches it."""
+    with suppress(Exception):  # raised again when it is launched
+        torch.cuda.set_device(device)
+        kernel = getattr(kernel, "kernel", None) if hasattr(kernel, "future") else kernel
+        if kernel is not None:
+            kernel._init_handles()
 
 
 @contextmanager
-def _no_launches() -> Iterator[None]:
-    """A context in which launches of this thread only compile, and new memory is zero."""
+def _no_launches() -> Iterator[list]:
+    """A context in which launches of this thread only compile, and new memory is zero. Gives the kernels."""
     from triton.runtime.jit import JITFunction
 
-    run, own = JITFunction.run, threading.get_ident()
+    run, own, kernels = JITFunction.run, threading.get_ident(), list[Any]()
 
     def compile_only(self, *args, warmup, **options):
-        return run(self, *args, warmup=warmup or threading.get_ident() == own, **options)
+        if threading.get_ident() != own:
+            return run(self, *args, warmup=warmup, **options)
+        kernels.append(run(self, *args, warmup=True, **options))
+        return kernels[-1]
 
     def zeros(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def make(*args, **options):
@@ -60,4 +97,4 @@ def _no_launches() -> Iterator[None]:
         patches.enter_context(patch.object(JITFunction, "run", compile_only))
         for place, name in EMPTY:
             patches.enter_context(patch.object(place, name, zeros(getattr(place, name))))
-        yield
+        yield kernels

@@ -154,6 +154,12 @@ def propose_on_gpu(
     return out
 
 
+def compile_kernels(options: MatchOptions, device: torch.device) -> None:
+    """Compile what `match.propose` launches with these options on a device, which takes most of a second."""
+    with torch.cuda.device(device):
+        _compiled(shape_for(options), torch.cuda.current_device())
+
+
 @functools.cache
 def _compiled(shape: Shape, device: int):
     """The kernels on this device, by name: functions of a launch and a stream."""

@@ -14,7 +14,7 @@ from places import GPU, INTERPRETER, ON_GPU, triton
 
 from spec_compile.kernels.attention import spans
 from spec_compile.kernels.attention import tree_attention as attention
-from spec_compile.kernels.attention.tail_tiles import COLUMNS, nodes_per_tile, tail_tiles
+from spec_compile.kernels.attention.tail_tiles import COLUMNS, nodes_per_tile, tail_tile_table, tail_tiles
 from spec_compile.kernels.attention.tail_tiles import launch as launch_table
 from spec_compile.tree import ancestry
 
@@ -160,7 +160,7 @@ def test_tail_tiles(data):
         for reach in data.draw(st.lists(st.sampled_from([1, 2, 64]), min_size=1, max_size=3))
     ]
     ancestors = ancestry(torch.tensor(trees))[0]
-    tables = [tail_tiles(ancestors, per_tile)]
+    tables = [tail_tile_table(ancestors, per_tile)]
     if INTERPRETER or GPU:
         tables.append(launch_table(ancestors.to("cuda" if GPU else "cpu"), per_tile))
     for parents, tiles in (pair for table in tables for pair in zip(trees, table.tolist())):
@@ -175,13 +175,15 @@ def test_tail_tiles(data):
 
 def test_a_block_that_sees_itself():
     ones = torch.full((1, 5), -1)
-    tables = [tail_tiles(ones, 3)]
+    tables = [tail_tile_table(ones, 3)]
     if INTERPRETER or GPU:
         tables.append(launch_table(ones.to("cuda" if GPU else "cpu"), 3))
     for table in tables:
         assert table[0, :2].tolist() == [[5, 0, 3, 2, 5, *range(5)], [5, 3, 2, 2, 5, *range(5)]]
         assert not table[0, 2:, 2].any()
     assert table.shape == (1, 5, COLUMNS + 5) and tail_tiles(None, 3) is tail_tiles(torch.ones(1, 1).long(), 3) is None
+    assert torch.equal(tail_tiles(ones, 3).view_as(tables[0]), tables[0])
+    assert all(tail_tiles(torch.ones(1, n).long(), 3).shape[1] % n == 0 for n in (5, 37)), "the size varies with N"
     case = Case(("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32), [0, 47, 63], 18, heads=(8, 1))
     case.ancestors.fill_(-1)
     case.check()

@@ -8,14 +8,20 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from spec_compile import kernels
-from spec_compile.kernels import norm
+from spec_compile.kernels import norm, together
 from spec_compile.kernels.together import compile_together
 
 
-def test_launches_of_this_thread_only_compile(monkeypatch):
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+def test_launches_of_this_thread_only_compile(gpu, monkeypatch):
     """Other threads launch meanwhile, new memory is zero, and all is as before afterwards."""
     seen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, grid, warmup: seen.append((self, grid, warmup)))
     before = JITFunction.run, torch.empty, torch.Tensor.new_empty
 
@@ -36,9 +42,33 @@ def test_launches_of_this_thread_only_compile(monkeypatch):
     assert "new_empty" not in vars(torch.Tensor)
 
 
-def test_threads_compile_one_after_the_other(monkeypatch):
+def test_kernels_are_loaded_once_and_those_that_do_not_load_raise_later(gpu, monkeypatch):
+    class Kernel:
+        loads = 0
+
+        def _init_handles(self):
+            self.loads += 1
+            raise RuntimeError("out of resources")
+
+    class Compiling:
+        def __init__(self, kernel):
+            self.kernel, self.future = kernel, None
+
+    compiled, compiling, failed = Kernel(), Compiling(Kernel()), Compiling(None)
+    results = iter([compiled, compiling, compiled, failed])
+    monkeypatch.setattr(JITFunction, "run", lambda *args, grid, warmup: next(results))
+    compile_together(lambda: [JITFunction.run("kernel", grid=(1,), warmup=False) for _ in range(4)])
+    assert compiled.loads == compiling.kernel.loads == 1
+
+
+def test_work_ahead_leaves_its_errors_to_others():
+    done = threading.Event()
+    together.ahead(lambda: done.set() or 1 / 0)
+    assert done.wait(10)
+
+
+def test_threads_compile_one_after_the_other(gpu, monkeypatch):
     """Else the first to leave would restore a launcher over which the second had put its own."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before, inside, overlaps = JITFunction.run, [], []
 
     def function():
@@ -55,8 +85,7 @@ def test_threads_compile_one_after_the_other(monkeypatch):
     assert overlaps == [0, 0, 0] and JITFunction.run is before
 
 
-def test_errors_of_functions_are_raised_and_launches_go_on(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_errors_of_functions_are_raised_and_launches_go_on(gpu):
     before = JITFunction.run
     with pytest.raises(ZeroDivisionError):
         compile_together(lambda: 1 / 0)

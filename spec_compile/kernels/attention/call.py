@@ -43,7 +43,7 @@ class AttentionCall(NamedTuple):
     cos, sin: [B, N, Dk] of q's dtype; q and k are first rotated by them (`ops.rotated`).
     q_norm, k_norm: [Dk]; weights of the `rms_norm` of every query and key head before the rotation; they need cos.
     eps, offset: of these norms.
-    tiles: [B, N, 5 + N] int32; the `tail_tiles.tail_tiles` of `ancestors`, if they were computed before.
+    tiles: [B, N * (5 + N)] int32; the `tail_tiles.tail_tiles` of `ancestors`, if they were computed before.
     chunk: a token sees only tokens with the same position // chunk (Llama 4).
     slopes: [H]; `ops.alibi` by these is added to the scores.
     """

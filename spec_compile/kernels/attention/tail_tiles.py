@@ -20,6 +20,8 @@ itself; in a block whose nodes all see each other it sees the whole path.
 import torch
 from torch import Tensor
 
+from ..plain import on_gpu
+
 try:
     import triton
     import triton.language as tl
@@ -38,10 +40,11 @@ def nodes_per_tile(group: int) -> int:
 
 
 def tail_tiles(ancestors: Tensor | None, nodes_per_tile: int) -> Tensor | None:
-    """The `tail_tile_table` of trees; None for a chain, which has no ancestors or one node."""
+    """The `tail_tile_table` of trees as [B, N * (5 + N)], a size that varies with N if sizes that N divides vary; None
+    for a chain, which has no ancestors or one node."""
     if ancestors is None or ancestors.shape[1] == 1:
         return None
-    return tail_tile_table(ancestors, nodes_per_tile)
+    return tail_tile_table(ancestors, nodes_per_tile).flatten(1)
 
 
 @torch.library.custom_op("spec_compile::tail_tile_table", mutates_args=(), device_types="cpu")
@@ -84,7 +87,7 @@ def _(ancestors, nodes_per_tile):
     return ancestors.new_empty(batch, nodes, COLUMNS + nodes, dtype=torch.int32)
 
 
-@tail_tile_table.register_kernel("cuda")
+@on_gpu(tail_tile_table)
 def launch(ancestors: Tensor, nodes_per_tile: int) -> Tensor:
     """`tail_tile_table` by the kernel."""
     batch, nodes = ancestors.shape

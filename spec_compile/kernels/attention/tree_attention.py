@@ -27,6 +27,7 @@ from torch import Tensor
 from ...tree import MAX_NODES
 from .. import dependent_launch, ops
 from ..norm import rms_norm
+from ..plain import on_gpu
 from .append_kernel import append_kernel
 from .call import AttentionCall, attention_op, from_arguments
 from .prompt_kernel import merge_parts_kernel, prompt_kernel
@@ -279,4 +280,4 @@ def _precision(q: Tensor) -> str:
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
-tree_attention.register_kernel("cuda")(from_arguments(launch))
+on_gpu(tree_attention)(from_arguments(launch))

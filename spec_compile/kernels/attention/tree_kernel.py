@@ -294,7 +294,7 @@ def tree_kernel(
     q_ptr,  # [B, H, N, Dk] by its strides
     key_cache_ptr, value_cache_ptr, scales_ptr,  # [B, Hkv, S, Dk], [B, Hkv, S, Dv], [B, Hkv, S, 2] or None
     lengths_ptr,  # [B]
-    tiles_ptr,  # [B, N, COLUMNS + N], see `tail_tiles`; None: the nodes are a chain
+    tiles_ptr,  # [B, N * (COLUMNS + N)], see `tail_tiles`; None: the nodes are a chain
     positions_ptr, slopes_ptr,  # [B, N] by its stride, [H] or None
     parts_ptr, sums_ptr,  # float32 [B * Hkv, PARTS + spans, N * GROUP, Dv] and [B * Hkv, PARTS + spans, 2, N * GROUP]
     stride_qb, stride_qh, stride_qn, stride_p, nodes, capacity, spans,

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import dependent_launch
 from ..ops import as_rows
+from ..plain import on_gpu
 
 AMONG = ("all", "all, to a sum of 1", "chosen")
 
@@ -42,7 +43,7 @@ def _(logits, top, among, dtype):
     return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
 
 
-@route.register_kernel("cuda")
+@on_gpu(route)
 def launch(logits, top, among, dtype) -> tuple[Tensor, Tensor]:
     """`route` by the kernel."""
     logits, early = as_rows(logits), dependent_launch.available(logits)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops import as_rows
+from ..plain import on_gpu
 
 BLOCK_R, BLOCK_O, BLOCK_K = 16, 16, 128
 
@@ -26,7 +27,7 @@ def _(x, weight):
     return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32)
 
 
-@linear_float32.register_kernel("cuda")
+@on_gpu(linear_float32)
 def launch(x: Tensor, weight: Tensor) -> Tensor:
     """`linear_float32` by the kernel."""
     out = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32)

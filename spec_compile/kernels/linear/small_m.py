@@ -15,6 +15,7 @@ from .. import HALF, dependent_launch
 from ..all_reduce import Exchange
 from ..counters import zero_counters
 from ..ops import as_rows
+from ..plain import are_plain
 from . import tuned
 from .plans import CUT, MAX_ROWS, ProductPlan, ProductTile, ceil_div, packed_plan, plan, squared_columns
 from .product import Gate, Matrix, Product, QkvHeads, ResidualStream
@@ -75,8 +76,13 @@ def lack(weight: Tensor, kind: str = "", dtype: torch.dtype | None = None) -> st
 
 
 def plan_of(x: Tensor, weight: Tensor, kind: str = "") -> ProductPlan | None:
-    """The plan of a product; None if the kernel cannot run."""
-    if not x.is_cuda or lack(weight, kind, x.dtype) is not None or (not kind and x.dtype != weight.dtype):
+    """The plan of a product; None if the kernel cannot run, or shall not."""
+    if (
+        not x.is_cuda
+        or are_plain()
+        or lack(weight, kind, x.dtype) is not None
+        or (not kind and x.dtype != weight.dtype)
+    ):
         return None
     rows = x.numel() // x.shape[-1]
     if not 0 < rows <= MAX_ROWS:

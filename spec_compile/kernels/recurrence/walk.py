@@ -18,6 +18,7 @@ of the nodes below, so few states are kept at a time (`slots`).
 import torch
 from torch import Tensor
 
+from ..plain import on_gpu
 from .base import is_ancestor, parents_of
 
 try:
@@ -70,7 +71,7 @@ def _(ancestors):
     return ancestors.new_empty(batch, COLUMNS, nodes, dtype=torch.int32)
 
 
-@tree_walk.register_kernel("cuda")
+@on_gpu(tree_walk)
 def launch(ancestors: Tensor) -> Tensor:
     """`tree_walk` by the kernel."""
     batch, nodes = ancestors.shape
