@@ -1,5 +1,7 @@
 """`PartCompiler`: the parts of steps, traced in their first call, and then loaded from a store or compiled."""
 
+import hashlib
+import json
 import logging
 import threading
 from collections import Counter, deque
@@ -13,8 +15,9 @@ from torch import nn
 
 from ..compat import COMPILE_LOCK, CPU_OPTIONS, GPU_OPTIONS
 from .children import Children
+from .forms import PartForm
 from .parts import PartJob, compile_part, load_part, part_key
-from .trace import Traced, trace
+from .trace import PartInputs, trace
 
 log = logging.getLogger("spec_compile")
 
@@ -35,13 +38,13 @@ class PartStore(Protocol):
 class CompiledPart:
     """A function and, when it is loaded, what it was compiled to.
 
-    traced: None before the first call.
+    form: None before the part is traced or recalled.
     loaded: the compiled graph; None before it is adopted.
     """
 
     def __init__(self, function: Callable, first: Callable[["CompiledPart", tuple], None]):
         self.function = function
-        self.traced: Traced | None = None
+        self.form: PartForm | None = None
         self.loaded: Callable[..., list] | None = None
         self._first = first
 
@@ -53,14 +56,14 @@ class CompiledPart:
         def part(*arguments):
             nonlocal held, is_bound
             arguments = (*first, *arguments)
-            if self.traced is None:
+            if self.form is None:
                 self._first(self, arguments)
-            loaded, traced = self.loaded, self.traced
-            if loaded is None or traced is None:
+            loaded, form = self.loaded, self.form
+            if loaded is None or form is None:
                 return self.function(*arguments)
             if not is_bound:
-                held, is_bound = traced.holders(arguments), True
-            return traced.write(loaded(*traced.read(arguments, held)))
+                held, is_bound = form.holders(arguments), True
+            return form.write(loaded(*form.read(arguments, held)))
 
         return part
 
@@ -75,6 +78,9 @@ class PartSource:
 
     def __init__(self, store: PartStore | None = None, children: Children | None = None, at_once: bool = True):
         self.store, self.children, self.at_once = store, children, at_once
+        self.identity = ""
+        """A text of all code and values that graphs of parts depend on besides their inputs. "" means that nobody knows
+        it, so that each process traces the parts."""
         self.waiting: dict[str, list[CompiledPart]] = {}
         """The parts that children compile, by key."""
         self.ready: deque[tuple[CompiledPart, Callable[..., list]]] = deque()
@@ -84,9 +90,26 @@ class PartSource:
         self.failures: list[str] = []
         """The parts that stay eager, and why."""
 
-    def provide(self, part: CompiledPart, job: PartJob) -> None:
-        """Load the part, or let the children compile it."""
+    def recall(self, part: CompiledPart, call: str) -> bool:
+        """Load a part that was traced and compiled for such a call. False if there is none."""
+        data = self.store.read(call) if self.store is not None and self.identity else None
+        try:
+            content = json.loads(data or "{}")
+            compiled = self.store.read(content["part"]) if content else None
+            form = PartForm.of(content["form"]) if compiled is not None else None
+        except (ValueError, KeyError, TypeError) as error:
+            log.info("the form of a part cannot be read: %s: %s", type(error).__name__, error)
+            return False
+        if form is None or not self._is_loaded(compiled, [part]):
+            return False
+        part.form = form
+        return True
+
+    def provide(self, part: CompiledPart, job: PartJob, call: str) -> None:
+        """Load the part, or let the children compile it. call: by which later processes `recall` it."""
         key = part_key(job)
+        if self.store is not None and self.identity:
+            self.store.write(call, json.dumps({"part": key, "form": part.form.data()}).encode())
         data = None if self.store is None else self.store.read(key)
         if data is not None and self._is_loaded(data, [part]):
             return
@@ -202,25 +225,34 @@ class PartCompiler:
         """`function` of tensors, integers, None, and lists and tuples of these, compiled in its first call. Methods of
         the same name share a compilation, and so do functions with the same `alike`, a text of their computation."""
         owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
-        self._parts.setdefault((name, alike), CompiledPart(function, partial(self._first, f"{name}_{self.tag}")))
+        self._parts.setdefault((name, alike), CompiledPart(function, partial(self._first, f"{name}_{self.tag}", alike)))
         return self._parts[name, alike].bound(owner)
 
-    def _first(self, name: str, part: CompiledPart, arguments: tuple) -> None:
+    def _first(self, name: str, alike: str, part: CompiledPart, arguments: tuple) -> None:
         if _recording.traces is not None:
-            _recording.traces.setdefault(part, partial(self._trace, name, part, arguments))
+            _recording.traces.setdefault(part, partial(self._trace, name, alike, part, arguments))
         elif self.source.at_once:
-            self._trace(name, part, arguments)
+            self._trace(name, alike, part, arguments)
 
-    def _trace(self, name: str, part: CompiledPart, arguments: tuple) -> None:
+    def _trace(self, name: str, alike: str, part: CompiledPart, arguments: tuple) -> None:
         with COMPILE_LOCK:  # another engine may run the same part for the first time in another thread
-            if part.traced is not None:
+            if part.form is not None:
                 return
             assert self.is_open or not self.source.at_once, f"{name}: the first call has the sizes of a session"
+            call = self._call(name, alike, arguments)
+            if self.source.recall(part, call):
+                return
             traced = trace(part.function, arguments, self._varies, self.device)
             counts["traced"] += 1
             options = CPU_OPTIONS if self.device.type == "cpu" else GPU_OPTIONS
-            part.traced = traced
-            self.source.provide(part, PartJob(traced.rows, traced.specs, options, self.threads))
+            part.form = traced.form
+            self.source.provide(part, PartJob(traced.rows, traced.specs, options, self.threads), call)
+
+    def _call(self, name: str, alike: str, arguments: tuple) -> str:
+        """The digest of a first call, by which a later process finds what it was traced and compiled to."""
+        inputs = PartInputs(arguments, self._varies)
+        facts = self.source.identity, name, alike, inputs.specs, inputs.sources, self.threads
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def _varies(self, size: int) -> bool:
         return any(size % prime == 0 for prime in self.varying)

@@ -1,8 +1,7 @@
 """Traces: a function of tensors, integers and modules becomes a graph, specs of its inputs, and a small adapter."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -10,36 +9,20 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..compat import forget_shapes
+from .forms import PartForm
 from .graphs import Row, rows_of
 from .specs import Spec, fakes, spec_of
-
-Slot = tuple[str, str, str]
-"""A tensor of a module: path of the module that has it, the dictionary there ("" for attributes), and its name."""
-
 
 DEPTH = 3
 """Plain objects inside of plain objects in which tensors are looked for."""
 
 
-@dataclass
-class Traced:
-    """A function as data.
-
-    rows, specs: its graph and the inputs of that.
-    read: a function of (arguments, dictionaries of the owners' tensors) that gives the inputs as a list.
-    slots: (path of the owner in the arguments, slot in it) for each of these dictionaries.
-    write: a function of the graph's results that gives those of the function.
-    """
+class Traced(NamedTuple):
+    """A function as data: its graph, the inputs of that, and how they come from its arguments."""
 
     rows: list[Row]
     specs: list[Spec]
-    read: Callable[[tuple, list[dict[str, Tensor]]], list]
-    slots: list[tuple[tuple[int, ...], Slot]]
-    write: Callable[[list[Tensor]], Any]
-
-    def holders(self, arguments: tuple) -> list[dict[str, Any]]:
-        """The dictionaries that hold the owners' tensors; those of a module stay the same."""
-        return [_holder(_at(arguments, path), slot) for path, slot in self.slots]
+    form: PartForm
 
 
 def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], device: torch.device) -> Traced:
@@ -49,15 +32,14 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], d
     varies: tells if a dimension of this size may have another one; integers of 2 and more may, 0 and 1 are constants.
     Modules are not changed: the function sees copies of them that have inputs in place of tensors.
     """
-    inputs = PartInputs(varies)
-    inputs.find(arguments, ())
+    inputs = PartInputs(arguments, varies)
     mode, values = fakes(inputs.specs)
     held, given = ({key: values[n] for key, n in numbers.items()} for numbers in (inputs.held, inputs.given))
-    copies, written = Substitution(held, given)(arguments, ()), list[str]()
+    copies, written = Substitution(held, given)(arguments, ()), list[Any]()
 
     def run(*_) -> list[Any]:
         results = list[Any]()
-        written.append(_writer(function(*copies), results))
+        written.append(_result(function(*copies), results))
         return results
 
     try:
@@ -67,10 +49,8 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], d
         forget_shapes(modes=[mode])
     _inline_constants(gm, device)
     used = _drop_unused(gm.graph)
-    reads = [inputs.sources[number] for number in used]
-    slots = [source[1:] for source in reads if source[0] == "held"]
-    read = _reader(reads)
-    return Traced(rows_of(gm), [inputs.specs[number] for number in used], read, slots, eval(written[0]))
+    form = PartForm([inputs.sources[number] for number in used], written[0])
+    return Traced(rows_of(gm), [inputs.specs[number] for number in used], form)
 
 
 class PartInputs:
@@ -82,17 +62,18 @@ class PartInputs:
     sources: (kind, path, slot) of each input.
     """
 
-    def __init__(self, varies: Callable[[int], bool]):
+    def __init__(self, arguments: tuple, varies: Callable[[int], bool]):
         self.varies, self.specs, self.sources = varies, list[Spec](), list[tuple]()
         self.held: dict[int, int] = {}
         self.given: dict[tuple[int, ...], int] = {}
+        self._find(arguments, ())
 
-    def find(self, value: Any, path: tuple[int, ...]) -> None:
+    def _find(self, value: Any, path: tuple[int, ...]) -> None:
         if isinstance(value, Tensor) or (type(value) is int and value > 1):
             self.given[path] = self._add(value, ("argument", path))
         elif isinstance(value, (list, tuple)):
             for number, part in enumerate(value):
-                self.find(part, (*path, number))
+                self._find(part, (*path, number))
         elif isinstance(value, nn.Module):
             for name, holder in _holders(value):
                 for kind in ("_parameters", "_buffers", "") if isinstance(holder, nn.Module) else ("",):
@@ -161,48 +142,17 @@ def _drop_unused(graph: fx.Graph) -> list[int]:
     return [number for number, node in enumerate(inputs) if node.users]
 
 
-def _reader(sources: list[tuple]) -> Callable:
-    """Sources [("argument", (0,)), ("argument", (1, 2)), ("held", (3,), slot)] give
-    ``lambda arguments, held: [arguments[0], arguments[1][2], held[0]['name']]``."""
-    texts, held = list[str](), 0
-    for kind, path, *slot in sources:
-        if kind == "argument":
-            texts.append("arguments" + "".join(f"[{number}]" for number in path))
-        else:
-            texts.append(f"held[{held}][{slot[0][2]!r}]")
-            held += 1
-    return eval(f"lambda arguments, held: [{', '.join(texts)}]")
-
-
-def _writer(value: Any, results: list) -> str:
-    """The text of a function that builds `value` of results, which are added to a list: of (a, [b, None]) it is
-    ``lambda results: (results[0], [results[1], None])``."""
-
-    def text(value: Any) -> str:
-        if isinstance(value, (Tensor, torch.SymInt)):
-            results.append(value)
-            return f"results[{len(results) - 1}]"
-        if isinstance(value, (list, tuple)):
-            parts = "".join(f"{text(part)}, " for part in value)
-            return f"[{parts}]" if isinstance(value, list) else f"({parts})"
-        if value is None or type(value) in (bool, int, float):
-            return repr(value)
-        raise TypeError(f"a part returns tensors, numbers, None, lists and tuples, not {type(value).__name__}")
-
-    return f"lambda results: {text(value)}"
-
-
-def _at(value: Any, path: tuple[int, ...]) -> Any:
-    for number in path:
-        value = value[number]
-    return value
-
-
-def _holder(owner: nn.Module, slot: Slot) -> dict[str, Any]:
-    path, kind, _ = slot
-    for name in filter(None, path.split(".")):
-        owner = getattr(owner, name)
-    return vars(owner)[kind] if kind else vars(owner)
+def _result(value: Any, results: list) -> Any:
+    """`value` as the result of a `PartForm`. What it has of the graph is added to `results`: (a, [b, None]) becomes
+    ``{"tuple": [{"result": 0}, {"list": [{"result": 1}, None]}]}``, and a and b are added."""
+    if isinstance(value, (Tensor, torch.SymInt)):
+        results.append(value)
+        return {"result": len(results) - 1}
+    if isinstance(value, (list, tuple)):
+        return {"list" if isinstance(value, list) else "tuple": [_result(part, results) for part in value]}
+    if value is None or type(value) in (bool, int, float):
+        return value
+    raise TypeError(f"a part returns tensors, numbers, None, lists and tuples, not {type(value).__name__}")
 
 
 def _holders(owner: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,7 @@
 """`PartCompiler`: what is stored is not compiled again, damaged files are, and parts are adopted between calls only."""
 
 import gc
+import json
 import threading
 
 import pytest
@@ -172,3 +173,37 @@ def test_a_function_that_fails_when_it_is_traced_can_be_tried_again():
         part(torch.ones(5))
     is_broken = False
     assert torch.equal(part(torch.ones(5)), torch.full((5,), 2.0))
+
+
+def test_a_part_that_was_traced_before_is_recalled():
+    """By a source of the same identity, for calls of the same inputs."""
+    store = Memory()
+    source = PartSource(store)
+    source.identity = "a"
+    assert became(lambda: use(source)) == dict(traced=1, compiled=1, loaded=1)
+    assert became(lambda: use(source)) == dict(traced=0, compiled=0, loaded=1)
+    assert became(lambda: use(source, rows=(10, 3))) == dict(traced=1, compiled=1, loaded=1), "other inputs"
+    source.identity = "b"
+    assert became(lambda: use(source)) == dict(traced=1, compiled=0, loaded=1)
+    other = background(store)
+    other.identity = "a"
+    assert became(lambda: record(other)) == dict(traced=0, compiled=0, loaded=1)
+    assert not other.waiting and len(other.ready) == 1
+
+
+@pytest.mark.parametrize("damage", ["form", "kind", "key", "part", "gone"])
+def test_a_damaged_form_is_made_anew(damage):
+    source = PartSource(Memory())
+    source.identity = "a"
+    use(source)
+    store = source.store
+    (form,) = (name for name in store if store[name].startswith(b"{"))
+    (part,) = store.keys() - {form}
+    content = json.loads(store[form])
+    if damage in ("part", "gone"):
+        store.pop(part) if damage == "gone" else store.update({part: b"damaged"})
+    else:
+        content = {"form": {**content, "form": {}}, "kind": [content], "key": {**content, "part": "0" * 64}}[damage]
+        store[form] = json.dumps(content).encode()
+    assert became(lambda: use(source))["traced"] == 1
+    assert became(lambda: use(source))["traced"] == 0

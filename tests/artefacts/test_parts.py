@@ -45,7 +45,7 @@ def test_a_part_runs_in_another_process(tmp_path):
     data = compile_part(read_job(job.text()))
     (tmp_path / "part").write_bytes(data)
     given = [inputs(rows, slots, seen) for rows, slots, seen in ((5, 111, 41), (2, 64, 8), (7, 300, 299))]
-    torch.save([traced.read(each, []) for each in given], tmp_path / "inputs")
+    torch.save([traced.form.read(each, []) for each in given], tmp_path / "inputs")
     paths = [str(tmp_path / name) for name in ("part", "inputs", "outputs")]
     subprocess.run([sys.executable, "-c", LOAD, *paths], check=True)
     here = load_part(data)
@@ -53,7 +53,7 @@ def test_a_part_runs_in_another_process(tmp_path):
         own = arguments[0].clone(), *arguments[1:]
         want = moved(*own)
         assert torch.allclose(there, want, atol=1e-5)
-        assert torch.allclose(traced.write(here(*traced.read(arguments, []))), want, atol=1e-5)
+        assert torch.allclose(traced.form.write(here(*traced.form.read(arguments, []))), want, atol=1e-5)
         assert torch.equal(arguments[0], own[0]), "it writes its arguments as the function does"
 
 

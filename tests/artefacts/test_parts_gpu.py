@@ -59,7 +59,7 @@ def compiled():
 
 def check(traced, part, arguments):
     own = arguments[0].clone(), *arguments[1:]
-    sums, ends = traced.write(part(*traced.read(arguments, [])))
+    sums, ends = traced.form.write(part(*traced.form.read(arguments, [])))
     want_sums, want_ends = moved(*own)
     assert torch.equal(arguments[0], own[0]) and torch.equal(ends, want_ends)
     torch.testing.assert_close(sums, want_sums, rtol=1e-3, atol=1e-3)
@@ -77,13 +77,13 @@ def test_kernels_travel_with_the_part(compiled, tmp_path):
     traced, _, data = compiled
     (tmp_path / "part").write_bytes(data)
     given = [inputs(rows, slots, seen) for rows, slots, seen in ((5, 296, 41), (3, 256, 100))]
-    torch.save([traced.read(each, []) for each in given], tmp_path / "inputs")
+    torch.save([traced.form.read(each, []) for each in given], tmp_path / "inputs")
     paths = [str(tmp_path / name) for name in ("part", "inputs", "outputs")]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     subprocess.run([sys.executable, "-c", LOAD, *paths], check=True, env=environment)
     part = load_part(data)
     for arguments, (there, caches) in zip(given, torch.load(tmp_path / "outputs"), strict=True):
-        here = part(*traced.read(arguments, []))
+        here = part(*traced.form.read(arguments, []))
         assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
         assert torch.equal(arguments[0], caches)
 
@@ -91,7 +91,7 @@ def test_kernels_travel_with_the_part(compiled, tmp_path):
 def test_a_loaded_part_is_captured_in_a_cuda_graph(compiled):
     traced, _, data = compiled
     part, arguments = load_part(data), inputs(4, 256, 200)
-    given = traced.read(arguments, [])
+    given = traced.form.read(arguments, [])
     clean, stream = arguments[0].clone(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -105,7 +105,7 @@ def test_a_loaded_part_is_captured_in_a_cuda_graph(compiled):
         arguments[1].copy_(torch.randint(0, 200, (4,)))
         own = arguments[0].clone(), *arguments[1:]
         graph.replay()
-        torch.testing.assert_close(traced.write(results)[0], moved(*own)[0], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(traced.form.write(results)[0], moved(*own)[0], rtol=1e-3, atol=1e-3)
         assert torch.equal(arguments[0], own[0])
 
 

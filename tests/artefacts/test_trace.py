@@ -65,8 +65,8 @@ def arguments(owner, rows, number):
 
 
 def run(traced, arguments):
-    results = graph_of(traced.rows)(*traced.read(arguments, traced.holders(arguments)))
-    return traced.write(results)
+    results = graph_of(traced.rows)(*traced.form.read(arguments, traced.form.holders(arguments)))
+    return traced.form.write(results)
 
 
 def test_a_method_serves_other_owners_and_sizes():
@@ -84,7 +84,7 @@ def test_a_method_serves_other_owners_and_sizes():
         assert torch.equal(after, given[0].inner.counts) and not torch.equal(after, before)
         assert torch.equal(counts, want_counts) and torch.equal(total, want_total)
         assert torch.equal(scores, want_scores) and absent is None and seven == 7
-    names = {slot[2] for _, slot in traced.slots}
+    names = {slot[2] for _, _, *slots in traced.form.sources for slot in slots}
     assert names == {"table", "weight", "same", "bias"}, "tensors that it reads, each once"
 
 
@@ -103,9 +103,9 @@ def test_a_buffer_that_is_replaced_is_read_anew():
     owner = Owner(5)
     traced = trace(Owner.compute, arguments(owner, 5, 37))
     given = arguments(owner, 3, 4)
-    holders = traced.holders(given)
+    holders = traced.form.holders(given)
     owner.inner.counts = owner.same = torch.full((3,), 100)
-    reads = traced.read(given, holders)
+    reads = traced.form.read(given, holders)
     assert any(value is owner.inner.counts for value in reads if isinstance(value, torch.Tensor))
 
 

@@ -29,7 +29,7 @@ KEPT = 2
 """Codes of different options kept for a model. A living wrapper keeps its own code."""
 
 BESIDE = ("artefact", "cache", "check", "draft", "max_cache_len")
-"""Options that code does not depend on. `_digest` reads the draft itself."""
+"""Options that code does not depend on. `_facts` reads the draft itself."""
 
 
 class Form(NamedTuple):
@@ -81,8 +81,10 @@ def shared_code(model: nn.Module, algorithm: str, runtime: "Runtime") -> Code:
     if runtime.options.ranks.size > 1 or not runtime.options.compile:
         return Code()
     with COMPILE_LOCK:
-        codes, key = _codes.setdefault(model, OrderedDict()), (_digest(algorithm, runtime), _classes(runtime))
+        facts, classes = _facts(algorithm, runtime), _classes(runtime)
+        codes, key = _codes.setdefault(model, OrderedDict()), (hashlib.sha256(facts.encode()).hexdigest(), classes)
         code = codes.setdefault(key, Code(runtime.tiers))
+        code.source.identity = key[0] if all(map(_is_known, classes)) and " at 0x" not in facts else ""
         codes.move_to_end(key)
         while len(codes) > KEPT:
             codes.popitem(last=False)
@@ -96,8 +98,13 @@ def _classes(runtime: "Runtime") -> tuple[type, ...]:
     return (type(runtime.algorithm), *(type(part) for part in modules if not isinstance(part, fx.GraphModule)))
 
 
-def _digest(algorithm: str, runtime: "Runtime") -> str:
-    """A hash that is equal for runtimes of the same graphs, options and draft, whose parts compile to the same code."""
+def _is_known(part: type) -> bool:
+    """True if the key of an artefact has the version of the class's package."""
+    return part.__module__.partition(".")[0] in ("spec_compile", "torch", "transformers")
+
+
+def _facts(algorithm: str, runtime: "Runtime") -> str:
+    """A text that is equal for runtimes of the same graphs, options and draft, whose parts compile to the same code."""
     options, draft = runtime.options, runtime.algorithm.draft_module
     names = [field.name for field in dataclasses.fields(options) if field.name not in BESIDE]
     graphs = [graph for graph in (runtime.verify, runtime.prefill, runtime.algorithm.graph) if graph is not None]
@@ -111,7 +118,7 @@ def _digest(algorithm: str, runtime: "Runtime") -> str:
         [_graph_facts(graph) for graph in graphs],
         [] if draft is None else _module_facts(draft),
     ]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+    return repr(facts)
 
 
 def _graph_facts(graph: ModelGraph) -> list:
