@@ -1031,7 +1031,7 @@ TIERS = [
     ),
     Mutation(
         "work between calls starves them", f"{RUNTIME}turns.py",
-        "self._due = now + max(EVERY, 2 * (now - begin))", "self._due = now",
+        "self._due = now + max(EVERY, SHARE * (now - begin))", "self._due = now",
         "tests/runtime/test_turns.py -k busy_loop",
     ),
     Mutation(

@@ -1,5 +1,6 @@
 """Parts: graphs that Inductor compiles without Dynamo, to bytes that another process loads in milliseconds."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -92,3 +93,11 @@ def load_part(data: bytes) -> Callable[..., list[Tensor]]:
 
     with COMPILE_LOCK:
         return AOTCompiledArtifact.deserialize(data).inner_fn.compiled_fn
+
+
+@functools.cache
+def get_ready_to_load() -> None:
+    """Do what the first `load_part` of a process does besides, which takes seconds: imports, and a look at the CPU."""
+    from torch._inductor import async_compile, cpu_vec_isa, select_algorithm  # noqa: F401
+
+    cpu_vec_isa.pick_vec_isa()

@@ -5,11 +5,13 @@ import logging
 import threading
 import time
 import weakref
+from contextlib import suppress
 from functools import cache
 
 from .. import forks
 from ..artefacts.children import Children, number_of_children
 from ..artefacts.compiler import PartSource
+from ..artefacts.parts import get_ready_to_load
 from ..compat import check_compiler
 from ..config import Options
 from .tiers import Tiers
@@ -116,6 +118,8 @@ class Background:
                 with self._at_work:
                     if not _do_piece(engine):
                         return
+            with suppress(Exception):  # Python is ending, or else `_load` meets the error again
+                get_ready_to_load()
 
     def _load(self, engine: "weakref.ref[Tiers]") -> None:
         """Load what is compiled, which takes seconds the first time. Meanwhile calls go on."""

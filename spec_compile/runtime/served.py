@@ -84,7 +84,7 @@ class ServedEngine(Engine):
 
     def _may_change(self) -> bool:
         """True if no answer would see parts change. On a CPU in float32 its tokens are the same in either tier."""
-        is_exact = self.runtime.device.type == "cpu" and self.captured.dtype == torch.float32
+        is_exact = self.runtime.device.type == "cpu" and self.runtime.verify.dtype == torch.float32
         return not self._calls and (is_exact or not any(batch.is_busy for batch in [*self.batches]))
 
     @cached_property

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.05
 """Between two looks for results of children."""
+PIECE_SECONDS = 0.05
+"""A piece of work traces parts for so long, and the last one to its end."""
 
 
 class Tiers:
@@ -71,7 +73,7 @@ class Tiers:
         return self.untraced > 0 or self._has_news()
 
     def work(self) -> bool:
-        """Do one piece: adopt what is compiled, run an example, or trace a part. Call it in a turn between calls.
+        """Do one piece: adopt what is compiled, run an example, or trace parts. Call it in a turn between calls.
 
         Returns False if nothing can be done now.
         """
@@ -81,7 +83,10 @@ class Tiers:
             with self._alone():
                 if self._has_news():
                     return self._may_change() and self._adopt()
+                end, is_example = time.perf_counter() + PIECE_SECONDS, not self._traces
                 self._trace()
+                while self._traces and not is_example and time.perf_counter() < end:
+                    self._trace()
             return True
         finally:
             COMPILE_LOCK.release()

@@ -134,7 +134,7 @@ def test_a_number_of_children_that_is_none_is_refused():
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        ("import os, signal; os.killpg(0, signal.SIGINT); time.sleep(60)", None),
+        ("import os, signal; signal.signal(2, signal.default_int_handler); os.killpg(0, signal.SIGINT); time.sleep(60)", None),
         *(
             pytest.param(end, code, marks=pytest.mark.slow)
             for end, code in (

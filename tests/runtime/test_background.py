@@ -19,6 +19,7 @@ from spec_compile.runtime import background
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
 sys.path.insert(0, "tests/support")
 import models, torch
 torch.set_num_threads(1)

@@ -42,7 +42,8 @@ def test_a_busy_loop_does_not_starve_work_nor_work_the_loop(monkeypatch, of):
     assert min(between) >= 5, "after a piece of work calls go first for a while"
 
 
-def test_work_waits_for_a_call_and_for_a_pause_after_it():
+def test_work_waits_for_a_call_and_for_a_pause_after_it(monkeypatch):
+    monkeypatch.setattr(module, "EVERY", 60.0)
     turns, inside, go_on = Turns(), threading.Event(), threading.Event()
     ended = []
 

@@ -4,11 +4,13 @@ import itertools
 import operator
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from ...artefacts.compiler import PartCompiler
+from ...artefacts.graphs import name_of
 from ...graph import ModelGraph, attribute, is_size, owner
 from ...kernels import experts
 from ...kernels.linear import is_product
@@ -194,8 +196,16 @@ def _text(gm: fx.GraphModule, nodes: list[fx.Node]) -> str:
         if isinstance(t, Tensor)
     ]
     kinds = [node.op if _is_given(node) else "value" for node in inputs]
-    text = [(node.target, _plain(node.args, names), _plain(node.kwargs, names)) for node in nodes]
+    text = [(_named(node.target), _plain(node.args, names), _plain(node.kwargs, names)) for node in nodes]
     return repr((kinds, shapes, [names[node] for node in outputs], text))
+
+
+def _named(target) -> Any:
+    """The name of a function if another process knows it by that."""
+    try:
+        return name_of(target)
+    except TypeError:
+        return target
 
 
 def _plain(value, names: dict[fx.Node, str]):
