@@ -21,7 +21,7 @@ JOB = PartJob(
 )  # fmt: skip
 LONG = 60
 PARENT = f"""
-import sys, time
+import os, signal, sys, time
 from spec_compile.artefacts.children import Children
 children = Children(2)
 for key in "ab":
@@ -134,13 +134,13 @@ def test_a_number_of_children_that_is_none_is_refused():
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        ("import os, signal; signal.signal(2, signal.default_int_handler); os.killpg(0, signal.SIGINT); time.sleep(60)", None),
+        ("signal.signal(2, signal.default_int_handler); os.killpg(0, 2); time.sleep(60)", None),
         *(
             pytest.param(end, code, marks=pytest.mark.slow)
             for end, code in (
-                ("sys.exit(0)", 0), ("import os; os.kill(os.getpid(), 9)", -9),
+                ("sys.exit(0)", 0), ("os.kill(os.getpid(), 9)", -9),
                 ("children.close(); sys.exit(0)", 0), ("del children; sys.exit(0)", 0), ("raise ValueError", 1),
-                ("import os; os._exit(3)", 3),
+                ("os._exit(3)", 3),
             )
         ),
     ],
