@@ -18,6 +18,7 @@ import spec_compile
 from spec_compile import api, speculate
 from spec_compile.artefacts.start import ITEM
 from spec_compile.artefacts.store import Store
+from spec_compile.runtime.steps.code import _classes, _facts, identity_of
 
 ROOT = Path(__file__).parents[2]
 EAGLE = ROOT / "examples/tiny_coder/heads/eagle3"
@@ -47,7 +48,7 @@ found = {}
 for name in test.CASES:
     counts.update(dict.fromkeys(counts, 0))
     fast = test.started(name, sys.argv[2])
-    found[name] = [fast.speculation.is_from_artefact, dict(counts), test.answer(fast)]
+    found[name] = [fast.speculation.is_from_artefact, dict(counts), test.answer(fast), test.identity(fast)]
 print(json.dumps(found))
 """
 
@@ -67,6 +68,12 @@ def answer(model):
     return model.generate(IDS, **NEW)[0].tolist()
 
 
+def identity(model):
+    """By which a later process finds parts."""
+    engine = model.speculation.engine
+    return identity_of(_facts(engine.name, engine.runtime), _classes(engine.runtime))
+
+
 def child(cache):
     """A process that makes all starts. PYTHONPATH has the folders that pytest adds."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support"), str(ROOT / "tests/artefacts")])
@@ -83,7 +90,8 @@ def test_another_process_exports_and_rewrites_nothing(tmp_path):
         expected = answer(model_of(source))
         assert [found[name][2] for found in (first, second, third)] == [expected] * 3
         of_draft = int(name == "head")  # the graph of a head is captured by every start
-        is_from_artefact, counts, _ = third[name]
+        assert first[name][3] and first[name][3] == second[name][3] == third[name][3]
+        is_from_artefact, counts, *_ = third[name]
         assert is_from_artefact and counts == {**dict.fromkeys(counts, 0), "export": of_draft, "run": of_draft}
 
 

@@ -84,7 +84,7 @@ def shared_code(model: nn.Module, algorithm: str, runtime: "Runtime") -> Code:
         facts, classes = _facts(algorithm, runtime), _classes(runtime)
         codes, key = _codes.setdefault(model, OrderedDict()), (hashlib.sha256(facts.encode()).hexdigest(), classes)
         code = codes.setdefault(key, Code(runtime.tiers))
-        code.source.identity = key[0] if all(map(_is_known, classes)) and " at 0x" not in facts else ""
+        code.source.identity = identity_of(facts, classes)
         codes.move_to_end(key)
         while len(codes) > KEPT:
             codes.popitem(last=False)
@@ -98,9 +98,11 @@ def _classes(runtime: "Runtime") -> tuple[type, ...]:
     return (type(runtime.algorithm), *(type(part) for part in modules if not isinstance(part, fx.GraphModule)))
 
 
-def _is_known(part: type) -> bool:
-    """True if the key of an artefact has the version of the class's package."""
-    return part.__module__.partition(".")[0] in ("spec_compile", "torch", "transformers")
+def identity_of(facts: str, classes: tuple[type, ...]) -> str:
+    """The `PartSource.identity` of code: "" if `facts` has an address, or an artefact's key lacks code of `classes`."""
+    packages = {part.__module__.partition(".")[0] for part in classes}
+    is_known = packages <= {"spec_compile", "torch", "transformers"} and " at 0x" not in facts
+    return hashlib.sha256(facts.encode()).hexdigest() if is_known else ""
 
 
 def _facts(algorithm: str, runtime: "Runtime") -> str:
