@@ -143,8 +143,8 @@ def _drop_unused(graph: fx.Graph) -> list[int]:
 
 
 def _result(value: Any, results: list) -> Any:
-    """`value` as the result of a `PartForm`. What it has of the graph is added to `results`: (a, [b, None]) becomes
-    ``{"tuple": [{"result": 0}, {"list": [{"result": 1}, None]}]}``, and a and b are added."""
+    """`value` as the result of a `PartForm`, whose results of the graph are added to `results`. (a, [b, None]) becomes
+    ``{"tuple": [{"result": 0}, {"list": [{"result": 1}, None]}]}``, and adds a and b."""
     if isinstance(value, (Tensor, torch.SymInt)):
         results.append(value)
         return {"result": len(results) - 1}

@@ -345,6 +345,7 @@ def test_add_requests_hands_in_all_or_none(fast):
 # Ends
 
 
+@pytest.mark.slow
 def test_every_request_that_was_taken_ends_although_the_manager_is_stopped_meanwhile(fast):
     """Threads add requests as fast as they can while others stop and start the manager at once."""
     taken, until = [], time.monotonic() + 6

@@ -105,6 +105,7 @@ def soaks(compiled, managers, count):
     return ends
 
 
+@pytest.mark.slow
 def test_managers_in_turn_over_weights_that_change():
     ends = soaks(False, managers=3, count=20)
     assert ends["cancelled"] and ends["length"] and ends["stop"]

@@ -342,7 +342,7 @@ def test_flex_is_a_part(causal, window):
         case = Case(("cpu", torch.float32), [50, 9], nodes, heads=(4, 2), capacity=512, causal=causal, window=window)
         case.caches = [cache.clone() for cache in case.clean]
         inputs = case.inputs()[:12]
-        case.compare(traced.write(part(*traced.read(tuple(inputs), []))), inputs[3:5])
+        case.compare(traced.form.write(part(*traced.form.read(tuple(inputs), []))), inputs[3:5])
 
 
 # the option -----------------------------------------------------------------------------------------------------------

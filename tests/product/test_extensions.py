@@ -111,6 +111,7 @@ def test_a_clone_uses_what_is_installed(tmp_path, site):
     assert done.stdout.count(str(site / "spec_compile")) == 2
 
 
+@pytest.mark.slow
 def test_a_clone_of_other_sources_says_so(tmp_path, site):
     for path, source in (("ngram", "trie.h"), ("kernels/linear", "avx512.cpp")):
         with open(site / "spec_compile" / path / source, "a") as file:

@@ -305,6 +305,7 @@ def test_speculate_on_a_model_that_another_thread_runs():
     assert not failures
 
 
+@pytest.mark.slow
 def test_models_are_made_speculative_in_several_threads():
     answers = {}
 

@@ -49,7 +49,7 @@ ENDS = {
     "model deleted": ("import gc; del fast, tiers; gc.collect()", 0),
     "forked": ("child = os.fork(); ask(); child and os.waitpid(child, 0)", 0),
 }  # fmt: skip
-CASES = [("end", "tracing"), ("Ctrl-C", "compiling")]
+CASES = [("Ctrl-C", "compiling")]
 SLOW = [(end, moment) for end in ENDS for moment in MOMENTS if (end, moment) not in CASES]
 SLOW = [case for case in SLOW if case[0] != "_exit" or case[1] == "compiling"]  # only children can clear up after it
 LONG = 120

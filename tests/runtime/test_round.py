@@ -388,6 +388,7 @@ def llama():
     return graph, prompts, texts, make_engine(graph, lambda rows: Replay(trees, rows), 4, compile=True), trees
 
 
+@pytest.mark.sweep("4")
 @pytest.mark.parametrize("nodes", [1, 4])
 @torch.no_grad()
 def test_a_compiled_round_equals_the_eager_one(nodes, llama):

@@ -53,6 +53,7 @@ def target(name):
     return models.ADMITTED[name]() if name in models.ADMITTED else models.HYBRIDS[name]()
 
 
+@pytest.mark.slow
 def test_one_code_for_all_rows_slots_and_wrappings():
     fast = speculate(target("llama"), **OPTIONS)
     compiled = {}
@@ -194,6 +195,7 @@ def wrap_and_delete(model):
     assert [each() for each in gone] == [None, None]
 
 
+@pytest.mark.slow
 def test_a_notebook_that_wraps_a_model_again_and_again_stays_as_it_is():
     model = models.ADMITTED["llama"]()
     assert growth(10, lambda: wrap_and_delete(model)) < 1e6

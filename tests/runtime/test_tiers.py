@@ -77,7 +77,7 @@ class During(BaseStreamer):
         pass
 
 
-@pytest.mark.parametrize("algorithm", ["ngram", "eagle3"])
+@pytest.mark.parametrize("algorithm", ["ngram", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_answers_and_draws_are_the_same_in_every_tier(doing, algorithm):  # noqa: F811
     model = rounds.target("llama")
     options = OPTIONS

@@ -79,6 +79,7 @@ def gaps(client, seed):
     return sorted(after - before for before, after in pairwise(stamps))
 
 
+@pytest.mark.slow
 def test_an_expensive_body_delays_no_others_tokens(client, tmp_path):
     """The longest wait for a token is a few times that without such a client; it was seconds for stop strings."""
     quiet = max(gaps(client, seed)[-2] for seed in range(2))

@@ -121,6 +121,7 @@ async def live(client, cases, draws, end, counts):
             counts["answered"] += 1
 
 
+@pytest.mark.slow
 def test_many_clients_for_a_while(tmp_path):
     alone, draws = load_alone(save_model(tmp_path)), random.Random(0)
     cases = [make(draws, alone) for _ in range(KINDS)]
