@@ -107,8 +107,8 @@ class Times:
             ("collect", self._decoder, ["collect"]),
             ("compact", self._decoder, ["compact"]),
             ("leave", self._decoder, ["leave"]),
-            ("check", scheduler, ["check"]),
-            ("deliver", manager, ["_deliver"]),
+            ("check", scheduler, ["_check_model"]),
+            ("deliver", manager._worker, ["deliver"]),
             ("add_request", manager, ["add_request"]),
         ):
             for method in methods:

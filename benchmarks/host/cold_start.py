@@ -1,12 +1,15 @@
 """Seconds until the first token of generate(), in a new process: with empty caches, and with what that start left.
 
-    python -m benchmarks.host.cold_start [--layers 4 30] [--device cpu] [--shape NAME] [--ready] [--json FILE]
+    python -m benchmarks.host.cold_start [--layers 4 30] [--device cpu] [--shape NAME] [--algo eagle3] [--ready]
+        [--json FILE]
 
-A Llama with random weights: hidden size 576, vocabulary 49,152, float32 on a CPU and bfloat16 on a GPU; or a shape of
-rounds/shapes.py. The clock starts at speculate(), after the model is loaded. "imports" is the time to import torch and
-transformers, "own imports" that of spec_compile after them. With --ready, calls of 24 tokens follow until everything
-that they use is compiled in the background, adopted and captured; "tokens/s eager" is the median of the calls before
-that, "tokens/s ready" of five calls after it. "transformers" is the first token of its own generate().
+A Llama with random weights: hidden size 576, vocabulary 49,152, float32 on a CPU and bfloat16 on a GPU, which with 30
+layers is the shape of SmolLM2-135M; or a shape of rounds/shapes.py. Drafts are n-grams, or with --algo eagle3 trees of
+16 nodes of a head with random weights, and n-grams in them. The clock starts at speculate(), after the model is loaded.
+"imports" is the time to import torch and transformers, "own imports" that of spec_compile after them. With --ready,
+calls of 24 tokens follow until everything that they use is compiled in the background, adopted and captured;
+"tokens/s eager" is the median of the calls before that, "tokens/s ready" of five calls after it. "transformers" is the
+first token of its own generate().
 """
 
 import argparse
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 PROMPT_TOKENS = 64
 SCRIPT = "benchmarks.host.cold_start"
@@ -62,8 +66,13 @@ def one_start(options) -> dict[str, float]:
     begin, streamer = time.perf_counter(), FirstToken()
     model.generate(ids, max_new_tokens=4, streamer=streamer, **settings)
     result["transformers"] = streamer.at - begin
+    draft: dict[str, Any] = {}
+    if options.algo != "ngram":
+        from benchmarks.rounds.drafts import TREE, make
+
+        draft = dict(TREE, ngram=True, draft=make(options.algo, model).to(model.dtype))
     begin, streamer = time.perf_counter(), FirstToken()
-    fast = spec_compile.speculate(model, options.algo)
+    fast = spec_compile.speculate(model, options.algo, **draft)
     result["speculate"] = time.perf_counter() - begin
     fast.generate(ids, max_new_tokens=4, streamer=streamer, **settings)
     result["first_token"] = streamer.at - begin
@@ -103,7 +112,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 30])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shape", help="a shape of rounds/shapes.py, on a GPU, instead of the small Llama")
-    parser.add_argument("--algo", default="ngram")
+    parser.add_argument("--algo", default="ngram", choices=["ngram", "eagle3"])
     parser.add_argument("--ready", action="store_true", help="also the time until what calls use is compiled")
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -115,16 +124,17 @@ def main() -> None:
     for layers in options.layers if not options.shape else [0]:
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):
-                row = {"shape": options.shape or f"{layers} layers", "device": options.device, "cache": state}
+                shape = options.shape or f"{layers} layers"
+                row = {"shape": shape, "algo": options.algo, "device": options.device, "cache": state}
                 rows.append(row | measure(options, layers, cache))
                 seconds = ", ".join(f"{name} {value:.2f}" for name, value in rows[-1].items() if type(value) is float)
-                print(f"{row['shape']}, {state}: {seconds}", flush=True)
+                print(f"{shape}, {options.algo}, {state}: {seconds}", flush=True)
     if options.json:
         import torch  # here, so that a measured process does not import them
 
         from benchmarks.common import save_rows, stamp
 
-        save_rows(options.json, rows, ("shape", "device", "cache"), stamp(torch.device(options.device)))
+        save_rows(options.json, rows, ("shape", "algo", "device", "cache"), stamp(torch.device(options.device)))
 
 
 if __name__ == "__main__":

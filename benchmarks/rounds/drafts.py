@@ -47,7 +47,7 @@ DRAFTS = {
 """Target's shape -> name -> algorithm, form of the draft, options."""
 
 
-def make(form: str, model: PreTrainedModel, small: LlamaConfig) -> torch.nn.Module:
+def make(form: str, model: PreTrainedModel, small: LlamaConfig | None = None) -> torch.nn.Module:
     """A draft for `model`, with random weights.
 
     form: "model", "eagle", "eagle3", "dflash" or "mtp"

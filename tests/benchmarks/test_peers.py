@@ -5,6 +5,7 @@ import sys
 import types
 from pathlib import Path
 
+import models
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import common, serving
 from benchmarks.peers import compare, worker
 from benchmarks.training import chats, hold_out
+from spec_compile import speculate
 
 
 class Counting:
@@ -169,3 +171,26 @@ def test_rates_are_divided_by_static_batches_and_plain_steps():
     rates = {("plain", 4): 10.0, ("plain, static batch", 4): 8.0, ("ngram", 4): 15.0, ("ngram", 1): 3.0}
     rows = [{"system": name, "in_flight": count, "tokens_per_s": rate} for (name, count), rate in rates.items()]
     assert serving.ratios(rows) == ["plain, 4 in flight: 1.25x the static batch", "ngram, 4 in flight: 1.50x plain"]
+
+
+def test_times_of_a_managers_parts_add_up():
+    model = models.ADMITTED["llama"]()
+    fast = speculate(model, num_draft_tokens=4, max_cache_len=128, check=False, compile=False)
+    manager = fast.init_continuous_batching()
+    times = serving.Times(manager)
+    manager.start()
+    try:
+        serving.in_flight(manager, [[5, 6, 7, 8]] * 3, 2, 4)
+        assert times.seconds.keys() >= {
+            "admit",
+            "prompts",
+            "launch",
+            "collect",
+            "wait",
+            "deliver",
+            "add_request",
+            "check",
+        }
+        assert "microseconds" in times.text(manager.metrics()["rounds_total"]) and not times.seconds
+    finally:
+        manager.destroy()
