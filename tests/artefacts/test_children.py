@@ -131,18 +131,13 @@ def test_a_number_of_children_that_is_none_is_refused():
         Children(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code"),
     [
         ("signal.signal(2, signal.default_int_handler); os.killpg(0, 2); time.sleep(60)", None),
-        *(
-            pytest.param(end, code, marks=pytest.mark.slow)
-            for end, code in (
-                ("sys.exit(0)", 0), ("os.kill(os.getpid(), 9)", -9),
-                ("children.close(); sys.exit(0)", 0), ("del children; sys.exit(0)", 0), ("raise ValueError", 1),
-                ("os._exit(3)", 3),
-            )
-        ),
+        ("sys.exit(0)", 0), ("os.kill(os.getpid(), 9)", -9), ("children.close(); sys.exit(0)", 0),
+        ("del children; sys.exit(0)", 0), ("raise ValueError", 1), ("os._exit(3)", 3),
     ],
 )  # fmt: skip
 def test_no_child_outlives_its_parent(end, code):

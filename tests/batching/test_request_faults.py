@@ -655,6 +655,7 @@ def test_max_time_begins_when_a_row_is_free(fast):
         assert len(collect(manager, 2)["timed"].generated_tokens) == 3
 
 
+@pytest.mark.slow
 def test_preparing_a_request_keeps_no_other_waiting(fast):
     """Long stop strings and large lists are handed in, one request every 20 ms. The longest waits of another request
     between two tokens are as they are without that, but for 50 ms."""

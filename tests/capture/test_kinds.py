@@ -68,7 +68,7 @@ def check_graph(model, graph):
     assert (got - want).abs().max() < 1e-3 * want.std()
 
 
-@pytest.mark.sweep("llama gemma2")
+@pytest.mark.sweep("gemma2")
 @pytest.mark.parametrize("name", sorted(ROWS.keys() - NOT_BUILT))
 def test_equal_to_a_trace_of_all_layers(name):
     model = deep(name, 16 if name in LONG_PATTERNS else 8)

@@ -175,6 +175,7 @@ def test_experts_in_mxfp4(place):
     assert torch.equal(mixture.kernel([17], tile), mixture.kernel(tile=tile)[17:])
 
 
+@pytest.mark.slow
 def test_programs_that_share_the_columns_of_mxfp4_change_no_bit(place):
     mixture = mxfp4_mixture(place, 18, 2, 4, 544, 288)
     mixture.ids[:] = torch.tensor([1, 3])  # 18 rows of an expert are two tiles

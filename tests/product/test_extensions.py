@@ -105,6 +105,7 @@ print(len(trie), sys.modules["spec_compile.ngram._ngram_trie"].__file__)
 """
 
 
+@pytest.mark.slow
 def test_a_clone_uses_what_is_installed(tmp_path, site):
     done = in_clone(tmp_path / "clone", site, USE.format(folder=str(tmp_path / "clone")))
     assert done.returncode == 0, done.stderr

@@ -244,6 +244,7 @@ def test_without_a_tokenizer_there_are_ids(tmp_path):
 HOSTILE = ["</script>", "<!--", "<script>", "{{data}}", "\u2028", "\x00", '"\\', "]]>", "&lt;", "\ud800", "</SCRIPT >"]
 
 
+@pytest.mark.slow
 @given(words=st.lists(st.sampled_from(HOSTILE) | st.text(min_size=1, max_size=8), min_size=1, max_size=9))
 def test_no_token_breaks_the_page(words, tmp_path_factory):
     tokens = [256 + number for number in range(len(words))]

@@ -133,6 +133,7 @@ def check(model, fast, ids, is_exact=True):
     assert torch.equal(ask(), drawn) or not is_exact
 
 
+@pytest.mark.slow
 def test_the_thread_ends_when_nothing_is_left_and_begins_again(doing):  # noqa: F811
     fast = speculate(models.ADMITTED["llama"](), num_draft_tokens=4, max_cache_len=128, check=False)
 

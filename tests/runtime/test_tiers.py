@@ -110,7 +110,7 @@ def counting(source, fast):
     return calls
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_no_part_changes_inside_an_answer(doing, dtype):  # noqa: F811
     fast = speculate(models.ADMITTED["llama"]().to(dtype), **OPTIONS)
     source, seen = fast.speculation.engine.runtime.code.source, []
@@ -150,6 +150,7 @@ def test_an_answer_of_another_wrapper_with_the_same_code_sees_no_change_either(d
     assert torch.equal(ask(first), ask(model)) and torch.equal(ask(second), ask(model))
 
 
+@pytest.mark.slow
 def test_warmup_waits_until_everything_is_compiled_and_adopted(doing):  # noqa: F811
     model = models.ADMITTED["llama"]()
     fast, lines = speculate(model, **OPTIONS), []
