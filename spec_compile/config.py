@@ -26,6 +26,8 @@ class Options:
     """Options of `speculate` with every algorithm.
 
     num_draft_tokens: nodes verified a round, the root included (1 to 64; 1: plain decoding, nothing is drafted).
+    adaptive: let each round verify fewer nodes, or draft nothing, if more have not paid for their time so far (False:
+        every proposed node is verified). Answers do not depend on it.
     max_cache_len: tokens a sequence may hold, prompt included (default: the length that the model was trained for, as
         far as a quarter of the memory goes; on a GPU 8192 at most).
     compile: run rounds through Inductor. "background": the first rounds run eagerly, and compiled ones take their place
@@ -48,6 +50,7 @@ class Options:
     """
 
     num_draft_tokens: int = 16
+    adaptive: bool = True
     max_cache_len: int | None = None
     compile: bool | str = "background"
     cuda_graphs: bool = True

@@ -34,6 +34,12 @@ class DraftPlan:
     draws: bool = False
     sizes: Literal["fixed", "tree", "adaptive"] = "fixed"
 
+    @property
+    def is_whole(self) -> bool:
+        """True if a round verifies all of a tree, or only the root. If drafts are drawn, the tokens depend on which of
+        them are verified, so that their cost must not decide it."""
+        return self.sizes == "fixed" and not self.draws
+
 
 class RoundParts(nn.Module):
     """How rounds with a drafter are compiled, warmed up and timed. The defaults are for one whose `propose` is a few

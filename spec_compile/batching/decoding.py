@@ -29,11 +29,9 @@ class Decoder(Rows):
         self.runtime = runtime
         self.texts = Texts(rows, capacity, has_states=bool(runtime.verify.recurrences))
         self.rounds = 0
-        self.flights = Flights(runtime, runtime.algorithm.plan.nodes if self.lanes.has_one_size else None)
+        self.flights = Flights(runtime)
         self._settings = RowSettings()
         """All that any row so far was drawn with; rounds are captured for that, rather than anew for every mixture."""
-        self._has_trees = True
-        """True if the round launched last has proposed trees."""
 
     @property
     def is_flying(self) -> bool:
@@ -92,9 +90,6 @@ class Decoder(Rows):
         self, session: Session, kind: StepKind, jobs: list[Job], on_host: bool, nodes: int, max_kv_len: int
     ) -> Callable[[], list[list[int]]]:
         """Begin a round; see `Flights.launch`."""
-        if nodes > 1 and not self._has_trees:
-            session.steps.propose(max_kv_len)
-        self._has_trees = nodes > 1 or self.flights.tree_size is None
         if on_host:
             return session.steps.launch_on_host(partial(self._accept_rows, session, jobs), nodes, max_kv_len)
         return session.steps.launch(DrawRows(self._settings) if kind is StepKind.LOOK else None, nodes, max_kv_len)

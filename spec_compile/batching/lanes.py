@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..cache import PAGE, Cache
 from ..drafting import caches
-from ..runtime.draft_length import SizePolicy
 from ..runtime.runtime import Runtime
 from ..runtime.session import Session
 from ..runtime.steps.build import StepKind
@@ -31,7 +30,7 @@ class Lanes:
         self.all.state.finished.fill_(True)
         for row in range(rows):
             self.all.drafter.vacate(row)
-        self._choose_sizes(self.all)
+        self._share_gains(self.all)
         is_cheap = rows_vary(runtime) or not runtime.options.compile
         growth = 2 if is_cheap and (are_dense or not runtime.options.compile) else 4
         self.widths = [*takewhile(lambda width: width < rows, (growth**power for power in count())), rows]
@@ -41,13 +40,6 @@ class Lanes:
         self._large_views: dict[tuple[int, int], list[Tensor]] = {}
         self._row_copies: WeakKeyDictionary[Lanes, Callable[[int, int, int], None]] = WeakKeyDictionary()
         """On a GPU, by the lanes that rows are copied to."""
-
-    @property
-    def has_one_size(self) -> bool:
-        """True if the drafter's trees have one size, so that a round verifies all of one or plainly the root. Where
-        drafts are drawn, tokens depend on which of them are verified, so that the load must not decide it."""
-        plan = self.runtime.algorithm.plan
-        return plan.sizes == "fixed" and not plan.draws
 
     @property
     def state(self):
@@ -68,7 +60,7 @@ class Lanes:
         width = self.width(rows)
         if width not in self._sessions:
             self._sessions[width] = Session(self.runtime, width, self.all.capacity, self.all)
-            self._choose_sizes(self._sessions[width])
+            self._share_gains(self._sessions[width])
         self._sessions[width].steps.renew()
         return self._sessions[width]
 
@@ -76,13 +68,9 @@ class Lanes:
         """See `Steps`; empty for a width that has not been used."""
         return self._sessions[width].steps.prefill_seconds if width in self._sessions else {}
 
-    def _choose_sizes(self, session: Session) -> None:
-        """Let all sessions share what they learn of gains. A drafter that has one size may verify nothing, too."""
-        steps = session.steps
-        if self.has_one_size:
-            sizes = (1, self.runtime.sizes[-1])
-            steps.policies = {kind: SizePolicy(sizes, batch=session.batch) for kind in steps.policies}
-        for policy in steps.policies.values():
+    def _share_gains(self, session: Session) -> None:
+        """Let all sessions share what they learn of gains."""
+        for policy in session.steps.policies.values():
             policy.share(self.all.steps.policies[StepKind.ROUND])
 
     def copy_row(self, row: int, to: int, slots: int, target: "Lanes | None" = None) -> None:

@@ -96,7 +96,7 @@ class Scheduler:
             steps = self.decoder.lanes.session(width).steps
             for nodes in steps.policies[StepKind.ROUND].sizes:
                 steps.get(StepKind.ROUND, nodes)
-            if self.decoder.lanes.has_one_size:
+            if self.decoder.flights.tree_size:
                 steps.build_proposal()
 
     def clear(self, error: BaseException) -> None:

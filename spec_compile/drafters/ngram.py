@@ -31,8 +31,6 @@ _private_streams = count(1 << 62)
 class NgramOptions(Options):
     """Options of algo="ngram", with the engines' names and meaning.
 
-    adaptive: choose each round's number of nodes by the gain of each number so far; if False every proposed node is
-    verified.
     branch_length: tokens of a stored path, match and continuation together.
     min_match_window_size, max_match_window_size: lengths of suffix that are matched.
     min_bfs_breadth, max_bfs_breadth: children taken of a node, narrow for long matches and wide for short ones.
@@ -42,7 +40,6 @@ class NgramOptions(Options):
     `generate`).
     """
 
-    adaptive: bool = True
     branch_length: int = 18
     min_match_window_size: int = 1
     max_match_window_size: int = 12
@@ -55,7 +52,7 @@ class NgramOptions(Options):
     @property
     def ngram(self) -> dict:
         """The options that `NgramTrie` takes."""
-        others = {field.name for field in fields(Options)} | {"adaptive", "share_text"}
+        others = {field.name for field in fields(Options)} | {"share_text"}
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
 
 

@@ -36,8 +36,6 @@ class UnionOptions(Options):
             got = type(self.ngram).__name__
             raise TypeError(f"ngram: expected True, False or a dict of options of algo='ngram', got {got}")
         for name in self.ngram if isinstance(self.ngram, dict) else ():
-            if name == "adaptive":
-                raise ValueError("ngram: 'adaptive' has no effect, because every round verifies num_draft_tokens nodes")
             if name in COMMON:
                 raise ValueError(f"ngram: {name!r} is an option of n-grams and draft together; pass {name}= beside it")
         if self.joined is not None and self.draws:

@@ -49,6 +49,7 @@ class Call:
         self.rows: list[CallRow] = []
         self._flights = Flights(runtime, trace=[])
         self._longest = max(request.max_lengths)
+        self._kind = StepKind.LOOK if request.acceptor else StepKind.ROUND
         self._first: Tensor | None = None
         """[2, B] until it is read: the numbers of nodes and the hints of the first trees."""
 
@@ -104,7 +105,7 @@ class Call:
     def launch(self) -> None:
         """Begin as many rounds as may be in flight."""
         request, session, flights = self.request, self.session, self._flights
-        kind, longest = StepKind.LOOK if request.acceptor else StepKind.ROUND, max(self.lengths)
+        longest = max(self.lengths)
         active = [row for row in self.rows if not row.is_over]
         while flights.may_launch(active, on_host=request.host_acceptor is not None):
             if self._longest > session.capacity <= longest + 1 + flights.nodes:
@@ -112,7 +113,7 @@ class Call:
                     break  # collect the rounds under way before growing
                 self._grow(longest + MAX_NODES + self.runtime.algorithm.plan.lookahead_slots)
             is_plain = request.first_logits is not None or not request.drafts
-            flights.launch(session, kind, active, longest, self._begin, nodes=1 if is_plain else None)
+            flights.launch(session, self._kind, active, longest, self._begin, nodes=1 if is_plain else None)
 
     def _begin(self, nodes: int, max_kv_len: int):
         """The `begin` of `Flights.launch`."""
@@ -154,9 +155,10 @@ class Call:
         """Make the first proposal, and the rounds of an algorithm of one size, whose trial runs would later overwrite
         drafts in the drafter's cache."""
         if self.runtime.algorithm.plan.sizes == "fixed":
-            nodes = self.runtime.sizes[-1] if self.request.drafts else 1
-            on_host = self.request.host_acceptor is not None
-            self.session.steps.build(nodes, self.request.draw_in_round, on_host)
+            on_host, policy = self.request.host_acceptor is not None, self.session.steps.policies[self._kind]
+            sizes = policy.sizes if policy.adaptive else policy.sizes[-1:]
+            for nodes in sizes if self.request.drafts else (1,):
+                self.session.steps.build(nodes, self.request.draw_in_round, on_host)
         if self.request.first_logits is None:
             self.session.steps.build_proposal()
 

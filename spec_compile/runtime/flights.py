@@ -10,6 +10,7 @@ from ..outcome import Outcome, unpack
 from .draft_length import SizePolicy
 from .runtime import Runtime
 from .session import Session
+from .step_back import StepBack
 from .steps.build import StepKind
 
 AHEAD = 2
@@ -59,12 +60,16 @@ class Flight:
 class Flights:
     """Launches rounds, and gives their outcomes to the policies of tree sizes and the statistics.
 
-    tree_size: real nodes of every tree if the drafter's trees have one size; None if each outcome tells.
     trace: collects the tokens that each row gains in each round, for `Stats.trace`; None keeps none.
     """
 
-    def __init__(self, runtime: Runtime, tree_size: int | None = None, trace: list[list[int]] | None = None):
-        self.runtime, self.tree_size, self.trace = runtime, tree_size, trace
+    def __init__(self, runtime: Runtime, trace: list[list[int]] | None = None):
+        self.runtime, self.trace = runtime, trace
+        plan = runtime.algorithm.plan
+        self.tree_size = plan.nodes if plan.is_whole else None
+        """Real nodes of every tree if the drafter's trees have one size; None if each outcome tells."""
+        self.has_trees = True
+        """True if the rows have trees when the round launched last has ended."""
         self._flying: deque[Flight] = deque()
         self._digest = 0
         """A hash of all outcomes so far, which is equal on all ranks."""
@@ -95,7 +100,11 @@ class Flights:
         now = self._now()
         choose = (lambda: [nodes]) if nodes else lambda: [self._choose_nodes(session.steps.policies[kind], riders)]
         (nodes,) = self.runtime.options.ranks.lead(choose, check=self._digest)
-        read = begin(nodes, session.max_kv_len(longest + nodes))
+        max_kv_len = session.max_kv_len(longest + nodes)
+        if nodes > 1 and not self.has_trees:
+            session.steps.propose(max_kv_len)
+        self.has_trees = nodes > 1 or self.tree_size is None
+        read = begin(nodes, max_kv_len)
         self._flying.append(Flight(session, kind, nodes, [(rider.row, rider) for rider in riders], read, now))
 
     def collect(self) -> tuple[Flight, list[tuple[Rider, Outcome]]]:
@@ -127,9 +136,9 @@ class Flights:
         stats.trace = [] if self.trace is None else self.trace  # another call may have put its own there
         stats.count_round(flight.nodes, gained, len(outcomes))
 
-    def _choose_nodes(self, policy: SizePolicy, riders: list[Rider]) -> int:
+    def _choose_nodes(self, policy: SizePolicy | StepBack, riders: list[Rider]) -> int:
         """Nodes of the next round: by the trees themselves, unless only the GPU knows them."""
-        if self._flying or self.tree_size or any(rider.count is None for rider in riders):
+        if isinstance(policy, StepBack) or self._flying or any(rider.count is None for rider in riders):
             return policy.choose_ahead()
         return policy.choose([rider.count for rider in riders], [rider.hint for rider in riders])
 

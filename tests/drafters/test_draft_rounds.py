@@ -3,6 +3,7 @@ any cache would have drafted after the same text."""
 
 import copy
 import itertools
+from collections import Counter
 
 import models
 import pytest
@@ -14,6 +15,7 @@ from spec_compile import speculate
 from spec_compile.compat import CACHE
 from spec_compile.drafters.trees.calibrate import KEPT
 from spec_compile.drafters.trees.merge import Drafts
+from spec_compile.runtime.step_back import StepBack
 
 ALGORITHMS = {
     "eagle": SCHEDULES,
@@ -28,10 +30,30 @@ ALGORITHMS = {
     ("algorithm", "schedule"),
     [(name, schedule) for name, schedules in ALGORITHMS.items() for schedule in schedules],
 )
-@torch.no_grad()
 def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
     system = fast(algorithm, "llama", schedule)
-    engine, stats = system.speculation.engine, system.speculation.stats
+    system.speculation.stats.reset()
+    assert checked_trees(system, algorithm, schedule) > 20
+    assert system.speculation.stats.accept_length > 1.03
+
+
+@pytest.mark.sweep("eagle3-tree")
+@pytest.mark.parametrize(
+    ("algorithm", "schedule"), [("eagle3", "tree"), ("draft_model", "chain"), ("mtp", "tree"), ("eagle", "union")]
+)
+def test_drafts_are_the_same_after_rounds_without_any(monkeypatch, algorithm, schedule):
+    """Of 10 rounds some draft, and the drafts after the others know the tokens that these have gained."""
+    system, numbers = fast(algorithm, "llama", schedule), itertools.count()
+    nodes = system.speculation.engine.runtime.algorithm.plan.nodes
+    pattern = [nodes, 1, 1, nodes, nodes, 1, nodes, 1, 1, 1]
+    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy: pattern[next(numbers) % len(pattern)])
+    assert checked_trees(system, algorithm, schedule) > 10
+
+
+@torch.no_grad()
+def checked_trees(system, algorithm, schedule):
+    """Generate, and compare the trees that each round proposes with those of a draft without a cache; their number."""
+    engine = system.speculation.engine
     run, checked, is_joined = engine.run, 0, "union" in schedule
     grower = engine.runtime.algorithm.head if is_joined else engine.runtime.algorithm
     draft = draft_of(algorithm, "llama") if algorithm == "draft_model" else grower.head
@@ -40,9 +62,11 @@ def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
     def watched(request):
         nonlocal checked
         session = engine.session(len(request.prompts))
-        state = session.state
+        state, nodes_before = session.state, Counter(system.speculation.stats.nodes)
         for gained in run(request):
-            for row, length in enumerate(state.lengths.tolist()):
+            nodes_now = Counter(system.speculation.stats.nodes)
+            has_trees, nodes_before = (nodes_now - nodes_before).keys() != {1}, nodes_now
+            for row, length in enumerate(state.lengths.tolist() if has_trees else []):
                 if not state.finished[row]:
                     text = state.tokens[row, : length + 1].tolist()
                     tokens, parents = drafted(algorithm, draft, model, plan, text)
@@ -56,14 +80,12 @@ def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
 
     engine.run = watched
     try:
-        stats.reset()
         generated(system, prompts(1))
         mask = torch.arange(23) >= torch.tensor([[0], [5], [21]])
         generated(system, prompts(3), attention_mask=mask.long())
     finally:
         del engine.run
-    assert checked > 20
-    assert stats.accept_length > 1.03
+    return checked
 
 
 PAIRS = [*itertools.product(("eagle", "eagle3", "mtp", "draft_model"), ("chain", "tree")), ("naive_eagle", "one")]
@@ -102,7 +124,7 @@ def test_compiled_rounds_draft_the_same(algorithm, schedule):
 @pytest.mark.sweep("mixtral")
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_draft_that_is_the_target_accepts_everything(name):
-    options = dict(draft=target(name), compile=False, check=False, max_cache_len=200, num_steps=4)
+    options = dict(draft=target(name), adaptive=False, compile=False, check=False, max_cache_len=200, num_steps=4)
     system = models.speculate_captured(target(name), "draft_model", **options)
     for batch in (1, 4):
         system.speculation.stats.reset()
@@ -113,7 +135,10 @@ def test_a_draft_that_is_the_target_accepts_everything(name):
 
 @pytest.mark.slow
 def test_compiling_leaves_drafts_alone():
-    system = speculate(target("llama"), "draft_model", draft=target("llama"), max_cache_len=200, num_steps=3)
+    options = dict(draft=target("llama"), adaptive=False, max_cache_len=200, num_steps=3)
+    system = speculate(target("llama"), "draft_model", **options)
+        target("llama"), "draft_model", draft=target("llama"), adaptive=False, max_cache_len=200, num_steps=3
+    )
     generated(system, prompts(3), do_sample=True, top_k=1)  # compiles on its way
     assert all(gained == 4 for row in zip(*system.speculation.stats.trace[:-1]) for gained in row)
 

@@ -323,7 +323,7 @@ def bigrams():
 
 def test_drafts_that_fit_are_accepted():
     model, draft = bigrams()
-    fast = models.speculate_captured(model, "dspark", draft=draft, compile=False, max_cache_len=200)
+    fast = models.speculate_captured(model, "dspark", draft=draft, adaptive=False, compile=False, max_cache_len=200)
     for batch in (1, 4):
         fast.speculation.stats.reset()
         ids = rounds.prompts(batch)

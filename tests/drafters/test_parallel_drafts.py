@@ -137,7 +137,7 @@ def pard():
 @functools.cache
 def fast(schedule, draft=pard, **options):
     options = SCHEDULES[schedule] | dict(draft=draft(), compile=False, max_cache_len=120) | options
-    return models.speculate_captured(target(), "pard", **options)
+    return models.speculate_captured(target(), "pard", adaptive=False, **options)
 
 
 @pytest.mark.sweep(2)

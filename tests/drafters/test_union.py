@@ -234,7 +234,12 @@ DRAWN = dict(draft_sample_method="probabilistic")
         (DraftOptions, dict(ngram=dict(match_typ="BFS")), TypeError, "ngram: unknown option 'match_typ'. Did you mean"),
         (DraftOptions, dict(ngram=dict(match_type=3)), TypeError, "ngram: match_type: expected str"),
         (HeadOptions, dict(ngram=dict(num_draft_tokens=8)), ValueError, "ngram: 'num_draft_tokens' is an option of n-"),
-        (DFlashOptions, dict(ngram=dict(adaptive=True)), ValueError, "ngram: 'adaptive' has no effect"),
+        (
+            DFlashOptions,
+            dict(ngram=dict(adaptive=True)),
+            ValueError,
+            "ngram: 'adaptive' is an option of n-",
+        ),
         (DraftOptions, dict(ngram=True, **DRAWN), ValueError, "draft_sample_method: .* which n-grams do not have"),
         (DFlashOptions, dict(ngram=True, **DRAWN), ValueError, "draft_sample_method: .* which n-grams do not have"),
         (DraftOptions, dict(ngram=True, num_draft_tokens=65), ValueError, "num_draft_tokens: expected 1 to 64"),

@@ -28,7 +28,7 @@ from spec_compile.runtime.flights import Flights
 pytestmark = pytest.mark.xdist_group("tensor_parallel")
 FIVE = ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
 HYBRIDS = ("lfm2", "falcon_h1", "jamba", "nemotron_h")
-PLAIN = dict(compile=False, max_cache_len=200, check=False)
+PLAIN = dict(compile=False, max_cache_len=200, check=False, adaptive=False)
 NEW = 20
 GREEDY = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
 

@@ -94,7 +94,7 @@ def with_draft(algorithm, schedule, mode, name="llama", **more):
     if algorithm != "draft_model":
         draft.embedding, draft.head_weight = target.model.embed_tokens.weight, target.lm_head.weight
     options = drafts.SCHEDULES[schedule] | MODES[mode] | more
-    return speculate(target, algorithm, draft=draft, max_cache_len=200, **options)
+    return speculate(target, algorithm, draft=draft, adaptive=False, max_cache_len=200, **options)
 
 
 @pytest.mark.parametrize("mode", ["graphs", "eager"])
@@ -153,7 +153,9 @@ def in_16_bits(algorithm, head_dim, **options):
         layer = LayerKnobs(num_layers=2, qk_norm=True)
         draft = DFlashDraft(config, embedding, output, (1, 2), block_size=8, mask_token_id=511, layer=layer)
     if algorithm != "ngram":
-        options |= dict(draft=draft.to("cuda", torch.bfloat16).requires_grad_(False).eval(), check=False)
+        options |= dict(
+            adaptive=False, draft=draft.to("cuda", torch.bfloat16).requires_grad_(False).eval(), check=False
+        )
     if algorithm in ("eagle3", "draft_model"):
         options |= dict(num_steps=3)
     return speculate(target, algorithm, max_cache_len=3584, **options)

@@ -65,7 +65,7 @@ def system(name, **more):
     algorithm, options = SYSTEMS[name]
     model = copy.deepcopy(drafts.target("llama")).requires_grad_(True)
     draft = {} if algorithm == "ngram" else {"draft": draft_of(algorithm, model)}
-    options = dict(compile=False, check=False, max_cache_len=100) | options | more
+    options = dict(compile=False, adaptive=False, check=False, max_cache_len=100) | options | more
     return model, draft.get("draft"), speculate(model, algorithm, **draft, **options)
 
 
@@ -105,7 +105,9 @@ def test_training_and_loading_between_answers(name):
 def assert_as_if_anew(model, draft, fast, name):
     """Every tree is that of a system which was made for the weights of now."""
     algorithm, options = SYSTEMS[name]
-    anew = speculate(model, algorithm, draft=draft, compile=False, check=False, max_cache_len=100, **options)
+    anew = speculate(
+        model, algorithm, draft=draft, adaptive=False, compile=False, check=False, max_cache_len=100, **options
+    )
     trees = []
     for speculation, generate in ((each.speculation, each.generate) for each in (fast, anew)):
         with speculation.recording():

@@ -38,7 +38,7 @@ def fresh(kind="ngram"):
         with torch.no_grad():
             draft.lm_head.weight += 0.01 * torch.randn(draft.lm_head.weight.shape, generator=seeded(1))
         options["draft"] = draft
-    return speculate(models.ADMITTED["llama"](), compile=False, max_cache_len=200, **options)
+    return speculate(models.ADMITTED["llama"](), compile=False, adaptive=False, max_cache_len=200, **options)
 
 
 fast = functools.cache(fresh)

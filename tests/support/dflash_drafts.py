@@ -225,7 +225,7 @@ def behind(draft, features):
 @functools.cache
 def fast(name, schedule, compile=False):
     options = SCHEDULES[schedule] | dict(compile=compile, check=False, max_cache_len=200)
-    return models.speculate_captured(rounds.target(name), "dflash", draft=trained(name), **options)
+    return models.speculate_captured(rounds.target(name), "dflash", draft=trained(name), adaptive=False, **options)
 
 
 @torch.no_grad()

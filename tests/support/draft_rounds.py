@@ -87,6 +87,7 @@ def head(kind, name):
 def fast(algorithm, name, schedule, compile=False):
     draft = draft_of(algorithm, name)
     options = SCHEDULES[schedule] | dict(draft=draft, compile=compile, check=schedule == "chain", max_cache_len=200)
+    options["adaptive"] = False  # every round drafts, whatever that costs
     return models.speculate_captured(target(name), algorithm, **options)
 
 

@@ -21,6 +21,7 @@ from ..draft_length import SizePolicy
 from ..hindsight import Hindsight
 from ..runtime import Runtime
 from ..state import State
+from ..step_back import StepBack
 from .capture import Captured, CaptureError, OutcomeRing
 from .pieces import Pieces
 from .untouched import untouched
@@ -66,10 +67,13 @@ class Steps:
         self.prefill_sizes = prefill_chunks.SIZES[runtime.device.type]
         self.prefill_seconds: dict[int, float] = {}
         hindsight = None if runtime.on_gpu else Hindsight(state)
-        self.policies = {
-            kind: SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch)
-            for kind in (StepKind.ROUND, StepKind.LOOK)
-        }
+
+        def policy() -> SizePolicy | StepBack:
+            if plan.is_whole:
+                return StepBack(plan.nodes, runtime.options.adaptive)
+            return SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch)
+
+        self.policies = {kind: policy() for kind in (StepKind.ROUND, StepKind.LOOK)}
         if larger is not None:
             for policy in self.policies.values():
                 policy.share(larger.policies[StepKind.ROUND])

@@ -1,0 +1,84 @@
+"""`StepBack`: a round drafts if the gain of drafts so far is worth their cost, or if a trial may be lost."""
+
+from dataclasses import dataclass
+
+LEARN = 0.15
+"""Least weight of the newest round in the mean gain."""
+FADE = 0.9
+"""Share of the evidence that is left after a round without drafts."""
+ALLOWED = 2.0
+"""Plain rounds that drafts may lose before anything is known of them."""
+EARNED = 8.0
+"""Most plain rounds that drafts may lose of those that they have saved before."""
+SHARE = 0.02
+"""Share of the time of plain rounds that trials may lose."""
+
+
+@dataclass
+class DraftRecord:
+    """Results of the rounds that drafted.
+
+    gain: mean number of accepted drafts of a row.
+    rounds: number of rounds that the mean stands for, fewer the older they are.
+    slack: plain rounds that may still be lost.
+    """
+
+    gain: float = 0.0
+    rounds: float = 0.0
+    slack: float = ALLOWED
+
+
+class StepBack:
+    """Chooses between a round over a whole tree and a plain one, which verifies the root and drafts nothing.
+
+    A tree that costs c plain rounds and gains g drafts loses c - 1 - g plain rounds. Drafts are made while they lose
+    nothing on average, and otherwise as long as the loss if nothing is accepted, c - 1, is within the slack. It grows
+    by what drafts save, and by SHARE in each plain round. So drafts that are never accepted take ALLOWED plain rounds
+    at first and SHARE of the time from then on: trees of c = 2 are tried twice, and then in every 50th round.
+
+    nodes: of a tree, the root included.
+    adaptive: False: every round drafts.
+    """
+
+    hindsight = None
+
+    def __init__(self, nodes: int, adaptive: bool = True):
+        self.sizes = (1, nodes) if nodes > 1 else (1,)
+        self.adaptive = adaptive and nodes > 1
+        self.cost: dict[int, float] = {}
+        """Seconds of a round, by size."""
+        self.record = DraftRecord()
+
+    def share(self, other: "StepBack") -> None:
+        """Share the record with `other` from now on; costs stay separate."""
+        self.record = other.record
+
+    def choose_ahead(self) -> int:
+        """The number of nodes of the next round. Both sizes run once before either is preferred."""
+        plain, nodes = self.sizes[0], self.sizes[-1]
+        if not self.adaptive or nodes not in self.cost:
+            return nodes
+        if plain not in self.cost:
+            return plain
+        ratio = self.cost[nodes] / self.cost[plain]
+        pays = self.record.rounds > 0 and 1 + self.record.gain >= ratio
+        return nodes if pays or ratio - 1 <= self.record.slack else plain
+
+    def learn(
+        self, nodes: int, counts: list[int], hints: list[int], paths: list[list[int]], seconds: float | None
+    ) -> None:
+        """After a round over `nodes` nodes; see `SizePolicy.learn`."""
+        if seconds is not None:
+            known = self.cost.setdefault(nodes, seconds)
+            self.cost[nodes] += LEARN * (min(seconds, 2 * known) - known)
+        record, costs = self.record, [self.cost.get(size, 0.0) for size in self.sizes]
+        ratio = costs[-1] / costs[0] if all(costs) else 1.0
+        if nodes == 1:
+            record.rounds *= FADE
+            record.slack += SHARE
+        elif paths:
+            gained = sum(map(len, paths)) / len(paths)
+            record.rounds += 1
+            record.gain += max(LEARN, 1 / record.rounds) * (gained - record.gain)
+            record.slack += 1 + gained - ratio
+        record.slack = min(record.slack, max(EARNED, ratio - 1))

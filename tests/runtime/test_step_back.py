@@ -1,0 +1,78 @@
+"""`StepBack`: drafts that do not pay are made rarely, and those that pay always."""
+
+import random
+
+import pytest
+
+from spec_compile.runtime.step_back import ALLOWED, SHARE, StepBack
+
+NODES = 16
+
+
+def decode(policy, ratio, chance, tokens, seed=0):
+    """Tokens a plain round, with trees that cost `ratio` plain rounds. chance: that one more draft is accepted."""
+    draw, time, length, trees = random.Random(seed), 0.0, 0, 0
+    while length < tokens:
+        nodes = policy.choose_ahead()
+        gained = 0
+        while nodes > 1 and gained < 5 and draw.random() < (chance(length) if callable(chance) else chance):
+            gained += 1
+        seconds = ratio if nodes > 1 else 1.0
+        policy.learn(nodes, [nodes], [0], [list(range(1, gained + 1))], seconds)
+        time, length, trees = time + seconds, length + 1 + gained, trees + (nodes > 1)
+    return length / time, trees
+
+
+@pytest.mark.parametrize("ratio", [1.05, 1.3, 2.0, 4.3])
+def test_drafts_that_are_never_accepted_lose_little(ratio):
+    policy, tokens = StepBack(NODES), 128
+    rate, _ = decode(policy, ratio, 0.0, tokens)
+    lost = tokens * (1 / rate - 1)
+    first = ratio - 1  # the first tree is made before anything is known
+    assert lost <= ALLOWED + SHARE * tokens + first
+    assert decode(policy, ratio, 0.0, 2000)[0] > 1 - SHARE - 0.005, "what was learned in one answer holds in the next"
+
+
+@pytest.mark.parametrize("ratio", [1.05, 1.3, 2.0])
+def test_drafts_that_pay_are_always_made(ratio):
+    rates = [decode(StepBack(NODES), ratio, 0.9, 1000, seed) for seed in range(5)]
+    for rate, trees in rates:
+        assert trees >= 1000 / 6 and rate > 0.97 * (1 + 0.9 + 0.81 + 0.729 + 0.6561 + 0.59049) / ratio * 0.9
+
+
+def test_a_text_that_alternates_is_faster_than_either():
+    def chance(length):
+        return 0.85 if length // 200 % 2 == 0 else 0.05
+
+    rates = [decode(StepBack(NODES), 2.0, chance, 4000, seed)[0] for seed in range(5)]
+    fixed = [decode(StepBack(NODES, adaptive=False), 2.0, chance, 4000, seed)[0] for seed in range(5)]
+    assert min(rates) > 1.15 and min(rates) > 1.2 * max(fixed)
+
+
+def test_both_sizes_run_before_one_is_preferred():
+    policy, chosen = StepBack(NODES), []
+    for _ in range(3):
+        chosen.append(policy.choose_ahead())
+        policy.learn(chosen[-1], [chosen[-1]], [0], [[1, 2]] if chosen[-1] > 1 else [[]], 1.0)
+    assert chosen == [NODES, 1, NODES]
+
+
+def test_records_are_shared_and_costs_are_not():
+    small, large = StepBack(NODES), StepBack(NODES)
+    small.share(large)
+    small.cost.update({1: 1.0, NODES: 1.1})
+    large.cost.update({1: 1.0, NODES: 9.0})
+    for _ in range(4):
+        small.learn(NODES, [NODES], [0], [[1]], None)
+    assert (small.choose_ahead(), large.choose_ahead()) == (NODES, 1)
+
+
+def test_one_node_and_no_choice():
+    assert StepBack(1).choose_ahead() == 1
+    policy = StepBack(NODES, adaptive=False)
+    for _ in range(20):
+        assert policy.choose_ahead() == NODES
+        policy.learn(NODES, [NODES], [0], [[]], 1.0)
+    policy = StepBack(1)
+    policy.learn(1, [1], [0], [[]], 1.0)
+    assert policy.choose_ahead() == 1
