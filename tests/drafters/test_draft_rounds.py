@@ -137,8 +137,6 @@ def test_a_draft_that_is_the_target_accepts_everything(name):
 def test_compiling_leaves_drafts_alone():
     options = dict(draft=target("llama"), adaptive=False, max_cache_len=200, num_steps=3)
     system = speculate(target("llama"), "draft_model", **options)
-        target("llama"), "draft_model", draft=target("llama"), adaptive=False, max_cache_len=200, num_steps=3
-    )
     generated(system, prompts(3), do_sample=True, top_k=1)  # compiles on its way
     assert all(gained == 4 for row in zip(*system.speculation.stats.trace[:-1]) for gained in row)
 
