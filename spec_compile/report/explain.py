@@ -10,6 +10,8 @@ from ..graph import ModelGraph
 from ..kernels import attention
 from ..kernels.linear import small_m
 from ..passes.row_invariance import variant_parts
+from ..runtime.step_back import StepBack
+from ..runtime.steps.build import StepKind
 
 
 def explain(speculation) -> str:
@@ -26,11 +28,22 @@ def explain(speculation) -> str:
         *_bits(variant_parts(graph)),
         *_plans(graph),
         *([] if engine.runtime.tiers is None else [engine.runtime.tiers.describe()]),
+        *_drafts(engine),
         "passes (call nodes before -> after):",
     ]
     for report in graph.log:
         lines.append(f"  {report.name:16} {report.nodes_before:5} -> {report.nodes_after:5}  {report.summary}")
     return "\n".join([*lines, *engine.runtime.algorithm.explain()])
+
+
+def _drafts(engine) -> list[str]:
+    """The choice between drafts and plain rounds, a line for each batch size so far."""
+    lines = []
+    for session in engine.sessions.values():
+        policy = session.steps.policies[StepKind.ROUND]
+        if isinstance(policy, StepBack) and (text := policy.describe()):
+            lines.append(f"drafts in calls of batch size {session.batch}: {text}")
+    return lines
 
 
 def _stages(speculation) -> str:

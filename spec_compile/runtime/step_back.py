@@ -53,16 +53,33 @@ class StepBack:
         """Share the record with `other` from now on; costs stay separate."""
         self.record = other.record
 
+    @property
+    def ratio(self) -> float | None:
+        """Plain rounds that a tree costs; None until both sizes have run."""
+        costs = [self.cost.get(size) for size in self.sizes]
+        return costs[-1] / costs[0] if all(costs) else None
+
+    @property
+    def pays(self) -> bool:
+        """True if drafts lose nothing on average."""
+        return self.ratio is not None and self.record.rounds > 0 and 1 + self.record.gain >= self.ratio
+
     def choose_ahead(self) -> int:
         """The number of nodes of the next round. Both sizes run once before either is preferred."""
         plain, nodes = self.sizes[0], self.sizes[-1]
         if not self.adaptive or nodes not in self.cost:
             return nodes
-        if plain not in self.cost:
+        if self.ratio is None:
             return plain
-        ratio = self.cost[nodes] / self.cost[plain]
-        pays = self.record.rounds > 0 and 1 + self.record.gain >= ratio
-        return nodes if pays or ratio - 1 <= self.record.slack else plain
+        return nodes if self.pays or self.ratio - 1 <= self.record.slack else plain
+
+    def describe(self) -> str:
+        """A line for readers; "" until both sizes have run."""
+        if self.ratio is None or not self.adaptive:
+            return ""
+        seldom = max(1, round((self.ratio - 1) / SHARE))
+        choice = "every round drafts" if self.pays else f"one round in {seldom} drafts"
+        return f"a tree takes {self.ratio:.2f} plain rounds, {self.record.gain:.2f} drafts are accepted: {choice}"
 
     def learn(
         self, nodes: int, counts: list[int], hints: list[int], paths: list[list[int]], seconds: float | None
@@ -71,8 +88,7 @@ class StepBack:
         if seconds is not None:
             known = self.cost.setdefault(nodes, seconds)
             self.cost[nodes] += LEARN * (min(seconds, 2 * known) - known)
-        record, costs = self.record, [self.cost.get(size, 0.0) for size in self.sizes]
-        ratio = costs[-1] / costs[0] if all(costs) else 1.0
+        record, ratio = self.record, self.ratio or 1.0
         if nodes == 1:
             record.rounds *= FADE
             record.slack += SHARE

@@ -76,3 +76,12 @@ def test_one_node_and_no_choice():
     policy = StepBack(1)
     policy.learn(1, [1], [0], [[]], 1.0)
     assert policy.choose_ahead() == 1
+
+
+def test_a_line_says_what_is_chosen():
+    policy = StepBack(NODES)
+    assert not policy.describe()
+    decode(policy, 2.0, 0.0, 200)
+    assert policy.describe() == "a tree takes 2.00 plain rounds, 0.00 drafts are accepted: one round in 50 drafts"
+    decode(policy, 1.5, 1.0, 900)
+    assert policy.describe().endswith("every round drafts") and not StepBack(NODES, adaptive=False).describe()
