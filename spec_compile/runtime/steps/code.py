@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 KEPT = 2
 """Codes of different options kept for a model. A living wrapper keeps its own code."""
 
-BESIDE = ("artefact", "cache", "check", "draft", "max_cache_len")
+BESIDE = ("adaptive", "artefact", "cache", "check", "draft", "max_cache_len")
 """Options that code does not depend on. `_facts` reads the draft itself."""
 
 
