@@ -11,7 +11,7 @@ import torch
 
 PAUSE = 0.05
 """Seconds without a call after which work that can wait begins."""
-EVERY = 0.2
+EVERY = 0.1
 """If there is no pause, seconds until the next piece of such work."""
 SHARE = 4
 """Longer pieces wait for so many times their time, so that calls keep four fifths of it."""
