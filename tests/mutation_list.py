@@ -1059,6 +1059,26 @@ TIERS = [
         "if not self._wanted[key] and os.getpid() == self._owner:", "if False:",
         "tests/artefacts/test_children.py -k test_this_process_helps",
     ),
+    Mutation(
+        "parts of other code are recalled", f"{ARTEFACTS}compiler.py",
+        "facts = self.source.identity, name,", "facts = name,",
+        "tests/artefacts/test_compiler.py -k test_a_part_that_was_traced_before",
+    ),
+    Mutation(
+        "the form of a part runs what a file says", f"{ARTEFACTS}forms.py",
+        "        case {\"result\": int(number)}:", "        case {\"result\": number}:",
+        "tests/artefacts/test_forms.py -k test_other_data",
+    ),
+    Mutation(
+        "drafts that are never accepted are made for ever", f"{RUNTIME}step_back.py",
+        "record.slack += 1 + gained - ratio", "record.slack += SHARE",
+        "tests/runtime/test_step_back.py -k test_drafts_that_are_never",
+    ),
+    Mutation(
+        "a round without drafts keeps the head's cache from its token", f"{RUNTIME}round.py",
+        "        self.drafter.observe(self.state,", "        path.shape[1] > 1 and self.drafter.observe(self.state,",
+        "tests/drafters/test_draft_rounds.py -k test_drafts_are_the_same_after",
+    ),
 ]  # fmt: skip
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,
