@@ -20,9 +20,7 @@ ENDS = dict(draft_window_size=SIZE, draft_sink_size=SINKS)
 def system(algorithm, schedule, compile=False, **options):
     draft = rounds.head(algorithm, "llama")
     options = dict(draft=draft, adaptive=False, compile=compile, check=False, max_cache_len=200) | options
-    return models.speculate_captured(
-        rounds.target("llama"), algorithm, adaptive=False, **rounds.SCHEDULES[schedule], **options
-    )
+    return models.speculate_captured(rounds.target("llama"), algorithm, **rounds.SCHEDULES[schedule], **options)
 
 
 def sees_ends(committed, begin):
