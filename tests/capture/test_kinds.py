@@ -122,7 +122,7 @@ def test_the_shortest_pattern(pattern, expected):
 
 def test_the_copy_is_numbered_from_0():
     """Lists by layer have the entries of the layers in the copy, also if an attribute names the last layer."""
-    types = [models.WIN, *[models.WIN, models.FULL] * 5, models.WIN]
+    types = [models.WIN, *[models.WIN, models.FULL] * 5, models.FULL]
     model = deep("gemma2", 12, layer_types=types)
     repeats = kinds.repeats_of(model)
     copied = kinds.copy_of(model, repeats)
