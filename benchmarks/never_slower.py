@@ -5,7 +5,7 @@
 
 Heads of the demo model, as they are and "shuffled": the entries of each of their own matrices in a random order, so
 that hardly anything is accepted. All systems answer each prompt in turn, in one process. "random" prompts are uniformly
-random token ids. A bound of 0.97 holds for each adaptive cell; the table has the worst first.
+random token ids. The aim for each adaptive cell is 0.97; the table has the worst first and counts the cells below.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def measure(model: PreTrainedModel, name: str, prompts: dict[str, list], options
             row = {"draft": name, "workload": workload, "batch": batch, "plain tokens_per_s": rates["plain"] * batch}
             rows.append(row | {kind: rates[kind] / rates["plain"] for kind in ("adaptive", "fixed")})
             rows[-1]["accept_length"] = systems["adaptive"].speculation.stats.accept_length
-            cells = ", ".join(f"{key} {row:.2f}" for key, row in rows[-1].items() if isinstance(row, float))
+            cells = ", ".join(f"{key} {value:.2f}" for key, value in rows[-1].items() if isinstance(value, float))
             print(f"{name}, {workload}, batch {batch}: {cells}", flush=True)
     return rows
 
