@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -178,23 +178,64 @@ class PartSource:
                 self.children.forget(key)
 
 
-class _Recording(threading.local):
-    """The first calls of parts in this thread: None, or for each part a function that traces it."""
+class FirstCall(NamedTuple):
+    """The first call of a part, for sizes that may vary.
 
-    traces: dict[CompiledPart, Callable[[], None]] | None = None
+    name: of the part. alike: a text of its computation; see `PartCompiler.__call__`.
+    """
+
+    compiler: "PartCompiler"
+    name: str
+    alike: str
+    part: CompiledPart
+    arguments: tuple
+
+    def recall(self) -> bool:
+        """Load what such a call was traced and compiled to before, in any process. False if there is nothing. It runs
+        nothing of the model."""
+        with COMPILE_LOCK:
+            return self.part.form is not None or self.compiler.source.recall(self.part, self._digest())
+
+    def trace(self) -> None:
+        """Recall the part, or trace it, and have it loaded or compiled."""
+        source, device = self.compiler.source, self.compiler.device
+        with COMPILE_LOCK:  # another engine may run the same part for the first time in another thread
+            if self.recall():
+                return
+            is_open = self.compiler.is_open or not source.at_once
+            assert is_open, f"{self.name}: the first call has the sizes of a session"
+            traced = trace(self.part.function, self.arguments, self.compiler.varies, device)
+            counts["traced"] += 1
+            self.part.form = traced.form
+            options = CPU_OPTIONS if device.type == "cpu" else GPU_OPTIONS
+            job = PartJob(traced.rows, traced.specs, options, self.compiler.threads)
+            source.provide(self.part, job, self._digest())
+
+    def _digest(self) -> str:
+        """By which a later process finds what such a call was traced and compiled to."""
+        inputs = PartInputs(self.arguments, self.compiler.varies)
+        identity, threads = self.compiler.source.identity, self.compiler.threads
+        facts = identity, self.name, self.alike, inputs.specs, inputs.sources, threads
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+class _Recording(threading.local):
+    """The first calls of parts in this thread, by part; None outside of `recording`."""
+
+    calls: dict[CompiledPart, FirstCall] | None = None
 
 
 _recording = _Recording()
 
 
 @contextmanager
-def recording() -> Iterator[dict[CompiledPart, Callable[[], None]]]:
-    """A context in which this thread's first calls of parts run eagerly. Each adds a function that traces the part."""
-    _recording.traces = traces = {}
+def recording() -> Iterator[dict[CompiledPart, FirstCall]]:
+    """A context in which this thread's first calls of parts run eagerly, and are collected."""
+    _recording.calls = calls = {}
     try:
-        yield traces
+        yield calls
     finally:
-        _recording.traces = None
+        _recording.calls = None
 
 
 class PartCompiler:
@@ -228,31 +269,13 @@ class PartCompiler:
         self._parts.setdefault((name, alike), CompiledPart(function, partial(self._first, f"{name}_{self.tag}", alike)))
         return self._parts[name, alike].bound(owner)
 
-    def _first(self, name: str, alike: str, part: CompiledPart, arguments: tuple) -> None:
-        if _recording.traces is not None:
-            _recording.traces.setdefault(part, partial(self._trace, name, alike, part, arguments))
-        elif self.source.at_once:
-            self._trace(name, alike, part, arguments)
-
-    def _trace(self, name: str, alike: str, part: CompiledPart, arguments: tuple) -> None:
-        with COMPILE_LOCK:  # another engine may run the same part for the first time in another thread
-            if part.form is not None:
-                return
-            assert self.is_open or not self.source.at_once, f"{name}: the first call has the sizes of a session"
-            call = self._call(name, alike, arguments)
-            if self.source.recall(part, call):
-                return
-            traced = trace(part.function, arguments, self._varies, self.device)
-            counts["traced"] += 1
-            options = CPU_OPTIONS if self.device.type == "cpu" else GPU_OPTIONS
-            part.form = traced.form
-            self.source.provide(part, PartJob(traced.rows, traced.specs, options, self.threads), call)
-
-    def _call(self, name: str, alike: str, arguments: tuple) -> str:
-        """The digest of a first call, by which a later process finds what it was traced and compiled to."""
-        inputs = PartInputs(arguments, self._varies)
-        facts = self.source.identity, name, alike, inputs.specs, inputs.sources, self.threads
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-    def _varies(self, size: int) -> bool:
+    def varies(self, size: int) -> bool:
+        """True for a size of the first call that may differ in later ones."""
         return any(size % prime == 0 for prime in self.varying)
+
+    def _first(self, name: str, alike: str, part: CompiledPart, arguments: tuple) -> None:
+        call = FirstCall(self, name, alike, part, arguments)
+        if _recording.calls is not None:
+            _recording.calls.setdefault(part, call)
+        elif self.source.at_once:
+            call.trace()

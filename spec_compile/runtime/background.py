@@ -10,7 +10,6 @@ from functools import cache
 
 from .. import forks
 from ..artefacts.children import Children, number_of_children
-from ..artefacts.compiler import PartSource
 from ..artefacts.parts import get_ready_to_load
 from ..compat import check_compiler
 from ..config import Options
@@ -107,8 +106,8 @@ class Background:
     def _work(self, engine: "weakref.ref[Tiers]") -> None:
         """Do one piece of an engine's work after the other, as long as one can be done and it is its turn."""
         while not self._ends:
-            self._load(engine)
             with self._at_work:
+                _load(engine)
                 turns = _turns_of_work(engine)
             if turns is None:
                 return
@@ -121,15 +120,10 @@ class Background:
             with suppress(Exception):  # Python is ending, or else `_load` meets the error again
                 get_ready_to_load()
 
-    def _load(self, engine: "weakref.ref[Tiers]") -> None:
-        """Load what is compiled, which takes seconds the first time. Meanwhile calls go on."""
-        with self._at_work:
-            source = _source(engine)
-        if source is not None:
-            try:
-                source.load()
-            except Exception as error:
-                source.give_up(f"{type(error).__name__}: {error}")
+def _load(engine: "weakref.ref[Tiers]") -> None:
+    tiers = engine()
+    if tiers is not None:
+        tiers.load()
 
 
 def _turns_of_work(engine: "weakref.ref[Tiers]") -> Turns | None:
@@ -141,11 +135,6 @@ def _turns_of_work(engine: "weakref.ref[Tiers]") -> Turns | None:
 def _do_piece(engine: "weakref.ref[Tiers]") -> bool:
     tiers = engine()
     return tiers is not None and tiers.work()
-
-
-def _source(engine: "weakref.ref[Tiers]") -> PartSource | None:
-    tiers = engine()
-    return None if tiers is None else tiers.source
 
 
 def _waits(engine: "weakref.ref[Tiers]") -> bool:

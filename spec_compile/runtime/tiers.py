@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..artefacts.compiler import PartSource, recording
+from ..artefacts.compiler import FirstCall, PartSource, recording
 from ..compat import COMPILE_LOCK
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ class Tiers:
         """By step: run the step's parts."""
         self._step: Hashable = None
         """The step that parts are traced of."""
-        self._traces: list[Callable[[], None]] = []
+        self._calls: list[FirstCall] = []
+        """The first calls of its parts that are not traced yet."""
 
     @property
     def source(self) -> PartSource:
@@ -52,7 +53,7 @@ class Tiers:
     @property
     def untraced(self) -> int:
         """Parts that wait to be traced, and steps whose parts are not known."""
-        return len(self._examples) + len(self._traces)
+        return len(self._examples) + len(self._calls)
 
     @property
     def waits(self) -> bool:
@@ -73,23 +74,29 @@ class Tiers:
         return self.untraced > 0 or self._has_news()
 
     def work(self) -> bool:
-        """Do one piece: adopt what is compiled, run an example, or trace parts. Call it in a turn between calls.
+        """Do one piece: adopt what is compiled, and run an example, or trace parts. Call it in a turn between calls.
 
         Returns False if nothing can be done now.
         """
-        if not COMPILE_LOCK.acquire(blocking=False):  # whoever compiles in another thread may do so for minutes
-            return False
-        try:
-            with self._alone():
-                if self._has_news():
-                    return self._may_change() and self._adopt()
-                end, is_example = time.perf_counter() + PIECE_SECONDS, not self._traces
+        with _compilers() as is_mine, self._alone():
+            if not is_mine:
+                return False
+            has_adopted = self._has_news() and self._may_change() and self._adopt()
+            if not self.untraced:
+                return has_adopted
+            end, is_example = time.perf_counter() + PIECE_SECONDS, not self._calls
+            self._trace()
+            while self._calls and not is_example and time.perf_counter() < end:
                 self._trace()
-                while self._traces and not is_example and time.perf_counter() < end:
-                    self._trace()
-            return True
-        finally:
-            COMPILE_LOCK.release()
+        return True
+
+    def load(self) -> None:
+        """Load the parts that are compiled by now, and those that an earlier process had compiled. Calls may go on."""
+        with _compilers() as is_mine, self._alone():
+            if is_mine:
+                self.source.load()
+                self._calls = [call for call in self._calls if not call.recall()]
+                self._settle()
 
     def finish(self) -> None:
         """Trace, compile and adopt everything that was asked for, in this thread and in child processes. While another
@@ -144,19 +151,23 @@ class Tiers:
 
     def _trace(self) -> None:
         """Run an example, or trace a part that one has run."""
-        if not self._traces and self._examples:
-            self._step, example = next(iter(self._examples.items()))
-            with recording() as traces:
-                example()
-            self._traces = [*traces.values()]
-            del self._examples[self._step]
-        elif self._traces:
-            try:
-                self._traces[0]()
-            except Exception as error:
-                self.source.fail(f"{type(error).__name__}: {error}")
-            del self._traces[0]  # only now, because somebody may wait until nothing is untraced
-        if not self._traces:
+        with COMPILE_LOCK:
+            if self._calls:
+                try:
+                    self._calls[0].trace()
+                except Exception as error:
+                    self.source.fail(f"{type(error).__name__}: {error}")
+                del self._calls[0]  # only now, because somebody may wait until nothing is untraced
+            elif self._examples:
+                self._step, example = next(iter(self._examples.items()))
+                with recording() as calls:
+                    example()
+                self._calls = [*calls.values()]
+                del self._examples[self._step]
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._calls and self._step is not None:
             self._runtime.code.complete.add(self._step)
 
     def _adopt(self) -> bool:
@@ -174,8 +185,19 @@ class Tiers:
         for _ in range(self.untraced):
             self.source.fail(reason)
         self._examples.clear()
-        self._traces.clear()
+        self._calls.clear()
         self.source.give_up(reason)
+
+
+@contextmanager
+def _compilers() -> Iterator[bool]:
+    """A context with the lock of compilers, if nobody has it: another thread may compile for minutes."""
+    is_mine = COMPILE_LOCK.acquire(blocking=False)
+    try:
+        yield is_mine
+    finally:
+        if is_mine:
+            COMPILE_LOCK.release()
 
 
 def build_compiled(runtime: "Runtime", build: Callable[[], None]) -> None:

@@ -70,10 +70,10 @@ def background(store=None):
 
 def record(source):
     """Use parts inside a recording, and trace them after it."""
-    with recording() as traces:
+    with recording() as calls:
         use(source)
-    for run in traces.values():
-        run()
+    for call in calls.values():
+        call.trace()
 
 
 def test_parts_are_eager_until_they_are_adopted():
@@ -82,11 +82,11 @@ def test_parts_are_eager_until_they_are_adopted():
     assert became(lambda: record(source)) == dict(traced=1, compiled=0, loaded=0)
     make = compiler(source)
     owner, (first, second) = Counter(5), [Counter(rows) for rows in (5, 3)]
-    with recording() as traces:
+    with recording() as calls:
         adds = [make(owner.add, "add"), make(first.add, "add"), make(second.add, "add")]
         for add, rows in zip(adds, (5, 5, 3)):
             add(torch.ones(rows, 7))
-    assert len(traces) == 1 and became(lambda: [run() for run in traces.values()])["traced"] == 1
+    assert len(calls) == 1 and became(lambda: [call.trace() for call in calls.values()])["traced"] == 1
     assert [len(parts) for parts in source.waiting.values()] == [2], "equal parts are one job"
     source.load()
     assert not source.ready
@@ -107,13 +107,13 @@ def test_a_recording_is_of_one_thread():
     source, make = background(), None
     make = compiler(source)
     other = make(lambda x: x + 1, "other")
-    with recording() as traces:
+    with recording() as calls:
         thread = threading.Thread(target=lambda: other(torch.ones(5)))
         thread.start()
         thread.join()
-        assert not traces
+        assert not calls
         other(torch.ones(5))
-        assert len(traces) == 1
+        assert len(calls) == 1
     other(torch.ones(5))
     assert not source.waiting
 
