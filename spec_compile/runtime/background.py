@@ -13,6 +13,7 @@ from ..artefacts.children import Children, number_of_children
 from ..artefacts.parts import get_ready_to_load
 from ..compat import check_compiler
 from ..config import Options
+from .steps.capture import patient
 from .tiers import Tiers
 from .turns import Turns
 
@@ -106,7 +107,7 @@ class Background:
     def _work(self, engine: "weakref.ref[Tiers]") -> None:
         """Do one piece of an engine's work after the other, as long as one can be done and it is its turn."""
         while not self._ends:
-            with self._at_work:
+            with self._at_work, patient():
                 _load(engine)
                 turns = _turns_of_work(engine)
             if turns is None:
@@ -117,8 +118,9 @@ class Background:
                 with self._at_work:
                     if not _do_piece(engine):
                         return
-            with suppress(Exception):  # Python is ending, or else `_load` meets the error again
+            with suppress(Exception), patient():  # Python is ending, or else `_load` meets the error again
                 get_ready_to_load()
+
 
 def _load(engine: "weakref.ref[Tiers]") -> None:
     tiers = engine()

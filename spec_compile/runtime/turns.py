@@ -39,7 +39,7 @@ class Turns:
         """Batches inside `rounds`."""
         self._owed = 0.0
         """Seconds that rounds may run before the next call."""
-        self._workers, self._due, self._quiet_since = 0, math.inf, -math.inf
+        self._workers, self._due, self._quiet_since = 0, -math.inf, -math.inf
         """Threads that wait in `between`; when one of them goes before any call; and when the last call ended."""
 
     def __enter__(self) -> None:
@@ -89,7 +89,7 @@ class Turns:
         with self._changed:
             self._workers += 1
             end = time.perf_counter() + patience
-            self._due = min(self._due, time.perf_counter() + EVERY) if patience else self._due
+            self._due = max(self._due, time.perf_counter() + EVERY) if patience else self._due
             try:
                 while (waits := not self._work_may_go(patience)) and time.perf_counter() < end:
                     self._changed.wait(PAUSE)

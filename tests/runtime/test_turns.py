@@ -42,6 +42,19 @@ def test_a_busy_loop_does_not_starve_work_nor_work_the_loop(monkeypatch, of):
     assert min(between) >= 5, "after a piece of work calls go first for a while"
 
 
+def test_calls_keep_their_share_after_a_long_piece(monkeypatch):
+    monkeypatch.setattr(module, "EVERY", 0.01)
+    turns, done, moments = Turns(), threading.Event(), []
+    with thread(lambda: busy(turns, done, [])):
+        for _ in range(3):
+            with turns.between(10) as is_mine:
+                assert is_mine
+                moments.append(time.perf_counter())
+                time.sleep(0.1)
+        done.set()
+    assert min(b - a for a, b in itertools.pairwise(moments)) > 0.1 * (1 + module.SHARE)
+
+
 def test_work_waits_for_a_call_and_for_a_pause_after_it(monkeypatch):
     monkeypatch.setattr(module, "EVERY", 60.0)
     turns, inside, go_on = Turns(), threading.Event(), threading.Event()

@@ -19,6 +19,10 @@ SLOTS = 4
 LOOKS = 10_000
 """After each LOOKS looks for an outcome, the host also asks if the GPU still runs; a failed kernel raises there."""
 
+LOOK_SECONDS = 2e-5
+"""Between two looks while another thread is `patient`."""
+_look_seconds = 0.0
+
 
 class CaptureError(RuntimeError):
     """A CUDA graph cannot contain something; the message names it."""
@@ -95,6 +99,18 @@ def workspaces_of_the_pool() -> Iterator[None]:
         torch._C._cuda_clearCublasWorkspaces()
 
 
+@contextmanager
+def patient() -> Iterator[None]:
+    """A context in which threads that wait for outcomes let this one work. They have ``time.sleep(0)`` between looks
+    otherwise, after which they go on before another thread wakes up: an import of seconds would take a minute."""
+    global _look_seconds
+    _look_seconds = LOOK_SECONDS
+    try:
+        yield
+    finally:
+        _look_seconds = 0.0
+
+
 class OutcomeRing:
     """Outcomes under way to the host: round n (from 1) writes to pinned slot (n - 1) % SLOTS, its number first."""
 
@@ -136,7 +152,7 @@ class OutcomeRing:
                     self._check_peers()
                 if look % LOOKS == 0 and torch.cuda.current_stream(self.turn.device).query() and slot[0] != number:
                     raise RuntimeError("the GPU is idle and a round has left no outcome; please report this")
-                time.sleep(0)
+                time.sleep(_look_seconds)
             return slot[1 : 1 + shape.numel()].reshape(shape).tolist()
 
         return read

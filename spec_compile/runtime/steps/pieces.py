@@ -13,6 +13,7 @@ import torch
 from ...artefacts.compiler import PartCompiler
 from ...compat import COMPILE_LOCK
 from ...drafting import Drafter
+from ...kernels.together import compile_together
 from ...tree import MAX_NODES
 from ..round import Prefill, Round
 from ..runtime import Runtime
@@ -149,6 +150,9 @@ def _run_example(runtime: Runtime, form: Form, build: Callable[[Pieces], object]
     runtime.code.open(form)
     try:
         with untouched(example.state, example.drafter):
+            if runtime.tiers is not None:
+                other = Pieces(runtime, example.state, example.drafter, form)  # pieces run only when they are made
+                compile_together(partial(build, other))
             build(example)
     finally:
         runtime.code.close()
