@@ -60,6 +60,7 @@ def one_start(options) -> dict[str, float]:
             num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048,
         )  # fmt: skip
         dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+        torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(options.device, dtype).eval()
     ids = torch.randint(3, 1000, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
     settings = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, eos_token_id=None)

@@ -138,6 +138,10 @@ class StartArtefact:
         if not is_written:
             raise OSError(f"save: {folder} cannot be written; the log has the reason")
 
+    def introduce(self, store: Store) -> bool:
+        """Write to a store the facts that a list of artefacts shows. False if they cannot be written."""
+        return store.write(self.key, ABOUT, json.dumps(about(self.model)).encode())
+
     def _write(self, store: Store, start: Start) -> bool:
         content = {
             "format": FORMAT,
@@ -146,7 +150,7 @@ class StartArtefact:
             "serves_padding": start.serves_padding,
         }
         is_kept = store.write(self.key, ITEM, json.dumps(content, separators=(",", ":")).encode())
-        return is_kept and store.write(self.key, ABOUT, json.dumps(about(self.model)).encode())
+        return is_kept and self.introduce(store)
 
     def _checked(self, store: Store, data: bytes) -> Start | None:
         """The findings if they compute what the model does. Otherwise the entry is taken out of the store."""

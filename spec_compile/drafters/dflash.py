@@ -176,9 +176,9 @@ class DFlashDrafter(Drafter):
 
 
 @torch.no_grad()
-def accepted_of_own_text(model: PreTrainedModel, algorithm: DFlash) -> tuple[float, int]:
-    """How many drafts of a block are the target's own next tokens, on average, and of how many."""
-    text, draft = own_text(model), algorithm.draft
+def accepted_of(text: Tensor, model: PreTrainedModel, algorithm: DFlash) -> tuple[float, int]:
+    """How many drafts of a block are the next tokens of text [B, T], on average, and of how many."""
+    draft = algorithm.draft
     features, _ = tapped_states(model, draft.taps, text)
     batch, length = text.shape
     drafter, max_kv_len = algorithm.drafter(batch, length + algorithm.block_size), length + algorithm.block_size
@@ -200,6 +200,6 @@ def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:
     algorithm = DFlash(load_head(options.draft, model, "dflash", rope_theta=options.rope_theta), options)
     options.check_window(algorithm.graph, model)
     if options.check:
-        accepted, of = accepted_of_own_text(model, algorithm)
+        accepted, of = accepted_of(own_text(model, options), model, algorithm)
         algorithm.checked = [f"self-check: {accepted:.1f} of {of} drafts are the target's own next tokens, on average"]
     return algorithm

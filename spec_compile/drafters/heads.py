@@ -23,7 +23,7 @@ from .checkpoints.load import load_head
 from .hidden_states import keep_row
 from .modules.head import Head
 from .options import DraftOptions
-from .self_check import calibrate
+from .self_check import calibrate, own_text
 from .shared_draft import DraftHead, choose_ranks
 from .trees.propose import propose_grown
 from .trees.schedule import Schedule
@@ -157,7 +157,9 @@ class HeadDrafter(Drafter):
 def build(algorithm: str | None, model: PreTrainedModel, options: HeadOptions) -> HeadAlgorithm:
     """The algorithm with the head that `options` names. algorithm: which the head must be for (None: any)."""
     head = load_head(options.draft, model, algorithm, options.token_map, rope_theta=options.rope_theta)
-    heads = HeadAlgorithm(calibrate(model, head.readings()) if options.check else head, options)
+    if options.check:
+        head = calibrate(model, head.readings(), own_text(model, options))
+    heads = HeadAlgorithm(head, options)
     options.check_window(heads.graph, model)
     heads.window = options.window
     return heads

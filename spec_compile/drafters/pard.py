@@ -67,9 +67,8 @@ class PardDrafter(ModelDrafter):
 
 
 @torch.no_grad()
-def accepted_of_own_text(model: PreTrainedModel, algorithm: Pard) -> tuple[float, int]:
-    """How many drafts are the target's own next tokens, on average, and of how many."""
-    text = own_text(model)
+def accepted_of(text: Tensor, algorithm: Pard) -> tuple[float, int]:
+    """How many drafts are the next tokens of text [B, T], on average, and of how many."""
     batch, length = text.shape
     slots = length + algorithm.plan.lookahead_slots
     drafter = PardDrafter(algorithm, batch, slots)
@@ -102,6 +101,6 @@ def build(model: PreTrainedModel, options: ParallelOptions) -> Pard:
     mask = read_mask(draft)
     algorithm = Pard(draft, capture_draft(model, draft, options), options, vocabulary(model), mask)
     if options.check:
-        accepted, of = accepted_of_own_text(model, algorithm)
+        accepted, of = accepted_of(own_text(model, options), algorithm)
         algorithm.checked = [f"self-check: {accepted:.1f} of {of} drafts are the target's own next tokens, on average"]
     return algorithm

@@ -4,6 +4,7 @@ A head that is read wrongly never breaks the answer, it only drafts tokens that 
 read in several ways, each is tried on a short text that the target writes itself.
 """
 
+import json
 from collections.abc import Callable
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ..artefacts.start import StartArtefact
 from ..capture.quantised import with_plain_meaning
 from ..compat import CACHE
+from ..config import Options
 from .hidden_states import tapped_states
 from .modules.head import Head
 
@@ -22,6 +25,9 @@ STARTS = 4
 """Texts, each begun by another token."""
 STRIDE = 4
 """Second drafts and blocks of drafts are looked at after every STRIDE-th token."""
+SAME = 0.9
+"""Least share of tokens that the target chooses again. In 16 bits equal scores are decided one way or the other."""
+KEPT = "own_text"
 LOOKED_AT = 8
 """Drafts of a block that are looked at, at most."""
 
@@ -35,12 +41,11 @@ def first_position_acceptance(model: PreTrainedModel, head: Head, ids: Tensor) -
 
 
 @torch.no_grad()
-def calibrate(model: PreTrainedModel, readings: list[Head]) -> Head:
-    """The reading with the most drafts accepted at the first two positions; the first of equals.
+def calibrate(model: PreTrainedModel, readings: list[Head], ids: Tensor) -> Head:
+    """The reading with the most drafts accepted at the first two positions of ids [B, T]; the first of equals.
 
     The report tells its acceptance, and that of the other readings.
     """
-    ids = own_text(model)
     acceptances = [_two_positions(head, *tapped_states(model, head.taps, ids), ids) for head in readings]
     best = max(range(len(readings)), key=lambda i: sum(acceptances[i]))
     head, shares = readings[best], [f"{first:.0%} and {second:.0%}" for first, second in acceptances]
@@ -95,10 +100,42 @@ def mean_accepted(text: Tensor, count: int, draft: Callable[[int], Tensor]) -> f
     return float(torch.cat(accepted).float().mean())
 
 
-def own_text(model: PreTrainedModel) -> Tensor:
-    """Greedy texts of the target [STARTS, TOKENS], each after its start token and one of the vocabulary."""
+def own_text(model: PreTrainedModel, options: Options) -> Tensor:
+    """Greedy texts of the target [STARTS, TOKENS], each after its start token and one of the vocabulary.
+
+    They are kept with the artefacts, because a forward of them all takes less than one for each token. Texts that other
+    weights wrote are not the target's choices, so they are written anew. `options` name the folder.
+    """
+    artefact = StartArtefact(model, None, options, KEPT, {})
+    kept = artefact.parts()
+    text = None if kept is None else _read(model, kept.read(KEPT))
+    if text is None:
+        text = _write(model)
+        if kept is not None:
+            kept.write(KEPT, json.dumps(text.tolist()).encode())
+            artefact.introduce(artefact.cache)
+    return text
+
+
+def _read(model: PreTrainedModel, data: bytes | None) -> Tensor | None:
+    """The texts in `data`; None if the target would write others."""
+    try:
+        text = torch.tensor(json.loads(data or "[]"), device=model.device)
+    except (ValueError, TypeError):
+        return None
+    if text.shape != (STARTS, TOKENS) or text.is_floating_point() or not 0 <= text.min() <= text.max() < _words(model):
+        return None
+    _, choices = tapped_states(model, (), text)
+    return text if (choices[:, 1:-1] == text[:, 2:]).float().mean() >= SAME else None
+
+
+def _words(model: PreTrainedModel) -> int:
+    return model.get_output_embeddings().weight.shape[0]
+
+
+def _write(model: PreTrainedModel) -> Tensor:
     start = model.config.get_text_config(decoder=True).bos_token_id
-    second = torch.linspace(0, model.get_output_embeddings().weight.shape[0] - 1, STARTS + 2)[1:-1].long()
+    second = torch.linspace(0, _words(model) - 1, STARTS + 2)[1:-1].long()
     first = torch.full_like(second, start if isinstance(start, int) else 0)
     ids = torch.stack([first, second], dim=1).to(model.device)
     text, cache, model = ids, None, with_plain_meaning(model)

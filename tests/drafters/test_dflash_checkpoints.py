@@ -4,7 +4,6 @@ import itertools
 import operator
 import re
 from types import SimpleNamespace
-from unittest import mock
 
 import draft_checkpoints as drafts
 import draft_rounds as rounds
@@ -17,7 +16,7 @@ from dflash_drafts import MASK, H, fast, loader, logits_after, texts
 from spec_compile import speculate
 from spec_compile.drafters.checkpoints.dflash import spread_layers
 from spec_compile.drafters.checkpoints.load import load_head
-from spec_compile.drafters.dflash import DFlash, DFlashOptions, accepted_of_own_text
+from spec_compile.drafters.dflash import DFlash, DFlashOptions, accepted_of
 from spec_compile.drafters.self_check import STRIDE
 
 
@@ -360,6 +359,5 @@ def test_the_self_check_counts_what_would_be_accepted():
     for row, p in itertools.product(range(4), range(text.shape[1] - 5, 1, -STRIDE)):
         drafted = logits_after(algorithm.draft, model, text[row, : p + 1].tolist(), 5)[1:].argmax(-1)
         right.append(np.cumprod(drafted == text[row, p + 1 : p + 5].numpy()).sum())
-    with mock.patch("spec_compile.drafters.dflash.own_text", lambda model: text[:4]):
-        assert accepted_of_own_text(model, algorithm) == (pytest.approx(np.mean(right)), 4)
+    assert accepted_of(text[:4], model, algorithm) == (pytest.approx(np.mean(right)), 4)
     assert np.mean(right) > 0.5

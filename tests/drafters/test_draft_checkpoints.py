@@ -3,6 +3,7 @@
 import json
 import operator
 import re
+from unittest import mock
 
 import draft_checkpoints as drafts
 import huggingface_hub
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from spec_compile.config import Options
 from spec_compile.drafters import self_check
 from spec_compile.drafters.checkpoints.load import load_head, read_token_map
 from spec_compile.drafters.hidden_states import tapped_states
@@ -645,19 +647,38 @@ def test_acceptance_counts_the_targets_next_tokens():
 
 
 @torch.no_grad()
+def test_own_texts_are_read_if_the_target_still_writes_them(tmp_path):
+    model, options = drafts.llama(), Options(cache=str(tmp_path))
+    text, written = self_check.own_text(model, options), mock.Mock(wraps=self_check._write)
+    with mock.patch.object(self_check, "_write", written):
+        assert torch.equal(self_check.own_text(model, options), text)
+        (file,) = tmp_path.rglob("own_text*")
+        assert not written.called
+        torch.nn.init.normal_(model.get_output_embeddings().weight)
+        other = self_check.own_text(model, options)
+        assert written.call_count == 1 and not torch.equal(other, text), "of other weights"
+        assert torch.equal(self_check.own_text(model, options), other) and written.call_count == 1
+        for damaged in (b"", file.read_bytes()[:-9], b"[[1]]"):
+            file.write_bytes(damaged)
+            assert torch.equal(self_check.own_text(model, options), other)
+        assert written.call_count == 4
+
+
+@torch.no_grad()
 def test_the_best_reading_is_kept():
     model = drafts.llama()
-    _, choices = tapped_states(model, (), self_check.own_text(model))
+    ids = self_check.own_text(model, Options(cache=False))
+    _, choices = tapped_states(model, (), ids)
     readings = [Oracle(choices, *shares) for shares in ((0.5, 0.2), (0.5, 0.9), (0.6, 0.1))]
-    best = calibrate(model, readings)
+    best = calibrate(model, readings, ids)
     assert best is readings[1]
     assert best.report[0].startswith("self-check: 51% and 8") and best.report[1].startswith("the best of 3 readings")
     single = Oracle(choices, 0.0, 0.0)
-    assert calibrate(model, [single]) is single and single.report == [
+    assert calibrate(model, [single], ids) is single and single.report == [
         "self-check: 0% and 0% of first and second drafts are the target's own tokens"
     ]
     equal = [Oracle(choices), Oracle(choices)]
-    assert calibrate(model, equal) is equal[0]
+    assert calibrate(model, equal, ids) is equal[0]
 
 
 @torch.no_grad()
@@ -666,7 +687,7 @@ def test_calibration_finds_how_a_head_was_trained(write, monkeypatch):
     listed = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}, "rope_theta": 20.0}
     written = write("eagle3_full", **listed)
     true = load(written, taps=(3, 5, 7), rope_theta=10000.0)
-    ids = self_check.own_text(written.target)
+    ids = self_check.own_text(written.target, Options(cache=False))
     features, choices = tapped_states(written.target, true.taps, ids)
     _, _, normed = self_check._first(true, features, ids)
     wanted = F.one_hot(choices[:, 1:], drafts.V).float()
@@ -674,7 +695,7 @@ def test_calibration_finds_how_a_head_was_trained(write, monkeypatch):
     written = write("eagle3_full", lambda tensors: tensors.update({"lm_head.weight": fitted}), **listed)
 
     head = load(written)
-    best = calibrate(written.target, head.readings())
+    best = calibrate(written.target, head.readings(), ids)
     assert head.taps == (2, 4, 6) and best.taps == (3, 5, 7)
     assert best.rotary_emb.config.rope_parameters["rope_theta"] == 10000.0
     assert "read as: taps 3, 5, 7" in best.report and "read as: rope_theta=10000" in best.report
