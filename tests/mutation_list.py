@@ -897,7 +897,7 @@ COMPILED = [
     ),
     Mutation(
         "a part may be compiled for the sizes of a session", f"{ARTEFACTS}compiler.py",
-        "assert self.is_open or not self.source.at_once, f", "assert True, f",
+        "is_open = self.compiler.is_open or not source.at_once", "is_open = True",
         f"{SHARED_CODE} -k test_a_part_is_not_compiled",
     ),
     Mutation(
@@ -1033,7 +1033,12 @@ TIERS = [
     Mutation(
         "work between calls starves them", f"{RUNTIME}turns.py",
         "self._due = now + max(EVERY, SHARE * (now - begin))", "self._due = now",
-        "tests/runtime/test_turns.py -k busy_loop",
+        "tests/runtime/test_turns.py -k their_share",
+    ),
+    Mutation(
+        "calls wait no longer after a long piece of work than after a short one", f"{RUNTIME}turns.py",
+        "max(self._due, time.perf_counter() + EVERY) if patience", "time.perf_counter() + EVERY if patience",
+        "tests/runtime/test_turns.py -k their_share",
     ),
     Mutation(
         "parts change inside an answer of another wrapper", f"{RUNTIME}tiers.py",
@@ -1061,8 +1066,18 @@ TIERS = [
         "tests/artefacts/test_children.py -k test_this_process_helps",
     ),
     Mutation(
+        "a part is compiled for the sizes of its first call only", f"{ARTEFACTS}trace.py",
+        "    if fixed:\n", "    if False:\n",
+        "tests/artefacts/test_trace.py -k become_a_number",
+    ),
+    Mutation(
+        "a head is checked with the text of other weights", "spec_compile/drafters/self_check.py",
+        "return text if (choices[:, 1:-1] == text[:, 2:]).float().mean() >= SAME else None", "return text",
+        "tests/drafters/test_draft_checkpoints.py -k own_texts",
+    ),
+    Mutation(
         "parts of other code are recalled", f"{ARTEFACTS}compiler.py",
-        "facts = self.source.identity, name,", "facts = name,",
+        "facts = identity, self.name,", "facts = self.name,",
         "tests/artefacts/test_compiler.py -k test_a_part_that_was_traced_before",
     ),
     Mutation(

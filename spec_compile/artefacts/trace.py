@@ -30,7 +30,8 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], d
 
     device: of the tensors.
     varies: tells if a dimension of this size may have another one; integers of 2 and more may, 0 and 1 are constants.
-    Modules are not changed: the function sees copies of them that have inputs in place of tensors.
+    Modules are not changed: the function sees copies of them that have inputs in place of tensors. TypeError if a size
+    that varies became a number, as `len(tensor)` makes of it.
     """
     inputs = PartInputs(arguments, varies)
     mode, values = fakes(inputs.specs)
@@ -48,6 +49,9 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], d
     finally:
         forget_shapes(modes=[mode])
     _inline_constants(gm, device)
+    fixed = [value for value in mode.shape_env.replacements.values() if value.is_number]
+    if fixed:
+        raise TypeError(f"a part fixes sizes that vary, of which the example has {fixed}; use shape[0], not len()")
     used = _drop_unused(gm.graph)
     form = PartForm([inputs.sources[number] for number in used], written[0])
     return Traced(rows_of(gm), [inputs.specs[number] for number in used], form)

@@ -106,7 +106,7 @@ class ModelDrafter(Drafter):
 
     def _step(self, lengths, max_kv_len, tokens, hidden, ancestors, depth, offset, wanted) -> tuple[Tensor, Tensor]:
         """See `trees.step.Step`."""
-        rows = torch.arange(tokens.shape[1] - wanted, tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+        rows = torch.arange(tokens.shape[1] - wanted, tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
         positions = lengths[:, None] + depth
         return hidden, self._run(tokens, positions, lengths + 1 + offset, ancestors, max_kv_len, rows)
 

@@ -58,7 +58,7 @@ class ParallelHeadDrafter(HeadDrafter):
         if masks:
             positions = lengths[:, None] + torch.arange(masks, device=lengths.device)
             ids = torch.full_like(positions, self.head.mask_token_id)
-            states = self.mask.expand(len(ids), masks, -1).contiguous()
+            states = self.mask.expand(ids.shape[0], masks, -1).contiguous()
             _, normed = self.block(ids, positions, states, lengths, None, self.cache.tensors, max_kv_len)
             logits = torch.cat([logits, self.logits(normed)], dim=1)
         self.proposer.propose(state, logits, 0, self.head.draft_to_target)
@@ -68,7 +68,7 @@ def build(model: PreTrainedModel, options: ParallelHeadOptions) -> ParallelHeads
     """The algorithm with the head that `options` names, in the reading that has most first drafts accepted."""
     head = load_head(options.draft, model, "p_eagle", rope_theta=options.rope_theta)
     if options.check:
-        ids = own_text(model)
+        ids = own_text(model, options)
         readings = [(first_position_acceptance(model, reading, ids), reading) for reading in head.readings()]
         share, head = max(readings, key=lambda scored: scored[0])
         head.report.append(f"self-check: {share:.0%} of first drafts are the target's own tokens")

@@ -103,6 +103,25 @@ def test_parts_are_eager_until_they_are_adopted():
     assert became(lambda: record(source)) == dict(traced=1, compiled=0, loaded=1), "from the store"
 
 
+def test_what_was_traced_before_is_recalled_without_a_trace():
+    source = background(Memory())
+    source.identity = "code"
+    with recording() as calls:
+        use(source)
+    (call,) = calls.values()
+    assert not call.recall(), "nobody has traced it"
+    call.trace()
+    source.children.finish()
+    source.load()
+    assert call.recall(), "it is traced already"
+    later = PartSource(source.store, at_once=False)
+    later.identity = "code"
+    with recording() as calls:
+        use(later)
+    (call,) = calls.values()
+    assert became(lambda: call.recall()) == dict(traced=0, compiled=0, loaded=1) and len(later.ready) == 1
+
+
 def test_a_recording_is_of_one_thread():
     source, make = background(), None
     make = compiler(source)

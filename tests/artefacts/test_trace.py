@@ -126,3 +126,10 @@ def test_arguments_that_are_one_tensor_may_be_two_in_the_next_call():
     x, y = torch.randn(5), torch.randn(5)
     traced = trace(lambda a, b, parts: a - 2 * b + parts[0], (x, x, [x]))
     assert torch.equal(run(traced, (x, y, [y * 3])), x - 2 * y + y * 3)
+
+
+def test_a_size_that_varies_may_not_become_a_number():
+    rows = torch.ones(10, 4)
+    assert trace(lambda x: x.new_zeros(2, x.shape[0]), (rows,)).form.result == {"result": 0}
+    with pytest.raises(TypeError, match=r"fixes sizes that vary, of which the example has \[10\]"):
+        trace(lambda x: x.new_zeros(2, len(x)), (rows,))
