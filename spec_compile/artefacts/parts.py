@@ -96,8 +96,10 @@ def load_part(data: bytes) -> Callable[..., list[Tensor]]:
 
 
 @functools.cache
-def get_ready_to_load() -> None:
-    """Do what the first `load_part` of a process does besides, which takes seconds: imports, and a look at the CPU."""
+def get_ready_to_load(device_type: str) -> None:
+    """Do what the first `load_part` of a process does besides, which takes seconds: imports, and for parts of a CPU a
+    test of its instructions, in processes that import torch."""
     from torch._inductor import async_compile, cpu_vec_isa, select_algorithm  # noqa: F401
 
-    cpu_vec_isa.pick_vec_isa()
+    if device_type == "cpu":
+        cpu_vec_isa.pick_vec_isa()

@@ -116,10 +116,11 @@ class Background:
                 if not is_mine:
                     return
                 with self._at_work:
-                    if not _do_piece(engine):
-                        return
+                    device_type = _do_piece(engine)
+            if not device_type:
+                return
             with suppress(Exception), patient():  # Python is ending, or else `_load` meets the error again
-                get_ready_to_load()
+                get_ready_to_load(device_type)
 
 
 def _load(engine: "weakref.ref[Tiers]") -> None:
@@ -134,9 +135,10 @@ def _turns_of_work(engine: "weakref.ref[Tiers]") -> Turns | None:
     return tiers.turns if tiers is not None and tiers.has_work() else None
 
 
-def _do_piece(engine: "weakref.ref[Tiers]") -> bool:
+def _do_piece(engine: "weakref.ref[Tiers]") -> str:
+    """Do a piece of an engine's work. Returns the type of its device, or "" if nothing was done."""
     tiers = engine()
-    return tiers is not None and tiers.work()
+    return tiers.device_type if tiers is not None and tiers.work() else ""
 
 
 def _waits(engine: "weakref.ref[Tiers]") -> bool:

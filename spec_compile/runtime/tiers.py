@@ -51,6 +51,10 @@ class Tiers:
         return self._runtime.code.source
 
     @property
+    def device_type(self) -> str:
+        return self._runtime.device.type
+
+    @property
     def untraced(self) -> int:
         """Parts that wait to be traced, and steps whose parts are not known."""
         return len(self._examples) + len(self._calls)

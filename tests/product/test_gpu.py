@@ -37,7 +37,7 @@ def model(name="llama", device="cuda"):
 
 @functools.cache
 def fast(name="llama", mode="graphs"):
-    return speculate(model(name), max_cache_len=700, **MODES[mode])
+    return speculate(model(name), adaptive=False, max_cache_len=700, **MODES[mode])
 
 
 def random_ids(length, batch=1, seed=0):
