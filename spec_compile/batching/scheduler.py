@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..capture.weight_values import WeightValues
 from ..runtime.runtime import Runtime
+from ..runtime.state import MOST_LATE
 from ..runtime.steps.build import StepKind
 from ..runtime.tiers import build_compiled
 from .decoding import Decoder
@@ -33,6 +34,7 @@ class Scheduler:
         self.prompts = Prompts(runtime, lanes, capacity)
         self.decoder = Decoder(runtime, slots, capacity)
         self._keeps_a_token_less, self._has_states = runtime.algorithm.remembers, bool(runtime.verify.recurrences)
+        self._may_be_late = runtime.algorithm.remembers and runtime.algorithm.plan.is_whole and runtime.options.adaptive
         self.ranks = runtime.options.ranks
         self.check: Callable[[], None] = lambda: None
         """Raises if the model has changed."""
@@ -184,4 +186,6 @@ class Scheduler:
         self.distrusts_weights &= not is_sure
         if self._keeps_a_token_less:  # a drafter's slot may depend on the token after it, as that of a head does
             known = 0 if self._has_states else max(known - 1, 0)
+        if self._may_be_late:
+            known = max(min(known, texts.length(row) - 1 - MOST_LATE), 0)
         return row, known

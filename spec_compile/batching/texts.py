@@ -38,6 +38,10 @@ class Texts:
         self._tokens[row, begin : begin + len(tokens)] = tokens
         self._lengths[row] += len(tokens)
 
+    def length(self, row: int) -> int:
+        """Tokens of a row's text, the last of which has no keys and values yet."""
+        return int(self._lengths[row])
+
     def move(self, row: int, to: int) -> None:
         """A row's text is in another row now, and no longer in this one."""
         length = self._lengths[row]

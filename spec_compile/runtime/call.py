@@ -72,6 +72,9 @@ class Call:
         session, request, state, drafter = self.session, self.request, self.session.state, self.session.drafter
         if max(map(len, request.prompts)) >= session.capacity:
             self._grow(0)
+        if session.late and request.past is not None:
+            session.steps.catch_up(session.max_kv_len(session.capacity))
+        session.late = 0
         if session.steps.ring is not None:
             session.steps.ring.begin()
         state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos, request.ids,
@@ -114,6 +117,7 @@ class Call:
                 self._grow(longest + MAX_NODES + self.runtime.algorithm.plan.lookahead_slots)
             is_plain = request.first_logits is not None or not request.drafts
             flights.launch(session, self._kind, active, longest, self._begin, nodes=1 if is_plain else None)
+            session.late = flights.late
 
     def _begin(self, nodes: int, max_kv_len: int):
         """The `begin` of `Flights.launch`."""

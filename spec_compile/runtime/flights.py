@@ -10,6 +10,7 @@ from ..outcome import Outcome, unpack
 from .draft_length import SizePolicy
 from .runtime import Runtime
 from .session import Session
+from .state import MOST_LATE
 from .step_back import StepBack
 from .steps.build import StepKind
 
@@ -70,6 +71,8 @@ class Flights:
         """Real nodes of every tree if the drafter's trees have one size; None if each outcome tells."""
         self.has_trees = True
         """True if the rows have trees when the round launched last has ended."""
+        self.late = 0
+        """Most tokens that the drafter is late by when that round has ended."""
         self._flying: deque[Flight] = deque()
         self._digest = 0
         """A hash of all outcomes so far, which is equal on all ranks."""
@@ -101,9 +104,13 @@ class Flights:
         choose = (lambda: [nodes]) if nodes else lambda: [self._choose_nodes(session.steps.policies[kind], riders)]
         (nodes,) = self.runtime.options.ranks.lead(choose, check=self._digest)
         max_kv_len = session.max_kv_len(longest + nodes)
+        if self.late and (nodes > 1 or self.late == MOST_LATE):
+            session.steps.catch_up(session.max_kv_len(longest + MOST_LATE))
+            self.late = 0
         if nodes > 1 and not self.has_trees:
             session.steps.propose(max_kv_len)
         self.has_trees = nodes > 1 or self.tree_size is None
+        self.late += not self.has_trees
         read = begin(nodes, max_kv_len)
         self._flying.append(Flight(session, kind, nodes, [(rider.row, rider) for rider in riders], read, now))
 

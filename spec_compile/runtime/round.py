@@ -7,7 +7,7 @@ from ..graph import ModelGraph
 from ..outcome import pack
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .accept.greedy import accept_greedy
-from .state import State
+from .state import MOST_LATE, State
 
 
 class Round(nn.Module):
@@ -21,7 +21,8 @@ class Round(nn.Module):
     def __init__(
         self, graph: ModelGraph, drafter: nn.Module, state: State, nodes: int | None, proposes: bool = True
     ):  # fmt: skip
-        """nodes: None if each call gives the number. proposes: False leaves the next trees only roots."""
+        """nodes: None if each call gives the number. proposes: False leaves the next trees only roots, and the accepted
+        tokens late for the drafter (see `Prefill.catch_up`)."""
         super().__init__()
         self.verify, self.drafter, self.state = graph.gm, drafter, state
         self.nodes, self.proposes = nodes, proposes
@@ -73,7 +74,10 @@ class Round(nn.Module):
         """Commit accepted tokens and tell the drafter. Returns the numbers of gained tokens [B]."""
         accepted, begin = Accepted(path, tokens, count), self.state.lengths.clone()
         gained = self.state.commit(accepted)
-        self.drafter.observe(self.state, features, accepted, begin, max_kv_len)
+        if self.proposes:
+            self.drafter.observe(self.state, features, accepted, begin, max_kv_len)
+        else:
+            self.state.put_off(features, gained)
         return gained
 
     def outcome(
@@ -101,6 +105,21 @@ class Prefill(nn.Module):
         if features is None:
             features = self.model(ids, positions, state.lengths, None, state.cache, max_kv_len)
         self.conclude(size, ids, positions, features, max_kv_len)
+
+    def catch_up(self, max_kv_len: int) -> None:
+        """The drafter processes the tokens that it is late by, as those of a prompt that ends with the root."""
+        state, numbers = self.state, [self.state.lengths, self.state.prompt_lengths]
+        numbers += [state.kv.states.valid] if state.kv.states.kinds else []
+        before = [each.clone() for each in numbers]
+        state.prompt_lengths.copy_(state.lengths + 1)
+        state.lengths.sub_(state.late)
+        late = state.late_features
+        features = [] if late is None else [late[:, :, tap].contiguous() for tap in range(late.shape[2])]
+        ids, positions = self.prepare(MOST_LATE)
+        self.conclude(MOST_LATE, ids, positions, features, max_kv_len)
+        for each, value in zip(numbers, before):
+            each.copy_(value)
+        state.late.zero_()
 
     def conclude(self, size: int, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
         state = self.state

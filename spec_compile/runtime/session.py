@@ -19,18 +19,20 @@ class Session:
 
     def __init__(self, runtime: Runtime, batch: int, capacity: int | None = None, larger: "Session | None" = None):
         """capacity: None gives `Runtime.capacity`. larger: a session whose first rows this one shares."""
-        self.runtime, self.batch, plan = runtime, batch, runtime.algorithm.plan
+        self.runtime, self.batch = runtime, batch
         self.capacity = capacity or runtime.capacity(batch)
         slots = PAGE if larger else self._slots(self.capacity)
         runtime.check_rows(batch)
         runtime.check_memory(batch, slots)
         self.drafter = runtime.algorithm.drafter(batch, slots)
-        self.state = State(runtime.verify, batch, slots, runtime.device, plan.nodes if plan.draws else 0)
+        self.state = State(runtime.verify, batch, slots, runtime.device, runtime.algorithm.plan)
         if larger is not None:
             self.state.share(larger.state)
             self.drafter.share(larger.drafter)
         self.texts: list[list[int]] = []
         """Prompt and output of each row in the last call, which the drafter's cache has, too."""
+        self.late = 0
+        """Most tokens of these texts that the drafter is late by."""
         self.is_growing = False
         self.steps = Steps(runtime, self.state, self.drafter, larger and larger.steps)
 

@@ -5,10 +5,14 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import Cache
+from ..drafting import DraftPlan
 from ..graph import ModelGraph
 from ..kernels.ops import append_block
 from ..tree import MAX_NODES, Accepted, Tree
 from .past import Past
+
+MOST_LATE = 32
+"""Tokens of a row that a drafter may be late by."""
 
 
 class State(nn.Module):
@@ -21,8 +25,12 @@ class State(nn.Module):
     tree_probs: Tensor | None
     position_offsets: Tensor | None
 
-    def __init__(self, graph: ModelGraph, batch: int, capacity: int, device: torch.device, drawn: int = 0):
-        """drawn: most nodes of trees that the drafter draws and gives distributions of; 0 for other drafters."""
+    late_features: Tensor | None
+
+    def __init__(
+        self, graph: ModelGraph, batch: int, capacity: int, device: torch.device, plan: DraftPlan | None = None
+    ):  # fmt: skip
+        """plan: of the drafter; None for one that proposes nothing but roots."""
         super().__init__()
         self.batch, self.dtype = batch, graph.dtype
         self.position_limit = graph.position_limit
@@ -47,10 +55,15 @@ class State(nn.Module):
         buffer("top_k", batch)  # these three: see `accept.draw.RowSettings`
         buffer("excluded_p", batch, dtype=torch.float32)
         buffer("min_p", batch, dtype=torch.float32)
-        if drawn:
-            buffer("tree_probs", batch, drawn, graph.vocab_size, dtype=torch.float32)
+        if plan is not None and plan.draws:
+            buffer("tree_probs", batch, plan.nodes, graph.vocab_size, dtype=torch.float32)
         else:
             self.tree_probs = None
+        buffer("late", batch)  # the newest tokens with keys and values that the drafter has not observed yet
+        if plan is not None and plan.is_whole and plan.taps:
+            buffer("late_features", batch, MOST_LATE, len(plan.taps), graph.hidden_size, dtype=graph.dtype)
+        else:
+            self.late_features = None
         if graph.shifts_positions:
             buffer("position_offsets", batch)  # positions of a row minus its slots
         else:
@@ -79,12 +92,25 @@ class State(nn.Module):
             setattr(self, name, getattr(other, name)[: len(buffer)])
         self.kv.share(other.kv)
 
+    def put_off(self, features: list[Tensor], gained: Tensor) -> None:
+        """After a round over roots: its tokens are late for the drafter.
+
+        features: for each tap the hidden states [B, 1, C] of the roots.
+        gained: numbers of gained tokens [B], 1 or 0.
+        """
+        if self.late_features is not None:
+            rows, at = torch.arange(self.late.shape[0], device=self.late.device), self.late.clamp(max=MOST_LATE - 1)
+            new = torch.stack([feature[:, 0] for feature in features], dim=1)
+            old = self.late_features[rows, at]
+            self.late_features[rows, at] = torch.where((gained > 0)[:, None, None], new, old)
+        self.late.add_(gained)
+
     def enter(self, row: int, prompt: list[int], eos: list[int], **numbers: int | float) -> None:
         """Begin a new sequence in one row while the others go on. The caller has to unset its `finished`.
 
         prompt: token ids. eos: ids of the tokens that end it. numbers: values for the [B] buffers of these names.
         """
-        numbers["prompt_lengths"] = len(prompt)
+        numbers |= {"prompt_lengths": len(prompt), "late": 0}
         buffers = {name: getattr(self, name)[row : row + 1] for name in numbers}
         integers = [name for name, buffer in buffers.items() if buffer.dtype == torch.int64]
         fractions = [name for name in numbers if name not in integers]
@@ -149,6 +175,7 @@ class State(nn.Module):
         if self.position_offsets is not None:
             self.position_offsets.copy_(torch.tensor(position_offsets or [0] * self.batch))
         self.finished.zero_()
+        self.late.zero_()
         if eos != self._eos:
             self.is_eos.zero_()
             self.is_eos[:, eos] = True

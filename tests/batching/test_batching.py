@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import queue
 import time
 
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from spec_compile import speculate
 from spec_compile.batching.prompts import LANES
 from spec_compile.batching.texts import Texts
+from spec_compile.runtime.step_back import StepBack
 
 
 @functools.cache
@@ -49,6 +51,37 @@ def test_every_algorithm(name):
         assert length > 1.5 and len(one.speculation.ngram) > 0
     else:
         assert length > 0.9 * one.speculation.stats.accept_length
+
+
+def test_a_draft_that_was_silent_knows_all_of_each_text(monkeypatch):
+    """The draft is the target itself. So all of its drafts are accepted if it has seen all tokens of plain rounds, also
+    those of an earlier answer that a prompt repeats."""
+    monkeypatch.setattr("spec_compile.runtime.flights.MOST_LATE", 6)
+    one = speculate(model(), algo="draft_model", draft=model(), num_steps=3, compile=False, check=False)
+    pattern = itertools.cycle([4, 4, *[1] * 9, 4, 1, 1, 4, 4, 4])
+    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy: next(pattern))
+    manager = one.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=3))
+    manager.start()
+
+    def ask(prompts, new_tokens):
+        for prompt in prompts:
+            manager.add_request(prompt, max_new_tokens=new_tokens, eos_token_id=-1)
+        return [*collect(manager, len(prompts)).values()]
+
+    try:
+        first = ask(PROMPTS, 40)
+        pattern = itertools.chain([4, 4], itertools.repeat(1))
+        (last,) = ask(PROMPTS[:1], 30)  # late at its end
+        pattern = itertools.repeat(4)
+        later = ask([last.prompt_ids + last.generated_tokens], 20)
+    finally:
+        manager.stop(block=True)
+    for output in [*first, last, *later]:
+        steps = output.speculation
+        whole = [a for d, a, _ in zip(steps.per_step_drafted, steps.per_step_accepted, range(steps.steps - 1)) if d]
+        assert {*whole} == {3}, "but for the last round, which the end may cut"
+        assert output is later[0] or 1 in steps.per_step_tokens[:-1]
+    assert later[0].speculation.reused_prompt_tokens
 
 
 def test_mixed_requests():

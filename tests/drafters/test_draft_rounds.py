@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 from draft_rounds import SCHEDULES, TARGETS, draft_of, drafted, fast, generated, head, plain, prompts, target
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from spec_compile import speculate
 from spec_compile.compat import CACHE
@@ -42,12 +42,30 @@ def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
     ("algorithm", "schedule"), [("eagle3", "tree"), ("draft_model", "chain"), ("mtp", "tree"), ("eagle", "union")]
 )
 def test_drafts_are_the_same_after_rounds_without_any(monkeypatch, algorithm, schedule):
-    """Of 10 rounds some draft, and the drafts after the others know the tokens that these have gained."""
+    """Of 10 rounds some draft, and the drafts after the others know the tokens that these have gained.
+
+    A drafter that is late by two of them catches up at once.
+    """
+    monkeypatch.setattr("spec_compile.runtime.flights.MOST_LATE", 2)
     system, numbers = fast(algorithm, "llama", schedule), itertools.count()
     nodes = system.speculation.engine.runtime.algorithm.plan.nodes
     pattern = [nodes, 1, 1, nodes, nodes, 1, nodes, 1, 1, 1]
     monkeypatch.setattr(StepBack, "choose_ahead", lambda policy: pattern[next(numbers) % len(pattern)])
     assert checked_trees(system, algorithm, schedule) > 10
+
+
+@torch.no_grad()
+def test_a_draft_that_was_silent_at_the_end_knows_an_answer_that_goes_on(monkeypatch):
+    """The draft is the target itself, so that all its drafts are accepted if it has seen every token."""
+    options = dict(draft=target("llama"), compile=False, check=False, max_cache_len=200, num_steps=3)
+    system, cache = models.speculate_captured(target("llama"), "draft_model", **options), DynamicCache()
+    sizes = itertools.chain([4], itertools.repeat(1))
+    monkeypatch.setattr(StepBack, "choose_ahead", lambda policy: next(sizes))
+    text = generated(system, prompts(2), 20, **{CACHE: cache})
+    assert system.speculation.engine.session(2).late
+    sizes = itertools.repeat(4)
+    generated(system, text, 16, attention_mask=torch.ones_like(text), **{CACHE: cache})
+    assert system.speculation.stats.trace[:-1] == [[4, 4]] * 3
 
 
 @torch.no_grad()

@@ -41,6 +41,7 @@ class StepKind(Enum):
     ROUND: a greedy round; a function of max_kv_len.
     LOOK, FINISH: `Round.look` and `Round.finish`, between which tokens are accepted.
     PROPOSE: the first trees of a call; a function of max_kv_len.
+    CATCH_UP: the drafter processes the tokens that it is late by; a function of max_kv_len.
     """
 
     PREFILL = "prefill"
@@ -48,6 +49,7 @@ class StepKind(Enum):
     LOOK = "look"
     FINISH = "finish"
     PROPOSE = "propose"
+    CATCH_UP = "catch up"
 
 
 Key = tuple[StepKind | tuple, int]
@@ -127,9 +129,16 @@ class Steps:
         """Propose the first trees of a call; the rounds propose all others."""
         (self.get(StepKind.PROPOSE) if self.captures else self._propose)(max_kv_len)
 
+    def catch_up(self, max_kv_len: int) -> None:
+        """Let the drafter process the tokens that it is late by."""
+        self.get(StepKind.CATCH_UP)(max_kv_len)
+
     def build_proposal(self) -> None:
+        """Make the steps that a proposal needs, before a round is under way."""
         if self.captures:
             self.get(StepKind.PROPOSE)
+            if self.runtime.algorithm.plan.is_whole and self.policies[StepKind.ROUND].adaptive:
+                self.get(StepKind.CATCH_UP)
 
     def _propose(self, max_kv_len: int) -> None:
         self.state.root()
@@ -251,6 +260,8 @@ class Steps:
                 return self._pieces.finish(nodes).finish
             case StepKind.PROPOSE:
                 return self._propose
+            case StepKind.CATCH_UP:
+                return self._pieces.prefill().catch_up
             case StepKind.LOOK:
                 return partial(self._pieces.round(nodes).look, nodes=nodes)
             case StepKind.ROUND:

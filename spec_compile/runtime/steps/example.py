@@ -80,7 +80,7 @@ def static_sizes(runtime: Runtime) -> frozenset[int]:
     """Every tensor size between two parts, except the numbers of rows and slots."""
     code, plan, graphs = runtime.code, runtime.algorithm.plan, _graphs(runtime)
     if code.static is None:
-        state = State(runtime.verify, 1, PAGE, runtime.device, plan.nodes if plan.draws else 0)
+        state = State(runtime.verify, 1, PAGE, runtime.device, plan)
         drafter = runtime.algorithm.drafter(1, PAGE)
         modules = [*(graph.gm for graph in graphs), state, drafter]
         tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]

@@ -143,7 +143,7 @@ def _run_example(runtime: Runtime, form: Form, build: Callable[[Pieces], object]
     """Let the example of this form, whose parts may be compiled, make something and run it. It leaves no trace."""
     if form not in runtime.examples:
         sizes, plan = example_sizes(runtime, form), runtime.algorithm.plan
-        state = State(runtime.verify, sizes.rows, sizes.slots, runtime.device, plan.nodes if plan.draws else 0)
+        state = State(runtime.verify, sizes.rows, sizes.slots, runtime.device, plan)
         drafter = runtime.algorithm.drafter(sizes.rows, sizes.slots)
         runtime.examples[form] = Pieces(runtime, state, drafter, form)
     example = runtime.examples[form]
