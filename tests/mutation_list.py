@@ -1086,6 +1086,27 @@ TIERS = [
         "tests/artefacts/test_forms.py -k test_other_data",
     ),
     Mutation(
+        "a draft that was silent does not catch up", f"{RUNTIME}flights.py",
+        "            session.steps.catch_up(session.max_kv_len(longest + MOST_LATE))\n", "            pass\n",
+        "tests/drafters/test_draft_rounds.py -k without_any",
+    ),
+    Mutation(
+        "a prompt begins with slots that a draft has not seen", "spec_compile/batching/scheduler.py",
+        "        if self._may_be_late:\n", "        if False:\n",
+        "tests/batching/test_batching.py -k silent",
+    ),
+    Mutation(
+        "a call goes on from slots that a draft has not seen", f"{RUNTIME}call.py",
+        "if session.late and request.past is not None:", "if False:",
+        "tests/drafters/test_draft_rounds.py -k silent",
+    ),
+    Mutation(
+        "a request's limit of drafts is ignored in a batch", f"{RUNTIME}state.py",
+        "real = number < torch.minimum(self.tree_count, self.most_nodes)[:, None]",
+        "real = number < self.tree_count.clone()[:, None]",
+        "tests/runtime/test_draft_limit.py -k its_own_limit",
+    ),
+    Mutation(
         "drafts that are never accepted are made for ever", f"{RUNTIME}step_back.py",
         "record.slack += 1 + gained - ratio", "record.slack += SHARE",
         "tests/runtime/test_step_back.py -k test_drafts_that_are_never",

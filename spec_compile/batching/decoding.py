@@ -117,7 +117,7 @@ class Decoder(Rows):
 
     def _take(self, job: Job, outcome: Outcome, nodes: int) -> None:
         """Give a request what a round has gained for its row."""
-        drafted = min(self.flights.tree_size or job.count or nodes, nodes) - 1
+        drafted = min(self.flights.tree_size or job.count or nodes, nodes, job.most_nodes) - 1
         job.speculation.count(drafted, max(len(outcome.path) - 1, 0), len(outcome.gained))
         before = len(job.tokens)
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from ..runtime.draft_limit import read_limit
 from .job import Job, seed_of
 from .prepare import CALLBACKS, Preparer
 from .request_options import check_config, read_sequences
@@ -52,6 +53,8 @@ class Intake:
                 options["eos_token_id"] = ends
             else:
                 config, defaults = _without_end(config), _without_end(defaults)
+        limit = options.pop("speculation", None)
+        most_nodes = read_limit(limit, self._model.speculation.engine.runtime.algorithm.plan.nodes)
         number = options.pop("num_return_sequences", None)
         sequences = read_sequences(number, config.num_return_sequences, defaults.num_return_sequences)
         prepare = partial(self.prepare, prompt, config, defaults, tokenizer)
@@ -66,7 +69,7 @@ class Intake:
         names = [*(child_name(name, number) for number in range(sequences - 1)), name]
         share_text = getattr(self._model.speculation.options, "share_text", True)
         return [
-            Job(name, prompt, each, seed, number, streaming, record_timestamps, share_text)
+            Job(name, prompt, each, seed, number, streaming, record_timestamps, share_text, most_nodes)
             for number, (name, each) in enumerate(zip(names, prepared))
         ]
 

@@ -10,6 +10,7 @@ from ..errors import check_int
 from ..runtime.accept import Route, make_acceptor
 from ..runtime.accept.draw import RowSettings
 from ..runtime.accept.host import HostAcceptor
+from ..tree import MAX_NODES
 from .output import Output, RequestSpeculation
 from .prepare import Prepared
 
@@ -20,6 +21,7 @@ class Job:
 
     prompt: token ids. prepared: what it asks for. number: of its sequence among those of one call, see
     `random_numbers.uniform`. seed: of its random numbers. share_text: whether other requests may draft from its text.
+    most_nodes: see `flights.Rider`.
     """
 
     request_id: str
@@ -30,6 +32,7 @@ class Job:
     streaming: bool = False
     record_timestamps: bool = False
     share_text: bool = True
+    most_nodes: int = MAX_NODES
     status: RequestStatus = RequestStatus.PENDING
     tokens: list[int] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
@@ -96,6 +99,7 @@ class Job:
         numbers = {
             "min_lengths": ask.shortest, "max_lengths": ask.longest, "seed": self.seed,
             "numbers": self.number, "temperature": (config.temperature or 1.0) if config.do_sample else 0.0,
+            "most_nodes": self.most_nodes,
         }  # fmt: skip
         return numbers | (self.settings or RowSettings()).numbers()
 

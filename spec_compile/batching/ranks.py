@@ -51,7 +51,10 @@ class Shadow(Job):
     """A request of the first rank, on another one: it takes tokens, and ends when the first rank says so."""
 
     def __init__(self, admission: Admission):
-        super().__init__(admission.request_id, admission.prompt, None, 0, share_text=admission.share_text)
+        super().__init__(
+            admission.request_id, admission.prompt, None, 0, share_text=admission.share_text,
+            most_nodes=int(admission.numbers["most_nodes"]),
+        )  # fmt: skip
         self.admission, self.eos, self.settings = admission, admission.eos, admission.settings
         self.acceptor = admission.has_acceptor or None
 

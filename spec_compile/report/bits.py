@@ -23,11 +23,11 @@ PATHS = (MAX_NODES // 2, 8, 2)
 def plain_steps(engine: Engine) -> Iterator[None]:
     """A context in which the engine verifies only roots, and counts in separate statistics."""
     stats = engine.runtime.stats
-    engine.drafts, engine.runtime.stats = False, Stats()
+    engine.most_nodes, engine.runtime.stats = 1, Stats()
     try:
         yield
     finally:
-        engine.drafts, engine.runtime.stats = True, stats
+        engine.most_nodes, engine.runtime.stats = MAX_NODES, stats
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ class CallRow:
     length: int
     limit: int
     is_over: bool
+    most_nodes: int
     count: int | None = None
     hint: int | None = None
 
@@ -78,7 +79,7 @@ class Call:
         if session.steps.ring is not None:
             session.steps.ring.begin()
         state.reset(request.prompts, request.min_lengths, request.max_lengths, request.eos, request.ids,
-                    request.position_offsets)  # fmt: skip
+                    request.position_offsets, request.most_nodes)  # fmt: skip
         state.seed.fill_(request.seed)
         torch.arange(state.batch, out=state.numbers)
         state.temperature.fill_(request.temperature)
@@ -97,7 +98,7 @@ class Call:
         self._first = torch.stack((state.tree_count, state.tree_hint))
         lengths = [len(prompt) - 1 for prompt in request.prompts]
         self.rows = [
-            CallRow(row, length, limit, length + 1 >= limit)
+            CallRow(row, length, limit, length + 1 >= limit, request.most_nodes)
             for row, (length, limit) in enumerate(zip(lengths, request.max_lengths))
         ]
         if self.runtime.on_gpu and request.host_acceptor is None:
@@ -115,8 +116,8 @@ class Call:
                 if len(flights):
                     break  # collect the rounds under way before growing
                 self._grow(longest + MAX_NODES + self.runtime.algorithm.plan.lookahead_slots)
-            is_plain = request.first_logits is not None or not request.drafts
-            flights.launch(session, self._kind, active, longest, self._begin, nodes=1 if is_plain else None)
+            nodes = None if request.first_logits is None else 1
+            flights.launch(session, self._kind, active, longest, self._begin, nodes)
             session.late = flights.late
 
     def _begin(self, nodes: int, max_kv_len: int):
@@ -161,7 +162,7 @@ class Call:
         if self.runtime.algorithm.plan.sizes == "fixed":
             on_host, policy = self.request.host_acceptor is not None, self.session.steps.policies[self._kind]
             sizes = policy.sizes if policy.adaptive else policy.sizes[-1:]
-            for nodes in sizes if self.request.drafts else (1,):
+            for nodes in sizes if self.request.most_nodes > 1 else (1,):
                 self.session.steps.build(nodes, self.request.draw_in_round, on_host)
         if self.request.first_logits is None:
             self.session.steps.build_proposal()

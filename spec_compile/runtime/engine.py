@@ -15,6 +15,7 @@ from ..graph import ModelGraph
 from ..passes.row_invariance import require_same_bits
 from ..recording import Recording
 from ..stats import Clock
+from ..tree import MAX_NODES
 from .call import Call
 from .request import Request
 from .runtime import Runtime
@@ -55,8 +56,8 @@ class Engine:
         self.runtime = Runtime(**graphs, algorithm=algorithm, options=options, device=device, sizes=sizes,
                                max_positions=max_positions)  # fmt: skip
         forget_shapes(*(each.gm for each in (graph, *graphs.values()) if each is not None))
-        self.drafts = True
-        """True if rounds verify drafts. Otherwise they verify only the root, which is plain decoding."""
+        self.most_nodes = MAX_NODES
+        """Nodes that rounds verify of each tree, at most. 1 is plain decoding."""
         self.records = False
         self.recording: Recording | None = None
         """The last generate() that ran while `records` was set."""
@@ -118,7 +119,7 @@ class Engine:
         """Generate; yields for each round the tokens that each row gained, none once it has finished. The caller may
         run another request between two rounds."""
         session, clock = self.session(len(request.prompts)), Clock(self.runtime.stats)
-        request.state, request.drafts = session.state, self.drafts
+        request.state, request.most_nodes = session.state, min(request.most_nodes, self.most_nodes)
         for _, outer in self.running[-1:]:
             outer.spend("host")
         self.running.append((session, clock))

@@ -23,6 +23,7 @@ class Rider(Protocol):
 
     row: its number.
     count, hint: real nodes of its pending tree, and the drafter's confidence; None if only the GPU knows them yet.
+    most_nodes: nodes that rounds verify of its trees, at most.
     length: its collected tokens less one, as `State.lengths` counts.
     room: tokens that it may still gain.
     is_over: True if nobody needs its outcomes any more.
@@ -32,6 +33,8 @@ class Rider(Protocol):
     count: int | None
     hint: int | None
 
+    @property
+    def most_nodes(self) -> int: ...
     @property
     def length(self) -> int: ...
     @property
@@ -124,8 +127,12 @@ class Flights:
     def learn(self, flight: Flight, outcomes: list[tuple[Rider, Outcome]]) -> None:
         """Give a round's outcomes to its policy and the statistics."""
         # Until now `count` and `hint` are those of the verified trees.
-        known = [(rider, outcome) for rider, outcome in outcomes if rider.count is not None]
-        flight.session.steps.policies[flight.kind].learn(
+        policy = flight.session.steps.policies[flight.kind]
+        known = [
+            (rider, outcome) for rider, outcome in outcomes
+            if rider.count is not None and rider.most_nodes >= policy.sizes[-1]  # a row with a limit tells less
+        ]  # fmt: skip
+        policy.learn(
             flight.nodes, [self.tree_size or rider.count for rider, _ in known], [rider.hint for rider, _ in known],
             [outcome.path[1:] for _, outcome in known], None if self.runtime.on_gpu else flight.seconds,
         )  # fmt: skip
@@ -145,9 +152,15 @@ class Flights:
 
     def _choose_nodes(self, policy: SizePolicy | StepBack, riders: list[Rider]) -> int:
         """Nodes of the next round: by the trees themselves, unless only the GPU knows them."""
+        most = min(max(rider.most_nodes for rider in riders), policy.sizes[-1])
+        if most == 1:
+            return 1
         if isinstance(policy, StepBack) or self._flying or any(rider.count is None for rider in riders):
-            return policy.choose_ahead()
-        return policy.choose([rider.count for rider in riders], [rider.hint for rider in riders])
+            nodes = policy.choose_ahead()
+        else:
+            counts = [min(rider.count, rider.most_nodes) for rider in riders]
+            nodes = policy.choose(counts, [rider.hint for rider in riders])
+        return min(nodes, next(size for size in policy.sizes if size >= most))
 
     def _now(self) -> float:
         """The time in seconds, without those spent compiling."""

@@ -33,7 +33,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
     def _engine(self) -> ServedEngine:
         return vars(self)["speculation"].engine
 
-    def generate(self, *args, reference=None, share_text=None, **kwargs):
+    def generate(self, *args, reference=None, share_text=None, speculation=None, **kwargs):
         """transformers' ``generate()`` with the same arguments and the same answer, in fewer steps.
 
         reference: token ids (a list or 1-D tensor, or a list of such) of texts from which the output may copy, such as
@@ -41,6 +41,8 @@ class SpeculativeMixin(FollowsGenerationConfig):
         share_text: with n-grams, True keeps the prompt, the answer and the reference of this call, so that later calls
             of any user draft from them, and the trees in their `report()` show pieces of them. False forgets them when
             the call ends. None does as `speculate(..., share_text=...)` says, True by default. No answer depends on it.
+        speculation: False makes no drafts in this call, {"num_draft_tokens": n} verifies at most n nodes of each tree,
+            the root included; None as many as pay. No answer depends on it, unless drafts are drawn.
 
         Beam search, attentions and hidden states as outputs, an assistant model and the like run in transformers' own
         loops, unaccelerated, with one warning that names the option.
@@ -55,7 +57,7 @@ class SpeculativeMixin(FollowsGenerationConfig):
             # A repository's custom_generate, or a user, has set another function.
             self._engine.step_aside(f"generate (set on the {type(self).__name__} object)")
             return replaced(*args, **kwargs)
-        with self._engine.generating(reference, share_text):
+        with self._engine.generating(reference, share_text, speculation):
             common, key = Inputs.of(args, kwargs), None
             if common is not None:
                 inputs, options = common

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..tree import MAX_NODES
 from .accept.draw import DrawInRound
 from .accept.host import HostAcceptor
 from .past import Past
@@ -38,7 +39,7 @@ class Request:
     prefill_chunk_size: most tokens of each row in a step of the prefill; None leaves it to the engine.
     check: raises if the model has changed; called once, while the GPU computes, before a token is given out.
     stopped: indices of rows that the caller has ended; it may add to them between two rounds.
-    drafts: True if rounds verify drafts; `Engine.run` sets it to `Engine.drafts`.
+    most_nodes: nodes that rounds verify of each tree, at most; 1: no drafts.
     state: set by `Engine.run`, so that the caller can read its cache.
     """
 
@@ -60,7 +61,7 @@ class Request:
     prefill_chunk_size: int | None = None
     check: Callable[[], None] | None = None
     stopped: set[int] = field(default_factory=set)
-    drafts: bool = True
+    most_nodes: int = MAX_NODES
     state: State | None = None
 
     @property

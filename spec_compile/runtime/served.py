@@ -24,6 +24,7 @@ from . import past
 from .agreement import Agreement
 from .background import background, compiles_at_once, find_fault
 from .check_options import LONGEST
+from .draft_limit import read_limit
 from .engine import Engine
 from .prepared import Remembered
 from .prompt import Prompt
@@ -66,7 +67,7 @@ class ServedEngine(Engine):
         self.looped = False
         """True if any decoding loop ran in the last generate()."""
         self._references: list[torch.Tensor] = []
-        self._share_text = True
+        self._share_text, self._most_nodes = True, algorithm.plan.nodes
         self._announced: set[str] = set()
         self._calls, self._is_forked = 0, False
         self.runtime.tiers = self._make_tiers()
@@ -105,23 +106,27 @@ class ServedEngine(Engine):
             raise RuntimeError(describe(changes))
 
     @contextmanager
-    def generating(self, reference: Any, share_text: bool | None = None) -> Iterator[None]:
-        """The context of one generate() with these arguments; other threads' calls wait. TypeError for wrong types."""
+    def generating(self, reference: Any, share_text: bool | None = None, speculation: Any = None) -> Iterator[None]:
+        """The context of one generate() with these arguments; other threads' calls wait. TypeError for wrong types,
+        ValueError for wrong values."""
+        most_nodes = read_limit(speculation, self.runtime.algorithm.plan.nodes)
         if share_text is not None and not isinstance(share_text, bool):
             raise TypeError(f"share_text must be True, False or None, not {type(share_text).__name__}")
         with self.turns, torch.inference_mode(False), torch.no_grad(), self.agreement.awaited():
             self.adopt()
-            before = self._references, self._share_text
+            before = self._references, self._share_text, self._most_nodes
+            self._most_nodes = most_nodes
             self._references = [] if reference is None else self.runtime.algorithm.documents(reference)
             self._share_text = getattr(self.options, "share_text", True) if share_text is None else share_text
             self.agreement.add("the references", [reference.tolist() for reference in self._references])
             stored = self.runtime.algorithm.stored
             self.agreement.add("share_text or the n-gram store", (self._share_text, stored))
+            self.agreement.add("speculation", most_nodes)
             self._calls += 1
             try:
                 yield
             finally:
-                self._references, self._share_text = before
+                self._references, self._share_text, self._most_nodes = before
                 self._calls -= 1
 
     def step_aside(self, argument: str) -> None:
@@ -150,6 +155,7 @@ class ServedEngine(Engine):
     def answer(self, request: Request) -> Iterator[list[list[int]]]:
         """Run a request with the references and options of this call; see `Engine.run`."""
         request.references, request.share_text = self._references, self._share_text
+        request.most_nodes = self._most_nodes
         request.eos = [token for token in request.eos if 0 <= token < self.runtime.verify.vocab_size]
         return self.run(request)
 

@@ -50,6 +50,8 @@ class State(nn.Module):
         buffer("tree_tokens", batch, MAX_NODES)
         buffer("tree_parents", batch, MAX_NODES)
         buffer("tree_count", batch)
+        buffer("most_nodes", batch)  # of its trees count, see `tree`
+        self.most_nodes.fill_(MAX_NODES)
         buffer("tree_hint", batch)
         buffer("temperature", batch, dtype=torch.float32)  # at which drafts are drawn
         buffer("top_k", batch)  # these three: see `accept.draw.RowSettings`
@@ -110,7 +112,7 @@ class State(nn.Module):
 
         prompt: token ids. eos: ids of the tokens that end it. numbers: values for the [B] buffers of these names.
         """
-        numbers |= {"prompt_lengths": len(prompt), "late": 0}
+        numbers = {"most_nodes": MAX_NODES} | numbers | {"prompt_lengths": len(prompt), "late": 0}
         buffers = {name: getattr(self, name)[row : row + 1] for name in numbers}
         integers = [name for name, buffer in buffers.items() if buffer.dtype == torch.int64]
         fractions = [name for name in numbers if name not in integers]
@@ -155,7 +157,7 @@ class State(nn.Module):
 
     def reset(
         self, prompts: list[list[int]], min_lengths: list[int], max_lengths: list[int], eos: list[int],
-        ids: Tensor | None = None, position_offsets: list[int] | None = None,
+        ids: Tensor | None = None, position_offsets: list[int] | None = None, most_nodes: int = MAX_NODES,
     ) -> None:  # fmt: skip
         """Begin B new sequences; see `Request` for the arguments."""
         lengths = [len(prompt) for prompt in prompts]
@@ -176,20 +178,22 @@ class State(nn.Module):
             self.position_offsets.copy_(torch.tensor(position_offsets or [0] * self.batch))
         self.finished.zero_()
         self.late.zero_()
+        self.most_nodes.fill_(most_nodes)
         if eos != self._eos:
             self.is_eos.zero_()
             self.is_eos[:, eos] = True
             self._eos = [*eos]
 
     def tree(self, nodes: int) -> Tree:
-        """The first `nodes` nodes of the pending trees; parents come first, so every prefix of a tree is a tree. Unused
-        slots form a chain, because attention pays for each leaf: parents [-1, 0, 0] become [-1, 0, 0, 2, 3] of 5 nodes.
+        """The first `nodes` nodes of the pending trees, and at most `most_nodes` of a row. Parents come first, so every
+        prefix of a tree is a tree. Unused slots form a chain, because attention pays for each leaf: parents [-1, 0, 0]
+        become [-1, 0, 0, 2, 3] of 5 nodes.
 
         They are copies, because the round writes the next trees into the same buffers, and Inductor of torch 2.11 may
         move a read of a view after that write.
         """
         number = torch.arange(nodes, device=self.tokens.device)
-        real = number < self.tree_count.clone()[:, None]
+        real = number < torch.minimum(self.tree_count, self.most_nodes)[:, None]
         parents = torch.where(real, self.tree_parents[:, :nodes].clone(), number - 1)
         probs = None if self.tree_probs is None else self.tree_probs[:, :nodes].clone()
         return Tree(self.tree_tokens[:, :nodes].clone(), parents, real, probs)

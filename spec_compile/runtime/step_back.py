@@ -89,10 +89,12 @@ class StepBack:
             known = self.cost.setdefault(nodes, seconds)
             self.cost[nodes] += LEARN * (min(seconds, 2 * known) - known)
         record, ratio = self.record, self.ratio or 1.0
+        if not paths:  # only of rows that take no drafts
+            return
         if nodes == 1:
             record.rounds *= FADE
             record.slack += SHARE
-        elif paths:
+        else:
             gained = sum(map(len, paths)) / len(paths)
             record.rounds += 1
             record.gain += max(LEARN, 1 / record.rounds) * (gained - record.gain)

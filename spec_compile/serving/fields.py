@@ -90,6 +90,13 @@ def object_of(**fields: Field) -> Callable[[Any], bool]:
     return accepts
 
 
+_is_own_limit = object_of(num_draft_tokens=integer(1))
+
+
+def _is_limit(value: Any) -> bool:
+    return value is False or _is_own_limit(value)
+
+
 ANY = Field(lambda value: True, "a value")
 COUNT = integer(1)
 FRACTION = Field(lambda value: is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
@@ -106,6 +113,7 @@ SAMPLING = {
     "top_p": FRACTION,
     "seed": integer(-(1 << 63), (1 << 64) - 1),
     "generation_config": Field(lambda value: isinstance(value, str), "a text that is a JSON object"),
+    "speculation": Field(_is_limit, 'false, or an object {"num_draft_tokens": n} with n of 1 or more'),
 }
 """The fields of all endpoints that change the answer."""
 PENALTIES = {

@@ -197,7 +197,8 @@ class Requests(CBGenerateManager):
                 raise Refusal(400, "the client has left")
             self.manager.add_request(
                 ids, name, streaming=streaming, record_timestamps=True, generation_config=config,
-                tokenizer=self.tokenizer, seed=call.fields.get("seed"), **options,
+                tokenizer=self.tokenizer, seed=call.fields.get("seed"), speculation=call.fields.get("speculation"),
+                **options,
             )  # fmt: skip
             is_added = True
         except queue.Full as error:

@@ -129,6 +129,8 @@ def test_an_answer_tells_what_was_drafted_and_accepted(client):
     assert metrics["mean_acceptance_length"] == 1 + accepted / steps
     assert len(metrics["acceptance_histogram"]) == metrics["num_spec_tokens"] + 1
     assert sum(metrics["acceptance_histogram"]) == steps
+    plain = complete(client, prompt="x = [1, 1, 1, 1, 1, 1, 1,", max_tokens=48, speculation=False)
+    assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0 < metrics["num_draft_tokens"]
 
 
 def test_a_request_without_a_limit_gets_what_is_left_of_a_row(client):
