@@ -1107,6 +1107,11 @@ TIERS = [
         "tests/runtime/test_draft_limit.py -k its_own_limit",
     ),
     Mutation(
+        "a draft that is accepted no more is not told of", f"{RUNTIME}step_back.py",
+        "self.best >= ENOUGH and self.level < FALL * self.best", "False",
+        "tests/runtime/test_step_back.py -k lasting_fall",
+    ),
+    Mutation(
         "drafts that are never accepted are made for ever", f"{RUNTIME}step_back.py",
         "record.slack += 1 + gained - ratio", "record.slack += SHARE",
         "tests/runtime/test_step_back.py -k test_drafts_that_are_never",

@@ -1,6 +1,9 @@
 """`StepBack`: a round drafts if the gain of drafts so far is worth their cost, or if a trial may be lost."""
 
+import logging
 from dataclasses import dataclass
+
+log = logging.getLogger("spec_compile")
 
 LEARN = 0.15
 """Least weight of the newest round in the mean gain."""
@@ -12,6 +15,11 @@ EARNED = 8.0
 """Most plain rounds that drafts may lose of those that they have saved before."""
 SHARE = 0.02
 """Share of the time of plain rounds that trials may lose."""
+WINDOW = 64
+"""Rounds that drafted of which a lasting change is told."""
+FALL = 0.25
+"""Share of the best such level below which a warning is given, if that was ENOUGH accepted drafts."""
+ENOUGH = 0.5
 
 
 @dataclass
@@ -21,11 +29,29 @@ class DraftRecord:
     gain: mean number of accepted drafts of a row.
     rounds: number of rounds that the mean stands for, fewer the older they are.
     slack: plain rounds that may still be lost.
+    level: mean number of accepted drafts in about WINDOW rounds, best its largest value, and drafted their number.
     """
 
     gain: float = 0.0
     rounds: float = 0.0
     slack: float = ALLOWED
+    level: float = 0.0
+    best: float = 0.0
+    drafted: int = 0
+    has_warned: bool = False
+
+    def watch(self, gained: float) -> None:
+        """Take in the accepted drafts of a round. Warns once if they have become far fewer."""
+        self.drafted += 1
+        self.level += (gained - self.level) / min(self.drafted, WINDOW)
+        self.best = max(self.best, self.level) if self.drafted >= WINDOW else 0.0
+        if not self.has_warned and self.best >= ENOUGH and self.level < FALL * self.best:
+            self.has_warned = True
+            log.warning(
+                "%.2f drafts are accepted in a round, where %.2f were before: texts may be of another kind, or longer "
+                "than those that the draft was trained with, prompts may lack the chat template, or weights may have "
+                "changed; answers stay right", self.level, self.best,
+            )  # fmt: skip
 
 
 class StepBack:
@@ -96,6 +122,7 @@ class StepBack:
             record.slack += SHARE
         else:
             gained = sum(map(len, paths)) / len(paths)
+            record.watch(gained)
             record.rounds += 1
             record.gain += max(LEARN, 1 / record.rounds) * (gained - record.gain)
             record.slack += 1 + gained - ratio

@@ -49,6 +49,20 @@ def test_a_text_that_alternates_is_faster_than_either():
     assert min(rates) > 1.15 and min(rates) > 1.2 * max(fixed)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "warnings"), [(0.8, 0.0, 1), (0.8, 0.02, 1), (0.8, 0.65, 0), (0.1, 0.0, 0)]
+)
+def test_a_lasting_fall_of_acceptance_is_told_once(caplog, before, after, warnings):
+    for adaptive in (True, False):
+        policy = StepBack(NODES, adaptive)
+        decode(policy, 1.2, before, 1000)
+        assert not caplog.records
+        for seed in range(3):
+            decode(policy, 1.2, after, 4000, seed)
+        assert len(caplog.records) == warnings and ("where" in caplog.text) == bool(warnings)
+        caplog.clear()
+
+
 def test_both_sizes_run_before_one_is_preferred():
     policy, chosen = StepBack(NODES), []
     for _ in range(3):
