@@ -1,12 +1,14 @@
-"""`StepBack`: a round drafts if the gain of drafts so far is worth their cost, or if a trial may be lost."""
+"""`StepBack`: a round verifies all of a tree, its first nodes, or only its root, by what drafts gain and cost."""
 
 import logging
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 log = logging.getLogger("spec_compile")
 
 LEARN = 0.15
-"""Least weight of the newest round in the mean gain."""
+"""Least weight of the newest round in the mean gains."""
 FADE = 0.9
 """Share of the evidence that is left after a round without drafts."""
 ALLOWED = 2.0
@@ -26,19 +28,28 @@ ENOUGH = 0.5
 class DraftRecord:
     """Results of the rounds that drafted.
 
-    gain: mean number of accepted drafts of a row.
-    rounds: number of rounds that the mean stands for, fewer the older they are.
+    gain: by number of nodes, the mean number of accepted drafts of a row among so many nodes of a tree.
+    rounds: by number of nodes, the rounds that the mean stands for, fewer the older they are.
     slack: plain rounds that may still be lost.
+    looks: plain rounds that whole trees may still lose to learn what they gain, where fewer nodes are better.
     level: mean number of accepted drafts in about WINDOW rounds, best its largest value, and drafted their number.
     """
 
-    gain: float = 0.0
-    rounds: float = 0.0
+    gain: dict[int, float] = field(default_factory=dict)
+    rounds: dict[int, float] = field(default_factory=dict)
     slack: float = ALLOWED
+    looks: float = 0.0
     level: float = 0.0
     best: float = 0.0
     drafted: int = 0
     has_warned: bool = False
+
+    def learn(self, nodes: int, paths: list[list[int]]) -> None:
+        """Take in the accepted `paths` of the first `nodes` nodes. [1, 3, 9] is a gain of 2 for 4 nodes."""
+        gained = sum(bisect_left(path, nodes) for path in paths) / len(paths)
+        rounds = self.rounds[nodes] = self.rounds.get(nodes, 0.0) + 1
+        before = self.gain.setdefault(nodes, gained)
+        self.gain[nodes] += max(LEARN, 1 / rounds) * (gained - before)
 
     def watch(self, gained: float) -> None:
         """Take in the accepted drafts of a round. Warns once if they have become far fewer."""
@@ -55,22 +66,24 @@ class DraftRecord:
 
 
 class StepBack:
-    """Chooses between a round over a whole tree and a plain one, which verifies the root and drafts nothing.
+    """Chooses the nodes of a round, of trees that all have as many. The best size has the most tokens a second.
 
-    A tree that costs c plain rounds and gains g drafts loses c - 1 - g plain rounds. Drafts are made while they lose
-    nothing on average, and otherwise as long as the loss if nothing is accepted, c - 1, is within the slack. It grows
-    by what drafts save, and by SHARE in each plain round. So drafts that are never accepted take ALLOWED plain rounds
-    at first and SHARE of the time from then on: trees of c = 2 are tried twice, and then in every 50th round.
+    Nodes of a tree come in order of preference and parents first, so that a round over all of them tells the gain of
+    each smaller size. A size that costs c plain rounds and gains g drafts loses c - 1 - g plain rounds. Drafts are made
+    while the best size loses nothing on average, and otherwise as long as the loss if nothing is accepted, c - 1, is
+    within the slack. It grows by what drafts save, and by SHARE in each plain round. So drafts that are never accepted
+    take ALLOWED plain rounds at first and SHARE of the time from then on: with c = 2 they are tried twice, and then in
+    every 50th round. Where fewer nodes are best, whole trees are verified for SHARE of the time.
 
-    nodes: of a tree, the root included.
-    adaptive: False: every round drafts.
+    sizes: numbers of nodes, ascending, from the root only to a whole tree.
+    adaptive: False: every round verifies whole trees.
     """
 
     hindsight = None
 
-    def __init__(self, nodes: int, adaptive: bool = True):
-        self.sizes = (1, nodes) if nodes > 1 else (1,)
-        self.adaptive = adaptive and nodes > 1
+    def __init__(self, sizes: Iterable[int], adaptive: bool = True):
+        self.sizes = tuple(sorted({1, *sizes}))
+        self.adaptive = adaptive and len(self.sizes) > 1
         self.cost: dict[int, float] = {}
         """Seconds of a round, by size."""
         self.record = DraftRecord()
@@ -79,33 +92,52 @@ class StepBack:
         """Share the record with `other` from now on; costs stay separate."""
         self.record = other.record
 
-    @property
-    def ratio(self) -> float | None:
-        """Plain rounds that a tree costs; None until both sizes have run."""
-        costs = [self.cost.get(size) for size in self.sizes]
-        return costs[-1] / costs[0] if all(costs) else None
+    def ratio(self, nodes: int) -> float | None:
+        """Plain rounds that a round over so many nodes costs; None until plain rounds and whole trees have run. A size
+        that has not run costs in proportion: with 1 and 2.5 for 1 and 16 nodes, 4 nodes cost 1.3."""
+        plain, whole = (self.cost.get(size) for size in (self.sizes[0], self.sizes[-1]))
+        if not plain or not whole:
+            return None
+        if nodes in self.cost:
+            return self.cost[nodes] / plain
+        return 1 + (whole / plain - 1) * (nodes - 1) / (self.sizes[-1] - 1)
 
     @property
-    def pays(self) -> bool:
-        """True if drafts lose nothing on average."""
-        return self.ratio is not None and self.record.rounds > 0 and 1 + self.record.gain >= self.ratio
+    def best(self) -> int:
+        """The size with the most tokens a second, as far as is known; 1 if no draft pays."""
+        return max(1, self._best_drafts, key=self._rate)
+
+    @property
+    def _best_drafts(self) -> int:
+        """The same of the sizes with drafts."""
+        return max(self.sizes[1:], key=self._rate)
+
+    def _rate(self, nodes: int) -> float:
+        """Tokens in the time of a plain round."""
+        return (1 + self.record.gain.get(nodes, 0.0)) / (self.ratio(nodes) or 1.0)
 
     def choose_ahead(self) -> int:
-        """The number of nodes of the next round. Both sizes run once before either is preferred."""
-        plain, nodes = self.sizes[0], self.sizes[-1]
-        if not self.adaptive or nodes not in self.cost:
-            return nodes
-        if self.ratio is None:
-            return plain
-        return nodes if self.pays or self.ratio - 1 <= self.record.slack else plain
+        """The number of nodes of the next round. Whole trees and plain rounds run once before either is preferred."""
+        whole, record = self.sizes[-1], self.record
+        if not self.adaptive or whole not in self.cost:
+            return whole
+        loss = self.ratio(whole)
+        if loss is None:
+            return 1
+        drafts = self._best_drafts
+        ratio = self.ratio(drafts) or 1.0
+        if self.best == 1:
+            return drafts if ratio - 1 <= record.slack else 1
+        return whole if loss - ratio <= record.looks else drafts
 
     def describe(self) -> str:
         """A line for readers; "" until both sizes have run."""
-        if self.ratio is None or not self.adaptive:
+        if not self.adaptive or self.ratio(self.sizes[-1]) is None:
             return ""
-        seldom = max(1, round((self.ratio - 1) / SHARE))
-        choice = "every round drafts" if self.pays else f"one round in {seldom} drafts"
-        return f"a tree takes {self.ratio:.2f} plain rounds, {self.record.gain:.2f} drafts are accepted: {choice}"
+        drafts, best = self._best_drafts, self.best
+        ratio, gain = self.ratio(drafts) or 1.0, self.record.gain.get(drafts, 0.0)
+        choice = "every round drafts" if best > 1 else f"one round in {max(1, round((ratio - 1) / SHARE))} drafts"
+        return f"{drafts} nodes take {ratio:.2f} plain rounds, {gain:.2f} drafts are accepted: {choice}"
 
     def learn(
         self, nodes: int, counts: list[int], hints: list[int], paths: list[list[int]], seconds: float | None
@@ -114,16 +146,19 @@ class StepBack:
         if seconds is not None:
             known = self.cost.setdefault(nodes, seconds)
             self.cost[nodes] += LEARN * (min(seconds, 2 * known) - known)
-        record, ratio = self.record, self.ratio or 1.0
+        record, ratio, whole = self.record, self.ratio(nodes) or 1.0, self.ratio(self.sizes[-1]) or 1.0
         if not paths:  # only of rows that take no drafts
             return
         if nodes == 1:
-            record.rounds *= FADE
+            record.rounds = {size: FADE * rounds for size, rounds in record.rounds.items()}
             record.slack += SHARE
         else:
             gained = sum(map(len, paths)) / len(paths)
+            for size in self.sizes[1:]:
+                if size <= nodes:
+                    record.learn(size, paths)
             record.watch(gained)
-            record.rounds += 1
-            record.gain += max(LEARN, 1 / record.rounds) * (gained - record.gain)
             record.slack += 1 + gained - ratio
-        record.slack = min(record.slack, max(EARNED, ratio - 1))
+            is_look = nodes == self.sizes[-1] != self.best
+            record.looks = 0.0 if is_look else min(record.looks + SHARE * ratio, whole)
+        record.slack = min(record.slack, max(EARNED, whole - 1))

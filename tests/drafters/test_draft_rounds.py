@@ -42,14 +42,15 @@ def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
     ("algorithm", "schedule"), [("eagle3", "tree"), ("draft_model", "chain"), ("mtp", "tree"), ("eagle", "union")]
 )
 def test_drafts_are_the_same_after_rounds_without_any(monkeypatch, algorithm, schedule):
-    """Of 10 rounds some draft, and the drafts after the others know the tokens that these have gained.
+    """Of 10 rounds some draft, and verify all drafts or few of them. Those after the others know all tokens.
 
-    A drafter that is late by two of them catches up at once.
+    A drafter that is late by two tokens catches up at once.
     """
     monkeypatch.setattr("spec_compile.runtime.flights.MOST_LATE", 2)
     system, numbers = fast(algorithm, "llama", schedule), itertools.count()
     nodes = system.speculation.engine.runtime.algorithm.plan.nodes
-    pattern = [nodes, 1, 1, nodes, nodes, 1, nodes, 1, 1, 1]
+    few = max(2, nodes // 4)
+    pattern = [nodes, 1, 1, nodes, few, 1, few, 1, 1, 1]
     monkeypatch.setattr(StepBack, "choose_ahead", lambda policy: pattern[next(numbers) % len(pattern)])
     assert checked_trees(system, algorithm, schedule) > 10
 

@@ -10,14 +10,17 @@ NODES = 16
 
 
 def decode(policy, ratio, chance, tokens, seed=0):
-    """Tokens a plain round, with trees that cost `ratio` plain rounds. chance: that one more draft is accepted."""
+    """Tokens a plain round. Trees cost `ratio` plain rounds, and parts of them in proportion.
+
+    chance: that one more draft is accepted.
+    """
     draw, time, length, trees = random.Random(seed), 0.0, 0, 0
     while length < tokens:
         nodes = policy.choose_ahead()
         gained = 0
-        while nodes > 1 and gained < 5 and draw.random() < (chance(length) if callable(chance) else chance):
+        while gained < min(5, nodes - 1) and draw.random() < (chance(length) if callable(chance) else chance):
             gained += 1
-        seconds = ratio if nodes > 1 else 1.0
+        seconds = 1 + (ratio - 1) * (nodes - 1) / (NODES - 1)
         policy.learn(nodes, [nodes], [0], [list(range(1, gained + 1))], seconds)
         time, length, trees = time + seconds, length + 1 + gained, trees + (nodes > 1)
     return length / time, trees
@@ -25,7 +28,7 @@ def decode(policy, ratio, chance, tokens, seed=0):
 
 @pytest.mark.parametrize("ratio", [1.05, 1.3, 2.0, 4.3])
 def test_drafts_that_are_never_accepted_lose_little(ratio):
-    policy, tokens = StepBack(NODES), 128
+    policy, tokens = StepBack([NODES]), 128
     rate, _ = decode(policy, ratio, 0.0, tokens)
     lost = tokens * (1 / rate - 1)
     first = ratio - 1  # the first tree is made before anything is known
@@ -35,7 +38,7 @@ def test_drafts_that_are_never_accepted_lose_little(ratio):
 
 @pytest.mark.parametrize("ratio", [1.05, 1.3, 2.0])
 def test_drafts_that_pay_are_always_made(ratio):
-    rates = [decode(StepBack(NODES), ratio, 0.9, 1000, seed) for seed in range(5)]
+    rates = [decode(StepBack([NODES]), ratio, 0.9, 1000, seed) for seed in range(5)]
     for rate, trees in rates:
         assert trees >= 1000 / 6 and rate > 0.97 * (1 + 0.9 + 0.81 + 0.729 + 0.6561 + 0.59049) / ratio * 0.9
 
@@ -44,8 +47,8 @@ def test_a_text_that_alternates_is_faster_than_either():
     def chance(length):
         return 0.85 if length // 200 % 2 == 0 else 0.05
 
-    rates = [decode(StepBack(NODES), 2.0, chance, 4000, seed)[0] for seed in range(5)]
-    fixed = [decode(StepBack(NODES, adaptive=False), 2.0, chance, 4000, seed)[0] for seed in range(5)]
+    rates = [decode(StepBack([NODES]), 2.0, chance, 4000, seed)[0] for seed in range(5)]
+    fixed = [decode(StepBack([NODES], adaptive=False), 2.0, chance, 4000, seed)[0] for seed in range(5)]
     assert min(rates) > 1.15 and min(rates) > 1.2 * max(fixed)
 
 
@@ -54,7 +57,7 @@ def test_a_text_that_alternates_is_faster_than_either():
 )
 def test_a_lasting_fall_of_acceptance_is_told_once(caplog, before, after, warnings):
     for adaptive in (True, False):
-        policy = StepBack(NODES, adaptive)
+        policy = StepBack([NODES], adaptive)
         decode(policy, 1.2, before, 1000)
         assert not caplog.records
         for seed in range(3):
@@ -63,8 +66,25 @@ def test_a_lasting_fall_of_acceptance_is_told_once(caplog, before, after, warnin
         caplog.clear()
 
 
+@pytest.mark.parametrize("ratio", [2.0, 3.0])
+def test_the_first_nodes_are_verified_if_that_is_best(ratio):
+    """Half of the drafts are accepted: four nodes gain 0.88 of them, and 16 nodes 0.97."""
+    for seed in range(5):
+        rate, _ = decode(StepBack([4, NODES]), ratio, 0.5, 3000, seed)
+        assert rate > 0.95 * 1.875 / (1 + (ratio - 1) * 3 / 15) > 1.2 * 1.97 / ratio
+
+
+def test_more_nodes_are_verified_again_when_they_pay():
+    for seed in range(5):
+        policy = StepBack([4, NODES])
+        decode(policy, 1.3, 0.4, 1000, seed)
+        assert policy.best == 4
+        rate, _ = decode(policy, 1.3, 0.95, 3000, seed)
+        assert policy.best == NODES and rate > 0.95 * sum(0.95**depth for depth in range(6)) / 1.3
+
+
 def test_both_sizes_run_before_one_is_preferred():
-    policy, chosen = StepBack(NODES), []
+    policy, chosen = StepBack([NODES]), []
     for _ in range(3):
         chosen.append(policy.choose_ahead())
         policy.learn(chosen[-1], [chosen[-1]], [0], [[1, 2]] if chosen[-1] > 1 else [[]], 1.0)
@@ -72,7 +92,7 @@ def test_both_sizes_run_before_one_is_preferred():
 
 
 def test_records_are_shared_and_costs_are_not():
-    small, large = StepBack(NODES), StepBack(NODES)
+    small, large = StepBack([NODES]), StepBack([NODES])
     small.share(large)
     small.cost.update({1: 1.0, NODES: 1.1})
     large.cost.update({1: 1.0, NODES: 9.0})
@@ -82,20 +102,20 @@ def test_records_are_shared_and_costs_are_not():
 
 
 def test_one_node_and_no_choice():
-    assert StepBack(1).choose_ahead() == 1
-    policy = StepBack(NODES, adaptive=False)
+    assert StepBack([1]).choose_ahead() == 1
+    policy = StepBack([NODES], adaptive=False)
     for _ in range(20):
         assert policy.choose_ahead() == NODES
         policy.learn(NODES, [NODES], [0], [[]], 1.0)
-    policy = StepBack(1)
+    policy = StepBack([1])
     policy.learn(1, [1], [0], [[]], 1.0)
     assert policy.choose_ahead() == 1
 
 
 def test_a_line_says_what_is_chosen():
-    policy = StepBack(NODES)
+    policy = StepBack([NODES])
     assert not policy.describe()
     decode(policy, 2.0, 0.0, 200)
-    assert policy.describe() == "a tree takes 2.00 plain rounds, 0.00 drafts are accepted: one round in 50 drafts"
+    assert policy.describe() == "16 nodes take 2.00 plain rounds, 0.00 drafts are accepted: one round in 50 drafts"
     decode(policy, 1.5, 1.0, 900)
-    assert policy.describe().endswith("every round drafts") and not StepBack(NODES, adaptive=False).describe()
+    assert policy.describe().endswith("every round drafts") and not StepBack([NODES], adaptive=False).describe()

@@ -30,6 +30,8 @@ SAMPLERS = 32
 """Number of rounds that draw to keep, the newest ones."""
 TRIALS = 5
 """Runs of a step; the shortest is its cost."""
+FEW = 4
+"""A round may verify one in FEW nodes of a tree."""
 CAPTURED_TOKENS = 2048
 """Largest prefill, in tokens of all rows, that is captured; a larger one takes longer than its launches."""
 
@@ -72,7 +74,8 @@ class Steps:
 
         def policy() -> SizePolicy | StepBack:
             if plan.is_whole:
-                return StepBack(plan.nodes, runtime.options.adaptive)
+                few = [] if runtime.on_gpu else [max(2, plan.nodes // FEW)]  # each size is captured on a GPU
+                return StepBack([*few, plan.nodes] if plan.nodes > 1 else [], runtime.options.adaptive)
             return SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch)
 
         self.policies = {kind: policy() for kind in (StepKind.ROUND, StepKind.LOOK)}
