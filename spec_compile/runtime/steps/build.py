@@ -20,7 +20,7 @@ from ..accept.draw import DrawInRound
 from ..draft_length import SizePolicy
 from ..hindsight import Hindsight
 from ..runtime import Runtime
-from ..state import State
+from ..state import MOST_LATE, State
 from ..step_back import StepBack
 from .capture import Captured, CaptureError, OutcomeRing
 from .pieces import Pieces
@@ -140,8 +140,8 @@ class Steps:
         """Make the steps that a proposal needs, before a round is under way."""
         if self.captures:
             self.get(StepKind.PROPOSE)
-            if self.runtime.algorithm.plan.is_whole and self.policies[StepKind.ROUND].adaptive:
-                self.get(StepKind.CATCH_UP)
+        if self.captures and self.runtime.algorithm.plan.is_whole and self.policies[StepKind.ROUND].adaptive:
+            self.get(StepKind.CATCH_UP)
 
     def _propose(self, max_kv_len: int) -> None:
         self.state.root()
@@ -194,7 +194,8 @@ class Steps:
 
     def _make(self, kind: StepKind, nodes: int) -> Callable:
         """Make, try, capture and measure a step, without a trace."""
-        runtime, captures = self.runtime, self.captures and (kind is not StepKind.PREFILL or nodes > 0)
+        is_captured = {StepKind.PREFILL: nodes, StepKind.CATCH_UP: self._prefill_key(MOST_LATE)}
+        runtime, captures = self.runtime, self.captures and is_captured.get(kind, 1) > 0
         if not captures and (runtime.tiers is not None or not runtime.options.compile):
             return self._function(kind, nodes)
         name = f"{kind.value}_b{self.state.batch}" + (f"_n{nodes}" if nodes else "")
