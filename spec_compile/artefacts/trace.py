@@ -37,6 +37,7 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], d
     mode, values = fakes(inputs.specs)
     held, given = ({key: values[n] for key, n in numbers.items()} for numbers in (inputs.held, inputs.given))
     copies, written = Substitution(held, given)(arguments, ()), list[Any]()
+    integers = {value.node.expr for value, spec in zip(values, inputs.specs) if len(spec) == 1}
 
     def run(*_) -> list[Any]:
         results = list[Any]()
@@ -49,7 +50,9 @@ def trace(function: Callable, arguments: tuple, varies: Callable[[int], bool], d
     finally:
         forget_shapes(modes=[mode])
     _inline_constants(gm, device)
-    fixed = [value for value in mode.shape_env.replacements.values() if value.is_number]
+    fixed = [
+        value for symbol, value in mode.shape_env.replacements.items() if value.is_number and symbol not in integers
+    ]
     if fixed:
         raise TypeError(f"a part fixes sizes that vary, of which the example has {fixed}; use shape[0], not len()")
     used = _drop_unused(gm.graph)

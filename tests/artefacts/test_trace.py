@@ -133,3 +133,4 @@ def test_a_size_that_varies_may_not_become_a_number():
     assert trace(lambda x: x.new_zeros(2, x.shape[0]), (rows,)).form.result == {"result": 0}
     with pytest.raises(TypeError, match=r"fixes sizes that vary, of which the example has \[10\]"):
         trace(lambda x: x.new_zeros(2, len(x)), (rows,))
+    trace(lambda x, number: x.new_zeros(2, int(number)), (rows, 7))  # an integer may be constant

@@ -89,7 +89,7 @@ def test_compiled_rounds_draft_the_same(algorithm):
     model, traces = AutoModelForCausalLM.from_pretrained(CODER, dtype="float32"), []
     ids = torch.randint(3, 4000, (2, 40))
     for compile in (False, True):
-        options = dict(draft=f"{CODER}/heads/{algorithm}", compile=compile, check=False, **ENDS)
+        options = dict(draft=f"{CODER}/heads/{algorithm}", adaptive=False, compile=compile, check=False, **ENDS)
         fast = speculate(model, algorithm, **options)
         traces.append((rounds.generated(fast, ids).tolist(), fast.speculation.stats.trace))
     assert traces[0] == traces[1]

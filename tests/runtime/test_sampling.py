@@ -582,7 +582,7 @@ def noisy():
 
 @functools.cache
 def drafted(**options):
-    return speculate(tiny(), "draft_model", draft=noisy(), compile=False, max_cache_len=32, **options)
+    return speculate(tiny(), "draft_model", draft=noisy(), adaptive=False, compile=False, max_cache_len=32, **options)
 
 
 DRAFTS = {
