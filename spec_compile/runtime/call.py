@@ -161,7 +161,7 @@ class Call:
         drafts in the drafter's cache."""
         if self.runtime.algorithm.plan.sizes == "fixed":
             on_host, policy = self.request.host_acceptor is not None, self.session.steps.policies[self._kind]
-            sizes = policy.sizes if policy.adaptive else policy.sizes[-1:]
+            sizes = {1, policy.sizes[-1]} if policy.adaptive else policy.sizes[-1:]
             for nodes in sizes if self.request.most_nodes > 1 else (1,):
                 self.session.steps.build(nodes, self.request.draw_in_round, on_host)
         if self.request.first_logits is None:

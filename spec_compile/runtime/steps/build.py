@@ -31,7 +31,7 @@ SAMPLERS = 32
 TRIALS = 5
 """Runs of a step; the shortest is its cost."""
 FEW = 4
-"""A round may verify one in FEW nodes of a tree."""
+"""A round may verify one in FEW nodes of a tree, unless each size has to be compiled or captured first."""
 CAPTURED_TOKENS = 2048
 """Largest prefill, in tokens of all rows, that is captured; a larger one takes longer than its launches."""
 
@@ -74,7 +74,8 @@ class Steps:
 
         def policy() -> SizePolicy | StepBack:
             if plan.is_whole:
-                few = [] if runtime.on_gpu else [max(2, plan.nodes // FEW)]  # each size is captured on a GPU
+                is_made_at_once = runtime.on_gpu or (runtime.options.compile and runtime.tiers is None)
+                few = [] if is_made_at_once else [max(2, plan.nodes // FEW)]
                 return StepBack([*few, plan.nodes] if plan.nodes > 1 else [], runtime.options.adaptive)
             return SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch)
 
