@@ -52,7 +52,7 @@ def test_drafts_are_the_same_after_rounds_without_any(monkeypatch, algorithm, sc
     few = max(2, nodes // 4)
     pattern = [nodes, 1, 1, nodes, few, 1, few, 1, 1, 1]
     monkeypatch.setattr(StepBack, "choose_ahead", lambda policy: pattern[next(numbers) % len(pattern)])
-    assert checked_trees(system, algorithm, schedule) > 10
+    assert checked_trees(system, algorithm, schedule) >= 4
 
 
 @torch.no_grad()
