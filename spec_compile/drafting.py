@@ -111,7 +111,8 @@ class Drafter(RowBookkeeping):
         """
 
     def prefill(self, state: "State", ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
-        """[graph] The target has processed a chunk of the prompts.
+        """[graph] The target has processed a chunk of the prompts, or earlier plain rounds of a drafter of whole trees
+        (`DraftPlan.is_whole`), which it observes late.
 
         ids, positions: [B, T] int64; tokens at slots ``state.lengths`` onwards.
         features: for each tap the hidden states [B, T, C] of these tokens.

@@ -7,8 +7,9 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -178,7 +179,8 @@ class PartSource:
                 self.children.forget(key)
 
 
-class FirstCall(NamedTuple):
+@dataclass(eq=False)
+class FirstCall:
     """The first call of a part, for sizes that may vary.
 
     name: of the part. alike: a text of its computation; see `PartCompiler.__call__`.
@@ -194,7 +196,7 @@ class FirstCall(NamedTuple):
         """Load what such a call was traced and compiled to before, in any process. False if there is nothing. It runs
         nothing of the model."""
         with COMPILE_LOCK:
-            return self.part.form is not None or self.compiler.source.recall(self.part, self._digest())
+            return self.part.form is not None or self.compiler.source.recall(self.part, self._digest)
 
     def trace(self) -> None:
         """Recall the part, or trace it, and have it loaded or compiled."""
@@ -209,8 +211,9 @@ class FirstCall(NamedTuple):
             self.part.form = traced.form
             options = CPU_OPTIONS if device.type == "cpu" else GPU_OPTIONS
             job = PartJob(traced.rows, traced.specs, options, self.compiler.threads)
-            source.provide(self.part, job, self._digest())
+            source.provide(self.part, job, self._digest)
 
+    @cached_property
     def _digest(self) -> str:
         """By which a later process finds what such a call was traced and compiled to."""
         inputs = PartInputs(self.arguments, self.compiler.varies)

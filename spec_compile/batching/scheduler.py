@@ -34,7 +34,7 @@ class Scheduler:
         self.prompts = Prompts(runtime, lanes, capacity)
         self.decoder = Decoder(runtime, slots, capacity)
         self._keeps_a_token_less, self._has_states = runtime.algorithm.remembers, bool(runtime.verify.recurrences)
-        self._may_be_late = runtime.algorithm.remembers and runtime.algorithm.plan.is_whole and runtime.options.adaptive
+        self._may_be_late = runtime.algorithm.remembers and runtime.algorithm.plan.is_whole
         self.ranks = runtime.options.ranks
         self.check: Callable[[], None] = lambda: None
         """Raises if the model has changed."""

@@ -16,6 +16,7 @@ from ..artefacts.start import StartArtefact
 from ..capture.quantised import with_plain_meaning
 from ..compat import CACHE
 from ..config import Options
+from .draft_model import vocabulary
 from .hidden_states import tapped_states
 from .modules.head import Head
 
@@ -123,19 +124,19 @@ def _read(model: PreTrainedModel, data: bytes | None) -> Tensor | None:
         text = torch.tensor(json.loads(data or "[]"), device=model.device)
     except (ValueError, TypeError):
         return None
-    if text.shape != (STARTS, TOKENS) or text.is_floating_point() or not 0 <= text.min() <= text.max() < _words(model):
+    if (
+        text.shape != (STARTS, TOKENS)
+        or text.is_floating_point()
+        or not 0 <= text.min() <= text.max() < vocabulary(model)
+    ):
         return None
     _, choices = tapped_states(model, (), text)
     return text if (choices[:, 1:-1] == text[:, 2:]).float().mean() >= SAME else None
 
 
-def _words(model: PreTrainedModel) -> int:
-    return model.get_output_embeddings().weight.shape[0]
-
-
 def _write(model: PreTrainedModel) -> Tensor:
     start = model.config.get_text_config(decoder=True).bos_token_id
-    second = torch.linspace(0, _words(model) - 1, STARTS + 2)[1:-1].long()
+    second = torch.linspace(0, vocabulary(model) - 1, STARTS + 2)[1:-1].long()
     first = torch.full_like(second, start if isinstance(start, int) else 0)
     ids = torch.stack([first, second], dim=1).to(model.device)
     text, cache, model = ids, None, with_plain_meaning(model)

@@ -146,7 +146,7 @@ class StepBack:
         if seconds is not None:
             known = self.cost.setdefault(nodes, seconds)
             self.cost[nodes] += LEARN * (min(seconds, 2 * known) - known)
-        record, ratio, whole = self.record, self.ratio(nodes) or 1.0, self.ratio(self.sizes[-1]) or 1.0
+        record, ratio, tree_ratio = self.record, self.ratio(nodes) or 1.0, self.ratio(self.sizes[-1]) or 1.0
         if not paths:  # only of rows that take no drafts
             return
         if nodes == 1:
@@ -160,5 +160,5 @@ class StepBack:
             record.watch(gained)
             record.slack += 1 + gained - ratio
             is_look = nodes == self.sizes[-1] != self.best
-            record.looks = 0.0 if is_look else min(record.looks + SHARE * ratio, whole)
-        record.slack = min(record.slack, max(EARNED, whole - 1))
+            record.looks = 0.0 if is_look else min(record.looks + SHARE * ratio, tree_ratio)
+        record.slack = min(record.slack, max(EARNED, tree_ratio - 1))
