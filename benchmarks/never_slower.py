@@ -1,11 +1,12 @@
 """Tokens a second with each draft over those of the same engine's plain steps: adaptive, and drafting in every round.
 
     python -m benchmarks.never_slower [--drafts NAME ...] [--workloads NAME ...] [--batch 1 8] [--sample]
-        [--prompts 3] [--new-tokens 128] [--repeats 2] [--json FILE]
+        [--shape NAME] [--prompts 3] [--new-tokens 128] [--repeats 2] [--json FILE]
 
 Heads of the demo model, as they are and "shuffled": the entries of each of their own matrices in a random order, so
-that hardly anything is accepted. All systems answer each prompt in turn, in one process. "random" prompts are uniformly
-random token ids. The aim for each adaptive cell is 0.97; the table has the worst first and counts the cells below.
+that hardly anything is accepted. With --shape, a model of rounds/shapes.py and heads, both of random weights, on a GPU.
+All systems answer each prompt in turn, in one process. "random" prompts are uniformly random token ids. The aim for
+each adaptive cell is 0.97; the table has the worst first and counts the cells below.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import spec_compile
 from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, answer_in_turn, pin, prompts_of, save_rows, show, stamp
+from benchmarks.rounds.drafts import make
+from benchmarks.rounds.shapes import build
 from spec_compile.drafters.checkpoints.load import load_head
 
 TREE = dict(topk=4, num_draft_tokens=16)
@@ -48,15 +51,24 @@ def shuffled(head: torch.nn.Module, model: PreTrainedModel) -> torch.nn.Module:
     return head
 
 
+def draft_of(model: PreTrainedModel, name: str, shape: str | None) -> dict:
+    """The option that names the head of a draft."""
+    algo, folder, _ = DRAFTS[name.removesuffix(SHUFFLED)]
+    if folder is None:
+        return {}
+    if shape:
+        return {"draft": make(folder, model)}
+    draft = DEMO_MODEL / "heads" / folder
+    return {"draft": shuffled(load_head(draft, model, algo), model) if name.endswith(SHUFFLED) else draft}
+
+
 def systems_of(model: PreTrainedModel, name: str, options) -> dict:
     """The wrapped models that drafts of a name are compared in."""
-    algo, folder, settings = DRAFTS[name.removesuffix(SHUFFLED)]
+    algo, _, settings = DRAFTS[name.removesuffix(SHUFFLED)]
     shared = dict(compile=options.compile, check=False, cache=False)
     systems = {"plain": spec_compile.speculate(model, num_draft_tokens=1, **shared)}
     for kind, adaptive in (("adaptive", True), ("fixed", False)):
-        draft = {} if folder is None else {"draft": DEMO_MODEL / "heads" / folder}
-        if name.endswith(SHUFFLED):
-            draft = {"draft": shuffled(load_head(draft["draft"], model, algo), model)}
+        draft = draft_of(model, name, options.shape)
         systems[kind] = spec_compile.speculate(model, algo, adaptive=adaptive, **draft, **settings, **shared)
     return systems
 
@@ -71,7 +83,13 @@ def measure(model: PreTrainedModel, name: str, prompts: dict[str, list], options
         for workload, texts in prompts.items():
             calls = {kind: partial(fast.generate, **fixed) for kind, fast in systems.items()}
             _, rates = answer_in_turn(calls, systems, [ids.repeat(batch, 1) for ids in texts], options.repeats)
-            row = {"draft": name, "workload": workload, "batch": batch, "plain tokens_per_s": rates["plain"] * batch}
+            row = {
+                "model": options.shape or DEMO_MODEL.name,
+                "draft": name,
+                "workload": workload,
+                "batch": batch,
+                "plain tokens_per_s": rates["plain"] * batch,
+            }
             rows.append(row | {kind: rates[kind] / rates["plain"] for kind in ("adaptive", "fixed")})
             rows[-1]["accept_length"] = systems["adaptive"].speculation.stats.accept_length
             cells = ", ".join(f"{key} {value:.2f}" for key, value in rows[-1].items() if isinstance(value, float))
@@ -85,6 +103,7 @@ def main() -> None:
     parser.add_argument("--drafts", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--shape", help="a model and heads of random weights, on a GPU, instead of the demo model's")
     parser.add_argument("--sample", action="store_true", help="draw tokens, at temperature 1")
     parser.add_argument("--prompts", type=int, default=3, help="first prompts of each workload")
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -97,7 +116,10 @@ def main() -> None:
     if device == "cpu":
         pin(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).to(device).eval()
+    if options.shape:
+        model = build(options.shape)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).to(device).eval()
     prompts = {
         name: [ids.to(device) for ids in prompts_of(name, PROMPTS, options.prompts, tokenizer, 300)]
         for name in options.workloads
@@ -109,7 +131,7 @@ def main() -> None:
     ]
     show(rows[0], cells, f"over plain steps; {sum(row['adaptive'] < BOUND for row in rows)} cells below {BOUND}")
     rows = [row | {"sampled": options.sample} for row in rows]
-    save_rows(options.json, rows, ("draft", "workload", "batch", "sampled"), stamp(model.device))
+    save_rows(options.json, rows, ("model", "draft", "workload", "batch", "sampled"), stamp(model.device))
 
 
 if __name__ == "__main__":

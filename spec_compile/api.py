@@ -202,11 +202,8 @@ class Speculation(Accounts):
 
         def build() -> None:
             steps = self.engine.session(batch_size).steps
-            steps.build_prefill()
-            for nodes in self.engine.runtime.sizes:
-                for kind in kinds:
-                    steps.get(kind, nodes)
-            steps.build_proposal()
+            rounds = [(kind, nodes) for nodes in self.engine.runtime.sizes for kind in kinds]
+            steps.make([*steps.prompt_steps(), *rounds, *steps.proposal_steps()])
 
         with self.engine.turns, torch.inference_mode(False), torch.no_grad(), self.engine.reporting(progress):
             build_compiled(self.engine.runtime, build)

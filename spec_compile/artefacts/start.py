@@ -123,6 +123,17 @@ class StartArtefact:
         """The store of this start's compiled parts; None if there is no artefact."""
         return None if self.key is None else StoredParts(self.stores, self.key)
 
+    def recall(self, name: str) -> bytes | None:
+        """What `keep` has stored under a name; None if there is nothing."""
+        parts = self.parts()
+        return None if parts is None else parts.read(name)
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Store data besides a start under a name, as far as possible."""
+        if (parts := self.parts()) is not None:
+            parts.write(name, data)
+            self.introduce(self.cache)
+
     def save(self, start: Start, folder: Path | str) -> None:
         """Copy findings, and all else that the cache has of this start, to a folder.
 

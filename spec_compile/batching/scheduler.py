@@ -92,14 +92,11 @@ class Scheduler:
     def _build(self) -> None:
         for width in self.prompts.lanes.widths:
             steps = self.prompts.lanes.session(width).steps
-            steps.build_prefill()
-            steps.build_proposal()
+            steps.make([*steps.prompt_steps(), *steps.proposal_steps()])
         for width in self.decoder.lanes.widths:
             steps = self.decoder.lanes.session(width).steps
-            for nodes in steps.policies[StepKind.ROUND].sizes:
-                steps.get(StepKind.ROUND, nodes)
-            if self.decoder.flights.tree_size:
-                steps.build_proposal()
+            rounds = [(StepKind.ROUND, nodes) for nodes in steps.policies[StepKind.ROUND].sizes]
+            steps.make([*rounds, *(steps.proposal_steps() if self.decoder.flights.tree_size else [])])
 
     def clear(self, error: BaseException) -> None:
         """End all requests by an error, and every round."""

@@ -6,6 +6,7 @@ after the committed slots, from the root's on, and is overwritten by the next co
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from .. import passes
 from ..artefacts.compiler import PartCompiler
+from ..artefacts.draft_graph import draft_graph
 from ..cache import Cache
 from ..capture.trace import capture_head
 from ..drafting import Algorithm, Drafter, DraftPlan
@@ -24,13 +26,11 @@ from ..runtime.state import State
 from ..runtime.steps.regions import compile_regions
 from ..tree import MAX_NODES, Accepted
 from .checkpoints.load import load_head
-from .hidden_states import tapped_states
 from .modules.dflash import ContextProjection, DFlashDraft
 from .options import ModuleOptions
-from .self_check import LOOKED_AT, mean_accepted, own_text
 from .shared_draft import choose_ranks
 from .trees.linked import LinkedBlockProposer
-from .trees.propose import BlockProposer, likeliest
+from .trees.propose import BlockProposer
 from .window import WindowOptions
 
 
@@ -98,12 +98,12 @@ class DFlash(Algorithm):
             return restrict_to_causal(graph, draft.causal)
 
         pipeline = [*passes.PIPELINE, causal_layers]
-        captured = capture_head(draft)
+        captured = draft_graph(draft, options, partial(capture_head, draft))
         ranks, self.sharing = choose_ranks(options.draft_tensor_parallel_size, options.ranks, captured)
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"), ranks=ranks)
         self.graph = passes.run(captured, settings, pipeline)
         parts = captured.layers[0].kv_heads // self.graph.layers[0].kv_heads
-        self.context, self.checked = ContextProjection(draft, parts, ranks.rank * parts // ranks.size), []
+        self.context = ContextProjection(draft, parts, ranks.rank * parts // ranks.size)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return DFlashDrafter(self, batch, slots)
@@ -113,7 +113,7 @@ class DFlash(Algorithm):
 
     def explain(self) -> list[str]:
         window = "" if self.window is None else self.window.describe()
-        return [*self.draft.report, *self.checked, *(line for line in (self.sharing, window) if line)]
+        return [*self.draft.report, *(line for line in (self.sharing, window) if line)]
 
 
 def restrict_to_causal(graph: ModelGraph, causal: tuple[bool, ...]) -> str:
@@ -175,31 +175,8 @@ class DFlashDrafter(Drafter):
         self.proposer.propose(state, logits, self.draft.first, self.draft.draft_to_target)
 
 
-@torch.no_grad()
-def accepted_of(text: Tensor, model: PreTrainedModel, algorithm: DFlash) -> tuple[float, int]:
-    """How many drafts of a block are the next tokens of text [B, T], on average, and of how many."""
-    draft = algorithm.draft
-    features, _ = tapped_states(model, draft.taps, text)
-    batch, length = text.shape
-    drafter, max_kv_len = algorithm.drafter(batch, length + algorithm.block_size), length + algorithm.block_size
-    drafter.write(features, torch.zeros_like(text[:, 0]))
-    looked_at = min(algorithm.block_size - draft.first, LOOKED_AT)
-
-    def draft_after(p: int) -> Tensor:
-        root = text[:, p]
-        logits, *normed = drafter.output(root, torch.full_like(root, p), max_kv_len)
-        if normed:
-            return drafter.proposer.chain(root, logits, *normed, looked_at)[0]
-        return likeliest(logits, draft.draft_to_target)[1][:, draft.first :][:, :looked_at]
-
-    return mean_accepted(text, looked_at, draft_after), looked_at
-
-
 def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:
     """The algorithm with the draft that `options` names."""
     algorithm = DFlash(load_head(options.draft, model, "dflash", rope_theta=options.rope_theta), options)
     options.check_window(algorithm.graph, model)
-    if options.check:
-        accepted, of = accepted_of(own_text(model, options), model, algorithm)
-        algorithm.checked = [f"self-check: {accepted:.1f} of {of} drafts are the target's own next tokens, on average"]
     return algorithm

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .. import passes
 from ..artefacts.compiler import PartCompiler
+from ..artefacts.draft_graph import draft_graph
 from ..cache import Cache
 from ..capture.admit import admit
 from ..capture.checks import check_capture
@@ -142,11 +143,16 @@ def capture_draft(model: PreTrainedModel, draft: PreTrainedModel, options: Draft
 
     Raises ValueError, TypeError or UnsupportedModelError, beginning with "draft:", if it cannot draft.
     """
-    try:
-        admit(draft)
+
+    def trace() -> ModelGraph:
         graph = capture(draft, not is_known(draft))  # a draft of other code has nothing to fall back on
         if options.check:
             check_capture(draft, graph)
+        return graph
+
+    try:
+        admit(draft)
+        graph = draft_graph(draft, options, trace)
     except (TypeError, ValueError) as error:
         raise type(error)(f"draft: {error}") from error
     if graph.recurrences:

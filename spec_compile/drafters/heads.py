@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import passes
+from ..artefacts.draft_graph import draft_graph
 from ..cache import Cache
 from ..capture.trace import capture_head
 from ..drafting import Algorithm, Drafter, DraftPlan
@@ -23,7 +24,7 @@ from .checkpoints.load import load_head
 from .hidden_states import keep_row
 from .modules.head import Head
 from .options import DraftOptions
-from .self_check import calibrate, own_text
+from .self_check import best_reading
 from .shared_draft import DraftHead, choose_ranks
 from .trees.propose import propose_grown
 from .trees.schedule import Schedule
@@ -71,7 +72,8 @@ class HeadAlgorithm(Algorithm):
         if isinstance(self.schedule, StaticTree):
             self.schedule.to(head.head_weight.device)
         self.draft_module = options.draft if isinstance(options.draft, nn.Module) else head
-        captured, size = capture_head(head, head.hidden_size), options.draft_tensor_parallel_size
+        captured = draft_graph(head, options, partial(capture_head, head, head.hidden_size))
+        size = options.draft_tensor_parallel_size
         ranks, self.sharing = choose_ranks(size, options.ranks, captured, head.head_weight.nbytes)
         settings = passes.Settings(options.merge_linears, attention=options.attention("draft"), ranks=ranks)
         self.graph, self.logits = passes.run(captured, settings), DraftHead(head.head_weight, ranks)
@@ -157,9 +159,7 @@ class HeadDrafter(Drafter):
 def build(algorithm: str | None, model: PreTrainedModel, options: HeadOptions) -> HeadAlgorithm:
     """The algorithm with the head that `options` names. algorithm: which the head must be for (None: any)."""
     head = load_head(options.draft, model, algorithm, options.token_map, rope_theta=options.rope_theta)
-    if options.check:
-        head = calibrate(model, head.readings(), own_text(model, options))
-    heads = HeadAlgorithm(head, options)
+    heads = HeadAlgorithm(best_reading(model, head, options), options)
     options.check_window(heads.graph, model)
     heads.window = options.window
     return heads

@@ -5,6 +5,7 @@ learned state, in the slots that the next accepted tokens are written to.
 """
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from transformers import PreTrainedModel
@@ -67,9 +68,10 @@ class ParallelHeadDrafter(HeadDrafter):
 def build(model: PreTrainedModel, options: ParallelHeadOptions) -> ParallelHeads:
     """The algorithm with the head that `options` names, in the reading that has most first drafts accepted."""
     head = load_head(options.draft, model, "p_eagle", rope_theta=options.rope_theta)
-    if options.check:
+    readings = head.readings() if options.check else []
+    if len(readings) > 1:
         ids = own_text(model, options)
-        readings = [(first_position_acceptance(model, reading, ids), reading) for reading in head.readings()]
-        share, head = max(readings, key=lambda scored: scored[0])
+        scored = [(first_position_acceptance(model, reading, ids), reading) for reading in readings]
+        share, head = max(scored, key=itemgetter(0))
         head.report.append(f"self-check: {share:.0%} of first drafts are the target's own tokens")
     return ParallelHeads(head, options)

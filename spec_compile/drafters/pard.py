@@ -13,8 +13,6 @@ from ..graph import ModelGraph
 from ..runtime.state import State
 from .draft_model import DraftModel, ModelDrafter, capture_draft, open_draft, vocabulary
 from .options import ParallelOptions
-from .self_check import LOOKED_AT, mean_accepted, own_text
-from .trees.propose import likeliest
 
 MASKS = ("pard_token", "ptd_token_id")
 """Names of the mask's id in published configs, as vLLM looks for them."""
@@ -29,7 +27,6 @@ class Pard(DraftModel):
         """graph: of `draft`. vocab_size: of the target. mask: the id of the masks."""
         super().__init__(draft, graph, options, vocab_size)
         self.mask, self.proposer, self.refill = mask, options.proposer(draft.device), options.path - 1
-        self.checked: list[str] = []
         fed = self.refill + options.num_steps
         self.plan = DraftPlan(options.nodes, lookahead_slots=fed, draws=options.draws)
 
@@ -38,7 +35,7 @@ class Pard(DraftModel):
 
     def explain(self) -> list[str]:
         line = f"PARD: {self.schedule.num_steps} tokens are drafted in one forward, masked by token {self.mask}"
-        return [line, *self.checked, *super().explain()]
+        return [line, *super().explain()]
 
 
 class PardDrafter(ModelDrafter):
@@ -66,23 +63,6 @@ class PardDrafter(ModelDrafter):
         return self._run(ids, slots, begin, chain, max_kv_len, rows)
 
 
-@torch.no_grad()
-def accepted_of(text: Tensor, algorithm: Pard) -> tuple[float, int]:
-    """How many drafts are the next tokens of text [B, T], on average, and of how many."""
-    batch, length = text.shape
-    slots = length + algorithm.plan.lookahead_slots
-    drafter = PardDrafter(algorithm, batch, slots)
-    ids, none = text.clamp(max=algorithm.graph.vocab_size - 1), torch.zeros_like(text[:, 0])
-    positions = torch.arange(length, device=text.device).expand(batch, -1)
-    drafter.filling(ids, drafter._inside(positions), none, None, drafter.cache.tensors, length)
-    looked_at = min(algorithm.schedule.num_steps, LOOKED_AT)
-
-    def draft_after(p: int) -> Tensor:
-        return likeliest(drafter.output(text, none + p, slots), None)[1][:, :looked_at]
-
-    return mean_accepted(text, looked_at, draft_after), looked_at
-
-
 def read_mask(draft: PreTrainedModel) -> int:
     """The id of the mask; ValueError if the config of `draft` has none, or one that it has no embedding for."""
     config, rows = draft.config, draft.get_input_embeddings().weight.shape[0]
@@ -99,8 +79,4 @@ def build(model: PreTrainedModel, options: ParallelOptions) -> Pard:
     """The algorithm for `options.draft`: a model, a path or a name on the hub."""
     draft = open_draft(model, options)
     mask = read_mask(draft)
-    algorithm = Pard(draft, capture_draft(model, draft, options), options, vocabulary(model), mask)
-    if options.check:
-        accepted, of = accepted_of(own_text(model, options), algorithm)
-        algorithm.checked = [f"self-check: {accepted:.1f} of {of} drafts are the target's own next tokens, on average"]
-    return algorithm
+    return Pard(draft, capture_draft(model, draft, options), options, vocabulary(model), mask)

@@ -1,11 +1,10 @@
-"""Does a head fit its target? Its acceptance on the target's own text, and the choice between readings of its flags.
+"""The choice between readings of a head's flags, by its acceptance on the target's own text.
 
 A head that is read wrongly never breaks the answer, it only drafts tokens that are rejected. So if a checkpoint can be
 read in several ways, each is tried on a short text that the target writes itself.
 """
 
 import json
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,12 +24,10 @@ TOKENS = 64
 STARTS = 4
 """Texts, each begun by another token."""
 STRIDE = 4
-"""Second drafts and blocks of drafts are looked at after every STRIDE-th token."""
+"""Second drafts are looked at after every STRIDE-th token."""
 SAME = 0.9
 """Least share of tokens that the target chooses again. In 16 bits equal scores are decided one way or the other."""
 KEPT = "own_text"
-LOOKED_AT = 8
-"""Drafts of a block that are looked at, at most."""
 
 
 @torch.no_grad()
@@ -39,6 +36,12 @@ def first_position_acceptance(model: PreTrainedModel, head: Head, ids: Tensor) -
     features, choices = tapped_states(model, head.taps, ids)
     _, _, normed = _first(head, features, ids)
     return _share(head, normed, choices[:, 1:])
+
+
+def best_reading(model: PreTrainedModel, head: Head, options: Options) -> Head:
+    """The head, read as `calibrate` prefers if its checkpoint leaves several readings open and checks are asked for."""
+    readings = head.readings() if options.check else []
+    return calibrate(model, readings, own_text(model, options)) if len(readings) > 1 else head
 
 
 @torch.no_grad()
@@ -51,9 +54,8 @@ def calibrate(model: PreTrainedModel, readings: list[Head], ids: Tensor) -> Head
     best = max(range(len(readings)), key=lambda i: sum(acceptances[i]))
     head, shares = readings[best], [f"{first:.0%} and {second:.0%}" for first, second in acceptances]
     head.report.append(f"self-check: {shares[best]} of first and second drafts are the target's own tokens")
-    if len(readings) > 1:
-        others = "; ".join(share for i, share in enumerate(shares) if i != best)
-        head.report.append(f"the best of {len(readings)} readings; the others: {others}")
+    others = "; ".join(share for i, share in enumerate(shares) if i != best)
+    head.report.append(f"the best of {len(readings)} readings; the others: {others}")
     return head
 
 
@@ -88,19 +90,6 @@ def _share(head: Head, normed: Tensor, choices: Tensor) -> float:
     return float((drafts == choices).float().mean())
 
 
-def mean_accepted(text: Tensor, count: int, draft: Callable[[int], Tensor]) -> float:
-    """How many of `count` drafts in a row are the next tokens of text [B, T], on average.
-
-    draft(p): the drafts [B, count] after tokens 0 to p. p descends, because a block of drafts overwrites the cache
-    after its root.
-    """
-    accepted = []
-    for p in range(text.shape[1] - 1 - count, 1, -STRIDE):
-        right = draft(p) == text[:, p + 1 : p + 1 + count]
-        accepted.append(right.to(torch.int64).cumprod(dim=1).sum(dim=1))
-    return float(torch.cat(accepted).float().mean())
-
-
 def own_text(model: PreTrainedModel, options: Options) -> Tensor:
     """Greedy texts of the target [STARTS, TOKENS], each after its start token and one of the vocabulary.
 
@@ -108,13 +97,10 @@ def own_text(model: PreTrainedModel, options: Options) -> Tensor:
     weights wrote are not the target's choices, so they are written anew. `options` name the folder.
     """
     artefact = StartArtefact(model, None, options, KEPT, {})
-    kept = artefact.parts()
-    text = None if kept is None else _read(model, kept.read(KEPT))
+    text = _read(model, artefact.recall(KEPT))
     if text is None:
         text = _write(model)
-        if kept is not None:
-            kept.write(KEPT, json.dumps(text.tolist()).encode())
-            artefact.introduce(artefact.cache)
+        artefact.keep(KEPT, json.dumps(text.tolist()).encode())
     return text
 
 

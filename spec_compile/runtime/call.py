@@ -1,7 +1,7 @@
 """`Call`: one generate() on a session, round by round."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +86,8 @@ class Call:
         begins = self._take_past()
         session.texts = [list(prompt) for prompt in request.prompts]
         drafter.start(state, request.prompts, request.references, request.share_text)
-        self._build_rounds()
+        missing = max(len(prompt) - 1 - begin for prompt, begin in zip(request.prompts, begins))
+        self._build_rounds(self._chunks(missing))
         if request.features is not None and self.runtime.algorithm.remembers:
             sizes = [*self._chunks(max(begins))]
             prefill_draft(session, request.features, request.past.padding, begins, sizes)
@@ -156,16 +157,23 @@ class Call:
                 self.rows[number].is_over = True
                 self.session.state.finished[number : number + 1].fill_(True)
 
-    def _build_rounds(self) -> None:
-        """Make the first proposal, and the rounds of an algorithm of one size, whose trial runs would later overwrite
-        drafts in the drafter's cache."""
+    def _build_rounds(self, prompt_sizes: Iterable[int]) -> None:
+        """Make the steps of prompts of these sizes, the first proposal, and the rounds of an algorithm of one size.
+
+        Their trial runs would later overwrite drafts in the drafter's cache.
+        """
+        request, steps, sizes = self.request, self.session.steps, tuple[int, ...]()
         if self.runtime.algorithm.plan.sizes == "fixed":
-            on_host, policy = self.request.host_acceptor is not None, self.session.steps.policies[self._kind]
-            sizes = {1, policy.sizes[-1]} if policy.adaptive else policy.sizes[-1:]
-            for nodes in sizes if self.request.most_nodes > 1 else (1,):
-                self.session.steps.build(nodes, self.request.draw_in_round, on_host)
-        if self.request.first_logits is None:
-            self.session.steps.build_proposal()
+            policy = steps.policies[self._kind]
+            sizes = tuple({1, policy.sizes[-1]}) if policy.adaptive else policy.sizes[-1:]
+            sizes = sizes if request.most_nodes > 1 else (1,)
+        kinds = (StepKind.ROUND,) if request.draw_in_round is None else ()
+        kinds = kinds if request.host_acceptor is None else (StepKind.LOOK, StepKind.FINISH)
+        proposal = steps.proposal_steps() if request.first_logits is None else []
+        prompts = steps.prompt_steps(chosen) if (chosen := [*prompt_sizes]) else []
+        steps.make([*((kind, nodes) for nodes in sizes for kind in kinds), *proposal, *prompts])
+        for nodes in () if kinds else sizes:
+            steps.round(nodes, request.draw_in_round)
 
     def _grow(self, used: int) -> None:
         """Make room for the longest row; the first `used` slots of the caches are in use."""
@@ -175,7 +183,7 @@ class Call:
             "speculate(model, max_cache_len=%d) it has the room from the start", session.capacity, tokens, tokens,
         )  # fmt: skip
         with session.growing(tokens, used):
-            self._build_rounds()
+            self._build_rounds(())
 
     def _take_past(self) -> list[int]:
         """Take over existing keys, values and states. Returns the tokens of each row that need no prefill."""

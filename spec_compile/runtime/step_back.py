@@ -22,6 +22,8 @@ WINDOW = 64
 FALL = 0.25
 """Share of the best such level below which a warning is given, if that was ENOUGH accepted drafts."""
 ENOUGH = 0.5
+NEVER = 32
+"""Rounds that drafted after which a warning is given if no draft was ever accepted."""
 
 
 @dataclass
@@ -52,10 +54,15 @@ class DraftRecord:
         self.gain[nodes] += max(LEARN, 1 / rounds) * (gained - before)
 
     def watch(self, gained: float) -> None:
-        """Take in the accepted drafts of a round. Warns once if they have become far fewer."""
+        """Take in the accepted drafts of a round. Warns once if there are none, or far fewer than before."""
         self.drafted += 1
         self.level += (gained - self.level) / min(self.drafted, WINDOW)
         self.best = max(self.best, self.level) if self.drafted >= WINDOW else 0.0
+        if self.drafted == NEVER and not self.level:
+            log.warning(
+                "no draft was accepted in the first %d rounds that drafted: the draft may belong to another model or "
+                "another fine-tune, or prompts may lack the chat template; answers stay right", NEVER,
+            )  # fmt: skip
         if not self.has_warned and self.best >= ENOUGH and self.level < FALL * self.best:
             self.has_warned = True
             log.warning(

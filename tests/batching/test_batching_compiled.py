@@ -34,7 +34,8 @@ def test_rows_of_any_number_share_what_is_compiled(monkeypatch):
         for width in lanes.widths:
             before = counts["traced"]
             session = lanes.session(width)
-            session.steps.build_prefill() if lanes is scheduler.prompts.lanes else session.steps.get(StepKind.ROUND, 4)
+            steps = session.steps
+            steps.make(steps.prompt_steps() if lanes is scheduler.prompts.lanes else [(StepKind.ROUND, 4)])
             graphs[width] = counts["traced"] - before
         assert [width for width, count in graphs.items() if count] == lanes.widths[:2], graphs
     scheduler.clear(RuntimeError())

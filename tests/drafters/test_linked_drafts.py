@@ -329,8 +329,6 @@ def test_drafts_that_fit_are_accepted():
         ids = rounds.prompts(batch)
         assert torch.equal(rounds.generated(fast, ids), rounds.generated(model, ids))
         assert fast.speculation.stats.accept_length > 1.5
-    told = fast.speculation.explain()
-    assert float(re.search(r"self-check: ([\d.]+) of 5 drafts", told)[1]) > 0.5
 
 
 def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap():

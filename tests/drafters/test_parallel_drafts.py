@@ -19,8 +19,6 @@ from torch import nn
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.options import ParallelOptions
 from spec_compile.drafters.p_eagle import ParallelHeadOptions, ParallelHeads
-from spec_compile.drafters.pard import accepted_of
-from spec_compile.drafters.self_check import STRIDE
 
 PARDS_MASK = 95
 SCHEDULES = {
@@ -271,22 +269,6 @@ def test_pard_is_read_from_a_folder(tmp_path):
     system = models.speculate_captured(target(), "pard", draft=str(tmp_path), compile=False, max_cache_len=64)
     told = system.speculation.explain()
     assert "7 tokens are drafted in one forward, masked by token 95" in told
-    assert "self-check: 1." in told and "of 7 drafts are the target's own next tokens, on average" in told
-
-
-def test_the_self_check_of_pard_counts_what_would_be_accepted():
-    """Against the draft model without a cache, and with another mask."""
-    text = rounds.generated(target(), rounds.prompts(4, 3), 21)
-    algorithm, right = fast("chain").speculation.engine.runtime.algorithm, []
-    steps = algorithm.schedule.num_steps
-    for p in range(text.shape[1] - 1 - steps, 1, -STRIDE):
-        masks = torch.full((4, steps - 1), PARDS_MASK)
-        with torch.no_grad():
-            drafts = pard()(torch.cat([text[:, : p + 1], masks], dim=1)).logits[:, -steps:].argmax(-1)
-        right.append((drafts == text[:, p + 1 : p + 1 + steps]).long().cumprod(dim=1).sum(dim=1))
-    mean = float(torch.cat(right).float().mean())
-    assert accepted_of(text, algorithm) == (pytest.approx(mean), steps)
-    assert mean > 0.8
 
 
 def test_options_are_checked():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from spec_compile.runtime.step_back import ALLOWED, SHARE, StepBack
+from spec_compile.runtime.step_back import ALLOWED, NEVER, SHARE, StepBack
 
 NODES = 16
 
@@ -53,7 +53,7 @@ def test_a_text_that_alternates_is_faster_than_either():
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "warnings"), [(0.8, 0.0, 1), (0.8, 0.02, 1), (0.8, 0.65, 0), (0.1, 0.0, 0)]
+    ("before", "after", "warnings"), [(0.8, 0.0, 1), (0.8, 0.02, 1), (0.8, 0.65, 0), (0.2, 0.0, 0)]
 )
 def test_a_lasting_fall_of_acceptance_is_told_once(caplog, before, after, warnings):
     for adaptive in (True, False):
@@ -64,6 +64,14 @@ def test_a_lasting_fall_of_acceptance_is_told_once(caplog, before, after, warnin
             decode(policy, 1.2, after, 4000, seed)
         assert len(caplog.records) == warnings and ("where" in caplog.text) == bool(warnings)
         caplog.clear()
+
+
+def test_drafts_that_are_never_accepted_are_told_once(caplog):
+    policy = StepBack([NODES])
+    for tokens in range(1, 2000):
+        decode(policy, 1.2, 0.0, 1)
+        assert bool(caplog.records) == (policy.record.drafted >= NEVER), tokens
+    assert len(caplog.records) == 1 and f"first {NEVER} rounds" in caplog.text
 
 
 @pytest.mark.parametrize("ratio", [2.0, 3.0])

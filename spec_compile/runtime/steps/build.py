@@ -1,7 +1,7 @@
 """`Steps`: the steps of a session as functions, made, tried, measured and captured on first use."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial
@@ -115,19 +115,30 @@ class Steps:
 
         nodes: of a round; of a PREFILL its one size, or 0 for any size.
         """
-        if self.runtime.tiers is not None and self.runtime.tiers.only_asks:
+        if self._only_asks:
             return self._function(kind, nodes)
         if (kind, nodes) not in self.made:
-            self.made[kind, nodes] = self._make(kind, nodes)
+            self.make([(kind, nodes)])
         return self.made[kind, nodes]
+
+    def make(self, steps: Iterable[tuple[StepKind, int]]) -> None:
+        """Make several steps, as `get` takes them, unless they are made. Their kernels compile side by side."""
+        new = [step for step in dict.fromkeys(steps) if step not in self.made]
+        if not self._only_asks:
+            self._compile_kernels(new)
+        for step in new:
+            if self._only_asks:
+                self._function(*step)
+            else:
+                self.made[step] = self._make(*step)
 
     def prefill(self, size: int, max_kv_len: int) -> None:
         """Process the next `size` tokens of every row's prompt."""
         self.get(StepKind.PREFILL, self._prefill_key(size))(size, max_kv_len)
 
-    def build_prefill(self) -> None:
-        for size in self.prefill_sizes:
-            self.get(StepKind.PREFILL, self._prefill_key(size))
+    def prompt_steps(self, sizes: Iterable[int] = ()) -> list[tuple[StepKind, int]]:
+        """The steps that process so many tokens of prompts; without sizes, all of them."""
+        return [(StepKind.PREFILL, self._prefill_key(size)) for size in sizes or self.prefill_sizes]
 
     def propose(self, max_kv_len: int) -> None:
         """Propose the first trees of a call; the rounds propose all others."""
@@ -137,12 +148,11 @@ class Steps:
         """Let the drafter process the tokens that it is late by."""
         self.get(StepKind.CATCH_UP)(max_kv_len)
 
-    def build_proposal(self) -> None:
-        """Make the steps that a proposal needs, before a round is under way."""
-        if self.captures:
-            self.get(StepKind.PROPOSE)
-        if self.captures and self.runtime.algorithm.plan.is_whole and self.policies[StepKind.ROUND].adaptive:
-            self.get(StepKind.CATCH_UP)
+    def proposal_steps(self) -> list[tuple[StepKind, int]]:
+        """The steps that a proposal needs, to be made before a round is under way."""
+        catches_up = self.runtime.algorithm.plan.is_whole and self.policies[StepKind.ROUND].adaptive
+        kinds = (StepKind.PROPOSE, StepKind.CATCH_UP) if catches_up else (StepKind.PROPOSE,)
+        return [(kind, 0) for kind in kinds] if self.captures else []
 
     def _propose(self, max_kv_len: int) -> None:
         self.state.root()
@@ -153,23 +163,13 @@ class Steps:
         backend = BACKENDS.get(self.runtime.prefill.backend)  # None: no layer attends
         return size if captured and (backend is None or backend.prompts_captured) else 0
 
-    def build(self, nodes: int, sampler: DrawInRound | None, on_host: bool) -> None:
-        """Make the steps of rounds over `nodes` nodes.
-
-        sampler: draws their tokens; None takes the likeliest. on_host: the host accepts their tokens.
-        """
-        if not on_host:
-            self._round(nodes, sampler)
-        else:
-            for half in (StepKind.LOOK, StepKind.FINISH):
-                self.get(half, nodes)
-
-    def _round(self, nodes: int, sampler: DrawInRound | None) -> Callable:
+    def round(self, nodes: int, sampler: DrawInRound | None) -> Callable:
+        """The round over `nodes` nodes, made on first use. sampler: draws its tokens; None takes the likeliest."""
         return self.get(StepKind.ROUND, nodes) if sampler is None else self._sampled(sampler, nodes)
 
     def launch(self, sampler: DrawInRound | None, nodes: int, max_kv_len: int) -> Callable[[], list[list[int]]]:
         """Begin a round, greedy or drawing, without waiting for a GPU. The result waits and returns the outcome."""
-        outcome = self._round(nodes, sampler)(max_kv_len)
+        outcome = self.round(nodes, sampler)(max_kv_len)
         return outcome.tolist if self.ring is None else self.ring.expect(outcome.shape)
 
     def launch_on_host(
@@ -193,10 +193,29 @@ class Steps:
         with states:
             return finish(*parts, features, max_kv_len).tolist
 
+    @property
+    def _only_asks(self) -> bool:
+        """True if calls ask for parts, and run nothing."""
+        return self.runtime.tiers is not None and self.runtime.tiers.only_asks
+
+    def _is_captured(self, kind: StepKind, nodes: int) -> bool:
+        sizes = {StepKind.PREFILL: nodes, StepKind.CATCH_UP: self._prefill_key(MOST_LATE)}
+        return self.captures and sizes.get(kind, 1) > 0
+
+    def _compile_kernels(self, steps: list[tuple[StepKind, int]]) -> None:
+        """Compile the kernels of steps that will be captured."""
+        captured = [step for step in steps if self._is_captured(*step)]
+        if not captured:
+            return
+        begin = time.perf_counter()
+        self.runtime.say(f"compiling kernels of {', '.join(kind.value for kind, _ in captured)}")
+        with torch.no_grad(), self.runtime.ranks_apart(), self._untouched():
+            compile_together(*(partial(self._function(*step), *self._arguments(*step)) for step in captured))
+        self.runtime.stats.seconds["compile"] += time.perf_counter() - begin
+
     def _make(self, kind: StepKind, nodes: int) -> Callable:
         """Make, try, capture and measure a step, without a trace."""
-        is_captured = {StepKind.PREFILL: nodes, StepKind.CATCH_UP: self._prefill_key(MOST_LATE)}
-        runtime, captures = self.runtime, self.captures and is_captured.get(kind, 1) > 0
+        runtime, captures = self.runtime, self._is_captured(kind, nodes)
         if not captures and (runtime.tiers is not None or not runtime.options.compile):
             return self._function(kind, nodes)
         name = f"{kind.value}_b{self.state.batch}" + (f"_n{nodes}" if nodes else "")
@@ -204,8 +223,6 @@ class Steps:
         begin = time.perf_counter()
         with torch.no_grad(), runtime.ranks_apart(), self._untouched():
             step, arguments = self._function(kind, nodes), self._arguments(kind, nodes)
-            if captures:
-                compile_together(partial(step, *arguments))
             step(*arguments)
             if captures:
                 step = self._capture(step, arguments)
