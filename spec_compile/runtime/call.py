@@ -16,6 +16,7 @@ from .prefill_chunks import FIXED, chunks
 from .request import Request
 from .runtime import Runtime
 from .session import Session
+from .step_back import StepBack
 from .steps.build import StepKind
 
 log = logging.getLogger("spec_compile")
@@ -92,7 +93,8 @@ class Call:
             sizes = [*self._chunks(max(begins))]
             prefill_draft(session, request.features, request.past.padding, begins, sizes)
         self._prefill(begins)
-        if request.first_logits is None:
+        self._flights.has_trees = request.first_logits is None and not self._begins_plain
+        if self._flights.has_trees:
             session.steps.propose(session.max_kv_len(max(map(len, request.prompts))))
         else:
             state.root()
@@ -156,6 +158,12 @@ class Call:
             if not self.rows[number].is_over:
                 self.rows[number].is_over = True
                 self.session.state.finished[number : number + 1].fill_(True)
+
+    @property
+    def _begins_plain(self) -> bool:
+        """True if the first round will verify no drafts, so that none have to be made for it."""
+        policy = self.session.steps.policies[self._kind]
+        return isinstance(policy, StepBack) and min(policy.choose_ahead(), self.request.most_nodes) == 1
 
     def _build_rounds(self, prompt_sizes: Iterable[int]) -> None:
         """Make the steps of prompts of these sizes, the first proposal, and the rounds of an algorithm of one size.

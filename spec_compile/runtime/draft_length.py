@@ -4,6 +4,7 @@ from bisect import bisect_left
 from itertools import accumulate
 
 from .hindsight import Hindsight
+from .step_back import moved
 
 LEARN = 0.15
 """Weight of the newest round in the running means."""
@@ -40,6 +41,8 @@ class SizePolicy:
     ):
         self.sizes, self.adaptive, self.hindsight, self.batch = sizes, adaptive, hindsight, batch
         self.cost: dict[int, float] = {}
+        self.host = 0.0
+        """See `StepBack.host`."""
         self.gain: dict[int, list[float]] = {}
         self._seen: dict[int, int] = {}
         """Trees of each bucket that hindsight has reported."""
@@ -62,7 +65,7 @@ class SizePolicy:
             return fitting[-1]
         gains = [self._expected(hint) for hint, count in zip(hints, counts) if count > 1]
         # Fewer nodes never cost more. A measurement on a busy machine is too long, never too short.
-        costs = [*accumulate((self.cost[n] for n in reversed(fitting)), min)][::-1]
+        costs = [*accumulate((max(self.cost[n], self.host) for n in reversed(fitting)), min)][::-1]
         rates = [(len(counts) + sum(gain[index] for gain in gains)) / cost for index, cost in enumerate(costs)]
         return fitting[rates.index(max(rates))]
 
@@ -72,7 +75,11 @@ class SizePolicy:
         if not self.adaptive or not self.cost:
             return self.sizes[-1]
         gain = self._gains(ANY)
-        return max(self.sizes, key=lambda n: (1 + gain[self.sizes.index(n)]) / self._cost(n))
+        return max(self.sizes, key=lambda n: (1 + gain[self.sizes.index(n)]) / max(self._cost(n), self.host))
+
+    def learn_host(self, seconds: float) -> None:
+        """See `StepBack.learn_host`."""
+        self.host = moved(self.host, seconds)
 
     def learn(
         self, nodes: int, counts: list[int], hints: list[int], paths: list[list[int]], seconds: float | None

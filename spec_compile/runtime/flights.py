@@ -77,6 +77,8 @@ class Flights:
         self.late = 0
         """Most tokens that the drafter is late by when that round has ended."""
         self._flying: deque[Flight] = deque()
+        self._collected: float | None = None
+        """The time of the last `collect`, if another round was under way then."""
         self._digest = 0
         """A hash of all outcomes so far, which is equal on all ranks."""
 
@@ -103,15 +105,18 @@ class Flights:
         begin: launches a round of (nodes, max_kv_len); its result waits for the outcomes.
         nodes: None leaves the number to the policy.
         """
-        now = self._now()
         choose = (lambda: [nodes]) if nodes else lambda: [self._choose_nodes(session.steps.policies[kind], riders)]
         (nodes,) = self.runtime.options.ranks.lead(choose, check=self._digest)
         max_kv_len = session.max_kv_len(longest + nodes)
+        now = self._now()
         if self.late and (nodes > 1 or self.late == MOST_LATE):
             session.steps.catch_up(session.max_kv_len(longest + MOST_LATE))
             self.late = 0
         if nodes > 1 and not self.has_trees:
             session.steps.propose(max_kv_len)
+            if not self.runtime.on_gpu:
+                session.steps.policies[kind].learn_switch(self._now() - now)
+                now = self._now()
         self.has_trees = nodes > 1 or self.tree_size is None
         self.late += not self.has_trees
         read = begin(nodes, max_kv_len)
@@ -119,9 +124,13 @@ class Flights:
 
     def collect(self) -> tuple[Flight, list[tuple[Rider, Outcome]]]:
         """Wait for the oldest round. Returns it with the outcomes of the riders that go on."""
-        flight = self._flying.popleft()
+        flight, now = self._flying.popleft(), self._now()
+        if self._collected is not None:
+            flight.session.steps.policies[flight.kind].learn_host(now - self._collected)
         rows = flight.read()
-        flight.seconds = self._now() - flight.seconds
+        now = self._now()
+        flight.seconds = now - flight.seconds
+        self._collected = now if self._flying else None
         return flight, [(rider, unpack(rows[row])) for row, rider in flight.riders if not rider.is_over]
 
     def learn(self, flight: Flight, outcomes: list[tuple[Rider, Outcome]]) -> None:

@@ -11,7 +11,7 @@ LEARN = 0.15
 """Least weight of the newest round in the mean gains."""
 FADE = 0.9
 """Share of the evidence that is left after a round without drafts."""
-ALLOWED = 2.0
+ALLOWED = 4.0
 """Plain rounds that drafts may lose before anything is known of them."""
 EARNED = 8.0
 """Most plain rounds that drafts may lose of those that they have saved before."""
@@ -72,15 +72,21 @@ class DraftRecord:
             )  # fmt: skip
 
 
+def moved(known: float | None, seconds: float) -> float:
+    """A duration after one more measurement, of which the longest may be other work; `seconds` if none is known."""
+    return known + LEARN * (min(seconds, 2 * known) - known) if known else seconds
+
+
 class StepBack:
     """Chooses the nodes of a round, of trees that all have as many. The best size has the most tokens a second.
 
     Nodes of a tree come in order of preference and parents first, so that a round over all of them tells the gain of
     each smaller size. A size that costs c plain rounds and gains g drafts loses c - 1 - g plain rounds. Drafts are made
     while the best size loses nothing on average, and otherwise as long as the loss if nothing is accepted, c - 1, is
-    within the slack. It grows by what drafts save, and by SHARE in each plain round. So drafts that are never accepted
-    take ALLOWED plain rounds at first and SHARE of the time from then on: with c = 2 they are tried twice, and then in
-    every 50th round. Where fewer nodes are best, whole trees are verified for SHARE of the time.
+    within the slack. The first round after a plain one also loses the `switch`. The slack grows by what drafts save,
+    and by SHARE in each plain round. So drafts that are never accepted take ALLOWED plain rounds at first and SHARE of
+    the time from then on: with c = 2 they are tried four times, and then in every 50th round. Where fewer nodes are
+    best, whole trees are verified for SHARE of the time.
 
     sizes: numbers of nodes, ascending, from the root only to a whole tree.
     adaptive: False: every round verifies whole trees.
@@ -93,7 +99,12 @@ class StepBack:
         self.adaptive = adaptive and len(self.sizes) > 1
         self.cost: dict[int, float] = {}
         """Seconds of a round, by size."""
+        self.host = 0.0
+        """Seconds that the host takes for a round while another runs; a shorter round waits for it."""
+        self.switch = 0.0
+        """Seconds of the steps between a plain round and one that drafts: catching up, and a proposal."""
         self.record = DraftRecord()
+        self._was_plain = False
 
     def share(self, other: "StepBack") -> None:
         """Share the record with `other` from now on; costs stay separate."""
@@ -105,9 +116,15 @@ class StepBack:
         plain, whole = (self.cost.get(size) for size in (self.sizes[0], self.sizes[-1]))
         if not plain or not whole:
             return None
-        if nodes in self.cost:
-            return self.cost[nodes] / plain
-        return 1 + (whole / plain - 1) * (nodes - 1) / (self.sizes[-1] - 1)
+        seconds = self.cost.get(nodes)
+        if seconds is None:
+            seconds = plain + (whole - plain) * (nodes - 1) / (self.sizes[-1] - 1)
+        return max(seconds, self.host) / max(plain, self.host)
+
+    def _loss(self, nodes: int) -> float:
+        """Plain rounds that the next round over so many nodes loses if none is accepted."""
+        switch = self.switch / max(self.cost.get(1, 0.0), self.host, 1e-9) if self._was_plain else 0.0
+        return (self.ratio(nodes) or 1.0) - 1 + switch
 
     @property
     def best(self) -> int:
@@ -132,10 +149,9 @@ class StepBack:
         if loss is None:
             return 1
         drafts = self._best_drafts
-        ratio = self.ratio(drafts) or 1.0
         if self.best == 1:
-            return drafts if ratio - 1 <= record.slack else 1
-        return whole if loss - ratio <= record.looks else drafts
+            return drafts if self._loss(drafts) <= record.slack or not record.gain else 1
+        return whole if loss - (self.ratio(drafts) or 1.0) <= record.looks else drafts
 
     def describe(self) -> str:
         """A line for readers; "" until both sizes have run."""
@@ -146,16 +162,25 @@ class StepBack:
         choice = "every round drafts" if best > 1 else f"one round in {max(1, round((ratio - 1) / SHARE))} drafts"
         return f"{drafts} nodes take {ratio:.2f} plain rounds, {gain:.2f} drafts are accepted: {choice}"
 
+    def learn_host(self, seconds: float) -> None:
+        """The host took so long between two rounds, while another ran."""
+        self.host = moved(self.host, seconds)
+
+    def learn_switch(self, seconds: float) -> None:
+        """Catching up and a proposal took so long."""
+        self.switch = moved(self.switch, seconds)
+
     def learn(
         self, nodes: int, counts: list[int], hints: list[int], paths: list[list[int]], seconds: float | None
     ) -> None:
         """After a round over `nodes` nodes; see `SizePolicy.learn`."""
         if seconds is not None:
-            known = self.cost.setdefault(nodes, seconds)
-            self.cost[nodes] += LEARN * (min(seconds, 2 * known) - known)
+            self.cost[nodes] = moved(self.cost.get(nodes), seconds)
         record, ratio, tree_ratio = self.record, self.ratio(nodes) or 1.0, self.ratio(self.sizes[-1]) or 1.0
         if not paths:  # only of rows that take no drafts
             return
+        loss = self._loss(nodes)
+        self._was_plain = nodes == 1
         if nodes == 1:
             record.rounds = {size: FADE * rounds for size, rounds in record.rounds.items()}
             record.slack += SHARE
@@ -165,7 +190,7 @@ class StepBack:
                 if size <= nodes:
                     record.learn(size, paths)
             record.watch(gained)
-            record.slack += 1 + gained - ratio
+            record.slack += gained - loss
             is_look = nodes == self.sizes[-1] != self.best
             record.looks = 0.0 if is_look else min(record.looks + SHARE * ratio, tree_ratio)
-        record.slack = min(record.slack, max(EARNED, tree_ratio - 1))
+        record.slack = min(record.slack, max(EARNED, self._loss(self.sizes[-1])))

@@ -54,6 +54,8 @@ class StepKind(Enum):
     CATCH_UP = "catch up"
 
 
+SWITCH = (StepKind.PROPOSE, StepKind.CATCH_UP)
+"""The steps between a plain round and one that drafts."""
 Key = tuple[StepKind | tuple, int]
 """(kind of step, or `DrawInRound.key` for a round that draws; number of nodes)."""
 
@@ -90,6 +92,7 @@ class Steps:
         self.pool = larger.pool if larger else torch.cuda.graph_pool_handle() if runtime.on_gpu else None
         self.made: dict[Key, Callable] = {}
         """The steps so far, oldest first."""
+        self._switch: dict[StepKind, float] = {}
         self._pieces = Pieces(runtime, state, drafter)
         self._adoptions = runtime.code.adoptions
 
@@ -151,7 +154,7 @@ class Steps:
     def proposal_steps(self) -> list[tuple[StepKind, int]]:
         """The steps that a proposal needs, to be made before a round is under way."""
         catches_up = self.runtime.algorithm.plan.is_whole and self.policies[StepKind.ROUND].adaptive
-        kinds = (StepKind.PROPOSE, StepKind.CATCH_UP) if catches_up else (StepKind.PROPOSE,)
+        kinds = SWITCH if catches_up else (StepKind.PROPOSE,)
         return [(kind, 0) for kind in kinds] if self.captures else []
 
     def _propose(self, max_kv_len: int) -> None:
@@ -228,6 +231,10 @@ class Steps:
                 step = self._capture(step, arguments)
             if kind in self.policies:
                 self._measure(kind, {nodes: step})
+            elif kind in SWITCH and captures:
+                self._switch[kind] = min(self._seconds(step, arguments) for _ in range(TRIALS))
+                for policy in self.policies.values():
+                    policy.switch = sum(self._switch.values())
             elif kind is StepKind.PREFILL and captures:
                 self.prefill_seconds[nodes] = min(self._seconds(step, arguments) for _ in range(TRIALS))
         seconds = time.perf_counter() - begin
