@@ -1,6 +1,7 @@
 """How many nodes to verify: the gain of each size so far against its cost."""
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from itertools import accumulate
 
 from .hindsight import Hindsight
@@ -20,6 +21,8 @@ KNEE = 256
 The expected cost of a size that has not run is proportional to KNEE plus its rows."""
 ANY = -1
 """The bucket of all rounds, of any confidence."""
+NO_TREE = -2
+"""The bucket of rows without drafts."""
 PRIOR = 0.5
 """Share of drafted nodes that is expected to be accepted at first."""
 
@@ -69,23 +72,30 @@ class SizePolicy:
         rates = [(len(counts) + sum(gain[index] for gain in gains)) / cost for index, cost in enumerate(costs)]
         return fitting[rates.index(max(rates))]
 
-    def choose_ahead(self) -> int:
-        """The size for a round whose trees are not known yet, by the gains of all rounds. A size that has not run
-        counts with its expected cost, because otherwise it would never run."""
+    def choose_ahead(self, buckets: Iterable[int] = ()) -> int:
+        """The size for a round whose trees are not known yet. A size that has not run counts with its expected cost,
+        because otherwise it would never run.
+
+        buckets: of the rows' newest trees that are known, which tell how the text goes: while it repeats itself, a tree
+            of a long match comes after another. Without any, the gains of all rounds count.
+        """
         if not self.adaptive or not self.cost:
             return self.sizes[-1]
-        gain = self._gains(ANY)
-        return max(self.sizes, key=lambda n: (1 + gain[self.sizes.index(n)]) / max(self._cost(n), self.host))
+        gains = [self._expected(bucket) for bucket in buckets] or [self._gains(ANY)]
+        tokens = [len(gains) + sum(each) for each in zip(*gains)]
+        return max(self.sizes, key=lambda n: tokens[self.sizes.index(n)] / max(self._cost(n), self.host))
 
     def learn_host(self, seconds: float) -> None:
         """See `StepBack.learn_host`."""
         self.host = moved(self.host, seconds)
 
     def learn(
-        self, nodes: int, counts: list[int], hints: list[int], paths: list[list[int]], seconds: float | None
+        self, nodes: int, counts: list[int], buckets: list[int], paths: list[list[int]], seconds: float | None
     ) -> None:
         """After a round over `nodes` nodes: the accepted `paths` (node numbers, root left out) and its duration.
 
+        counts: real nodes of the verified trees.
+        buckets: of each row, as it was known when the round began.
         seconds: None if costs stay as measured at the start (captured graphs).
         """
         if seconds is not None:
@@ -93,10 +103,9 @@ class SizePolicy:
         if self.hindsight is not None:
             return
         rounds: dict[int, list[tuple[int, list[int]]]] = {}
-        for count, hint, path in zip(counts, hints, paths):
-            rounds.setdefault(ANY, []).append((count, path))
-            if count > 1:
-                rounds.setdefault(hint, []).append((count, path))
+        for count, bucket, path in zip(counts, buckets, paths):
+            for each in {ANY, bucket}:
+                rounds.setdefault(each, []).append((count, path))
         for bucket, trees in rounds.items():
             self._learn_gains(self._gains(bucket), nodes, trees)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..outcome import Outcome, unpack
-from .draft_length import SizePolicy
+from .draft_length import ANY, NO_TREE, SizePolicy
 from .runtime import Runtime
 from .session import Session
 from .state import MOST_LATE
@@ -49,6 +49,7 @@ class Flight:
 
     kind: of its step, whose policy learns from it.
     riders: with the row that each had then.
+    buckets: of the drafter's confidence, for each of these rows, as far as the host knew it.
     read: waits for the outcomes and returns them by row.
     seconds: its begin, and after `collect` its duration, without the time spent compiling.
     """
@@ -57,8 +58,16 @@ class Flight:
     kind: StepKind
     nodes: int
     riders: list[tuple[int, Rider]]
+    buckets: dict[int, int]
     read: Callable[[], list[list[int]]]
     seconds: float
+
+
+def bucket(rider: Rider) -> int:
+    """The bucket of a row's newest tree that the host knows."""
+    if rider.count is None or rider.hint is None:
+        return ANY
+    return rider.hint if rider.count > 1 else NO_TREE
 
 
 class Flights:
@@ -120,7 +129,9 @@ class Flights:
         self.has_trees = nodes > 1 or self.tree_size is None
         self.late += not self.has_trees
         read = begin(nodes, max_kv_len)
-        self._flying.append(Flight(session, kind, nodes, [(rider.row, rider) for rider in riders], read, now))
+        buckets = {rider.row: bucket(rider) for rider in riders}
+        rows = [(rider.row, rider) for rider in riders]
+        self._flying.append(Flight(session, kind, nodes, rows, buckets, read, now))
 
     def collect(self) -> tuple[Flight, list[tuple[Rider, Outcome]]]:
         """Wait for the oldest round. Returns it with the outcomes of the riders that go on."""
@@ -142,7 +153,8 @@ class Flights:
             if rider.count is not None and rider.most_nodes >= policy.sizes[-1]  # a row with a limit tells less
         ]  # fmt: skip
         policy.learn(
-            flight.nodes, [self.tree_size or rider.count for rider, _ in known], [rider.hint for rider, _ in known],
+            flight.nodes, [self.tree_size or rider.count for rider, _ in known],
+            [flight.buckets.get(rider.row, ANY) for rider, _ in known],
             [outcome.path[1:] for _, outcome in known], None if self.runtime.on_gpu else flight.seconds,
         )  # fmt: skip
         stats, gained = self.runtime.stats, [0] * flight.session.batch
@@ -165,7 +177,7 @@ class Flights:
         if most == 1:
             return 1
         if isinstance(policy, StepBack) or self._flying or any(rider.count is None for rider in riders):
-            nodes = policy.choose_ahead()
+            nodes = policy.choose_ahead([bucket(rider) for rider in riders if rider.count is not None])
         else:
             counts = [min(rider.count, rider.most_nodes) for rider in riders]
             nodes = policy.choose(counts, [rider.hint for rider in riders])

@@ -100,11 +100,10 @@ class State(nn.Module):
         features: for each tap the hidden states [B, 1, C] of the roots.
         gained: numbers of gained tokens [B], 1 or 0.
         """
-        if self.late_features is not None:
-            rows, at = torch.arange(self.late.shape[0], device=self.late.device), self.late.clamp(max=MOST_LATE - 1)
+        if self.late_features is not None:  # of a row that gained nothing the next features lie in the same place
+            row = torch.arange(self.late.shape[0], device=self.late.device)
             new = torch.stack([feature[:, 0] for feature in features], dim=1)
-            old = self.late_features[rows, at]
-            self.late_features[rows, at] = torch.where((gained > 0)[:, None, None], new, old)
+            self.late_features[row, self.late.clamp(max=MOST_LATE - 1)] = new
         self.late.add_(gained)
 
     def enter(self, row: int, prompt: list[int], eos: list[int], **numbers: int | float) -> None:

@@ -16,7 +16,9 @@ ALLOWED = 4.0
 EARNED = 8.0
 """Most plain rounds that drafts may lose of those that they have saved before."""
 SHARE = 0.02
-"""Share of the time of plain rounds that trials may lose."""
+"""Share of the time of plain rounds that trials may lose, if drafts have paid before."""
+RARE = 0.01
+"""The same if they never have."""
 WINDOW = 64
 """Rounds that drafted of which a lasting change is told."""
 FALL = 0.25
@@ -44,7 +46,13 @@ class DraftRecord:
     level: float = 0.0
     best: float = 0.0
     drafted: int = 0
+    has_paid: bool = False
     has_warned: bool = False
+
+    @property
+    def share(self) -> float:
+        """Share of the time of plain rounds that trials may lose."""
+        return SHARE if self.has_paid else RARE
 
     def learn(self, nodes: int, paths: list[list[int]]) -> None:
         """Take in the accepted `paths` of the first `nodes` nodes. [1, 3, 9] is a gain of 2 for 4 nodes."""
@@ -84,9 +92,9 @@ class StepBack:
     each smaller size. A size that costs c plain rounds and gains g drafts loses c - 1 - g plain rounds. Drafts are made
     while the best size loses nothing on average, and otherwise as long as the loss if nothing is accepted, c - 1, is
     within the slack. The first round after a plain one also loses the `switch`. The slack grows by what drafts save,
-    and by SHARE in each plain round. So drafts that are never accepted take ALLOWED plain rounds at first and SHARE of
-    the time from then on: with c = 2 they are tried four times, and then in every 50th round. Where fewer nodes are
-    best, whole trees are verified for SHARE of the time.
+    and by a share in each plain round. So drafts that are never accepted take ALLOWED plain rounds at first and RARE of
+    the time from then on: with c = 2 they are tried four times, and then in every 100th round. Drafts that have paid
+    before are tried for SHARE of the time; so are whole trees where fewer nodes are best.
 
     sizes: numbers of nodes, ascending, from the root only to a whole tree.
     adaptive: False: every round verifies whole trees.
@@ -140,7 +148,7 @@ class StepBack:
         """Tokens in the time of a plain round."""
         return (1 + self.record.gain.get(nodes, 0.0)) / (self.ratio(nodes) or 1.0)
 
-    def choose_ahead(self) -> int:
+    def choose_ahead(self, buckets: Iterable[int] = ()) -> int:
         """The number of nodes of the next round. Whole trees and plain rounds run once before either is preferred."""
         whole, record = self.sizes[-1], self.record
         if not self.adaptive or whole not in self.cost:
@@ -159,7 +167,8 @@ class StepBack:
             return ""
         drafts, best = self._best_drafts, self.best
         ratio, gain = self.ratio(drafts) or 1.0, self.record.gain.get(drafts, 0.0)
-        choice = "every round drafts" if best > 1 else f"one round in {max(1, round((ratio - 1) / SHARE))} drafts"
+        period = max(1, round((ratio - 1) / self.record.share))
+        choice = "every round drafts" if best > 1 else f"one round in {period} drafts"
         return f"{drafts} nodes take {ratio:.2f} plain rounds, {gain:.2f} drafts are accepted: {choice}"
 
     def learn_host(self, seconds: float) -> None:
@@ -171,7 +180,7 @@ class StepBack:
         self.switch = moved(self.switch, seconds)
 
     def learn(
-        self, nodes: int, counts: list[int], hints: list[int], paths: list[list[int]], seconds: float | None
+        self, nodes: int, counts: list[int], buckets: list[int], paths: list[list[int]], seconds: float | None
     ) -> None:
         """After a round over `nodes` nodes; see `SizePolicy.learn`."""
         if seconds is not None:
@@ -183,7 +192,7 @@ class StepBack:
         self._was_plain = nodes == 1
         if nodes == 1:
             record.rounds = {size: FADE * rounds for size, rounds in record.rounds.items()}
-            record.slack += SHARE
+            record.slack += record.share
         else:
             gained = sum(map(len, paths)) / len(paths)
             for size in self.sizes[1:]:
@@ -191,6 +200,7 @@ class StepBack:
                     record.learn(size, paths)
             record.watch(gained)
             record.slack += gained - loss
+            record.has_paid |= self.best > 1
             is_look = nodes == self.sizes[-1] != self.best
             record.looks = 0.0 if is_look else min(record.looks + SHARE * ratio, tree_ratio)
         record.slack = min(record.slack, max(EARNED, self._loss(self.sizes[-1])))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spec_compile import speculate
-from spec_compile.runtime.draft_length import SizePolicy
+from spec_compile.runtime.draft_length import NO_TREE, SizePolicy
 
 SIZES = (1, 4, 16)
 CPU = {1: 1.0, 4: 1.5, 16: 2.8}
@@ -119,6 +119,37 @@ def test_rows_without_a_draft_neither_gain_nor_teach():
     policy = measured(CPU)
     policy.learn(4, [1, 1], [0, 0], [[], []], CPU[4])
     assert policy.choose([1, 16], [0, 1]) == measured(CPU).choose([1, 16], [0, 1])
+
+
+def test_ahead_of_its_trees_the_size_follows_the_newest_known_ones():
+    """A text that repeats itself for 60 tokens after each 60 new ones; trees are known one round late."""
+    policy, rates = measured(CPU), {}
+    for system in ("adaptive", 1, 16):
+        length, seconds, bucket = 0, 0.0, NO_TREE
+        while length < 3000:
+            nodes = policy.choose_ahead([bucket]) if system == "adaptive" else system
+            repeats = length // 60 % 2
+            path = [node for node in range(1, 8) if node < nodes] if repeats else []
+            if system == "adaptive":
+                policy.learn(nodes, [16 if repeats else 1], [bucket], [path], None)
+            length, seconds = length + 1 + len(path), seconds + CPU[nodes]
+            bucket = 8 if repeats else NO_TREE
+        rates[system] = length / seconds
+    assert rates["adaptive"] > 1.3 * max(rates[1], rates[16])
+
+
+def test_rounds_shorter_than_the_hosts_work_cost_the_same():
+    policy = measured(STEEP)
+    for nodes in SIZES * 20:
+        policy.learn(nodes, [16], [1], [[1] if nodes > 1 else []], None)
+    assert policy.choose_ahead([1]) == policy.choose([16], [1]) == 4
+    policy = measured(STEEP)
+    for _ in range(60):
+        policy.learn(16, [16], [1], [[1, 5]], None)
+    assert policy.choose_ahead([1]) == 4
+    for _ in range(60):
+        policy.learn_host(4.5)
+    assert policy.choose_ahead([1]) == policy.choose([16], [1]) == 16
 
 
 @pytest.mark.parametrize("rows, costs", [(1, CPU), (16, STEEP), (64, {1: 1.0, 4: 1.6, 16: 4.0})])

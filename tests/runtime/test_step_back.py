@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from spec_compile.runtime.step_back import ALLOWED, NEVER, SHARE, StepBack
+from spec_compile.runtime.step_back import ALLOWED, NEVER, RARE, StepBack
 
 NODES = 16
 
@@ -32,8 +32,8 @@ def test_drafts_that_are_never_accepted_lose_little(ratio):
     rate, _ = decode(policy, ratio, 0.0, tokens)
     lost = tokens * (1 / rate - 1)
     first = ratio - 1  # the first tree is made before anything is known
-    assert lost <= ALLOWED + SHARE * tokens + first
-    assert decode(policy, ratio, 0.0, 2000)[0] > 1 - SHARE - 0.005, "what was learned in one answer holds in the next"
+    assert lost <= ALLOWED + RARE * tokens + first
+    assert decode(policy, ratio, 0.0, 2000)[0] > 1 - RARE - 0.005, "what was learned in one answer holds in the next"
 
 
 @pytest.mark.parametrize("ratio", [1.05, 1.3, 2.0])
@@ -64,6 +64,23 @@ def test_a_lasting_fall_of_acceptance_is_told_once(caplog, before, after, warnin
             decode(policy, 1.2, after, 4000, seed)
         assert len(caplog.records) == warnings and ("where" in caplog.text) == bool(warnings)
         caplog.clear()
+
+
+def test_the_steps_before_a_round_that_drafts_count_as_its_cost():
+    """A trial costs 1 + 3 plain rounds, where a round that follows another one costs 1."""
+    plain, switching = StepBack([NODES]), StepBack([NODES])
+    switching.learn_switch(3.0)
+    trees = [decode(policy, 2.0, 0.0, 4000)[1] for policy in (plain, switching)]
+    assert 3 < trees[0] / trees[1] < 5
+    assert decode(switching, 2.0, 0.9, 1000)[1] > 1000 / 7, "drafts that pay are made without a pause"
+
+
+def test_rounds_shorter_than_the_hosts_work_cost_the_same():
+    policy = StepBack([NODES])
+    decode(policy, 2.0, 0.3, 1000)
+    assert policy.best == 1
+    policy.learn_host(3.0)
+    assert policy.ratio(NODES) == 1.0 and policy.best == NODES
 
 
 def test_drafts_that_are_never_accepted_are_told_once(caplog):
@@ -124,6 +141,6 @@ def test_a_line_says_what_is_chosen():
     policy = StepBack([NODES])
     assert not policy.describe()
     decode(policy, 2.0, 0.0, 200)
-    assert policy.describe() == "16 nodes take 2.00 plain rounds, 0.00 drafts are accepted: one round in 50 drafts"
+    assert policy.describe() == "16 nodes take 2.00 plain rounds, 0.00 drafts are accepted: one round in 100 drafts"
     decode(policy, 1.5, 1.0, 900)
     assert policy.describe().endswith("every round drafts") and not StepBack([NODES], adaptive=False).describe()
