@@ -1,4 +1,4 @@
-"""The command line: ``python -m spec_compile audit | train | serve | tune-kernels | cache``.
+"""The command line: ``python -m spec_compile audit | train | serve | tune | tune-kernels | cache``.
 
 A command is a function whose parameters are its arguments and options. `main` runs one of them.
 """
@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,13 +14,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.cli.serve import Serve
 
-from . import audit, speculate, train_draft, tune_kernels
-from .artefacts.store import Store, StoredArtefact
+from . import audit, speculate, train_draft, tune, tune_kernels
+from .artefacts.store import Store, table_of
 from .audit import check_samples
 from .report.audit import LOSSLESS, NOT_LOSSLESS, NOT_TESTED
 from .serving import FLAGS, GRACE, MAX_QUEUE, require_packages
@@ -139,6 +136,11 @@ def at_least(low: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def int_list(text: str) -> list[int]:
+    """Ints from 1, with commas between them."""
+    return [*map(at_least(1), text.split(","))]
 
 
 def dtype_name(text: str) -> str:
@@ -283,6 +285,39 @@ def _serve(
     return int(runner.has_failed)
 
 
+@application.command("tune")
+def _tune(
+    model: Model,
+    prompts: Annotated[Path, typer.Option(help='JSON lines with "prompt", or one prompt a line.')],
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    algo: Annotated[str, typer.Option(help="How drafts are made.")] = "ngram",
+    draft: Annotated[str | None, typer.Option(help="The draft: a directory, or a name on the model hub.")] = None,
+    limit: Annotated[int, parsed(at_least(1), "INT", "Prompts read from the file at most.")] = 8,
+    max_new_tokens: Annotated[int, parsed(at_least(1), "INT", "Tokens of an answer at most.")] = 128,
+    steps: Annotated[list, parsed(int_list, "INTS", "Depths of drafts to try.")] = "1,3,5",
+    topk: Annotated[list, parsed(int_list, "INTS", "Children of a node to try.")] = "1,4",
+    nodes: Annotated[list, parsed(int_list, "INTS", "Nodes of a tree to try.")] = "4,8,16,32",
+    options: Annotated[dict, parsed(json_object, "JSON", "Further options of speculate().")] = "{}",
+) -> None:
+    """Find the settings of a draft that are fastest on your prompts.
+
+    Answers the prompts with plain steps and with each setting. Prints tokens a second over plain steps, if each round
+    chooses by cost ("adaptive") and if every round drafts ("fixed"), the accept length, and the one that would pay.
+    """
+    if not (texts := read_prompts(prompts, limit)):
+        raise ValueError(f"--prompts: {prompts} has no prompts")
+    loaded, tokenizer = load_model(model, dtype, device)
+    ids = [tokenizer(text, return_tensors="pt").input_ids.to(device) for text in texts]
+    options |= {} if draft is None else {"draft": draft}
+    settings, found = [*tune.combinations(algo == "ngram", steps, topk, nodes)], []
+    for setting in tune.search(loaded, algo, settings, ids, max_new_tokens, **options):
+        found.append(setting)
+        tell(f"{setting.name}: {setting.chosen:.0f} tokens/s")
+    Console(width=None if sys.stdout.isatty() else 200).print(tune.table(found))
+    print(tune.verdict(found))
+
+
 @application.command("tune-kernels")
 def _tune_kernels(model: Model, dtype: Dtype = "auto", device: Device = THIS_GPU) -> None:
     """Search for faster plans of a model's matrix products on this GPU.
@@ -312,27 +347,9 @@ def _cache(
         print(f"{store.folder}: {store.clear()} artefacts deleted")
     elif entries := store.entries():
         # A file or a pipe gets whole lines.
-        Console(width=None if sys.stdout.isatty() else 200).print(artefact_table(entries, str(store.folder)))
+        Console(width=None if sys.stdout.isatty() else 200).print(table_of(entries, str(store.folder)))
     else:
         print(f"{store.folder}: no artefacts")
-
-
-def artefact_table(entries: list[StoredArtefact], title: str) -> Table:
-    """A table of artefacts. Texts of the files are shown as they are, not as markup."""
-    size = sum(entry.bytes for entry in entries) / 1e6
-    table = Table(title=Text(f"{title}: {len(entries)} artefacts, {size:.1f} MB"), title_justify="left")
-    for name in ("key", "model", "device", "MB", "last use", "versions"):
-        table.add_column(name, justify="right" if name == "MB" else "left", overflow="fold")
-    for entry in entries:
-        model, device = (str(entry.about.get(name, "unknown")) for name in ("model", "device"))
-        versions = entry.about.get("versions")
-        pairs = versions.items() if isinstance(versions, dict) else ()
-        # The first word is the version; torch's commit follows it.
-        told = ", ".join(f"{name} {f'{version} '.split()[0]}" for name, version in pairs if version)
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        cells = entry.key[:12], model, device, f"{entry.bytes / 1e6:.1f}", used, told
-        table.add_row(*map(Text, cells))
-    return table
 
 
 # Inputs of commands

@@ -1113,7 +1113,7 @@ TIERS = [
     ),
     Mutation(
         "drafts that are never accepted are made for ever", f"{RUNTIME}step_back.py",
-        "record.slack += 1 + gained - ratio", "record.slack += SHARE",
+        "record.slack += gained - loss", "record.slack += SHARE",
         "tests/runtime/test_step_back.py -k test_drafts_that_are_never",
     ),
     Mutation(

@@ -124,12 +124,12 @@ class StartArtefact:
         return None if self.key is None else StoredParts(self.stores, self.key)
 
     def recall(self, name: str) -> bytes | None:
-        """What `keep` has stored under a name; None if there is nothing."""
+        """The data that `keep` has stored under a name; None if there is none."""
         parts = self.parts()
         return None if parts is None else parts.read(name)
 
     def keep(self, name: str, data: bytes) -> None:
-        """Store data besides a start under a name, as far as possible."""
+        """Store data under a name, in addition to a start and as far as possible."""
         if (parts := self.parts()) is not None:
             parts.write(name, data)
             self.introduce(self.cache)

@@ -17,9 +17,12 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kernels.linear.tuned import cache_folder
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 MAGIC, VERSION = b"SPECART\n", 1
 HEADER = struct.Struct("<8sI32sQ32s")
@@ -305,3 +308,24 @@ def _fault(content: bytes, path: Path) -> str:
     if length != len(data):
         return f"it has {len(data)} bytes of data and announces {length}"
     return "" if content[: HEADER.size] == _header(path, data) else "its checksum does not match"
+
+
+def table_of(entries: list[StoredArtefact], title: str) -> "Table":
+    """A table of artefacts. Texts of the files are shown as they are, not as markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    size = sum(entry.bytes for entry in entries) / 1e6
+    table = Table(title=Text(f"{title}: {len(entries)} artefacts, {size:.1f} MB"), title_justify="left")
+    for name in ("key", "model", "device", "MB", "last use", "versions"):
+        table.add_column(name, justify="right" if name == "MB" else "left", overflow="fold")
+    for entry in entries:
+        model, device = (str(entry.about.get(name, "unknown")) for name in ("model", "device"))
+        versions = entry.about.get("versions")
+        pairs = versions.items() if isinstance(versions, dict) else ()
+        # The first word is the version; torch's commit follows it.
+        told = ", ".join(f"{name} {f'{version} '.split()[0]}" for name, version in pairs if version)
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        cells = entry.key[:12], model, device, f"{entry.bytes / 1e6:.1f}", used, told
+        table.add_row(*map(Text, cells))
+    return table

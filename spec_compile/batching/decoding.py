@@ -1,5 +1,6 @@
 """The rows that decode: rounds over as many of them as are in use."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -28,7 +29,7 @@ class Decoder(Rows):
         super().__init__(Lanes(runtime, rows, capacity))
         self.runtime = runtime
         self.texts = Texts(rows, capacity, has_states=bool(runtime.verify.recurrences))
-        self.rounds = 0
+        self.rounds_by_nodes: Counter[int] = Counter()
         self.flights = Flights(runtime)
         self._settings = RowSettings()
         """All that any row so far was drawn with; rounds are captured for that, rather than anew for every mixture."""
@@ -97,7 +98,7 @@ class Decoder(Rows):
     def collect(self) -> list[Job]:
         """Wait for the round that was launched first; returns the requests that gained tokens in it."""
         flight, outcomes = self.flights.collect()
-        self.rounds += 1
+        self.rounds_by_nodes[flight.nodes] += 1
         for job, outcome in outcomes:
             self._take(job, outcome, flight.nodes)
         self.flights.learn(flight, outcomes)

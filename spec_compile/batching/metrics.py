@@ -13,7 +13,7 @@ class Metrics:
     """Counters of finished requests, and gauges of the scheduler. Calling it gives all of them as a dict."""
 
     def __init__(self, scheduler: Scheduler):
-        self._scheduler, self._rounds_before = scheduler, scheduler.decoder.rounds
+        self._scheduler, self._rounds_before = scheduler, scheduler.decoder.rounds_by_nodes.copy()
         self._counters: Counter[str] = Counter()
         self._finished, self._rejected = dict.fromkeys(REASONS, 0), dict.fromkeys(REJECTIONS, 0)
         self._positions: list[int] = []
@@ -40,6 +40,7 @@ class Metrics:
         requests that are over."""
         scheduler, counters = self._scheduler, self._counters
         decoder, prompts = scheduler.decoder, scheduler.prompts
+        rounds = decoder.rounds_by_nodes - self._rounds_before
         tokens, used = scheduler.slots * scheduler.capacity, decoder.texts.used
         return {
             "requests_running": len(decoder.active),
@@ -51,7 +52,8 @@ class Metrics:
             "cache_tokens": tokens,
             "cache_tokens_used": used,
             "cache_usage": used / tokens,
-            "rounds_total": decoder.rounds - self._rounds_before,
+            "rounds_total": rounds.total(),
+            "rounds_by_nodes_total": dict(rounds),
             **{
                 f"{name}_total": counters[name]
                 for name in (

@@ -27,6 +27,7 @@ COUNTERS = {
 }
 LABELLED = {
     "request_success": ("requests_finished_total", "finished_reason", "Requests that ended, by the reason."),
+    "spec_decode_rounds": ("rounds_by_nodes_total", "nodes", "Rounds, by the nodes that they verified of each row."),
     "request_rejected": ("requests_rejected_total", "reason", "Requests that were refused, by the reason."),
 }
 
