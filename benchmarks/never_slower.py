@@ -84,6 +84,7 @@ def measure(model: PreTrainedModel, name: str, prompts: dict[str, list], options
             calls = {kind: partial(fast.generate, **fixed) for kind, fast in systems.items()}
             _, rates = answer_in_turn(calls, systems, [ids.repeat(batch, 1) for ids in texts], options.repeats)
             row = {
+                "device": model.device.type,
                 "model": options.shape or DEMO_MODEL.name,
                 "draft": name,
                 "workload": workload,
@@ -131,7 +132,7 @@ def main() -> None:
     ]
     show(rows[0], cells, f"over plain steps; {sum(row['adaptive'] < BOUND for row in rows)} cells below {BOUND}")
     rows = [row | {"sampled": options.sample} for row in rows]
-    save_rows(options.json, rows, ("model", "draft", "workload", "batch", "sampled"), stamp(model.device))
+    save_rows(options.json, rows, ("device", "model", "draft", "workload", "batch", "sampled"), stamp(model.device))
 
 
 if __name__ == "__main__":
