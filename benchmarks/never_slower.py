@@ -65,7 +65,7 @@ def draft_of(model: PreTrainedModel, name: str, shape: str | None) -> dict:
 def systems_of(model: PreTrainedModel, name: str, options) -> dict:
     """The wrapped models that drafts of a name are compared in."""
     algo, _, settings = DRAFTS[name.removesuffix(SHUFFLED)]
-    shared = dict(compile=options.compile, check=False, cache=False)
+    shared = dict(compile=not options.no_compile, check=False, cache=False)
     systems = {"plain": spec_compile.speculate(model, num_draft_tokens=1, **shared)}
     for kind, adaptive in (("adaptive", True), ("fixed", False)):
         draft = draft_of(model, name, options.shape)
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--no-compile", action="store_true", help="rounds without Inductor")
     parser.add_argument("--json", type=Path, default=RESULTS / "never_slower.json")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
