@@ -3,6 +3,7 @@ any cache would have drafted after the same text."""
 
 import copy
 import itertools
+import math
 from collections import Counter
 
 import models
@@ -67,6 +68,28 @@ def test_a_draft_that_was_silent_at_the_end_knows_an_answer_that_goes_on(monkeyp
     sizes = itertools.repeat(4)
     generated(system, text, 16, attention_mask=torch.ones_like(text), **{CACHE: cache})
     assert system.speculation.stats.trace[:-1] == [[4, 4]] * 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("algorithm", "schedule"), [("eagle3", "tree"), ("eagle3", "union"), ("mtp", "chain")])
+@torch.no_grad()
+def test_a_draft_without_finite_numbers_changes_no_answer(caplog, algorithm, schedule, value):
+    model = target("llama")
+    shared = {parameter.data_ptr() for parameter in model.parameters()}
+    own = [parameter for parameter in head(algorithm, "llama").parameters() if parameter.data_ptr() not in shared]
+    kept = [parameter.data for parameter in own]
+    try:
+        for parameter in own:
+            parameter.data = torch.full_like(parameter, value)
+        options = dict(draft=head(algorithm, "llama"), compile=False, check=False, max_cache_len=200)
+        system = speculate(model, algorithm, adaptive=False, **SCHEDULES[schedule], **options)
+        for batch in (1, 3):
+            assert torch.equal(generated(system, prompts(batch), 40), generated(model, prompts(batch), 40))
+        system.generate(prompts(1), max_new_tokens=40, do_sample=True, eos_token_id=None, pad_token_id=0)
+    finally:
+        for parameter, data in zip(own, kept):
+            parameter.data = data
+    assert ("no draft was accepted in the first" in caplog.text) or "union" in schedule
 
 
 @torch.no_grad()
