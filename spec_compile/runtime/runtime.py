@@ -1,6 +1,7 @@
 """`Runtime`: what every session of an engine shares."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from ..graph import ModelGraph
 from ..kernels.all_reduce import EXCHANGES, WARM_UP_SECONDS, set_deadline
 from ..kernels.linear import MAX_ROWS
 from ..stats import Stats
+from .step_back import DraftRecord
 from .steps.code import Code, Form
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Runtime:
     say: called with a line when something begins or ends to compile.
     code: compiled parts.
     examples: the pieces that compiled them, by form.
+    records: results of drafts, by the kind of round, in sessions of all numbers of rows.
     tiers: compiles them in the background; None: they are compiled in their first call, or never.
     """
 
@@ -55,6 +58,7 @@ class Runtime:
     say: Callable[[str], None] = log.info
     code: Code = field(default_factory=Code)
     examples: dict[Form, "Pieces"] = field(default_factory=dict)
+    records: dict[str, DraftRecord] = field(default_factory=lambda: defaultdict(DraftRecord))
     tiers: "Tiers | None" = None
 
     @property

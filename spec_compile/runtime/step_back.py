@@ -98,11 +98,12 @@ class StepBack:
 
     sizes: numbers of nodes, ascending, from the root only to a whole tree.
     adaptive: False: every round verifies whole trees.
+    record: of the same draft in rounds over other numbers of rows; costs stay separate.
     """
 
     hindsight = None
 
-    def __init__(self, sizes: Iterable[int], adaptive: bool = True):
+    def __init__(self, sizes: Iterable[int], adaptive: bool = True, record: DraftRecord | None = None):
         self.sizes = tuple(sorted({1, *sizes}))
         self.adaptive = adaptive and len(self.sizes) > 1
         self.cost: dict[int, float] = {}
@@ -111,7 +112,7 @@ class StepBack:
         """Seconds that the host takes for a round while another runs; a shorter round waits for it."""
         self.switch = 0.0
         """Seconds of the steps between a plain round and one that drafts: catching up, and a proposal."""
-        self.record = DraftRecord()
+        self.record = DraftRecord() if record is None else record
         self._was_plain = False
 
     def share(self, other: "StepBack") -> None:

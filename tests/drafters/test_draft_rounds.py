@@ -70,10 +70,19 @@ def test_a_draft_that_was_silent_at_the_end_knows_an_answer_that_goes_on(monkeyp
     assert system.speculation.stats.trace[:-1] == [[4, 4]] * 3
 
 
+@torch.no_grad()
+def test_calls_with_other_numbers_of_rows_know_what_drafts_have_gained():
+    engine = fast("eagle3", "llama", "tree").speculation.engine
+    policies = [engine.session(batch).steps.policies for batch in (1, 3)]
+    for kind in policies[0]:
+        assert policies[0][kind].record is policies[1][kind].record
+    assert len({id(policy.record) for policy in policies[0].values()}) == 2, "drawn tokens accept other drafts"
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("algorithm", "schedule"), [("eagle3", "tree"), ("eagle3", "union"), ("mtp", "chain")])
 @torch.no_grad()
-def test_a_draft_without_finite_numbers_changes_no_answer(caplog, algorithm, schedule, value):
+def test_a_draft_without_finite_numbers_changes_no_answer(algorithm, schedule, value):
     model = target("llama")
     shared = {parameter.data_ptr() for parameter in model.parameters()}
     own = [parameter for parameter in head(algorithm, "llama").parameters() if parameter.data_ptr() not in shared]
@@ -89,7 +98,7 @@ def test_a_draft_without_finite_numbers_changes_no_answer(caplog, algorithm, sch
     finally:
         for parameter, data in zip(own, kept):
             parameter.data = data
-    assert ("no draft was accepted in the first" in caplog.text) or "union" in schedule
+    assert system.speculation.stats.accept_length < 1.1 or "union" in schedule
 
 
 @torch.no_grad()

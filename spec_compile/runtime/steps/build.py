@@ -74,14 +74,15 @@ class Steps:
         self.prefill_seconds: dict[int, float] = {}
         hindsight = None if runtime.on_gpu else Hindsight(state)
 
-        def policy() -> SizePolicy | StepBack:
+        def policy(kind: StepKind) -> SizePolicy | StepBack:
             if plan.is_whole:
                 is_made_at_once = runtime.on_gpu or (runtime.options.compile and runtime.tiers is None)
                 few = [] if is_made_at_once else [max(2, plan.nodes // FEW)]
-                return StepBack([*few, plan.nodes] if plan.nodes > 1 else [], runtime.options.adaptive)
+                sizes = [*few, plan.nodes] if plan.nodes > 1 else []
+                return StepBack(sizes, runtime.options.adaptive, runtime.records[kind.value])
             return SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch)
 
-        self.policies = {kind: policy() for kind in (StepKind.ROUND, StepKind.LOOK)}
+        self.policies = {kind: policy(kind) for kind in (StepKind.ROUND, StepKind.LOOK)}
         if larger is not None:
             for policy in self.policies.values():
                 policy.share(larger.policies[StepKind.ROUND])
