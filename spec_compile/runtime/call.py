@@ -161,9 +161,13 @@ class Call:
 
     @property
     def _begins_plain(self) -> bool:
-        """True if the first round will verify no drafts, so that none have to be made for it."""
-        policy = self.session.steps.policies[self._kind]
-        return isinstance(policy, StepBack) and min(policy.choose_ahead(), self.request.most_nodes) == 1
+        """True if the first round will verify no drafts, so that none have to be made for it. The first rank says so
+        for all, because each has measured other durations."""
+        policy, most = self.session.steps.policies[self._kind], self.request.most_nodes
+        if not isinstance(policy, StepBack):
+            return False
+        (nodes,) = self.runtime.options.ranks.lead(lambda: [min(policy.choose_ahead(), most)])
+        return nodes == 1
 
     def _build_rounds(self, prompt_sizes: Iterable[int]) -> None:
         """Make the steps of prompts of these sizes, the first proposal, and the rounds of an algorithm of one size.
