@@ -118,6 +118,7 @@ class Speculation(Accounts):
         engine.serves_padding = found is None or found.serves_padding
         engine.runtime.code = shared_code(model, name, engine.runtime)
         engine.runtime.code.source.store = self._artefact.parts()
+        engine.runtime.records.open(self._artefact, f"record_{algorithm.plan.nodes}")
         engine.weights = SharedWeights(model, algorithm.draft_module)
         engine.watch = Watch(model, fast, engine.weights.slots, self._reads)
         own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
@@ -202,7 +203,7 @@ class Speculation(Accounts):
 
         def build() -> None:
             steps = self.engine.session(batch_size).steps
-            rounds = [(kind, nodes) for nodes in steps.policies[StepKind.ROUND].sizes for kind in kinds]
+            rounds = [(kind, nodes) for nodes in steps.policies[StepKind.ROUND].first_sizes for kind in kinds]
             steps.make([*steps.prompt_steps(), *rounds, *steps.proposal_steps()])
 
         with self.engine.turns, torch.inference_mode(False), torch.no_grad(), self.engine.reporting(progress):

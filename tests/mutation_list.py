@@ -48,8 +48,8 @@ STATE = [
         f"{ROUND}::test_a_model_that_has_changed_gives_no_token_out",
     ),
     Mutation(
-        "sizes that have not run are never tried", f"{RUNTIME}draft_length.py",
-        "(KNEE + self.batch * nodes)", "(KNEE + self.batch * known)",
+        "sizes that have not run are never tried", f"{RUNTIME}round_costs.py",
+        "(KNEE + self.batch * nodes)", "(KNEE + self.batch * nearest)",
         "tests/runtime/test_sizes.py -k tried_where_they_may_pay",
     ),
     Mutation(
@@ -1087,12 +1087,12 @@ TIERS = [
     ),
     Mutation(
         "a draft that was silent does not catch up", f"{RUNTIME}flights.py",
-        "            session.steps.catch_up(session.max_kv_len(longest + MOST_LATE))\n", "            pass\n",
+        "            session.steps.catch_up(size, session.max_kv_len(longest + size))\n", "            pass\n",
         "tests/drafters/test_draft_rounds.py -k without_any",
     ),
     Mutation(
         "a prompt begins with slots that a draft has not seen", "spec_compile/batching/scheduler.py",
-        "        if self._may_be_late:\n", "        if False:\n",
+        "        if late := self.decoder.late(row):\n", "        if late := 0:\n",
         "tests/batching/test_batching.py -k silent",
     ),
     Mutation(
@@ -1107,13 +1107,13 @@ TIERS = [
         "tests/runtime/test_draft_limit.py -k its_own_limit",
     ),
     Mutation(
-        "a draft that is accepted no more is not told of", f"{RUNTIME}step_back.py",
+        "a draft that is accepted no more is not told of", f"{RUNTIME}draft_record.py",
         "self.best >= ENOUGH and self.level < FALL * self.best", "False",
         "tests/runtime/test_step_back.py -k lasting_fall",
     ),
     Mutation(
         "drafts that are never accepted are made for ever", f"{RUNTIME}step_back.py",
-        "record.slack += gained - loss", "record.slack += SHARE",
+        "record.slack += gained - loss", "record.slack += record.share",
         "tests/runtime/test_step_back.py -k test_drafts_that_are_never",
     ),
     Mutation(

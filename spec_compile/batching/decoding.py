@@ -31,6 +31,8 @@ class Decoder(Rows):
         self.texts = Texts(rows, capacity, has_states=bool(runtime.verify.recurrences))
         self.rounds_by_nodes: Counter[int] = Counter()
         self.flights = Flights(runtime)
+        self._late = [0] * rows
+        """See `late`, when the row's last text ended."""
         self._settings = RowSettings()
         """All that any row so far was drawn with; rounds are captured for that, rather than anew for every mixture."""
 
@@ -47,7 +49,7 @@ class Decoder(Rows):
     def round_seconds(self) -> float | None:
         """Seconds that the shortest round takes over the rows in use; None if nobody has measured it."""
         session = self.lanes.session(max((job.row for job in self.active), default=0) + 1)
-        return min(session.steps.policies[StepKind.ROUND].cost.values(), default=None)
+        return min(session.steps.policies[StepKind.ROUND].costs.measured.values(), default=None)
 
     def enter(self, job: Job) -> None:
         """A prompt that is done has been copied to row `job.row`."""
@@ -66,6 +68,13 @@ class Decoder(Rows):
         if job.is_whole and not self.runtime.verify.clamps_prompts:  # or an answer's states are not those of a prompt
             self.texts.end(row)
         self.lanes.all.drafter.leave(state, row, job.length, job.share_text)
+        self._late[row] = self.flights.late
+        self.runtime.records.keep()
+
+    def late(self, row: int) -> int:
+        """Most tokens of the text in a row, in use or over, that the drafter is late by."""
+        late = self.flights.late if self.jobs[row] else self._late[row]
+        return late if self.runtime.algorithm.remembers else 0
 
     def used_slots(self, job: Job) -> int:
         rounds = 1 + len(self.flights)

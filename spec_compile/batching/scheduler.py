@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from ..capture.weight_values import WeightValues
 from ..runtime.runtime import Runtime
-from ..runtime.state import MOST_LATE
 from ..runtime.steps.build import StepKind
 from ..runtime.tiers import build_compiled
 from .decoding import Decoder
@@ -34,7 +33,6 @@ class Scheduler:
         self.prompts = Prompts(runtime, lanes, capacity)
         self.decoder = Decoder(runtime, slots, capacity)
         self._keeps_a_token_less, self._has_states = runtime.algorithm.remembers, bool(runtime.verify.recurrences)
-        self._may_be_late = runtime.algorithm.remembers and runtime.algorithm.plan.is_whole
         self.ranks = runtime.options.ranks
         self.check: Callable[[], None] = lambda: None
         """Raises if the model has changed."""
@@ -95,7 +93,7 @@ class Scheduler:
             steps.make([*steps.prompt_steps(), *steps.proposal_steps()])
         for width in self.decoder.lanes.widths:
             steps = self.decoder.lanes.session(width).steps
-            rounds = [(StepKind.ROUND, nodes) for nodes in steps.policies[StepKind.ROUND].sizes]
+            rounds = [(StepKind.ROUND, nodes) for nodes in steps.policies[StepKind.ROUND].first_sizes]
             steps.make([*rounds, *(steps.proposal_steps() if self.decoder.flights.tree_size else [])])
 
     def clear(self, error: BaseException) -> None:
@@ -183,6 +181,6 @@ class Scheduler:
         self.distrusts_weights &= not is_sure
         if self._keeps_a_token_less:  # a drafter's slot may depend on the token after it, as that of a head does
             known = 0 if self._has_states else max(known - 1, 0)
-        if self._may_be_late:
-            known = max(min(known, texts.length(row) - 1 - MOST_LATE), 0)
+        if late := self.decoder.late(row):
+            known = max(min(known, texts.length(row) - 1 - late), 0)
         return row, known

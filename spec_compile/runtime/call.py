@@ -75,7 +75,7 @@ class Call:
         if max(map(len, request.prompts)) >= session.capacity:
             self._grow(0)
         if session.late and request.past is not None:
-            session.steps.catch_up(session.max_kv_len(session.capacity))
+            session.steps.catch_up(session.steps.late_size(session.late), session.max_kv_len(session.capacity))
         session.late = 0
         if session.steps.ring is not None:
             session.steps.ring.begin()
@@ -177,7 +177,7 @@ class Call:
         request, steps, sizes = self.request, self.session.steps, tuple[int, ...]()
         if self.runtime.algorithm.plan.sizes == "fixed":
             policy = steps.policies[self._kind]
-            sizes = tuple({1, policy.sizes[-1]}) if policy.adaptive else policy.sizes[-1:]
+            sizes = policy.first_sizes if policy.adaptive else policy.sizes[-1:]
             sizes = sizes if request.most_nodes > 1 else (1,)
         kinds = (StepKind.ROUND,) if request.draw_in_round is None else ()
         kinds = kinds if request.host_acceptor is None else (StepKind.LOOK, StepKind.FINISH)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from .hindsight import Hindsight
-from .step_back import moved
+from .round_costs import RoundCosts
 
 LEARN = 0.15
 """Weight of the newest round in the running means."""
@@ -14,11 +14,6 @@ FORGET = 0.005
 RISE = 0.01
 """Tokens a row by which such an estimate rises at most in a round, unless smaller sizes are accepted to their ends. A
 size that lacks 0.5 tokens is tried again after 50 rounds."""
-COMMON = 0.75
-"""Share of a change in one size's cost that the other sizes probably share (longer texts, other processes)."""
-KNEE = 256
-"""Rows (sequences times nodes) that cost about as much as reading the weights, measured with an 8B model on an H200.
-The expected cost of a size that has not run is proportional to KNEE plus its rows."""
 ANY = -1
 """The bucket of all rounds, of any confidence."""
 NO_TREE = -2
@@ -32,20 +27,18 @@ class SizePolicy:
 
     Nodes of a tree come in order of preference and parents first. So a round over 16 nodes with the accepted path
     [1, 3, 9] also tells that 4 nodes would have gained 2 drafts: the nodes 1 and 3 are among the first four. Gains are
-    kept per bucket of the drafter's confidence (``hint``; for n-grams the length of the match), costs per size.
+    kept per bucket of the drafter's confidence (``hint``; for n-grams the length of the match).
 
     hindsight: tells the gain of every size even in plain rounds, so that no size is tried only to learn it; None:
         gains are known only of verified nodes.
-    batch: sequences of a round.
+    costs: durations of rounds over `batch` sequences.
     """
 
     def __init__(
         self, sizes: tuple[int, ...], adaptive: bool = True, hindsight: Hindsight | None = None, batch: int = 1
     ):
-        self.sizes, self.adaptive, self.hindsight, self.batch = sizes, adaptive, hindsight, batch
-        self.cost: dict[int, float] = {}
-        self.host = 0.0
-        """See `StepBack.host`."""
+        self.sizes = self.first_sizes = sizes
+        self.adaptive, self.hindsight, self.costs = adaptive, hindsight, RoundCosts(batch)
         self.gain: dict[int, list[float]] = {}
         self._seen: dict[int, int] = {}
         """Trees of each bucket that hindsight has reported."""
@@ -64,11 +57,11 @@ class SizePolicy:
             return self.sizes[0]
         fitting = [n for n in self.sizes if n < most]
         fitting += [n for n in self.sizes if n >= most][:1]
-        if not self.adaptive or any(n not in self.cost for n in fitting):
+        if not self.adaptive or any(n not in self.costs.measured for n in fitting):
             return fitting[-1]
         gains = [self._expected(hint) for hint, count in zip(hints, counts) if count > 1]
         # Fewer nodes never cost more. A measurement on a busy machine is too long, never too short.
-        costs = [*accumulate((max(self.cost[n], self.host) for n in reversed(fitting)), min)][::-1]
+        costs = [*accumulate((self.costs.expected(n) for n in reversed(fitting)), min)][::-1]
         rates = [(len(counts) + sum(gain[index] for gain in gains)) / cost for index, cost in enumerate(costs)]
         return fitting[rates.index(max(rates))]
 
@@ -79,15 +72,11 @@ class SizePolicy:
         buckets: of the rows' newest trees that are known, which tell how the text goes: while it repeats itself, a tree
             of a long match comes after another. Without any, the gains of all rounds count.
         """
-        if not self.adaptive or not self.cost:
+        if not self.adaptive or not self.costs.measured:
             return self.sizes[-1]
         gains = [self._expected(bucket) for bucket in buckets] or [self._gains(ANY)]
         tokens = [len(gains) + sum(each) for each in zip(*gains)]
-        return max(self.sizes, key=lambda n: tokens[self.sizes.index(n)] / max(self._cost(n), self.host))
-
-    def learn_host(self, seconds: float) -> None:
-        """See `StepBack.learn_host`."""
-        self.host = moved(self.host, seconds)
+        return max(self.sizes, key=lambda n: tokens[self.sizes.index(n)] / self.costs.expected(n))
 
     def learn(
         self, nodes: int, counts: list[int], buckets: list[int], paths: list[list[int]], seconds: float | None
@@ -99,7 +88,7 @@ class SizePolicy:
         seconds: None if costs stay as measured at the start (captured graphs).
         """
         if seconds is not None:
-            self._learn_cost(nodes, seconds)
+            self.costs.learn(nodes, seconds)
         if self.hindsight is not None:
             return
         rounds: dict[int, list[tuple[int, list[int]]]] = {}
@@ -124,17 +113,6 @@ class SizePolicy:
             else:
                 more = share * (n - 1) - gain[index]
                 gain[index] += min(RISE, more) if more > 0 and share == PRIOR else FORGET * more
-
-    def _cost(self, nodes: int) -> float:
-        """The cost of a round over `nodes` nodes; if none has run, the cost expected from the next larger size."""
-        known = min((n for n in self.cost if n >= nodes), default=max(self.cost))
-        return self.cost[known] * (KNEE + self.batch * nodes) / (KNEE + self.batch * known)
-
-    def _learn_cost(self, nodes: int, seconds: float) -> None:
-        known = self.cost.setdefault(nodes, seconds)
-        change = LEARN * (min(seconds / known, 2) - 1)
-        for n in self.cost:
-            self.cost[n] *= 1 + (change if n == nodes else COMMON * change)
 
     def _recall(self, hint: int, path: list[int]) -> None:
         """Take in a tree that the text followed along `path`: a mean of a bucket's first trees, then a running mean."""

@@ -151,6 +151,7 @@ class Engine:
                 clock.spend("host")
         finally:
             session.drafter.finish(call.lengths)
+            self.runtime.records.keep()
             if recording:
                 recording.seconds = {name: spent - spent_before[name] for name, spent in stats.seconds.items()}
                 self.recording = recording

@@ -119,12 +119,13 @@ class Flights:
         max_kv_len = session.max_kv_len(longest + nodes)
         now = self._now()
         if self.late and (nodes > 1 or self.late == MOST_LATE):
-            session.steps.catch_up(session.max_kv_len(longest + MOST_LATE))
+            size = session.steps.late_size(self.late)
+            session.steps.catch_up(size, session.max_kv_len(longest + size))
             self.late = 0
         if nodes > 1 and not self.has_trees:
             session.steps.propose(max_kv_len)
             if not self.runtime.on_gpu:
-                session.steps.policies[kind].learn_switch(self._now() - now)
+                session.steps.policies[kind].costs.learn_switch(self._now() - now)
                 now = self._now()
         self.has_trees = nodes > 1 or self.tree_size is None
         self.late += not self.has_trees
@@ -137,7 +138,7 @@ class Flights:
         """Wait for the oldest round. Returns it with the outcomes of the riders that go on."""
         flight, now = self._flying.popleft(), self._now()
         if self._collected is not None:
-            flight.session.steps.policies[flight.kind].learn_host(now - self._collected)
+            flight.session.steps.policies[flight.kind].costs.learn_host(now - self._collected)
         rows = flight.read()
         now = self._now()
         flight.seconds = now - flight.seconds

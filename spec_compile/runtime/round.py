@@ -7,7 +7,7 @@ from ..graph import ModelGraph
 from ..outcome import pack
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .accept.greedy import accept_greedy
-from .state import MOST_LATE, State
+from .state import State
 
 
 class Round(nn.Module):
@@ -106,17 +106,18 @@ class Prefill(nn.Module):
             features = self.model(ids, positions, state.lengths, None, state.cache, max_kv_len)
         self.conclude(size, ids, positions, features, max_kv_len)
 
-    def catch_up(self, max_kv_len: int) -> None:
-        """The drafter processes the tokens that it is late by, as those of a prompt that ends with the root."""
+    def catch_up(self, max_kv_len: int, size: int) -> None:
+        """The drafter processes the tokens that it is late by, `size` at most, as those of a prompt that ends with the
+        root."""
         state, numbers = self.state, [self.state.lengths, self.state.prompt_lengths]
         numbers += [state.kv.states.valid] if state.kv.states.kinds else []
         before = [each.clone() for each in numbers]
         state.prompt_lengths.copy_(state.lengths + 1)
         state.lengths.sub_(state.late)
         late = state.late_features
-        features = [] if late is None else [late[:, :, tap].contiguous() for tap in range(late.shape[2])]
-        ids, positions = self.prepare(MOST_LATE)
-        self.conclude(MOST_LATE, ids, positions, features, max_kv_len)
+        features = [] if late is None else [late[:, :size, tap].contiguous() for tap in range(late.shape[2])]
+        ids, positions = self.prepare(size)
+        self.conclude(size, ids, positions, features, max_kv_len)
         for each, value in zip(numbers, before):
             each.copy_(value)
         state.late.zero_()

@@ -1,7 +1,6 @@
 """`Runtime`: what every session of an engine shares."""
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from ..graph import ModelGraph
 from ..kernels.all_reduce import EXCHANGES, WARM_UP_SECONDS, set_deadline
 from ..kernels.linear import MAX_ROWS
 from ..stats import Stats
-from .step_back import DraftRecord
+from .draft_record import DraftRecords
 from .steps.code import Code, Form
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class Runtime:
     say: Callable[[str], None] = log.info
     code: Code = field(default_factory=Code)
     examples: dict[Form, "Pieces"] = field(default_factory=dict)
-    records: dict[str, DraftRecord] = field(default_factory=lambda: defaultdict(DraftRecord))
+    records: DraftRecords = field(default_factory=DraftRecords)
     tiers: "Tiers | None" = None
 
     @property

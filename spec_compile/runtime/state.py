@@ -11,8 +11,10 @@ from ..kernels.ops import append_block
 from ..tree import MAX_NODES, Accepted, Tree
 from .past import Past
 
-MOST_LATE = 32
+MOST_LATE = 128
 """Tokens of a row that a drafter may be late by."""
+LATE_SIZES = {"cpu": (8, 16, 32, 64, MOST_LATE), "cuda": (32, MOST_LATE)}
+"""Tokens that it catches up by in one step."""
 
 
 class State(nn.Module):

@@ -302,7 +302,7 @@ def test_rank_0_decides(on_ranks):
         sessions = fast.speculation.engine.sessions.values()
         policies = [policy for session in sessions for policy in session.steps.policies.values()]
         for policy in policies:
-            policy.cost.update({nodes: (1 + rank * nodes) * 1e-3 for nodes in policy.sizes})
+            policy.costs.measured.update({nodes: (1 + rank * nodes) * 1e-3 for nodes in policy.sizes})
         again = [fast.generate(prompt, **GREEDY) for _ in range(3)]
         return (cut, uneven, sampled, *again), slow.calls, streamer.got
 

@@ -21,7 +21,7 @@ FLAT = {1: 1.0, 4: 1.01, 16: 1.02}
 
 def measured(costs, adaptive=True):
     policy = SizePolicy(SIZES, adaptive)
-    policy.cost.update(costs)
+    policy.costs.measured.update(costs)
     return policy
 
 
@@ -104,7 +104,7 @@ def test_a_slow_round_does_not_change_the_mind():
     policy = measured(CPU)
     drive(policy, CPU, accepted=15, rounds=60)
     policy.learn(16, [16], [1], [list(range(1, 16))], 1000 * CPU[16])
-    assert policy.cost[16] < 1.5 * CPU[16]
+    assert policy.costs.measured[16] < 1.5 * CPU[16]
     assert policy.choose([16], [1]) == 16
 
 
@@ -148,7 +148,7 @@ def test_rounds_shorter_than_the_hosts_work_cost_the_same():
         policy.learn(16, [16], [1], [[1, 5]], None)
     assert policy.choose_ahead([1]) == 4
     for _ in range(60):
-        policy.learn_host(4.5)
+        policy.costs.learn_host(4.5)
     assert policy.choose_ahead([1]) == policy.choose([16], [1]) == 16
 
 
@@ -170,14 +170,14 @@ def test_sizes_that_have_not_run_are_tried_where_they_may_pay(rows, accepted, be
     policy, costs, chosen = SizePolicy(SIZES, batch=rows), {n: 4 + 0.015 * n * rows for n in SIZES}, []
     for _ in range(200):
         nodes = policy.choose_ahead()
-        policy.cost[nodes] = costs[nodes]
+        policy.costs.measured[nodes] = costs[nodes]
         path = [node for node in range(1, accepted + 1) if node < nodes]
         paths = [[] if row % 3 else path for row in range(rows)]
         policy.learn(nodes, [16] * rows, [1] * rows, paths, None)
         chosen.append(nodes)
     assert chosen[0] == 16 and mode(chosen) == best
     assert chosen.count(best) > 150
-    assert rows > 1 or set(policy.cost) == {16}  # nothing is compiled that could not pay
+    assert rows > 1 or set(policy.costs.measured) == {16}  # nothing is compiled that could not pay
 
 
 def test_fixed_sizes_ignore_what_was_learnt():
@@ -213,7 +213,7 @@ def spend(policy, costs, trees, count=16):
 
 def foreseeing(costs):
     policy = SizePolicy(SIZES, hindsight=Foretold())
-    policy.cost.update(costs)
+    policy.costs.measured.update(costs)
     return policy
 
 
@@ -259,8 +259,8 @@ def test_what_slows_every_size_down_is_expected_of_all():
     policy = foreseeing(CPU)
     for _ in range(100):
         policy.learn(1, [1], [0], [[]], 3 * CPU[1])
-    assert policy.cost[1] == pytest.approx(3 * CPU[1], rel=0.01)
-    assert CPU[16] < policy.cost[16] < 3 * CPU[16]
+    assert policy.costs.measured[1] == pytest.approx(3 * CPU[1], rel=0.01)
+    assert CPU[16] < policy.costs.measured[16] < 3 * CPU[16]
 
 
 def test_costs_are_measured_over_tokens_that_differ():

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from spec_compile.runtime.step_back import ALLOWED, NEVER, RARE, StepBack
+from spec_compile.runtime.draft_record import ALLOWED, NEVER, RARE
+from spec_compile.runtime.step_back import StepBack
 
 NODES = 16
 
@@ -69,7 +70,7 @@ def test_a_lasting_fall_of_acceptance_is_told_once(caplog, before, after, warnin
 def test_the_steps_before_a_round_that_drafts_count_as_its_cost():
     """A trial costs 1 + 3 plain rounds, where a round that follows another one costs 1."""
     plain, switching = StepBack([NODES]), StepBack([NODES])
-    switching.learn_switch(3.0)
+    switching.costs.learn_switch(3.0)
     trees = [decode(policy, 2.0, 0.0, 4000)[1] for policy in (plain, switching)]
     assert 3 < trees[0] / trees[1] < 5
     assert decode(switching, 2.0, 0.9, 1000)[1] > 1000 / 7, "drafts that pay are made without a pause"
@@ -79,7 +80,7 @@ def test_rounds_shorter_than_the_hosts_work_cost_the_same():
     policy = StepBack([NODES])
     decode(policy, 2.0, 0.3, 1000)
     assert policy.best == 1
-    policy.learn_host(3.0)
+    policy.costs.learn_host(3.0)
     assert policy.ratio(NODES) == 1.0 and policy.best == NODES
 
 
@@ -119,8 +120,8 @@ def test_both_sizes_run_before_one_is_preferred():
 def test_records_are_shared_and_costs_are_not():
     small, large = StepBack([NODES]), StepBack([NODES])
     small.share(large)
-    small.cost.update({1: 1.0, NODES: 1.1})
-    large.cost.update({1: 1.0, NODES: 9.0})
+    small.costs.measured.update({1: 1.0, NODES: 1.1})
+    large.costs.measured.update({1: 1.0, NODES: 9.0})
     for _ in range(4):
         small.learn(NODES, [NODES], [0], [[1]], None)
     assert (small.choose_ahead(), large.choose_ahead()) == (NODES, 1)
@@ -141,6 +142,68 @@ def test_a_line_says_what_is_chosen():
     policy = StepBack([NODES])
     assert not policy.describe()
     decode(policy, 2.0, 0.0, 200)
-    assert policy.describe() == "16 nodes take 2.00 plain rounds, 0.00 drafts are accepted: one round in 100 drafts"
+    made = "rounds over 1, 16 nodes have run"
+    told = "16 nodes take 2.00 plain rounds, 0.00 drafts are accepted: one round in 100 drafts"
+    assert policy.describe() == f"{told}; {made}"
     decode(policy, 1.5, 1.0, 900)
-    assert policy.describe().endswith("every round drafts") and not StepBack([NODES], adaptive=False).describe()
+    assert policy.describe().endswith(f"every round drafts; {made}")
+    assert not StepBack([NODES], adaptive=False).describe()
+
+
+def test_a_session_of_other_rows_does_not_try_again_what_never_paid():
+    first = StepBack([NODES])
+    decode(first, 2.0, 0.0, 90)
+    assert first.record.is_hopeless
+    later = StepBack([NODES], record=first.record, batch=8)
+    assert later.choose_ahead() == 1
+    rate, trees = decode(later, 5.0, 0.0, 400)
+    assert trees <= 1 + RARE * 400 / 4 and rate > 0.98
+
+
+def confident(policy, chance, rounds, seed=0):
+    """Rounds of trees whose confidence is 0 or 5: the drafts of the one are wrong, of the other right with `chance`.
+    Returns the sizes chosen for each."""
+    draw, chosen = random.Random(seed), {0: [], 5: []}
+    for _ in range(rounds):
+        bucket = draw.choice([0, 5])
+        nodes = policy.choose_ahead([bucket])
+        gained = 0
+        while bucket and gained < min(5, nodes - 1) and draw.random() < chance:
+            gained += 1
+        policy.learn(nodes, [nodes], [bucket], [[*range(1, gained + 1)]], {1: 1.0, 4: 1.5, NODES: 1.6}[nodes])
+        chosen[bucket].append(nodes)
+    return {bucket: nodes[rounds // 4 :] for bucket, nodes in chosen.items()}
+
+
+def test_a_round_follows_the_confidence_in_its_trees():
+    chosen = confident(StepBack([4, NODES]), 0.95, 400)
+    assert chosen[5].count(NODES) > 0.95 * len(chosen[5])
+    assert chosen[0].count(1) > 0.8 * len(chosen[0])
+    dear = StepBack([4, NODES])
+    dear.costs.learn_switch(2.0)
+    chosen = confident(dear, 0.95, 400)
+    assert chosen[0].count(1) == 0 and chosen[0].count(4) > 30, "a plain round costs the switch"
+
+
+def test_a_size_on_a_gpu_is_made_when_it_promises_enough():
+    for whole, runs in ((2.0, True), (1.1, False)):
+        policy = StepBack([8, NODES], is_dear=True)
+        policy.costs.measured.update({1: 1.0, NODES: whole})
+        sizes = set()
+        for _ in range(100):
+            nodes = policy.choose_ahead()
+            sizes.add(nodes)
+            policy.learn(nodes, [nodes], [0], [[1, 2] if nodes > 2 else []], None)
+            if nodes not in policy.costs.measured:
+                policy.costs.measured[nodes] = policy.costs.expected(nodes)
+        assert (8 in sizes) == runs and NODES in sizes
+
+
+def test_no_size_is_captured_for_drafts_that_never_pay():
+    policy = StepBack([2, 4, 8, NODES], is_dear=True)
+    policy.costs.measured.update({1: 1.0, NODES: 3.5})
+    sizes = []
+    for _ in range(4000):
+        sizes.append(policy.choose_ahead())
+        policy.learn(sizes[-1], [sizes[-1]], [0], [[]], None)
+    assert sizes[0] == NODES and {*sizes} == {1, NODES} and sizes.count(NODES) < 25

@@ -20,7 +20,7 @@ from ..accept.draw import DrawInRound
 from ..draft_length import SizePolicy
 from ..hindsight import Hindsight
 from ..runtime import Runtime
-from ..state import MOST_LATE, State
+from ..state import LATE_SIZES, State
 from ..step_back import StepBack
 from .capture import Captured, CaptureError, OutcomeRing
 from .pieces import Pieces
@@ -30,8 +30,8 @@ SAMPLERS = 32
 """Number of rounds that draw to keep, the newest ones."""
 TRIALS = 5
 """Runs of a step; the shortest is its cost."""
-FEW = 4
-"""A round may verify one in FEW nodes of a tree, unless each size has to be compiled or captured first."""
+PARTS = {"cpu": (4,), "cuda": (2, 4, 8)}
+"""A round may verify the first nodes of a tree, one in so many."""
 CAPTURED_TOKENS = 2048
 """Largest prefill, in tokens of all rows, that is captured; a larger one takes longer than its launches."""
 
@@ -43,7 +43,7 @@ class StepKind(Enum):
     ROUND: a greedy round; a function of max_kv_len.
     LOOK, FINISH: `Round.look` and `Round.finish`, between which tokens are accepted.
     PROPOSE: the first trees of a call; a function of max_kv_len.
-    CATCH_UP: the drafter processes the tokens that it is late by; a function of max_kv_len.
+    CATCH_UP: the drafter processes the tokens that it is late by, up to a size; a function of max_kv_len.
     """
 
     PREFILL = "prefill"
@@ -76,10 +76,11 @@ class Steps:
 
         def policy(kind: StepKind) -> SizePolicy | StepBack:
             if plan.is_whole:
-                is_made_at_once = runtime.on_gpu or (runtime.options.compile and runtime.tiers is None)
-                few = [] if is_made_at_once else [max(2, plan.nodes // FEW)]
-                sizes = [*few, plan.nodes] if plan.nodes > 1 else []
-                return StepBack(sizes, runtime.options.adaptive, runtime.records[kind.value])
+                compiles_at_once = not runtime.on_gpu and runtime.options.compile and runtime.tiers is None
+                parts = () if compiles_at_once else PARTS[runtime.device.type]
+                sizes = {max(2, plan.nodes // part) for part in (1, *parts)} if plan.nodes > 1 else ()
+                record = runtime.records[kind.value]
+                return StepBack(sizes, runtime.options.adaptive, record, state.batch, is_dear=runtime.on_gpu)
             return SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch)
 
         self.policies = {kind: policy(kind) for kind in (StepKind.ROUND, StepKind.LOOK)}
@@ -106,7 +107,7 @@ class Steps:
                 self.made.clear()
                 self.prefill_seconds.clear()
                 for policy in self.policies.values():
-                    policy.cost.clear()
+                    policy.costs.measured.clear()
 
     def grow(self) -> None:
         """Prepare for buffers with more slots. On a GPU all steps are made anew."""
@@ -117,7 +118,7 @@ class Steps:
     def get(self, kind: StepKind, nodes: int = 0) -> Callable:
         """A step as a function, made on first use. On a GPU it is a captured graph, except a PREFILL of any size.
 
-        nodes: of a round; of a PREFILL its one size, or 0 for any size.
+        nodes: of a round; of a PREFILL its one size, or 0 for any size; of a CATCH_UP its size.
         """
         if self._only_asks:
             return self._function(kind, nodes)
@@ -148,15 +149,19 @@ class Steps:
         """Propose the first trees of a call; the rounds propose all others."""
         (self.get(StepKind.PROPOSE) if self.captures else self._propose)(max_kv_len)
 
-    def catch_up(self, max_kv_len: int) -> None:
-        """Let the drafter process the tokens that it is late by."""
-        self.get(StepKind.CATCH_UP)(max_kv_len)
+    def late_size(self, late: int) -> int:
+        """The smallest size of the steps that catch up by so many tokens."""
+        return next(size for size in LATE_SIZES[self.runtime.device.type] if size >= late)
+
+    def catch_up(self, size: int, max_kv_len: int) -> None:
+        """Let the drafter process the tokens that it is late by, `size` at most."""
+        self.get(StepKind.CATCH_UP, size)(max_kv_len)
 
     def proposal_steps(self) -> list[tuple[StepKind, int]]:
         """The steps that a proposal needs, to be made before a round is under way."""
         catches_up = self.runtime.algorithm.plan.is_whole and self.policies[StepKind.ROUND].adaptive
-        kinds = SWITCH if catches_up else (StepKind.PROPOSE,)
-        return [(kind, 0) for kind in kinds] if self.captures else []
+        late = [(StepKind.CATCH_UP, self.late_size(1))] if catches_up else []
+        return [(StepKind.PROPOSE, 0), *late] if self.captures else []
 
     def _propose(self, max_kv_len: int) -> None:
         self.state.root()
@@ -203,7 +208,7 @@ class Steps:
         return self.runtime.tiers is not None and self.runtime.tiers.only_asks
 
     def _is_captured(self, kind: StepKind, nodes: int) -> bool:
-        sizes = {StepKind.PREFILL: nodes, StepKind.CATCH_UP: self._prefill_key(MOST_LATE)}
+        sizes = {StepKind.PREFILL: nodes, StepKind.CATCH_UP: self._prefill_key(nodes)}
         return self.captures and sizes.get(kind, 1) > 0
 
     def _compile_kernels(self, steps: list[tuple[StepKind, int]]) -> None:
@@ -235,7 +240,7 @@ class Steps:
             elif kind in SWITCH and captures:
                 self._switch[kind] = min(self._seconds(step, arguments) for _ in range(TRIALS))
                 for policy in self.policies.values():
-                    policy.switch = sum(self._switch.values())
+                    policy.costs.switch = sum(self._switch.values())
             elif kind is StepKind.PREFILL and captures:
                 self.prefill_seconds[nodes] = min(self._seconds(step, arguments) for _ in range(TRIALS))
         seconds = time.perf_counter() - begin
@@ -266,7 +271,7 @@ class Steps:
                     compile_together(partial(sampled, PAGE))
                 self.made[key] = self._capture(sampled, (PAGE,)) if self.captures else sampled
                 seconds = min(self._seconds(self.made[key], (PAGE,)) for _ in range(TRIALS))
-                self.policies[StepKind.LOOK].cost[nodes] = seconds
+                self.policies[StepKind.LOOK].costs.measured[nodes] = seconds
             for old in [key for key in self.made if not isinstance(key[0], StepKind)][:-SAMPLERS]:
                 del self.made[old]
         return self.made[key]
@@ -291,7 +296,7 @@ class Steps:
             case StepKind.PROPOSE:
                 return self._propose
             case StepKind.CATCH_UP:
-                return self._pieces.prefill().catch_up
+                return partial(self._pieces.prefill().catch_up, size=nodes)
             case StepKind.LOOK:
                 return partial(self._pieces.round(nodes).look, nodes=nodes)
             case StepKind.ROUND:
@@ -311,7 +316,7 @@ class Steps:
             {nodes: self._seconds(step, self._arguments(kind, nodes)) for nodes, step in steps.items()}
             for _ in range(TRIALS)
         ]
-        self.policies[kind].cost.update({nodes: min(trial[nodes] for trial in times) for nodes in steps})
+        self.policies[kind].costs.measured.update({nodes: min(trial[nodes] for trial in times) for nodes in steps})
 
     def _seconds(self, step: Callable, arguments: tuple) -> float:
         """The duration of a step that has run before, over different tokens: equal tokens would go to the same experts
