@@ -132,7 +132,7 @@ class DraftRecord:
             )  # fmt: skip
 
     def as_data(self) -> dict[str, Any]:
-        """What later processes begin with, as JSON has it."""
+        """All that later processes begin with, as JSON has it."""
         gains = {str(nodes): [gain.mean, gain.rounds] for nodes, gain in self.gains.get(ANY, {}).items()}
         return {
             "gains": gains, "slack": min(self.slack, ALLOWED), "loss": self.loss, "level": self.level,
@@ -149,7 +149,7 @@ class DraftRecord:
         )  # fmt: skip
 
 
-class Store(Protocol):
+class RecordStore(Protocol):
     """Data by name, between processes (`artefacts.start.StartArtefact`)."""
 
     def recall(self, name: str) -> bytes | None: ...
@@ -161,7 +161,7 @@ class DraftRecords:
 
     def __init__(self) -> None:
         self._records: dict[str, DraftRecord] = {}
-        self._store: Store | None = None
+        self._store: RecordStore | None = None
         self._name = ""
         self._next = NEVER
         """Rounds that drafted at which the records are kept again."""
@@ -169,7 +169,7 @@ class DraftRecords:
     def __getitem__(self, kind: str) -> DraftRecord:
         return self._records.setdefault(kind, DraftRecord())
 
-    def open(self, store: Store, name: str) -> None:
+    def open(self, store: RecordStore, name: str) -> None:
         """Begin with the records that `store` has under a name from earlier processes, and keep them there."""
         self._store, self._name = store, name
         self._records = _unpacked(store.recall(name))
