@@ -269,10 +269,31 @@ DRAWS = [
         "return u * q < p", "return u == u", f"{SAMPLING} -k 'test_drawn_drafts_leave_the_target'",
     ),
     Mutation(
-        "in a captured chain, drafts that were drawn are accepted always", f"{RUNTIME}accept/chain.py",
-        "passes = has_child & is_accepted(u[:, :, 0], p, q / draft.sum(dim=2, dtype=torch.float64))",
-        "passes = has_child",
-        "tests/drafters/test_schedule.py -k chain",
+        "in a chain, drafts that were drawn pass always", f"{RUNTIME}accept/chain.py",
+        "passes = torch.where(has_child, u * (r + (1 - w) / w) < r, u < w)", "passes = u < 2",
+        "tests/runtime/test_chain.py -k 'paper or texts'",
+    ),
+    Mutation(
+        "in a chain, the residual forgets the weight of the drafts before it", f"{RUNTIME}accept/chain.py",
+        "(target - draft / scale[:, None] / w[:, None])", "(target - draft / scale[:, None])",
+        "tests/runtime/test_chain.py -k 'paper or texts'",
+    ),
+    Mutation(
+        "the numbers of a chain return in the next round", f"{RUNTIME}accept/chain.py",
+        "return uniform(seed[:, None], row[:, None], gained[:, None], counter(nodes, gained.device))",
+        "return uniform(seed[:, None], row[:, None], gained[:, None] + counter(nodes, gained.device))",
+        "tests/drafters/test_schedule.py -k test_no_number_is_taken_twice",
+    ),
+    Mutation(
+        "drafts of a chain take numbers of other rounds", "spec_compile/drafters/trees/draw.py",
+        "uniform(seed, sequence, place, DRAFT_STREAM + level - 1)",
+        "uniform(seed, sequence, place + level - 1, DRAFT_STREAM)",
+        "tests/drafters/test_schedule.py -k test_no_number_is_taken_twice",
+    ),
+    Mutation(
+        "a grammar keeps the drafts that it has looked ahead at", f"{RUNTIME}accept/grammars.py",
+        "self.rewind(row, self.ahead[row])", "self.rewind(row, 0)",
+        "tests/runtime/test_grammars.py -k drawn_chains",
     ),
     Mutation(
         "a running sum is left to torch", f"{RUNTIME}accept/row_invariant.py",

@@ -1,5 +1,5 @@
 """Schedules against a slow growth in Python, over a draft whose output depends on each node's whole path; drawn chains
-by distribution, and what is accepted of them against `accept_drawn`, the walk, and the target's own distribution."""
+by distribution, and what is accepted of them against the target's own distribution."""
 
 import math
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessorList
 
 from spec_compile import compat
 from spec_compile.drafters.trees import draw as drawing
@@ -18,11 +17,7 @@ from spec_compile.drafters.trees.schedule import Schedule
 from spec_compile.drafters.trees.static import EAGLE1_CHOICES, StaticTree
 from spec_compile.kernels.top_logits import top_logits
 from spec_compile.runtime.accept.chain import accept_chain, chain_numbers
-from spec_compile.runtime.accept.host import HostAcceptor
-from spec_compile.runtime.accept.random_numbers import counter, probabilities
-from spec_compile.runtime.accept.rejection import accept_drawn
-from spec_compile.runtime.answer import Answer
-from spec_compile.tree import Tree
+from spec_compile.runtime.accept.random_numbers import counter
 
 INF = math.inf
 GPU = torch.cuda.is_available()
@@ -383,75 +378,9 @@ def test_a_chain_without_draft_to_target():
     torch.testing.assert_close(probs[0, 1], logits_after(table[0], tokens[0, 1:2].tolist()).softmax(0))
 
 
-def slow_accept(target, draft, tokens, real, u):
-    """`accept_drawn` at every node in turn: path, tokens."""
-    path, chosen = [0], []
-    while True:
-        node = path[-1]
-        children = [int(tokens[node + 1])] if node + 1 < len(tokens) and real[node + 1] else []
-        numbers = u[node, : len(children) + 1].unbind()
-        chosen.append(int(accept_drawn(target[node], draft[node].double(), children, numbers)))
-        if chosen[-1:] != children:
-            return path, chosen
-        path.append(node + 1)
-
-
 def numbers(seed, place, nodes):
     """Those of rows 0, 1, 2 ... of a call, whose chains begin at place [B]."""
     return chain_numbers(torch.full_like(place, seed), torch.arange(len(place)), place, nodes)
-
-
-@given(st.integers(0, 100_000), st.integers(1, 30), st.integers(1, 8), st.integers(2, 9))
-def test_accept_chain_is_accept_drawn(seed, batch, nodes, vocab):
-    torch.manual_seed(seed)
-    draft = (2 * torch.randn(batch, nodes, vocab)).softmax(dim=2)
-    target = (draft.log() + 2 * torch.randn(batch, nodes, vocab)).double().softmax(dim=2)
-    target = target.where(torch.rand(target.shape) > 0.2, 0) + 1e-3 * target
-    target = target / target.sum(dim=2, keepdim=True)
-    if seed % 2:
-        draft = torch.nn.functional.one_hot(draft.argmax(dim=2), vocab).float()
-    draft = draft * (1 + seed % 3)
-    tokens = torch.cat(
-        [torch.zeros(batch, 1), draft.flatten(0, 1).multinomial(1).view(batch, nodes)[:, :-1]], dim=1
-    ).long()
-    real = torch.arange(nodes) < torch.randint(1, nodes + 1, (batch, 1))
-    u = torch.rand(batch, nodes, 2, dtype=torch.float64)
-    accepted = accept_chain(target, draft, tokens, real, u)
-    for row in range(batch):
-        path, chosen = slow_accept(target[row], draft[row], tokens[row], real[row], u[row])
-        count = int(accepted.count[row])
-        assert accepted.path[row, :count].tolist() == path
-        assert accepted.tokens[row, :count].tolist() == chosen
-
-
-def test_accept_chain_is_the_walk():
-    """The same numbers at the same places."""
-    rows, nodes, vocab = 300, 6, 7
-    draft = torch.randn(rows, nodes, vocab).softmax(dim=2)
-    logits = draft.log() + 0.7 * torch.randn(rows, nodes, vocab)
-    tokens = draft.flatten(0, 1).multinomial(1).view(rows, nodes).roll(1, dims=1)
-    real = torch.arange(nodes) < torch.randint(1, nodes + 1, (rows, 1))
-    answer = Answer(torch.zeros(rows, 4, dtype=torch.int64), 4 + 2 + nodes, [], 0)
-    answer.take([[1, 2] if row % 2 else [] for row in range(rows)])
-    place = torch.tensor([len(row) for row in answer.rows])
-    tree = Tree(tokens, torch.arange(-1, nodes - 1).expand(rows, -1), real, draft)
-    expected = HostAcceptor(answer, LogitsProcessorList(), seed=77)(tree, logits)
-    target = probabilities(logits.flatten(0, 1)).view(rows, nodes, vocab)
-    accepted = accept_chain(target, draft, tokens, real, numbers(77, place, nodes))
-    assert torch.equal(accepted.count, expected.count)
-    counts = torch.arange(nodes) < expected.count[:, None]
-    assert torch.equal(accepted.tokens[counts], expected.tokens[counts])
-    assert torch.equal(accepted.path[counts], expected.path[counts])
-    assert len(expected.count.unique()) == nodes
-
-
-def test_accept_chain_with_nothing_to_draw_from():
-    target = torch.full((2, 2, 3), math.nan, dtype=torch.float64)
-    target[1] = torch.tensor([0.0, 0.2, 0.8])
-    draft = torch.full((2, 2, 3), 1 / 3)
-    accepted = accept_chain(target, draft, torch.tensor([[0, 1], [0, 0]]), torch.ones(2, 2).bool(), torch.rand(2, 2, 2))
-    assert accepted.count.tolist() == [1, 1]
-    assert accepted.tokens[0, 0] == -1 and accepted.tokens[1, 0] in (1, 2)
 
 
 PLACES = 3
@@ -522,6 +451,20 @@ def test_drawn_chains_leave_the_target(nodes, temperature):
     samples, target, sizes = chained(60_000, nodes, temperature)
     assert fit(samples, joint(target)) > FITS
     assert (sizes > 0.01).all()
+
+
+def test_no_number_is_taken_twice(monkeypatch):
+    """By drawn chains that begin at any place of two rows, and by what tests them."""
+    taken, uniform = [], drawing.uniform
+    monkeypatch.setattr(drawing, "uniform", lambda *args: taken.append(uniform(*args)) or taken[-1])
+    place = torch.arange(30).repeat(2)
+    rows = torch.arange(2).repeat_interleave(30)
+    draft, ones = Draft(torch.randn(60, 97, VOCAB)), torch.ones(60)
+    draw_chain(Schedule(7, 1), place * 0, *draft.begin(), draft, ones, 9, rows, place, VOCAB)
+    tests = chain_numbers(torch.full_like(rows, 9), rows, place, 8)
+    every = torch.cat([tests.flatten(), *taken])
+    assert len(every) == 60 * (8 + 7) and len(every.unique()) == len(every)
+    assert torch.equal(tests[:, 0], uniform(9, rows, place))  # the number of a round without drafts
 
 
 def test_numbers_shared_with_verification_would_show(monkeypatch):

@@ -7,12 +7,18 @@ import torch
 from distributions import FITS, fit, joint
 from grammar_cases import CALLS, EOS, GRAMMARS, NEW, TABLE, VOCAB, WARPERS, accepted, call, plain, random_trees
 from transformers import LogitsProcessorList
-from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
+from transformers.generation import (
+    InfNanRemoveLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+)
 
 from spec_compile.runtime.accept import Route, make_acceptor
 from spec_compile.runtime.accept.grammar_acceptors import DrawnGrammars, GreedyGrammars
 from spec_compile.runtime.accept.host import HostAcceptor
 from spec_compile.runtime.answer import Answer
+from spec_compile.tree import Tree
 
 
 @pytest.fixture(autouse=True)
@@ -77,12 +83,8 @@ def test_tokens_that_the_mask_does_not_change_are_drawn_twice_a_round(monkeypatc
     assert torch.equal(answer.sequences(), texts) and rounds < NEW
 
 
-@pytest.mark.parametrize("way", [DrawnGrammars.__call__, DrawnGrammars.accept])
-def test_drawn_tokens_have_the_plain_loops_distribution(way, monkeypatch):
-    rows, grammar, warper = 2000, fake.grammar(VOCAB, legal=3), TemperatureLogitsWarper(0.8)
-    monkeypatch.setattr(DrawnGrammars, "__call__", way)
-    drafts = torch.randint(3, VOCAB, (rows, 4))
-    result = accepted([fake.Processor(grammar), warper], rows, drafts, seed=7, ends=False, new=3)[0][:, 1:]
+def constrained(grammar):
+    """The distribution of the next token at temperature 0.8 after texts [R, n]: [R, VOCAB]."""
 
     def conditional(texts):
         ids = torch.cat([torch.ones(len(texts), 1, dtype=torch.int64), texts], dim=1)
@@ -94,7 +96,70 @@ def test_drawn_tokens_have_the_plain_loops_distribution(way, monkeypatch):
                 weights[row, legal] = (TABLE[ids[row, -1], legal].double() / 0.8).softmax(dim=0)
         return weights
 
-    assert fit(result[None], joint(conditional, VOCAB)[None], VOCAB) > FITS
+    return conditional
+
+
+@pytest.mark.parametrize("way", [DrawnGrammars.__call__, DrawnGrammars.accept])
+def test_drawn_tokens_have_the_plain_loops_distribution(way, monkeypatch):
+    rows, grammar, warper = 2000, fake.grammar(VOCAB, legal=3), TemperatureLogitsWarper(0.8)
+    monkeypatch.setattr(DrawnGrammars, "__call__", way)
+    drafts = torch.randint(3, VOCAB, (rows, 4))
+    result = accepted([fake.Processor(grammar), warper], rows, drafts, seed=7, ends=False, new=3)[0][:, 1:]
+    assert fit(result[None], joint(constrained(grammar), VOCAB)[None], VOCAB) > FITS
+
+
+GUESSES = (TABLE + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5))).softmax(dim=1)
+
+
+def drawn_chains(processors, rows, new, guesses, seed=7, ends=False):
+    """`new` tokens of each row from chains of four nodes that are drawn from `guesses` [VOCAB, VOCAB], the rounds that
+    this took, and the acceptor."""
+    answer = Answer(torch.ones(rows, 1, dtype=torch.int64), new + 1, [EOS] if ends else [], 0 if ends else None)
+    accept, rounds = make_acceptor(Route.ON_HOST, answer, LogitsProcessorList(processors), seed), 0
+    while not answer.done:
+        chain = [torch.tensor([(gained or [1])[-1] for gained in answer.rows])]
+        for _ in range(3):
+            chain.append(guesses[chain[-1]].multinomial(1)[:, 0])
+        tokens = torch.stack(chain, dim=1)
+        real = torch.arange(4) < torch.randint(1, 5, (rows, 1))
+        accept(Tree(tokens, torch.arange(-1, 3).expand(rows, -1), real, guesses[tokens]), TABLE[tokens])
+        rounds += 1
+    return answer.sequences()[:, 1:], rounds, accept
+
+
+def test_drawn_chains_have_the_plain_loops_distribution():
+    rows, grammar, warper = 3000, fake.grammar(VOCAB, legal=3), TemperatureLogitsWarper(0.8)
+    legal = torch.zeros(VOCAB)
+    legal[[token for edges in grammar.edges for token in edges]] = 1
+    guesses = GUESSES * (legal + 0.02)
+    result, _, accept = drawn_chains([fake.Processor(grammar), warper], rows, 3, guesses)
+    assert type(accept) is DrawnGrammars
+    assert fit(result[None], joint(constrained(grammar), VOCAB)[None], VOCAB) > FITS
+
+
+def test_drawn_chains_under_a_grammar_that_ends():
+    """Texts are legal up to the end, and beyond it go on under the mask of the last token."""
+    for ends in (True, False):
+        result, rounds, accept = drawn_chains([fake.Processor(GRAMMARS)], 3, NEW, GUESSES, ends=ends)
+        assert rounds < NEW and not any(accept.grammars.ahead)
+        for row, tokens in enumerate(result.tolist()):
+            matcher = fake.GrammarMatcher(GRAMMARS[row])
+            while tokens and not matcher.is_terminated():
+                assert matcher.accept_token(tokens.pop(0))
+            assert not ends or not any(tokens)
+
+
+def test_drawn_chains_where_a_grammar_leaves_no_token():
+    """Raises when such a token is reached, and not when it is only drafted."""
+    grammar = fake.CompiledGrammar([{5: 1, 6: 0}, {}], set(), fake.TokenizerInfo(VOCAB))
+    guesses = torch.zeros(VOCAB, VOCAB)
+    guesses[:, 5] = 1
+    processors = [fake.Processor(grammar), SuppressTokensLogitsProcessor([5], device="cpu")]
+    assert (drawn_chains(processors, 1, 6, guesses)[0] == 6).all()
+    with pytest.raises(RuntimeError, match="cannot sample"):
+        drawn_chains([fake.Processor(grammar)], 1, NEW, guesses)
+    with pytest.raises(RuntimeError, match="the grammar of row 0 does not allow token"):
+        drawn_chains([fake.Processor(grammar), InfNanRemoveLogitsProcessor()], 1, NEW, guesses)
 
 
 def test_a_grammar_that_leaves_no_token_raises_where_plain_decoding_does():

@@ -682,17 +682,19 @@ def test_a_processor_that_must_see_every_step():
 # --- the sampler, that draws at all nodes at once
 
 
-def ran(processors, sampler, eos=(), least=0):
+def ran(processors, sampler, eos=(), least=0, fast=None, temperature=0.0):
     """Twenty tokens after each of three prompts, from the rounds themselves: drawn in them, or by the walk."""
+    fast = fast or speculative(**TREES[8])
     inputs = padded(0, 1, 2)["input_ids"]
-    request = Request(PROMPTS, [len(p) + least for p in PROMPTS], [len(p) + 20 for p in PROMPTS], list(eos), seed=9)
+    least, most = ([len(p) + number for p in PROMPTS] for number in (least, 20))
+    request = Request(PROMPTS, least, most, list(eos), seed=9, temperature=temperature)
     if sampler:
         request.acceptor = DrawInRound(processors)
     else:
         answer = Answer(inputs, inputs.shape[1] + 20, list(eos), PAD)
         request.acceptor = HostAcceptor(answer, LogitsProcessorList(processors), seed=9)
     rows = [[] for _ in PROMPTS]
-    for gained in speculative(**TREES[8]).speculation.engine.answer(request):
+    for gained in fast.speculation.engine.answer(request):
         for row, tokens in zip(rows, gained):
             row += tokens
     return rows
@@ -712,6 +714,31 @@ def test_the_sampler_draws_as_the_walk(processors, ends):
     assert ran(processors, sampler=True, **ends) == rows
     assert all(6 < len(row) < 20 for row in rows) if ends else [len(row) for row in rows] == [20] * 3
     assert speculative(**TREES[8]).speculation.stats.accept_length > 1
+
+
+@pytest.mark.parametrize("processors", [[TemperatureLogitsWarper(1.2), TopKLogitsWarper(9)], []], ids=["top-k", "none"])
+def test_the_sampler_accepts_drawn_chains_as_the_host(processors):
+    fast = drafted(**DRAFTS["drawn"])
+    fast.speculation.stats.reset()
+    rows = ran(processors, sampler=False, fast=fast, temperature=1.2)
+    assert fast.speculation.stats.accept_length > 1.3
+    assert ran(processors, sampler=True, fast=fast, temperature=1.2) == rows and [len(row) for row in rows] == [20] * 3
+
+
+def test_scores_of_drawn_chains():
+    """Those of the tokens, and the tokens are the same if nobody asks for scores."""
+    fast, options = drafted(**DRAFTS["drawn"]), dict(max_new_tokens=20, do_sample=True, eos_token_id=None, **padded(0))
+    options |= dict(top_k=9, repetition_penalty=1.3)
+    torch.manual_seed(3)
+    plain = fast.generate(**options)
+    torch.manual_seed(3)
+    out = fast.generate(output_scores=True, output_logits=True, return_dict_in_generate=True, **options)
+    assert torch.equal(out.sequences, plain) and fast.speculation.stats.accept_length > 1
+    logits = tiny()(out.sequences).logits[:, -21:-1]
+    torch.testing.assert_close(torch.stack(out.logits, dim=1), logits)
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3), TopKLogitsWarper(9)])
+    for place, scores in enumerate(out.scores):
+        torch.testing.assert_close(scores, processors(out.sequences[:, : place - 20], logits[:, place].clone()))
 
 
 def test_the_sampler_finds_nothing_to_draw():

@@ -27,11 +27,11 @@ from transformers.generation import (
 )
 
 from spec_compile.kernels import row_scan
+from spec_compile.runtime.accept.chain import accept_chain
 from spec_compile.runtime.accept.draw import DrawInRound
 from spec_compile.runtime.accept.host import HostAcceptor
 from spec_compile.runtime.accept.processors import OF_SCORES
 from spec_compile.runtime.accept.random_numbers import draw
-from spec_compile.runtime.accept.rejection import accept_drawn, residual
 from spec_compile.runtime.accept.row_invariant import RowInvariant, row_invariant
 from spec_compile.runtime.answer import Answer
 from spec_compile.tree import Tree, ancestry
@@ -169,18 +169,19 @@ def test_warpers(name, vocab):
 
 @gpu
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_rejection_in_one_dimension_and_in_three(vocab):
-    """The host takes one node, a round takes all nodes of all rows."""
-    target, draft = (torch.randn(4, 16, vocab, device=DEVICE).double().softmax(dim=2) for _ in range(2))
-    rejected = draft.argmax(dim=2, keepdim=True)
+def test_a_chain_among_others(vocab):
+    """A round takes all rows, the host those that go on."""
+    target, draft = (scores_of(16 * 5, vocab).double().softmax(dim=1).view(16, 5, vocab) for _ in range(2))
+    target, draft = (target + 3 * draft) / 4, draft.float()
+    tokens = draft.flatten(0, 1).multinomial(1).view(16, 5).roll(1, dims=1)
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    u = torch.rand(16, 5, dtype=torch.float64, device=DEVICE)
     with row_invariant(DEVICE, []):
-        every, totals = residual(target, draft, rejected), draft.float().sum(dim=2, dtype=torch.float64)
-        for at in ((0, 0), (1, 7), (3, 15)):
-            assert torch.equal(residual(target[at], draft[at], rejected[at]), every[at])
-            assert torch.equal(draft[at].float().double().sum(), totals[at])
-            u = torch.tensor([INF, 0.3], dtype=torch.float64, device=DEVICE)
-            token = accept_drawn(target[at], draft[at], [int(rejected[at])], u)
-            assert token == draw(residual(target[at], draft[at] / draft[at].sum(), rejected[at])[None], u[1:])[0]
+        every = accept_chain(target, draft, tokens, real, u)
+        assert len(every.count.unique()) > 1
+        for rows in ([3], [0, 7, 15]):
+            some = accept_chain(*(part[rows] for part in (target, draft, tokens, real, u)))
+            assert torch.equal(some.count, every.count[rows]) and torch.equal(some.tokens, every.tokens[rows])
 
 
 @pytest.mark.parametrize("is_drawn", [False, True], ids=["likely drafts", "drawn drafts"])

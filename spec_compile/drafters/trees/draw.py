@@ -12,7 +12,8 @@ from .schedule import Schedule
 from .step import Step, chain_parents, feed
 
 DRAFT_STREAM = MAX_NODES
-"""The number of `uniform` that draws a draft's token. Verification takes the numbers below it."""
+"""The stream of `uniform` that draws the first draft of a chain; later drafts take the streams after it. Verification
+takes the streams below it, at the same position."""
 
 
 def draw_chain(
@@ -36,8 +37,9 @@ def draw_chain(
     The other arguments are those of `grow`.
 
     Node i's child was drawn from row i of probs; the last row is zeros. Verified tokens are distributed as the target's
-    only if the length to which the chain is cut before verification does not depend on the tokens cut off. ValueError
-    unless the schedule is a chain.
+    only if the length to which the chain is cut before verification does not depend on the tokens cut off. No number is
+    taken twice, because every chain of a row has another place (see `accept.chain.chain_numbers`). ValueError unless
+    the schedule is a chain.
     """
     if schedule.topk != 1:
         raise ValueError(f"topk must be 1 (a chain) for drafts that are drawn, not {schedule.topk}")
@@ -50,7 +52,7 @@ def draw_chain(
         if level > 1:
             hidden, logits = feed(step, tokens[-1], hidden, level - 1)
         distribution = _distribution(logits, temperature)
-        token = draw(distribution.double(), uniform(seed, sequence, place + level - 1, DRAFT_STREAM))[:, None]
+        token = draw(distribution.double(), uniform(seed, sequence, place, DRAFT_STREAM + level - 1))[:, None]
         if draft_to_target is not None:
             everywhere = distribution.new_zeros(distribution.shape[0], vocab_size)
             distribution = everywhere.index_copy(1, draft_to_target, distribution)

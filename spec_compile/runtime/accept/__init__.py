@@ -16,21 +16,26 @@ from .processors import MINIMA, ROWWISE, is_known
 class Route(Enum):
     """Where and how the tokens of a round are accepted. The first row that fits is taken.
 
-    =============== ========================================== ===================== ========================
-    Route           Taken if                                   Drafts are tested by  Drafts that were drawn
-    =============== ========================================== ===================== ========================
-    ON_HOST         scores or logits are returned, or the      `host.HostAcceptor`   `rejection.accept_drawn`
+    =============== ====================================== ==================== =================================
+    Route           Taken if                               Drafts are tested by Drafts that were drawn
+    =============== ====================================== ==================== =================================
+    ON_HOST         scores or logits are returned, or the  `host.HostAcceptor`  as below
                     first logits are known already
-    GREEDY_IN_ROUND do_sample=False, and the processors do     `accept_greedy`       `accept_greedy`
+    GREEDY_IN_ROUND do_sample=False, and the processors do `accept_greedy`      `accept_greedy`
                     no more than set a minimum length
-    DRAW_IN_ROUND   do_sample=True on a GPU, and               `draw.DrawInRound`    `chain.accept_chain`
+    DRAW_IN_ROUND   do_sample=True on a GPU, and           `draw.DrawInRound`   `chain.accept_chain`
                     `DrawInRound.takes` the processors
-    ON_HOST         anything else                              `host.HostAcceptor`   `rejection.accept_drawn`
-    =============== ========================================== ===================== ========================
+    ON_HOST         anything else                          `host.HostAcceptor`  `chain.accept_chain`, in lockstep
+                                                                                `rejection.accept_drawn`
+    =============== ====================================== ==================== =================================
 
     On a CPU the host is faster than drawing in the round, because it processes only nodes that are reached. All routes
     that draw give the same tokens for a seed. Under a grammar, ON_HOST is `GreedyGrammars` or `DrawnGrammars` if the
     other processors permit it.
+
+    `accept_chain` tests a drawn chain as a block, which needs the target's distribution after every draft. Rows that go
+    in lockstep (see `HostAcceptor`) are the exception: their processors may remember what they saw, so they are called
+    only for tokens that are certain, and drafts are tested one by one. No other route takes such processors.
 
     A new route is a file in this folder, a row above, a branch of `choose_route` and one of `make_acceptor`.
     """

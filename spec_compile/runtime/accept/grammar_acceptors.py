@@ -43,7 +43,7 @@ class GrammarWalks(HostAcceptor):
 
     def __init__(self, answer: Answer, processors: list, seed: int | None):
         super().__init__(answer, processors, seed)
-        self.grammars = next(each for each in self.processors.processors if isinstance(each, Grammars))
+        self.grammars = self.processors.grammars[0]
 
     def begin(self, tree: Tree, guesses: Tensor) -> dict[int, Walk]:
         """The walks of the rows that go on, by row. guesses: [B, N] int64, the probable token after each node."""

@@ -57,6 +57,7 @@ class Grammars(LogitsProcessor):
         batch, compiled = len(gained), processor.compiled_grammars
         compiled = compiled * batch if len(compiled) == 1 else compiled
         self.gained, self.followed = gained, [0] * batch  # tokens of each row that its matcher has accepted
+        self.ahead = [0] * batch  # the last ones of them, which are drafts
         self.matchers = [_matcher(grammar) for grammar in compiled]
         words = -(-compiled[0].tokenizer_info.vocab_size // 32)
         self.bitmask = torch.full((batch, words), -1, dtype=torch.int32)
@@ -93,6 +94,22 @@ class Grammars(LogitsProcessor):
                 matcher.accept_token(token)
         self.followed[row] += legal
         return legal
+
+    def look_ahead(self, row: int, token: int) -> bool:
+        """Accept a draft, which comes after the row's tokens and other drafts, until `come_back`.
+
+        Returns False if it is illegal. After the grammar's end the mask stays, so that nothing has to be accepted.
+        """
+        if self.matchers[row].is_terminated():
+            return True
+        legal = self.accept(row, token)
+        self.ahead[row] += legal
+        return legal
+
+    def come_back(self, row: int) -> None:
+        """Take back the drafts of `look_ahead`."""
+        self.rewind(row, self.ahead[row])
+        self.ahead[row] = 0
 
     def rewind(self, row: int, count: int) -> None:
         """Take back the last tokens that the row's matcher has accepted, none of them after its grammar's end."""

@@ -41,6 +41,7 @@ class Processors:
 
     def __init__(self, processors: list, batch: int):
         self.processors, self.batch = processors, batch
+        self.grammars = [processor for processor in processors if isinstance(processor, Grammars)]
         self.rowwise = all(is_known(processor, ROWWISE) or isinstance(processor, Grammars) for processor in processors)
 
     def __call__(self, ids: Tensor, rows: Tensor, lengths: list[int], scores: Tensor) -> Tensor:
@@ -59,6 +60,22 @@ class Processors:
             alike = torch.tensor([index for index, other in enumerate(lengths) if other == length])
             out[alike] = self._apply(ids, rows[alike], length, scores[alike])
         return out
+
+    def follow(self, rows: list[int]) -> None:
+        """Make grammars accept what rows have gained; see `Grammars.follow` for the error."""
+        for grammars in self.grammars:
+            for row in rows:
+                grammars.follow(row)
+
+    def look_ahead(self, row: int, token: int) -> bool:
+        """Make grammars follow a draft that the row has not gained, until `come_back`. False if it is illegal."""
+        return all([grammars.look_ahead(row, token) for grammars in self.grammars])
+
+    def come_back(self, rows: list[int]) -> None:
+        """Undo `look_ahead`."""
+        for grammars in self.grammars:
+            for row in rows:
+                grammars.come_back(row)
 
     def _apply(self, ids: Tensor, rows: Tensor, length: int, scores: Tensor) -> Tensor:
         has_all_rows = len(rows) == self.batch

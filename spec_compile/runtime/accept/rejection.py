@@ -1,4 +1,8 @@
-"""Rejection sampling: tests drawn drafts so that tokens stay distributed as the target's.
+"""Rejection sampling: tests drawn drafts one by one so that tokens stay distributed as the target's.
+
+It serves trees with several children of a node, for which block verification (`chain`) is not defined and which no
+drafter of the package draws, and rows in lockstep (see `host.HostAcceptor`). Other chains are tested as blocks, which
+accepts at least as many drafts.
 
 A draft x drawn from q is accepted with probability min(1, p(x) / q(x)), where p is the target's distribution. After a
 rejection the token is drawn from max(p - q, 0), normalised. In total the token is distributed as p (Leviathan et al.
