@@ -61,8 +61,6 @@ from benchmarks.rounds.token_times import LENGTHS, PLAIN, steps
 from benchmarks.timers import alone, bandwidth, call_ms
 from spec_compile.runtime.prefill_chunks import FIXED, chunks
 
-DRAFT_MODEL = "llama-1b"
-"""The shape of draft models."""
 SIMULATED = 3.0
 """Accept length assumed for the simulated rates."""
 
@@ -207,7 +205,7 @@ def measure(name: str, options) -> dict:
         result["prompts"] = prompts(fast, model, options.prompts)
     if options.drafts is not None and name in drafts.DRAFTS:
         read = read_bytes(fast, 1024)
-        result["drafts"] = drafts.measure(name, options.drafts, model, SHAPES[DRAFT_MODEL][1], read, speeds, rounds)
+        result["drafts"] = drafts.measure(name, options.drafts, model, read, speeds, rounds)
     if options.baselines:  # last, because it drops all compiled code
         result["steps"] = step_rows(model, fast, plain, options, speeds)
     return result

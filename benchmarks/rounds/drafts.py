@@ -12,14 +12,16 @@ import time
 from collections.abc import Callable
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import spec_compile
 from benchmarks.common import elapsed, floors
+from benchmarks.rounds.shapes import SHAPES
 from benchmarks.timers import alone
+from spec_compile.drafters.checkpoints.dflash import spread_layers
 from spec_compile.drafters.checkpoints.target import Target
 from spec_compile.drafters.modules.dflash import DFlashDraft
-from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead
+from spec_compile.drafters.modules.eagle import Eagle3Head, EagleHead, ParallelEagle3Head
 from spec_compile.drafters.modules.layers import LayerKnobs
 from spec_compile.drafters.modules.mtp import MtpHead, block_config
 from spec_compile.runtime.steps.build import StepKind
@@ -29,6 +31,12 @@ from spec_compile.training.sizes import draft_config
 TREE = dict(num_steps=5, topk=4, num_draft_tokens=16)
 LARGE = dict(topk=8, num_draft_tokens=64)
 JOINED = ", with n-grams"
+SMALL = "llama-1b"
+"""The shape of draft models."""
+MASK = 151669
+"""The id of a mask in a vocabulary of Qwen3; in a smaller one it is the last id."""
+DRAFTED = 32000
+"""Tokens that an EAGLE-3 head can draft."""
 DRAFTS = {
     "llama-8b": {
         "naive EAGLE": ("naive_eagle", "eagle", {}),
@@ -47,36 +55,49 @@ DRAFTS = {
 """Target's shape -> name -> algorithm, form of the draft, options."""
 
 
-def make(form: str, model: PreTrainedModel, small: LlamaConfig | None = None) -> torch.nn.Module:
+def make(form: str, model: PreTrainedModel) -> torch.nn.Module:
     """A draft for `model`, with random weights.
 
-    form: "model", "eagle", "eagle3", "dflash" or "mtp"
-    small: config of the draft model
+    form: "model" or "pard" (of the shape `SMALL`), "eagle", "eagle3", "p_eagle", "dflash", "jetspec" or "mtp"
     """
-    config = model.config
-    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     with model.device:
-        if form == "model":
-            return AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16).eval()
-        if form == "eagle":
-            head = EagleHead(config, embedding, output, fc_bias=False)
-        elif form == "eagle3":
-            middle = config.num_hidden_layers // 2
-            taps = (2, middle, config.num_hidden_layers - 3)
-            head = Eagle3Head(config, embedding, taps, config.hidden_size, draft_vocab_size=32000)
-            head.draft_to_target = torch.arange(32000)
-        elif form == "dflash":
-            five, knobs = (2, 10, 18, 26, 34), LayerKnobs(num_layers=5, qk_norm=True)
-            sizes = draft_config(Target.of(model), TrainingOptions(), layers=5)
-            head = DFlashDraft(sizes, embedding, output, five, 16, 151669, knobs)
-        else:
-            head = MtpHead(model.get_decoder(), block_config(config, sparse=False), embedding, output)
+        if form in ("model", "pard"):
+            vocab_size = model.get_output_embeddings().weight.shape[0]
+            small = AutoConfig.for_model("llama", **SHAPES[SMALL][1] | {"vocab_size": vocab_size})
+            small.pard_token = vocab_size - 1
+            return AutoModelForCausalLM.from_config(small, dtype=model.dtype).eval()
+        head = _head(form, model)
+    shared = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
     for parameter in head.parameters():
-        if parameter is not embedding and parameter is not output:
-            parameter.data = parameter.data.to(torch.bfloat16)
+        if parameter not in shared:
+            parameter.data = parameter.data.to(model.dtype)
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter.data, std=0.02)
     return head.requires_grad_(False).eval()
+
+
+def _head(form: str, model: PreTrainedModel) -> torch.nn.Module:
+    """See `make`. P-EAGLE has four layers, as published, DFlash and JetSpec have five."""
+    config, target = model.config, Target.of(model)
+    embedding, output, layers = target.embedding, target.head_weight, target.num_layers
+    if form == "mtp":
+        return MtpHead(model.get_decoder(), block_config(config, sparse=False), embedding, output)
+    sizes = draft_config(target, TrainingOptions(), layers=5)
+    if form in ("dflash", "jetspec"):
+        taps = [layer + 1 for layer in spread_layers(layers, 5)]
+        knobs, mask = LayerKnobs(num_layers=5, qk_norm=True), min(MASK, target.vocab_size - 1)
+        return DFlashDraft(sizes, embedding, output, taps, 16, mask, knobs, causal=(form == "jetspec",) * 5)
+    if form == "eagle":
+        return EagleHead(sizes, embedding, output, fc_bias=False)
+    taps, drafted = (2, layers // 2, layers - 3), min(DRAFTED, target.vocab_size)
+    if form == "p_eagle":
+        knobs = LayerKnobs(num_layers=4)
+        head = ParallelEagle3Head(sizes, embedding, taps, target.hidden_size, draft_vocab_size=drafted, layer=knobs)
+        head.mask_token_id = target.vocab_size - 1
+    else:
+        head = Eagle3Head(sizes, embedding, taps, target.hidden_size, draft_vocab_size=drafted)
+    head.draft_to_target = torch.arange(drafted)
+    return head
 
 
 def draft_bytes(draft: torch.nn.Module, steps: int) -> int:
@@ -127,12 +148,11 @@ def separate_ms(fast, nodes: int, repeats: int = 20) -> float:
 
 
 def measure(
-    shape: str, names: list[str], model: PreTrainedModel, small: dict, target_bytes: int, speeds: dict, rounds: Callable
+    shape: str, names: list[str], model: PreTrainedModel, target_bytes: int, speeds: dict, rounds: Callable
 ) -> list[dict]:
     """A row for each draft after 1,024 tokens.
 
     names: drafts to measure; none: all
-    small: sizes of the draft model
     target_bytes: bytes that the target reads in a round
     speeds: of `timers.bandwidth`
     rounds: `captured.rounds`
@@ -141,7 +161,7 @@ def measure(
     for name, (algorithm, form, options) in DRAFTS[shape].items():
         if names and name not in names:
             continue
-        draft = make(form, model, AutoConfig.for_model("llama", **small))
+        draft = make(form, model)
         begin = time.perf_counter()
         fast = spec_compile.speculate(model, algorithm, draft=draft, max_cache_len=2048, check=False, **options)
         nodes = fast.speculation.engine.runtime.algorithm.plan.nodes

@@ -77,14 +77,16 @@ TEXT_TREE = [
 16 nodes have 4; three of four such trees have no more."""
 
 
-def build(name: str, device: str = "cuda") -> PreTrainedModel:
+def build(name: str, device: str = "cuda", layers: int | None = None) -> PreTrainedModel:
     """A model of the named shape with small random weights, in bfloat16 or in the format of `QUANTISED`.
+
+    layers: their number in place of the shape's own.
 
     The embedding of a mixture has large weights, see `IDENTITY`.
     """
     shape, dtype, quantise = QUANTISED.get(name, (name, torch.bfloat16, None))
     model_type, sizes = SHAPES[shape]
-    config = AutoConfig.for_model(model_type, **sizes)
+    config = AutoConfig.for_model(model_type, **(sizes | ({"num_hidden_layers": layers} if layers else {})))
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     torch.manual_seed(0)
     with torch.device(device):
