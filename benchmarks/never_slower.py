@@ -1,10 +1,12 @@
 """Tokens a second with each draft over those of the same engine's plain steps: adaptive, and drafting in every round.
 
     python -m benchmarks.never_slower [--drafts NAME ...] [--workloads NAME ...] [--batch 1 8] [--sample]
-        [--shape NAME] [--prompts 3] [--new-tokens 128] [--repeats 2] [--json FILE]
+        [--model PATH [--draft PATH] | --shape NAME [--layers N]] [--prompts 3] [--new-tokens 128] [--repeats 2]
+        [--json FILE]
 
 Heads of the demo model, as they are and "shuffled": the entries of each of their own matrices in a random order, so
-that hardly anything is accepted. With --shape, a model of rounds/shapes.py and heads, both of random weights, on a GPU.
+that hardly anything is accepted. With --model, another model and n-grams, or with --draft the drafts that --drafts
+names. With --shape, a model of rounds/shapes.py and drafts of every kind, all of random weights.
 All systems answer each prompt in turn, in one process. "random" prompts are uniformly random token ids. The aim for
 each adaptive cell is 0.97; the table has the worst first and counts the cells below.
 """
@@ -17,10 +19,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the path of this file also runs it
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 import spec_compile
-from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, answer_in_turn, pin, prompts_of, save_rows, show, stamp
+from benchmarks.common import (
+    DEMO_MODEL,
+    PROMPTS,
+    RESULTS,
+    answer_in_turn,
+    load_model,
+    pin,
+    prompts_of,
+    save_rows,
+    show,
+    stamp,
+)
 from benchmarks.rounds.drafts import make
 from benchmarks.rounds.shapes import build
 from spec_compile.drafters.checkpoints.load import load_head
@@ -33,10 +46,17 @@ DRAFTS = {
     "EAGLE-3, tree with n-grams": ("eagle3", "eagle3", dict(num_steps=5, ngram=True, **TREE)),
     "MTP, chain": ("mtp", "mtp", dict(num_steps=3)),
     "DFlash, tree": ("dflash", "dflash", TREE),
+    "JetSpec, tree": ("jetspec", "jetspec", TREE),
+    "P-EAGLE": ("p_eagle", "p_eagle", dict(num_steps=7)),
+    "draft model": ("draft_model", "model", dict(num_steps=5)),
+    "PARD": ("pard", "pard", dict(num_steps=7)),
 }
-"""Name -> algorithm, folder of the head, options."""
+"""Name -> algorithm, form of the draft (its folder among the demo model's heads), options."""
+HEADS = DEMO_MODEL / "heads"
 SHUFFLED = ", shuffled"
-WORKLOADS = ("code_editing", "code_completion", "maths", "chat", "random")
+WORKLOADS = ("code_editing", "code_completion", "maths", "chat", "rag", "random")
+LONGEST = {"rag": 1400}
+"""Most tokens of a prompt of a workload, if not 300: passages are needed in full."""
 BOUND = 0.97
 
 
@@ -51,15 +71,26 @@ def shuffled(head: torch.nn.Module, model: PreTrainedModel) -> torch.nn.Module:
     return head
 
 
-def draft_of(model: PreTrainedModel, name: str, shape: str | None) -> dict:
-    """The option that names the head of a draft."""
-    algo, folder, _ = DRAFTS[name.removesuffix(SHUFFLED)]
-    if folder is None:
+def possible(options) -> list[str]:
+    """The drafts that there are for the model that the options name."""
+    if options.shape or options.draft:
+        return list(DRAFTS)
+    if options.model:
+        return [name for name, (_, form, _) in DRAFTS.items() if form is None]
+    names = [name for name, (_, form, _) in DRAFTS.items() if form is None or (HEADS / form).is_dir()]
+    return [*names, *(name + SHUFFLED for name in names if DRAFTS[name][1])]
+
+
+def draft_of(model: PreTrainedModel, name: str, options) -> dict:
+    """The option that names the draft."""
+    algo, form, _ = DRAFTS[name.removesuffix(SHUFFLED)]
+    if form is None:
         return {}
-    if shape:
-        return {"draft": make(folder, model)}
-    draft = DEMO_MODEL / "heads" / folder
-    return {"draft": shuffled(load_head(draft, model, algo), model) if name.endswith(SHUFFLED) else draft}
+    if options.shape:
+        return {"draft": make(form, model)}
+    if options.draft:
+        return {"draft": options.draft}
+    return {"draft": shuffled(load_head(HEADS / form, model, algo), model) if name.endswith(SHUFFLED) else HEADS / form}
 
 
 def systems_of(model: PreTrainedModel, name: str, options) -> dict:
@@ -68,7 +99,7 @@ def systems_of(model: PreTrainedModel, name: str, options) -> dict:
     shared = dict(compile=not options.no_compile, check=False, cache=False)
     systems = {"plain": spec_compile.speculate(model, num_draft_tokens=1, **shared)}
     for kind, adaptive in (("adaptive", True), ("fixed", False)):
-        draft = draft_of(model, name, options.shape)
+        draft = draft_of(model, name, options)
         systems[kind] = spec_compile.speculate(model, algo, adaptive=adaptive, **draft, **settings, **shared)
     return systems
 
@@ -85,7 +116,7 @@ def measure(model: PreTrainedModel, name: str, prompts: dict[str, list], options
             _, rates = answer_in_turn(calls, systems, [ids.repeat(batch, 1) for ids in texts], options.repeats)
             row = {
                 "device": model.device.type,
-                "model": options.shape or DEMO_MODEL.name,
+                "model": options.shape or Path(options.model or DEMO_MODEL).name,
                 "draft": name,
                 "workload": workload,
                 "batch": batch,
@@ -98,13 +129,49 @@ def measure(model: PreTrainedModel, name: str, prompts: dict[str, list], options
     return rows
 
 
-def main() -> None:
+def prompts_for(workloads: list[str], count: int, path: str | Path, device: str) -> dict[str, list]:
+    """The first prompts of each workload, as tokens of the model in `path`, as chats if it has a template for them."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    as_chat = tokenizer.chat_template is not None
+    return {
+        name: [
+            ids.to(device) for ids in prompts_of(name, PROMPTS, count, tokenizer, LONGEST.get(name, 300), as_chat)
+        ]
+        for name in workloads
+    }  # fmt: skip
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options that name a model and its drafts; see `check` and `load`."""
+    parser.add_argument("--drafts", nargs="+", metavar="NAME", help=f"some of: {'; '.join(DRAFTS)}")
+    parser.add_argument("--model", help="a folder of a model, instead of the demo model")
+    parser.add_argument("--draft", help="the folder of its draft, whose kind --drafts names")
+    parser.add_argument("--shape", help="a model and drafts of random weights, instead of the demo model's")
+    parser.add_argument("--layers", type=int, help="layers of the shape, in place of its own")
+
+
+def check(parser: argparse.ArgumentParser, options) -> None:
+    """Leave the parser if the options contradict each other. Sets `drafts`, by default all that are possible."""
+    if options.draft and not options.drafts:
+        parser.error("--draft: name its kind, too, as in --drafts 'EAGLE-3, tree'")
+    names = possible(options)
+    if wrong := sorted({*(options.drafts or [])} - {*names}):
+        parser.error(f"--drafts: {', '.join(wrong)}: not possible with this model; choose from: {'; '.join(names)}")
+    options.drafts = options.drafts or names
+
+
+def load(options, device: str) -> PreTrainedModel:
+    """The model that the options name."""
+    if options.shape:
+        return build(options.shape, device, options.layers)
+    return load_model(options.model or DEMO_MODEL, device)
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*DRAFTS, *(name + SHUFFLED for name, (_, folder, _) in DRAFTS.items() if folder)]
-    parser.add_argument("--drafts", nargs="+", default=names, choices=names, metavar="NAME")
+    add_model(parser)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--shape", help="a model and heads of random weights, on a GPU, instead of the demo model's")
     parser.add_argument("--sample", action="store_true", help="draw tokens, at temperature 1")
     parser.add_argument("--prompts", type=int, default=3, help="first prompts of each workload")
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -112,19 +179,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true", help="rounds without Inductor")
     parser.add_argument("--json", type=Path, default=RESULTS / "never_slower.json")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    check(parser, options)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         pin(options.threads)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    if options.shape:
-        model = build(options.shape)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).to(device).eval()
-    prompts = {
-        name: [ids.to(device) for ids in prompts_of(name, PROMPTS, options.prompts, tokenizer, 300)]
-        for name in options.workloads
-    }
+    model = load(options, device)
+    prompts = prompts_for(options.workloads, options.prompts, options.model or DEMO_MODEL, device)
     rows = [row for name in options.drafts for row in measure(model, name, prompts, options)]
     rows.sort(key=lambda row: row["adaptive"])
     cells = [
