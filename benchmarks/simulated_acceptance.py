@@ -1,0 +1,298 @@
+"""Simulated acceptance: tokens a second of plain, adaptive and fixed drafting, if a stated share of drafts is right.
+
+    python -m benchmarks.simulated_acceptance [--shape qwen3-30b-a3b [--layers N] | --model PATH] [--batch 1 4 16]
+        [--acceptance 0 0.3 0.5 0.7 0.85] [--forms chain tree] [--free] [--new-tokens 256] [--repeats 2] [--json FILE]
+
+A shape has random weights, so that no draft of its own would be accepted. So the model's greedy answer is recorded with
+plain steps, and the drafter proposes trees of a fixed form in which a node is right with probability
+``acceptance / 2 ** rank``, where rank is its number among its siblings, if none of these before it is; a chain has rank
+0 only. Each token of each row has a draw of its own, the same for all systems. An EAGLE-3 head of random weights also
+runs in each round, so that drafts cost what they do with a real head; with --free they cost nothing.
+
+"over best" divides the rate of adaptive drafting by the best of plain steps and the fixed settings of the same form, in
+hindsight. "same answers" says that all systems gave the recorded answer, in the first row. All figures are simulated.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the path of this file also runs it
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import spec_compile
+from benchmarks.common import (
+    DEMO_MODEL,
+    RESULTS,
+    answer_in_turn,
+    elapsed,
+    hindsight,
+    load_model,
+    pin,
+    save_rows,
+    show,
+    stamp,
+)
+from benchmarks.rounds.drafts import make
+from benchmarks.rounds.shapes import SHAPES, build, text_tokens
+from spec_compile.drafters import ALGORITHMS, Entry
+from spec_compile.drafters.heads import HeadAlgorithm, HeadDrafter, HeadOptions
+from spec_compile.drafters.trees.propose import propose_full
+from spec_compile.drafters.union import CollectingState
+from spec_compile.drafting import Algorithm, Drafter, DraftPlan
+from spec_compile.runtime.step_back import DraftRecord
+
+LIKELY = 0.7
+"""The acceptance for which the form of a tree is the best."""
+RANKS = 4
+"""Children of a node at most."""
+PROMPT = 128
+"""Tokens of a prompt."""
+TREE = dict(num_steps=5, topk=RANKS, num_draft_tokens=16)
+FORMS = {
+    "chain": (dict(num_steps=3), {f"chain of {steps}": dict(num_steps=steps) for steps in (1, 2, 3)}),
+    "tree": (
+        TREE,
+        {
+            f"tree of {nodes} nodes": TREE | dict(num_steps=steps, num_draft_tokens=nodes)
+            for nodes, steps in ((4, 2), (8, 3), (16, 5))
+        },
+    ),
+}
+"""Name -> options of the adaptive system, and of the fixed ones by their names."""
+
+
+class Form:
+    """A tree of `nodes` nodes, the root included: the likeliest paths of up to `steps` ranks below `topk`, likeliest
+    first, so that parents come first and the first nodes are the best smaller tree.
+
+    parents, rank, depth: [N] int64; number of the parent (-1: the root's), number among the siblings, and depth.
+
+    With 2 steps and topk 4, 4 nodes are the root, (0), (0, 0) and (1): parents [-1, 0, 1, 0], rank [0, 0, 0, 1].
+    """
+
+    def __init__(self, steps: int, topk: int, nodes: int, device: torch.device):
+        paths = [path for depth in range(1, steps + 1) for path in product(range(topk), repeat=depth)]
+        paths.sort(key=lambda path: -prod(LIKELY / 2**rank for rank in path))
+        paths = [(), *paths[: nodes - 1]]
+        number = {path: node for node, path in enumerate(paths)}
+        table = torch.tensor([(number[path[:-1]], path[-1], len(path)) for path in paths[1:]], device=device)
+        root = torch.tensor([[-1, 0, 0]], device=device)
+        self.parents, self.rank, self.depth = torch.cat([root, table]).unbind(dim=1)
+
+    def trees(
+        self, root: Tensor, lengths: Tensor, text: Tensor, right: Tensor, vocab_size: int
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Tokens and parents [B, N] of the trees below the roots [B], in slots `lengths` [B].
+
+        text, right [R, L]: the text of row b of the batch is row ``b % R``; see `draw_right`.
+
+        A node that is not right gets another token than its siblings: if the text goes on with 7, the children of ranks
+        0, 1 and 2, of which 1 is right, get 8, 7 and 10.
+        """
+        slots = (lengths[:, None] + self.depth).clamp(max=text.shape[1] - 1)
+        rows = torch.arange(lengths.shape[0], device=lengths.device)[:, None] % text.shape[0]
+        truth = text[rows, slots]
+        wrong = (truth + 1 + self.rank) % vocab_size
+        tokens = torch.where(right[rows, slots] == self.rank, truth, wrong)
+        tokens = torch.where(self.depth == 0, root[:, None], tokens)
+        return tokens, self.parents.expand_as(tokens)
+
+
+def draw_right(acceptance: float, rows: int, length: int) -> Tensor:
+    """For each token [rows, length] int64 the rank of the node that is right, -1 if none is.
+
+    The random numbers do not depend on `acceptance`.
+    """
+    drawn = torch.rand(rows, length, RANKS, generator=torch.Generator().manual_seed(0))
+    hits = drawn < acceptance * 0.5 ** torch.arange(RANKS)
+    return torch.where(hits.any(dim=2), hits.to(torch.int64).argmax(dim=2), -1)
+
+
+@dataclass(frozen=True)
+class SimulatedOptions(HeadOptions):
+    """Options of simulated drafts.
+
+    text, right: [R, L] int64 on the model's device, see `Form.trees`; their values may change between calls.
+    """
+
+    text: Any = None
+    right: Any = None
+
+    def form(self) -> Form:
+        schedule = self.schedule
+        return Form(schedule.num_steps, schedule.topk, schedule.nodes, self.text.device)
+
+
+class SimulatedHead(HeadAlgorithm):
+    """A head whose drafts are computed, and then replaced."""
+
+    def __init__(self, head: torch.nn.Module, options: SimulatedOptions):
+        super().__init__(head, options)
+        self.form, self.text, self.right = options.form(), options.text, options.right
+
+    def drafter(self, batch: int, slots: int) -> Drafter:
+        return SimulatedHeadDrafter(self, batch, slots)
+
+
+class SimulatedHeadDrafter(HeadDrafter):
+    """Replaces the head's trees."""
+
+    def __init__(self, algorithm: SimulatedHead, batch: int, slots: int):
+        super().__init__(algorithm, batch, slots)
+        self.form, self.text, self.right = algorithm.form, algorithm.text, algorithm.right
+
+    def propose(self, state, max_kv_len: int) -> None:
+        drafted = CollectingState(state)
+        super().propose(drafted, max_kv_len)
+        tokens, parents = drafted.trees[:2]
+        truth = state.lengths.clone(), self.text, self.right, state.is_eos.shape[1]
+        simulated = self.form.trees(tokens[:, 0], *truth)
+        has_run = (tokens >= 0) & (parents >= -1)  # always; without it a compiler would leave out the head
+        propose_full(state, *(torch.where(has_run, new, old) for new, old in zip(simulated, (tokens, parents))))
+
+
+class SimulatedFree(Algorithm):
+    """Drafts that cost nothing."""
+
+    def __init__(self, options: SimulatedOptions):
+        self.form, self.text, self.right = options.form(), options.text, options.right
+        self.plan = DraftPlan(options.schedule.nodes)
+
+    def drafter(self, batch: int, slots: int) -> Drafter:
+        return SimulatedFreeDrafter(self)
+
+
+class SimulatedFreeDrafter(Drafter):
+    """Proposes trees without a head."""
+
+    def __init__(self, algorithm: SimulatedFree):
+        super().__init__()
+        self.form, self.text, self.right = algorithm.form, algorithm.text, algorithm.right
+
+    def propose(self, state, max_kv_len: int) -> None:
+        truth = state.lengths.clone(), self.text, self.right, state.is_eos.shape[1]
+        propose_full(state, *self.form.trees(state.tree_tokens[:, 0].clone(), *truth))
+
+
+def simulate(model: PreTrainedModel, options: SimulatedOptions) -> Algorithm:
+    """The algorithm with the head that `options` names, or with none."""
+    return SimulatedFree(options) if options.draft is None else SimulatedHead(options.draft, options)
+
+
+ALGORITHMS["simulated"] = Entry(SimulatedOptions, simulate)
+
+
+def systems_of(model: PreTrainedModel, form: str, text: Tensor, right: Tensor, options) -> dict[str, PreTrainedModel]:
+    """The wrapped models of a form: plain, adaptive, and the fixed settings."""
+    adaptive, fixed = FORMS[form]
+    shared = dict(compile=not options.no_compile, check=False, cache=False, max_cache_len=text.shape[1])
+    draft = None if options.free else make("eagle3", model)
+    wrap = partial(spec_compile.speculate, model, "simulated", draft=draft, text=text, right=right, **shared)
+    systems = {"plain": spec_compile.speculate(model, num_draft_tokens=1, **shared), "adaptive": wrap(**adaptive)}
+    return systems | {name: wrap(adaptive=False, **settings) for name, settings in fixed.items()}
+
+
+def forget(fast: PreTrainedModel) -> None:
+    """Drop what adaptive drafting has learned of the gains of drafts."""
+    for record in fast.speculation.engine.runtime.records.values():
+        vars(record).update(vars(DraftRecord()))
+
+
+def measure(model: PreTrainedModel, form: str, options) -> Iterator[dict]:
+    """A row for each batch size and acceptance of one form."""
+    most, length = max(options.batch), PROMPT + options.new_tokens
+    text, right = (torch.zeros(most, length, dtype=torch.int64, device=model.device) for _ in range(2))
+    prompts = text_tokens(most * PROMPT, model.config.vocab_size, options.model or DEMO_MODEL)
+    text[:, :PROMPT] = prompts.view(most, PROMPT)
+    systems = systems_of(model, form, text, right, options)
+    fixed = dict(max_new_tokens=options.new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for batch in options.batch:
+        prompt = text[:batch, :PROMPT].clone()
+        whole = torch.ones_like(prompt)  # transformers would take the id of padding in a text for padding
+        calls = {name: partial(fast.generate, attention_mask=whole, **fixed) for name, fast in systems.items()}
+        for name, fast in systems.items():
+            _, seconds = elapsed(partial(fast.speculation.warmup, batch), model.device)
+            calls[name](prompt, max_new_tokens=8)
+            print(f"simulated, {form}, batch {batch}: {name} is ready after {seconds:.0f} s", flush=True)
+        text[:batch] = calls["plain"](prompt)
+        for acceptance in options.acceptance:
+            right.copy_(draw_right(acceptance, most, length))
+            forget(systems["adaptive"])
+            answers, rates = answer_in_turn(calls, systems, [prompt], options.repeats)
+            rates = {name: rate * batch for name, rate in rates.items()}
+            row = {
+                "device": model.device.type,
+                "model": options.name,
+                "drafting": "free" if options.free else "EAGLE-3 head",
+                "form": form,
+                "batch": batch,
+                "simulated acceptance": acceptance,
+                **rates,
+                **hindsight(rates),
+                "same answers": all(answer[0].equal(text[0, PROMPT:]) for answer in answers.values()),
+            }
+            row["accept lengths"] = {name: fast.speculation.stats.accept_length for name, fast in systems.items()}
+            yield row
+
+
+def tell(row: dict) -> None:
+    """Print a line of a row."""
+    rates = ", ".join(f"{name} {row[name]:.1f} ({length:.2f})" for name, length in row["accept lengths"].items())
+    print(
+        f"simulated, {row['form']}, batch {row['batch']}, acceptance {row['simulated acceptance']}: tokens/s (accept "
+        f"length) {rates}; adaptive over best, {row['best']}: {row['over best']:.3f}", flush=True,
+    )  # fmt: skip
+
+
+def table(rows: list[dict]) -> None:
+    """Print the rows of one form as a table."""
+    columns = [name for name in rows[0] if name != "accept lengths"]
+    cells = [
+        [f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in columns] for row in rows
+    ]
+    show(columns, cells, "tokens a second at simulated acceptance")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=list(SHAPES), metavar="NAME", help="random weights")
+    parser.add_argument("--layers", type=int, help="layers of the shape, in place of its own")
+    parser.add_argument("--model", help="a folder of a model, in place of a shape")
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.0, 0.3, 0.5, 0.7, 0.85])
+    parser.add_argument("--free", action="store_true", help="drafts without a head, which cost nothing")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-compile", action="store_true", help="rounds without Inductor")
+    parser.add_argument("--json", type=Path, default=RESULTS / "simulated_acceptance.json")
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        pin(options.threads)
+    layers = f", {options.layers} layers" if options.layers else ""
+    options.name = Path(options.model).name if options.model else options.shape + layers
+    model = load_model(options.model, device) if options.model else build(options.shape, device, options.layers)
+    keys, facts = ("device", "model", "drafting", "form", "batch", "simulated acceptance"), stamp(model.device)
+    for form in options.forms:
+        rows = []
+        for row in measure(model, form, options):
+            tell(row)
+            save_rows(options.json, [row], keys, facts)
+            rows.append(row)
+        table(rows)
+
+
+if __name__ == "__main__":
+    main()
