@@ -1,7 +1,9 @@
 """Throughput of many requests at once: tokens a second with so many in flight, with drafts and without, in one run.
 
     python -m benchmarks.serving [--model NAME] [--in-flight 1 4 16 64] [--requests 96] [--new-tokens 128]
-        [--systems plain ngram] [--draft PATH] [--no-static] [--times] [--shape llama-8b --rows 16] [--json FILE]
+        [--systems plain ngram] [--fixed 2 4 8 16] [--draft PATH] [--no-static] [--times]
+        [--shape llama-8b --rows 16] [--json FILE]
+    python -m benchmarks.serving --half-copying [--model NAME] [--new-tokens 128]
 
 --in-flight requests are under way at any time, until all are answered. Answers are greedy and have all their tokens;
 end-of-sequence tokens do not end them. For comparison generate() answers the same prompts in static batches of as many
@@ -14,6 +16,11 @@ without.
 gpu.py), next to two floors: the time to move their bytes, and the time of their arithmetic, both at measured speeds.
 The acceptance of random weights means nothing: tokens a second are given at simulated accept lengths, and at 1.0, which
 is plain steps. "model" is the shape of --model, with its weights.
+
+--fixed also drafts in every round, with trees of so many nodes; the last lines then divide the rate of adaptive
+drafting by the best of all others in hindsight. --half-copying stands for 16 in flight, of which half edit or fix code
+and half chat or do maths, the fixed settings 2, 4, 8 and 16, no static batches, and the rounds of 16 rows of the model
+at all sizes.
 """
 
 import argparse
@@ -32,7 +39,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import spec_compile
-from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, elapsed, pin, prompts_of, read_bandwidth, save_rows, stamp
+from benchmarks.common import (
+    DEMO_MODEL,
+    PROMPTS,
+    RESULTS,
+    elapsed,
+    hindsight,
+    pin,
+    prompts_of,
+    read_bandwidth,
+    save_rows,
+    stamp,
+)
 from benchmarks.rounds.captured import rounds
 from benchmarks.rounds.shapes import DENSE, build, token_bytes, weight_bytes
 from benchmarks.timers import bandwidth, product_speed
@@ -43,6 +61,13 @@ WORKLOADS = ["chat", "code_editing", "docstrings", "maths", "code_completion", "
 STATIC = ", static batch"
 CONTEXT = 1024
 """Tokens of a sequence in the rounds of --shape."""
+HALF_COPYING = [
+    *("--workloads", "code_editing", "chat", "bug_fixing", "maths", "--in-flight", "16", "--requests", "48"),
+    *("--systems", "plain", "ngram", "--fixed", "2", "4", "8", "16", "--no-static"),
+    *("--shape", "model", "--rows", "16", "--nodes", "1", "2", "4", "8", "16"),
+    *("--json", str(RESULTS / "half_copying.json")),
+]
+"""Arguments that --half-copying stands for. Workloads are taken in turn, so that 48 requests have 12 of each."""
 SIMULATED = (2.0, 3.0, 4.0)
 """Accept lengths assumed for these rounds."""
 
@@ -218,6 +243,19 @@ def round_rows(name: str, options, model) -> list[dict]:
     return rows
 
 
+def systems_of(options) -> dict[str, dict]:
+    """The options of `speculate` for each system, by its name."""
+    draft, systems = {} if options.draft is None else {"draft": options.draft}, {}
+    for name in options.systems:
+        if name == "plain":
+            systems[name] = dict(algo="ngram", num_draft_tokens=1)
+            continue
+        systems[name] = dict(algo=name, **draft)
+        for nodes in options.fixed:
+            systems[f"{name}, {nodes} nodes"] = dict(algo=name, adaptive=False, num_draft_tokens=nodes, **draft)
+    return systems
+
+
 def ratios(rows: list[dict]) -> list[str]:
     """A line for each system and number in flight: its rate divided by that of static batches, and of plain steps."""
     rates = {(row["system"], row["in_flight"]): row["tokens_per_s"] for row in rows}
@@ -231,6 +269,24 @@ def ratios(rows: list[dict]) -> list[str]:
         told = [f"{rate / rates[key]:.2f}x {base}" for base, key in bases.items() if key in rates]
         if told:
             lines.append(f"{name}, {count} in flight: " + ", ".join(told))
+    return lines
+
+
+def over_best(rows: list[dict], adaptive: list[str]) -> list[str]:
+    """A line for each adaptive system and number in flight: its rate over the best of plain and fixed settings."""
+    lines = []
+    for row in (row for row in rows if row["system"] in adaptive):
+        others = {
+            other["system"]: other["tokens_per_s"]
+            for other in rows
+            if other["in_flight"] == row["in_flight"] and other["system"].split(",")[0] in ("plain", row["system"])
+        }
+        told = hindsight(others | {"adaptive": others.pop(row["system"])})
+        row |= told
+        lines.append(
+            f"{row['system']}, {row['in_flight']} in flight: {told['over best']:.3f} of the best in hindsight, "
+            f"{told['best']}"
+        )
     return lines
 
 
@@ -255,6 +311,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--systems", nargs="+", default=["plain", "ngram"], help="plain steps, and algorithms")
+    parser.add_argument("--fixed", type=int, nargs="*", default=[], help="also draft so many nodes in every round")
+    parser.add_argument("--half-copying", action="store_true", help="see above")
     parser.add_argument("--draft", default=None, help="draft of the algorithms that need one")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-cache-len", type=int, default=1024)
@@ -266,7 +324,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=16, help="sequences of these rounds")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16], help="nodes of each sequence")
     parser.add_argument("--json", type=Path, default=RESULTS / "serving.json")
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args([*HALF_COPYING, *given] if "--half-copying" in given else given)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         pin(options.threads)
@@ -275,15 +334,15 @@ def main(arguments: list[str] | None = None) -> None:
     prompts = read_requests(options, tokenizer)
     print(f"{len(prompts)} requests of {options.new_tokens} tokens, no prompt twice")
     shared = dict(compile=not options.eager, max_cache_len=options.max_cache_len)
-    draft = {} if options.draft is None else {"draft": options.draft}
     rows = []
-    for name in options.systems:
-        settings = dict(algo="ngram", num_draft_tokens=1) if name == "plain" else dict(algo=name, **draft)
+    for name, settings in systems_of(options).items():
         fast = spec_compile.speculate(model, **settings, **shared)
         rows += measure(name, fast, tokenizer, prompts, options)
         fast.destroy_cached_continuous_batching_manager()
         del fast
     print(*ratios(rows), sep="\n")
+    if options.fixed:
+        print(*over_best(rows, [name for name in options.systems if name != "plain"]), sep="\n")
     stamped = stamp(model.device)
     facts = {"model": Path(options.model).name, "requests": len(prompts), "new_tokens": options.new_tokens}
     rows = [{**row, **facts} for row in rows]
