@@ -1,0 +1,115 @@
+"""Benchmarks that compare adaptive drafting with fixed settings, each in a tiny run."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import common, mixed_traffic, never_slower, serving, simulated_acceptance
+from benchmarks.rounds import shapes
+
+SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=512, num_hidden_layers=6,
+             num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+
+
+@pytest.fixture
+def tiny_shapes(monkeypatch):
+    for name in ("llama-8b", "llama-1b"):
+        monkeypatch.setitem(shapes.SHAPES, name, ("llama", SIZES))
+    for script in (mixed_traffic, simulated_acceptance):
+        monkeypatch.setattr(script, "pin", lambda threads: None)
+
+
+def test_a_simulated_tree_is_the_best_of_its_size():
+    form = simulated_acceptance.Form(2, 4, 4, "cpu")
+    assert form.parents.tolist() == [-1, 0, 1, 0] and form.rank.tolist() == [0, 0, 0, 1]
+    whole = simulated_acceptance.Form(5, 4, 16, "cpu")
+    smaller = simulated_acceptance.Form(5, 4, 8, "cpu")
+    assert whole.parents[:8].equal(smaller.parents) and (whole.parents < torch.arange(16)).all()
+    text, right = torch.arange(40).view(2, 20), torch.tensor([0, -1])[:, None].expand(2, 20).clone()
+    right[1, 6] = 1
+    tokens, parents = form.trees(torch.tensor([3, 30]), torch.tensor([3, 5]), text, right, 100)
+    assert tokens.tolist() == [[3, 4, 5, 6], [30, 27, 28, 26]] and parents.tolist() == [[-1, 0, 1, 0]] * 2
+    assert form.trees(torch.tensor([3]), torch.tensor([19]), text, right, 20)[0].max() < 20
+
+
+def test_simulated_drafts_are_right_as_often_as_stated():
+    right = simulated_acceptance.draw_right(0.7, 50, 1000)
+    share = [(right == rank).float().mean().item() for rank in range(3)]
+    assert share == pytest.approx([0.7, 0.3 * 0.35, 0.3 * 0.65 * 0.175], abs=0.01)
+    assert not right[0].equal(right[1])  # each row has draws of its own
+    assert (simulated_acceptance.draw_right(0, 2, 9) == -1).all() and (
+        simulated_acceptance.draw_right(1, 2, 9) == 0
+    ).all()
+
+
+@pytest.mark.parametrize("more", [["--forms", "tree"], ["--forms", "chain", "--free"]])
+def test_simulated_acceptance_on_a_tiny_shape(more, tiny_shapes, tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    command = ["--shape", "llama-8b", "--batch", "2", "--acceptance", "0", "1", "--new-tokens", "30", "--repeats", "1"]
+    simulated_acceptance.main([*command, "--no-compile", "--json", str(path), *more])
+    none, all_right = json.loads(path.read_text())["rows"]
+    assert "simulated" in capsys.readouterr().out and none["stamp"]["commit"]
+    assert {"EAGLE-3 head": "tree", "free": "chain"}[none["drafting"]] == none["form"]
+    assert none["same answers"] and all_right["same answers"]
+    for name, length in none["accept lengths"].items():
+        depth = {"chain of 1": 1, "chain of 2": 2, "chain of 3": 3, "tree of 4 nodes": 2, "tree of 8 nodes": 3}
+        gained = all_right["accept lengths"][name]
+        assert length == 1 and (name not in depth or gained == pytest.approx(1 + depth[name], abs=0.5))
+    assert all_right["best"] in none["accept lengths"] and all_right["over best"] > 0
+
+
+def test_hindsight():
+    assert common.hindsight({"plain": 5.0, "adaptive": 6.0, "fixed": 8.0}) == {"best": "fixed", "over best": 0.75}
+    rows = [dict(system=name, in_flight=16, tokens_per_s=rate) for name, rate in
+            {"plain": 5.0, "ngram": 6.0, "ngram, 4 nodes": 8.0, "mtp, 4 nodes": 9.0}.items()]  # fmt: skip
+    assert serving.over_best(rows, ["ngram"]) == ["ngram, 16 in flight: 0.750 of the best in hindsight, ngram, 4 nodes"]
+
+
+def test_mixed_traffic_on_a_tiny_shape(tiny_shapes, tmp_path, monkeypatch):
+    monkeypatch.setattr(mixed_traffic, "prompts_for", lambda kinds, count, *_: {
+        kind: [row[None] % 64 for row in torch.arange(24).view(2, 12)] for kind in kinds})  # fmt: skip
+    path = tmp_path / "rows.json"
+    command = ["--shape", "llama-8b", "--drafts", "n-grams", "--turns", "3", "--new-tokens", "5", "--context", "20"]
+    mixed_traffic.main([*command, "--repeats", "1", "--no-compile", "--json", str(path)])
+    rows = {row["turns"]: row for row in json.loads(path.read_text())["rows"]}
+    assert {name: row["tokens"] for name, row in rows.items()} == {"all": 15, "code_editing": 10, "chat": 5}
+    assert all(row["same answers"] and row["16 nodes"] > 0 for row in rows.values())
+    assert [*mixed_traffic.fixed_settings(dict(num_steps=3))] == ["1 step", "2 steps", "3 steps"]
+    assert mixed_traffic.fixed_settings(dict(num_steps=5, topk=4))["8 nodes"] == dict(
+        num_steps=5, topk=4, num_draft_tokens=8
+    )
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3, tree", "JetSpec, tree", "P-EAGLE", "draft model", "PARD"])
+def test_drafts_of_random_weights_run(name, tiny_shapes):
+    options = SimpleNamespace(shape="llama-8b", model=None, draft=None, no_compile=True)
+    model = shapes.build("llama-8b", "cpu").float()
+    systems = never_slower.systems_of(model, name, options)
+    ids = torch.arange(1, 12)[None]
+    answers = [fast.generate(ids, max_new_tokens=8, do_sample=False) for fast in systems.values()]
+    assert all(answer.equal(answers[0]) for answer in answers)
+    assert max(systems["fixed"].speculation.stats.nodes) > 1
+
+
+def test_drafts_that_are_possible(capsys):
+    def named(*arguments):
+        parser = argparse.ArgumentParser()
+        never_slower.add_model(parser)
+        options = parser.parse_args(arguments)
+        never_slower.check(parser, options)
+        return options.drafts
+
+    assert "DFlash, tree, shuffled" in named() and "PARD" not in named()
+    assert named("--model", "folder") == ["n-grams"] and "PARD" in named("--shape", "llama-8b")
+    assert named("--model", "folder", "--draft", "head", "--drafts", "PARD") == ["PARD"]
+    for wrong in (["--drafts", "PARD"], ["--draft", "head"]):
+        with pytest.raises(SystemExit):
+            named(*wrong)
+    assert "PARD: not possible with this model" in capsys.readouterr().err
