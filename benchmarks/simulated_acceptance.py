@@ -49,7 +49,7 @@ from spec_compile.drafters.heads import HeadAlgorithm, HeadDrafter, HeadOptions
 from spec_compile.drafters.trees.propose import propose_full
 from spec_compile.drafters.union import CollectingState
 from spec_compile.drafting import Algorithm, Drafter, DraftPlan
-from spec_compile.runtime.step_back import DraftRecord
+from spec_compile.runtime.draft_record import DraftRecord
 
 LIKELY = 0.7
 """The acceptance for which the form of a tree is the best."""
@@ -204,8 +204,9 @@ def systems_of(model: PreTrainedModel, form: str, text: Tensor, right: Tensor, o
 
 def forget(fast: PreTrainedModel) -> None:
     """Drop what adaptive drafting has learned of the gains of drafts."""
-    for record in fast.speculation.engine.runtime.records.values():
-        vars(record).update(vars(DraftRecord()))
+    for session in fast.speculation.engine.sessions.values():
+        for policy in session.steps.policies.values():
+            vars(policy.record).update(vars(DraftRecord()))
 
 
 def measure(model: PreTrainedModel, form: str, options) -> Iterator[dict]:

@@ -241,6 +241,7 @@ class Steps:
                 self._switch[kind] = min(self._seconds(step, arguments) for _ in range(TRIALS))
                 for policy in self.policies.values():
                     policy.costs.switch = sum(self._switch.values())
+                    policy.costs.proposal = self._switch.get(StepKind.PROPOSE, 0.0)
             elif kind is StepKind.PREFILL and captures:
                 self.prefill_seconds[nodes] = min(self._seconds(step, arguments) for _ in range(TRIALS))
         seconds = time.perf_counter() - begin
