@@ -35,6 +35,16 @@ class Stats:
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
+    def drafting_share(self) -> float:
+        """The share of rounds that verified drafts. nodes = {1: 30, 4: 2, 16: 8} gives 10 / 40."""
+        return 1 - self.nodes.get(1, 0) / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_nodes(self) -> float:
+        """Nodes that a round verified on average. nodes = {1: 30, 4: 2, 16: 8} gives 166 / 40."""
+        return sum(nodes * count for nodes, count in self.nodes.items()) / self.rounds if self.rounds else 0.0
+
+    @property
     def acceptance_by_depth(self) -> list[float]:
         """For each depth d + 1, the share of trees with a node accepted there among those that have a node there."""
         return [a / o for a, o in zip(self.accepted, self.offered)]
@@ -71,11 +81,12 @@ class Stats:
         busy = {name: value for name, value in self.seconds.items() if name != "compile"}
         decode = sum(busy.values())
         sizes = ", ".join(f"{count}×{n}" for n, count in sorted(self.nodes.items()))
+        choices = f"{sizes} ({self.drafting_share:.0%} drafted, {self.mean_nodes:.1f} nodes a round)" if sizes else "-"
         depths = " ".join(f"{share:.2f}" for share in self.acceptance_by_depth[:12])
         return "\n".join(
             [
                 f"{self.tokens} tokens in {self.rounds} rounds, accept length {self.accept_length:.2f}",
-                f"  rounds × nodes verified: {sizes or '-'}",
+                f"  rounds × nodes verified: {choices}",
                 f"  acceptance by depth: {depths or '-'}",
                 "  time: " + ", ".join(f"{name} {value:.3f} s" for name, value in busy.items())
                 + (f" ({self.tokens / decode:.0f} tokens/s)" if decode else "")

@@ -14,6 +14,7 @@ from spec_compile.drafters.ngram import MatchingDrafter
 from spec_compile.ngram.corpus import NgramCorpus
 from spec_compile.ngram.match_options import MatchOptions
 from spec_compile.runtime.state import State
+from spec_compile.stats import Stats
 
 NEW = 40
 
@@ -276,7 +277,17 @@ def test_stats_add_up(model):
     assert stats.offered == sorted(stats.offered, reverse=True)
     assert f"{stats.accept_length:.2f}" in str(stats)
     stats.reset()
-    assert stats.tokens == 0 and stats.acceptance_by_depth == [] and str(stats)
+    assert stats.tokens == 0 and stats.acceptance_by_depth == [] and "nodes verified: -" in str(stats)
+    assert stats.drafting_share == stats.mean_nodes == 0.0
+
+
+def test_stats_tell_how_rounds_were_chosen():
+    stats = Stats()
+    for nodes, count in ((16, 8), (1, 30), (4, 2)):
+        for _ in range(count):
+            stats.count_round(nodes, [1, 2], 2)
+    assert stats.nodes == {1: 30, 4: 2, 16: 8} and stats.drafting_share == 0.25 and stats.mean_nodes == 166 / 40
+    assert "rounds × nodes verified: 30×1, 2×4, 8×16 (25% drafted, 4.2 nodes a round)" in str(stats)
 
 
 def test_without_drafts_every_round_is_a_plain_step(model):
