@@ -105,10 +105,13 @@ class Options:
         """The name of a backend, or "auto", for each of `kernels.attention.ROLES`."""
         return attention.parse(self.attention_backend)
 
-    def attention(self, role: str) -> attention.Use:
-        """The demands of a role's graph (one of `kernels.attention.ROLES`) on its attention backend."""
+    def attention(self, role: str, of_draft: bool = False) -> attention.Use:
+        """The demands of a role's graph (one of `kernels.attention.ROLES`) on its attention backend.
+
+        of_draft: the graph is a draft's, whose cache has the draft's dtype; so is every graph of the role "draft".
+        """
         captured = self.cuda_graphs and role != "prefill"
-        cache = "auto" if role == "draft" else self.kv_cache_dtype
+        cache = "auto" if of_draft or role == "draft" else self.kv_cache_dtype
         fp8, scaled = cache != "auto", cache == "fp8_per_token_head"
         return attention.Use(self.attention_backends[role], role, captured, bool(self.compile), fp8, scaled)
 

@@ -39,7 +39,7 @@ class DraftModel(Algorithm):
         self.schedule, self.vocab_size = options.schedule, vocab_size
         ranks, self.sharing = choose_ranks(options.draft_tensor_parallel_size, options.ranks, graph)
         drafting, prefilling = (
-            passes.Settings(options.merge_linears, attention=options.attention(role), ranks=ranks)
+            passes.Settings(options.merge_linears, attention=options.attention(role, of_draft=True), ranks=ranks)
             for role in ("draft", "prefill")
         )
         self.graph, self.prefill = passes.run(graph, drafting), passes.run(graph, prefilling)

@@ -134,9 +134,23 @@ def test_answers():
     assert verify.token_bytes * 2 * slots == sum(tensor.nbytes for tensor in cache.tensors)
 
 
+def test_the_cache_of_a_draft_model_is_not_rounded():
+    """Prompts of the draft, too, go into a cache of the draft's own dtype."""
+    model, draft = models.ADMITTED["llama"](), models.ADMITTED["llama"]()
+    ids = torch.randint(3, models.VOCAB, (2, 40))
+    options = dict(kv_cache_dtype=NAME, compile=False, check=False)
+    plain = spec_compile.speculate(model, num_draft_tokens=1, **options)
+    fast = spec_compile.speculate(model, "draft_model", draft=draft, num_steps=3, adaptive=False, **options)
+    assert torch.equal(fast.generate(ids, **WANTED), plain.generate(ids, **WANTED))
+    assert fast.speculation.stats.accept_length > 2.5
+    cache = fast.speculation.engine.session(2).drafter.cache
+    assert {tensor.dtype for tensor in cache.tensors} == {torch.float32}
+
+
 def test_it_is_refused_by_name():
     options = Options(kv_cache_dtype=NAME)
     assert [options.attention(role).scaled for role in ("prefill", "verify", "draft")] == [True, True, False]
+    assert not options.attention("prefill", of_draft=True).scaled
     assert {name for name, backend in BACKENDS.items() if backend.scaled} == {"triton", "sdpa"}
     with pytest.raises(UnsupportedModelError, match=r"'sdpa' cannot run .*does not have caches of 8 bits \(kv_cache"):
         spec_compile.speculate(models.ADMITTED["llama"](), kv_cache_dtype="fp8", compile=False)
