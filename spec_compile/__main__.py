@@ -199,14 +199,18 @@ def _tune(
     """Find the settings of a draft that are fastest on your prompts.
 
     Answers the prompts with plain steps and with each setting. Prints tokens a second over plain steps, if each round
-    chooses by cost ("adaptive") and if every round drafts ("fixed"), the accept length, and the one that would pay.
+    chooses by cost ("adaptive") and if every round drafts ("fixed"), how many of the rounds that chose have drafted and
+    with how many nodes, the accept length, and the one that would pay.
     """
     if not (texts := read_prompts(prompts, limit)):
         raise ValueError(f"--prompts: {prompts} has no prompts")
+    options |= {} if draft is None else {"draft": draft}
+    settings, refused = tune.sort_out(algo, tune.combinations(algo, steps, topk, nodes), options)
+    for line in refused:
+        tell(line)
     loaded, tokenizer = load_model(model, dtype, device)
     ids = [tokenizer(text, return_tensors="pt").input_ids.to(device) for text in texts]
-    options |= {} if draft is None else {"draft": draft}
-    settings, found = [*tune.combinations(algo == "ngram", steps, topk, nodes)], []
+    found = []
     for setting in tune.search(loaded, algo, settings, ids, max_new_tokens, **options):
         found.append(setting)
         tell(f"{setting.name}: {setting.chosen:.0f} tokens/s")

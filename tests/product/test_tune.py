@@ -5,7 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from models import ADMITTED
 
+import spec_compile
 from spec_compile import tune
 from spec_compile.__main__ import main
 
@@ -14,23 +17,98 @@ HEAD = DEMO / "heads" / "eagle3"
 
 
 def test_combinations_are_those_that_make_sense():
-    assert [*tune.combinations(True, [1], [1], [4, 8])] == [dict(num_draft_tokens=4), dict(num_draft_tokens=8)]
-    assert [*tune.combinations(False, [1, 3], [1, 4], [2, 16, 64])] == [
+    for algo in ("ngram", "Lookahead"):
+        chosen = [*tune.combinations(algo, [1], [1], [1, 4, 8])]
+        assert chosen == [dict(num_draft_tokens=4), dict(num_draft_tokens=8)]
+    assert [*tune.combinations("eagle3", [1, 3], [1, 4], [2, 16, 64])] == [
         dict(num_steps=1, topk=1), dict(num_steps=1, topk=4), dict(num_steps=3, topk=1),
         dict(num_steps=3, topk=4, num_draft_tokens=16),
     ]  # fmt: skip
+    assert [*tune.combinations("dflash", [1, 3], [1, 4], [1, 16])] == [dict(topk=1), dict(topk=4, num_draft_tokens=16)]
+
+
+def test_settings_that_speculate_refuses_are_left_out():
+    candidates = [dict(num_steps=20, topk=4, num_draft_tokens=32), dict(num_steps=3, topk=1)]
+    fitting, (line,) = tune.sort_out("eagle3", candidates, {"draft": "head"})
+    assert fitting == candidates[1:]
+    assert line.startswith("num_steps 20, topk 4, num_draft_tokens 32 is left out: (num_steps - 1) * topk must be at")
+
+
+@pytest.mark.parametrize(
+    ("algo", "grid", "options", "message"),
+    [
+        ("ngram", ([3], [1], [1]), {}, r"^--nodes: .*'ngram'.* 2 to 64 nodes, as with --nodes 8$"),
+        ("ngram", ([3], [1], [65]), {}, r"^--nodes: .*\(num_draft_tokens 65 is left out: num_draft_tokens: expected 1"),
+        ("eagle3", ([5], [4], [4]), {"draft": "head"}, "^--steps, --topk, --nodes: .* --steps 3 --topk 4 --nodes 16"),
+        ("dflash", ([5], [4], [1]), {"draft": "head"}, "^--topk, --nodes: .* as with --topk 1,8 --nodes 16"),
+        ("eagle3", ([3], [1], [4]), {}, "^draft: algo='eagle3' needs an EAGLE-3 head"),
+        ("eagle3", ([3], [1], [4]), {"draft": "head", "adaptive": True}, "^options: 'adaptive' is fixed in them"),
+        ("ngrm", ([3], [1], [4]), {}, "Did you mean 'ngram'"),
+    ],
+)
+def test_a_search_without_settings_is_refused(algo, grid, options, message):
+    with pytest.raises(ValueError, match=message):
+        tune.sort_out(algo, tune.combinations(algo, *grid), options)
+
+
+def test_an_unknown_option_is_refused_before_the_search():
+    with pytest.raises(TypeError, match=r"unknown option 'max_cache'. Did you mean 'max_cache_len'"):
+        tune.sort_out("ngram", [{}], {"max_cache": 3})
+
+
+def test_plain_steps_run_in_the_same_engine(monkeypatch):
+    """A cache in FP8 changes answers, so drafts give those of plain steps only if both have it."""
+    asked = []
+
+    def speculate(model, algo="ngram", **options):
+        asked.append((algo, options))
+        return spec_compile.speculate(model, algo, **options)
+
+    monkeypatch.setattr(tune, "speculate", speculate)
+    model, ids = ADMITTED["llama"](), [torch.arange(3, 12)[None], torch.arange(20, 25)[None]]
+    engine = dict(compile=False, max_cache_len=96, kv_cache_dtype="fp8_per_token_head", exact="auto", check=False)
+    plain, chain = tune.search(
+        model, "draft_model", [dict(num_steps=2, topk=1)], ids, 40, draft=ADMITTED["llama"](), **engine
+    )
+    assert [algo for algo, _ in asked] == ["ngram", "draft_model", "draft_model"]
+    assert asked[0][1] == engine | {"num_draft_tokens": 1}
+    assert [options["adaptive"] for _, options in asked[1:]] == [True, False]
+    assert all(engine.items() <= options.items() for _, options in asked[1:])
+    assert plain.drafting_share == 0.0 and plain.mean_nodes == 1.0
+    assert chain.differing == 0 and chain.accept_length > 2.5
+    assert 0 < chain.drafting_share <= 1 and 1 < chain.mean_nodes <= 3
+    assert chain.needed == pytest.approx(chain.accept_length * plain.chosen / chain.fixed)
 
 
 def found(*rates):
     """Plain steps at 10 tokens a second, and settings with these rates, adaptive and fixed."""
-    plain = tune.Setting({}, 10.0, 10.0, 1.0, 1.0, 0)
-    return [plain, *(tune.Setting({"topk": k}, *pair, 2.0, 1.5, 0) for k, pair in enumerate(rates, 1))]
+    drafts = [tune.Setting({"topk": k}, *pair, 0.25, 4.75, 2.0, 1.5, 0) for k, pair in enumerate(rates, 1)]
+    return [tune.Setting({}, 10.0, 10.0), *drafts]
 
 
 def test_the_verdict_names_the_fastest_setting():
-    assert tune.verdict(found((20.0, 18.0), (25.0, 24.0))) == "take topk 2: 2.50 times plain steps"
-    assert tune.verdict(found((20.0, 26.0), (22.0, 21.0))).endswith("only, topk 1 with adaptive=False gives 2.60")
-    assert tune.verdict(found((9.0, 5.0), (9.8, 4.0))).startswith("no setting is faster than plain steps here; topk 2")
+    told = tune.verdict(found((20.0, 18.0), (25.0, 24.0))).splitlines()
+    assert told[0] == "take topk 2: 2.50 times plain steps"
+    assert told[1] == (
+        "with topk 2 25% of the rounds drafted, 4.8 nodes a round; its drafts pay from an accept length of 1.50 on and "
+        "reach 2.00"
+    )
+    for rates, first in (
+        (((20.0, 26.0), (22.0, 21.0)), "take topk 2: 2.20 times plain steps; on texts like these only, topk 1 with "
+         "adaptive=False gives 2.60"),
+        (((9.0, 5.0), (9.8, 4.0)), "no setting is faster than plain steps here; topk 2 comes nearest"),
+        (((9.0, 5.0), (8.0, 12.0)), "no setting is faster than plain steps here; topk 1 comes nearest; on texts like "
+         "these only, topk 2 with adaptive=False gives 1.20"),
+    ):  # fmt: skip
+        assert tune.verdict(found(*rates)).splitlines()[0] == first
+
+
+def test_the_table_tells_what_rounds_chose():
+    table = tune.table(found((20.0, 18.0)))
+    columns = {column.header: [*column.cells] for column in table.columns}
+    assert columns["setting"] == ["topk 1", "plain steps"]
+    assert columns["rounds that draft"] == ["25%", "0%"] and columns["nodes a round"] == ["4.8", "1.0"]
+    assert columns["accept length"] == ["2.00", "1.00"] and columns["that pays"] == ["1.50", "1.00"]
 
 
 @pytest.mark.slow
@@ -53,6 +131,8 @@ def test_the_command_prints_a_table(tmp_path, capsys):
     [
         (["--steps", "0"], "--steps: expected an int of 1 or more"),
         (["--nodes", "4,x"], "--nodes: expected an int of 1 or more, got 'x'"),
+        (["--nodes", "1"], "--nodes: none of them is a draft of algo='ngram'"),
+        (["--options", '{"num_draft_tokens": 8}'], "options: 'num_draft_tokens' is fixed in them"),
         (["--prompts", "missing.txt"], "--prompts: missing.txt cannot be read"),
     ],
 )
