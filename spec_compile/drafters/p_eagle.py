@@ -5,7 +5,6 @@ learned state, in the slots that the next accepted tokens are written to.
 """
 
 from dataclasses import dataclass
-from operator import itemgetter
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +15,7 @@ from .checkpoints.load import load_head
 from .heads import HeadAlgorithm, HeadDrafter
 from .modules.eagle import ParallelEagle3Head
 from .options import ParallelOptions
-from .self_check import first_position_acceptance, own_text
+from .self_check import best_reading
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,4 @@ class ParallelHeadDrafter(HeadDrafter):
 def build(model: PreTrainedModel, options: ParallelHeadOptions) -> ParallelHeads:
     """The algorithm with the head that `options` names, in the reading that has most first drafts accepted."""
     head = load_head(options.draft, model, "p_eagle", rope_theta=options.rope_theta)
-    readings = head.readings() if options.check else []
-    if len(readings) > 1:
-        ids = own_text(model, options)
-        scored = [(first_position_acceptance(model, reading, ids), reading) for reading in readings]
-        share, head = max(scored, key=itemgetter(0))
-        head.report.append(f"self-check: {share:.0%} of first drafts are the target's own tokens")
-    return ParallelHeads(head, options)
+    return ParallelHeads(best_reading(model, head, options, drafts=1), options)

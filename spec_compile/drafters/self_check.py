@@ -30,33 +30,40 @@ SAME = 0.9
 KEPT = "own_text"
 
 
-@torch.no_grad()
-def first_position_acceptance(model: PreTrainedModel, head: Head, ids: Tensor) -> float:
-    """The share of positions of ids [B, T] (T at least 3) where the head drafts the target's own next token."""
-    features, choices = tapped_states(model, head.taps, ids)
-    _, _, normed = _first(head, features, ids)
-    return _share(head, normed, choices[:, 1:])
+def best_reading(model: PreTrainedModel, head: Head, options: Options, drafts: int = 2) -> Head:
+    """The head, read as `calibrate` prefers if its checkpoint leaves several readings open and checks are asked for.
 
-
-def best_reading(model: PreTrainedModel, head: Head, options: Options) -> Head:
-    """The head, read as `calibrate` prefers if its checkpoint leaves several readings open and checks are asked for."""
-    readings = head.readings() if options.check else []
-    return calibrate(model, readings, own_text(model, options)) if len(readings) > 1 else head
-
-
-@torch.no_grad()
-def calibrate(model: PreTrainedModel, readings: list[Head], ids: Tensor) -> Head:
-    """The reading with the most drafts accepted at the first two positions of ids [B, T]; the first of equals.
-
-    The report tells its acceptance, and that of the other readings.
+    drafts: see `acceptance`; 1 for a head that does not read its own output.
     """
-    acceptances = [_two_positions(head, *tapped_states(model, head.taps, ids), ids) for head in readings]
+    readings = head.readings() if options.check else []
+    return calibrate(model, readings, own_text(model, options), drafts) if len(readings) > 1 else head
+
+
+def calibrate(model: PreTrainedModel, readings: list[Head], ids: Tensor, drafts: int = 2) -> Head:
+    """The reading with the most drafts accepted after each token of ids [B, T]; the first of equals.
+
+    drafts: see `acceptance`. The report tells its acceptance, and that of the other readings.
+    """
+    acceptances = [acceptance(model, head, ids, drafts) for head in readings]
     best = max(range(len(readings)), key=lambda i: sum(acceptances[i]))
-    head, shares = readings[best], [f"{first:.0%} and {second:.0%}" for first, second in acceptances]
-    head.report.append(f"self-check: {shares[best]} of first and second drafts are the target's own tokens")
+    head, shares = readings[best], [" and ".join(f"{share:.0%}" for share in each) for each in acceptances]
+    looked_at = " and ".join(("first", "second")[:drafts])
+    head.report.append(f"self-check: {shares[best]} of {looked_at} drafts are the target's own tokens")
     others = "; ".join(share for i, share in enumerate(shares) if i != best)
     head.report.append(f"the best of {len(readings)} readings; the others: {others}")
     return head
+
+
+@torch.no_grad()
+def acceptance(model: PreTrainedModel, head: Head, ids: Tensor, drafts: int = 2) -> tuple[float, ...]:
+    """The share of the first draft, or of the first and of the second, that are the target's choice.
+
+    ids: [B, T] int64, T at least 3. drafts: 1, or 2, which also looks at the second draft after every STRIDE-th token.
+    """
+    features, choices = tapped_states(model, head.taps, ids)
+    state, recycled, normed = _first(head, features, ids)
+    first = _share(head, normed, choices[:, 1:])
+    return (first,) if drafts == 1 else (first, _second(head, state, recycled, choices, ids))
 
 
 def _first(head: Head, features: list[Tensor], ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,14 +73,14 @@ def _first(head: Head, features: list[Tensor], ids: Tensor) -> tuple[Tensor, Ten
     return state, *head(ids[:, 1:], positions, state)
 
 
-def _two_positions(head: Head, features: list[Tensor], choices: Tensor, ids: Tensor) -> tuple[float, float]:
-    """How often the first and the second draft are the target's choice [B, T].
+def _second(head: Head, state: Tensor, recycled: Tensor, choices: Tensor, ids: Tensor) -> float:
+    """How often the second draft is the target's choice [B, T].
+
+    state, recycled: [B, T - 1, H]; see `_first`.
 
     The second draft follows the text, too, but its state is the head's own output. So each slot in which it is looked
     at needs a sequence of its own, with the state of that slot replaced.
     """
-    state, recycled, normed = _first(head, features, ids)
-    first = _share(head, normed, choices[:, 1:])
     batch, slots, _ = state.shape
     after = torch.arange(1, slots, STRIDE, device=ids.device)
     copies = state.repeat_interleave(len(after), dim=0)
@@ -81,7 +88,7 @@ def _two_positions(head: Head, features: list[Tensor], choices: Tensor, ids: Ten
     origin = rows // (len(copies) // batch)
     copies[rows, after] = recycled[origin, after - 1]
     _, normed = head(ids[origin, 1:], torch.arange(slots, device=ids.device).expand(len(rows), -1), copies)
-    return first, _share(head, normed[rows, after], choices[origin, after + 1])
+    return _share(head, normed[rows, after], choices[origin, after + 1])
 
 
 def _share(head: Head, normed: Tensor, choices: Tensor) -> float:

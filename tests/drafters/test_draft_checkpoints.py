@@ -19,7 +19,7 @@ from spec_compile.drafters import self_check
 from spec_compile.drafters.checkpoints.load import load_head, read_token_map
 from spec_compile.drafters.hidden_states import tapped_states
 from spec_compile.drafters.modules.head import Head
-from spec_compile.drafters.self_check import calibrate, first_position_acceptance
+from spec_compile.drafters.self_check import acceptance, calibrate
 from spec_compile.errors import UnsupportedModelError
 from spec_compile.passes.tap_hidden_states import FINAL
 
@@ -637,13 +637,14 @@ def test_acceptance_counts_the_targets_next_tokens():
     model = drafts.llama()
     ids = torch.randint(3, drafts.V, (2, 21))
     _, choices = tapped_states(model, (), ids)
-    assert first_position_acceptance(model, Oracle(choices), ids) == 1
-    assert first_position_acceptance(model, Oracle(choices, first=0.5), ids) == 0.5
-    assert first_position_acceptance(model, Oracle(choices.roll(1, 1)), ids) < 0.3
+    assert acceptance(model, Oracle(choices), ids, 1) == (1,) and acceptance(model, Oracle(choices), ids) == (1, 1)
+    assert acceptance(model, Oracle(choices, first=0.5), ids, 1) == (0.5,)
+    assert acceptance(model, Oracle(choices, second=0.0), ids) == (1, 0)
+    assert max(acceptance(model, Oracle(choices.roll(1, 1)), ids)) < 0.3
     mapped = Oracle(choices)
     mapped.draft_to_target = torch.arange(drafts.V).flip(0)
     mapped.head_weight = nn.Parameter(torch.eye(drafts.V).flip(0))
-    assert first_position_acceptance(model, mapped, ids) == 1
+    assert acceptance(model, mapped, ids) == (1, 1)
 
 
 @torch.no_grad()
@@ -673,6 +674,10 @@ def test_the_best_reading_is_kept():
     best = calibrate(model, readings, ids)
     assert best is readings[1]
     assert best.report[0].startswith("self-check: 51% and 8") and best.report[1].startswith("the best of 3 readings")
+    readings = [Oracle(choices, *shares) for shares in ((0.5, 0.9), (0.6, 0.1), (0.6, 0.2))]
+    best = calibrate(model, readings, ids, 1)
+    assert best is readings[1] and best.report[0].endswith(" of first drafts are the target's own tokens")
+    assert " and " not in "".join(best.report)
     equal = [Oracle(choices), Oracle(choices)]
     assert calibrate(model, equal, ids) is equal[0]
 
@@ -695,5 +700,5 @@ def test_calibration_finds_how_a_head_was_trained(write, monkeypatch):
     assert head.taps == (2, 4, 6) and best.taps == (3, 5, 7)
     assert best.rotary_emb.config.rope_parameters["rope_theta"] == 10000.0
     assert "read as: taps 3, 5, 7" in best.report and "read as: rope_theta=10000" in best.report
-    reached = [first_position_acceptance(written.target, reading, ids) for reading in (best, head)]
+    reached = [acceptance(written.target, reading, ids)[0] for reading in (best, head)]
     assert reached[0] > 0.8 > 0.7 > reached[1]
