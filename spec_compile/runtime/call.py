@@ -1,7 +1,7 @@
 """`Call`: one generate() on a session, round by round."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,11 +88,11 @@ class Call:
         session.texts = [list(prompt) for prompt in request.prompts]
         drafter.start(state, request.prompts, request.references, request.share_text)
         missing = max(len(prompt) - 1 - begin for prompt, begin in zip(request.prompts, begins))
-        self._build_rounds(self._chunks(missing))
+        prompt_sizes = self._chunks(missing)
+        self._build_rounds(prompt_sizes)
         if request.features is not None and self.runtime.algorithm.remembers:
-            sizes = [*self._chunks(max(begins))]
-            prefill_draft(session, request.features, request.past.padding, begins, sizes)
-        self._prefill(begins)
+            prefill_draft(session, request.features, request.past.padding, begins, self._chunks(max(begins)))
+        self._prefill(prompt_sizes, max(begins))
         self._flights.has_trees = request.first_logits is None and not self._begins_plain
         if self._flights.has_trees:
             session.steps.propose(session.max_kv_len(max(map(len, request.prompts))))
@@ -169,7 +169,7 @@ class Call:
         (nodes,) = self.runtime.options.ranks.lead(lambda: [min(policy.choose_ahead(), most)])
         return nodes == 1
 
-    def _build_rounds(self, prompt_sizes: Iterable[int]) -> None:
+    def _build_rounds(self, prompt_sizes: Sequence[int]) -> None:
         """Make the steps of prompts of these sizes, the first proposal, and the rounds of an algorithm of one size.
 
         Their trial runs would later overwrite drafts in the drafter's cache.
@@ -182,7 +182,7 @@ class Call:
         kinds = (StepKind.ROUND,) if request.draw_in_round is None else ()
         kinds = kinds if request.host_acceptor is None else (StepKind.LOOK, StepKind.FINISH)
         proposal = steps.proposal_steps() if request.first_logits is None else []
-        prompts = steps.prompt_steps(chosen) if (chosen := [*prompt_sizes]) else []
+        prompts = steps.prompt_steps(prompt_sizes) if prompt_sizes else []
         steps.make([*((kind, nodes) for nodes in sizes for kind in kinds), *proposal, *prompts])
         for nodes in () if kinds else sizes:
             steps.round(nodes, request.draw_in_round)
@@ -226,19 +226,17 @@ class Call:
                 row.count, row.hint = count, hint
             self._first = None
 
-    def _prefill(self, begins: list[int]) -> None:
-        """Process all prompt tokens but the last, from the first `begins` [B] on, which the state has.
+    def _prefill(self, sizes: Sequence[int], done: int) -> None:
+        """Process all prompt tokens but the last, in steps of these sizes, after the `done` tokens that the state has.
 
-        Prompts of 9 and 6 tokens with begins = [4, 0]: 5 tokens are missing, and slots up to 9 are visible.
+        Prompts of 9 and 6 tokens of which the state has 4 and 0: 5 tokens are missing, and slots up to 9 are visible.
         """
-        done = max(begins)
-        missing = max(len(prompt) - 1 - begin for prompt, begin in zip(self.request.prompts, begins))
-        for size in self._chunks(missing):
+        for size in sizes:
             self.session.steps.prefill(size, self.session.max_kv_len(done + size))
             done += size
 
-    def _chunks(self, tokens: int) -> Iterator[int]:
+    def _chunks(self, tokens: int) -> list[int]:
         """Sizes of the prefill steps for `tokens` tokens of each prompt; see `prefill_chunks.chunks`."""
         sizes, limit = self.session.steps.prefill_sizes, self.request.prefill_chunk_size
         sizes = [size for size in sizes if size <= (limit or size)] or sizes[-1:]
-        return chunks(tokens, sizes, FIXED[self.runtime.device.type])
+        return [*chunks(tokens, sizes, FIXED[self.runtime.device.type])]

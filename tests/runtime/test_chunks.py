@@ -1,9 +1,15 @@
 """The steps in which a prompt is processed."""
 
+from unittest import mock
+
+import models
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import spec_compile
+from spec_compile.compat import CACHE
 from spec_compile.runtime.prefill_chunks import FIXED, SIZES, chunks
 
 
@@ -34,3 +40,21 @@ def test_steps_on_a_gpu(tokens, expected):
 
 def test_a_limit_on_the_steps():
     assert list(chunks(100, (32,), 128)) == [32, 32, 32, 32]
+
+
+def test_a_call_makes_the_steps_that_it_runs():
+    """An answer of 41 tokens is continued, 40 of them in its cache: of 201 tokens 160 go through steps."""
+    model = models.ADMITTED["llama"]()
+    fast = spec_compile.speculate(model, compile=False, num_draft_tokens=1)
+    wanted = dict(do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True)
+    ids = torch.randint(3, models.VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
+    first = fast.generate(ids[:, :40], max_new_tokens=1, **wanted)
+    ids = torch.cat([first.sequences, ids[:, 40:]], dim=1)
+    steps = fast.speculation.engine.session(2).steps
+    made, run = mock.Mock(wraps=steps.prompt_steps), mock.Mock(wraps=steps.prefill)
+    with mock.patch.object(steps, "prompt_steps", made), mock.patch.object(steps, "prefill", run):
+        whole = fast.generate(ids, max_new_tokens=3, **wanted, **{CACHE: first[CACHE]}).sequences
+    assert [call.args for call in made.call_args_list] == [([128, 32],)]
+    assert [call.args[0] for call in run.call_args_list] == [128, 32]
+    assert all(seen >= end for (_, seen), end in zip((call.args for call in run.call_args_list), (168, 200)))
+    assert torch.equal(whole, model.generate(ids, max_new_tokens=3, **wanted).sequences)
