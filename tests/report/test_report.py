@@ -2,6 +2,8 @@
 
 import functools
 import json
+import shutil
+import subprocess
 from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +20,7 @@ from spec_compile.recording import RecordedRound, Recording, Verified
 from spec_compile.report import html as report
 
 NEW = 30
+PAGE_IN_NODE = Path(__file__).parents[1] / "support" / "page_in_node.js"
 ALGORITHMS = {
     "ngram": dict(algo="ngram"),
     "chain": dict(algo="draft_model", num_steps=3),
@@ -231,6 +234,32 @@ def test_the_page_holds_its_recording(batch, tmp_path):
     template = report.TEMPLATE.read_text(encoding="utf-8")
     assert "http" not in template.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
     assert "innerHTML" not in template and "prefers-color-scheme: dark" in template
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_page_draws_what_each_round_chose(tmp_path):
+    """Two plain steps, 16 nodes of which three are accepted besides the root, and 4 of which none is."""
+    plain, none = Verified([5], [-1], [0], [6]), Verified([5, 7, 8, 9], [-1, 0, 0, 0], [0], [6])
+    whole = Verified([5] * 16, [*range(-1, 15)], [0, 1, 2, 3], [5, 5, 5, 6])
+    sizes = [1, 16, 1, 4]
+    rounds = [RecordedRound(nodes, 0.001, [part]) for nodes, part in zip(sizes, (plain, whole, plain, none))]
+    path = report.write(Recording([[5]], rounds, {"verify": 0.004}), tmp_path / "page.html")
+    command = ["node", PAGE_IN_NODE, path, "choices", "sizes", "chosen", "figures", "lengths"]
+    drawn = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    bars = [each for each in drawn["choices"]["inside"] if "size" in each.get("class", "").split()]
+    taken = [each for each in drawn["choices"]["inside"] if each.get("class") == "taken"]
+    assert ["plain" in each["class"] for each in bars] == [True, False, True, False]
+    unit = float(bars[0]["height"])
+    assert [float(each["height"]) / unit for each in bars] == pytest.approx(sizes)
+    assert [float(each["height"]) / unit for each in taken] == pytest.approx([4, 1])
+    assert [each["x"] for each in taken] == [bars[1]["x"], bars[3]["x"]]
+    assert [("on" in each["class"].split()) for each in bars] == [False, True, False, False]  # it gained most
+    text = "2 plain steps, 1 round of 4 nodes, 1 round of 16 nodes: 50% of the rounds drafted, 5.5 nodes a round."
+    assert drawn["chosen"]["text"] == text
+    assert [each["class"] for each in drawn["sizes"]["inside"] if each["tag"] == "i"] == ["plain", "size", "taken"]
+    assert "rounds that drafted50%" in drawn["figures"]["text"]
+    gained = [float(each["height"]) for each in drawn["lengths"]["inside"] if "bar" in each.get("class", "").split()]
+    assert [each / gained[0] for each in gained] == pytest.approx([1, 4, 1, 1])
 
 
 def test_without_a_tokenizer_there_are_ids(tmp_path):
