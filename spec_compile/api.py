@@ -203,7 +203,7 @@ class Speculation(Accounts):
 
         def build() -> None:
             steps = self.engine.session(batch_size).steps
-            rounds = [(kind, nodes) for nodes in steps.policies[StepKind.ROUND].first_sizes for kind in kinds]
+            rounds = [(kind, nodes) for nodes in steps.policies[StepKind.ROUND].sizes for kind in kinds]
             steps.make([*steps.prompt_steps(), *rounds, *steps.proposal_steps()])
 
         with self.engine.turns, torch.inference_mode(False), torch.no_grad(), self.engine.reporting(progress):

@@ -93,7 +93,7 @@ class Scheduler:
             steps.make([*steps.prompt_steps(), *steps.proposal_steps()])
         for width in self.decoder.lanes.widths:
             steps = self.decoder.lanes.session(width).steps
-            rounds = [(StepKind.ROUND, nodes) for nodes in steps.policies[StepKind.ROUND].first_sizes]
+            rounds = [(StepKind.ROUND, nodes) for nodes in steps.policies[StepKind.ROUND].sizes]
             steps.make([*rounds, *(steps.proposal_steps() if self.decoder.flights.tree_size else [])])
 
     def clear(self, error: BaseException) -> None:

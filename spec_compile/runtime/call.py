@@ -177,7 +177,8 @@ class Call:
         request, steps, sizes = self.request, self.session.steps, tuple[int, ...]()
         if self.runtime.algorithm.plan.sizes == "fixed":
             policy = steps.policies[self._kind]
-            sizes = policy.first_sizes if policy.adaptive else policy.sizes[-1:]
+            sizes = policy.sizes if policy.adaptive else policy.sizes[-1:]
+            sizes = sizes if self.runtime.on_gpu else tuple({*sizes[:1], sizes[-1]})  # a CPU compiles others later
             sizes = sizes if request.most_nodes > 1 else (1,)
         kinds = (StepKind.ROUND,) if request.draw_in_round is None else ()
         kinds = kinds if request.host_acceptor is None else (StepKind.LOOK, StepKind.FINISH)

@@ -37,7 +37,7 @@ class SizePolicy:
     def __init__(
         self, sizes: tuple[int, ...], adaptive: bool = True, hindsight: Hindsight | None = None, batch: int = 1
     ):
-        self.sizes = self.first_sizes = sizes
+        self.sizes = sizes
         self.adaptive, self.hindsight, self.costs = adaptive, hindsight, RoundCosts(batch)
         self.gain: dict[int, list[float]] = {}
         self._seen: dict[int, int] = {}

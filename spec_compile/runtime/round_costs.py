@@ -17,7 +17,6 @@ class RoundCosts:
     measured: of the sizes that have run, by number of nodes.
     host: that the host takes for a round while another runs on a GPU; a shorter round waits for it.
     switch: of the steps between a round without drafts and one that drafts: catching up, and a proposal.
-    proposal: of the proposal at the end of each round that drafts, as far as it is known.
     """
 
     def __init__(self, batch: int = 1):
@@ -25,22 +24,19 @@ class RoundCosts:
         self.measured: dict[int, float] = {}
         self.host = 0.0
         self.switch = 0.0
-        self.proposal = 0.0
 
     def expected(self, nodes: int) -> float:
         """The duration of a round over `nodes` nodes. Between two sizes that have run it is in proportion to the nodes:
-        with 1 s for 1 node and 2.5 s for 16, 4 nodes take 1.3 s. Only one node needs no proposal: if that takes 0.9 s,
-        they take 2.02 s. Elsewhere the duration is in proportion to KNEE plus the rows: with 2 s for 16 nodes of one
-        sequence, 4 nodes take 2 * 260 / 272 = 1.9 s."""
+        with 1 s for 1 node and 2.5 s for 16, 4 nodes take 1.3 s. Elsewhere it is in proportion to KNEE plus the rows:
+        with 2 s for 16 nodes of one sequence, 4 nodes take 2 * 260 / 272 = 1.9 s."""
         known = sorted(self.measured)
         place = bisect_left(known, nodes)
         if nodes in self.measured:
             seconds = self.measured[nodes]
         elif 0 < place < len(known):
             below, above = known[place - 1 : place + 1]
-            most = self.measured[above]
-            least = min(self.measured[below] + (self.proposal if below == 1 else 0.0), most)
-            seconds = least + (most - least) * (nodes - below) / (above - below)
+            slope = (self.measured[above] - self.measured[below]) / (above - below)
+            seconds = self.measured[below] + slope * (nodes - below)
         else:
             nearest = known[min(place, len(known) - 1)]
             seconds = self.measured[nearest] * (KNEE + self.batch * nodes) / (KNEE + self.batch * nearest)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import psutil
@@ -15,6 +16,7 @@ from ..drafting import Algorithm
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
 from ..kernels.all_reduce import EXCHANGES, WARM_UP_SECONDS, set_deadline
+from ..kernels.experts import DOWN, UP
 from ..kernels.linear import MAX_ROWS
 from ..stats import Stats
 from .draft_record import DraftRecords
@@ -63,6 +65,11 @@ class Runtime:
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """True if layers choose among experts, so that each token reads weights of its own."""
+        return any(node.target in (UP, DOWN) for node in self.verify.gm.graph.nodes)
 
     @property
     def token_bytes(self) -> int:

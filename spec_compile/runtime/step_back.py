@@ -1,12 +1,11 @@
 """`StepBack`: a round verifies all of a tree, its first nodes, or only its root, by what drafts gain and cost."""
 
 from collections.abc import Iterable
+from functools import partial
 
-from .draft_record import SHARE, WINDOW, DraftRecord
+from .draft_record import SHARE, DraftRecord
 from .round_costs import RoundCosts
 
-PROMISE = 1.1
-"""Times the tokens a second of the best size so far that another one must promise before it is captured."""
 EARNED = 8.0
 """Most plain rounds that drafts may lose of those that they have saved before."""
 
@@ -26,24 +25,20 @@ class StepBack:
     verifies fewer nodes, or none if a plain round is worth the switch.
 
     sizes: numbers of nodes, ascending, from the root only to a whole tree.
-    first_sizes: those that run before anything is known; others are made when they promise to pay.
     adaptive: False: every round verifies whole trees.
     record: of the same draft in rounds over other numbers of rows.
     costs: durations of rounds over `batch` sequences.
-    is_dear: True if a size is captured before it runs, which is done only if drafts pay and it pays PROMISE times more.
     """
 
     hindsight = None
 
     def __init__(
-        self, sizes: Iterable[int], adaptive: bool = True, record: DraftRecord | None = None, batch: int = 1,
-        is_dear: bool = False,
+        self, sizes: Iterable[int], adaptive: bool = True, record: DraftRecord | None = None, batch: int = 1
     ):  # fmt: skip
         self.sizes = tuple(sorted({1, *sizes}))
-        self.first_sizes = tuple(sorted({1, self.sizes[-1]}))
         self.adaptive = adaptive and len(self.sizes) > 1
         self.record = DraftRecord() if record is None else record
-        self.costs, self.is_dear = RoundCosts(batch), is_dear
+        self.costs = RoundCosts(batch)
         self._was_plain = False
 
     def share(self, other: "StepBack") -> None:
@@ -57,7 +52,7 @@ class StepBack:
     @property
     def is_measured(self) -> bool:
         """True after plain rounds and whole trees have run."""
-        return all(nodes in self.costs.measured for nodes in self.first_sizes)
+        return all(nodes in self.costs.measured for nodes in (1, self.sizes[-1]))
 
     @property
     def best(self) -> int:
@@ -139,13 +134,7 @@ class StepBack:
 
     def _best_drafts(self, buckets: Iterable[int] = ()) -> int:
         """The size with the most tokens a second of those with drafts."""
-        rates = {nodes: self._rate(nodes, buckets) for nodes in self.sizes[1:]}
-        known = [nodes for nodes in rates if nodes in self.costs.measured or nodes == self.sizes[-1]]
-        best = max(known, key=rates.__getitem__)
-        if self.is_dear and self.record.drafted < WINDOW:
-            return best
-        least = PROMISE * max(rates[best], 1.0) if self.is_dear else rates[best]
-        return max([best, *(nodes for nodes, rate in rates.items() if rate > least)], key=rates.__getitem__)
+        return max(self.sizes[1:], key=partial(self._rate, buckets=[*buckets]))
 
     def _rate(self, nodes: int, buckets: Iterable[int] = ()) -> float:
         """Tokens in the time of a plain round."""

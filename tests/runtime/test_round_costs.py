@@ -26,14 +26,6 @@ def test_sizes_that_have_not_run(batch, measured, nodes, seconds):
     assert costs(measured, batch).expected(nodes) == pytest.approx(seconds)
 
 
-def test_a_round_that_drafts_ends_with_a_proposal():
-    known = costs({1: 1.0, 16: 2.5})
-    known.proposal = 0.9
-    assert known.expected(4) == pytest.approx(2.02) and known.expected(1) == 1.0
-    known.proposal = 5.0
-    assert known.expected(2) == 2.5
-
-
 def test_a_round_lasts_as_long_as_the_hosts_work():
     known = costs({1: 1.0, 16: 4.0})
     known.learn_host(2.0)

@@ -183,27 +183,3 @@ def test_a_round_follows_the_confidence_in_its_trees():
     dear.costs.learn_switch(2.0)
     chosen = confident(dear, 0.95, 400)
     assert chosen[0].count(1) == 0 and chosen[0].count(4) > 30, "a plain round costs the switch"
-
-
-def test_a_size_on_a_gpu_is_made_when_it_promises_enough():
-    for whole, runs in ((2.0, True), (1.1, False)):
-        policy = StepBack([8, NODES], is_dear=True)
-        policy.costs.measured.update({1: 1.0, NODES: whole})
-        sizes = set()
-        for _ in range(100):
-            nodes = policy.choose_ahead()
-            sizes.add(nodes)
-            policy.learn(nodes, [nodes], [0], [[1, 2] if nodes > 2 else []], None)
-            if nodes not in policy.costs.measured:
-                policy.costs.measured[nodes] = policy.costs.expected(nodes)
-        assert (8 in sizes) == runs and NODES in sizes
-
-
-def test_no_size_is_captured_for_drafts_that_never_pay():
-    policy = StepBack([2, 4, 8, NODES], is_dear=True)
-    policy.costs.measured.update({1: 1.0, NODES: 3.5})
-    sizes = []
-    for _ in range(4000):
-        sizes.append(policy.choose_ahead())
-        policy.learn(sizes[-1], [sizes[-1]], [0], [[]], None)
-    assert sizes[0] == NODES and {*sizes} == {1, NODES} and sizes.count(NODES) < 25

@@ -19,6 +19,7 @@ from .. import prefill_chunks
 from ..accept.draw import DrawInRound
 from ..draft_length import SizePolicy
 from ..hindsight import Hindsight
+from ..round_costs import KNEE
 from ..runtime import Runtime
 from ..state import LATE_SIZES, State
 from ..step_back import StepBack
@@ -30,8 +31,10 @@ SAMPLERS = 32
 """Number of rounds that draw to keep, the newest ones."""
 TRIALS = 5
 """Runs of a step; the shortest is its cost."""
-PARTS = {"cpu": (4,), "cuda": (2, 4, 8)}
-"""A round may verify the first nodes of a tree, one in so many."""
+FEW = 4
+"""A round may verify one in FEW nodes of a tree."""
+MANY_ROWS = KNEE // 2
+"""Rows of a round on a GPU from which fewer nodes save much of it."""
 CAPTURED_TOKENS = 2048
 """Largest prefill, in tokens of all rows, that is captured; a larger one takes longer than its launches."""
 
@@ -76,11 +79,8 @@ class Steps:
 
         def policy(kind: StepKind) -> SizePolicy | StepBack:
             if plan.is_whole:
-                compiles_at_once = not runtime.on_gpu and runtime.options.compile and runtime.tiers is None
-                parts = () if compiles_at_once else PARTS[runtime.device.type]
-                sizes = {max(2, plan.nodes // part) for part in (1, *parts)} if plan.nodes > 1 else ()
-                record = runtime.records[kind.value]
-                return StepBack(sizes, runtime.options.adaptive, record, state.batch, is_dear=runtime.on_gpu)
+                sizes = [*self._few_nodes(), plan.nodes] if plan.nodes > 1 else []
+                return StepBack(sizes, runtime.options.adaptive, runtime.records[kind.value], state.batch)
             return SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch)
 
         self.policies = {kind: policy(kind) for kind in (StepKind.ROUND, StepKind.LOOK)}
@@ -97,6 +97,19 @@ class Steps:
         self._switch: dict[StepKind, float] = {}
         self._pieces = Pieces(runtime, state, drafter)
         self._adoptions = runtime.code.adoptions
+
+    def _few_nodes(self) -> list[int]:
+        """The number of nodes between one and a whole tree, if a round over so many costs much less than one over all,
+        and does not have to be compiled before it runs.
+
+        On a GPU nodes are almost free, unless rows are many, or each node reads experts of its own.
+        """
+        runtime, nodes = self.runtime, self.runtime.algorithm.plan.nodes
+        if runtime.on_gpu:
+            is_worth_it = runtime.has_experts or self.state.batch * nodes > MANY_ROWS
+        else:
+            is_worth_it = runtime.tiers is not None or not runtime.options.compile
+        return [max(2, nodes // FEW)] if is_worth_it else []
 
     def renew(self) -> None:
         """Before a call: forget captured steps whose parts have changed from eager to compiled since."""
@@ -241,7 +254,6 @@ class Steps:
                 self._switch[kind] = min(self._seconds(step, arguments) for _ in range(TRIALS))
                 for policy in self.policies.values():
                     policy.costs.switch = sum(self._switch.values())
-                    policy.costs.proposal = self._switch.get(StepKind.PROPOSE, 0.0)
             elif kind is StepKind.PREFILL and captures:
                 self.prefill_seconds[nodes] = min(self._seconds(step, arguments) for _ in range(TRIALS))
         seconds = time.perf_counter() - begin
