@@ -25,7 +25,7 @@ PLAIN = [each.name for each in fields(ModelGraph) if each.type in (int, bool, st
 """The fields of a graph that are data as they are."""
 
 VARIES = 7
-"""Stands for a size that varies in the shape of a value."""
+"""Stands for a size that varies with values, so that the trace had no example of it."""
 
 
 class NoRecipe(Exception):
@@ -130,13 +130,24 @@ def _number(value: Any, seen: list) -> int:
 
 
 def _value_data(value: Any) -> Any:
-    """The facts that reports read of the value of a node: ["float32", [7, 7, 8]] of a tensor, with `VARIES` for each
-    size that varies; "size" for such a size, null for a value that is not known."""
+    """The facts that reports and passes read of the value of a node: ["float32", [2, 7, 64]] of a tensor, see `_size`;
+    "size" for a size that varies, null for a value that is not known."""
     if isinstance(value, Tensor):
-        return [_dtype_data(value.dtype), [size if type(size) is int else VARIES for size in value.shape]]
+        return [_dtype_data(value.dtype), [*map(_size, value.shape)]]
     if isinstance(value, (list, tuple)):
         return {"parts": [*map(_value_data, value)]}
     return SIZE if value is SIZE or isinstance(value, torch.SymInt) else None
+
+
+def _size(size: int | torch.SymInt) -> int:
+    """A size, or that of the trace's example if it varies: tokens [2, 7] give B = 2, T = 7 and T + 1 = 8.
+
+    So sizes that differ stay apart: a slice of T + 1 tokens to T is no slice of everything.
+    """
+    if type(size) is int:
+        return size
+    example = size.node.hint if isinstance(size, torch.SymInt) else None
+    return VARIES if example is None else int(example)
 
 
 def _value(data: Any) -> Any:
