@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import kernels, passes
-from .artefacts.start import PURPOSES, Start, StartArtefact, timed
+from .artefacts.start import PURPOSES, Start, StartArtefact, opened_artefacts, timed
 from .batching.model import BatchingMixin, shadow
 from .capture import adapters
 from .capture.admit import admit
@@ -85,9 +85,10 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     # Tracing and checking change settings of the process, and run no code that the user had compiled.
     with COMPILE_LOCK, torch.compiler.set_stance("force_eager"):
         with ranks.together("speculate()", {}):
-            algorithm = build(name, model, parsed)
+            with opened_artefacts() as drafts:
+                algorithm = build(name, model, parsed)
             fast = shadow(model)
-            speculation = Speculation(model, fast, name, parsed, algorithm)
+            speculation = Speculation(model, fast, name, parsed, algorithm, drafts)
         with ranks.call():
             speculation._check_rewritten()
         fast.__dict__["speculation"] = speculation
@@ -100,11 +101,15 @@ speculate.__doc__ = f"{inspect.cleandoc(speculate.__doc__ or '')}\n\n{describe_o
 class Speculation(Accounts):
     """The object at ``model.speculation``: statistics, reports and control of one speculative model."""
 
-    def __init__(self, model: PreTrainedModel, fast: nn.Module, name: str, options: Options, algorithm: Algorithm):
+    def __init__(
+        self, model: PreTrainedModel, fast: nn.Module, name: str, options: Options, algorithm: Algorithm,
+        drafts: list[StartArtefact],
+    ):  # fmt: skip
+        """drafts: the artefacts from which `algorithm` was built."""
         self.original, self.options = model, options
         self.seconds: dict[str, float] = {}
         """The time of each stage of the start."""
-        self._artefact = StartArtefact(model, algorithm.draft_module, options, name, self.seconds)
+        self._artefact = StartArtefact(model, algorithm.draft_module, options, name, self.seconds, drafts)
         found, graph = self._artefact.read(), None
         self.is_from_artefact = found is not None
         """True if nothing was captured, rewritten and checked, because an earlier start had done so."""

@@ -1092,6 +1092,20 @@ TIERS = [
         "tests/artefacts/test_trace.py -k become_a_number",
     ),
     Mutation(
+        "sizes that differ are one size in a stored graph", f"{ARTEFACTS}bind.py",
+        "return VARIES if example is None else int(example)", "return VARIES",
+        "tests/artefacts/test_draft_graph.py -k second_start",
+    ),
+    Mutation(
+        "a draft's graph is stored as it was traced", f"{ARTEFACTS}draft_graph.py",
+        "graph = passes.run(trace(), passes.Settings(), [tidy])", "graph = trace()",
+        "tests/artefacts/test_draft_graph.py -k second_start",
+    ),
+    Mutation(
+        "a saved start lacks its draft", f"{ARTEFACTS}start.py", "(self.key, *self.further)", "(self.key,)",
+        "tests/artefacts/test_start.py -k graph_of_a_draft_is_saved",
+    ),
+    Mutation(
         "a head is checked with the text of other weights", "spec_compile/drafters/self_check.py",
         "return text if (choices[:, 1:-1] == text[:, 2:]).float().mean() >= SAME else None", "return text",
         "tests/drafters/test_draft_checkpoints.py -k own_texts",

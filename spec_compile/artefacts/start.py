@@ -3,11 +3,13 @@
 An entry that is damaged, of another format or wrong is set aside with a line in the log, and the start is a full one.
 """
 
+import itertools
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +51,9 @@ class Start:
 class StoredParts:
     """The compiled parts of a start, in the places where it looks for findings."""
 
-    def __init__(self, stores: list[Store], key: str):
-        self.stores, self.key = stores, key
+    def __init__(self, stores: list[Store], cache: Store, key: str):
+        """stores: where parts are read, in this order. cache: where they are kept."""
+        self.stores, self.cache, self.key = stores, cache, key
 
     def read(self, name: str) -> bytes | None:
         """See `compiler.PartStore`."""
@@ -58,8 +61,26 @@ class StoredParts:
         return next((data for data in found if data is not None), None)
 
     def write(self, name: str, data: bytes) -> None:
-        """Keep a part in the cache, which is the last of the stores."""
-        self.stores[-1].write(self.key, f"{name}.part", data)
+        """Keep a part in the cache. A folder that was carried here stays as it is."""
+        self.cache.write(self.key, f"{name}.part", data)
+
+
+_opened: ContextVar["list[StartArtefact] | None"] = ContextVar("opened", default=None)
+"""Where the artefacts are listed that are opened now; see `opened_artefacts`."""
+
+
+@contextmanager
+def opened_artefacts() -> Iterator[list["StartArtefact"]]:
+    """A context that lists the artefacts that are opened inside it: a draft's graph has a key of its own, for example.
+
+    So a start knows all that it rests on when it is saved.
+    """
+    found: list[StartArtefact] = []
+    token = _opened.set(found)
+    try:
+        yield found
+    finally:
+        _opened.reset(token)
 
 
 class StartArtefact:
@@ -68,11 +89,16 @@ class StartArtefact:
     model, draft: the target, and the draft's module.
     name: of the algorithm.
     seconds: the times of stages are added here.
+    drafts: artefacts that were opened while the draft was built; `save` copies them, too.
     """
 
     def __init__(
-        self, model: PreTrainedModel, draft: nn.Module | None, options: Options, name: str, seconds: dict[str, float]
+        self, model: PreTrainedModel, draft: nn.Module | None, options: Options, name: str, seconds: dict[str, float],
+        drafts: Iterable["StartArtefact"] = (),
     ):  # fmt: skip
+        if (found := _opened.get()) is not None:
+            found.append(self)
+        self.further = [each.key for each in drafts if each.key is not None]
         self.model, self.draft, self.options, self.name, self.seconds = model, draft, options, name, seconds
         carried = [] if options.artefact is None else [Store(options.artefact)]
         self.cache = Store(options.cache)
@@ -121,7 +147,7 @@ class StartArtefact:
 
     def parts(self) -> StoredParts | None:
         """The store of this start's compiled parts; None if there is no artefact."""
-        return None if self.key is None else StoredParts(self.stores, self.key)
+        return None if self.key is None else StoredParts(self.stores, self.cache, self.key)
 
     def recall(self, name: str) -> bytes | None:
         """The data that `keep` has stored under a name; None if there is none."""
@@ -135,14 +161,15 @@ class StartArtefact:
             self.introduce(self.cache)
 
     def save(self, start: Start, folder: Path | str) -> None:
-        """Copy findings, and all else that the cache has of this start, to a folder.
+        """Copy findings, and all else that the stores have of this start and of its draft, to a folder.
 
         ValueError if there is no artefact of this model. OSError if the folder cannot be written.
         """
         if self.key is None:
             raise ValueError(f"save: there is no artefact of this {type(self.model).__name__}, because it {self.lack}")
         try:
-            self.cache.export(self.key, folder)
+            for key, store in itertools.product((self.key, *self.further), self.stores):
+                store.export(key, folder)
             is_written = self._write(Store(folder, float("inf")), start)
         except Exception as error:
             raise ValueError(f"save: this {type(self.model).__name__} cannot be stored ({error})") from error

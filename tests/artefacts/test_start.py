@@ -33,22 +33,25 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 import test_start as test, torch
 from spec_compile import api, passes
+from spec_compile.drafters import self_check
 torch.set_num_threads(1)
-counts = dict.fromkeys(("export", "run", "capture", "check_capture", "check_tree", "check_generation"), 0)
+counts = dict.fromkeys(("export", "run", "_write", "capture", "check_capture", "check_tree", "check_generation"), 0)
 def count(home, name):
     function = getattr(home, name)
     def counted(*arguments, **named):
         counts[name] += 1
         return function(*arguments, **named)
     setattr(home, name, counted)
-count(torch.export, "export"), count(passes, "run")
-for name in [*counts][2:]:
+count(torch.export, "export"), count(passes, "run"), count(self_check, "_write")
+for name in [*counts][3:]:
     count(api, name)
 found = {}
-for name in sys.argv[3:]:
+for name in sys.argv[5:]:
     counts.update(dict.fromkeys(counts, 0))
-    fast = test.started(name, sys.argv[2])
+    fast = test.started(name, sys.argv[2], **json.loads(sys.argv[3]))
     found[name] = [fast.speculation.is_from_artefact, dict(counts), test.answer(fast), test.identity(fast)]
+    if sys.argv[4]:
+        fast.speculation.save(sys.argv[4])
 print(json.dumps(found))
 """
 
@@ -74,16 +77,25 @@ def identity(model):
     return identity_of(_facts(engine.name, engine.runtime), _classes(engine.runtime))
 
 
-def child(cache, names=CASES):
-    """A process that makes these starts. PYTHONPATH has the folders that pytest adds."""
+NOTHING = dict.fromkeys(("export", "run", "_write", "capture", "check_capture", "check_tree", "check_generation"), 0)
+REWRITTEN = NOTHING, {**NOTHING, "run": 1}
+"""The counts of a start from an artefact without and with a head, whose graph is rewritten by every start."""
+
+
+def child(cache, names=CASES, saved="", **options):
+    """A process that makes these starts and saves them to the folder `saved`, if there is one to be.
+
+    PYTHONPATH has the folders that pytest adds.
+    """
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support"), str(ROOT / "tests/artefacts")])
-    command = [sys.executable, "-c", CHILD, str(ROOT / "tests/support"), str(cache), *names]
+    command = [sys.executable, "-c", CHILD, str(ROOT / "tests/support"), str(cache)]
+    command += [json.dumps(options), str(saved), *names]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths})
 
 
 def test_another_process_exports_and_rewrites_nothing(tmp_path):
     first, second = (json.loads(child(tmp_path, ["llama"]).communicate()[0])["llama"] for _ in range(2))
-    assert not first[0] and second[:2] == [True, dict.fromkeys(second[1], 0)]
+    assert not first[0] and second[:2] == [True, NOTHING]
     assert first[2:] == second[2:] and first[2] == answer(model_of("llama")) and first[3]
 
 
@@ -95,9 +107,8 @@ def test_processes_that_start_at_once_leave_the_same(tmp_path):
     for name, (source, _, _) in CASES.items():
         assert first[name][2:] == second[name][2:] == third[name][2:]
         assert first[name][2] == answer(model_of(source)) and first[name][3]
-        of_draft = int(name == "head")  # the graph of a head is captured by every start
         is_from_artefact, counts, *_ = third[name]
-        assert is_from_artefact and counts == {**dict.fromkeys(counts, 0), "export": of_draft, "run": of_draft}
+        assert is_from_artefact and counts == REWRITTEN[name == "head"]
 
 
 @pytest.fixture
@@ -297,6 +308,26 @@ def test_saved_artefacts_are_carried(tmp_path, warnings):
     for name, value in (("cache", 3), ("artefact", True)):
         with pytest.raises(TypeError, match=f"{name}: expected"):
             speculate(model_of("llama"), **{name: value})
+
+
+def test_the_graph_of_a_draft_is_saved(tmp_path):
+    """So are the texts that chose between readings of a head, also if they come from a folder that was carried."""
+    folders, found, options = [tmp_path / "first", tmp_path / "second"], [], {}
+    for number, folder in enumerate(folders):
+        process = child(tmp_path / f"cache{number}", ["head"], folder, **options)
+        found.append(json.loads(process.communicate()[0])["head"])
+        options = {"artefact": str(folder)}
+    found.append(json.loads(child("off", ["head"], **options).communicate()[0])["head"])
+    assert not found[0][0] and found[0][1]["_write"] == 1 and found[0][1]["export"] == 2
+    assert [each[:2] for each in found[1:]] == [[True, REWRITTEN[1]]] * 2
+    assert found[0][2:] == found[1][2:] == found[2][2:]
+
+
+def test_a_carried_folder_stays_as_it_is(tmp_path):
+    folder = tmp_path / "folder"
+    started("llama", tmp_path / "cache").speculation.save(folder)
+    files = sorted(folder.rglob("*"))
+    assert not is_hit("off", "head", artefact=folder) and sorted(folder.rglob("*")) == files
 
 
 def test_reports_of_a_start_from_an_artefact(tmp_path):
