@@ -169,7 +169,7 @@ def _describe(model: PreTrainedModel, gm: fx.GraphModule, limits: list[int]) -> 
     markers = calls(gm, torch.ops.spec_compile.attention.default)
     check_layers(model, gm)
     head = model.get_output_embeddings().weight
-    # Of tied weights the exporter leaves a node that nothing reads, whose tensor a graph on disk lacks.
+    # For tied weights the exporter leaves a node that nothing reads, whose tensor a graph on disk lacks.
     read = {n.target: attribute(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr" and n.users}
     names = [name for name, tensor in read.items() if tensor is head]
     names = names or [name for name, tensor in read.items() if tensor.data_ptr() == head.data_ptr()]
