@@ -58,11 +58,12 @@ def test_an_unknown_option_is_refused_before_the_search():
 
 def test_plain_steps_run_in_the_same_engine(monkeypatch):
     """A cache in FP8 changes answers, so drafts give those of plain steps only if both have it."""
-    asked = []
+    asked, made = [], []
 
     def speculate(model, algo="ngram", **options):
         asked.append((algo, options))
-        return spec_compile.speculate(model, algo, **options)
+        made.append(spec_compile.speculate(model, algo, **options))
+        return made[-1]
 
     monkeypatch.setattr(tune, "speculate", speculate)
     model, ids = ADMITTED["llama"](), [torch.arange(3, 12)[None], torch.arange(20, 25)[None]]
@@ -76,7 +77,9 @@ def test_plain_steps_run_in_the_same_engine(monkeypatch):
     assert all(engine.items() <= options.items() for _, options in asked[1:])
     assert plain.drafting_share == 0.0 and plain.mean_nodes == 1.0
     assert chain.differing == 0 and chain.accept_length > 2.5
-    assert 0 < chain.drafting_share <= 1 and 1 < chain.mean_nodes <= 3
+    chosen, fixed = (each.speculation.stats for each in made[1:])
+    assert (chain.drafting_share, chain.mean_nodes) == (chosen.drafting_share, chosen.mean_nodes)
+    assert chain.accept_length == fixed.accept_length and fixed.drafting_share == 1.0
     assert chain.needed == pytest.approx(chain.accept_length * plain.chosen / chain.fixed)
 
 
