@@ -152,14 +152,13 @@ class UnionDrafter(Drafter):
         self, lengths: Tensor, tokens: Tensor, parents: Tensor, count: Tensor, scores: Tensor, ngram_tokens: Tensor,
         ngram_parents: Tensor, ngram_count: Tensor, match: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """The trees, which are remembered: tokens, parents [B, N], count [B] and hint [B] (see `State.propose`), the
-        length of the n-grams' match."""
+        """The trees, which are remembered: tokens, parents [B, N], count [B] and hint [B] (see `State.propose`)."""
         head, trie = SourceTrees(tokens, parents, count), SourceTrees(ngram_tokens, ngram_parents, ngram_count)
-        tokens, parents, count, drafts = merge_drafts(head, scores, trie, match, self.counts.clone(), self.nodes)
+        tokens, parents, count, hint, drafts = merge_drafts(head, scores, trie, match, self.counts.clone(), self.nodes)
         for buffer, values in zip(self.drafts, drafts):
             buffer.copy_(values)
         self.begins.copy_(lengths)
-        return tokens, parents, count, match.clone()
+        return tokens, parents, count, hint
 
     def share(self, other: Drafter) -> None:
         super().share(other)

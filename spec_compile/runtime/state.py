@@ -218,8 +218,8 @@ class State(nn.Module):
         """Set the trees to be verified next; `hint` [B] is the drafter's bucket of confidence (0: least).
 
         probs: [B, N, V], see `Tree`; of a drafter that draws its tokens.
-        scores: [B, N] float32, sums of the drafter's log-probabilities from the root to each node, for
-            `drafters.union`.
+        scores: [B, N] float32, logarithms of the chances that all drafts from the root to each node are accepted, as
+            the drafter expects them, for `drafters.union`.
         """
         self.tree_tokens[:, : tokens.shape[1]] = tokens
         self.tree_parents[:, : tokens.shape[1]] = parents

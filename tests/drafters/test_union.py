@@ -125,7 +125,7 @@ def test_merged_trees_are_the_best_drafts_of_both(rows, nodes, seed):
     trie = joined([tensors(row[2], 10) for row in rows])
     scores = torch.tensor([scores_of(*row[:2], 9) for row in rows])
     match = torch.tensor([row[3] for row in rows])
-    tokens, parents, count, drafts = merge(head, scores, trie, match, counts, nodes)
+    tokens, parents, count, hint, drafts = merge(head, scores, trie, match, counts, nodes)
     assert tokens.shape == parents.shape == (2, nodes)
     for number, row in enumerate(rows):
         right = reference(*row, counts.double().numpy())
@@ -138,6 +138,7 @@ def test_merged_trees_are_the_best_drafts_of_both(rows, nodes, seed):
         assert len({*paths}) == len(paths) and {*paths} <= right.keys()
         best = sorted((worth for worth, _, _ in right.values()), reverse=True)[: size - 1]
         np.testing.assert_allclose([right[path][0] for path in paths], best, atol=1e-4)
+        assert abs(int(hint[number]) - np.exp(best).sum()) < 0.5 + 1e-4
 
         # What is remembered: each draft once, with the cell and the prior of the reference.
         kept = {}
@@ -208,7 +209,7 @@ def test_a_source_that_is_right_gets_the_budget():
     counts, taken = torch.zeros(2, CELLS), {}
     for name, text in (("trie", [5, 6, 7]), ("head", [2, 3, 4])):
         for _ in range(40):
-            tokens, _, _, drafts = merge(head, scores, trie, match, counts, 4)
+            tokens, *_, drafts = merge(head, scores, trie, match, counts, 4)
             ahead = torch.tensor([[0, *text, 0, *text]])
             on_path = torch.cat([
                 followed(drafts.tokens[:, part], drafts.ancestors[:, part], drafts.depth[:, part], ahead[:, part],

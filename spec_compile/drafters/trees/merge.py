@@ -14,6 +14,7 @@ from ...runtime.accept.random_numbers import mix
 from ...tree import MAX_NODES, ancestry
 from .calibrate import cells_of_both, corrected, head_cells, trie_cells
 from .grow import best_nodes
+from .step import expected_drafts
 
 
 class SourceTrees(NamedTuple):
@@ -44,8 +45,8 @@ class Drafts(NamedTuple):
 
 def merge(
     head: SourceTrees, scores: Tensor, trie: SourceTrees, match: Tensor, counts: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Drafts]:
-    """The best trees of at most `nodes` nodes: tokens, parents [B, nodes] and count [B] int64, and the drafts.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Drafts]:
+    """The best trees of at most `nodes` nodes: tokens, parents [B, nodes], count and hint [B] int64, and the drafts.
 
     head, trie: trees with the same roots.
     scores [B, H] float32: sums of the head's log-probabilities from the root down.
@@ -54,7 +55,7 @@ def merge(
 
     A draft is worth the product of the corrected probabilities on its path. If those of siblings sum to more than 1,
     each is divided by the sum. A draft of both sources is one node with the prior 1 - (1 - p)(1 - q). The trees go from
-    the best node down; slots after the last one hold token 0 and parent 0.
+    the best node down; slots after the last one hold token 0 and parent 0. The hint is `expected_drafts` of them.
     """
     size = head.tokens.shape[1]
     is_head_draft, head_ancestors, head_depth = _read(head)
@@ -95,23 +96,30 @@ def merge(
     worth = torch.where(is_draft | is_root, worth, -math.inf)
 
     tokens = torch.cat([head.tokens, trie.tokens], dim=1)
-    best, best_parents, best_worth = best_nodes(tokens, torch.where(is_root, -1, parents), worth, nodes)
-    is_real = best_worth > -math.inf
+    tree = _cut(*best_nodes(tokens, torch.where(is_root, -1, parents), worth, nodes))
     drafts = Drafts(
         tokens, torch.cat([above, trie_above], dim=1), torch.cat([head_ancestors, trie_ancestors], dim=1),
         torch.cat([head_depth, trie_depth], dim=1), torch.where(is_draft, cells, -1), priors,
     )  # fmt: skip
-    return torch.where(is_real, best, 0), torch.where(is_real, best_parents, 0), is_real.sum(dim=1), drafts
+    return *tree, drafts
+
+
+def _cut(tokens: Tensor, parents: Tensor, worth: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Trees [B, N] without the slots at their ends that hold no draft, whose worth is -inf: tokens and parents, 0 in
+    these slots, count and hint [B]."""
+    is_real = worth > -math.inf
+    count, hint = is_real.sum(dim=1), expected_drafts(worth)
+    return torch.where(is_real, tokens, 0), torch.where(is_real, parents, 0), count, hint
 
 
 def merge_drafts(
     head: SourceTrees, scores: Tensor, trie: SourceTrees, match: Tensor, counts: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Drafts]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Drafts]:
     """`merge`, in the form that suits the device."""
     if scores.is_cuda:
         return merge(head, scores, trie, match, counts, nodes)
-    tokens, parents, count, *drafts = _merge_eagerly(*head, scores, *trie, match, counts, nodes)
-    return tokens, parents, count, Drafts(*drafts)
+    tokens, parents, count, hint, *drafts = _merge_eagerly(*head, scores, *trie, match, counts, nodes)
+    return tokens, parents, count, hint, Drafts(*drafts)
 
 
 @torch.library.custom_op("spec_compile::merge_drafts", mutates_args=())
@@ -129,7 +137,8 @@ def _(tokens, parents, count, scores, trie_tokens, trie_parents, trie_count, mat
     batch = tokens.shape[0]
     tree, both = tokens.new_empty((batch, nodes)), tokens.new_empty((batch, tokens.shape[1] + trie_tokens.shape[1]))
     drafts = [torch.empty_like(both) for _ in range(len(Drafts._fields) - 1)]
-    return [tree, torch.empty_like(tree), torch.empty_like(count), *drafts, torch.empty_like(both, dtype=scores.dtype)]
+    each = [torch.empty_like(count) for _ in range(2)]
+    return [tree, torch.empty_like(tree), *each, *drafts, torch.empty_like(both, dtype=scores.dtype)]
 
 
 def _read(source: SourceTrees) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,15 +10,21 @@ from .draw import draw_chain
 from .grow import grow
 from .schedule import Schedule
 from .static import StaticTree
-from .step import Step, chain_parents, chain_scores
+from .step import Step, chain_parents, chain_scores, expected_drafts
 
 
 def propose_full(
     state: State, tokens: Tensor, parents: Tensor, scores: Tensor | None = None, probs: Tensor | None = None
 ) -> None:
-    """Propose trees all of whose nodes are in use. The arguments are those of `State.propose`."""
+    """Propose trees all of whose nodes are in use. The arguments are those of `State.propose`.
+
+    The hint is the number of drafts that `scores` expect to be accepted. Without scores, as for drawn drafts, it is 0:
+    the number of verified nodes may depend on the hint, and a drawn token that decides whether it is verified is no
+    longer distributed as the draft says.
+    """
     count = torch.full_like(tokens[:, 0], tokens.shape[1])
-    state.propose(tokens, parents, count, torch.zeros_like(count), probs, scores)
+    hint = torch.zeros_like(count) if scores is None else expected_drafts(scores)
+    state.propose(tokens, parents, count, hint, probs, scores)
 
 
 def propose_grown(
@@ -53,17 +59,21 @@ def propose_block(
     first: int = 0,
     score_temperature: float = 1.0,
     draft_to_target: Tensor | None = None,
+    log_confidence: Tensor | None = None,
 ) -> None:
     """Propose the best trees over the likeliest tokens of each place below the last committed token.
 
     logits [B, first + P, Vd]: those of the P places of `tree`, after `first` rows that draft nothing.
     score_temperature: of their softmax.
     draft_to_target [Vd]: see `grow`.
+    log_confidence [B, P] float32: logarithms of the chances that the drafts of a place are accepted if those before are
+        (None: not predicted). The place's tokens share them by their probabilities.
     """
     root = state.tree_tokens[:, 0].clone()
     scores, tokens = best_tokens(logits.flatten(0, 1), tree.topk, score_temperature)
     tokens = tokens if draft_to_target is None else draft_to_target[tokens]
     scores, tokens = (x.view(*logits.shape[:2], tree.topk)[:, first:] for x in (scores, tokens))
+    scores = scores if log_confidence is None else scores + log_confidence[:, :, None]
     propose_full(state, *tree(root, scores, tokens))
 
 
@@ -86,15 +96,20 @@ class BlockProposer(nn.Module):
         self.drawn = Schedule(nodes - 1, 1, nodes) if draws else None
         self.tree = BlockTree(places, topk, nodes) if topk > 1 else None
 
-    def propose(self, state: State, logits: Tensor, first: int = 0, draft_to_target: Tensor | None = None) -> None:
+    def propose(
+        self, state: State, logits: Tensor, first: int = 0, draft_to_target: Tensor | None = None,
+        log_confidence: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Propose trees below the last committed tokens. The arguments are those of `propose_block`."""
         if self.drawn is not None:
             return self._draw(state, logits[:, first:], draft_to_target)
         if self.tree is not None:
-            return propose_block(state, self.tree, logits, first, self.temperature, draft_to_target)
+            how = self.tree, logits, first, self.temperature, draft_to_target, log_confidence
+            return propose_block(state, *how)
         root = state.tree_tokens[:, 0].clone()
         scores, tokens = (x[:, first : first + self.nodes - 1] for x in likeliest(logits, draft_to_target))
         tokens = torch.cat([root[:, None], tokens], dim=1)
+        scores = scores if log_confidence is None else log_confidence[:, : self.nodes - 1]
         propose_full(state, tokens, chain_parents(root, self.nodes), chain_scores(scores))
 
     def _draw(self, state: State, logits: Tensor, draft_to_target: Tensor | None) -> None:

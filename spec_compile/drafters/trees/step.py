@@ -57,3 +57,16 @@ def chain_parents(root: Tensor, nodes: int) -> Tensor:
 def chain_scores(logprobs: Tensor) -> Tensor:
     """Scores [B, N] of a chain below its root, from the log-probabilities [B, N - 1] of its drafts."""
     return F.pad(logprobs.cumsum(dim=1), (1, 0))
+
+
+def expected_drafts(scores: Tensor) -> Tensor:
+    """How many drafts of each tree are expected to be accepted: [B] int64, from 0 to the depth of the tree.
+
+    scores [B, N] float32: sums from the root, which is first, down to each node, of the logarithms of the chances that
+    a draft is accepted if those above it are. Not a number counts as no chance.
+
+    The expected number is the sum over all drafts of exp(score), rounded. A chain of drafts with chances of 0.9, 0.5
+    and 0.5 has exp(score) = [0.9, 0.45, 0.225], which sum to 1.575: 2. It never exceeds the depth, because the chances
+    of siblings sum to at most 1.
+    """
+    return scores[:, 1:].exp().nan_to_num(0.0).sum(dim=1).round().long()
