@@ -611,6 +611,33 @@ UNIONS = [
         "tests/drafters/test_draft_rounds.py -k test_a_union_learns",
     ),
 ]  # fmt: skip
+CONFIDENT = "tests/drafters/test_confidence.py"
+CONFIDENCE = [
+    Mutation(
+        "trees over linked places ignore the prediction of acceptance", f"{GROWERS}linked.py",
+        "logprobs if predicted is None else logprobs + predicted[..., None]", "logprobs",
+        f"{CONFIDENT} -k 'doubtful_places or the_token_before'",
+    ),
+    Mutation(
+        "chains of linked places ignore the prediction of acceptance", f"{GROWERS}linked.py",
+        "torch.cat(logprobs, dim=1) if predicted is None else predicted", "torch.cat(logprobs, dim=1)",
+        f"{CONFIDENT} -k confidence_is_the_hint",
+    ),
+    Mutation(
+        "trees over places ignore the prediction of acceptance", f"{GROWERS}propose.py",
+        "scores if log_confidence is None else scores + log_confidence[:, :, None]", "scores",
+        f"{CONFIDENT} -k places_alone",
+    ),
+    Mutation(
+        "the root counts as an expected draft", f"{GROWERS}step.py",
+        "scores[:, 1:].exp()", "scores.exp()", f"{CONFIDENT} -k expected_drafts",
+    ),
+    Mutation(
+        "a prediction reads the table of tokens although the config says no", "spec_compile/drafters/modules/dflash.py",
+        "self.transition is None or self.confidence.rank == 0", "self.transition is None",
+        f"{CONFIDENT} -k confidence_is_the_hint",
+    ),
+]  # fmt: skip
 BATCHING, FAULTS = "spec_compile/batching/", "tests/batching/test_request_faults.py"
 REQUESTS = [
     Mutation(
@@ -1160,5 +1187,5 @@ TIERS = [
 MUTATIONS: list[Mutation] = [
     *STARTS, *TIERS, *COMPILED,
     *REQUESTS, *STATE, *CACHES, *TREES, *DRAWS, *ANSWERS, *UNIONS, *NEWCOMERS, *FORWARDS, *OTHERS, *SERVING,
-    *TOLERANCES,
+    *CONFIDENCE, *TOLERANCES,
 ]  # fmt: skip

@@ -170,9 +170,11 @@ class DFlashDrafter(Drafter):
 
     def propose(self, state: State, max_kv_len: int) -> None:
         logits, *normed = self.output(state.tree_tokens[:, 0].clone(), state.lengths.clone(), max_kv_len)
-        if normed:
+        if self.draft.transition is not None:
             return self.proposer.propose(state, logits, *normed)
-        self.proposer.propose(state, logits, self.draft.first, self.draft.draft_to_target)
+        first = self.draft.first
+        predicted = self.draft.log_confidence(normed[0][:, first:]) if normed else None
+        self.proposer.propose(state, logits, first, self.draft.draft_to_target, predicted)
 
 
 def build(model: PreTrainedModel, options: DFlashOptions) -> DFlash:

@@ -29,6 +29,7 @@ MEANINGS = {
     "dflash_without_taps": Meaning(taps=(2, 6)),
     "dflash_mimo": Meaning(windows=(9, 9)),
     "dflash_deepspec": Meaning(taps=(0, 4, 7), anchor=True),
+    "dflash_confident": Meaning(taps=(0, 4, 7), anchor=True),
     "dflash_speculators": Meaning(),
     "dflash_speculators_shifted": Meaning(anchor=True),
     "dflash_speculators_kept": Meaning(windows=(None, 7), causal=(False, True)),

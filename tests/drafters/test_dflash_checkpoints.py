@@ -59,14 +59,14 @@ def test_a_flavour_loads(load, name):
     assert target.config._attn_implementation == "sdpa"
     assert draft.flavour in draft.report[0] and str(written.folder) in draft.report[0]
     ignored = [line for line in draft.report if line.startswith("ignored")]
-    assert len(ignored) == (2 if name == "dflash_deepspec" else 0)
+    assert len(ignored) == (2 if name in ("dflash_deepspec", "dflash_confident") else 0)
 
 
 def required(name):
     return name not in ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 
 
-@pytest.mark.parametrize("name", ["dflash_bias", "dflash_deepspec", "dflash_speculators_kept"])
+@pytest.mark.parametrize("name", ["dflash_bias", "dflash_confident", "dflash_speculators_kept"])
 def test_every_tensor_is_needed(write, name):
     """Without it, or in another shape, loading stops, and says which."""
     complete = write(name).tensors

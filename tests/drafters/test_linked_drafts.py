@@ -29,6 +29,7 @@ MEANINGS = {
     "dspark_gated": Meaning(taps=(0, 4, 7), anchor=True),
     "dspark_rnn": Meaning(taps=(0, 4, 7), anchor=True),
     "dspark_projector": Meaning(anchor=True),
+    "dspark_speculators": Meaning(anchor=True),
     "domino": Meaning(),
     "domino_shifted": Meaning(anchor=True),
 }
@@ -100,17 +101,30 @@ class Right:
         tokens = [int(self.root[row]), *path]
         return logits[place] + bias(self.t, self.embedding, hidden[: place + 1], tokens)
 
+    def log_confidence(self, row, path):
+        """log(c) of the place after the root and the tokens of `path`; None if the checkpoint does not predict it."""
+        if "confidence_head.proj.weight" not in self.t:
+            return None
+        weight, place = self.t["confidence_head.proj.weight"][0], len(path)
+        table = self.t["markov_head.markov_w1.weight"]
+        reads = [self.normed[row][self.first + place], table[[int(self.root[row]), *path][-1]]]
+        reads = np.concatenate(reads) if len(weight) > drafts.H else reads[0]
+        return np.log(sigmoid(weight @ reads + self.t["confidence_head.proj.bias"][0]))
+
     def candidates(self, row, place, count):
         """The rows of the output matrix of the likeliest tokens of a place, by the block alone."""
         return np.argsort(-self.logits[row][self.first + place], kind="stable")[:count]
 
     def chain(self, row, candidates=None):
-        path = []
+        """The chain, and the sums of the logarithms of its drafts' chances."""
+        path, chances = [], []
         for place in range(self.places):
-            scores = self.scores(row, path)
+            scores, predicted = self.scores(row, path), self.log_confidence(row, path)
             among = np.arange(len(scores)) if candidates is None else self.candidates(row, place, candidates)
-            path.append(self.ids[among[scores[among].argmax()]])
-        return path
+            scores = scores[among] - np.logaddexp.reduce(scores[among])
+            chances.append(scores.max() if predicted is None else predicted)
+            path.append(self.ids[among[scores.argmax()]])
+        return path, np.cumsum(chances)
 
     def best_paths(self, row, candidates, count, selects):
         """The `count` best paths over the candidates, by trying all; selects: the candidates are all there is."""
@@ -124,6 +138,7 @@ class Right:
                 total = np.logaddexp.reduce(scores)
                 if not selects:
                     total = np.logaddexp(total, others + np.logaddexp.reduce(alone))
+                above += self.log_confidence(row, path) or 0.0
                 below += [(above + s - total, (*path, self.ids[i])) for s, i in zip(scores, among)]
             found += below
             level = sorted(below, reverse=True)[:count]  # no path below another can be among the best
@@ -146,14 +161,16 @@ def load(tmp_path_factory):
 @ALL
 def test_blocks_and_chains_are_their_formulas(load, name):
     _, draft, right = load(name)
-    logits, (tokens, parents, count, *_) = dflash.our_logits(draft)
+    logits, (tokens, parents, count, hint, _, scores) = dflash.our_logits(draft)
     assert (draft.taps, draft.sample_from_anchor, draft.block_size) == (right.meaning.taps, right.meaning.anchor, BLOCK)
     assert dflash.difference(logits, right.logits) < 1e-5
-    chosen = [right.chain(row, draft.transition.candidates) for row in range(len(CONTEXTS))]
+    chosen, sums = zip(*(right.chain(row, draft.transition.candidates) for row in range(len(CONTEXTS))))
     assert tokens.tolist() == [[root, *path] for root, path in zip([5, MASK, 40], chosen)]
     assert parents.tolist() == [list(range(-1, right.places))] * 3 and count.tolist() == [right.places + 1] * 3
+    assert np.abs(scores[:, 1:].numpy() - np.stack(sums)).max() < 1e-4
+    assert hint.tolist() == [round(np.exp(row).sum()) for row in sums]
     alone = [[right.ids[i] for i in row[right.first :].argmax(-1)] for row in right.logits]
-    assert chosen != alone  # the tokens before do matter
+    assert list(chosen) != alone  # the tokens before do matter
 
 
 @pytest.mark.sweep(2)
@@ -161,11 +178,14 @@ def test_blocks_and_chains_are_their_formulas(load, name):
 def test_trees_are_the_best_of_all_paths(load, name):
     _, draft, right = load(name)
     nodes, selects = 24, draft.transition.candidates is not None
-    _, (tokens, parents, *_) = dflash.our_logits(draft, topk=drafts.CANDIDATES, num_draft_tokens=nodes)
+    how = dict(topk=drafts.CANDIDATES, num_draft_tokens=nodes)
+    _, (tokens, parents, _, hint, _, scores) = dflash.our_logits(draft, **how)
     for row in range(len(CONTEXTS)):
         paths = dflash.paths_of(tokens[row].tolist(), parents[row].tolist())
         best = right.best_paths(row, drafts.CANDIDATES, nodes - 1, selects)
         assert sorted(paths) == sorted(path for _, path in best)
+        assert np.abs(scores[row, 1:].numpy() - [score for score, _ in best]).max() < 1e-4  # from the likeliest down
+        assert hint[row] == round(sum(np.exp(score) for score, _ in best))
         assert all(parent < node for node, parent in enumerate(parents[row].tolist()))
 
 
@@ -235,7 +255,7 @@ def read(folder, written, tensors=(), **config):
 def test_every_tensor_is_needed(load, tmp_path, name):
     """Without it, or in another shape, loading stops, and says which."""
     written, *_ = load(name)
-    own = re.compile("conv|selector|markov|gru|embed_proj")
+    own = re.compile("conv|selector|markov|gru|embed_proj|confidence")
     for tensor in filter(own.search, written.tensors):
         if ".1." not in tensor:  # one layer is enough
             with pytest.raises(ValueError, match=re.escape(tensor)):

@@ -535,6 +535,12 @@ def dflash_deepspec(w: Weights, target, **changes) -> dict:
     }  # fmt: skip
 
 
+def dflash_confident(w: Weights, target) -> dict:
+    """DeepSpec without a Markov head: acceptance is predicted from the place alone."""
+    w.linear("confidence_head.proj", 1, H, bias=True)
+    return dflash_deepspec(w, target, enable_confidence_head=True, confidence_head_with_markov=False)
+
+
 def dflash_speculators(w: Weights, target, kept=False, types=("full_attention",) * 2, **changes) -> dict:
     """speculators (RedHatAI): nested, layers named by their inputs; kept: it drafts some tokens only."""
     blocks(w)
@@ -572,6 +578,7 @@ DFLASH = {
     "dflash_without_taps": Flavour("dflash", llama, dflash_without_taps),
     "dflash_mimo": Flavour("dflash", llama, dflash_mimo),
     "dflash_deepspec": Flavour("dflash", llama, dflash_deepspec),
+    "dflash_confident": Flavour("dflash", llama, dflash_confident),
     "dflash_speculators": Flavour("dflash", llama, dflash_speculators),
     "dflash_speculators_shifted": Flavour(
         "dflash", llama, dflash_speculators, options={"shift_label": True, "sample_from_anchor": None}
@@ -624,7 +631,7 @@ def markov(w: Weights, head: str, rows: int = V) -> None:
 
 
 def dspark(w: Weights, target, head="vanilla") -> dict:
-    """DeepSpec: flat, with copies of the target's embedding and output matrix, and foretelling of acceptance."""
+    """DeepSpec: flat, with copies of the target's embedding and output matrix, and a prediction of acceptance."""
     config = dflash_deepspec(w, target, markov_rank=RANK, markov_head_type=head, enable_confidence_head=True)
     markov(w, head)
     w.linear("confidence_head.proj", 1, H + RANK, bias=True)
@@ -633,10 +640,25 @@ def dspark(w: Weights, target, head="vanilla") -> dict:
 
 def dspark_projector(w: Weights, target) -> dict:
     """SpecForge: said in dflash_config; it drafts some tokens only."""
-    flags = {"projector_type": "dspark", "markov_rank": RANK, "markov_head_type": "gated", "sample_from_anchor": True}
+    flags = {
+        "projector_type": "dspark", "markov_rank": RANK, "markov_head_type": "gated", "sample_from_anchor": True,
+        "enable_confidence_head": True, "confidence_head_with_markov": True,
+    }  # fmt: skip
     config = dflash(w, target, flags, draft_vocab_size=VD)
     markov(w, "gated", VD)
     vocabulary(w)
+    w.linear("confidence_head.proj", 1, H + RANK, bias=True)
+    return config
+
+
+def dspark_speculators(w: Weights, target) -> dict:
+    """speculators: layers named by their inputs; the prediction of acceptance does not read the token before."""
+    config = dflash_speculators(
+        w, target, architectures=["DSparkSpeculator"], speculators_model_type="dspark", sample_from_anchor=True,
+        markov_rank=RANK, markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=False,
+    )  # fmt: skip
+    markov(w, "vanilla")
+    w.linear("confidence_head.proj", 1, H, bias=True)
     return config
 
 
@@ -659,6 +681,7 @@ LINKED = {
     "dspark_gated": Flavour("dflash", llama, dspark, options={"head": "gated"}),
     "dspark_rnn": Flavour("dflash", llama, dspark, options={"head": "rnn"}),
     "dspark_projector": Flavour("dflash", llama, dspark_projector),
+    "dspark_speculators": Flavour("dflash", llama, dspark_speculators),
     "domino": Flavour("dflash", llama, domino),
     "domino_shifted": Flavour(
         "dflash", llama, domino, options={"shift_label": True, "pure_draft_prefix_len": 2}

@@ -29,7 +29,8 @@ DFLASH = {
     "num_target_layers", "sample_from_anchor", "shift_label", "dspark_bonus_anchor", "is_causal", "causal",
     "causal_head", "sliding_window_non_causal", "use_swa", "swa_window_size", "input_embedding_scale",
     "output_multiplier", "final_logit_softcapping", "conv_kernel_size", "conv_group_size", "selector_rank",
-    "selector_top_k", "markov_rank", "markov_head_type", "emb_dim", "gru_hidden_dim",
+    "selector_top_k", "markov_rank", "markov_head_type", "emb_dim", "gru_hidden_dim", "enable_confidence_head",
+    "confidence_head_with_markov",
 }  # fmt: skip
 """Further keys of DFlash drafts and their kin, at the top or in dflash_config."""
 BOOKKEEPING = {
@@ -53,10 +54,10 @@ TENSORS_DECIDE = {
 }  # fmt: skip
 """Mixtures, norms and matrices, which the checkpoint's tensors show."""
 OF_A_SWITCH = {
-    "enable_confidence_head", "confidence_head_with_markov", "dflash2_conv_kernel_size", "dflash2_conv_group_size",
-    "dflash2_selector_rank", "dflash2_selector_top_k", "dflash2_selector_search_mode",
+    "dflash2_conv_kernel_size", "dflash2_conv_group_size", "dflash2_selector_rank", "dflash2_selector_top_k",
+    "dflash2_selector_search_mode",
 }  # fmt: skip
-"""The prediction of acceptance, and sizes of parts of DFlash variants whose switches are not in these lists."""
+"""Sizes of parts of DFlash variants whose switches are not in these lists."""
 TRAINING = re.compile("(^|_)(loss|train|training|optimizer|lr|seed|dropout|anchors)(_|$)")
 """Names that only a training reads."""
 FACTOR = re.compile("(scale|scaling|multiplier|factor)$")

@@ -38,15 +38,16 @@ def read_dflash(files: DraftFiles, target: Target, overrides: dict) -> DFlashDra
     llama = with_rope_theta(config, overrides).llama()
     output, rows = _output(files, config, target)
     with torch.device("meta"):
+        transition = config.transition(llama.hidden_size, target.vocab_size, rows)
         draft = DFlashDraft(
             llama, target.embedding, nn.Parameter(torch.zeros(rows, llama.hidden_size)) if output is None else output,
             taps, block_size, mask_token_id, knobs, config.sample_from_anchor, causal,
             embedding_scale=float(config.get("input_embedding_scale", 1)),
             output_scale=float(config.get("output_multiplier", 1)),
             softcap=float(config.get("final_logit_softcapping", 0)) or None,
-            transition=config.transition(llama.hidden_size, target.vocab_size, rows),
+            transition=transition, confidence=config.confidence(llama.hidden_size, transition),
         )  # fmt: skip
-    _ignore_others(files, target)
+    _ignore_others(files, target, draft)
     draft.draft_to_target = files.draft_to_target(rows, target)
     mask = _mask_embedding(files, draft)
     files.fill(draft, target)
@@ -59,7 +60,7 @@ def read_dflash(files: DraftFiles, target: Target, overrides: dict) -> DFlashDra
         f"slot j drafts the token {'behind' if draft.sample_from_anchor else 'of'} its own place",
         f"{describe_layers(llama, knobs)}, {sum(causal)} of them causal"
         + (f", convolutions of {knobs.conv_taps} slots around both parts" if knobs.conv_taps else ""),
-        *([] if draft.transition is None else [draft.transition.describe()]),
+        *(part.describe() for part in (draft.transition, draft.confidence) if part is not None),
         "embedding: the target's; output matrix: "
         + ("the target's" if output is not None else f"its own, {rows} of {target.vocab_size} tokens"),
         *files.checkpoint.ignored,
@@ -84,13 +85,13 @@ def _mask_token(config: DFlashConfig, target: Target) -> int:
     return token
 
 
-def _ignore_others(files: DraftFiles, target: Target) -> None:
-    """Leave out tensors that change no draft: copies of the target's, and the prediction of acceptance."""
+def _ignore_others(files: DraftFiles, target: Target, draft: DFlashDraft) -> None:
+    """Leave out copies of the target's tensors, and a prediction of acceptance that the config does not enable."""
     checkpoint = files.checkpoint
     target.skip_copy(checkpoint, files.names.get("embedding"), target.embedding)
     for name in checkpoint.shapes:
-        if name.startswith("confidence_head."):
-            checkpoint.ignore(name, "it foretells acceptance")
+        if name.startswith("confidence_head.") and draft.confidence is None:
+            checkpoint.ignore(name, "it predicts acceptance, and the config has no enable_confidence_head")
         elif name.startswith("verifier_"):
             checkpoint.ignore(name, "a copy of the target's")
 

@@ -1,6 +1,7 @@
 """`DFlashConfig`: the config of a published DFlash draft or one of its kin, and the transition that it asks for."""
 
 from ...kernels.top_logits import MAX_K
+from ..modules.confidence import Confidence
 from ..modules.layers import LayerKnobs
 from ..modules.transitions import Domino, GatedMarkov, Markov, RecurrentMarkov, Selector, Transition
 from .config import DraftConfig
@@ -156,3 +157,21 @@ class DFlashConfig(DraftConfig):
             rank, state_size = self.integer("emb_dim", 1), self.integer("gru_hidden_dim", 1)
             return Domino(hidden_size, rows, rank, state_size, self.get("pure_draft_prefix_len", 0))
         return None
+
+    def confidence(self, hidden_size: int, transition: Transition | None) -> Confidence | None:
+        """The prediction of acceptance, without weights; None if the config does not enable it.
+
+        hidden_size: of the draft.
+        transition: of the draft; a prediction reads the table of a Markov head unless the config says that it does not.
+
+        Raises ValueError if the config has it read a table that `transition` does not have.
+        """
+        if not self.get("enable_confidence_head"):
+            return None
+        table = transition if isinstance(transition, Markov) else None
+        reads_table = bool(self.get("confidence_head_with_markov", table is not None))
+        if reads_table and table is None:
+            raise ValueError(
+                "draft: its config has confidence_head_with_markov, and no markov_rank of a table that this could read"
+            )
+        return Confidence(hidden_size, 0 if table is None or not reads_table else table.markov_w1.embedding_dim)

@@ -26,6 +26,7 @@ RENAMES = [
     (r"^embed_tokens\.weight$", "embedding"),
     (r"^(?:markov_head|candidate_selector)\.", "transition."),
     (r"^(prefix_gru|embed_proj)\.", r"transition.\1."),
+    (r"^confidence_head\.", "confidence."),
 ]
 """Applied in turn, they lead from the names of SafeAILab, HASS, vLLM, SGLang, speculators and DeepSpec to ours:
 "model.layers.0.mlp.up_proj.weight" gives "blocks.0.mlp.up_proj.weight"."""
@@ -37,6 +38,7 @@ PUBLISHED = {
     "output_norm.weight": "pre_lm_head_layernorm.weight",
     **{f"transition.{name}": f"markov_head.{name}" for name in ("markov_w1.weight", "markov_w2.weight")},
     "transition.hidden_projection.weight": "candidate_selector.hidden_projection.weight",
+    **{f"confidence.proj.{name}": f"confidence_head.proj.{name}" for name in ("weight", "bias")},
 }
 """The published names of tensors that have no neighbours to tell them by."""
 

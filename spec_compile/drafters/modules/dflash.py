@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
+from .confidence import Confidence
 from .layers import ConvolvedLayer, Layer, LayerKnobs, rotary
 from .transitions import Transition
 
@@ -33,6 +34,7 @@ class DFlashDraft(nn.Module):
     embedding_scale: factor of the block's embeddings.
     output_scale, softcap: logits become ``softcap * tanh(output_scale * logits / softcap)``.
     transition: how a block's drafts depend on each other (None: they do not).
+    confidence: predicts their acceptance (None: it does not). It reads W1 of `transition` if its rank is not 0.
     """
 
     flavour = "DFlash"
@@ -52,6 +54,7 @@ class DFlashDraft(nn.Module):
         output_scale: float = 1.0,
         softcap: float | None = None,
         transition: Transition | None = None,
+        confidence: Confidence | None = None,
     ):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -65,7 +68,7 @@ class DFlashDraft(nn.Module):
         self.hidden_norm, self.norm = LlamaRMSNorm(size, eps), LlamaRMSNorm(size, eps)
         block = ConvolvedLayer if layer.conv_taps else Layer
         self.blocks = nn.ModuleList(block(config, number, layer) for number in range(layer.num_layers))
-        self.transition = transition
+        self.transition, self.confidence = transition, confidence
         self.rotary_emb = rotary(config, embedding.device)
         self.report: list[str] = []
 
@@ -80,7 +83,7 @@ class DFlashDraft(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """input_ids, positions [B, T] int64 of blocks -> (logits [B, T, Vd],), also for a slot that drafts nothing, or
-        with a transition (logits, the normed states [B, T, h] that they come from)."""
+        with a transition or a confidence (logits, the normed states [B, T, h] that they come from)."""
         x = F.embedding(input_ids, self.embedding)
         if self.mask_embedding is not None:
             x = torch.where((input_ids == self.mask_token_id)[:, :, None], self.mask_embedding, x)
@@ -95,7 +98,19 @@ class DFlashDraft(nn.Module):
             logits = logits * self.output_scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
-        return (logits,) if self.transition is None else (logits, normed)
+        return (logits,) if self.transition is None and self.confidence is None else (logits, normed)
+
+    def log_confidence(self, normed: Tensor, previous: Tensor | None = None) -> Tensor | None:
+        """Logarithms [...] float32 of the chances that drafts are accepted; None if the draft does not predict them.
+
+        normed [..., h]: of their places.
+        previous [...] int64: the target's ids of the tokens before them, which only drafts with a transition need. Both
+            are broadcast, see `Confidence.forward`.
+        """
+        if self.confidence is None:
+            return None
+        reads_places = self.transition is None or self.confidence.rank == 0
+        return self.confidence(normed, None if reads_places else self.transition.embed(previous))
 
 
 class ContextProjection(nn.Module):

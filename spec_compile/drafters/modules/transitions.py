@@ -49,6 +49,10 @@ class Transition(nn.Module):
         """
         raise NotImplementedError
 
+    def embed(self, previous: Tensor) -> Tensor:
+        """W1[previous] [..., r], which `confidence.Confidence` reads; previous [...] int64. Only `Markov` has a W1."""
+        raise NotImplementedError
+
 
 class Markov(Transition):
     """DSpark's "vanilla" head (arXiv:2607.05147): the bias is ``W2 . W1[a]``."""
@@ -66,6 +70,9 @@ class Markov(Transition):
 
     def query(self, hidden, previous, state, embedding):
         return self.markov_w1(previous), state
+
+    def embed(self, previous):
+        return self.markov_w1(previous)
 
 
 class GatedMarkov(Markov):

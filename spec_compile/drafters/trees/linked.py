@@ -58,12 +58,14 @@ class LinkedBlockProposer:
                 return lattice_tree(root, candidates, block.table(root, candidates), self.nodes)
             return grow_lattice(root, candidates, block.follow, block.start[:, 0], self.nodes)
         tokens, logprobs = self.chain(root, logits, normed, self.nodes - 1)
-        tokens = torch.cat([root[:, None], tokens], dim=1)
         return tokens, chain_parents(root, self.nodes), chain_scores(logprobs)
 
     def chain(self, root: Tensor, logits: Tensor, normed: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The likeliest token after the one before, place by place: the target's ids, and their log-probabilities
-        among the candidates, [B, length]."""
+        """The likeliest token after the one before, place by place, below the root.
+
+        Returns the target's ids [B, 1 + length] from the root on, and for each draft [B, length] the logarithm of the
+        chance that it is accepted: as the draft predicts it, or else its probability among the candidates.
+        """
         block, tokens, logprobs = LinkedBlock(self, logits, normed, 1.0), [root[:, None]], []
         carried = block.start
         for place in range(length):
@@ -72,7 +74,9 @@ class LinkedBlockProposer:
             logprobs.append(logprob)
             tokens.append(best if block.ids is None else block.ids[:, place].gather(1, best))
             tokens[-1] = block.to_target(tokens[-1])
-        return torch.cat(tokens[1:], dim=1), torch.cat(logprobs, dim=1)
+        path = torch.cat(tokens, dim=1)
+        predicted = self.draft.log_confidence(block.normed[:, :length], path[:, :-1])
+        return path, torch.cat(logprobs, dim=1) if predicted is None else predicted
 
     def _draw(self, state: State, root: Tensor, block: "LinkedBlock") -> None:
         """Propose a chain whose tokens are drawn one after the other."""
@@ -131,7 +135,8 @@ class LinkedBlock:
     def follow(self, place: int, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """See `lattice.Follow`."""
         scores, carried = self.scores(place, previous, carried)
-        return self._normed(scores, self.logprobs[:, place]), carried
+        logprobs = self._normed(scores, self.logprobs[:, place])
+        return self._weighted(logprobs, self.normed[:, place, None], previous), carried
 
     def table(self, root: Tensor, candidates: Tensor) -> Tensor:
         """Log-probabilities [B, P, K, K] of all places, as `lattice_tree` takes them, of a transition of first order.
@@ -144,7 +149,21 @@ class LinkedBlock:
         carried = self.start[:, :, None].expand(*previous.shape, -1)
         query, _ = self.transition.query(hidden, previous, carried, self.draft.embedding)
         bias = (query @ F.embedding(self.ids, self.transition.keys).mT).float() / self.temperature
-        return self._normed(self.logprobs[:, :, None] + bias, self.logprobs)
+        logprobs = self._normed(self.logprobs[:, :, None] + bias, self.logprobs)
+        return self._weighted(logprobs, self.normed[:, :, None], previous)
+
+    def _weighted(self, logprobs: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
+        """log(c * q), where the draft predicts the chance c that its draft after a token is accepted: the candidates
+        after that token share c by their probabilities q.
+
+        logprobs [..., W, K]: log(q) of candidates after each of W tokens.
+        hidden [..., 1, h]: normed states of the places.
+        previous [..., W] int64: the target's ids of the tokens.
+
+        c = 0.8 and q = [0.5, 0.25] give chances of [0.4, 0.2]. If q is the target's distribution, c is 1.
+        """
+        predicted = self.draft.log_confidence(hidden, previous)
+        return logprobs if predicted is None else logprobs + predicted[..., None]
 
     def _normed(self, scores: Tensor, unlinked: Tensor) -> Tensor:
         """Logits [..., W, K] of candidates as log-probabilities. unlinked [..., K]: theirs without the transition.
