@@ -634,7 +634,7 @@ CONFIDENCE = [
     ),
     Mutation(
         "a prediction reads the table of tokens although the config says no", "spec_compile/drafters/modules/dflash.py",
-        "self.transition is None or self.confidence.rank == 0", "self.transition is None",
+        "if self.confidence.rank else None", "if self.transition is not None else None",
         f"{CONFIDENT} -k confidence_is_the_hint",
     ),
 ]  # fmt: skip

@@ -15,6 +15,9 @@ from dflash_drafts import BLOCK, CONTEXTS, Meaning
 
 from spec_compile.drafters.checkpoints.load import load_head
 from spec_compile.drafters.modules.confidence import Confidence
+from spec_compile.drafters.modules.dflash import DFlashDraft
+from spec_compile.drafters.modules.layers import LayerKnobs
+from spec_compile.drafters.modules.transitions import Markov
 from spec_compile.drafters.trees.propose import BlockProposer
 from spec_compile.drafters.trees.step import chain_scores, expected_drafts
 from spec_compile.runtime.state import State
@@ -157,6 +160,18 @@ def test_configs_that_contradict_themselves(load, read):
     with pytest.raises(ValueError, match=r"proj.weight is \[1, 72\], expected \[1, 64\]"):
         read("dspark", confidence_head_with_markov=False)
     assert read("dspark", confidence_head_with_markov=None).confidence.rank == drafts.RANK  # as DSpark does
+
+
+def test_drafts_made_by_hand(load):
+    target = load("dspark")[0].target
+    shared = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    how = target.config, *shared, (0, 1), 5, dflash.MASK, LayerKnobs(1, qk_norm=True), True
+    for transition, table in ((None, 0), (Markov(drafts.H, drafts.V, drafts.V, 4), 4)):
+        with pytest.raises(ValueError, match=f"reads 6 numbers of the token before, and the .* table has {table};"):
+            DFlashDraft(*how, transition=transition, confidence=Confidence(drafts.H, 6))
+        for rank in (0, table):
+            confidence = Confidence(drafts.H, rank)
+            assert DFlashDraft(*how, transition=transition, confidence=confidence).confidence is confidence
 
 
 # --- hints and the order of nodes

@@ -3,7 +3,7 @@
 from ...kernels.top_logits import MAX_K
 from ..modules.confidence import Confidence
 from ..modules.layers import LayerKnobs
-from ..modules.transitions import Domino, GatedMarkov, Markov, RecurrentMarkov, Selector, Transition
+from ..modules.transitions import Domino, GatedMarkov, Markov, RecurrentMarkov, Selector, Transition, table_rank
 from .config import DraftConfig
 from .config_keys import VARIANTS, refuse_unknown_keys
 
@@ -168,10 +168,10 @@ class DFlashConfig(DraftConfig):
         """
         if not self.get("enable_confidence_head"):
             return None
-        table = transition if isinstance(transition, Markov) else None
-        reads_table = bool(self.get("confidence_head_with_markov", table is not None))
-        if reads_table and table is None:
+        rank = table_rank(transition)
+        reads_table = bool(self.get("confidence_head_with_markov", rank > 0))
+        if reads_table and rank == 0:
             raise ValueError(
                 "draft: its config has confidence_head_with_markov, and no markov_rank of a table that this could read"
             )
-        return Confidence(hidden_size, 0 if table is None or not reads_table else table.markov_w1.embedding_dim)
+        return Confidence(hidden_size, rank if reads_table else 0)

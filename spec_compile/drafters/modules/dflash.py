@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
 from .confidence import Confidence
 from .layers import ConvolvedLayer, Layer, LayerKnobs, rotary
-from .transitions import Transition
+from .transitions import Transition, table_rank
 
 
 class DFlashDraft(nn.Module):
@@ -34,7 +34,8 @@ class DFlashDraft(nn.Module):
     embedding_scale: factor of the block's embeddings.
     output_scale, softcap: logits become ``softcap * tanh(output_scale * logits / softcap)``.
     transition: how a block's drafts depend on each other (None: they do not).
-    confidence: predicts their acceptance (None: it does not). It reads W1 of `transition` if its rank is not 0.
+    confidence: predicts their acceptance (None: it does not). It reads W1 of `transition` if its rank is not 0;
+        ValueError if `transition` has no W1 of this rank.
     """
 
     flavour = "DFlash"
@@ -68,6 +69,11 @@ class DFlashDraft(nn.Module):
         self.hidden_norm, self.norm = LlamaRMSNorm(size, eps), LlamaRMSNorm(size, eps)
         block = ConvolvedLayer if layer.conv_taps else Layer
         self.blocks = nn.ModuleList(block(config, number, layer) for number in range(layer.num_layers))
+        if confidence is not None and confidence.rank not in (0, table_rank(transition)):
+            raise ValueError(
+                f"confidence: it reads {confidence.rank} numbers of the token before, and the transition's table has "
+                f"{table_rank(transition)}; give it a Markov transition of this rank, or a rank of 0"
+            )
         self.transition, self.confidence = transition, confidence
         self.rotary_emb = rotary(config, embedding.device)
         self.report: list[str] = []
@@ -109,8 +115,8 @@ class DFlashDraft(nn.Module):
         """
         if self.confidence is None:
             return None
-        reads_places = self.transition is None or self.confidence.rank == 0
-        return self.confidence(normed, None if reads_places else self.transition.embed(previous))
+        before = self.transition.embed(previous) if self.confidence.rank else None
+        return self.confidence(normed, before)
 
 
 class ContextProjection(nn.Module):

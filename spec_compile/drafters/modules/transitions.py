@@ -75,6 +75,11 @@ class Markov(Transition):
         return self.markov_w1(previous)
 
 
+def table_rank(transition: Transition | None) -> int:
+    """Numbers that a transition's W1 has of each token; 0 if there is no W1."""
+    return transition.markov_w1.embedding_dim if isinstance(transition, Markov) else 0
+
+
 class GatedMarkov(Markov):
     """DSpark's "gated" head: a gate of the place's state and of W1[a] scales W1[a]."""
 
