@@ -310,6 +310,7 @@ def test_saved_artefacts_are_carried(tmp_path, warnings):
             speculate(model_of("llama"), **{name: value})
 
 
+@pytest.mark.slow
 def test_the_graph_of_a_draft_is_saved(tmp_path):
     """So are the texts that chose between readings of a head, also if they come from a folder that was carried."""
     folders, found, options = [tmp_path / "first", tmp_path / "second"], [], {}
