@@ -6,7 +6,7 @@ from functools import partial
 from .draft_record import SHARE, DraftRecord
 from .round_costs import RoundCosts
 
-EARNED = 8.0
+EARNED = 16.0
 """Most plain rounds that drafts may lose of those that they have saved before."""
 
 
