@@ -49,7 +49,7 @@ STATE = [
     ),
     Mutation(
         "sizes that have not run are never tried", f"{RUNTIME}round_costs.py",
-        "(KNEE + self.batch * nodes)", "(KNEE + self.batch * nearest)",
+        "self._weight(nodes) / self._weight(nearest)", "1",
         "tests/runtime/test_sizes.py -k tried_where_they_may_pay",
     ),
     Mutation(

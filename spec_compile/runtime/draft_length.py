@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from .hindsight import Hindsight
-from .round_costs import RoundCosts
+from .round_costs import KNEES, RoundCosts
 
 LEARN = 0.15
 """Weight of the newest round in the running means."""
@@ -31,14 +31,15 @@ class SizePolicy:
 
     hindsight: tells the gain of every size even in plain rounds, so that no size is tried only to learn it; None:
         gains are known only of verified nodes.
-    costs: durations of rounds over `batch` sequences.
+    costs: durations of rounds over `batch` sequences. A size that has not run counts with its expected cost.
     """
 
     def __init__(
-        self, sizes: tuple[int, ...], adaptive: bool = True, hindsight: Hindsight | None = None, batch: int = 1
-    ):
+        self, sizes: tuple[int, ...], adaptive: bool = True, hindsight: Hindsight | None = None, batch: int = 1,
+        knee: int = KNEES["cuda"],
+    ):  # fmt: skip
         self.sizes = sizes
-        self.adaptive, self.hindsight, self.costs = adaptive, hindsight, RoundCosts(batch)
+        self.adaptive, self.hindsight, self.costs = adaptive, hindsight, RoundCosts(batch, knee)
         self.gain: dict[int, list[float]] = {}
         self._seen: dict[int, int] = {}
         """Trees of each bucket that hindsight has reported."""
@@ -57,7 +58,7 @@ class SizePolicy:
             return self.sizes[0]
         fitting = [n for n in self.sizes if n < most]
         fitting += [n for n in self.sizes if n >= most][:1]
-        if not self.adaptive or any(n not in self.costs.measured for n in fitting):
+        if not self.adaptive:
             return fitting[-1]
         gains = [self._expected(hint) for hint, count in zip(hints, counts) if count > 1]
         # Fewer nodes never cost more. A measurement on a busy machine is too long, never too short.
@@ -66,13 +67,12 @@ class SizePolicy:
         return fitting[rates.index(max(rates))]
 
     def choose_ahead(self, buckets: Iterable[int] = ()) -> int:
-        """The size for a round whose trees are not known yet. A size that has not run counts with its expected cost,
-        because otherwise it would never run.
+        """The size for a round whose trees are not known yet.
 
         buckets: of the rows' newest trees that are known, which tell how the text goes: while it repeats itself, a tree
             of a long match comes after another. Without any, the gains of all rounds count.
         """
-        if not self.adaptive or not self.costs.measured:
+        if not self.adaptive:
             return self.sizes[-1]
         gains = [self._expected(bucket) for bucket in buckets] or [self._gains(ANY)]
         tokens = [len(gains) + sum(each) for each in zip(*gains)]

@@ -57,14 +57,12 @@ class DraftRecord:
 
     gains: by bucket of the drafter's confidence and number of nodes, what so many nodes of a tree gain.
     slack: plain rounds that may still be lost.
-    loss: plain rounds that a whole tree lost at last if none of its drafts was accepted.
     looks: plain rounds that a whole tree may lose next to learn what it gains, where fewer nodes seem better.
     level: mean number of accepted drafts in about WINDOW rounds, best its largest value, and drafted their number.
     """
 
     gains: dict[int, dict[int, Gain]] = field(default_factory=dict)
     slack: float = ALLOWED
-    loss: float = 0.0
     looks: float = 0.0
     level: float = 0.0
     best: float = 0.0
@@ -76,11 +74,6 @@ class DraftRecord:
     def share(self) -> float:
         """Share of the time of plain rounds that trials may lose."""
         return SHARE if self.has_paid else RARE
-
-    @property
-    def is_hopeless(self) -> bool:
-        """True if drafts never paid, and another whole tree would lose more than it may."""
-        return bool(self.drafted) and not self.has_paid and self.slack < self.loss
 
     @property
     def tells_buckets(self) -> bool:
@@ -135,7 +128,7 @@ class DraftRecord:
         """All that later processes begin with, as JSON has it."""
         gains = {str(nodes): [gain.mean, gain.rounds] for nodes, gain in self.gains.get(ANY, {}).items()}
         return {
-            "gains": gains, "slack": min(self.slack, ALLOWED), "loss": self.loss, "level": self.level,
+            "gains": gains, "slack": min(self.slack, ALLOWED), "level": self.level,
             "best": self.best, "drafted": self.drafted, "has_paid": self.has_paid,
         }  # fmt: skip
 
@@ -144,7 +137,7 @@ class DraftRecord:
         """The record that `as_data` has told. KeyError, TypeError or ValueError for anything else."""
         gains = {int(nodes): Gain(float(mean), float(rounds)) for nodes, (mean, rounds) in data["gains"].items()}
         return cls(
-            {ANY: gains} if gains else {}, float(data["slack"]), float(data["loss"]), 0.0, float(data["level"]),
+            {ANY: gains} if gains else {}, float(data["slack"]), 0.0, float(data["level"]),
             float(data["best"]), int(data["drafted"]), bool(data["has_paid"]),
         )  # fmt: skip
 

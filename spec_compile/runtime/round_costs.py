@@ -6,29 +6,31 @@ LEARN = 0.15
 """Weight of the newest duration in a running mean."""
 COMMON = 0.75
 """Share of a change in one size's duration that the other sizes probably share (longer texts, other processes)."""
-KNEE = 256
-"""Rows (sequences times nodes) that cost about as much as reading the weights, measured with an 8B model on an H200."""
+KNEES = {"cpu": 8, "cuda": 256}
+"""Rows (sequences times nodes) that cost about as much as reading the weights, measured with an 8B model on an H200 and
+with the demo model on two CPU cores."""
 
 
 class RoundCosts:
-    """Durations in seconds. Any size may be asked for once one has run.
+    """Durations in seconds, or in any unit before a round has run.
 
     batch: sequences of a round.
+    knee: see `KNEES`.
     measured: of the sizes that have run, by number of nodes.
     host: that the host takes for a round while another runs on a GPU; a shorter round waits for it.
     switch: of the steps between a round without drafts and one that drafts: catching up, and a proposal.
     """
 
-    def __init__(self, batch: int = 1):
-        self.batch = batch
+    def __init__(self, batch: int = 1, knee: int = KNEES["cuda"]):
+        self.batch, self.knee = batch, knee
         self.measured: dict[int, float] = {}
         self.host = 0.0
         self.switch = 0.0
 
     def expected(self, nodes: int) -> float:
         """The duration of a round over `nodes` nodes. Between two sizes that have run it is in proportion to the nodes:
-        with 1 s for 1 node and 2.5 s for 16, 4 nodes take 1.3 s. Elsewhere it is in proportion to KNEE plus the rows:
-        with 2 s for 16 nodes of one sequence, 4 nodes take 2 * 260 / 272 = 1.9 s."""
+        with 1 s for 1 node and 2.5 s for 16, 4 nodes take 1.3 s. Elsewhere it is in proportion to the knee plus the
+        rows: with a knee of 256, and 2 s for 16 nodes of one sequence, 4 nodes take 2 * 260 / 272 = 1.9 s."""
         known = sorted(self.measured)
         place = bisect_left(known, nodes)
         if nodes in self.measured:
@@ -37,10 +39,15 @@ class RoundCosts:
             below, above = known[place - 1 : place + 1]
             slope = (self.measured[above] - self.measured[below]) / (above - below)
             seconds = self.measured[below] + slope * (nodes - below)
-        else:
+        elif known:
             nearest = known[min(place, len(known) - 1)]
-            seconds = self.measured[nearest] * (KNEE + self.batch * nodes) / (KNEE + self.batch * nearest)
+            seconds = self.measured[nearest] * self._weight(nodes) / self._weight(nearest)
+        else:
+            seconds = self._weight(nodes)
         return max(seconds, self.host)
+
+    def _weight(self, nodes: int) -> int:
+        return self.knee + self.batch * nodes
 
     def learn(self, nodes: int, seconds: float) -> None:
         """A round over `nodes` nodes took so long. Twice the known duration is the most that counts."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from .draft_record import SHARE, DraftRecord
-from .round_costs import RoundCosts
+from .round_costs import KNEES, RoundCosts
 
 EARNED = 16.0
 """Most plain rounds that drafts may lose of those that they have saved before."""
@@ -33,12 +33,13 @@ class StepBack:
     hindsight = None
 
     def __init__(
-        self, sizes: Iterable[int], adaptive: bool = True, record: DraftRecord | None = None, batch: int = 1
+        self, sizes: Iterable[int], adaptive: bool = True, record: DraftRecord | None = None, batch: int = 1,
+        knee: int = KNEES["cuda"],
     ):  # fmt: skip
         self.sizes = tuple(sorted({1, *sizes}))
         self.adaptive = adaptive and len(self.sizes) > 1
         self.record = DraftRecord() if record is None else record
-        self.costs = RoundCosts(batch)
+        self.costs = RoundCosts(batch, knee)
         self._was_plain = False
 
     def share(self, other: "StepBack") -> None:
@@ -47,7 +48,7 @@ class StepBack:
 
     def ratio(self, nodes: int) -> float:
         """Plain rounds that a round over so many nodes costs."""
-        return self.costs.expected(nodes) / self.costs.expected(1) if self.costs.measured else 1.0
+        return self.costs.expected(nodes) / self.costs.expected(1)
 
     @property
     def is_measured(self) -> bool:
@@ -60,19 +61,17 @@ class StepBack:
         return max(1, self._best_drafts(), key=self._rate)
 
     def choose_ahead(self, buckets: Iterable[int] = ()) -> int:
-        """The number of nodes of the next round. Whole trees and plain rounds run once before either is preferred.
+        """The number of nodes of the next round. Drafts and plain rounds run once before either is preferred.
 
         buckets: of the confidence in the rows' newest trees that are known.
         """
         whole, record, measured = self.sizes[-1], self.record, self.costs.measured
         if not self.adaptive:
             return whole
-        if whole not in measured:
-            return 1 if record.is_hopeless else whole
+        if not record.gains:
+            return max((nodes for nodes in self.sizes[1:] if self._loss(nodes) <= record.slack), default=self.sizes[1])
         if 1 not in measured:
             return 1
-        if not record.gains:
-            return whole
         buckets = [*buckets] if record.tells_buckets else []
         drafts = self._best_drafts(buckets)
         if buckets:
@@ -116,7 +115,6 @@ class StepBack:
             gained = sum(map(len, paths)) / len(paths)
             record.learn([size for size in self.sizes[1:] if size <= nodes], buckets, paths)
             record.watch(gained)
-            record.loss = self._loss(self.sizes[-1]) if self.is_measured else record.loss
             record.slack += gained - loss
             record.has_paid |= self.best > 1
         if nodes < self.sizes[-1]:

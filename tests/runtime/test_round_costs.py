@@ -2,7 +2,9 @@
 
 import pytest
 
-from spec_compile.runtime.round_costs import KNEE, LEARN, RoundCosts
+from spec_compile.runtime.round_costs import KNEES, LEARN, RoundCosts
+
+KNEE = KNEES["cuda"]
 
 
 def costs(measured, batch=1):

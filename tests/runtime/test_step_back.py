@@ -153,7 +153,6 @@ def test_a_line_says_what_is_chosen():
 def test_a_session_of_other_rows_does_not_try_again_what_never_paid():
     first = StepBack([NODES])
     decode(first, 2.0, 0.0, 90)
-    assert first.record.is_hopeless
     later = StepBack([NODES], record=first.record, batch=8)
     assert later.choose_ahead() == 1
     rate, trees = decode(later, 5.0, 0.0, 400)

@@ -19,7 +19,7 @@ from .. import prefill_chunks
 from ..accept.draw import DrawInRound
 from ..draft_length import SizePolicy
 from ..hindsight import Hindsight
-from ..round_costs import KNEE
+from ..round_costs import KNEES
 from ..runtime import Runtime
 from ..state import LATE_SIZES, State
 from ..step_back import StepBack
@@ -33,7 +33,7 @@ TRIALS = 5
 """Runs of a step; the shortest is its cost."""
 FEW = 4
 """A round may verify one in FEW nodes of a tree."""
-MANY_ROWS = KNEE // 2
+MANY_ROWS = KNEES["cuda"] // 2
 """Rows of a round on a GPU from which fewer nodes save much of it."""
 CAPTURED_TOKENS = 2048
 """Largest prefill, in tokens of all rows, that is captured; a larger one takes longer than its launches."""
@@ -75,13 +75,13 @@ class Steps:
         self.runtime, self.state, self.drafter, plan = runtime, state, drafter, runtime.algorithm.plan
         self.prefill_sizes = prefill_chunks.SIZES[runtime.device.type]
         self.prefill_seconds: dict[int, float] = {}
-        hindsight = None if runtime.on_gpu else Hindsight(state)
+        hindsight, knee = None if runtime.on_gpu else Hindsight(state), KNEES[runtime.device.type]
 
         def policy(kind: StepKind) -> SizePolicy | StepBack:
             if plan.is_whole:
                 sizes = [*self._few_nodes(), plan.nodes] if plan.nodes > 1 else []
-                return StepBack(sizes, runtime.options.adaptive, runtime.records[kind.value], state.batch)
-            return SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch)
+                return StepBack(sizes, runtime.options.adaptive, runtime.records[kind.value], state.batch, knee)
+            return SizePolicy(runtime.sizes, plan.sizes == "adaptive", hindsight, state.batch, knee)
 
         self.policies = {kind: policy(kind) for kind in (StepKind.ROUND, StepKind.LOOK)}
         if larger is not None:
