@@ -1180,7 +1180,7 @@ TIERS = [
     ),
     Mutation(
         "a round without drafts keeps the head's cache from its token", f"{RUNTIME}round.py",
-        "        self.drafter.observe(self.state,", "        path.shape[1] > 1 and self.drafter.observe(self.state,",
+        "        self.guard(self.drafter.observe,", "        path.shape[1] > 1 and self.guard(self.drafter.observe,",
         "tests/drafters/test_draft_rounds.py -k test_drafts_are_the_same_after",
     ),
 ]  # fmt: skip

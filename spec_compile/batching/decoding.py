@@ -67,7 +67,7 @@ class Decoder(Rows):
         state.finished[row].fill_(True)
         if job.is_whole and not self.runtime.verify.clamps_prompts:  # or an answer's states are not those of a prompt
             self.texts.end(row)
-        self.lanes.all.drafter.leave(state, row, job.length, job.share_text)
+        self.runtime.guard(self.lanes.all.drafter.leave, state, row, job.length, job.share_text)
         self._late[row] = self.flights.late
         self.runtime.records.keep()
 

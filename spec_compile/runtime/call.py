@@ -86,7 +86,7 @@ class Call:
         state.temperature.fill_(request.temperature)
         begins = self._take_past()
         session.texts = [list(prompt) for prompt in request.prompts]
-        drafter.start(state, request.prompts, request.references, request.share_text)
+        self.runtime.guard(drafter.start, state, request.prompts, request.references, request.share_text)
         missing = max(len(prompt) - 1 - begin for prompt, begin in zip(request.prompts, begins))
         prompt_sizes = self._chunks(missing)
         self._build_rounds(prompt_sizes)
@@ -163,6 +163,8 @@ class Call:
     def _begins_plain(self) -> bool:
         """True if the first round will verify no drafts, so that none have to be made for it. The first rank says so
         for all, because each has measured other durations."""
+        if self.runtime.guard.error is not None:
+            return True
         policy, most = self.session.steps.policies[self._kind], self.request.most_nodes
         if not isinstance(policy, StepBack):
             return False

@@ -97,7 +97,7 @@ class DraftRecord:
         """Take in the accepted `paths` of rows of these `buckets`. [1, 3, 9] is a gain of 2 for the size 4."""
         rows: dict[int, list[list[int]]] = {ANY: paths}
         for bucket, path in zip(buckets, paths):
-            if bucket != ANY:
+            if bucket >= 0:  # the confidence in a tree; `ANY` and `NO_TREE` are below
                 rows.setdefault(bucket, []).append(path)
         for bucket, own in rows.items():
             for nodes in sizes:

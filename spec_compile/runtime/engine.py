@@ -150,7 +150,7 @@ class Engine:
                 call.stop_rows()
                 clock.spend("host")
         finally:
-            session.drafter.finish(call.lengths)
+            self.runtime.guard(session.drafter.finish, call.lengths)
             self.runtime.records.keep()
             if recording:
                 recording.seconds = {name: spent - spent_before[name] for name, spent in stats.seconds.items()}

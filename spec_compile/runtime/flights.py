@@ -175,7 +175,7 @@ class Flights:
     def _choose_nodes(self, policy: SizePolicy | StepBack, riders: list[Rider]) -> int:
         """Nodes of the next round: by the trees themselves, unless only the GPU knows them."""
         most = min(max(rider.most_nodes for rider in riders), policy.sizes[-1])
-        if most == 1:
+        if most == 1 or self.runtime.guard.error is not None:
             return 1
         if isinstance(policy, StepBack) or self._flying or any(rider.count is None for rider in riders):
             nodes = policy.choose_ahead([bucket(rider) for rider in riders if rider.count is not None])

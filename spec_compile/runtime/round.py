@@ -7,6 +7,7 @@ from ..graph import ModelGraph
 from ..outcome import pack
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .accept.greedy import accept_greedy
+from .draft_guard import DraftGuard
 from .state import State
 
 
@@ -19,13 +20,14 @@ class Round(nn.Module):
     """
 
     def __init__(
-        self, graph: ModelGraph, drafter: nn.Module, state: State, nodes: int | None, proposes: bool = True
+        self, graph: ModelGraph, drafter: nn.Module, state: State, nodes: int | None, proposes: bool = True,
+        guard: DraftGuard | None = None,
     ):  # fmt: skip
         """nodes: None if each call gives the number. proposes: False leaves the next trees only roots, and the accepted
         tokens late for the drafter (see `Prefill.catch_up`)."""
         super().__init__()
         self.verify, self.drafter, self.state = graph.gm, drafter, state
-        self.nodes, self.proposes = nodes, proposes
+        self.nodes, self.proposes, self.guard = nodes, proposes, guard or DraftGuard()
 
     def forward(self, max_kv_len: int, nodes: int = 0) -> Tensor:
         """Returns int64 [B, 5 + 4 N], which `outcome.unpack` reads. max_kv_len: visible slots, >= lengths.max() + N."""
@@ -62,7 +64,9 @@ class Round(nn.Module):
     def _finish(self, tree, depth, path, tokens, count, features, max_kv_len) -> Tensor:
         gained = self.settle(path, tokens, count, features, max_kv_len)
         if self.proposes:
-            self.drafter.propose(self.state, max_kv_len)
+            self.guard(self.drafter.propose, self.state, max_kv_len)
+            if self.guard.error is not None:
+                self.state.root()
         return self.outcome(gained, tree, depth, path, tokens)
 
     def accept(self, logits: Tensor, tree: tuple[Tensor, ...], ancestors: Tensor, depth: Tensor) -> tuple[Tensor, ...]:
@@ -75,7 +79,7 @@ class Round(nn.Module):
         accepted, begin = Accepted(path, tokens, count), self.state.lengths.clone()
         gained = self.state.commit(accepted)
         if self.proposes:
-            self.drafter.observe(self.state, features, accepted, begin, max_kv_len)
+            self.guard(self.drafter.observe, self.state, features, accepted, begin, max_kv_len)
         else:
             self.state.put_off(features, gained)
         return gained
@@ -91,9 +95,10 @@ class Round(nn.Module):
 class Prefill(nn.Module):
     """Processes a chunk of the prompts, except the last token, which is the root of the first tree."""
 
-    def __init__(self, graph: ModelGraph, drafter: nn.Module, state: State):
+    def __init__(self, graph: ModelGraph, drafter: nn.Module, state: State, guard: DraftGuard | None = None):
         super().__init__()
         self.model, self.drafter, self.state = graph.gm, drafter, state
+        self.guard = guard or DraftGuard()
 
     def forward(self, size: int, max_kv_len: int, features: list[Tensor] | None = None) -> None:
         """Process the next `size` tokens of every row; those after a prompt's end are never seen.
@@ -126,7 +131,7 @@ class Prefill(nn.Module):
         state = self.state
         if state.position_offsets is not None:
             positions = positions - state.position_offsets[:, None]  # a drafter's positions are its slots
-        self.drafter.prefill(state, ids, positions, features, max_kv_len)
+        self.guard(self.drafter.prefill, state, ids, positions, features, max_kv_len)
         ends = torch.maximum(state.prompt_lengths - 1, state.lengths)  # unchanged without a prompt, in warm-up
         state.lengths.copy_(torch.minimum(state.lengths + size, ends))
 

@@ -19,6 +19,7 @@ from ..kernels.all_reduce import EXCHANGES, WARM_UP_SECONDS, set_deadline
 from ..kernels.experts import DOWN, UP
 from ..kernels.linear import MAX_ROWS
 from ..stats import Stats
+from .draft_guard import DraftGuard
 from .draft_record import DraftRecords
 from .steps.code import Code, Form
 
@@ -44,6 +45,7 @@ class Runtime:
     say: called with a line when something begins or ends to compile.
     code: compiled parts.
     examples: the pieces that compiled them, by form.
+    guard: runs the draft's parts.
     records: results of drafts, by the kind of round, in sessions of all numbers of rows.
     tiers: compiles them in the background; None: they are compiled in their first call, or never.
     """
@@ -59,8 +61,12 @@ class Runtime:
     say: Callable[[str], None] = log.info
     code: Code = field(default_factory=Code)
     examples: dict[Form, "Pieces"] = field(default_factory=dict)
+    guard: DraftGuard = field(default_factory=DraftGuard, init=False)
     records: DraftRecords = field(default_factory=DraftRecords)
     tiers: "Tiers | None" = None
+
+    def __post_init__(self) -> None:
+        self.guard.raises = self.options.ranks.size > 1
 
     @property
     def on_gpu(self) -> bool:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spec_compile.runtime.draft_length import ANY
+from spec_compile.runtime.draft_length import ANY, NO_TREE
 from spec_compile.runtime.draft_record import FADE, NEVER, DraftRecord, DraftRecords
 
 
@@ -91,3 +91,9 @@ def test_a_damaged_record_is_a_new_one(data):
         store["a"] = data
     records.open(store, "a")
     assert records["round"] == DraftRecord()
+
+
+def test_trees_that_the_host_did_not_know_have_no_bucket():
+    record = DraftRecord()
+    record.learn([4], [NO_TREE, ANY, 2], [[1], [1], [1]])
+    assert {*record.gains} == {ANY, 2} and record.gain(4, [NO_TREE]) == 1.0

@@ -178,7 +178,7 @@ class Steps:
 
     def _propose(self, max_kv_len: int) -> None:
         self.state.root()
-        self.drafter.propose(self.state, max_kv_len)
+        self.runtime.guard(self.drafter.propose, self.state, max_kv_len)
 
     def _prefill_key(self, size: int) -> int:
         captured = self.captures and size * self.state.batch <= CAPTURED_TOKENS

@@ -62,7 +62,8 @@ class Pieces:
             # A drafter of one size does not run in a round that verifies only the root.
             plan = self.runtime.algorithm.plan
             proposes = nodes > 1 or plan.sizes != "fixed" or plan.draws
-            round_ = Round(self.runtime.verify, self.drafter, self.state, None if on_gpu else nodes, proposes)
+            guard = self.runtime.guard
+            round_ = Round(self.runtime.verify, self.drafter, self.state, None if on_gpu else nodes, proposes, guard)
             if self.runtime.options.compile:
                 self._compile_round(round_, self._compiler(nodes, tag))
             self._rounds[key] = round_
@@ -87,7 +88,7 @@ class Pieces:
         """The prefill, for chunks of any size above one."""
         if self._prefill is None:
             self._complete("prefill", lambda example: example.prefill())
-            self._prefill = prefill = Prefill(self.runtime.prefill, self.drafter, self.state)
+            self._prefill = prefill = Prefill(self.runtime.prefill, self.drafter, self.state, self.runtime.guard)
             if self.runtime.options.compile:
                 compiler = self._compiler(None, "prefill")
                 prefill.prepare = compiler(prefill.prepare, "prepare")

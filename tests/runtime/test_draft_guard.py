@@ -1,0 +1,89 @@
+"""A draft that raises is left out with one warning, and the answer goes on."""
+
+import draft_rounds as rounds
+import pytest
+import torch
+from batch_requests import collect, config
+from transformers import GenerationConfig
+
+from spec_compile.drafters.draft_model import ModelDrafter
+from spec_compile.drafters.heads import HeadDrafter
+from spec_compile.drafters.ngram import NgramDrafter
+from spec_compile.runtime.draft_guard import DraftGuard
+
+DRAFTS = {
+    "eagle3": ("tree", HeadDrafter),
+    "draft_model": ("chain", ModelDrafter),
+    "ngram": ("plain", NgramDrafter),
+}
+
+
+def failing(monkeypatch, cls, part, after):
+    """Let a part of a drafter fail when it has run so often."""
+    run, times = getattr(cls, part), []
+
+    def fail(self, *arguments):
+        times.append(1)
+        if len(times) > after:
+            raise RuntimeError("no such token")
+        return run(self, *arguments)
+
+    monkeypatch.setattr(cls, part, fail)
+    return times
+
+
+def system_of(name):
+    schedule, cls = DRAFTS[name]
+    if name == "ngram":
+        system = rounds.models.speculate_captured(rounds.target("llama"), "ngram", compile=False, check=False)
+        return system, cls
+    rounds.fast.cache_clear()  # a draft that has failed stays out
+    return rounds.fast(name, "llama", schedule), cls
+
+
+@pytest.fixture(autouse=True)
+def forget_systems():
+    yield
+    rounds.fast.cache_clear()
+
+
+@pytest.mark.parametrize("part", ["start", "prefill", "observe", "propose"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_the_answer_goes_on(monkeypatch, caplog, name, part):
+    system, cls = system_of(name)
+    times = failing(monkeypatch, cls, part, after=0 if part in ("start", "prefill") else 2)
+    ids, plain = rounds.prompts(2), rounds.plain("llama", 2)
+    for _ in range(2):
+        assert torch.equal(rounds.generated(system, ids), plain)
+    ran = len(times)
+    assert caplog.text.count("the draft has failed (RuntimeError: no such token)") == 1
+    system.speculation.stats.reset()
+    assert torch.equal(rounds.generated(system, ids), plain)
+    assert len(times) == ran and {*system.speculation.stats.nodes} == {1}, "it is not asked again"
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_requests_go_on(monkeypatch, caplog, name):
+    system, cls = system_of(name)
+    failing(monkeypatch, cls, "propose", after=4)
+    manager = system.init_continuous_batching(GenerationConfig(pad_token_id=0), config(max_requests_per_batch=2))
+    manager.start()
+    try:
+        ids = rounds.prompts(2)
+        for prompt in ids.tolist() * 2:
+            manager.add_request(prompt, max_new_tokens=rounds.NEW, eos_token_id=-1)
+        outputs = collect(manager, 4)
+    finally:
+        manager.stop(block=True)
+    answers = {tuple(prompt + answer) for prompt, answer in
+               ((output.prompt_ids, output.generated_tokens) for output in outputs.values())}  # fmt: skip
+    assert answers == {tuple(row) for row in rounds.plain("llama", 2).tolist()}
+    assert caplog.text.count("the draft has failed") == 1
+
+
+def test_ranks_are_told():
+    def fail():
+        raise ValueError("of one rank only")
+
+    with pytest.raises(ValueError, match="of one rank only"):
+        DraftGuard(raises=True)(fail)
