@@ -2,6 +2,7 @@
 
 import random
 from statistics import mode
+from types import SimpleNamespace
 
 import models
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from spec_compile import speculate
 from spec_compile.runtime.draft_length import NO_TREE, SizePolicy
+from spec_compile.runtime.steps.build import Steps
 
 SIZES = (1, 4, 16)
 CPU = {1: 1.0, 4: 1.5, 16: 2.8}
@@ -272,3 +274,22 @@ def test_costs_are_measured_over_tokens_that_differ():
         session.steps._seconds(lambda: trees.append(session.state.tree_tokens.clone()), ())
         session.state.root()
     assert torch.equal(*trees) and trees[0].unique().numel() > models.VOCAB / 2
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "has_experts", "batch", "few"),
+    [(True, False, 1, []), (True, True, 1, [4]), (True, False, 8, []), (True, False, 16, [4]), (False, False, 1, [4])],
+)
+def test_a_quarter_of_a_tree_is_verified_if_nodes_cost_time(on_gpu, has_experts, batch, few):
+    options, plan = SimpleNamespace(compile=False), SimpleNamespace(nodes=16)
+    runtime = SimpleNamespace(
+        on_gpu=on_gpu, has_experts=has_experts, options=options, tiers=None, algorithm=SimpleNamespace(plan=plan)
+    )
+    steps = SimpleNamespace(runtime=runtime, state=SimpleNamespace(batch=batch))
+    assert Steps._few_nodes(steps) == few
+
+
+@pytest.mark.parametrize(("name", "has_experts"), [("mixtral", True), ("llama", False)])
+def test_a_model_with_experts_is_known_by_its_graph(name, has_experts):
+    runtime = models.speculate_captured(models.ADMITTED[name](), "ngram", compile=False).speculation.engine.runtime
+    assert runtime.has_experts == has_experts
