@@ -649,7 +649,7 @@ def test_drafts_do_not_change_the_answer(options):
             fast = speculative(num_draft_tokens=nodes, adaptive=adaptive)
             fast.speculation.stats.reset()
             assert torch.equal(answer(1, fast, num_return_sequences=3, **options), first), (nodes, adaptive)
-            assert fast.speculation.stats.accept_length > 1
+            assert adaptive or fast.speculation.stats.accept_length > 1
 
 
 def test_every_row_has_numbers_of_its_own():
