@@ -58,7 +58,8 @@ def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> Pr
     It can be pickled and deep-copied; the copy has its weights for itself, and starts anew.
 
     Raises TypeError (not a transformers model, unknown option), ValueError (unknown algorithm, option out of range,
-    model in training mode) or UnsupportedModelError (the model cannot be rewritten exactly), before any change.
+    model in training mode with dropout or other noise) or UnsupportedModelError (the model cannot be rewritten
+    exactly), before any change.
     """
     model, options = underlying(model), {name: underlying(value) for name, value in options.items()}
     if isinstance(model, BatchingMixin):

@@ -482,6 +482,16 @@ OTHERS = [
         "tests/passes/test_fuse_residuals.py -k fused_residuals_of_ranks",
     ),
     Mutation(
+        "dropout of a model that trains is overlooked", "spec_compile/capture/training_mode.py",
+        "if value is not ... and value > 0:", "if value is not ... and value > 1:",
+        "tests/capture/test_training_mode.py -k effects_are_named",
+    ),
+    Mutation(
+        "the mode of a model is in its graph", "spec_compile/capture/trace.py",
+        "    nn.Module.train(twin, False)", "    nn.Module.train(twin, model.training)",
+        "tests/capture/test_training_mode.py -k captured_alike",
+    ),
+    Mutation(
         "weights are never compared", "spec_compile/runtime/served.py",
         "if changes := self.watch.changes():", "if changes := []:",
         "tests/capture/test_watch.py -k test_generate_raises",

@@ -13,6 +13,7 @@ from ..kernels import HALF
 from .layers import ATTENTION, PARTS, layer_types
 from .quantised import admit_quantisation
 from .recurrences import has_recurrences
+from .training_mode import effects
 
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 OLDEST_GPU = (8, 0)
@@ -51,8 +52,18 @@ def admit(model: nn.Module, exact: str = "auto") -> None:
             "exact: bits are promised in bfloat16 and float16 on a GPU of compute capability 8.0 or later, "
             f"{type(model).__name__} is in {model.dtype} on {model.device}; move it there, or pass exact='auto'"
         )
-    if model.training:
-        raise ValueError(f"model: {type(model).__name__} is in training mode; call model.eval() first")
+    _admit_mode(model)
+
+
+def _admit_mode(model: PreTrainedModel) -> None:
+    """ValueError if the model is in training mode, and that may change its answers."""
+    found = [*effects(model.named_modules())]
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise ValueError(
+            f"model: {type(model).__name__} is in training mode, and {found[0]}{more}, so its answers would change; "
+            "call model.eval() first, or set dropout and other noise to 0"
+        )
 
 
 def _admit_tensors(model: PreTrainedModel, packed: set[str]) -> None:

@@ -168,7 +168,7 @@ def _without_layers(model: PreTrainedModel, path: str, layers: list[nn.Module]) 
     *names, last = path.split(".")
     for name in names:
         module._modules[name] = module = shallow(module._modules[name])
-    module._modules[last] = nn.ModuleList(layers).train(model.training)
+    module._modules[last] = nn.ModuleList(layers)
     return top
 
 
@@ -207,7 +207,7 @@ def _kind(layer: nn.Module, number: int) -> list[tuple]:
     """All of a layer on which its trace depends. Two layers are of one kind if these are equal."""
     kind, ties = [], {}
     for path, part in layer.named_modules():
-        kind.append((path, type(part), part.training, [*part._modules]))
+        kind.append((path, type(part), [*part._modules]))
         for name, value in _attributes(part):
             if isinstance(value, Tensor):
                 raise UnlikeLayersError(f"has a tensor in each layer that is no parameter or buffer ({path}.{name})")

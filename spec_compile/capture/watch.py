@@ -24,15 +24,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..inventory import held_items
 from .compiled import underlying
 from .hooks import METHODS, OF_CLASSES
+from .training_mode import effects
 from .weights import AGAIN, Slot
 
-INTERNALS = set(vars(nn.Module())) - {"training"}
+INTERNALS = set(vars(nn.Module()))
+"""Attributes that every module has, `training` among them: see `effects` of training mode."""
 BOOKKEEPING = {
     "_compiled_call_impl", "_gradient_checkpointing_func", "_is_hf_initialized", "_is_torch_compile",
     "generation_config", "gradient_checkpointing", "hf_device_map", "kernel_config", "loss_type", "name_or_path",
     "rope_deltas", "warnings_issued",
 }  # fmt: skip
-"""Attributes of modules on which no logits depend in evaluation mode, for `rope_deltas` if position ids are passed."""
+"""Attributes of modules on which no logits depend, for `rope_deltas` if position ids are passed."""
 HARMLESS_HOOKS = ("<locals>.make_inputs_require_grads", "<locals>.output_capturing_hook")
 """Hooks that transformers registers while a model is used; they change no value."""
 GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
@@ -111,8 +113,12 @@ class Watch:
     def _changes(self) -> Iterator[Change]:
         """The differences of modules, hooks, config values and weights, examined one by one."""
         for part, path in self._paths.items():
-            yield from _differences(path, self._expected[part], _facts(part), ignore_training=part is self._model)
+            yield from _differences(path, self._expected[part], _facts(part))
         yield from _differences("", self._expected_fast, _facts(self._fast(), followed=True))
+        # generate() runs on `fast`, so the mode of the model's own object does not matter.
+        parts = {part: path for part, path in self._paths.items() if part is not self._model} | {self._fast(): ""}
+        for reason in effects((path, part) for part, path in parts.items()):
+            yield Change(f"the model is in training mode, and {reason}", "eval")
         yield from _hook_differences("all modules", self._expected_global, value_hooks(GLOBAL_HOOKS))
         for config, name, was in self._settings:
             now = getattr(config, name, ABSENT)
@@ -135,7 +141,7 @@ class _Fingerprint:
         single, several, same = defaultdict(list), [], []
         for part in parts:
             values, attributes = _values(part), vars(part)
-            single[tuple(name for name in values if _is_scalar(values[name]))].append(attributes)
+            single["training", *(name for name in values if _is_scalar(values[name]))].append(attributes)
             several += [(attributes, name) for name, value in values.items() if _is_container(value)]
             same += [(attributes, name) for name, value in values.items() if not is_plain(value)]
             same += [(attributes, "forward")] * ("forward" in attributes)
@@ -145,7 +151,7 @@ class _Fingerprint:
                 same += [(holder, name) for name, tensor in held_items(holder) if tensor is None]
         same += [(slot.holder, slot.name) for slot in slots if slot.storage is None]
         plain = [(slot.holder, slot.name) for slot in slots if slot.storage is not None]
-        self._single = [(itemgetter(*names), attributes) for names, attributes in single.items() if names]
+        self._single = [(itemgetter(*names), attributes) for names, attributes in single.items()]
         self._fast_values = itemgetter(
             "training", *_values(fast, followed=True), *(["forward"] * ("forward" in vars(fast)))
         )
@@ -231,8 +237,8 @@ def value_hooks(registries) -> list[tuple[int, Callable]]:
     return [(number, hook) for number, hook in hooks if not any(name in _name(hook) for name in HARMLESS_HOOKS)]
 
 
-def _differences(path: str, was: _Facts, now: _Facts, ignore_training: bool = False) -> Iterator[Change]:
-    """The differences of one module."""
+def _differences(path: str, was: _Facts, now: _Facts) -> Iterator[Change]:
+    """The differences of one module, except its mode."""
     label, prefix = path or "the model", f"{path}." if path else ""
     if was.cls is not now.cls:
         how = "was parametrized" if issubclass(now.cls, was.cls) else f"became a {now.cls.__name__}"
@@ -254,10 +260,7 @@ def _differences(path: str, was: _Facts, now: _Facts, ignore_training: bool = Fa
             yield Change(f"{prefix}{name} is no longer a tensor of its module")
     for name in {**was.values, **now.values}:
         before, after = was.values.get(name, ABSENT), now.values.get(name, ABSENT)
-        if name == "training":
-            if after and not before and not ignore_training:
-                yield Change(f"{label} is in training mode", "eval")
-        elif not _same(before, after):
+        if not _same(before, after):
             yield Change(_was_and_is(prefix + name, before, after))
 
 

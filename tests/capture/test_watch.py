@@ -117,9 +117,12 @@ CHANGES = {
     "head of fast": (replace_head_of_fast, r"lm_head \(Linear\) was replaced"),
     "layer": (replace_layer, r"model\.layers\.1 \(LlamaDecoderLayer\) was replaced"),
     "more layers": (lambda m, f: m.model.layers.append(layer(m)), r"layers\.2 \(LlamaDecoderLayer\) was added"),
-    "train": (lambda m, f: m.train(), r"training mode.*eval\(\)"),
-    "train of fast": (lambda m, f: f.train(), r"training mode.*eval\(\)"),
-    "train of a part": (lambda m, f: layer(m).train(), r"model\.layers\.1 is in training mode"),
+    "train": (
+        lambda m, f: m.train(),
+        r"in training mode, and model\.layers\.0\.mlp\.drop\.p is 0\.5; call model\.eval",
+    ),
+    "train of fast": (lambda m, f: f.train(), r"in training mode, and model\.layers\.0\.mlp\.drop\.p is 0\.5"),
+    "train of a part": (lambda m, f: layer(m, 0).mlp.drop.train(), r"model\.layers\.0\.mlp\.drop\.p is 0\.5"),
     "buffer": (replace_inv_freq, r"rotary_emb\.inv_freq was moved or replaced .*refresh\(\)"),
     "weight": (replace_weight, r"model\.layers\.1\.mlp\.up_proj\.weight was moved or replaced .*refresh\(\)"),
     "data": (move_weight, r"model\.layers\.1\.mlp\.up_proj\.weight was moved or replaced .*refresh\(\)"),
@@ -142,6 +145,7 @@ def watched(model):
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_named(change):
     model = models.ADMITTED["llama"]()
+    layer(model, 0).mlp.drop = nn.Dropout(0.5).eval()
     watch, fast = watched(model)
     assert watch.changes() == []
     make, message = CHANGES[change]
@@ -157,6 +161,7 @@ def test_a_change_is_named(change):
 
 def test_generate_raises_until_a_change_is_taken_back():
     model = models.ADMITTED["llama"]()
+    layer(model).mlp.drop = nn.Dropout(0.5).eval()
     fast = speculate(model, compile=False, check=False)
     expected, head, attention = model.generate(IDS, **OPTIONS), model.lm_head, layer(model).self_attn
     handles = []
@@ -233,7 +238,7 @@ def test_bookkeeping_is_no_change():
         fast.generate(IDS, **OPTIONS, num_beams=2)
 
     def modes():
-        model.train(), model.eval(), fast.eval()
+        model.train(), model.eval(), fast.eval(), fast.train()
 
     def gradients():
         model.requires_grad_(False), model.requires_grad_(True)

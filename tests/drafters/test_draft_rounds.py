@@ -283,7 +283,7 @@ def test_bad_options_are_named(algorithm, options, names):
     drafts = {
         "llama": models.ADMITTED["llama"],
         "other vocabulary": lambda: LlamaForCausalLM(LlamaConfig(**models.GQA | dict(vocab_size=50))).eval(),
-        "in training": lambda: models.ADMITTED["llama"]().train(),
+        "in training": lambda: models.ADMITTED["opt"]().train(),
         "head": lambda: head("eagle", "llama"),
     }
     if options.get("draft") in drafts:

@@ -100,7 +100,7 @@ def test_models_without_a_draft(tmp_path):
     with pytest.raises(ValueError, match="output layer with a bias"):
         train(tmp_path / "head", model=target("phi"))
     with pytest.raises(ValueError, match="training mode"):
-        train(tmp_path / "head", model=models.ADMITTED["llama"]().train())
+        train(tmp_path / "head", model=models.ADMITTED["opt"]().train())
     with pytest.raises(UnsupportedModelError, match="recurrent state"):
         train(tmp_path / "head", model=models.REFUSED["rwkv"]())
     with pytest.raises(UnsupportedModelError, match=r"Gemma3ForCausalLM.*use algo='eagle3'"):
