@@ -31,8 +31,8 @@ INTERNALS = set(vars(nn.Module()))
 """Attributes that every module has, `training` among them: see `effects` of training mode."""
 BOOKKEEPING = {
     "_compiled_call_impl", "_gradient_checkpointing_func", "_is_hf_initialized", "_is_torch_compile",
-    "generation_config", "gradient_checkpointing", "hf_device_map", "kernel_config", "loss_type", "name_or_path",
-    "rope_deltas", "warnings_issued",
+    "generation_config", "gradient_checkpointing", "hf_device_map", "kernel_config", "loss_type", "model_tags",
+    "name_or_path", "rope_deltas", "warnings_issued",
 }  # fmt: skip
 """Attributes of modules on which no logits depend, for `rope_deltas` if position ids are passed."""
 HARMLESS_HOOKS = ("<locals>.make_inputs_require_grads", "<locals>.output_capturing_hook")
@@ -200,7 +200,7 @@ def _facts(part: nn.Module, followed: bool = False) -> _Facts:
     empty = {name: tensor is None for owner in (part._parameters, part._buffers) for name, tensor in held_items(owner)}
     hooks = value_hooks((part._forward_hooks, part._forward_pre_hooks))
     modules = {name: underlying(module) for name, module in part._modules.items()}
-    return _Facts(type(part), _forward(part), values, empty, modules, hooks)
+    return _Facts(type(part), _forward(part, followed), values, empty, modules, hooks)
 
 
 def _values(part: nn.Module, followed: bool = False) -> dict[str, Any]:
@@ -225,9 +225,14 @@ def _is_own_method(part: nn.Module, name: str, value: Any) -> bool:
     return is_bound and value.__func__ is getattr(type(part), name, None)
 
 
-def _forward(part: nn.Module) -> Callable:
-    """The function that a call of the module runs, without the layers of torch.compile."""
-    forward = underlying(vars(part).get("forward", type(part).forward))
+def _forward(part: nn.Module, followed: bool = False) -> Callable:
+    """The function that a call of the module runs, without the layers of torch.compile.
+
+    followed: also without the mixed precision of accelerate, which keeps the forward that it wraps. Rounds run neither
+    of them.
+    """
+    name = "_original_forward" if followed and "_original_forward" in vars(part) else "forward"
+    forward = underlying(vars(part).get(name, type(part).forward))
     return forward.__func__ if getattr(forward, "__self__", None) is part else forward
 
 

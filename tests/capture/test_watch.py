@@ -251,6 +251,7 @@ def test_bookkeeping_is_no_change():
 
     def settings():
         setattr(model.config, "pad_token_id", 3), setattr(model.generation_config, "max_length", 99)
+        setattr(model.config, "use_cache", False), fast.add_model_tags(["trained"])
 
     def compiled():
         torch.compile(model, backend="eager")(IDS), model.compile(backend="eager")
