@@ -772,7 +772,15 @@ REQUESTS = [
     ),
 ]  # fmt: skip
 FIELDS, LOAD, HTTP = "tests/serving/test_fields.py", "tests/serving/test_load.py", "spec_compile/serving/"
+VLLM = "tests/serving/test_vllm_fields.py"
 SERVING = [
+    Mutation(
+        "stop_token_ids replace the model's own ends", f"{HTTP}settings.py",
+        "[*(token for token in own if token >= 0), *more]", "more", f"{VLLM} -k as_the_models_own",
+    ),
+    Mutation(
+        "top_k is dropped", f"{HTTP}settings.py", 'if "top_k" in fields:', "if False:", f"{VLLM} -k each_field",
+    ),
     Mutation(
         "biases are dropped", f"{HTTP}settings.py", 'if "logit_bias" in fields:', "if False:",
         f"{FIELDS} -k biases_are_those",

@@ -15,6 +15,8 @@ MOST_STOPS, LONGEST_STOP = 16, 256
 """Stop strings of a request, and characters of each."""
 MOST_BIASES = 1024
 """Entries of `logit_bias`."""
+MOST_ENDS = 1024
+"""Entries of `stop_token_ids`."""
 COLDEST, HOTTEST = 1e-5, 1e5
 """Temperatures above 0 by which logits can be divided in float32."""
 
@@ -79,6 +81,10 @@ def _is_temperature(value: Any) -> bool:
     return is_number(value) and (value == 0 or COLDEST <= value <= HOTTEST)
 
 
+def _is_ends(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MOST_ENDS and all(map(ID.accepts, value))
+
+
 def object_of(**fields: Field) -> Callable[[Any], bool]:
     """A function that returns True for an object with no other names than these; null counts as not given."""
 
@@ -99,6 +105,9 @@ def _is_limit(value: Any) -> bool:
 
 ANY = Field(lambda value: True, "a value")
 COUNT = integer(1)
+SIZE = ID = integer(0, (1 << 31) - 1)
+SHARE = Field(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+POSITIVE = Field(lambda value: is_number(value) and 1e-5 <= value <= 1e5, "a number from 1e-05 to 100000")
 FRACTION = Field(lambda value: is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
 TEXT = Field(lambda value: isinstance(value, str), "a text")
 FLAG = Field(lambda value: isinstance(value, bool), "true or false")
@@ -127,6 +136,15 @@ PENALTIES = {
     ),
     "max_tokens": COUNT,
 }
+VLLM = {
+    "repetition_penalty": POSITIVE,
+    "min_p": SHARE,
+    "top_k": integer(-1, (1 << 31) - 1),
+    "stop_token_ids": Field(_is_ends, f"a list of at most {MOST_ENDS} token ids"),
+    "ignore_eos": FLAG,
+    "min_tokens": SIZE,
+}
+"""Fields of vLLM's that its clients send to the endpoints of completions and chats."""
 TEMPLATE = {
     "tools": LIST,
     "tool_choice": only("auto", "none"),
@@ -149,7 +167,7 @@ STREAM_OPTIONS = Field(
     object_of(include_usage=FLAG, include_obfuscation=only(False)),
     "an object with include_usage and nothing else; the last chunk has the usage in any case",
 )
-COMPLETION = SAMPLING | PENALTIES | {
+COMPLETION = SAMPLING | PENALTIES | VLLM | {
     "prompt": TEXT,
     "suffix": TEXT,
     "n": only(1),
@@ -159,7 +177,7 @@ COMPLETION = SAMPLING | PENALTIES | {
     "stream_options": STREAM_OPTIONS,
     "user": TEXT,
 }  # fmt: skip
-CHAT = SAMPLING | PENALTIES | TEMPLATE | WITHOUT_EFFECT | {
+CHAT = SAMPLING | PENALTIES | VLLM | TEMPLATE | WITHOUT_EFFECT | {
     "messages": MESSAGES,
     "max_completion_tokens": COUNT,
     "n": only(1),

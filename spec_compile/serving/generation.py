@@ -239,7 +239,8 @@ class Requests(CBGenerateManager):
             raise refuse(call.limit_field or call.prompt_field, reason)
         least = max(config.min_new_tokens or 0, (config.min_length or 0) - len(ids))
         if least > config.max_new_tokens:
-            raise refuse("generation_config", f"at least {least} new tokens are more than {config.max_new_tokens}")
+            field = "min_tokens" if "min_tokens" in call.fields else "generation_config"
+            raise refuse(field, f"at least {least} new tokens are more than {config.max_new_tokens}")
 
     def _options(self, call: HttpCall, ids: list[int]) -> dict[str, list]:
         """Options of `add_request` in addition to the config: processors for penalties."""

@@ -8,7 +8,23 @@ from transformers import GenerationConfig
 
 from ..errors import did_you_mean
 from .errors import refuse
-from .fields import COUNT, FLAG, FRACTION, LIMITS, Field, integer, is_number, number, object_of, only, present
+from .fields import (
+    COUNT,
+    FLAG,
+    FRACTION,
+    ID,
+    LIMITS,
+    POSITIVE,
+    SHARE,
+    SIZE,
+    Field,
+    integer,
+    is_number,
+    number,
+    object_of,
+    only,
+    present,
+)
 from .fields import PENALTIES as OPENAI
 
 DEFAULT_LIMIT = 1024
@@ -16,10 +32,6 @@ DEFAULT_LIMIT = 1024
 MOST_WORDS, MOST_PHRASES = 1024, 64
 """Entries of a list of words at most, and entries with more than one token, each of which costs time in every step."""
 NAME = "generation_config"
-SIZE = integer(0, (1 << 31) - 1)
-ID = integer(0, (1 << 31) - 1)
-SHARE = Field(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
-POSITIVE = Field(lambda value: is_number(value) and 1e-5 <= value <= 1e5, "a number from 1e-05 to 100000")
 
 
 def _is_ids(value: Any) -> bool:
@@ -105,7 +117,7 @@ def read_config(text: str) -> dict:
 
 
 def _of_fields(fields: dict) -> dict[str, tuple[str, Any]]:
-    """For each setting of transformers that a field of OpenAI's sets, the field and the value."""
+    """For each setting of transformers that a field of OpenAI's or vLLM's sets, the field and the value."""
     settings: dict[str, tuple[str, Any]] = {}
     if "temperature" in fields:
         settings["do_sample"] = ("temperature", fields["temperature"] > 0)
@@ -113,6 +125,12 @@ def _of_fields(fields: dict) -> dict[str, tuple[str, Any]]:
             settings["temperature"] = ("temperature", float(fields["temperature"]))
     if "top_p" in fields:
         settings["top_p"] = ("top_p", float(fields["top_p"]))
+    for name in present(("min_p", "repetition_penalty"), fields):
+        settings[name] = (name, float(fields[name]))
+    if "top_k" in fields:
+        settings["top_k"] = ("top_k", max(0, fields["top_k"]))  # vLLM's -1 and 0 are transformers' 0: all tokens
+    if "min_tokens" in fields:
+        settings["min_new_tokens"] = ("min_tokens", fields["min_tokens"])
     for name in present(LIMITS, fields):
         settings["max_new_tokens"] = (name, fields[name])
     if "stop" in fields:
@@ -120,6 +138,26 @@ def _of_fields(fields: dict) -> dict[str, tuple[str, Any]]:
     if "logit_bias" in fields:
         settings["sequence_bias"] = ("logit_bias", [[[int(key)], bias] for key, bias in fields["logit_bias"].items()])
     return settings
+
+
+def _ends(fields: dict, values: dict, defaults: GenerationConfig, vocab: int) -> list[int] | int:
+    """The setting `eos_token_id` of a request with `stop_token_ids` or `ignore_eos`.
+
+    values: of `generation_config`. The other arguments are those of `make_config`.
+
+    With the model's end 2, `stop_token_ids: [7]` gives [2, 7], and [7] if `ignore_eos` is true as well.
+    -1 ends nothing.
+    """
+    own: Any = values.get("eos_token_id", defaults.eos_token_id)
+    if fields.get("ignore_eos"):
+        if values.get("eos_token_id", -1) != -1:
+            raise refuse("ignore_eos", f"{NAME}.eos_token_id says something else; give one of them")
+        own = -1
+    more = fields.get("stop_token_ids", [])
+    if more:
+        _check_ids("stop_token_ids", "eos_token_id", more, vocab)
+    own = own if isinstance(own, list) else [-1 if own is None else own]
+    return [*dict.fromkeys([*(token for token in own if token >= 0), *more])] or -1
 
 
 def make_config(fields: dict, defaults: GenerationConfig, vocab: int) -> tuple[GenerationConfig, str | None]:
@@ -144,6 +182,8 @@ def make_config(fields: dict, defaults: GenerationConfig, vocab: int) -> tuple[G
         raise refuse(limits[0], f"{limits[1]} is a limit, too; give one of them")
     for setting in present(OF_IDS, values):
         _check_ids(names[setting], setting, values[setting], vocab)
+    if fields.get("stop_token_ids") or fields.get("ignore_eos"):
+        values["eos_token_id"] = _ends(fields, values, defaults, vocab)
     if "sequence_bias" in values:
         pairs = values["sequence_bias"]
         values["sequence_bias"] = {tuple(ids): float(bias) for ids, bias in pairs}
