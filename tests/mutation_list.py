@@ -772,8 +772,17 @@ REQUESTS = [
     ),
 ]  # fmt: skip
 FIELDS, LOAD, HTTP = "tests/serving/test_fields.py", "tests/serving/test_load.py", "spec_compile/serving/"
+FORMS = "tests/serving/test_grammars.py"
 VLLM = "tests/serving/test_vllm_fields.py"
 SERVING = [
+    Mutation(
+        "every grammar is compiled again", f"{HTTP}grammars.py",
+        "            self._kept[key] = grammar\n", "            pass\n", f"{FORMS} -k compiled_once",
+    ),
+    Mutation(
+        "two forms are taken", f"{HTTP}grammars.py", "if len(forms) > 1:", "if False:",
+        f"{FORMS} -k cannot_be_compiled",
+    ),
     Mutation(
         "stop_token_ids replace the model's own ends", f"{HTTP}settings.py",
         "[*(token for token in own if token >= 0), *more]", "more", f"{VLLM} -k as_the_models_own",

@@ -57,8 +57,8 @@ def decode_body(data: bytes, most_containers: int) -> dict:
         raise Refusal(422, f"body: not JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refusal(422, f"body: expected a JSON object, got {type(body).__name__}")
-    if containers > DEEPEST:
-        _check_depth(body)
+    if containers > DEEPEST and is_too_deep(body):
+        raise Refusal(422, f"body: expected at most {DEEPEST} lists and objects in each other, got more")
     if b"\\ud" in data or b"\\uD" in data:
         _check_text(body)
     return body
@@ -77,14 +77,15 @@ def _constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _check_depth(body: dict) -> None:
+def is_too_deep(body: dict) -> bool:
+    """True if more than `DEEPEST` lists and objects lie in each other."""
     level: list[Any] = [body]
     for _ in range(DEEPEST):
         containers = [each for each in level if isinstance(each, (dict, list))]
         level = [value for each in containers for value in (each.values() if isinstance(each, dict) else each)]
         if not level:
-            return
-    raise Refusal(422, f"body: expected at most {DEEPEST} lists and objects in each other, got more")
+            return False
+    return True
 
 
 def _check_text(body: dict) -> None:

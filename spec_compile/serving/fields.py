@@ -143,6 +143,11 @@ VLLM = {
     "stop_token_ids": Field(_is_ends, f"a list of at most {MOST_ENDS} token ids"),
     "ignore_eos": FLAG,
     "min_tokens": SIZE,
+    "structured_outputs": OBJECT,
+    "guided_json": Field(lambda value: isinstance(value, (str, dict)), "a JSON schema, an object or its text"),
+    "guided_regex": TEXT,
+    "guided_choice": LIST,
+    "guided_grammar": TEXT,
 }
 """Fields of vLLM's that its clients send to the endpoints of completions and chats."""
 TEMPLATE = {
@@ -183,7 +188,7 @@ CHAT = SAMPLING | PENALTIES | VLLM | TEMPLATE | WITHOUT_EFFECT | {
     "n": only(1),
     "logprobs": only(False),
     "top_logprobs": only(0),
-    "response_format": PLAIN,
+    "response_format": OBJECT,
     "modalities": only(["text"]),
     "functions": only([]),
     "function_call": only("none", "auto"),

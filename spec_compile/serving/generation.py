@@ -26,6 +26,7 @@ from ..runtime.own_prefill import TOKEN_TYPES
 from .call import CURRENT, HttpCall
 from .errors import Refusal, refuse, shown
 from .followers import Followers
+from .grammars import GrammarCache, read_form
 from .metrics import PrometheusMetrics
 from .penalties import CountPenalties
 from .workers import Waiting, Workers
@@ -84,6 +85,8 @@ class Requests(CBGenerateManager):
         self.most_containers = MOST_CONTAINERS + 2 * self.row_tokens
         self.tokenizer, self.workers = getattr(processor, "tokenizer", processor), Workers()
         self.most_characters = self.row_tokens * max(map(len, self.tokenizer.get_vocab()))
+        ends = model.generation_config.eos_token_id
+        self.grammars = GrammarCache(self.tokenizer, self.vocab_size, ends)
         self.is_draining = False
         self.followers: Followers | None = None
         self.manager.warmup()
@@ -189,7 +192,7 @@ class Requests(CBGenerateManager):
             take(output)
 
         self._check_room(call, ids, config)
-        options = self._options(call, ids) | self._pictures(inputs)
+        options = self._options(call, ids, config) | self._pictures(inputs)
         call.request_id, is_added = name, False
         handlers[name] = (observe, call.loop)  # the manager's own method needs to be called on the event loop
         try:
@@ -242,13 +245,19 @@ class Requests(CBGenerateManager):
             field = "min_tokens" if "min_tokens" in call.fields else "generation_config"
             raise refuse(field, f"at least {least} new tokens are more than {config.max_new_tokens}")
 
-    def _options(self, call: HttpCall, ids: list[int]) -> dict[str, list]:
-        """Options of `add_request` in addition to the config: processors for penalties."""
-        options: dict[str, list] = {}
+    def _options(self, call: HttpCall, ids: list[int], config: GenerationConfig) -> dict[str, list]:
+        """Options of `add_request` in addition to the config: processors for penalties, and for the answer's form."""
+        processors: list[Any] = []
         penalties = [call.fields.get(name, 0) for name in ("frequency_penalty", "presence_penalty")]
         if any(penalties):
-            options["logits_processor"] = [CountPenalties(len(ids), *penalties)]
-        return options
+            processors.append(CountPenalties(len(ids), *penalties))
+        form = read_form(call.fields)
+        if form is not None:
+            if config.min_new_tokens or config.min_length:  # they forbid the end, which may be all that the form allows
+                field = "min_tokens" if "min_tokens" in call.fields else "generation_config"
+                raise refuse(field, f"{form[0]} decides where the answer ends; leave out one of them")
+            processors.append(self.grammars.processor(*form))
+        return {"logits_processor": processors} if processors else {}
 
     def _pictures(self, inputs: dict) -> dict[str, Tensor]:
         """The outputs of a processor other than ids, as tensors. Refusal if they cannot be tensors."""

@@ -180,7 +180,7 @@ NOT_SERVED = [
     (CHATS, {"prediction": {"type": "content", "content": "a"}}), (CHATS, {"parallel_tool_calls": False}),
     (CHATS, {"modalities": ["audio"]}), (CHATS, {"audio": {"voice": "a", "format": "wav"}}),
     (CHATS, {"reasoning_effort": "low"}), (CHATS, {"verbosity": "low"}), (CHATS, {"web_search_options": {}}),
-    (CHATS, {"response_format": {"type": "json_object"}}), (CHATS, {"n": True}),
+    (CHATS, {"response_format": {"type": "xml"}}), (CHATS, {"n": True}),
     (CHATS, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     (CHATS, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}),
     (CHATS, {"chat_template_kwargs": {"enable_thinking": False}}),
