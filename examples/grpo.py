@@ -53,7 +53,7 @@ def main() -> None:
         own = [model.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist() for ids in prompts]
         others = time.perf_counter() - begin - seconds
         assert rollouts == own, "transformers' own loop gives other tokens after this step"
-        print(f"reward {rewards.mean():.3f}, rollouts {seconds:.2f} s, by transformers {others:.2f} s")
+        print(f"reward {rewards.mean():.3f}, a batch {seconds:.2f} s, by transformers one by one {others:.2f} s")
 
 
 if __name__ == "__main__":
