@@ -141,7 +141,8 @@ class _Fingerprint:
         single, several, same = defaultdict(list), [], []
         for part in parts:
             values, attributes = _values(part), vars(part)
-            single["training", *(name for name in values if _is_scalar(values[name]))].append(attributes)
+            mode = ["training"] * ("training" in attributes)  # a compiled module has that of the one inside
+            single[*mode, *(name for name in values if _is_scalar(values[name]))].append(attributes)
             several += [(attributes, name) for name, value in values.items() if _is_container(value)]
             same += [(attributes, name) for name, value in values.items() if not is_plain(value)]
             same += [(attributes, "forward")] * ("forward" in attributes)
@@ -151,7 +152,7 @@ class _Fingerprint:
                 same += [(holder, name) for name, tensor in held_items(holder) if tensor is None]
         same += [(slot.holder, slot.name) for slot in slots if slot.storage is None]
         plain = [(slot.holder, slot.name) for slot in slots if slot.storage is not None]
-        self._single = [(itemgetter(*names), attributes) for names, attributes in single.items()]
+        self._single = [(itemgetter(*names), attributes) for names, attributes in single.items() if names]
         self._fast_values = itemgetter(
             "training", *_values(fast, followed=True), *(["forward"] * ("forward" in vars(fast)))
         )

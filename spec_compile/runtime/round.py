@@ -112,8 +112,7 @@ class Prefill(nn.Module):
         self.conclude(size, ids, positions, features, max_kv_len)
 
     def catch_up(self, max_kv_len: int, size: int) -> None:
-        """The drafter processes the tokens that it is late by, `size` at most, as those of a prompt that ends with the
-        root."""
+        """The drafter processes the tokens that it is late by, `size` at most: a prompt that ends with the root."""
         state, numbers = self.state, [self.state.lengths, self.state.prompt_lengths]
         numbers += [state.kv.states.valid] if state.kv.states.kinds else []
         before = [each.clone() for each in numbers]

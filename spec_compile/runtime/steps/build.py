@@ -105,11 +105,9 @@ class Steps:
         On a GPU nodes are almost free, unless rows are many, or each node reads experts of its own.
         """
         runtime, nodes = self.runtime, self.runtime.algorithm.plan.nodes
-        if runtime.on_gpu:
-            is_worth_it = runtime.has_experts or self.state.batch * nodes > MANY_ROWS
-        else:
-            is_worth_it = runtime.tiers is not None or not runtime.options.compile
-        return [max(2, nodes // FEW)] if is_worth_it else []
+        costs_by_node = runtime.has_experts or self.state.batch * nodes > MANY_ROWS
+        runs_at_once = runtime.tiers is not None or not runtime.options.compile
+        return [max(2, nodes // FEW)] if (costs_by_node if runtime.on_gpu else runs_at_once) else []
 
     def renew(self) -> None:
         """Before a call: forget captured steps whose parts have changed from eager to compiled since."""
