@@ -49,6 +49,7 @@ def test_simulated_drafts_are_right_as_often_as_stated():
     ).all()
 
 
+@pytest.mark.sweep("more0")
 @pytest.mark.parametrize("more", [["--forms", "tree"], ["--forms", "chain", "--free"]])
 def test_simulated_acceptance_on_a_tiny_shape(more, tiny_shapes, tmp_path, capsys):
     path = tmp_path / "rows.json"
@@ -87,6 +88,7 @@ def test_mixed_traffic_on_a_tiny_shape(tiny_shapes, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.sweep("P-EAGLE PARD")
 @pytest.mark.parametrize("name", ["EAGLE-3, tree", "JetSpec, tree", "P-EAGLE", "draft model", "PARD"])
 def test_drafts_of_random_weights_run(name, tiny_shapes):
     options = SimpleNamespace(shape="llama-8b", model=None, draft=None, no_compile=True)

@@ -263,7 +263,7 @@ def test_drawn_drafts_have_no_hint(read, load, name):
 # --- whole rounds
 
 
-@pytest.mark.sweep("tree-dspark chain-dspark_rnn union-dspark_projector chain-dspark_speculators tree-dflash_confident")
+@pytest.mark.sweep("tree-dspark chain-dspark_rnn")
 @EVERY
 @pytest.mark.parametrize(
     "options", [{}, TREE, dict(topk=2, num_draft_tokens=8, ngram=True)], ids=["chain", "tree", "union"]
