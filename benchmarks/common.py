@@ -48,6 +48,14 @@ def pin(threads: int) -> None:
     torch.set_num_threads(len(cores))
 
 
+def device_for(threads: int) -> str:
+    """ "cuda" if there is a GPU. Otherwise "cpu", and this process keeps to `threads` cores."""
+    if torch.cuda.is_available():
+        return "cuda"
+    pin(threads)
+    return "cpu"
+
+
 def read_prompts(path: Path, count: int) -> list[str]:
     """The first `count` prompts of a JSON-lines file (its field `prompt`, or the first of `turns`)."""
     with open(path) as file:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import spec_compile
-from benchmarks.common import DEMO_MODEL, RESULTS, hindsight, pin, save_rows, show, stamp, timed
+from benchmarks.common import DEMO_MODEL, RESULTS, device_for, hindsight, save_rows, show, stamp, timed
 from benchmarks.never_slower import DRAFTS, SHUFFLED, add_model, check, draft_of, load, prompts_for
 
 KINDS = ("code_editing", "chat")
@@ -113,17 +113,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model(parser)
     parser.add_argument("--turns", type=int, default=12, help="of both kinds together")
-    parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--context", type=int, default=1024, help="tokens of the conversation that are kept")
+    parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true", help="rounds without Inductor")
     parser.add_argument("--json", type=Path, default=RESULTS / "mixed_traffic.json")
     options = parser.parse_args(arguments)
     check(parser, options)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        pin(options.threads)
+    device = device_for(options.threads)
     model = load(options, device)
     prompts = prompts_for([*KINDS], (options.turns + 1) // 2, options.model or DEMO_MODEL, device)
     turns = [(kind, ids) for pair in zip(*prompts.values()) for kind, ids in zip(KINDS, pair)][: options.turns]

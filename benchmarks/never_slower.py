@@ -27,8 +27,8 @@ from benchmarks.common import (
     PROMPTS,
     RESULTS,
     answer_in_turn,
+    device_for,
     load_model,
-    pin,
     prompts_of,
     save_rows,
     show,
@@ -181,9 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "never_slower.json")
     options = parser.parse_args(arguments)
     check(parser, options)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        pin(options.threads)
+    device = device_for(options.threads)
     model = load(options, device)
     prompts = prompts_for(options.workloads, options.prompts, options.model or DEMO_MODEL, device)
     rows = [row for name in options.drafts for row in measure(model, name, prompts, options)]

@@ -43,9 +43,9 @@ from benchmarks.common import (
     DEMO_MODEL,
     PROMPTS,
     RESULTS,
+    device_for,
     elapsed,
     hindsight,
-    pin,
     prompts_of,
     read_bandwidth,
     save_rows,
@@ -326,9 +326,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "serving.json")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args([*HALF_COPYING, *given] if "--half-copying" in given else given)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        pin(options.threads)
+    device = device_for(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(device).eval()
     prompts = read_requests(options, tokenizer)

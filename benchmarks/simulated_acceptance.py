@@ -34,10 +34,10 @@ from benchmarks.common import (
     DEMO_MODEL,
     RESULTS,
     answer_in_turn,
+    device_for,
     elapsed,
     hindsight,
     load_model,
-    pin,
     save_rows,
     show,
     stamp,
@@ -279,9 +279,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-compile", action="store_true", help="rounds without Inductor")
     parser.add_argument("--json", type=Path, default=RESULTS / "simulated_acceptance.json")
     options = parser.parse_args(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        pin(options.threads)
+    device = device_for(options.threads)
     layers = f", {options.layers} layers" if options.layers else ""
     options.name = Path(options.model).name if options.model else options.shape + layers
     model = load_model(options.model, device) if options.model else build(options.shape, device, options.layers)

@@ -22,8 +22,7 @@ SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=512, 
 def tiny_shapes(monkeypatch):
     for name in ("llama-8b", "llama-1b"):
         monkeypatch.setitem(shapes.SHAPES, name, ("llama", SIZES))
-    for script in (mixed_traffic, simulated_acceptance):
-        monkeypatch.setattr(script, "pin", lambda threads: None)
+    monkeypatch.setattr(common, "pin", lambda threads: None)
 
 
 def test_a_simulated_tree_is_the_best_of_its_size():
