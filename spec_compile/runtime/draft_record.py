@@ -3,6 +3,7 @@
 import json
 import logging
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -80,7 +81,7 @@ class DraftRecord:
         """True if drafts pay by and large, of a drafter that has more or less confidence in them."""
         return self.has_paid and self.slack > 0 and len(self.gains) > 2  # ANY, and two others
 
-    def gain(self, nodes: int, buckets: list[int]) -> float:
+    def gain(self, nodes: int, buckets: Sequence[int] = ()) -> float:
         """The expected number of accepted drafts of a row among `nodes` nodes.
 
         buckets: of the rows; none for the mean of all. A bucket of which little is known is expected to be like others:

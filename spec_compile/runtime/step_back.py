@@ -1,6 +1,6 @@
 """`StepBack`: a round verifies all of a tree, its first nodes, or only its root, by what drafts gain and cost."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from .draft_record import SHARE, DraftRecord
@@ -90,7 +90,7 @@ class StepBack:
         if not self.adaptive or not self.is_measured:
             return ""
         drafts = self._best_drafts()
-        ratio, gain = self.ratio(drafts), self.record.gain(drafts, [])
+        ratio, gain = self.ratio(drafts), self.record.gain(drafts)
         period = max(1, round((ratio - 1) / self.record.share))
         choice = "every round drafts" if self.best > 1 else f"one round in {period} drafts"
         made = ", ".join(map(str, sorted(self.costs.measured)))
@@ -116,7 +116,7 @@ class StepBack:
             record.learn([size for size in self.sizes[1:] if size <= nodes], buckets, paths)
             record.watch(gained)
             record.slack += gained - loss
-            record.has_paid |= self.best > 1
+            record.has_paid = record.has_paid or self.best > 1
         if nodes < self.sizes[-1]:
             record.looks = min(record.looks + SHARE * self.ratio(nodes), self._loss(self.sizes[-1]))
         record.slack = min(record.slack, max(EARNED, self._loss(self.sizes[-1])))
@@ -130,10 +130,10 @@ class StepBack:
         """Plain rounds that the next round over so many nodes loses if none is accepted."""
         return self.ratio(nodes) - 1 + (self._switch if self._was_plain and nodes > 1 else 0.0)
 
-    def _best_drafts(self, buckets: Iterable[int] = ()) -> int:
+    def _best_drafts(self, buckets: Sequence[int] = ()) -> int:
         """The size with the most tokens a second of those with drafts."""
-        return max(self.sizes[1:], key=partial(self._rate, buckets=[*buckets]))
+        return max(self.sizes[1:], key=partial(self._rate, buckets=buckets))
 
-    def _rate(self, nodes: int, buckets: Iterable[int] = ()) -> float:
+    def _rate(self, nodes: int, buckets: Sequence[int] = ()) -> float:
         """Tokens in the time of a plain round."""
-        return (1 + (self.record.gain(nodes, [*buckets]) if nodes > 1 else 0.0)) / self.ratio(nodes)
+        return (1 + (self.record.gain(nodes, buckets) if nodes > 1 else 0.0)) / self.ratio(nodes)

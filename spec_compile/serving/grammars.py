@@ -43,12 +43,13 @@ def read_form(fields: dict) -> tuple[str, str, str] | None:
     forms = [form for name in present(FORM_FIELDS, fields) if (form := _form(name, fields[name])) is not None]
     if len(forms) > 1:
         raise refuse(forms[1][0], f"{forms[0][0]} asks for a form, too; give one of them")
-    for field, _, text in forms:
-        if len(text) > LONGEST_SPEC or sum(map(text.count, "([{")) > MOST_OPEN:
-            reason = f"expected at most {LONGEST_SPEC} characters and {MOST_OPEN} opening brackets"
-            raise refuse(field, f"{reason}, got {len(text)} characters; send a smaller one")
-        return field, *forms[0][1:]
-    return None
+    if not forms:
+        return None
+    field, _, text = forms[0]
+    if len(text) > LONGEST_SPEC or sum(map(text.count, "([{")) > MOST_OPEN:
+        reason = f"expected at most {LONGEST_SPEC} characters and {MOST_OPEN} opening brackets"
+        raise refuse(field, f"{reason}, got {len(text)} characters; send a smaller one")
+    return forms[0]
 
 
 def _form(name: str, value: Any) -> tuple[str, str, str] | None:
